@@ -1,0 +1,27 @@
+# megatron_chameleon on NVIDIA's PyTorch image, whose torch, Transformer Engine, Apex and Triton are
+# kept as they are. setup.py needs torch 2.9 or newer: release 25.10 of the image, or a later one.
+#
+#   docker build -t megatron-chameleon .
+#   docker run --rm --gpus all --ipc host megatron-chameleon python tools/doctor.py
+ARG PYTORCH_TAG=25.10-py3
+FROM nvcr.io/nvidia/pytorch:${PYTORCH_TAG}
+
+WORKDIR /opt/megatron_chameleon
+
+# What the image brings, as pins: should anything ask for another torch, the build stops with pip's
+# explanation instead of replacing the container's.
+RUN python -m pip list --format freeze \
+    | grep -iE '^(torch|triton|pytorch-triton|transformer[-_]engine.*|apex|flash[-_]attn)==' \
+    | tee /etc/container-pins.txt
+
+# Dependencies first, so that a change of the sources does not install them again.
+COPY setup.py pyproject.toml README.md LICENSE ./
+COPY megatron_chameleon/__init__.py megatron_chameleon/__init__.py
+RUN python -m pip install --no-cache-dir --constraint /etc/container-pins.txt \
+    --editable '.[eval,hf,plots]'
+
+COPY . .
+RUN python -m pip install --no-cache-dir --no-deps --editable . \
+    && python -m pip list --format freeze | grep -Fxf /etc/container-pins.txt \
+    | diff /etc/container-pins.txt - \
+    && python tools/doctor.py

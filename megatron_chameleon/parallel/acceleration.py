@@ -1,0 +1,204 @@
+"""What acceleration is active here, what is lost without the rest, and what nobody has tested."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import textwrap
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+State = Literal["active", "unused", "absent", "broken", "wrong package"]
+
+# Said plainly, so that nobody takes a clean run of the doctor for a test. Shorten it with a run.
+NEVER_TESTED = (
+    "any CUDA device: every test so far ran on CPU ranks over gloo",
+    "several GPUs, NCCL and more than one node",
+    "Transformer Engine, FP8 and context parallelism",
+    "NVIDIA's Apex and its fused kernels",
+)
+
+# NVIDIA's Apex has these subpackages; the unrelated project that has its name on the package index
+# has neither.
+APEX_SUBPACKAGES = ("optimizers", "normalization")
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One kind of acceleration: whether it is used, on what, and what its absence costs."""
+
+    name: str
+    state: State
+    detail: str
+    without: str
+
+
+@dataclasses.dataclass(frozen=True)
+class AccelerationReport:
+    """Everything the doctor found."""
+
+    torch_version: str
+    cuda_devices: tuple[str, ...]
+    features: tuple[Feature, ...]
+    never_tested: tuple[str, ...] = NEVER_TESTED
+
+
+def acceleration_report() -> AccelerationReport:
+    """Look at this process's torch and packages. Nothing is changed and nothing is raised."""
+    return AccelerationReport(
+        torch_version=torch.__version__,
+        cuda_devices=_cuda_devices(),
+        features=(
+            _cuda(),
+            _bfloat16(),
+            _flash_attention(),
+            _transformer_engine(),
+            nvidia_apex(),
+            _triton(),
+            _fused_adam(),
+            _nccl(),
+        ),
+    )
+
+
+def format_report(report: AccelerationReport, width: int = 100) -> str:
+    """The report for people: a line a feature, what is lost below it, then the untested."""
+    lines = [f"torch {report.torch_version}"]
+    lines += [f"  device {index}: {name}" for index, name in enumerate(report.cuda_devices)]
+    lines.append("")
+    for feature in report.features:
+        lines.append(f"{feature.name:20} {feature.state:14} {feature.detail}")
+        if feature.state != "active":
+            lines += textwrap.wrap(
+                f"without it: {feature.without}",
+                width,
+                initial_indent=" " * 21,
+                subsequent_indent=" " * 33,
+            )
+    lines += ["", "Never tested by the authors:"]
+    lines += [f"  - {sentence}" for sentence in report.never_tested]
+    return "\n".join(lines)
+
+
+def nvidia_apex() -> Feature:
+    """NVIDIA's Apex, told from the unrelated project of that name without importing either."""
+    name = "NVIDIA's Apex"
+    without = "fused norms and gradient_accumulation_fusion; torch's own kernels do the work"
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return Feature(name, "absent", "not installed", without)
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not all(any((f / sub).is_dir() for f in folders) for sub in APEX_SUBPACKAGES):
+        detail = (
+            f"apex {_version('apex')} in {folders[0] if folders else spec.origin} is another "
+            "project of that name, which megatron-core takes for NVIDIA's: pip uninstall apex"
+        )
+        return Feature(name, "wrong package", detail, without)
+    return _importable(name, "apex", "apex.optimizers", without)
+
+
+def _cuda_devices() -> tuple[str, ...]:
+    names = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        memory = device.total_memory / 2**30
+        names.append(f"{device.name}, sm_{device.major}{device.minor}, {memory:.0f} GiB")
+    return tuple(names)
+
+
+def _cuda() -> Feature:
+    without = "all runs on the CPU over gloo, with a stand-in for the torch.cuda calls: for trying"
+    if torch.cuda.is_available():
+        detail = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} device(s)"
+        return Feature("CUDA", "active", detail, without)
+    if torch.version.cuda is None:
+        return Feature("CUDA", "absent", "this torch is built for the CPU alone", without)
+    detail = f"torch is built for CUDA {torch.version.cuda} but sees no device"
+    return Feature("CUDA", "absent", detail, without)
+
+
+def _bfloat16() -> Feature:
+    without = "train in fp32, at half the speed or less; bf16 on a CPU works and is for tests"
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
+        return Feature("bf16", "active", "matrix units of the device", without)
+    detail = "the device has no bf16 units" if torch.cuda.is_available() else "no CUDA device"
+    return Feature("bf16", "absent", detail, without)
+
+
+def _flash_attention() -> Feature:
+    name = "flash attention"
+    without = "scaled_dot_product_attention falls back to a slower kernel with the same result"
+    if not torch.cuda.is_available():
+        return Feature(name, "absent", "no CUDA device; torch's CPU kernel is used", without)
+    built = torch.backends.cuda.is_flash_attention_available()
+    if built and torch.backends.cuda.flash_sdp_enabled():
+        return Feature(name, "active", "torch's scaled_dot_product_attention", without)
+    detail = "switched off" if built else "this torch was built without it"
+    return Feature(name, "unused", detail, without)
+
+
+def _transformer_engine() -> Feature:
+    without = (
+        "no FP8 or FP4, no context parallelism, no packed sequences, no overlap of tensor-parallel "
+        "communication; nothing that the shipped configurations use"
+    )
+    return _importable(
+        "Transformer Engine", "transformer_engine", "transformer_engine.pytorch", without
+    )
+
+
+def _triton() -> Feature:
+    without = "pooling of hidden states runs in plain torch: more memory traffic, the same vectors"
+    return _importable("Triton", "triton", "triton", without)
+
+
+def _fused_adam() -> Feature:
+    """Which Adam megatron-core picked when it was imported."""
+    name = "fused Adam"
+    without = "a step of the optimizer launches a few kernels per group of tensors instead of one"
+    try:
+        adam = importlib.import_module("megatron.core.optimizer").Adam
+    except (ImportError, OSError, RuntimeError) as error:
+        return Feature(name, "broken", f"megatron-core: {_first_line(error)}", without)
+    if adam.__module__.startswith("torch."):
+        detail = "megatron-core steps with torch's AdamW and does not ask for its fused kernel"
+        return Feature(name, "unused", detail, without)
+    return Feature(name, "active", f"{adam.__module__}.{adam.__name__}", without)
+
+
+def _nccl() -> Feature:
+    without = "ranks talk over gloo: a single GPU is all that makes sense"
+    if not torch.distributed.is_nccl_available():
+        return Feature("NCCL", "absent", "this torch was built without it", without)
+    if torch.cuda.device_count() < 2:
+        return Feature("NCCL", "unused", "fewer than two CUDA devices here", without)
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return Feature("NCCL", "active", version, without)
+
+
+def _importable(name: str, package: str, module: str, without: str) -> Feature:
+    """A package that is used on a CUDA device when ``module`` imports."""
+    if importlib.util.find_spec(package) is None:
+        return Feature(name, "absent", "not installed", without)
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        return Feature(name, "broken", f"does not import: {_first_line(error)}", without)
+    if not torch.cuda.is_available():
+        return Feature(name, "unused", f"{_version(package)}, but there is no CUDA device", without)
+    return Feature(name, "active", _version(package), without)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,22 @@
+"""What holds for every test: quiet, single-threaded processes, and marks by folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports torch or numpy: the tests' workers and ranks share a few cores, and one
+# thread a process also keeps the order of additions, which bit-identity tests rely on.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in tests/gpu carries the mark ``gpu``, so that no file can forget it."""
+    for item in items:
+        if item.path.is_relative_to(GPU_TESTS):
+            item.add_marker(pytest.mark.gpu)

@@ -1,0 +1,92 @@
+"""What setup.py and constraints.txt promise: ranges there, pins here, and never PyPI's apex."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from megatron_chameleon import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def setup_arguments() -> dict[str, Any]:
+    """What setup.py hands to setuptools."""
+    seen: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", lambda **arguments: seen.update(arguments))
+        patch.chdir(ROOT)
+        runpy.run_path(str(ROOT / "setup.py"))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def requirements(setup_arguments) -> list[Requirement]:
+    extras = setup_arguments["extras_require"].values()
+    return [
+        Requirement(line)
+        for group in [setup_arguments["install_requires"], *extras]
+        for line in group
+    ]
+
+
+@pytest.fixture(scope="module")
+def pins() -> dict[str, Requirement]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(pin.name): pin for pin in found}
+
+
+def test_version_is_the_package_s(setup_arguments):
+    assert setup_arguments["version"] == __version__
+
+
+def test_setup_gives_ranges_only(requirements):
+    assert len(requirements) > 20
+    for requirement in requirements:
+        operators = {part.operator for part in requirement.specifier}
+        assert operators, f"{requirement} has no lower bound"
+        assert operators <= {">=", "<", "!="}, f"{requirement} is a pin"
+
+
+def test_nothing_depends_on_apex_or_brings_its_own_triton(requirements, pins):
+    names = {canonicalize_name(requirement.name) for requirement in requirements}
+    assert not names & {"apex", "nvidia-apex", "triton", "transformer-engine"}
+    assert "apex" not in pins
+
+
+def test_setup_keeps_the_torch_that_is_there(requirements):
+    """Of NVIDIA's container (a pre-release with a local tag), of Python 3.12's, and of make's."""
+    (torch,) = [requirement for requirement in requirements if requirement.name == "torch"]
+    for version in ("2.9.0a0+145a3a7bda.nv25.10", "2.11.0", "2.13.0+cpu"):
+        assert torch.specifier.contains(version, prereleases=True)
+    assert not torch.specifier.contains("2.8.0", prereleases=True)
+
+
+def test_extras_are_the_documented_ones(setup_arguments):
+    assert set(setup_arguments["extras_require"]) == {"eval", "hf", "plots", "docs", "dev"}
+
+
+def test_constraints_are_exact_and_cover_what_make_installs(setup_arguments, pins):
+    for pin in pins.values():
+        assert [part.operator for part in pin.specifier] == ["=="], f"{pin} is not a pin"
+        assert "+" not in str(pin), f"{pin}: a local tag ties the pin to one build"
+    asked = [*setup_arguments["install_requires"], *setup_arguments["extras_require"]["dev"]]
+    for requirement in map(Requirement, asked):
+        (pinned,) = pins[canonicalize_name(requirement.name)].specifier
+        assert requirement.specifier.contains(pinned.version), f"{requirement} excludes its pin"
+    assert {"torch", "triton", "psutil", "matplotlib", "setuptools"} <= set(pins)
+
+
+def test_every_package_folder_is_installed(setup_arguments):
+    folders = {path.parent for path in (ROOT / "megatron_chameleon").rglob("*.py")}
+    expected = {re.sub("/", ".", folder.relative_to(ROOT).as_posix()) for folder in folders}
+    assert set(setup_arguments["packages"]) == expected

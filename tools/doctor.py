@@ -1,0 +1,20 @@
+"""Print what acceleration is active on this machine and what has never been tested."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.options.doctor import DoctorOptions
+from megatron_chameleon.parallel.acceleration import acceleration_report, format_report
+
+
+def doctor(options: DoctorOptions) -> None:
+    """Look and print; the exit status is 0 whatever is found."""
+    report = acceleration_report()
+    print(json.dumps(dataclasses.asdict(report)) if options.json else format_report(report))
+
+
+if __name__ == "__main__":
+    run_tool(doctor, DoctorOptions)
