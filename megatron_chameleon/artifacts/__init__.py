@@ -1,0 +1,49 @@
+"""What stages hand each other on disk. Each artifact is read, checked and written here alone."""
+
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.corpus import (
+    SPLITS,
+    Corpus,
+    Domain,
+    DomainSplit,
+    Split,
+    TokenizerIdentity,
+)
+from megatron_chameleon.artifacts.cost import Cost, Stopwatch
+from megatron_chameleon.artifacts.embedding_store import EmbeddingRecipe, EmbeddingStore
+from megatron_chameleon.artifacts.evaluation_result import (
+    DomainLoss,
+    EvaluationResult,
+    Protocol,
+    require_comparable,
+)
+from megatron_chameleon.artifacts.mixture import Mixture, MixtureWarning, implied_epochs, normalized
+from megatron_chameleon.artifacts.provenance import Provenance, provenance
+from megatron_chameleon.artifacts.training_run import DomainTokens, TrainingRun
+
+__all__ = [
+    "SPLITS",
+    "CheckpointRecord",
+    "Corpus",
+    "Cost",
+    "Domain",
+    "DomainLoss",
+    "DomainSplit",
+    "DomainTokens",
+    "EmbeddingRecipe",
+    "EmbeddingStore",
+    "EvaluationResult",
+    "Mixture",
+    "MixtureWarning",
+    "Protocol",
+    "Provenance",
+    "Split",
+    "Stopwatch",
+    "TokenizerIdentity",
+    "TrainingRun",
+    "find_checkpoint",
+    "implied_epochs",
+    "normalized",
+    "provenance",
+    "require_comparable",
+]

@@ -1,0 +1,132 @@
+"""What a checkpoint folder says of itself: the model's shape, its step, its files and their hashes.
+
+The weights are read and written by the package ``checkpoint``; this record needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.errors import UserError
+
+FILE_NAME = "checkpoint.json"
+FOLDER_NAME = "checkpoints"
+FORMAT_VERSION = 1
+MADE_BY = "tools/pretrain_gpt.py writes it"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointFile:
+    """Size and hex SHA-256 of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointRecord:
+    """What ``checkpoint.json`` says; ``root`` is the checkpoint's folder.
+
+    Attributes:
+        model: the model's shape, as a dictionary (package ``model`` reads it).
+        step: optimizer steps done.
+        samples: training samples consumed.
+        domain_tokens: domain -> training tokens seen.
+        layout: the parallel layout that wrote it; another one can read it.
+        files: file name -> size and hash.
+    """
+
+    root: Path
+    model: dict[str, Any]
+    step: int
+    samples: int
+    domain_tokens: dict[str, int]
+    tokenizer_hash: str
+    corpus_hash: str
+    mixture_hash: str
+    layout: dict[str, Any]
+    files: dict[str, CheckpointFile]
+    provenance: Provenance
+
+    @classmethod
+    def load(cls, folder: Path) -> CheckpointRecord:
+        """Read ``folder/checkpoint.json`` and check that every file has its size.
+
+        Raises:
+            UserError: naming the file and the way out.
+        """
+        record = read_record(
+            folder / FILE_NAME,
+            cls,
+            kind="checkpoint",
+            version=FORMAT_VERSION,
+            made_by=MADE_BY,
+            root=folder,
+        )
+        for name, file in record.files.items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != file.bytes:
+                raise UserError(
+                    f"{path} is missing or not of its size: the checkpoint is damaged; "
+                    "use an earlier one"
+                )
+        return record
+
+    def save(self) -> None:
+        """Write ``checkpoint.json`` into ``root``."""
+        write_record(self.root / FILE_NAME, self, kind="checkpoint", version=FORMAT_VERSION)
+
+    @property
+    def hash(self) -> str:
+        """Hex SHA-256 over the hashes of all files: the identity of these weights."""
+        return sha256_of_json({name: file.sha256 for name, file in self.files.items()})
+
+    def verify(self) -> None:
+        """Read every file and compare its hash. Raises UserError naming the first that differs."""
+        for name, file in self.files.items():
+            if sha256_of_files(self.root / name) != file.sha256:
+                raise UserError(
+                    f"{self.root / name} has changed since it was written; "
+                    "use an earlier checkpoint"
+                )
+
+
+def hash_files(folder: Path) -> dict[str, CheckpointFile]:
+    """Size and hash of every file in ``folder``, by name."""
+    return {
+        path.name: CheckpointFile(path.stat().st_size, sha256_of_files(path))
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != FILE_NAME
+    }
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    """Where a run keeps the checkpoint of a step."""
+    return run_dir / FOLDER_NAME / f"step-{step:08d}"
+
+
+def checkpoint_folders(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in (run_dir / FOLDER_NAME).glob(f"step-*/{FILE_NAME}"))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint folder meant by ``path``: itself, or the latest of the run it holds.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if (path / FILE_NAME).is_file():
+        return path
+    folders = checkpoint_folders(path)
+    if not folders:
+        raise UserError(
+            f"--checkpoint {path}: neither a checkpoint nor a run with one; "
+            f"it needs {path / FOLDER_NAME}/step-*/{FILE_NAME}; {MADE_BY}"
+        )
+    return folders[-1]

@@ -1,0 +1,167 @@
+"""The corpus: tokenised text per domain and split, in Megatron's .bin/.idx format."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+from megatron_chameleon.artifacts.cost import Cost
+from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.errors import UserError
+
+FILE_NAME = "corpus.json"
+FORMAT_VERSION = 1
+MADE_BY = "tools/preprocess_data.py writes it"
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerIdentity:
+    """Which tokenizer made the tokens. ``file`` is relative to the corpus folder."""
+
+    kind: Literal["tokenizers", "sentencepiece"]
+    file: str
+    sha256: str
+    vocab_size: int
+    eod_id: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainSplit:
+    """One pair of .bin/.idx files. ``prefix`` is relative to the corpus folder, without suffix.
+
+    ``tokens`` counts the end-of-document token of every document; ``text_bytes`` counts the UTF-8
+    bytes of the text, so that losses can be given per byte.
+    """
+
+    prefix: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """The three splits of a domain; no document is in two of them."""
+
+    train: DomainSplit
+    valid: DomainSplit
+    test: DomainSplit
+
+    def split(self, name: Split) -> DomainSplit:
+        """The split called ``name``."""
+        return {"train": self.train, "valid": self.valid, "test": self.test}[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """What ``corpus.json`` says; ``root`` is the folder it was read from."""
+
+    root: Path
+    tokenizer: TokenizerIdentity
+    dtype: Literal["uint16", "int32"]
+    domains: dict[str, Domain]
+    provenance: Provenance
+    cost: Cost
+
+    @classmethod
+    def load(cls, folder: Path) -> Corpus:
+        """Read ``folder/corpus.json`` and check that its files are there and whole.
+
+        Raises:
+            UserError: naming the file and the way out.
+        """
+        path = folder if folder.name == FILE_NAME else folder / FILE_NAME
+        corpus = read_record(
+            path, cls, kind="corpus", version=FORMAT_VERSION, made_by=MADE_BY, root=path.parent
+        )
+        if not corpus.domains:
+            raise UserError(f"{path}: field domains: there is none; {MADE_BY}")
+        for domain in corpus.domains.values():
+            for split in SPLITS:
+                corpus._check_files(domain.split(split))
+        return corpus
+
+    def save(self) -> Path:
+        """Write ``corpus.json`` into ``root``, last of all its files."""
+        path = self.root / FILE_NAME
+        write_record(path, self, kind="corpus", version=FORMAT_VERSION)
+        return path
+
+    @property
+    def names(self) -> list[str]:
+        """Domain names, in the order in which every weight vector lists them."""
+        return list(self.domains)
+
+    @property
+    def hash(self) -> str:
+        """Hex SHA-256 of the tokenizer and of every token file; independent of where they lie."""
+        return sha256_of_json(
+            {
+                "tokenizer": self.tokenizer.sha256,
+                "domains": {name: self.domain_hash(name) for name in self.names},
+            }
+        )
+
+    def domain_hash(self, name: str) -> str:
+        """Hex SHA-256 of one domain's token files."""
+        return sha256_of_json({split: self.domains[name].split(split).sha256 for split in SPLITS})
+
+    def prefix(self, name: str, split: Split) -> Path:
+        """Path of the split's files without the .bin/.idx suffix."""
+        return self.root / self.domains[name].split(split).prefix
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token on disk."""
+        return {"uint16": 2, "int32": 4}[self.dtype]
+
+    def verify(self) -> None:
+        """Read every token file and compare its hash.
+
+        Raises:
+            UserError: naming the first file that is not what corpus.json says.
+        """
+        for name, domain in self.domains.items():
+            for split in SPLITS:
+                prefix = self.prefix(name, split)
+                files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+                if sha256_of_files(*files) != domain.split(split).sha256:
+                    raise UserError(
+                        f"{files[0]} or its .idx has changed since {self.root / FILE_NAME} was "
+                        "written; restore it or preprocess again"
+                    )
+
+    def _check_files(self, split: DomainSplit) -> None:
+        prefix = self.root / split.prefix
+        bin_path, idx_path = (prefix.with_name(prefix.name + s) for s in (".bin", ".idx"))
+        expected = {
+            bin_path: split.tokens * self.token_bytes,
+            idx_path: index_file_bytes(split.documents),
+        }
+        for path, size in expected.items():
+            if not path.is_file():
+                raise UserError(f"{path} is missing; copy it beside corpus.json, or {MADE_BY}")
+            if path.stat().st_size != size:
+                raise UserError(
+                    f"{path} holds {path.stat().st_size} bytes where corpus.json asks for {size}: "
+                    "it is truncated or of another corpus; restore it or preprocess again"
+                )
+
+
+def file_name_of(domain: str) -> str:
+    """A file name that any domain name can have: percent-encoded where it must be."""
+    return quote(domain, safe=" +-_.,()").replace(" ", "_")
+
+
+def index_file_bytes(documents: int) -> int:
+    """Size of Megatron's .idx for one sequence a document: header, lengths, pointers, documents."""
+    header = 9 + 8 + 1 + 8 + 8
+    return header + 4 * documents + 8 * documents + 8 * (documents + 1)

@@ -1,0 +1,127 @@
+"""The embedding store: one vector per sampled window, a file per domain."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from megatron_chameleon.artifacts.corpus import file_name_of
+from megatron_chameleon.artifacts.cost import Cost
+from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.errors import UserError
+
+FILE_NAME = "store.json"
+FORMAT_VERSION = 1
+MADE_BY = "tools/compute_mixture.py writes it"
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingRecipe:
+    """What a vector depends on. Two stores with the same recipe can be compared.
+
+    Attributes:
+        model_hash: of the proxy's weights.
+        layer: hidden states after this many transformer layers, before the final layer norm.
+        window_length: tokens in a window, at most.
+        num_windows: windows drawn per domain, at most.
+        seed: of the draw.
+        tokenizer_hash: of the tokenizer that made the tokens.
+    """
+
+    model_hash: str
+    layer: int
+    window_length: int
+    num_windows: int
+    seed: int
+    tokenizer_hash: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainEmbeddings:
+    """One file of the store; ``corpus_hash`` is that of the domain's token files."""
+
+    file: str
+    windows: int
+    corpus_hash: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingStore:
+    """What ``store.json`` says; ``root`` is the folder it was read from."""
+
+    root: Path
+    recipe: EmbeddingRecipe
+    hidden_size: int
+    domains: dict[str, DomainEmbeddings]
+    provenance: Provenance
+    cost: Cost
+
+    @classmethod
+    def load(cls, folder: Path) -> EmbeddingStore:
+        """Read ``folder/store.json``. Raises UserError naming the file and the field."""
+        return read_record(
+            folder / FILE_NAME,
+            cls,
+            kind="embedding store",
+            version=FORMAT_VERSION,
+            made_by=MADE_BY,
+            root=folder,
+        )
+
+    @classmethod
+    def exists(cls, folder: Path) -> bool:
+        """Whether ``folder`` holds a store."""
+        return (folder / FILE_NAME).is_file()
+
+    def save(self) -> None:
+        """Write ``store.json`` into ``root``."""
+        write_record(self.root / FILE_NAME, self, kind="embedding store", version=FORMAT_VERSION)
+
+    def with_domain(
+        self, name: str, vectors: NDArray[np.float32], corpus_hash: str, cost: Cost
+    ) -> EmbeddingStore:
+        """Write the window ``vectors`` [n, h] of a domain and return the store that lists them."""
+        file = f"{file_name_of(name)}.safetensors"
+        with replacing(self.root / file) as temporary:
+            save_file({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)}, temporary)
+        entry = DomainEmbeddings(file=file, windows=len(vectors), corpus_hash=corpus_hash)
+        store = dataclasses.replace(
+            self, domains={**self.domains, name: entry}, cost=self.cost + cost
+        )
+        store.save()
+        return store
+
+    def holds(self, name: str, corpus_hash: str) -> bool:
+        """Whether the vectors of domain ``name`` are here and made from those token files."""
+        entry = self.domains.get(name)
+        return (
+            entry is not None
+            and entry.corpus_hash == corpus_hash
+            and (self.root / entry.file).is_file()
+        )
+
+    def vectors(self, name: str) -> NDArray[np.float32]:
+        """Window vectors [n, h] in float32 of one domain.
+
+        Raises:
+            UserError: if the file is damaged or does not hold what store.json says.
+        """
+        entry = self.domains[name]
+        path = self.root / entry.file
+        try:
+            vectors: NDArray[np.float32] = load_file(path)["vectors"]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise UserError(f"cannot read {path} ({error}); delete it and run again") from error
+        if vectors.shape != (entry.windows, self.hidden_size):
+            raise UserError(
+                f"{path} holds vectors of shape {vectors.shape}, {FILE_NAME} says "
+                f"{(entry.windows, self.hidden_size)}; delete it and run again"
+            )
+        return vectors

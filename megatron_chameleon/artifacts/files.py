@@ -1,0 +1,81 @@
+"""Writing and hashing files so that nothing half-written is ever seen under its final name."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_chameleon.errors import UserError
+
+_CHUNK = 1 << 20
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside ``path``; rename it to ``path`` when the block ends well.
+
+    If the block raises, the temporary file is removed and ``path`` is as it was.
+
+    Raises:
+        UserError: if the folder cannot be made or written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
+        ) from error
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())
+        _flush_to_disk(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented UTF-8 JSON, atomically."""
+    with replacing(path) as temporary:
+        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def sha256_of_files(*paths: Path) -> str:
+    """Hex SHA-256 of the concatenated contents of ``paths``."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as stream:
+            while block := stream.read(_CHUNK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_of_json(value: Any) -> str:
+    """Hex SHA-256 of ``value`` as canonical JSON (sorted keys, no white space)."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

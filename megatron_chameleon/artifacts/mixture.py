@@ -1,0 +1,140 @@
+"""The mixture: how much of the tokens comes from each domain, and how that was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+from megatron_chameleon.artifacts.corpus import Corpus
+from megatron_chameleon.artifacts.cost import Cost
+from megatron_chameleon.artifacts.files import sha256_of_json
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.errors import UserError
+
+FORMAT_VERSION = 1
+MADE_BY = "tools/compute_mixture.py writes it"
+SUM_TOLERANCE = 1e-6
+
+
+class MixtureWarning(UserWarning):
+    """The weights could be used, but not as they were given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Sampling weights per domain. Weights are per token and sum to 1.
+
+    Attributes:
+        weights: domain -> share of the training tokens.
+        method: what found them ("chameleon", "uniform", "manual", ...).
+        parameters: the method's settings.
+        scores: domain -> the method's own score, where it has one (Chameleon: leverage).
+        intervals: domain -> (low, high) of the bootstrap interval of its weight.
+        confidence: coverage of those intervals, between 0 and 1.
+        affinity: the k x k domain affinity matrix, in the order of ``weights``.
+        token_budget: tokens of training for which ``epochs`` was worked out.
+        epochs: domain -> how often its training tokens are gone through within that budget.
+    """
+
+    weights: dict[str, float]
+    method: str = "manual"
+    parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
+    scores: dict[str, float] | None = None
+    intervals: dict[str, tuple[float, float]] | None = None
+    confidence: float | None = None
+    affinity: list[list[float]] | None = None
+    token_budget: int | None = None
+    epochs: dict[str, float] | None = None
+    provenance: Provenance | None = None
+    cost: Cost = dataclasses.field(default_factory=Cost)
+
+    @classmethod
+    def load(cls, path: Path) -> Mixture:
+        """Read a mixture file; ``{"weights": {...}}`` alone is enough for a person's own.
+
+        A sum other than 1 is renormalised with a :class:`MixtureWarning` that shows it.
+
+        Raises:
+            UserError: naming the file, the field and the way out.
+        """
+        mixture = read_record(path, cls, kind="mixture", version=FORMAT_VERSION, made_by=MADE_BY)
+        return dataclasses.replace(mixture, weights=normalized(mixture.weights, str(path)))
+
+    @classmethod
+    def uniform(cls, names: list[str]) -> Mixture:
+        """The same weight for every domain."""
+        return cls(weights={name: 1.0 / len(names) for name in names}, method="uniform")
+
+    def save(self, path: Path) -> None:
+        """Write the mixture to ``path``."""
+        write_record(path, self, kind="mixture", version=FORMAT_VERSION)
+
+    @property
+    def hash(self) -> str:
+        """Hex SHA-256 of the weights, whatever found them."""
+        return sha256_of_json(self.weights)
+
+    def weights_for(self, corpus: Corpus) -> list[float]:
+        """The weights in the corpus's order of domains; a domain left out has weight 0.
+
+        Raises:
+            UserError: for a weight on a domain that the corpus does not have.
+        """
+        unknown = [name for name in self.weights if name not in corpus.domains]
+        if unknown:
+            raise UserError(
+                f"the mixture has a weight for '{unknown[0]}', which is not a domain of "
+                f"{corpus.root}; its domains are {', '.join(corpus.names)}"
+            )
+        missing = [name for name in corpus.names if name not in self.weights]
+        if missing:
+            warnings.warn(
+                f"the mixture says nothing of {', '.join(missing)}: they get weight 0",
+                MixtureWarning,
+                stacklevel=2,
+            )
+        return [self.weights.get(name, 0.0) for name in corpus.names]
+
+    def data_path(self, corpus: Corpus) -> str:
+        """Megatron-LM's ``--data-path``: weight and file prefix in turn, weight 0 left out."""
+        pairs = zip(corpus.names, self.weights_for(corpus), strict=True)
+        return " ".join(
+            f"{weight:.10g} {corpus.prefix(name, 'train')}" for name, weight in pairs if weight > 0
+        )
+
+
+def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
+    """``weights`` scaled to sum to 1.
+
+    Raises:
+        UserError: if one is negative or not finite, or if all are zero.
+    """
+    for name, weight in weights.items():
+        if not math.isfinite(weight) or weight < 0:
+            raise UserError(
+                f"{where}: weight of '{name}' is {weight}; weights are finite and not negative"
+            )
+    total = math.fsum(weights.values())
+    if total <= 0:
+        raise UserError(f"{where}: all weights are zero; give at least one domain a weight")
+    if abs(total - 1.0) > SUM_TOLERANCE:
+        warnings.warn(
+            f"{where}: the weights sum to {total:.6g}, not 1; they are divided by it",
+            MixtureWarning,
+            stacklevel=3,
+        )
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def implied_epochs(
+    corpus: Corpus, weights: dict[str, float], token_budget: int
+) -> dict[str, float]:
+    """Domain -> passes over its training tokens when ``token_budget`` tokens are drawn."""
+    return {
+        name: weights.get(name, 0.0) * token_budget / domain.train.tokens
+        for name, domain in corpus.domains.items()
+    }

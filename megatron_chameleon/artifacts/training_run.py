@@ -1,0 +1,117 @@
+"""A training run on disk: run.json says what it is, metrics.jsonl what happened at each step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_chameleon.artifacts.cost import Cost
+from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.errors import UserError
+
+FILE_NAME = "run.json"
+METRICS_NAME = "metrics.jsonl"
+FORMAT_VERSION = 1
+MADE_BY = "tools/pretrain_gpt.py writes it"
+
+Status = Literal["running", "finished", "interrupted", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainTokens:
+    """Tokens of one domain over the run: what the weights asked for, and what was drawn."""
+
+    weight: float
+    asked: float
+    got: int
+    epochs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """What ``run.json`` says; ``root`` is the folder it was read from.
+
+    Attributes:
+        status: how the run ended, or that it has not.
+        step: optimizer steps done, of ``train_iters``.
+        tokens: training tokens seen.
+        model: the model's dimensions.
+        mixture: domain -> weight.
+        domain_tokens: tokens and epochs per domain, asked and got.
+        checkpoints: folders below ``root``, oldest first.
+        cost: over all the times the run was continued.
+    """
+
+    root: Path
+    status: Status
+    step: int
+    train_iters: int
+    tokens: int
+    model: dict[str, Any]
+    parameters: int
+    mixture: dict[str, float]
+    mixture_method: str
+    domain_tokens: dict[str, DomainTokens]
+    checkpoints: list[str]
+    provenance: Provenance
+    cost: Cost
+
+    @classmethod
+    def load(cls, folder: Path) -> TrainingRun:
+        """Read ``folder/run.json``. Raises UserError naming the file and the field."""
+        return read_record(
+            folder / FILE_NAME,
+            cls,
+            kind="training run",
+            version=FORMAT_VERSION,
+            made_by=MADE_BY,
+            root=folder,
+        )
+
+    @classmethod
+    def exists(cls, folder: Path) -> bool:
+        """Whether ``folder`` holds a run."""
+        return (folder / FILE_NAME).is_file()
+
+    def save(self) -> None:
+        """Write ``run.json`` into ``root``."""
+        write_record(self.root / FILE_NAME, self, kind="training run", version=FORMAT_VERSION)
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """The records of metrics.jsonl, in order of steps."""
+        yield from read_metrics(self.root / METRICS_NAME)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file; a last line cut short by a crash is passed over.
+
+    Raises:
+        UserError: if a line before the last is not JSON.
+    """
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise UserError(f"{path}:{number}: not JSON; remove the line") from error
+
+
+def keep_metrics_until(path: Path, step: int) -> None:
+    """Drop the records after ``step``: those steps are run again from the checkpoint."""
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    write_metrics(path, kept)
+
+
+def write_metrics(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write the whole metrics file anew."""
+    with replacing(path) as temporary:
+        temporary.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")

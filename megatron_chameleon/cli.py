@@ -1,0 +1,111 @@
+"""From the command line to one function call; a person's mistakes are reported in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import tyro
+
+from megatron_chameleon.errors import UserError
+
+Options = TypeVar("Options")
+
+USER_ERROR_STATUS = 2
+# A mistake that every rank sees is told by rank 0 alone; torchrun then ends the others. A rank that
+# is still alive after this long found something that rank 0 did not, so it speaks for itself.
+SECONDS_BEFORE_OTHER_RANKS_SPEAK = 8.0
+
+
+def run_tool(
+    function: Callable[[Options], int | None],
+    options_type: type[Options],
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Parse ``argv`` into ``options_type``, call ``function`` with it and leave the process.
+
+    Exit status: what ``function`` returns (None is 0), 2 for a user's mistake.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank)
+    warnings.showwarning = _one_line_warning if rank == 0 else _no_warning
+    for noise in (FutureWarning, DeprecationWarning):  # of libraries, for their programmers
+        warnings.simplefilter("ignore", noise)
+    try:
+        status = function(options)
+    except UserError as error:
+        _refuse(str(error), rank)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(status or 0)
+
+
+def run_subcommand(
+    commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]],
+) -> NoReturn:
+    """Like :func:`run_tool` for a tool whose first argument names one of ``commands``."""
+    rank = int(os.environ.get("RANK", "0"))
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    tool = os.path.basename(sys.argv[0])
+    if name in ("-h", "--help"):
+        print(f"usage: {tool} {{{','.join(commands)}}} [options]; {tool} COMMAND --help shows them")
+        sys.exit(0)
+    if name not in commands:
+        _refuse(f"{tool} {name}: no such command; the first argument is {_one_of(commands)}", rank)
+    function, options_type = commands[name]
+    run_tool(function, options_type, sys.argv[2:])
+
+
+def parse_options(options_type: type[Options], argv: Sequence[str], rank: int = 0) -> Options:
+    """The options in ``argv``. A misspelt flag or a value of the wrong type ends with status 2."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                options_type,
+                args=list(argv),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+                console_outputs=rank == 0,
+            )
+    except SystemExit as left:
+        if left.code in (0, None):
+            raise
+        _refuse(_flatten(printed.getvalue()), rank)
+
+
+def _refuse(message: str, rank: int) -> NoReturn:
+    """Say ``message`` once for the whole job, and leave with the status of a user's mistake."""
+    if rank != 0:
+        time.sleep(SECONDS_BEFORE_OTHER_RANKS_SPEAK)
+    where = "" if rank == 0 else f"rank {rank}: "
+    print(f"error: {where}{message}", file=sys.stderr, flush=True)
+    # torchrun ends its other workers as soon as one has left; give what was printed time to arrive.
+    sys.exit(USER_ERROR_STATUS)
+
+
+def _flatten(box: str) -> str:
+    """The text inside the frame that the parser draws, on one line."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip(" │╭╮╰╯─|") for line in text.splitlines()]
+    return "; ".join(line for line in lines if line)
+
+
+def _one_of(names: Mapping[str, object]) -> str:
+    return " or ".join(f"'{name}'" for name in names)
+
+
+def _one_line_warning(
+    message: Warning | str, category: type[Warning], *_where: object, **_more: object
+) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def _no_warning(*_arguments: object, **_more: object) -> None:
+    """Every rank sees the same warning; rank 0 shows it."""

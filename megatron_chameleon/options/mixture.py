@@ -1,0 +1,66 @@
+"""Options of tools/compute_mixture.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from megatron_chameleon.options.parallel import ParallelOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtractionOptions:
+    """Which windows of text are embedded, and how. Hashed with the embedding store."""
+
+    layer: int | None = None
+    """Hidden states after this many layers, before the final norm; default: the middle."""
+    num_windows: int = 4096
+    """Windows drawn per domain (paper: 4k)."""
+    window_length: int | None = None
+    """Tokens per window, at most; default: the proxy's sequence length."""
+    extraction_seed: int = 0
+    """Of the draw of windows."""
+    embedding_batch_size: int = 32
+    """Windows per forward pass and rank; does not change the result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeOptions:
+    """From domain embeddings to weights."""
+
+    recipe: Literal["reference", "paper", "scaled"] = "reference"
+    """'reference': the authors' code; 'paper': the text's formulas; 'scaled': many domains."""
+    ridge: float | None = None
+    """Regularisation of the leverage scores, in place of the recipe's."""
+    temperature: float | None = None
+    """Softmax temperature, in place of the recipe's."""
+    center: bool | None = None
+    """Subtract the mean of the domain embeddings first, in place of the recipe's choice."""
+    normalize: bool | None = None
+    """Divide the scores by their sum, in place of the recipe's choice."""
+    bootstrap_resamples: int = 1000
+    """Resamples of the windows behind the intervals."""
+    confidence: float = 0.95
+    """Coverage of the intervals."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureOptions:
+    """Embed every domain with a proxy model and turn leverage scores into sampling weights."""
+
+    corpus: Path
+    """Folder written by tools/preprocess_data.py."""
+    checkpoint: Path
+    """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
+    output: Path
+    """The mixture.json to write."""
+    mode: Literal["pretrain", "finetune"] = "pretrain"
+    """'pretrain' weights broad domains up, 'finetune' distinct ones."""
+    store: Path | None = None
+    """Embedding store to use and fill; default: 'embeddings' beside the output."""
+    token_budget: int | None = None
+    """Tokens of the training to come: the implied epochs per domain are then told and stored."""
+    extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
+    weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
+    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)

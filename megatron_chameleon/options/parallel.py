@@ -1,0 +1,19 @@
+"""How a model is spread over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelOptions:
+    """How the model is spread over the ranks that torchrun started; the rest is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer; must divide the number of attention heads."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are cut into; must divide the number of layers."""
+    sequence_parallel: bool = False
+    """Split layer norms and residuals along the sequence too; needs tensor parallelism."""
+    use_distributed_optimizer: bool = False
+    """Shard the optimizer's state over the data-parallel ranks."""

@@ -1,0 +1,67 @@
+"""Options of tools/pretrain_gpt.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron_chameleon.options.parallel import ParallelOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float = 5e-4
+    """Peak learning rate (paper, proxies: 5e-4; 684M and 1.2B: 1.5e-4)."""
+    min_lr: float = 1e-4
+    """Learning rate at the end of the cosine (paper, proxies: 1e-4; 684M and 1.2B: 5e-5)."""
+    lr_warmup_iters: int = 500
+    """Steps of linear warm-up (assumed: the paper does not say)."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on matrices only (paper)."""
+    adam_beta1: float = 0.9
+    """First-moment decay (assumed)."""
+    adam_beta2: float = 0.95
+    """Second-moment decay (assumed)."""
+    adam_eps: float = 1e-8
+    """Added to the denominator of the update."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 clips nothing (paper: 1.0)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainOptions:
+    """Train a GPT on a corpus with a mixture of its domains.
+
+    Run the same command again to continue a run that was interrupted.
+    """
+
+    corpus: Path
+    """Folder written by tools/preprocess_data.py."""
+    run_dir: Path
+    """Folder of this run: run.json, metrics.jsonl and checkpoints go there."""
+    model_size: str = "82m"
+    """Name of a model size; a wrong one lists them all."""
+    mixture: str = "uniform"
+    """'uniform', or the path of a mixture.json."""
+    seq_length: int = 1024
+    """Tokens per sample (the paper's cost figures imply 1024)."""
+    train_iters: int = 2000
+    """Optimizer steps (paper: 2000 for the Chameleon proxy, 10000 for the other proxies)."""
+    global_batch_size: int = 128
+    """Sequences per step, over all ranks (paper: 128; Pile: 512)."""
+    micro_batch_size: int = 8
+    """Sequences per forward pass and rank."""
+    seed: int = 1234
+    """Of the initial weights and of the order of samples."""
+    bf16: bool = False
+    """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
+    log_interval: int = 10
+    """Steps between two lines of log and metrics."""
+    save_interval: int = 500
+    """Steps between two checkpoints; the last step always writes one."""
+    overwrite: bool = False
+    """Delete what run_dir holds and start anew."""
+    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
