@@ -1,0 +1,42 @@
+"""The maths of data mixing: vectors or losses in, weights out. numpy and scipy only."""
+
+from megatron_chameleon.mixture.affinity import affinity_matrix, center_embeddings
+from megatron_chameleon.mixture.chameleon import (
+    WeightResult,
+    chameleon_weight_fn,
+    chameleon_weights,
+)
+from megatron_chameleon.mixture.checks import Mode
+from megatron_chameleon.mixture.leverage import (
+    feature_ridge_leverage,
+    leverage_scores,
+    leverage_scores_direct,
+)
+from megatron_chameleon.mixture.recipes import DEFAULT_RECIPE, RECIPES, Recipe, resolve_recipe
+from megatron_chameleon.mixture.uncertainty import (
+    BootstrapResult,
+    bootstrap_weights,
+    resampled_means_direct,
+)
+from megatron_chameleon.mixture.weights import DegenerateScoreWarning, domain_weights
+
+__all__ = [
+    "DEFAULT_RECIPE",
+    "RECIPES",
+    "BootstrapResult",
+    "DegenerateScoreWarning",
+    "Mode",
+    "Recipe",
+    "WeightResult",
+    "affinity_matrix",
+    "bootstrap_weights",
+    "center_embeddings",
+    "chameleon_weight_fn",
+    "chameleon_weights",
+    "domain_weights",
+    "feature_ridge_leverage",
+    "leverage_scores",
+    "leverage_scores_direct",
+    "resampled_means_direct",
+    "resolve_recipe",
+]

@@ -1,0 +1,145 @@
+"""Checks of what a caller passes in, shared by the modules of this package.
+
+Every function raises ``ValueError`` with one line: the argument, what is wrong with it and
+what to do about it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[np.float64]
+Mode: TypeAlias = Literal["pretrain", "finetune"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+# Relative difference up to which two entries of an affinity count as equal.
+AFFINITY_TOLERANCE = 1e-8
+
+
+def as_matrix(values: npt.ArrayLike, argument: str, row: str) -> Array:
+    """Return ``values`` as a finite float64 matrix with at least one row and one column.
+
+    ``argument`` and ``row`` are the words for the array and for one of its rows in messages.
+    """
+    matrix = np.asarray(values, dtype=np.float64)
+    if matrix.ndim != 2:
+        raise ValueError(
+            f"{argument} must have 2 dimensions, one row per {row}, "
+            f"but has shape {matrix.shape}: reshape it to [rows, features]"
+        )
+    if matrix.shape[0] == 0 or matrix.shape[1] == 0:
+        raise ValueError(
+            f"{argument} of shape {matrix.shape} is empty: pass at least one {row} with one feature"
+        )
+    finite_rows = np.isfinite(matrix).all(axis=1)
+    if not finite_rows.all():
+        bad = int(np.argmin(finite_rows))
+        raise ValueError(
+            f"{argument} row {bad} holds NaN or infinity: recompute or drop that {row}"
+        )
+    return matrix
+
+
+def as_embeddings(embeddings: npt.ArrayLike) -> Array:
+    """Return domain embeddings as a finite float64 array [k, h]."""
+    return as_matrix(embeddings, "embeddings", "domain")
+
+
+def as_affinity(affinity: npt.ArrayLike) -> Array:
+    """Return an affinity matrix as an exactly symmetric float64 array [k, k].
+
+    Differences between the two triangles of the size of rounding are averaged away. That the
+    matrix is a Gram matrix is checked on its 2 x 2 minors, which costs k^2 and not k^3.
+    """
+    matrix = as_matrix(affinity, "affinity", "domain")
+    if matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(
+            f"affinity must be square, but has shape {matrix.shape}: "
+            "build it with affinity_matrix(embeddings, center=...)"
+        )
+    matrix = _symmetric(matrix)
+    _check_gram(matrix)
+    return matrix
+
+
+def _symmetric(matrix: Array) -> Array:
+    difference = np.abs(matrix - matrix.T)
+    largest = float(difference.max())
+    if largest == 0.0:
+        return matrix
+    if largest > AFFINITY_TOLERANCE * float(np.abs(matrix).max()):
+        i, j = divmod(int(difference.argmax()), matrix.shape[0])
+        raise ValueError(
+            f"affinity is not symmetric: entry [{i}, {j}] is {matrix[i, j]:.6g} but "
+            f"[{j}, {i}] is {matrix[j, i]:.6g}: build it with affinity_matrix(embeddings, ...)"
+        )
+    return (matrix + matrix.T) / 2
+
+
+def _check_gram(matrix: Array) -> None:
+    """Raise unless every |K_ij|^2 <= K_ii K_jj, which inner products obey (Cauchy-Schwarz)."""
+    diagonal = np.diagonal(matrix)
+    slack = AFFINITY_TOLERANCE * float(np.abs(matrix).max())
+    if float(diagonal.min()) < -slack:
+        bad = int(diagonal.argmin())
+        raise ValueError(
+            f"affinity entry [{bad}, {bad}] is {diagonal[bad]:.6g}, but a squared norm is not "
+            "negative: build it with affinity_matrix(embeddings, ...)"
+        )
+    norms = np.sqrt(np.maximum(diagonal, 0.0))
+    excess = np.abs(matrix) - np.outer(norms, norms)
+    if float(excess.max()) > slack:
+        i, j = divmod(int(excess.argmax()), matrix.shape[0])
+        raise ValueError(
+            f"affinity entry [{i}, {j}] is larger than the norms of domains {i} and {j} allow, so "
+            "these are not inner products: build it with affinity_matrix(embeddings, ...)"
+        )
+
+
+def as_scores(scores: npt.ArrayLike) -> Array:
+    """Return leverage scores as a finite, non-negative float64 vector [k].
+
+    Negative values of the size of rounding become zero.
+    """
+    vector = np.asarray(scores, dtype=np.float64)
+    if vector.ndim != 1 or vector.size == 0:
+        raise ValueError(
+            f"scores must be a vector with one entry per domain, but has shape {vector.shape}: "
+            "pass leverage_scores(affinity, ridge)"
+        )
+    finite = np.isfinite(vector)
+    if not finite.all():
+        raise ValueError(
+            f"scores entry {int(np.argmin(finite))} is NaN or infinite: "
+            "recompute the embeddings of that domain"
+        )
+    if float(vector.max()) > np.finfo(np.float64).max / vector.size:
+        raise ValueError(
+            f"scores entry {int(vector.argmax())} is {vector.max():.6g}, too large to add up, but "
+            "a leverage score is at most 1: pass leverage_scores(affinity, ridge)"
+        )
+    if float(vector.min()) < -AFFINITY_TOLERANCE * float(np.abs(vector).max()):
+        bad = int(vector.argmin())
+        raise ValueError(
+            f"scores entry {bad} is {vector[bad]:.6g}, but a leverage score is not negative: "
+            "pass leverage_scores(affinity, ridge)"
+        )
+    return np.maximum(vector, 0.0)
+
+
+def check_positive(value: float, argument: str) -> float:
+    """Return ``value`` as a float; raise unless it is a finite number above zero."""
+    number = float(value)
+    if not (math.isfinite(number) and number > 0.0):
+        raise ValueError(f"{argument} is {value!r}: it must be a finite number above 0")
+    return number
+
+
+def check_mode(mode: str) -> None:
+    """Raise unless ``mode`` is one of the two ways to turn scores into weights."""
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")

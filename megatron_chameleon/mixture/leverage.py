@@ -1,0 +1,127 @@
+"""Kernel ridge leverage scores (KRLS), from the affinity [k, k] or from the features [k, p].
+
+S_i = [K (K + k * ridge * I)^-1]_ii (Chameleon, Xie, Tonin and Cevher, ICML 2025, Definition
+"Domain KRLS"). S lies in [0, 1); its sum is the effective dimension of the domains at that ridge.
+A high score means that a domain is hard to write as a combination of the others.
+
+With K = U diag(sigma) U^T the score is sum_j sigma_j / (sigma_j + k * ridge) * U_ij^2. (The
+appendix of the paper prints this without the factor k, which Definition and text have.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from scipy import linalg
+
+from megatron_chameleon.mixture.checks import Array, as_affinity, as_matrix, check_positive
+
+# The Cholesky factor loses about eps * trace / (k * ridge) in the scores: 2e-10 at this bound.
+# Beyond it the slower spectral form is used, which can cut off the null space.
+CHOLESKY_LIMIT = 1e6
+
+
+def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
+    """Kernel ridge leverage scores diag(K (K + k * ridge * I)^-1) of an affinity.
+
+    Cholesky where K + k * ridge * I is well conditioned, eigh where it is not; no inverse is
+    formed. Duplicate domains and an affinity of low rank are fine. Time grows as k^3.
+
+    Args:
+        affinity: K, [k, k], symmetric positive semi-definite, any real dtype; float64 inside.
+        ridge: lambda > 0, in the units of K (squared embedding units).
+
+    Returns:
+        [k] float64 scores in [0, 1).
+
+    Raises:
+        ValueError: affinity not square, not symmetric, not finite or not a Gram matrix; k = 0;
+            ridge not above 0.
+    """
+    kernel = as_affinity(affinity)
+    shift = kernel.shape[0] * check_positive(ridge, "ridge")
+    if float(np.trace(kernel)) > CHOLESKY_LIMIT * shift:
+        return _spectral_scores(kernel, shift)
+    try:
+        factor = linalg.cho_factor(_shifted(kernel, shift), lower=True, overwrite_a=True)
+    except linalg.LinAlgError:
+        # Only a K with an eigenvalue below -k * ridge gets here; the spectral form reports it.
+        return _spectral_scores(kernel, shift)
+    # Row i of the product sums K_ij (A^-1)_ij: an all-zero row of K scores exactly 0, which
+    # 1 - k * ridge * (A^-1)_ii would not give.
+    solved = linalg.cho_solve(factor, kernel)
+    scores: Array = np.clip(np.diagonal(solved), 0.0, 1.0)
+    return scores
+
+
+def leverage_scores_direct(affinity: npt.ArrayLike, ridge: float) -> Array:
+    """The definition, one domain at a time: the plain reference for ``leverage_scores``.
+
+    Solves (K + k * ridge * I) y = e_i afresh for each i and takes row i of K times y, which costs
+    k^4. Arguments, result and errors as in ``leverage_scores``.
+    """
+    kernel = as_affinity(affinity)
+    num_domains = kernel.shape[0]
+    shifted = kernel + num_domains * check_positive(ridge, "ridge") * np.eye(num_domains)
+    scores = np.empty(num_domains)
+    for i in range(num_domains):
+        unit = np.zeros(num_domains)
+        unit[i] = 1.0
+        scores[i] = kernel[i] @ np.linalg.solve(shifted, unit)
+    return scores
+
+
+def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
+    """Ridge leverage scores in feature space, diag(X (X^T X + k * ridge * I)^-1 X^T).
+
+    Equal to ``leverage_scores(X X^T, ridge)`` by the first lemma of the paper's appendix (stated
+    there for a ridge of lambda; here k * lambda, as in the definition of the domain scores).
+    Costs k p^2 instead of k^3, so it is the form for more domains than features.
+
+    Args:
+        features: X, [k, p], any real dtype; float64 inside. Centre it first where that is wanted.
+        ridge: lambda > 0, in the units of X X^T.
+
+    Returns:
+        [k] float64 scores in [0, 1).
+
+    Raises:
+        ValueError: features not two-dimensional, empty or not finite; ridge not above 0.
+    """
+    matrix = as_matrix(features, "features", "domain")
+    shift = matrix.shape[0] * check_positive(ridge, "ridge")
+    if float(np.square(matrix).sum()) > CHOLESKY_LIMIT * shift:
+        left, singular, _ = linalg.svd(matrix, full_matrices=False)
+        return _weighted_leverage(left, np.square(singular), shift)
+    lower = linalg.cholesky(_shifted(matrix.T @ matrix, shift), lower=True, overwrite_a=True)
+    # S_i = |L^-1 x_i|^2 where L L^T = X^T X + k * ridge * I: never negative, never above 1.
+    whitened = linalg.solve_triangular(lower, matrix.T, lower=True)
+    scores: Array = np.minimum(np.square(whitened).sum(axis=0), 1.0)
+    return scores
+
+
+def _shifted(matrix: Array, shift: float) -> Array:
+    shifted = matrix.copy()
+    shifted.flat[:: matrix.shape[0] + 1] += shift
+    return shifted
+
+
+def _spectral_scores(kernel: Array, shift: float) -> Array:
+    eigenvalues, eigenvectors = linalg.eigh(kernel)
+    tolerance = kernel.shape[0] * np.finfo(np.float64).eps * float(np.abs(eigenvalues).max())
+    # Rounding alone keeps eigenvalues above -tolerance; a factor of 1e4 is left for K's own error.
+    if float(eigenvalues[0]) < -1e4 * tolerance:
+        raise ValueError(
+            f"affinity has the eigenvalue {float(eigenvalues[0]):.6g}, but inner products have "
+            "none below 0: build it with affinity_matrix(embeddings, ...)"
+        )
+    # Eigenvalues that rounding cannot tell from zero are the null space: at a small ridge they
+    # would otherwise count as whole dimensions.
+    eigenvalues[eigenvalues <= tolerance] = 0.0
+    return _weighted_leverage(eigenvectors, eigenvalues, shift)
+
+
+def _weighted_leverage(vectors: Array, eigenvalues: Array, shift: float) -> Array:
+    """sum_j sigma_j / (sigma_j + shift) U_ij^2 for U [k, r] and sigma [r]."""
+    scores: Array = np.square(vectors) @ (eigenvalues / (eigenvalues + shift))
+    return np.minimum(scores, 1.0)

@@ -1,0 +1,148 @@
+"""Leverage scores -> domain weights."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_chameleon.mixture.checks import Array, Mode, as_scores, check_mode, check_positive
+
+# Scores below this share of the mean score are rounding, and 1 / S of them means nothing.
+SCORE_FLOOR = 1e-10
+
+MAX_POSITIONS_SHOWN = 8
+
+
+class DegenerateScoreWarning(UserWarning):
+    """A score had to be held at a limit; the weight it gives is a bound, not a measurement."""
+
+
+def domain_weights(
+    scores: npt.ArrayLike,
+    mode: Mode,
+    temperature: float,
+    normalize: bool,
+    *,
+    score_floor: float = SCORE_FLOOR,
+    score_ceiling: float = math.inf,
+) -> Array:
+    """Softmax of the inverse scores (pretraining) or of the scores (fine-tuning).
+
+    alpha_i = exp(z_i / tau) / sum_j exp(z_j / tau), with z = 1 / S for pretraining and z = S for
+    fine-tuning (Chameleon, Xie, Tonin and Cevher, ICML 2025, section 3.2; tau is in the
+    appendix on the experimental setup and is missing from Algorithm 1). The largest z is
+    subtracted first, so that nothing overflows.
+
+    A domain at the mean of all domains has S near 0 and an unbounded 1 / S. Its score is held at
+    ``score_floor`` times the mean score and a ``DegenerateScoreWarning`` names its position. With
+    the default floor it then takes nearly all weight in pretraining, which is the formula's limit.
+    The floor matters to 1 / S only, so fine-tuning warns only if every score is 0 (the weights
+    are then equal).
+
+    Args:
+        scores: S, [k], not negative.
+        mode: "pretrain" or "finetune".
+        temperature: tau > 0, in the units of z.
+        normalize: divide the scores by their sum before anything else, as the authors' code does.
+        score_floor: lowest score let through, as a share of the mean score; in (0, 1).
+        score_ceiling: highest score let through, as a multiple of the mean score; above 1.
+
+    Returns:
+        [k] float64 weights, not negative, summing to 1.
+
+    Raises:
+        ValueError: scores not a vector, empty, not finite or negative; unknown mode; temperature
+            not above 0; limits out of range.
+    """
+    vector = as_scores(scores)
+    check_mode(mode)
+    tau = check_positive(temperature, "temperature")
+    check_score_limits(score_floor, score_ceiling)
+    degenerate = degenerate_positions(vector, mode, score_floor, score_ceiling)
+    if degenerate:
+        message = _describe(vector, degenerate, score_floor, score_ceiling)
+        warnings.warn(message, DegenerateScoreWarning, stacklevel=2)
+    limited = _limited(vector, mode, score_floor, score_ceiling)
+    if normalize:
+        # Divided by the sum before the limits: afterwards one huge outlier, held at the ceiling,
+        # would lift all others and so undo the ceiling.
+        limited = limited / (float(vector.sum()) or float(limited.sum()))
+    return softmax(1.0 / limited if mode == "pretrain" else limited, tau)
+
+
+def softmax(logits: Array, temperature: float) -> Array:
+    """exp(z / tau) over its sum for finite logits [k], shifted by the largest before dividing."""
+    with np.errstate(over="ignore", under="ignore"):
+        # A tiny tau turns a difference into -inf, whose exponential is the right 0.
+        unnormalized = np.exp((logits - logits.max()) / temperature)
+    weights: Array = unnormalized / unnormalized.sum()
+    return weights
+
+
+def check_score_limits(score_floor: float, score_ceiling: float) -> None:
+    """Raise unless 0 < floor < 1 < ceiling; both are relative to the mean score."""
+    if not 0.0 < score_floor < 1.0:
+        raise ValueError(f"score_floor is {score_floor!r}: it must lie between 0 and 1")
+    if not score_ceiling > 1.0:
+        raise ValueError(f"score_ceiling is {score_ceiling!r}: it must be above 1 (inf for none)")
+
+
+def degenerate_positions(
+    scores: Array, mode: Mode, score_floor: float, score_ceiling: float
+) -> tuple[int, ...]:
+    """Positions of the scores [k] that ``domain_weights`` holds at a limit and warns about.
+
+    A single domain has the weight 1 whatever its score, so nothing is degenerate there.
+    """
+    if scores.size == 1:
+        return ()
+    mean = float(scores.mean())
+    outside = scores > score_ceiling * mean if mean > 0.0 else np.ones(scores.size, dtype=bool)
+    if mode == "pretrain":
+        outside |= scores < _lowest(mean, score_floor)
+    return tuple(int(i) for i in np.flatnonzero(outside))
+
+
+def _lowest(mean: float, score_floor: float) -> float:
+    # Never below the smallest normal float, whose inverse is still finite.
+    return max(score_floor * mean, float(np.finfo(np.float64).tiny))
+
+
+def _limited(scores: Array, mode: Mode, score_floor: float, score_ceiling: float) -> Array:
+    mean = float(scores.mean())
+    if mean == 0.0:
+        return np.ones_like(scores)
+    lowest = _lowest(mean, score_floor) if mode == "pretrain" else 0.0
+    return np.clip(scores, lowest, max(score_ceiling * mean, lowest))
+
+
+def _describe(
+    scores: Array, positions: tuple[int, ...], score_floor: float, score_ceiling: float
+) -> str:
+    mean = float(scores.mean())
+    low = [i for i in positions if scores[i] <= mean]
+    high = [i for i in positions if scores[i] > mean]
+    parts = []
+    if low:
+        parts.append(
+            f"below {score_floor:g} of the mean score at position {_listed(low)} "
+            "(a domain at the mean of all, or a near-duplicate of it)"
+        )
+    if high:
+        parts.append(
+            f"above {score_ceiling:g} times the mean score at position {_listed(high)} "
+            "(a domain unlike any other)"
+        )
+    return (
+        f"leverage scores are {' and '.join(parts)}: they are held at that limit and the weights "
+        "are bounds; look at these domains, or change the temperature or the score limits"
+    )
+
+
+def _listed(positions: list[int]) -> str:
+    more = len(positions) - MAX_POSITIONS_SHOWN
+    shown = ", ".join(str(i) for i in positions[:MAX_POSITIONS_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_chameleon.mixture import (
+    affinity_matrix,
+    center_embeddings,
+    feature_ridge_leverage,
+    leverage_scores,
+    leverage_scores_direct,
+)
+
+seeds = st.integers(0, 2**32 - 1)
+ridges = st.floats(1e-4, 1e4)
+
+
+def random_embeddings(seed: int, k: int, h: int) -> np.ndarray:
+    """Domains around a common mean, with a decaying spectrum as hidden states have."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(k, h)) * np.arange(1, h + 1) ** -0.5 * 3 + rng.normal(size=h)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seeds, st.integers(1, 15), st.integers(1, 15), ridges, st.booleans())
+def test_both_forms_equal_the_direct_formula(seed, k, h, ridge, center):
+    embeddings = random_embeddings(seed, k, h)
+    features = center_embeddings(embeddings) if center else embeddings
+    affinity = affinity_matrix(embeddings, center)
+    expected = leverage_scores_direct(affinity, ridge)
+    np.testing.assert_allclose(leverage_scores(affinity, ridge), expected, atol=1e-9)
+    np.testing.assert_allclose(feature_ridge_leverage(features, ridge), expected, atol=1e-9)
+
+
+def exact_scores(affinity: list[list[int]], ridge: Fraction) -> list[float]:
+    """The definition in rational numbers, by Gauss-Jordan elimination."""
+    k = len(affinity)
+    scores = []
+    for i in range(k):
+        rows = [
+            [Fraction(affinity[a][b]) + (k * ridge if a == b else 0) for b in range(k)]
+            + [Fraction(int(a == i))]
+            for a in range(k)
+        ]
+        for column in range(k):
+            pivot = next(r for r in range(column, k) if rows[r][column] != 0)
+            rows[column], rows[pivot] = rows[pivot], rows[column]
+            rows[column] = [value / rows[column][column] for value in rows[column]]
+            for r in range(k):
+                if r != column:
+                    factor = rows[r][column]
+                    pairs = zip(rows[r], rows[column], strict=True)
+                    rows[r] = [value - factor * base for value, base in pairs]
+        scores.append(float(sum(affinity[i][j] * rows[j][k] for j in range(k))))
+    return scores
+
+
+@pytest.mark.parametrize("ridge", [Fraction(10), Fraction(1, 3), Fraction(1, 10**6)])
+@pytest.mark.parametrize("scale", [1, 1000])
+def test_scores_equal_exact_rational_arithmetic(ridge, scale):
+    # Rank 3 of 5, with a duplicate and a zero row.
+    embeddings = scale * np.array([[1, 2, 0], [1, 2, 0], [0, -1, 4], [3, 3, 1], [0, 0, 0]])
+    affinity = embeddings @ embeddings.T
+    expected = exact_scores(affinity.tolist(), ridge)
+    tolerance = 1e-14 * max(1.0, affinity.max() / (5 * float(ridge)))
+    for scores in (
+        leverage_scores(affinity, float(ridge)),
+        leverage_scores_direct(affinity, float(ridge)),
+        feature_ridge_leverage(embeddings, float(ridge)),
+    ):
+        np.testing.assert_allclose(scores, expected, atol=tolerance)
+        assert scores[4] == 0.0
+
+
+@settings(deadline=None, max_examples=20)
+@given(seeds, st.integers(2, 10), ridges)
+def test_eigen_formula_has_the_factor_k(seed, k, ridge):
+    affinity = affinity_matrix(random_embeddings(seed, k, 12), center=False)
+    sigma, u = np.linalg.eigh(affinity)
+    expected = (u**2) @ (sigma / (sigma + k * ridge))
+    np.testing.assert_allclose(leverage_scores(affinity, ridge), expected, atol=1e-9)
+
+
+def test_eigen_formula_as_the_appendix_prints_it_is_another_ridge():
+    affinity = affinity_matrix(random_embeddings(0, 7, 12), center=False)
+    sigma, u = np.linalg.eigh(affinity)
+    printed = (u**2) @ (sigma / (sigma + 10.0))
+    assert np.abs(leverage_scores(affinity, 10.0) - printed).max() > 0.05
+    np.testing.assert_allclose(leverage_scores(affinity, 10.0 / 7), printed, atol=1e-12)
+
+
+def test_orthogonal_domains_have_the_closed_form():
+    norms = np.array([0.5, 1.0, 3.0, 20.0])
+    scores = leverage_scores(np.diag(norms**2), ridge=0.7)
+    np.testing.assert_allclose(scores, norms**2 / (norms**2 + 4 * 0.7), rtol=1e-13)
+
+
+@settings(deadline=None, max_examples=15)
+@given(seeds, st.floats(0.01, 100.0))
+def test_a_score_is_the_pull_of_a_domains_own_target_in_ridge_regression(seed, ridge):
+    features = random_embeddings(seed, 6, 9)
+    # min_w |X w - y|^2 + k lambda |w|^2 as a plain least-squares problem; d fit_i / d y_i.
+    stacked = np.vstack([features, np.sqrt(6 * ridge) * np.eye(9)])
+    expected = [
+        features[i] @ np.linalg.lstsq(stacked, np.eye(15)[i], rcond=None)[0] for i in range(6)
+    ]
+    np.testing.assert_allclose(leverage_scores(features @ features.T, ridge), expected, atol=1e-10)
+
+
+@settings(deadline=None, max_examples=15)
+@given(seeds, st.floats(0.01, 100.0))
+def test_inverse_scores_are_the_christoffel_function(seed, ridge):
+    features = random_embeddings(seed, 6, 9)
+    scores = leverage_scores(features @ features.T, ridge)
+    energy = features.T @ features / 6 + ridge * np.eye(9)
+    for i in range(6):
+        # min_w w^T energy w subject to w.x_i = 1, by its stationarity conditions.
+        system = np.block([[2 * energy, -features[i][:, None]], [features[i], 0.0]])
+        w = np.linalg.solve(system, np.append(np.zeros(9), 1.0))[:9]
+        np.testing.assert_allclose(w @ energy @ w, 1.0 / (6 * scores[i]), rtol=1e-8)
+
+
+def test_without_ridge_scores_tend_to_the_least_norm_solution():
+    features = random_embeddings(1, 8, 3)
+    features[5] = features[2]
+    least_norm = [
+        np.square(np.linalg.lstsq(features.T, features[i], rcond=None)[0]).sum() for i in range(8)
+    ]
+    np.testing.assert_allclose(leverage_scores(features @ features.T, 1e-11), least_norm, atol=1e-8)
+    np.testing.assert_allclose(feature_ridge_leverage(features, 1e-13), least_norm, atol=1e-8)
+
+
+@pytest.mark.parametrize("ridge", [1e-6, 1e-9, 1e-12])
+def test_centred_scores_tend_to_one_minus_one_over_k(ridge):
+    affinity = affinity_matrix(random_embeddings(3, 9, 40), center=True)
+    np.testing.assert_allclose(leverage_scores(affinity, ridge), 1 - 1 / 9, atol=ridge + 1e-12)
+
+
+def test_at_a_large_ridge_normalised_scores_are_shares_of_the_squared_norm():
+    affinity = affinity_matrix(random_embeddings(4, 7, 30), center=True)
+    scores = leverage_scores(affinity, 1e9)
+    np.testing.assert_allclose(
+        scores / scores.sum(), np.diagonal(affinity) / np.trace(affinity), rtol=1e-6
+    )
+
+
+@settings(deadline=None, max_examples=20)
+@given(seeds, st.integers(1, 12), ridges)
+def test_scores_add_up_to_the_effective_dimension(seed, k, ridge):
+    affinity = affinity_matrix(random_embeddings(seed, k, 8), center=False)
+    sigma = np.maximum(np.linalg.eigvalsh(affinity), 0.0)
+    scores = leverage_scores(affinity, ridge)
+    np.testing.assert_allclose(scores.sum(), (sigma / (sigma + k * ridge)).sum(), atol=1e-8)
+    assert (scores >= 0).all()
+    assert (scores <= 1).all()
+
+
+@settings(deadline=None, max_examples=20)
+@given(seeds, ridges)
+def test_scores_do_not_change_under_rotation(seed, ridge):
+    embeddings = random_embeddings(seed, 7, 10)
+    rotation = np.linalg.qr(np.random.default_rng(seed).normal(size=(10, 10)))[0]
+    np.testing.assert_allclose(
+        leverage_scores(affinity_matrix(embeddings @ rotation, center=True), ridge),
+        leverage_scores(affinity_matrix(embeddings, center=True), ridge),
+        atol=1e-9,
+    )
+
+
+@settings(deadline=None, max_examples=20)
+@given(seeds, st.floats(1e-3, 1e3), st.permutations(range(7)))
+def test_scores_follow_a_permutation_of_the_domains(seed, ridge, order):
+    affinity = affinity_matrix(random_embeddings(seed, 7, 10), center=False)
+    permuted = affinity[np.ix_(order, order)]
+    np.testing.assert_allclose(
+        leverage_scores(permuted, ridge), leverage_scores(affinity, ridge)[list(order)], atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("ridge", [10.0, 1e-3, 1e-10])
+def test_duplicates_share_a_score(ridge):
+    embeddings = random_embeddings(5, 4, 20)
+    scores = leverage_scores(affinity_matrix(embeddings[[0, 1, 2, 3, 1]], center=False), ridge)
+    np.testing.assert_allclose(scores[1], scores[4], rtol=1e-9)
+    if ridge == 1e-10:
+        np.testing.assert_allclose(scores, [1, 0.5, 1, 1, 0.5], atol=1e-6)
+
+
+def test_a_domain_at_the_mean_scores_zero():
+    embeddings = random_embeddings(6, 6, 50)
+    embeddings[2] = np.delete(embeddings, 2, axis=0).mean(axis=0)
+    for ridge in (10.0, 1e-8):
+        scores = leverage_scores(affinity_matrix(embeddings, center=True), ridge)
+        assert scores[2] < 1e-15
+        assert np.delete(scores, 2).min() > 1e-6
+
+
+@pytest.mark.parametrize("ridge", [10.0, 1e-9])
+def test_two_thousand_domains_take_seconds(ridge):
+    embeddings = random_embeddings(7, 2000, 300)
+    embeddings[1000:1100] = embeddings[:100]
+    start = time.perf_counter()
+    scores = leverage_scores(affinity_matrix(embeddings, center=True), ridge)
+    elapsed = time.perf_counter() - start
+    expected = feature_ridge_leverage(center_embeddings(embeddings), ridge)
+    np.testing.assert_allclose(scores, expected, atol=1e-8)
+    # A second or so on one core; the margin is for a loaded machine, k^4 would take an hour.
+    assert elapsed < 60
+
+
+def test_a_single_domain_and_a_zero_affinity():
+    np.testing.assert_allclose(leverage_scores([[4.0]], 1.0), [0.8])
+    np.testing.assert_array_equal(leverage_scores(np.zeros((3, 3)), 1.0), np.zeros(3))
+    np.testing.assert_array_equal(feature_ridge_leverage(np.zeros((3, 2)), 1.0), np.zeros(3))
+
+
+def test_rounding_size_asymmetry_is_averaged_away():
+    affinity = affinity_matrix(random_embeddings(8, 5, 9), center=False)
+    lopsided = affinity.copy()
+    lopsided[0, 1] *= 1 + 1e-13
+    np.testing.assert_allclose(leverage_scores(lopsided, 1.0), leverage_scores(affinity, 1.0))
+
+
+@pytest.mark.parametrize("function", [leverage_scores, leverage_scores_direct])
+@pytest.mark.parametrize(
+    ("affinity", "message"),
+    [
+        (np.ones((2, 3)), r"affinity must be square.*\(2, 3\): build it with affinity_matrix"),
+        (np.ones(4), "affinity must have 2 dimensions"),
+        (np.zeros((0, 0)), r"affinity of shape \(0, 0\) is empty"),
+        ([[1.0, 0.5], [0.2, 1.0]], r"not symmetric: entry \[0, 1\] is 0.5 but \[1, 0\] is 0.2"),
+        ([[1.0, np.nan], [np.nan, 1.0]], "affinity row 0 holds NaN"),
+        ([[1.0, 0.0], [0.0, -1.0]], r"entry \[1, 1\] is -1, but a squared norm"),
+        ([[1.0, 2.0], [2.0, 1.0]], r"entry \[0, 1\] is larger than the norms"),
+    ],
+)
+def test_bad_affinities_are_refused(function, affinity, message):
+    with pytest.raises(ValueError, match=message):
+        function(affinity, 1.0)
+
+
+@pytest.mark.parametrize("ridge", [1e-9, 1e-2])
+def test_an_indefinite_affinity_is_refused(ridge):
+    # Every pair of domains is possible, all three together are not.
+    affinity = [[1.0, -0.9, -0.9], [-0.9, 1.0, -0.9], [-0.9, -0.9, 1.0]]
+    with pytest.raises(ValueError, match=r"affinity has the eigenvalue -0\.8"):
+        leverage_scores(affinity, ridge)
+
+
+@pytest.mark.parametrize("ridge", [0.0, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize(
+    "function", [leverage_scores, leverage_scores_direct, feature_ridge_leverage]
+)
+def test_a_ridge_must_be_positive(function, ridge):
+    with pytest.raises(ValueError, match=r"ridge is .*: it must be a finite number above 0"):
+        function(np.eye(2), ridge)
+
+
+def test_bad_features_are_refused():
+    with pytest.raises(ValueError, match="features row 1 holds NaN"):
+        feature_ridge_leverage([[0.0], [np.nan]], 1.0)
