@@ -1,0 +1,76 @@
+"""Initial weights that depend on (seed, parameter) alone, so that every layout starts equal.
+
+megatron draws weights rank by rank, so that another pipeline layout starts from other weights. Here
+each tensor is drawn whole from a generator seeded by (seed, name), and each rank keeps its slice.
+Distributions are GPT-2's: normal(0, 0.02), with the projections that write to the residual stream
+scaled by 1/sqrt(2 * num_layers); biases zero; layer norms one and zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_chameleon.model.sizes import ModelShape
+
+INIT_STD = 0.02
+_EMBEDDING = "embedding.word_embeddings.weight"
+_WRITES_TO_RESIDUAL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+
+
+@torch.no_grad()
+def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
+    """Overwrite every parameter of this rank's part of the model."""
+    tensor_group = model.pg_collection.tp
+    rank, size = tensor_group.rank(), tensor_group.size()
+    for local_name, parameter in model.named_parameters():
+        name = global_name(model, local_name)
+        if parameter.dim() == 1:
+            is_norm_weight = "layernorm" in name and name.endswith(".weight")
+            parameter.fill_(1.0 if is_norm_weight else 0.0)
+            continue
+        whole = _draw(name, parameter, shape, seed, size)
+        dimension = partition_dimension(parameter)
+        mine = whole if dimension is None else whole.chunk(size, dim=dimension)[rank]
+        parameter.copy_(mine)
+
+
+def global_name(model: GPTModel, local_name: str) -> str:
+    """The name of a parameter in the whole model: layers counted over all stages, one embedding."""
+    if local_name == "output_layer.weight":
+        return _EMBEDDING  # the last stage's copy of the tied embedding
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
+    if match is None:
+        return local_name
+    layer_number = model.decoder.layers[int(match[1])].layer_number  # from 1, over all stages
+    return f"decoder.layers.{layer_number - 1}.{match[2]}"
+
+
+def partition_dimension(parameter: torch.nn.Parameter) -> int | None:
+    """The dimension of which this rank holds a slice by tensor parallelism; None if it has all."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    return int(parameter.partition_dim)  # type: ignore[attr-defined]
+
+
+def _draw(
+    name: str, parameter: torch.nn.Parameter, shape: ModelShape, seed: int, tensor_size: int
+) -> torch.Tensor:
+    """The whole tensor [rows, columns] in float32; rows that pad the vocabulary are zero."""
+    sizes = list(parameter.shape)
+    dimension = partition_dimension(parameter)
+    if dimension is not None:
+        sizes[dimension] *= tensor_size
+    std = INIT_STD
+    if name.endswith(_WRITES_TO_RESIDUAL):
+        std /= math.sqrt(2 * shape.size.num_layers)
+    drawn_rows = shape.vocab_size if name == _EMBEDDING else sizes[0]
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    drawn = torch.randn(drawn_rows, sizes[1], generator=generator) * std
+    padding = drawn.new_zeros(sizes[0] - drawn_rows, sizes[1])
+    return torch.cat([drawn, padding])

@@ -1,0 +1,132 @@
+"""Reading a trained model out, forward only, under any layout: hidden states and token losses.
+
+Batches go through the pipeline's stages one after the other. Each stage receives the hidden states
+of the one before, runs its layers, and sends on only what a later stage still needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.parallel.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A model in evaluation mode and this rank's place in its layout."""
+
+    model: GPTModel
+    shape: ModelShape
+    layout: Layout
+
+    @torch.no_grad()
+    def hidden_states(self, tokens: torch.Tensor, layer: int) -> torch.Tensor | None:
+        """Hidden states after ``layer`` layers, before the final layer norm.
+
+        Args:
+            tokens: [b, s] int64; the same on all ranks of this data-parallel replica. Under
+                sequence parallelism s is a multiple of the tensor-parallel size.
+            layer: from 1 to num_layers. Later layers and the output layer do not run.
+
+        Returns:
+            [s, b, h] on the ranks of the stage that holds ``layer``, None on the others.
+        """
+        mine = [block for block in self.model.decoder.layers if block.layer_number <= layer]
+        if not mine:
+            return None  # this stage begins after the layer asked for: nothing is sent to it
+        hidden = self._embed(tokens) if self.layout.is_first_stage else self._receive(tokens.shape)
+        for block in mine:
+            hidden, _ = block(hidden_states=hidden, attention_mask=None)
+        if mine[-1].layer_number < layer:
+            self._send(hidden)
+            return None
+        if self.layout.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        return hidden.detach()  # megatron's layers mark their output as requiring gradients
+
+    @torch.no_grad()
+    def token_losses(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+        """Negative log-likelihood of ``labels`` [b, s] given ``tokens`` [b, s], in nats.
+
+        Returns:
+            [b, s] in float32 on the last stage, None on the others.
+        """
+        if not self.layout.is_first_stage:
+            self.model.set_input_tensor(self._receive(tokens.shape))
+        output = self.model(tokens, self._positions(tokens), None, labels=labels)
+        if self.layout.is_last_stage:
+            return output.detach().float()
+        self._send(output)
+        return None
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model.embedding(input_ids=tokens, position_ids=self._positions(tokens))
+
+    def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+
+    def _receive(self, tokens_shape: torch.Size) -> torch.Tensor:
+        batch, length = tokens_shape
+        if self.layout.sequence_parallel:
+            length //= self.layout.tensor_size
+        hidden = torch.empty(
+            (length, batch, self.shape.size.hidden_size),
+            dtype=self.model.config.params_dtype,
+            device=self.layout.device,
+        )
+        dist.recv(hidden, src=parallel_state.get_pipeline_model_parallel_prev_rank())
+        return hidden
+
+    def _send(self, hidden: torch.Tensor) -> None:
+        dist.send(hidden.contiguous(), dst=parallel_state.get_pipeline_model_parallel_next_rank())
+
+    def sum_over_ranks(self, values: torch.Tensor, *, spoken: bool) -> torch.Tensor:
+        """Sum of ``values`` over all ranks that have something to say, on every rank.
+
+        ``spoken`` marks ranks of the stage that holds the result. Tensor-parallel ranks hold it
+        alike, so the first of them speaks.
+        """
+        if not (spoken and self.layout.tensor_rank == 0):
+            values = torch.zeros_like(values)
+        dist.all_reduce(values)
+        return values
+
+
+def check_layer(shape: ModelShape, layer: int | None) -> int:
+    """The layer asked for, or the middle one (num_layers // 2, as in the authors' code).
+
+    Raises:
+        UserError: if the model has no such layer.
+    """
+    if layer is None:
+        return max(1, shape.size.num_layers // 2)
+    if not 1 <= layer <= shape.size.num_layers:
+        raise UserError(
+            f"--layer {layer}: the model has layers 1 to {shape.size.num_layers}; "
+            f"the middle is {max(1, shape.size.num_layers // 2)}"
+        )
+    return layer
+
+
+def check_window(shape: ModelShape, window_length: int | None) -> int:
+    """The window length asked for, or the model's sequence length.
+
+    Raises:
+        UserError: if the model has no positions for it.
+    """
+    longest = shape.max_sequence_length
+    if window_length is None:
+        return longest
+    if not 1 <= window_length <= longest:
+        raise UserError(
+            f"--window-length {window_length}: the model has positions for 1 to {longest} tokens"
+        )
+    return window_length

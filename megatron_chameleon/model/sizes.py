@@ -1,0 +1,81 @@
+"""The model sizes of the paper, and small ones for tests and for two CPU cores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_chameleon.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """Dimensions of a GPT: learned positions, tied embeddings, GELU, LayerNorm with biases."""
+
+    num_layers: int
+    num_attention_heads: int
+    hidden_size: int
+    ffn_hidden_size: int
+
+    def __post_init__(self) -> None:
+        assert self.hidden_size % self.num_attention_heads == 0
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+
+SIZES: dict[str, ModelSize] = {
+    # Chameleon (ICML 2025), appendix, table of architectures.
+    "60m": ModelSize(3, 6, 768, 3072),
+    "82m": ModelSize(6, 12, 768, 3072),
+    "124m": ModelSize(12, 12, 768, 3072),
+    "210m": ModelSize(24, 16, 768, 3072),
+    "684m": ModelSize(36, 24, 1200, 4800),
+    "1.2b": ModelSize(36, 25, 1600, 6400),
+    # Ours: for tests, and for the quickstart on two CPU cores.
+    "nano": ModelSize(4, 4, 64, 256),
+    "tiny": ModelSize(4, 4, 128, 512),
+    "mini": ModelSize(6, 8, 256, 1024),
+}
+
+
+def model_size(name: str) -> ModelSize:
+    """The size called ``name``.
+
+    Raises:
+        UserError: listing the names there are.
+    """
+    try:
+        return SIZES[name]
+    except KeyError:
+        raise UserError(
+            f"--model-size {name}: there is no such size; choose from {', '.join(SIZES)}"
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """A model size together with the vocabulary and sequence length that fix every tensor.
+
+    ``vocab_size`` is the tokenizer's; padding for tensor parallelism is not part of the shape.
+    """
+
+    size: ModelSize
+    vocab_size: int
+    max_sequence_length: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one transformer layer: four projections, biases and two layer norms."""
+        h, f = self.size.hidden_size, self.size.ffn_hidden_size
+        attention = 4 * h * h + 4 * h
+        mlp = 2 * h * f + f + h
+        return attention + mlp + 4 * h
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; the tied embedding counts once, padding rows not at all."""
+        h = self.size.hidden_size
+        embeddings = (self.vocab_size + self.max_sequence_length) * h
+        return embeddings + self.size.num_layers * self.layer_parameters + 2 * h

@@ -1,0 +1,99 @@
+"""Lets megatron-core run over gloo on a machine without CUDA.
+
+megatron-core asks torch.cuda for its device, its random state and its tensors by name. Where no
+CUDA device exists, :func:`install_cpu_stand_in` replaces exactly those calls by their CPU
+counterparts, for this process. Where one exists it does nothing, so there is one code path.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_INSTALLED = "_megatron_chameleon_cpu_stand_in"
+
+
+def install_cpu_stand_in() -> bool:
+    """Install the replacements once. Returns whether this process runs on the CPU."""
+    if torch.cuda.is_available():
+        return False
+    if not hasattr(torch.cuda, _INSTALLED):
+        replace_device_calls()
+        replace_random_state()
+        redirect_cuda_constructors()
+        report_cuda_tensor_types()
+        run_fused_functions_eagerly()
+        setattr(torch.cuda, _INSTALLED, True)
+    return True
+
+
+def replace_device_calls() -> None:
+    """``torch.cuda.current_device()`` is passed on as ``device=``; the rest are waits and hints."""
+
+    def nothing(*_arguments: Any, **_more: Any) -> None:
+        """There is no device to wait for, and no cache to empty."""
+
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = nothing
+    torch.cuda.empty_cache = nothing
+    torch.cuda.set_device = nothing
+
+
+def replace_random_state() -> None:
+    """The one CPU generator stands in for the CUDA generators, megatron's tracker included."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(device: Any = None) -> torch.Tensor:  # torch passes device= by name
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_where: Any, **_more: Any) -> None:
+        torch.set_rng_state(state)
+
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.get_rng_state = get_state
+    torch.cuda.random.get_rng_state = get_state
+    torch.cuda.set_rng_state = set_state  # type: ignore[assignment]
+    megatron_random._set_cuda_rng_state = set_state
+    # The tracker sees the CPU generator move under it, as it must here.
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def redirect_cuda_constructors() -> None:
+    """``device="cuda"`` in constructors and ``Tensor.cuda()`` stay on the CPU."""
+
+    def on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(constructor)
+        def construct(*arguments: Any, **more: Any) -> torch.Tensor:
+            if str(more.get("device", "")).startswith("cuda"):
+                more["device"] = _CPU
+            return constructor(*arguments, **more)
+
+        return construct
+
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *_arguments, **_more: self  # type: ignore[method-assign]
+
+
+def report_cuda_tensor_types() -> None:
+    """The optimizer sorts parameters by ``Tensor.type()`` and knows CUDA types only."""
+    plain_type = torch.Tensor.type
+
+    def tensor_type(self: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+        if arguments or more:
+            return plain_type(self, *arguments, **more)
+        return str(plain_type(self)).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = tensor_type  # type: ignore[method-assign, assignment]
+
+
+def run_fused_functions_eagerly() -> None:
+    """Fused functions are compiled; the compiler fails on the replaced calls."""
+    torch.compiler.set_stance("force_eager")

@@ -1,0 +1,168 @@
+"""Process groups: from the ranks that torchrun started to megatron's parallel state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.parallel.cpu import install_cpu_stand_in
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """This rank's place. Sizes multiply to ``world_size``."""
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+    sequence_parallel: bool
+    use_distributed_optimizer: bool
+    device: torch.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds the tokens."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and talks."""
+        return self.rank == 0
+
+    def describe(self) -> dict[str, int | bool | str]:
+        """The layout without this rank's place in it, for artifacts."""
+        return {
+            "world_size": self.world_size,
+            "tensor_model_parallel_size": self.tensor_size,
+            "pipeline_model_parallel_size": self.pipeline_size,
+            "data_parallel_size": self.data_size,
+            "sequence_parallel": self.sequence_parallel,
+            "use_distributed_optimizer": self.use_distributed_optimizer,
+            "device": device_name(self.device),
+        }
+
+
+@contextlib.contextmanager
+def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
+    """Set up process groups and random state for the block, and take them down after it.
+
+    Without torchrun the block runs as one rank.
+
+    Raises:
+        UserError: if the ranks cannot be laid out as ``options`` ask.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_layout(options, world_size)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    # Lets tensor-parallel communication overlap with computation on the GPU; megatron asks for it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    device = _prepare_device()
+    _init_process_group(world_size, device)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=options.tensor_model_parallel_size,
+            pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        yield _current_layout(options, device)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def check_layout(options: ParallelOptions, world_size: int) -> None:
+    """Raises UserError if ``world_size`` ranks cannot be laid out as ``options`` ask."""
+    tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    for flag, value in (
+        ("--tensor-model-parallel-size", tensor),
+        ("--pipeline-model-parallel-size", pipeline),
+    ):
+        if value < 1:
+            raise UserError(f"{flag} {value}: it counts ranks, from 1 on")
+    if world_size % (tensor * pipeline):
+        raise UserError(
+            f"{world_size} rank(s) cannot be laid out as tensor {tensor} x pipeline {pipeline}; "
+            f"start a multiple of {tensor * pipeline} with torchrun --nproc-per-node"
+        )
+    if options.sequence_parallel and tensor == 1:
+        raise UserError(
+            "--sequence-parallel splits work among tensor-parallel ranks; "
+            "leave it out, or give --tensor-model-parallel-size 2 or more"
+        )
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier()
+
+
+def from_main(value: T) -> T:
+    """``value`` as rank 0 has it, on every rank; it is pickled, so keep it small."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _prepare_device() -> torch.device:
+    if install_cpu_stand_in():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _init_process_group(world_size: int, device: torch.device) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    else:
+        dist.init_process_group(
+            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=world_size
+        )
+
+
+def _current_layout(options: ParallelOptions, device: torch.device) -> Layout:
+    from megatron.core import parallel_state
+
+    return Layout(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        sequence_parallel=options.sequence_parallel,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        device=device,
+    )

@@ -1,0 +1,109 @@
+"""The doctor's findings: what it calls active, and whom it takes for NVIDIA's Apex."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_chameleon.parallel.acceleration import (
+    AccelerationReport,
+    Feature,
+    acceleration_report,
+    format_report,
+    nvidia_apex,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder on the import path; packages imported from it are forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        del sys.modules[name]
+
+
+def write_package(site: Path, *modules: str, source: str = "") -> None:
+    for module in modules:
+        (site / module).mkdir(parents=True)
+        (site / module / "__init__.py").write_text(source, encoding="utf-8")
+
+
+def test_no_apex_is_absent():
+    assert nvidia_apex().state == "absent"
+
+
+def test_the_package_index_s_apex_is_named_as_the_wrong_one(site):
+    """It is never imported: it could do anything."""
+    write_package(site, "apex", "apex/amqp", source="raise SystemExit('imported')")
+    found = nvidia_apex()
+    assert found.state == "wrong package"
+    assert "pip uninstall apex" in found.detail
+    assert str(site / "apex") in found.detail
+
+
+def test_nvidia_s_apex_is_recognised(site):
+    write_package(site, "apex", "apex/optimizers", "apex/normalization")
+    assert nvidia_apex().state == ("active" if torch.cuda.is_available() else "unused")
+
+
+def test_an_apex_whose_extensions_do_not_load_is_broken(site):
+    write_package(site, "apex", "apex/normalization")
+    write_package(site, "apex/optimizers", source="raise ImportError('no amp_C')")
+    found = nvidia_apex()
+    assert found.state == "broken"
+    assert "no amp_C" in found.detail
+
+
+def test_a_machine_without_cuda_has_no_active_cuda_feature():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    report = acceleration_report()
+    assert report.cuda_devices == ()
+    states = {feature.name: feature.state for feature in report.features}
+    assert states["CUDA"] == states["bf16"] == states["flash attention"] == "absent"
+    assert "active" not in states.values()
+
+
+def test_the_text_says_what_is_lost_only_where_something_is():
+    report = AccelerationReport(
+        torch_version="2.13.0",
+        cuda_devices=("H200, sm_90, 139 GiB",),
+        features=(
+            Feature("CUDA", "active", "CUDA 13.0", "not shown"),
+            Feature("Triton", "absent", "not installed", "plain torch"),
+        ),
+        never_tested=("several GPUs",),
+    )
+    text = format_report(report)
+    assert "device 0: H200, sm_90, 139 GiB" in text
+    assert "not shown" not in text
+    assert "without it: plain torch" in text
+    assert text.endswith("Never tested by the authors:\n  - several GPUs")
+
+
+def test_the_command_prints_json_and_leaves_with_0():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "doctor.py"), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    names = {field.name for field in dataclasses.fields(AccelerationReport)}
+    assert set(report) == names
+    assert report["never_tested"]
+    assert {feature["name"] for feature in report["features"]} >= {"CUDA", "Transformer Engine"}
