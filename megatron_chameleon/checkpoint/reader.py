@@ -1,0 +1,48 @@
+"""From a checkpoint folder to a model that can be read out."""
+
+from __future__ import annotations
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_chameleon.artifacts import CheckpointRecord, Corpus
+from megatron_chameleon.checkpoint.load import load_weights
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.gpt import build_model, unwrap
+from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.parallel.layout import Layout
+
+
+def shape_of(record: CheckpointRecord) -> ModelShape:
+    """The model's shape. Raises UserError if checkpoint.json does not hold one."""
+    try:
+        return TypeAdapter(ModelShape).validate_python(record.model)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in ("model", *first["loc"]))
+        raise UserError(
+            f"{record.root}/checkpoint.json: field {field}: {first['msg']}; "
+            "the checkpoint is damaged or of another program; use another"
+        ) from error
+
+
+def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
+    """Refuse a corpus whose tokens mean something else to the model.
+
+    Raises:
+        UserError: if the model was trained on tokens of another tokenizer.
+    """
+    if record.tokenizer_hash != corpus.tokenizer.sha256:
+        raise UserError(
+            f"{record.root} was trained with another tokenizer than {corpus.root} was made with; "
+            "preprocess the text again with the tokenizer of the model's corpus (--tokenizer)"
+        )
+
+
+def open_reader(record: CheckpointRecord, layout: Layout) -> Reader:
+    """Build the model for this rank and read its weights, in float32."""
+    shape = shape_of(record)
+    model = build_model(shape, layout, seed=0)
+    load_weights(record, model)
+    model.eval()
+    return Reader(model=unwrap(model), shape=shape, layout=layout)

@@ -1,0 +1,275 @@
+"""The training loop: from a plan to a finished run on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+
+from megatron_chameleon.artifacts import (
+    Cost,
+    DomainTokens,
+    Stopwatch,
+    TrainingRun,
+    implied_epochs,
+)
+from megatron_chameleon.artifacts.checkpoint import (
+    CheckpointRecord,
+    checkpoint_folders,
+    step_folder,
+)
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, Status
+from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.sampler import MicroBatchIterator, check_batch_sizes
+from megatron_chameleon.checkpoint.load import load_training
+from megatron_chameleon.checkpoint.save import save_checkpoint
+from megatron_chameleon.checkpoint.state import training_state
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.flops import training_flops
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.options.training import PretrainOptions
+from megatron_chameleon.parallel.layout import Layout, distributed, from_main
+from megatron_chameleon.training.metrics import (
+    Interval,
+    IntervalMeter,
+    append_metrics,
+    duration,
+    progress_line,
+)
+from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
+from megatron_chameleon.training.plan import TrainingPlan, plan_training
+from megatron_chameleon.training.run_folder import Progress, find_progress
+from megatron_chameleon.training.step import BatchShape, train_step
+
+
+def pretrain(options: PretrainOptions) -> None:
+    """Train, or go on training, what ``options`` describe. Every rank calls this.
+
+    Raises:
+        UserError: for a mistake in the options or in what they name, before anything is written or
+            deleted; later, if the loss is no longer a number.
+    """
+    plan = plan_training(options)
+    with distributed(options.parallel, options.seed) as layout:
+        check_batch_sizes(options.global_batch_size, options.micro_batch_size, layout.data_size)
+        progress = from_main(find_progress(plan) if layout.is_main else None)
+        assert progress is not None
+        if progress.step >= options.train_iters:
+            if layout.is_main:
+                print(f"{options.run_dir} is finished at step {progress.step}; nothing to do")
+            return
+        Trainer(plan, layout, progress).run()
+
+
+def samples_of(plan: TrainingPlan) -> BlendedTokens:
+    """The training samples of the whole run, in their order."""
+    options = plan.options
+    return BlendedTokens(
+        corpus=plan.corpus,
+        split="train",
+        weights=plan.weights,
+        num_samples=options.train_iters * options.global_batch_size,
+        seq_length=options.seq_length,
+        seed=options.seed,
+    )
+
+
+class Trainer:
+    """One rank's side of a training run."""
+
+    def __init__(self, plan: TrainingPlan, layout: Layout, progress: Progress) -> None:
+        options = plan.options
+        self.plan, self.options, self.layout = plan, options, layout
+        self.batches = MicroBatchIterator(
+            samples_of(plan),
+            options.global_batch_size,
+            options.micro_batch_size,
+            layout.data_rank,
+            layout.data_size,
+            start_step=progress.step,
+        )
+        unit = options.micro_batch_size * layout.data_size
+        self.batch_shape = BatchShape(
+            num_microbatches=options.global_batch_size // unit,
+            micro_batch_size=options.micro_batch_size,
+            seq_length=options.seq_length,
+        )
+        model = build_model(plan.shape, layout, options.seed, bf16=options.bf16)
+        self.model = data_parallel(model, layout, bf16=options.bf16)
+        self.optimizer = build_optimizer(self.model, options.optimizer, layout, bf16=options.bf16)
+        self.scheduler = build_scheduler(self.optimizer, options.optimizer, options.train_iters)
+        self.meter = IntervalMeter(plan.corpus.names, layout)
+        self.step = progress.step
+        self.domain_tokens: Counter[str] = Counter()
+        self.cost_before = Cost()
+        self.first_step = progress.step
+        self.stopwatch = Stopwatch()
+        if progress.checkpoint and progress.run:
+            load_training(progress.checkpoint, self.model, self.optimizer, self.scheduler)
+            self.domain_tokens.update(progress.checkpoint.domain_tokens)
+            self.cost_before = progress.run.cost
+
+    def run(self) -> None:
+        """Train to the last step; a run.json on disk says at any time how far it came."""
+        self.record("running")
+        self.announce()
+        try:
+            self._run_steps()
+        except KeyboardInterrupt:
+            self.record("interrupted")
+            raise
+        self.record("finished")
+        self.say_goodbye()
+
+    def _run_steps(self) -> None:
+        """The steps that are left, logging and saving on the way."""
+        while self.step < self.options.train_iters:
+            self.meter.add(
+                train_step(
+                    self.model,
+                    self.optimizer,
+                    self.scheduler,
+                    self.batches,
+                    self.batch_shape,
+                    num_domains=len(self.plan.corpus.names),
+                )
+            )
+            self.step += 1
+            last = self.step == self.options.train_iters
+            save = last or self.step % self.options.save_interval == 0
+            if save or self.step % self.options.log_interval == 0:
+                self.log()
+            if save:
+                self.save()
+                self.meter.restart_clock()
+
+    def log(self) -> None:
+        """Write and print the interval's figures.
+
+        Raises:
+            UserError: if the loss is no longer a number; the last checkpoint stays as it is.
+        """
+        interval = self.meter.read()
+        self.domain_tokens.update(interval.domain_tokens)
+        if math.isfinite(interval.loss):
+            self._write_log(interval)
+        else:
+            self.record("failed")
+            raise UserError(
+                f"the loss is {interval.loss} at step {self.step}; lower --lr or lengthen "
+                f"--lr-warmup-iters; checkpoints up to here are in {self.options.run_dir}"
+            )
+
+    def _write_log(self, interval: Interval) -> None:
+        if not self.layout.is_main:
+            return
+        lr = self.optimizer.param_groups[0]["lr"]
+        seconds = self.stopwatch.seconds()
+        left = seconds / (self.step - self.first_step) * (self.options.train_iters - self.step)
+        print(progress_line(self.step, self.options.train_iters, lr, interval, left), flush=True)
+        append_metrics(
+            self.options.run_dir / METRICS_NAME,
+            {
+                "step": self.step,
+                "tokens": self.step * self.plan.tokens_per_step,
+                "lr": lr,
+                "seconds": round(seconds, 3),
+                **dataclasses.asdict(interval),
+            },
+        )
+
+    def save(self) -> None:
+        """Write a checkpoint and bring run.json up to date."""
+        state = training_state(self.model, self.optimizer, self.scheduler, is_loading=False)
+        record = CheckpointRecord(
+            root=step_folder(self.options.run_dir, self.step),
+            model=dataclasses.asdict(self.plan.shape),
+            step=self.step,
+            samples=self.step * self.options.global_batch_size,
+            domain_tokens=dict(self.domain_tokens),
+            tokenizer_hash=self.plan.corpus.tokenizer.sha256,
+            corpus_hash=self.plan.corpus.hash,
+            mixture_hash=self.plan.mixture.hash,
+            layout=self.layout.describe(),
+            files={},
+            provenance=self.plan.provenance,
+        )
+        save_checkpoint(state, record, self.layout)
+        self.record("running")
+
+    def record(self, status: Status) -> None:
+        """Bring run.json up to date, on rank 0."""
+        if not self.layout.is_main:
+            return
+        plan, tokens = self.plan, self.step * self.plan.tokens_per_step
+        TrainingRun(
+            root=self.options.run_dir,
+            status=status,
+            step=self.step,
+            train_iters=self.options.train_iters,
+            tokens=tokens,
+            model=dataclasses.asdict(plan.shape),
+            parameters=plan.shape.num_parameters,
+            mixture=dict(zip(plan.corpus.names, plan.weights, strict=True)),
+            mixture_method=plan.mixture.method,
+            domain_tokens={
+                name: DomainTokens(
+                    weight=weight,
+                    asked=weight * tokens,
+                    got=self.domain_tokens[name],
+                    epochs=self.domain_tokens[name] / plan.corpus.domains[name].train.tokens,
+                )
+                for name, weight in zip(plan.corpus.names, plan.weights, strict=True)
+            },
+            checkpoints=[
+                str(path.relative_to(self.options.run_dir))
+                for path in checkpoint_folders(self.options.run_dir)
+            ],
+            provenance=plan.provenance,
+            cost=self.cost_before + self._cost(),
+        ).save()
+
+    def announce(self) -> None:
+        """Say what starts."""
+        if not self.layout.is_main:
+            return
+        options, layout, shape = self.options, self.layout, self.plan.shape
+        verb = f"continuing at step {self.step}" if self.step else "training"
+        print(
+            f"{verb}: {options.model_size}, {shape.num_parameters:,} parameters, "
+            f"{options.train_iters} steps of {self.plan.tokens_per_step:,} tokens on "
+            f"{layout.world_size} x {layout.describe()['device']} (tensor {layout.tensor_size}, "
+            f"pipeline {layout.pipeline_size}, data {layout.data_size})"
+        )
+        epochs = implied_epochs(
+            self.plan.corpus,
+            dict(zip(self.plan.corpus.names, self.plan.weights, strict=True)),
+            options.train_iters * self.plan.tokens_per_step,
+        )
+        print(
+            f"mixture {self.plan.mixture.method}: "
+            + ", ".join(
+                f"{name} {weight:.3f} ({epochs[name]:.2f} epochs)"
+                for name, weight in zip(self.plan.corpus.names, self.plan.weights, strict=True)
+            ),
+            flush=True,
+        )
+
+    def say_goodbye(self) -> None:
+        """Say what was made, and what can be run next."""
+        if not self.layout.is_main:
+            return
+        cost = self._cost()
+        print(
+            f"trained to step {self.step} in {duration(cost.wall_seconds)}, "
+            f"{cost.flops:.2e} FLOPs\n"
+            f"checkpoint: {step_folder(self.options.run_dir, self.step)}\n"
+            f"next: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
+            f"--corpus {self.options.corpus} --checkpoint {self.options.run_dir}",
+            flush=True,
+        )
+
+    def _cost(self) -> Cost:
+        tokens = (self.step - self.first_step) * self.plan.tokens_per_step
+        flops = training_flops(self.plan.shape, tokens, self.options.seq_length)
+        return self.stopwatch.cost(flops, self.layout.world_size)

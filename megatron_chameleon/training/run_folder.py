@@ -1,0 +1,82 @@
+"""Whether a run starts, goes on or is finished, from what its folder holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
+from megatron_chameleon.artifacts.provenance import plain_options
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, keep_metrics_until
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.training.plan import TrainingPlan
+
+# These may differ when a run is continued: they change nothing of what is computed.
+# Corpus and mixture are compared by their hashes, wherever they lie.
+FREE_OPTIONS = (
+    "corpus",
+    "mixture",
+    "run_dir",
+    "micro_batch_size",
+    "log_interval",
+    "save_interval",
+    "overwrite",
+    "parallel",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a run stands: its last record, if any, and the checkpoint it goes on from."""
+
+    run: TrainingRun | None = None
+    checkpoint: CheckpointRecord | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+
+def find_progress(plan: TrainingPlan) -> Progress:
+    """Look into the run's folder and make it ready. Called on one rank.
+
+    Raises:
+        UserError: if the folder holds a run of other options, corpus or mixture.
+    """
+    folder = plan.options.run_dir
+    if plan.options.overwrite and TrainingRun.exists(folder):
+        shutil.rmtree(folder)
+    if not TrainingRun.exists(folder):
+        return Progress()
+    run = TrainingRun.load(folder)
+    _require_same(plan, run)
+    folders = checkpoint_folders(folder)
+    checkpoint = CheckpointRecord.load(folders[-1]) if folders else None
+    progress = Progress(run, checkpoint)
+    keep_metrics_until(folder / METRICS_NAME, progress.step)
+    return progress
+
+
+def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
+    way_out = "choose another --run-dir, or give --overwrite to start anew"
+    for name, value in plan.provenance.inputs.items():
+        if run.provenance.inputs.get(name) != value:
+            raise UserError(f"{run.root} holds a run with another {name}; {way_out}")
+    difference = _first_difference(run.provenance.options, plain_options(plan.options))
+    if difference:
+        flag, before, now = difference
+        raise UserError(f"{run.root} holds a run with {flag} {before}, not {now}; {way_out}")
+
+
+def _first_difference(
+    before: dict[str, object], now: dict[str, object]
+) -> tuple[str, object, object] | None:
+    for name, value in now.items():
+        old = before.get(name)
+        if name in FREE_OPTIONS or old == value:
+            continue
+        if isinstance(value, dict) and isinstance(old, dict):
+            return _first_difference(old, value)
+        return f"--{name.replace('_', '-')}", old, value
+    return None
