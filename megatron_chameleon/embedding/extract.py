@@ -1,0 +1,92 @@
+"""From a proxy and a domain's tokens to one vector per window."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_chameleon.embedding.pooling import masked_mean
+from megatron_chameleon.embedding.windows import Windows
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.readout import Reader
+
+
+def embed_windows(
+    reader: Reader,
+    tokens: IndexedDataset,
+    windows: Windows,
+    layer: int,
+    batch_size: int,
+    progress: tqdm,
+) -> NDArray[np.float32]:
+    """Embed ``windows``: the mean over tokens of the hidden states after ``layer`` layers.
+
+    Batches are dealt out to data-parallel ranks; the result does not depend on the layout.
+    Every rank calls this.
+
+    Args:
+        reader: the proxy.
+        tokens: the domain's documents.
+        windows: which tokens of which document.
+        layer: from 1 to num_layers.
+        batch_size: windows per forward pass and rank.
+        progress: a bar that counts windows.
+
+    Returns:
+        [n, h] float32, row i for window i, on every rank.
+
+    Raises:
+        UserError: if the proxy's hidden states are not finite.
+    """
+    layout = reader.layout
+    vectors = torch.zeros(len(windows), reader.shape.size.hidden_size, device=layout.device)
+    spoken = False
+    for number, first in enumerate(range(0, len(windows), batch_size)):
+        rows = range(first, min(first + batch_size, len(windows)))
+        progress.update(len(rows))
+        if number % layout.data_size != layout.data_rank:
+            continue
+        batch, lengths = _pad(tokens, windows, rows, _multiple(reader))
+        hidden = reader.hidden_states(batch.to(layout.device), layer)
+        if hidden is not None:
+            spoken = True
+            vectors[first : first + len(rows)] = masked_mean(hidden, lengths.to(layout.device))
+    whole = reader.sum_over_ranks(vectors, spoken=spoken)
+    finite = torch.isfinite(whole).all(dim=1)
+    if not finite.all():
+        raise UserError(
+            f"hidden states after layer {layer} are not finite in {int((~finite).sum())} of "
+            f"{len(windows)} windows (first: window {int((~finite).nonzero()[0])}); "
+            "the proxy has diverged: use an earlier checkpoint or a lower learning rate"
+        )
+    result: NDArray[np.float32] = whole.cpu().numpy()
+    return result
+
+
+def embedded_tokens(windows: Windows) -> int:
+    """Tokens that the proxy reads for ``windows``, padding not counted."""
+    return int(windows.length.sum())
+
+
+def _multiple(reader: Reader) -> int:
+    """Sequence lengths must be a multiple of this: sequence parallelism cuts them up."""
+    return reader.layout.tensor_size if reader.layout.sequence_parallel else 1
+
+
+def _pad(
+    tokens: IndexedDataset, windows: Windows, rows: range, multiple: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [b, s] with zeros to the right, and lengths [b]. Causal attention sees no zero."""
+    lengths = windows.length[rows.start : rows.stop]
+    width = -(-int(lengths.max()) // multiple) * multiple
+    batch = np.zeros((len(rows), width), dtype=np.int64)
+    for row, index in enumerate(rows):
+        batch[row, : lengths[row]] = tokens.get(
+            int(windows.document[index]),
+            offset=int(windows.start[index]),
+            length=int(windows.length[index]),
+        )
+    return torch.from_numpy(batch), torch.from_numpy(lengths)

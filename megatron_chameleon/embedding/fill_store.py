@@ -1,0 +1,86 @@
+"""Filling an embedding store: every domain that it lacks goes through the proxy once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from tqdm import tqdm
+
+from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, EmbeddingStore, Stopwatch
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.embedding.extract import embed_windows, embedded_tokens
+from megatron_chameleon.embedding.windows import Windows, draw_windows
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.flops import embedding_flops
+from megatron_chameleon.model.readout import Reader
+
+
+def open_store(
+    folder: Path, recipe: EmbeddingRecipe, hidden_size: int, made: Provenance
+) -> EmbeddingStore:
+    """The store in ``folder``, or an empty one that is not yet written.
+
+    Raises:
+        UserError: if the folder holds vectors made by another recipe.
+    """
+    if not EmbeddingStore.exists(folder):
+        return EmbeddingStore(folder, recipe, hidden_size, {}, made, Cost())
+    store = EmbeddingStore.load(folder)
+    for field, name in (
+        ("model_hash", "proxy"),
+        ("layer", "layer"),
+        ("window_length", "window length"),
+        ("num_windows", "number of windows"),
+        ("seed", "extraction seed"),
+        ("tokenizer_hash", "tokenizer"),
+    ):
+        if getattr(store.recipe, field) != getattr(recipe, field):
+            raise UserError(
+                f"{folder} holds embeddings of another {name} "
+                f"({getattr(store.recipe, field)}, now {getattr(recipe, field)}); "
+                "give another --store, or delete this one"
+            )
+    return store
+
+
+def missing_domains(store: EmbeddingStore, corpus: Corpus) -> list[str]:
+    """Domains of the corpus that the store lacks, or holds from other text."""
+    return [name for name in corpus.names if not store.holds(name, corpus.domain_hash(name))]
+
+
+def fill_store(
+    store: EmbeddingStore, corpus: Corpus, reader: Reader, names: list[str], batch_size: int
+) -> EmbeddingStore:
+    """Embed the domains ``names`` and write them to the store, one after another.
+
+    Every rank calls this; rank 0 writes. A run that is killed keeps the domains it finished.
+    """
+    layout = reader.layout
+    sources = {name: IndexedDataset(str(corpus.prefix(name, "train"))) for name in names}
+    windows = {name: _draw(store.recipe, name, source) for name, source in sources.items()}
+    total = sum(map(len, windows.values()))
+    with tqdm(total=total, unit=" windows", disable=not layout.is_main) as progress:
+        for name in names:
+            progress.set_description(f"embedding {name}")
+            stopwatch = Stopwatch()
+            vectors = embed_windows(
+                reader, sources[name], windows[name], store.recipe.layer, batch_size, progress
+            )
+            flops = embedding_flops(
+                reader.shape,
+                store.recipe.layer,
+                embedded_tokens(windows[name]),
+                store.recipe.window_length,
+            )
+            cost = stopwatch.cost(flops, layout.world_size)
+            if layout.is_main:
+                store = store.with_domain(name, vectors, corpus.domain_hash(name), cost)
+    return store
+
+
+def _draw(recipe: EmbeddingRecipe, name: str, source: IndexedDataset) -> Windows:
+    windows = draw_windows(
+        source.sequence_lengths, recipe.window_length, recipe.num_windows, recipe.seed, name
+    )
+    return windows.longest_first()

@@ -1,0 +1,1 @@
+"""One file a mixing method: what it runs to feed its maths in ``mixture``."""
