@@ -1,0 +1,42 @@
+"""Names that a user chose, made fit for a terminal, for Markdown and for a picture."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+ELLIPSIS = "…"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Backslash escapes of these are understood by every Markdown dialect that has tables.
+_MARKDOWN_SIGNS = re.compile(r"([\\`*_\[\]<>|~&#!$])")
+
+
+def one_line(name: str) -> str:
+    """``name`` with white space joined, and with nothing that a terminal would obey."""
+    joined = " ".join(name.split())
+    return "".join(sign if sign.isprintable() else REPLACEMENT for sign in joined)
+
+
+def shortened(name: str, limit: int) -> str:
+    """At most ``limit`` signs of ``name``.
+
+    The middle is left out, since names of a family differ at their ends.
+    """
+    name = one_line(name)
+    if len(name) <= limit:
+        return name
+    tail = (limit - 1) // 3
+    return name[: limit - 1 - tail] + ELLIPSIS + name[len(name) - tail :]
+
+
+def markdown(text: str) -> str:
+    """``text`` escaped so that Markdown shows it as it is, in a table's cell too."""
+    return _MARKDOWN_SIGNS.sub(r"\\\1", one_line(text))
+
+
+def display_width(text: str) -> int:
+    """Columns of a terminal that ``text`` takes: two for a wide sign, none for a combining one."""
+    return sum(
+        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+        for sign in text
+    )

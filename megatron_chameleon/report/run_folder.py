@@ -1,0 +1,109 @@
+"""A run is a folder: which artifacts of which stage lie in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron_chameleon.artifacts import (
+    Corpus,
+    Cost,
+    EmbeddingStore,
+    EvaluationResult,
+    Mixture,
+    TrainingRun,
+)
+from megatron_chameleon.errors import UserError
+
+CORPUS = "1-corpus"
+PROXY = "2-proxy"
+EMBEDDINGS = "3-embeddings"
+MIXTURE = "4-mixture"
+BASE = "5-base"
+EVALUATION = "6-evaluation"
+REPORT = "7-report"
+STAGES = (CORPUS, PROXY, EMBEDDINGS, MIXTURE, BASE, EVALUATION)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """What lies in a run folder; a stage that has not been run is None or empty.
+
+    Each dictionary is sorted by name: the folder's for training runs, the file's without its suffix
+    for mixtures and evaluations; a base run and its evaluation have the same name. Embedding stores
+    go by their path below ``root``: ``3-embeddings``, or a folder in it or in ``4-mixture``, where
+    tools/compute_mixture.py puts one that it is given no place for.
+    """
+
+    root: Path
+    corpus: Corpus | None
+    proxies: dict[str, TrainingRun]
+    embeddings: dict[str, EmbeddingStore]
+    mixtures: dict[str, Mixture]
+    base_runs: dict[str, TrainingRun]
+    evaluations: dict[str, EvaluationResult]
+
+    @classmethod
+    def load(cls, root: Path) -> RunFolder:
+        """Read every artifact below ``root``.
+
+        Raises:
+            UserError: if ``root`` is no run folder, or the error of the artifact that is damaged.
+        """
+        if not root.is_dir():
+            raise UserError(f"{root} is not a folder; give the one that holds {CORPUS} and so on")
+        corpus = root / CORPUS
+        folder = cls(
+            root=root,
+            corpus=Corpus.load(corpus) if (corpus / "corpus.json").is_file() else None,
+            proxies=_training_runs(root / PROXY),
+            embeddings=_embedding_stores(root),
+            mixtures={path.stem: Mixture.load(path) for path in _json_files(root / MIXTURE)},
+            base_runs=_training_runs(root / BASE),
+            evaluations={
+                path.stem: EvaluationResult.load(path) for path in _json_files(root / EVALUATION)
+            },
+        )
+        if not folder.costs():
+            raise UserError(
+                f"{root} holds no artifact of any stage; give a folder with {', '.join(STAGES)}"
+            )
+        return folder
+
+    def costs(self) -> dict[str, Cost]:
+        """What each artifact cost, in the order of the stages; keys read like ``5-base/name``."""
+        found = {CORPUS: self.corpus.cost} if self.corpus is not None else {}
+        for stage, artifacts in (
+            (f"{PROXY}/", self.proxies),
+            ("", self.embeddings),
+            (f"{MIXTURE}/", self.mixtures),
+            (f"{BASE}/", self.base_runs),
+            (f"{EVALUATION}/", self.evaluations),
+        ):
+            found |= {f"{stage}{name}": artifact.cost for name, artifact in artifacts.items()}
+        return found
+
+
+def _training_runs(stage: Path) -> dict[str, TrainingRun]:
+    return {
+        folder.name: TrainingRun.load(folder)
+        for folder in _folders(stage)
+        if TrainingRun.exists(folder)
+    }
+
+
+def _embedding_stores(root: Path) -> dict[str, EmbeddingStore]:
+    stage = root / EMBEDDINGS
+    return {
+        folder.relative_to(root).as_posix(): EmbeddingStore.load(folder)
+        for folder in (stage, *_folders(stage), *_folders(root / MIXTURE))
+        if EmbeddingStore.exists(folder)
+    }
+
+
+def _folders(stage: Path) -> list[Path]:
+    return sorted(path for path in stage.iterdir() if path.is_dir()) if stage.is_dir() else []
+
+
+def _json_files(stage: Path) -> list[Path]:
+    return sorted(path for path in stage.glob("*.json") if path.is_file())

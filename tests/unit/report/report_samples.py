@@ -1,0 +1,168 @@
+"""A run folder made of real artifacts with random contents, which only tests read."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_chameleon.artifacts import (
+    Corpus,
+    Cost,
+    Domain,
+    DomainLoss,
+    DomainSplit,
+    EmbeddingRecipe,
+    EmbeddingStore,
+    EvaluationResult,
+    Mixture,
+    Protocol,
+    Provenance,
+    TokenizerIdentity,
+    TrainingRun,
+)
+from megatron_chameleon.artifacts.corpus import index_file_bytes
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, write_metrics
+
+PROVENANCE = Provenance(
+    command=["sample"], options={}, inputs={}, versions={}, git_commit=None, created="2026-01-01"
+)
+PROTOCOL = Protocol(split="test", window_length=64)
+NAMES = ["code", "a|b_<x>", "prose"]
+
+
+def write_corpus(root: Path, names: list[str]) -> Corpus:
+    """A corpus of one document and ten tokens per split, all of them zero."""
+    root.mkdir(parents=True)
+    domains = {}
+    for i, name in enumerate(names):
+        splits = {}
+        for split in ("train", "valid", "test"):
+            prefix = f"{i}-{split}"
+            (root / f"{prefix}.bin").write_bytes(bytes(20))
+            (root / f"{prefix}.idx").write_bytes(bytes(index_file_bytes(1)))
+            splits[split] = DomainSplit(prefix, 1, 10, 40, sha256=prefix)
+        domains[name] = Domain(**splits)
+    tokenizer = TokenizerIdentity("tokenizers", "tokenizer.json", "0", 100, 0)
+    cost = Cost(0.0, 4.5, 4.5, 1)
+    corpus = Corpus(root, tokenizer, "uint16", domains, PROVENANCE, cost)
+    corpus.save()
+    return corpus
+
+
+def random_weights(names: list[str], rng: np.random.Generator) -> dict[str, float]:
+    weights = rng.dirichlet(np.full(len(names), 6.0))
+    return dict(zip(names, map(float, weights), strict=True))
+
+
+def random_mixture(
+    weights: dict[str, float], mode: str, features: np.ndarray[Any, Any], **changes: Any
+) -> Mixture:
+    """A Chameleon mixture of ``weights`` with the affinity of the rows of ``features`` [k, h]."""
+    features = features - features.mean(axis=0)
+    mixture = Mixture(
+        weights=weights,
+        method=f"chameleon-{mode}",
+        parameters={"mode": mode},
+        scores={name: 0.1 + 0.01 * i for i, name in enumerate(weights)},
+        intervals={name: (0.9 * w, 1.15 * w) for name, w in weights.items()},
+        confidence=0.95,
+        affinity=(features @ features.T).tolist(),
+        provenance=PROVENANCE,
+        cost=Cost(0.0, 1.5, 1.5, 1),
+    )
+    return dataclasses.replace(mixture, **changes)
+
+
+def write_training_run(
+    root: Path, weights: dict[str, float], method: str, **changes: Any
+) -> TrainingRun:
+    run = TrainingRun(
+        root=root,
+        status="finished",
+        step=200,
+        train_iters=200,
+        tokens=200 * 8 * 64,
+        model={"num_layers": 2},
+        parameters=1_000_000,
+        mixture=weights,
+        mixture_method=method,
+        domain_tokens={},
+        checkpoints=[],
+        provenance=PROVENANCE,
+        cost=Cost(1.25e13, 60.0, 30.0, 2),
+    )
+    run = dataclasses.replace(run, **changes)
+    run.save()
+    return run
+
+
+def write_losses(root: Path, names: list[str], floors: list[float], seed: int) -> None:
+    """Metrics of 200 steps: power laws down to a floor per domain, with noise."""
+    rng = np.random.default_rng(seed)
+    records: list[dict[str, Any]] = []
+    for step in range(1, 201):
+        losses = [
+            floor + (8.5 - floor) * (1 + step / 10) ** -0.8 + rng.normal(0, 0.08)
+            for floor in floors
+        ]
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": float(np.mean(losses)),
+            "domain_loss": dict(zip(names, losses, strict=True)),
+        }
+        if step % 50 == 0:
+            record["validation_loss"] = {n: x + 0.1 for n, x in zip(names, losses, strict=True)}
+        records.append(record)
+    write_metrics(root / METRICS_NAME, records)
+
+
+def evaluation(names: list[str], losses: list[float], **changes: Any) -> EvaluationResult:
+    domains = {
+        name: DomainLoss(loss, 640, 6.0 + 0.1 * i)
+        for i, (name, loss) in enumerate(zip(names, losses, strict=True))
+    }
+    result = EvaluationResult(
+        checkpoint="checkpoints/200",
+        checkpoint_hash="1",
+        corpus_hash="2",
+        step=200,
+        protocol=PROTOCOL,
+        domains=domains,
+        provenance=PROVENANCE,
+        cost=Cost(2e11, 3.0, 1.5, 2),
+    )
+    return dataclasses.replace(result, **changes)
+
+
+def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Path:
+    """Every stage once: a proxy, two mixtures, a uniform and a Chameleon base run, evaluated."""
+    rng = np.random.default_rng(seed)
+    corpus = write_corpus(root / "1-corpus", names)
+    uniform = Mixture.uniform(names).weights
+    floors = rng.uniform(2.0, 4.5, len(names)).tolist()
+    proxy = root / "2-proxy/tiny-seed1"
+    write_training_run(proxy, uniform, "uniform", cost=Cost(3e12, 16.0, 8.0, 2))
+    write_losses(proxy, names, [x + 0.5 for x in floors], seed=1)
+    recipe = EmbeddingRecipe("1", 1, 64, 16, 0, "0")
+    EmbeddingStore(root / "3-embeddings", recipe, 8, {}, PROVENANCE, Cost(4e11, 5.0, 2.5, 2)).save()
+    weights = random_weights(names, rng)
+    features = rng.normal(size=(len(names), 8))
+    random_mixture(weights, "pretrain", features).save(root / "4-mixture/chameleon-pretrain.json")
+    random_mixture(random_weights(names, rng), "finetune", features).save(
+        root / "4-mixture/chameleon-finetune.json"
+    )
+    for i, (name, mixture, method) in enumerate(
+        [
+            ("uniform-seed1", uniform, "uniform"),
+            ("chameleon-pretrain-seed1", weights, "chameleon-pretrain"),
+        ]
+    ):
+        shifted = (np.array(floors) + 0.1 + rng.normal(0, 0.05, len(names))).tolist()
+        write_training_run(root / "5-base" / name, mixture, method)
+        write_losses(root / "5-base" / name, names, shifted, seed=2 + i)
+        result = evaluation(names, shifted, corpus_hash=corpus.hash)
+        result.save(root / "6-evaluation" / f"{name}.json")
+    return root

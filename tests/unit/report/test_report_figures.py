@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import cast
+
+import numpy as np
+import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
+from matplotlib.container import BarContainer
+from matplotlib.image import imread
+
+from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, write_metrics
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.curves import Curve, run_curves
+from megatron_chameleon.report.figures import (
+    COLORS,
+    affinity_figure,
+    color_span,
+    loss_figure,
+    png,
+    weights_figure,
+)
+from tests.unit.report.report_samples import (
+    NAMES,
+    random_mixture,
+    random_weights,
+    write_losses,
+    write_training_run,
+)
+
+ODD_NAMES = ["$x_1$ and {y", "_hidden", "a|b_<x>", "n" * 90, "line\nbreak", "plain"]
+
+
+@pytest.fixture
+def mixtures(rng):
+    features = rng.normal(size=(len(NAMES), 4))
+    return {
+        mode: random_mixture(random_weights(NAMES, rng), mode, features)
+        for mode in ("pretraining", "fine-tuning")
+    }
+
+
+def make_run(tmp_path, name="run", names=NAMES, seed=0) -> TrainingRun:
+    run = write_training_run(tmp_path / name, Mixture.uniform(names).weights, "uniform")
+    write_losses(run.root, names, [2.0 + i for i in range(len(names))], seed)
+    return run
+
+
+def pixels(figure) -> np.ndarray:
+    return imread(io.BytesIO(png(figure)))[..., :3]
+
+
+def share_of(image: np.ndarray, color: str) -> float:
+    """Share of the pixels that have ``color``."""
+    wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return float(np.mean(np.all(np.abs(image - wanted) < 0.01, axis=-1)))
+
+
+def test_bars_are_as_long_as_the_weights(mixtures):
+    figure = weights_figure(mixtures)
+    (axes,) = figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    order = sorted(NAMES, key=lambda name: -mixtures["pretraining"].weights[name])
+    assert labels == order
+    bars = [group for group in axes.containers if isinstance(group, BarContainer)]
+    drawn = [[bar.get_width() for bar in group] for group in bars]
+    assert drawn == [[mixture.weights[name] for name in order] for mixture in mixtures.values()]
+    # The first mixture's bar lies above the second's, both around the name's tick.
+    ticks = np.arange(len(NAMES))
+    tops, bottoms = (np.array([bar.get_y() for bar in group]) for group in bars)
+    assert np.all((ticks - 0.5 < tops) & (tops < bottoms) & (bottoms < ticks + 0.5))
+
+
+def test_whiskers_are_the_intervals_even_if_the_weight_is_outside(mixtures):
+    first = mixtures["pretraining"]
+    intervals = {name: (1.1 * w, 1.3 * w) for name, w in first.weights.items() if name != "code"}
+    figure = weights_figure({"one": dataclasses.replace(first, intervals=intervals)})
+    (whiskers,) = cast(list[LineCollection], figure.axes[0].collections)
+    order = [n for n in sorted(NAMES, key=lambda n: -first.weights[n]) if n in intervals]
+    ends = np.array([segment[:, 0] for segment in whiskers.get_segments()])
+    np.testing.assert_allclose(ends, [intervals[name] for name in order])
+
+
+def test_a_line_stands_at_uniform(mixtures):
+    (axes,) = weights_figure(mixtures).axes
+    dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
+    np.testing.assert_array_equal([line.get_xdata() for line in dashed], [[1 / 3, 1 / 3]])
+
+
+def test_the_legend_names_all_and_covers_no_data(mixtures):
+    figure = weights_figure(mixtures)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert texts == ["pretraining", "fine-tuning", "uniform (1/3)"]
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+
+def test_the_picture_of_the_weights_shows_bars(mixtures):
+    image = pixels(weights_figure(mixtures))
+    assert min(image.shape[:2]) > 200
+    assert share_of(image, COLORS[0]) > 0.03
+    assert share_of(image, COLORS[1]) > 0.03
+    assert share_of(image, COLORS[2]) == 0.0
+
+
+def test_equal_figures_are_equal_files(mixtures):
+    assert png(weights_figure(mixtures)) == png(weights_figure(mixtures))
+
+
+@pytest.mark.parametrize("count", [2, 6, 20, 150])
+def test_the_heat_map_holds_the_affinity(rng, count):
+    features = rng.normal(size=(count, 8))
+    affinity = features @ features.T
+    names = [f"domain {i}" for i in range(count)]
+    figure = affinity_figure(affinity, names)
+    axes = figure.axes[0]
+    (image,) = axes.images
+    np.testing.assert_array_equal(np.asarray(image.get_array()), affinity)
+    low, high = image.get_clim()
+    assert low == -high < 0
+    numbers = [text.get_text() for text in axes.texts]
+    assert numbers == ([f"{v:.2f}" for v in affinity.flat] if count <= 12 else [])
+    for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
+        shown = [tick.get_text() for tick in ticks]
+        assert shown == names[:: 1 if count <= 60 else 3]
+
+
+def test_the_heat_map_is_white_at_zero_and_coloured_by_sign():
+    image = affinity_figure(np.array([[1.0, 0.0], [0.0, -1.0]]), ["a", "b"]).axes[0].images[0]
+    values = np.array([0.0, 1.0, -1.0])
+    at_zero, at_plus, at_minus = np.asarray(image.cmap(image.norm(values)))[:, :3]
+    assert min(at_zero) > 0.93
+    assert at_plus[0] > 3 * at_plus[2]
+    assert at_minus[2] > 3 * at_minus[0]
+
+
+def test_colours_span_what_lies_off_the_diagonal():
+    assert color_span(np.array([[9.0, -2.0], [-2.0, 5.0]])) == 2.0
+    assert color_span(np.array([[9.0, 0.01], [0.01, 5.0]])) == pytest.approx(0.9)
+    assert color_span(np.zeros((3, 3))) == 1.0
+    assert color_span(np.array([[4.0]])) == pytest.approx(0.4)
+
+
+def test_the_heat_map_is_drawn(rng):
+    image = pixels(affinity_figure(np.array([[1.0, -1.0], [-1.0, 1.0]]), ["a", "b"]))
+    assert len({to_hex(color) for color in image.reshape(-1, 3)[::50]}) > 20
+
+
+def test_curves_are_the_recorded_losses(tmp_path):
+    run = write_training_run(tmp_path, {"a": 1.0}, "uniform")
+    write_metrics(
+        tmp_path / METRICS_NAME,
+        [
+            {"step": 10, "loss": 4.0, "domain_loss": {"a": 4.5}},
+            {"step": 20, "loss": 3.0, "domain_loss": {}},
+            {"step": 20, "validation_loss": {"a": 3.5}},
+            {"step": 30, "loss": 2.0, "domain_loss": {"a": 2.5, "b": None}},
+        ],
+    )
+    curves = run_curves("x", run)
+    np.testing.assert_array_equal(curves.total.steps, [10, 20, 30])
+    np.testing.assert_array_equal(curves.total.losses, [4.0, 3.0, 2.0])
+    assert list(curves.domains) == ["a"]
+    np.testing.assert_array_equal(curves.domains["a"].steps, [10, 30])
+    np.testing.assert_array_equal(curves.validation["a"].losses, [3.5])
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"loss": 1.0}, "record 2: field step is missing"),
+        ({"step": 1, "loss": "low"}, "field loss: a number is expected"),
+        ({"step": 1, "domain_loss": [1.0]}, "field domain_loss: an object is expected"),
+        ({"step": 1, "domain_loss": {"a": "x"}}, "field domain_loss: field a: a number"),
+    ],
+)
+def test_a_damaged_record_is_told_with_its_place(tmp_path, record, told):
+    run = write_training_run(tmp_path, {"a": 1.0}, "uniform")
+    write_metrics(tmp_path / METRICS_NAME, [{"step": 0, "loss": 1.0}, record])
+    with pytest.raises(UserError, match=told):
+        run_curves("x", run)
+
+
+def test_smoothing_is_a_centred_mean(rng):
+    losses = rng.normal(size=103)
+    curve = Curve(np.arange(103.0), losses)
+    assert curve.window == 4
+    expected = [losses[i : i + 4].sum() / 4 for i in range(100)]
+    np.testing.assert_allclose(curve.smoothed().losses, expected)
+    np.testing.assert_allclose(curve.smoothed().steps, np.arange(100) + 1.5)
+    few = Curve(np.arange(20.0), losses[:20])
+    np.testing.assert_array_equal(few.smoothed().losses, few.losses)
+
+
+def test_the_loss_figure_has_a_panel_for_all_and_one_per_domain(tmp_path):
+    runs = [run_curves(label, make_run(tmp_path, label, seed=i)) for i, label in enumerate("AB")]
+    proxy = run_curves("proxy", make_run(tmp_path, "proxy", seed=9))
+    figure = loss_figure(runs, [proxy])
+    total, *panels = figure.axes
+    assert [panel.get_title("left") for panel in panels] == NAMES
+    thin = [line for line in total.lines if line.get_linewidth() < 1]
+    assert len(thin) == 3
+    for line, run in zip(thin, [*runs, proxy], strict=True):
+        np.testing.assert_array_equal(line.get_ydata(), run.total.losses)
+    for panel, name in zip(panels, NAMES, strict=True):
+        drawn = panel.lines[0]
+        curve = runs[0].domains[name]
+        np.testing.assert_array_equal(drawn.get_ydata(), curve.losses[curve.steps > 20])
+        dots = [line for line in panel.lines if line.get_marker() == "o"]
+        np.testing.assert_array_equal(dots[1].get_ydata(), runs[1].validation[name].losses)
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["A", "B", "proxy", "held-out text"]
+    image = pixels(figure)
+    assert share_of(image, COLORS[0]) > 1e-3
+    assert share_of(image, COLORS[1]) > 1e-3
+
+
+def test_runs_without_losses_per_domain_have_one_panel_with_units(tmp_path):
+    run = make_run(tmp_path)
+    write_metrics(run.root / METRICS_NAME, [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}])
+    (axes,) = loss_figure([run_curves("A", run)]).axes
+    assert axes.get_ylabel() == "loss (nats per token)"
+    assert axes.get_xlabel() == "training step"
+    assert "running mean" not in axes.get_title("left")
+
+
+def test_names_are_shown_as_they_are_and_cut_where_long(tmp_path, rng):
+    features = rng.normal(size=(len(ODD_NAMES), 4))
+    mixture = random_mixture(random_weights(ODD_NAMES, rng), "pretrain", features)
+    weights = weights_figure({"$a_$": mixture, "_b": mixture})
+    affinity = affinity_figure(np.array(mixture.affinity), ODD_NAMES)
+    losses = loss_figure([run_curves("_$r$", make_run(tmp_path, names=ODD_NAMES))])
+    for figure in (weights, affinity, losses):
+        png(figure)
+    shown = [label.get_text() for label in affinity.axes[0].get_yticklabels()]
+    assert shown[:3] == ODD_NAMES[:3]
+    assert len(shown[3]) < 30
+    assert shown[4:] == ["line break", "plain"]
+    assert not any(label.get_parse_math() for label in affinity.axes[0].get_xticklabels())
+    assert [t.get_text() for t in weights.legends[0].get_texts()][:2] == ["$a_$", "_b"]
+    assert losses.legends[0].get_texts()[0].get_text() == "_$r$"
+
+
+def test_many_runs_can_be_told_apart(tmp_path):
+    curves = run_curves("x", make_run(tmp_path))
+    runs = [dataclasses.replace(curves, label=f"run {i}") for i in range(12)]
+    figure = loss_figure(runs)
+    bold = [line for line in figure.axes[0].lines if line.get_linewidth() > 1]
+    assert len({(line.get_color(), line.get_linestyle()) for line in bold}) == 12

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.tables import cost_table, fine_tuning_tables, perplexity_table
+from tests.unit.report.report_samples import (
+    NAMES,
+    PROTOCOL,
+    evaluation,
+    random_mixture,
+    random_weights,
+    write_run_folder,
+    write_training_run,
+)
+
+CHAMELEON = "chameleon-pretrain-seed1"
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_run_folder(tmp_path / "run")
+
+
+def columns(table):
+    """Heading -> texts of the column, summary included."""
+    rows = [[cell.text for cell in row] for row in (*table.rows, *table.summary)]
+    return dict(zip(table.header, zip(*rows, strict=True), strict=True))
+
+
+def edit_run(root, name, **changes):
+    run = TrainingRun.load(root / "5-base" / name)
+    dataclasses.replace(run, **changes).save()
+
+
+def edit_evaluation(root, name, **changes):
+    path = root / "6-evaluation" / f"{name}.json"
+    dataclasses.replace(EvaluationResult.load(path), **changes).save(path)
+
+
+def add_run(root, name, weights, method, losses):
+    write_training_run(root / "5-base" / name, weights, method)
+    other = EvaluationResult.load(root / "6-evaluation/uniform-seed1.json")
+    result = evaluation(NAMES, losses, corpus_hash=other.corpus_hash)
+    result.save(root / "6-evaluation" / f"{name}.json")
+
+
+def test_the_main_table_has_the_numbers_of_the_artifacts(root):
+    found = columns(perplexity_table(RunFolder.load(root)))
+    assert list(found) == [
+        "domain",
+        "weight",
+        "95% interval",
+        "unigram perplexity",
+        "perplexity Uniform",
+        "perplexity Chameleon",
+    ]
+    mixture = Mixture.load(root / "4-mixture/chameleon-pretrain.json")
+    results = [
+        EvaluationResult.load(root / f"6-evaluation/{name}.json")
+        for name in ("uniform-seed1", CHAMELEON)
+    ]
+    assert mixture.intervals is not None
+    for i, name in enumerate(NAMES):
+        low, high = mixture.intervals[name]
+        assert found["domain"][i] == name
+        assert float(found["weight"][i]) == pytest.approx(mixture.weights[name], abs=5e-5)
+        assert [float(end) for end in found["95% interval"][i].split(" to ")] == pytest.approx(
+            [low, high], abs=5e-5
+        )
+        for heading, result in zip(list(found)[-2:], results, strict=True):
+            expected = math.e ** result.domains[name].loss
+            assert float(found[heading][i]) == pytest.approx(expected, abs=5e-3)
+        unigram = math.e ** results[0].domains[name].unigram_loss
+        assert float(found["unigram perplexity"][i]) == pytest.approx(unigram, abs=5e-3)
+
+
+def test_averages_and_counts_are_over_domains(root):
+    edit_evaluation(root, "uniform-seed1", domains=evaluation(NAMES, [1.0, 2.0, 3.0]).domains)
+    edit_evaluation(root, CHAMELEON, domains=evaluation(NAMES, [0.9, 2.1, 3.0]).domains)
+    table = perplexity_table(RunFolder.load(root))
+    average, better = ([cell.text for cell in row] for row in table.summary)
+    uniform = (math.e + math.e**2 + math.e**3) / 3
+    chameleon = (math.exp(0.9) + math.exp(2.1) + math.exp(3.0)) / 3
+    unigram = (math.exp(6.0) + math.exp(6.1) + math.exp(6.2)) / 3
+    assert average[-3:] == [f"{unigram:.2f}", f"{uniform:.2f}", f"{chameleon:.2f}"]
+    assert better[0] == "domains better than Uniform"
+    assert better[-2:] == ["-", "1 of 3"]  # equal is not better
+    marks = [[cell.best for cell in row[-2:]] for row in table.rows]
+    assert marks == [[False, True], [True, False], [True, True]]
+    assert [cell.best for cell in table.summary[0][-2:]] == [True, False]
+    change = 100 * (chameleon / uniform - 1)
+    assert table.notes[-1] == (
+        f"Chameleon has an average perplexity of {chameleon:.2f}, Uniform of {uniform:.2f} "
+        f"(+{change:.1f}%); Chameleon is lower in 1 of 3 domains."
+    )
+
+
+def test_the_baseline_can_be_chosen(root):
+    table = perplexity_table(RunFolder.load(root), baseline=CHAMELEON)
+    assert table.header[-2:] == ("perplexity Chameleon", "perplexity Uniform")
+    assert table.summary[1][0].text == "domains better than Chameleon"
+    # The weights shown are those of the runs that are compared with the baseline.
+    assert {row[1].text for row in table.rows} == {f"{1 / 3:.4f}"}
+
+
+def test_an_unknown_baseline_is_refused_with_the_choices(root):
+    with pytest.raises(UserError, match=r"--baseline x: .* choose from chameleon.*, uniform-seed1"):
+        perplexity_table(RunFolder.load(root), baseline="x")
+
+
+def test_missing_evaluations_are_told_with_the_way_out(root):
+    for path in (root / "6-evaluation").iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match=r"6-evaluation holds no evaluation; run tools/evaluate"):
+        perplexity_table(RunFolder.load(root))
+
+
+def test_further_runs_become_columns_with_their_own_weights(root, rng):
+    weights = random_weights(NAMES, rng)
+    intervals = {name: (w / 2, w * 2) for name, w in weights.items()}
+    features = rng.normal(size=(3, 4))
+    random_mixture(weights, "pretrain", features, intervals=intervals, confidence=0.9).save(
+        root / "4-mixture/scaled-pretrain.json"
+    )
+    add_run(root, "scaled-pretrain-seed1", weights, "chameleon-pretrain", [1.0, 1.0, 1.0])
+    add_run(root, "by-hand-seed1", random_weights(NAMES, rng), "manual", [2.0, 2.0, 2.0])
+    found = columns(perplexity_table(RunFolder.load(root)))
+    # Two runs of one method go by their names.
+    assert list(found) == [
+        "domain",
+        "by-hand-seed1 weight",
+        f"{CHAMELEON} weight",
+        f"{CHAMELEON} 95% interval",
+        "scaled-pretrain-seed1 weight",
+        "scaled-pretrain-seed1 90% interval",
+        "unigram perplexity",
+        "perplexity Uniform",
+        "perplexity by-hand-seed1",
+        f"perplexity {CHAMELEON}",
+        "perplexity scaled-pretrain-seed1",
+    ]
+    low, high = intervals["code"]
+    assert found["scaled-pretrain-seed1 90% interval"][0] == f"{low:.4f} to {high:.4f}"
+    assert found["perplexity scaled-pretrain-seed1"][-1] == "3 of 3"
+
+
+def test_two_seeds_of_one_mixture_share_a_column_of_weights(root):
+    weights = TrainingRun.load(root / "5-base" / CHAMELEON).mixture
+    add_run(root, "chameleon-pretrain-seed2", weights, "chameleon-pretrain", [1.0, 1.0, 1.0])
+    header = perplexity_table(RunFolder.load(root)).header
+    assert header[:3] == ("domain", "weight", "95% interval")
+    assert header[-1] == "perplexity chameleon-pretrain-seed2"
+
+
+def test_of_two_files_with_the_same_weights_the_runs_own_gives_the_intervals(root):
+    own = root / "4-mixture/chameleon-pretrain.json"
+    for name, confidence in (("another", 0.5), ("zzz", 0.6)):
+        same = dataclasses.replace(Mixture.load(own), confidence=confidence)
+        same.save(root / f"4-mixture/{name}.json")
+    assert perplexity_table(RunFolder.load(root)).header[2] == "95% interval"
+
+
+def test_without_a_uniform_run_there_is_no_baseline(root):
+    edit_run(root, "uniform-seed1", mixture_method="manual")
+    table = perplexity_table(RunFolder.load(root))
+    assert [row[0].text for row in table.summary] == ["average"]
+    assert not any("lower in" in note for note in table.notes)
+
+
+def test_a_single_run_has_no_marks_and_shows_its_own_weights(root):
+    (root / f"6-evaluation/{CHAMELEON}.json").unlink()
+    table = perplexity_table(RunFolder.load(root))
+    assert table.header == ("domain", "weight", "unigram perplexity", "perplexity Uniform")
+    assert not any(cell.best for row in (*table.rows, *table.summary) for cell in row)
+
+
+def test_an_evaluation_without_its_base_run_goes_by_its_name(root):
+    (root / f"5-base/{CHAMELEON}/run.json").unlink()
+    table = perplexity_table(RunFolder.load(root))
+    assert table.header[-1] == f"perplexity {CHAMELEON}"
+    assert "weight" not in table.header
+
+
+def test_a_domain_that_the_mixture_leaves_out_has_weight_zero(root):
+    weights = {"code": 0.25, "prose": 0.75}
+    edit_run(root, CHAMELEON, mixture={**weights, "a|b_<x>": 0.0})
+    Mixture(weights, method="chameleon-pretrain", intervals={"code": (0.2, 0.3)}).save(
+        root / "4-mixture/chameleon-pretrain.json"
+    )
+    found = columns(perplexity_table(RunFolder.load(root)))
+    assert found["weight"][:3] == ("0.2500", "0.0000", "0.7500")
+    assert found["interval"][:3] == ("0.2000 to 0.3000", "-", "-")
+
+
+def test_intervals_of_a_mixture_made_anew_are_not_shown_with_the_old_weights(root, rng):
+    random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4))).save(
+        root / "4-mixture/chameleon-pretrain.json"
+    )
+    table = perplexity_table(RunFolder.load(root))
+    assert not any("interval" in heading for heading in table.header)
+    assert any("4-mixture/chameleon-pretrain.json has changed" in note for note in table.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"parameters": 2_000_000}, "'parameters': Uniform 1,000,000, Chameleon 2,000,000"),
+        ({"tokens": 5}, "'training tokens'"),
+        ({"status": "interrupted"}, r"not finished: Chameleon \(interrupted\)"),
+    ],
+)
+def test_runs_that_are_not_alike_are_noted(root, changes, told):
+    assert len(perplexity_table(RunFolder.load(root)).notes) == 2
+    edit_run(root, CHAMELEON, **changes)
+    notes = perplexity_table(RunFolder.load(root)).notes
+    assert len(notes) == 3
+    assert re.search(told, notes[1])
+
+
+def test_another_step_or_corpus_is_noted(root):
+    for name in ("uniform-seed1", CHAMELEON):
+        edit_evaluation(root, name, corpus_hash="other")
+    edit_evaluation(root, CHAMELEON, step=100)
+    notes = " ".join(perplexity_table(RunFolder.load(root)).notes)
+    assert "'evaluated at step': Uniform 200, Chameleon 100" in notes
+    assert "another corpus than the one in 1-corpus" in notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"corpus_hash": "other"}, "different corpora"),
+        ({"protocol": dataclasses.replace(PROTOCOL, window_length=32)}, "different protocols"),
+        ({"domains": evaluation(["code", "prose"], [1.0, 1.0]).domains}, r"domain 'a\|b_<x>'"),
+    ],
+)
+def test_evaluations_that_cannot_be_compared_are_refused(root, changes, told):
+    edit_evaluation(root, "uniform-seed1", **changes)
+    with pytest.raises(UserError, match=told):
+        perplexity_table(RunFolder.load(root))
+
+
+def test_the_protocol_is_told(root):
+    protocol = dataclasses.replace(PROTOCOL, max_tokens=20000, end_of_document=False)
+    for name in ("uniform-seed1", CHAMELEON):
+        edit_evaluation(root, name, protocol=protocol)
+    note = perplexity_table(RunFolder.load(root)).notes[0]
+    assert note.startswith(
+        "On the test split, in packed windows of 64 tokens, at most 20,000 tokens a domain, "
+        "end-of-document tokens left out."
+    )
+
+
+def test_fine_tuning_weights_stand_beside_the_pretraining_weights(root):
+    (table,) = fine_tuning_tables(RunFolder.load(root))
+    found = columns(table)
+    pretrain, finetune = (
+        Mixture.load(root / f"4-mixture/chameleon-{mode}.json") for mode in ("pretrain", "finetune")
+    )
+    assert list(found) == [
+        "domain",
+        "leverage score",
+        "pretraining weight",
+        "pretraining 95% interval",
+        "fine-tuning weight",
+        "fine-tuning 95% interval",
+    ]
+    assert finetune.scores is not None
+    assert finetune.intervals is not None
+    assert found["leverage score"] == tuple(f"{finetune.scores[n]:.4f}" for n in NAMES)
+    assert found["pretraining weight"] == tuple(f"{pretrain.weights[n]:.4f}" for n in NAMES)
+    assert found["fine-tuning weight"] == tuple(f"{finetune.weights[n]:.4f}" for n in NAMES)
+    low, high = finetune.intervals["prose"]
+    assert found["fine-tuning 95% interval"][2] == f"{low:.4f} to {high:.4f}"
+    assert table.notes == ()
+
+
+def test_fine_tuning_weights_from_other_scores_are_noted(root):
+    path = root / "4-mixture/chameleon-pretrain.json"
+    mixture = Mixture.load(path)
+    dataclasses.replace(mixture, scores={**(mixture.scores or {}), "code": 0.5}).save(path)
+    (table,) = fine_tuning_tables(RunFolder.load(root))
+    assert table.notes == ("The pretraining weights come from other scores than those shown.",)
+
+
+def test_fine_tuning_weights_stand_alone_without_pretraining_weights(root):
+    (root / "4-mixture/chameleon-pretrain.json").unlink()
+    (table,) = fine_tuning_tables(RunFolder.load(root))
+    assert table.header[2:] == ("fine-tuning weight", "fine-tuning 95% interval")
+    (root / "4-mixture/chameleon-finetune.json").unlink()
+    assert fine_tuning_tables(RunFolder.load(root)) == []
+
+
+def test_the_cost_table_adds_up(root):
+    table = cost_table(RunFolder.load(root))
+    found = columns(table)
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    assert rows["1-corpus"] == ["-", "4.5", "4.5", "1"]
+    assert rows["2-proxy/tiny-seed1"] == ["3.00e+12", "8.0", "16.0", "2"]
+    assert rows[f"5-base/{CHAMELEON}"] == ["1.25e+13", "30.0", "60.0", "2"]
+    *parts, total = found["device-seconds"]
+    assert float(total) == pytest.approx(sum(map(float, parts)))
+    *parts, total = found["seconds"]
+    assert float(total) == pytest.approx(sum(map(float, parts)))
+    # 2 x 1.25e13 + 3e12 + 4e11 + 2 x 2e11
+    assert found["FLOPs"][-1] == "2.88e+13"

@@ -1,0 +1,16 @@
+"""Write and print the report of a run folder: python tools/make_report.py runs/quickstart."""
+
+from __future__ import annotations
+
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.options.report import ReportOptions
+from megatron_chameleon.report.page import make_report
+
+
+def main(options: ReportOptions) -> None:
+    """Call the report with what the command line asks for."""
+    make_report(options.run, baseline=options.baseline)
+
+
+if __name__ == "__main__":
+    run_tool(main, ReportOptions)
