@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# The whole pipeline on real text in a few minutes on two CPU cores: text -> tokens -> proxy ->
+# mixture -> two models -> perplexity -> tables and pictures. Each line is an ordinary command.
+# Run it again after an interruption: finished steps are skipped, a training run goes on.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+RUN=${RUN:-runs/quickstart}            # everything is written below this folder
+SIZE=${SIZE:-tiny}                     # model size of the proxy and of the two models
+PROXY_STEPS=${PROXY_STEPS:-120}
+BASE_STEPS=${BASE_STEPS:-300}
+SEED=${SEED:-1}
+
+export OMP_NUM_THREADS=1               # one thread for each of the two ranks
+CORPUS=$RUN/1-corpus
+PROXY=$RUN/2-proxy/$SIZE-seed$SEED
+STORE=$RUN/3-embeddings
+MIXTURES=$RUN/4-mixture
+BATCH="--model-size $SIZE --seq-length 256 --global-batch-size 16 --micro-batch-size 4 --seed $SEED"
+BATCH+=" --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 20 --log-interval 20 --save-interval 1000"
+
+say() { printf '\n== %s\n' "$*"; }
+ranks() { torchrun --nproc-per-node 2 "$@"; }
+
+say "1/7 Text from the installed packages"
+[ -e "$RUN/text/gathered.json" ] || python tools/gather_installed_text.py --output-dir "$RUN/text"
+INPUT=()
+for file in "$RUN"/text/*.jsonl; do
+  name=${file##*/}
+  INPUT+=(--input "${name%.jsonl}=$file")
+done
+
+say "2/7 Tokenizer and corpus"
+[ -e "$RUN/tokenizer.json" ] ||
+  python tools/train_tokenizer.py "${INPUT[@]}" --output "$RUN/tokenizer.json" --vocab-size 8192
+[ -e "$CORPUS/corpus.json" ] ||
+  python tools/preprocess_data.py "${INPUT[@]}" --output "$CORPUS" \
+    --tokenizer-model "$RUN/tokenizer.json" --split 88,2,10 --min-tokens-per-split 2000
+
+say "3/7 Proxy, uniform weights, tensor parallel over 2 ranks"
+ranks tools/pretrain_gpt.py --corpus "$CORPUS" --mixture uniform --run-dir "$PROXY" $BATCH \
+  --train-iters "$PROXY_STEPS" --tensor-model-parallel-size 2
+
+say "4/7 Domain embeddings and Chameleon weights"
+for mode in pretrain finetune; do
+  ranks tools/compute_mixture.py --corpus "$CORPUS" --checkpoint "$PROXY" --mode $mode \
+    --store "$STORE" --output "$MIXTURES/chameleon-$mode.json" --num-windows 512 \
+    --token-budget $((BASE_STEPS * 16 * 256))
+done
+
+say "5/7 Two models, the same but for the mixture"
+for mixture in uniform chameleon-pretrain; do
+  weights=$MIXTURES/$mixture.json
+  [ "$mixture" = uniform ] && weights=uniform
+  ranks tools/pretrain_gpt.py --corpus "$CORPUS" --mixture "$weights" $BATCH \
+    --run-dir "$RUN/5-base/$mixture-seed$SEED" --train-iters "$BASE_STEPS"
+done
+
+say "6/7 Held-out perplexity"
+for mixture in uniform chameleon-pretrain; do
+  ranks tools/evaluate.py perplexity --corpus "$CORPUS" \
+    --checkpoint "$RUN/5-base/$mixture-seed$SEED" \
+    --output "$RUN/6-evaluation/$mixture-seed$SEED.json"
+done
+
+say "7/7 Tables and pictures"
+python tools/make_report.py "$RUN"
