@@ -6,9 +6,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RUN=${RUN:-runs/quickstart}            # everything is written below this folder
-SIZE=${SIZE:-tiny}                     # model size of the proxy and of the two models
-PROXY_STEPS=${PROXY_STEPS:-120}
-BASE_STEPS=${BASE_STEPS:-300}
+SIZE=${SIZE:-nano}                     # model size of the proxy and of the two models
+PROXY_STEPS=${PROXY_STEPS:-150}
+BASE_STEPS=${BASE_STEPS:-800}
 SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread for each of the two ranks
@@ -16,8 +16,9 @@ CORPUS=$RUN/1-corpus
 PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
 MIXTURES=$RUN/4-mixture
-BATCH="--model-size $SIZE --seq-length 256 --global-batch-size 16 --micro-batch-size 4 --seed $SEED"
-BATCH+=" --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 20 --log-interval 20 --save-interval 1000"
+TRAIN=(--corpus "$CORPUS" --model-size "$SIZE" --seed "$SEED" --seq-length 128
+  --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 40
+  --log-interval 50 --save-interval 400)
 
 say() { printf '\n== %s\n' "$*"; }
 ranks() { torchrun --nproc-per-node 2 "$@"; }
@@ -38,21 +39,21 @@ say "2/7 Tokenizer and corpus"
     --tokenizer-model "$RUN/tokenizer.json" --split 88,2,10 --min-tokens-per-split 2000
 
 say "3/7 Proxy, uniform weights, tensor parallel over 2 ranks"
-ranks tools/pretrain_gpt.py --corpus "$CORPUS" --mixture uniform --run-dir "$PROXY" $BATCH \
+ranks tools/pretrain_gpt.py "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY" \
   --train-iters "$PROXY_STEPS" --tensor-model-parallel-size 2
 
 say "4/7 Domain embeddings and Chameleon weights"
 for mode in pretrain finetune; do
   ranks tools/compute_mixture.py --corpus "$CORPUS" --checkpoint "$PROXY" --mode $mode \
     --store "$STORE" --output "$MIXTURES/chameleon-$mode.json" --num-windows 512 \
-    --token-budget $((BASE_STEPS * 16 * 256))
+    --token-budget $((BASE_STEPS * 8 * 128))
 done
 
 say "5/7 Two models, the same but for the mixture"
 for mixture in uniform chameleon-pretrain; do
   weights=$MIXTURES/$mixture.json
   [ "$mixture" = uniform ] && weights=uniform
-  ranks tools/pretrain_gpt.py --corpus "$CORPUS" --mixture "$weights" $BATCH \
+  ranks tools/pretrain_gpt.py "${TRAIN[@]}" --mixture "$weights" \
     --run-dir "$RUN/5-base/$mixture-seed$SEED" --train-iters "$BASE_STEPS"
 done
 
@@ -60,7 +61,7 @@ say "6/7 Held-out perplexity"
 for mixture in uniform chameleon-pretrain; do
   ranks tools/evaluate.py perplexity --corpus "$CORPUS" \
     --checkpoint "$RUN/5-base/$mixture-seed$SEED" \
-    --output "$RUN/6-evaluation/$mixture-seed$SEED.json"
+    --output "$RUN/6-evaluation/$mixture-seed$SEED.json" --max-tokens 40000
 done
 
 say "7/7 Tables and pictures"

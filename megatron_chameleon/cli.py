@@ -66,13 +66,13 @@ def run_subcommand(
 def parse_options(options_type: type[Options], argv: Sequence[str], rank: int = 0) -> Options:
     """The options in ``argv``. A misspelt flag or a value of the wrong type ends with status 2."""
     printed = io.StringIO()
+    help_text = sys.stdout if rank == 0 else io.StringIO()
     try:
-        with contextlib.redirect_stderr(printed):
+        with contextlib.redirect_stdout(help_text), contextlib.redirect_stderr(printed):
             return tyro.cli(
                 options_type,
                 args=list(argv),
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-                console_outputs=rank == 0,
             )
     except SystemExit as left:
         if left.code in (0, None):
@@ -94,7 +94,8 @@ def _flatten(box: str) -> str:
     """The text inside the frame that the parser draws, on one line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip(" │╭╮╰╯─|") for line in text.splitlines()]
-    return "; ".join(line for line in lines if line)
+    flat = "; ".join(line for line in lines if line.strip("-"))
+    return re.sub(r"([:,;]);", r"\1", flat)
 
 
 def _one_of(names: Mapping[str, object]) -> str:
@@ -104,7 +105,7 @@ def _one_of(names: Mapping[str, object]) -> str:
 def _one_line_warning(
     message: Warning | str, category: type[Warning], *_where: object, **_more: object
 ) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
 def _no_warning(*_arguments: object, **_more: object) -> None:

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Print what acceleration is active on this machine and what has never been tested."""
 
 from __future__ import annotations
@@ -7,14 +8,15 @@ import json
 
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.options.doctor import DoctorOptions
-from megatron_chameleon.parallel.acceleration import acceleration_report, format_report
 
 
-def doctor(options: DoctorOptions) -> None:
+def main(options: DoctorOptions) -> None:
     """Look and print; the exit status is 0 whatever is found."""
+    from megatron_chameleon.parallel.acceleration import acceleration_report, format_report
+
     report = acceleration_report()
     print(json.dumps(dataclasses.asdict(report)) if options.json else format_report(report))
 
 
 if __name__ == "__main__":
-    run_tool(doctor, DoctorOptions)
+    run_tool(main, DoctorOptions)

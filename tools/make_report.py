@@ -1,14 +1,16 @@
+#!/usr/bin/env python3
 """Write and print the report of a run folder: python tools/make_report.py runs/quickstart."""
 
 from __future__ import annotations
 
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.options.report import ReportOptions
-from megatron_chameleon.report.page import make_report
 
 
 def main(options: ReportOptions) -> None:
     """Call the report with what the command line asks for."""
+    from megatron_chameleon.report.page import make_report
+
     make_report(options.run, baseline=options.baseline)
 
 

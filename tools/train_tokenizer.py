@@ -1,8 +1,18 @@
+#!/usr/bin/env python3
 """Train a byte-level BPE or SentencePiece tokenizer."""
 
+from __future__ import annotations
+
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.corpus.tokenizer_training import train_tokenizer
 from megatron_chameleon.options.tokenizer import TrainTokenizerOptions
 
+
+def main(options: TrainTokenizerOptions) -> None:
+    """Train and write the tokenizer."""
+    from megatron_chameleon.corpus.tokenizer_training import train_tokenizer
+
+    train_tokenizer(options)
+
+
 if __name__ == "__main__":
-    run_tool(train_tokenizer, TrainTokenizerOptions)
+    run_tool(main, TrainTokenizerOptions)

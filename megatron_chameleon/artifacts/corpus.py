@@ -20,6 +20,9 @@ MADE_BY = "tools/preprocess_data.py writes it"
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
+# Leaves room for suffixes below the 255 bytes that file systems allow.
+MAX_FILE_NAME = 200
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerIdentity:
@@ -157,8 +160,17 @@ class Corpus:
 
 
 def file_name_of(domain: str) -> str:
-    """A file name that any domain name can have: percent-encoded where it must be."""
-    return quote(domain, safe=" +-_.,()").replace(" ", "_")
+    """A file name for any domain name: percent-encoded where it must be, no two alike.
+
+    Whatever the name, the file lies in the folder it is meant for and is not hidden.
+    """
+    name = quote(domain, safe="+-_.,()")
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    if len(name) <= MAX_FILE_NAME:
+        return name or "%"
+    # '%-' and a lone '%' come from no encoding, so these differ from every other name.
+    return f"{name[:MAX_FILE_NAME]}%-{sha256_of_json(domain)[:16]}"
 
 
 def index_file_bytes(documents: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 
 from megatron_chameleon.artifacts.corpus import Split
@@ -51,12 +52,12 @@ class DomainLoss:
     @property
     def perplexity(self) -> float:
         """exp(loss): the model is as unsure as among so many equally likely tokens."""
-        return math.exp(self.loss)
+        return _exp(self.loss)
 
     @property
     def unigram_perplexity(self) -> float:
         """Perplexity of the unigram model on the same tokens."""
-        return math.exp(self.unigram_loss)
+        return _exp(self.unigram_loss)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +106,8 @@ def require_comparable(results: dict[str, EvaluationResult]) -> None:
                 f"'{name}' and '{first_name}' were evaluated by different protocols "
                 f"({result.protocol} and {first.protocol}); evaluate both by one"
             )
+
+
+def _exp(loss: float) -> float:
+    """exp(loss), infinite where it is more than a float holds (a loss above 709)."""
+    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf

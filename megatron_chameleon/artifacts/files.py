@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +15,8 @@ from typing import Any
 from megatron_chameleon.errors import UserError
 
 _CHUNK = 1 << 20
+# What a write says when the disk is full, the quota is used up or the file may not grow.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -23,25 +26,35 @@ def replacing(path: Path) -> Iterator[Path]:
     If the block raises, the temporary file is removed and ``path`` is as it was.
 
     Raises:
-        UserError: if the folder cannot be made or written.
+        UserError: if the folder cannot be made or written, or the disk is full.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        # Not the whole name: with what is added it could be longer than a file name may be.
+        prefix = f".{path.name[:40]}."
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=path.parent)
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
-        ) from error
+        raise cannot_write(path, error) from error
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
-        _flush_to_disk(temporary)
-        os.replace(temporary, path)
+        _put_in_place(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno in _NO_ROOM:
+            raise cannot_write(path, error) from error
+        raise
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """What to say when the system refuses to write ``path``."""
+    return UserError(
+        f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
+    )
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -65,6 +78,15 @@ def sha256_of_json(value: Any) -> str:
     """Hex SHA-256 of ``value`` as canonical JSON (sorted keys, no white space)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    try:
+        os.chmod(temporary, 0o666 & ~_umask())
+        _flush_to_disk(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def _umask() -> int:

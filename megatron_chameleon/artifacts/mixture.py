@@ -118,12 +118,14 @@ def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
             raise UserError(
                 f"{where}: weight of '{name}' is {weight}; weights are finite and not negative"
             )
+    if not math.isfinite(sum(weights.values())):
+        raise UserError(f"{where}: the weights are too large to add up; give shares of 1")
     total = math.fsum(weights.values())
     if total <= 0:
         raise UserError(f"{where}: all weights are zero; give at least one domain a weight")
     if abs(total - 1.0) > SUM_TOLERANCE:
         warnings.warn(
-            f"{where}: the weights sum to {total:.6g}, not 1; they are divided by it",
+            f"{where}: the weights sum to {total:.10g}, not 1; they are divided by it",
             MixtureWarning,
             stacklevel=3,
         )
@@ -135,6 +137,6 @@ def implied_epochs(
 ) -> dict[str, float]:
     """Domain -> passes over its training tokens when ``token_budget`` tokens are drawn."""
     return {
-        name: weights.get(name, 0.0) * token_budget / domain.train.tokens
+        name: weights.get(name, 0.0) * token_budget / max(domain.train.tokens, 1)
         for name, domain in corpus.domains.items()
     }

@@ -35,7 +35,7 @@ def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
     if record.tokenizer_hash != corpus.tokenizer.sha256:
         raise UserError(
             f"{record.root} was trained with another tokenizer than {corpus.root} was made with; "
-            "preprocess the text again with the tokenizer of the model's corpus (--tokenizer)"
+            "preprocess the text again with that tokenizer (--tokenizer-model)"
         )
 
 

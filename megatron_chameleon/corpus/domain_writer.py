@@ -123,14 +123,12 @@ class DomainWriters:
         self._shares = shares
         self._drop_duplicates = drop_duplicates
         self._writers: dict[str, DomainWriter] = {}
-        self._name_of_file: dict[str, str] = {}
 
     def of(self, name: str) -> DomainWriter:
         """The writer of domain ``name``.
 
         Raises:
-            UserError: if it is a new one and cannot be told from another by its files, or is one
-                too many.
+            UserError: if it is one domain too many.
         """
         if name not in self._writers:
             self._writers[name] = self._new(name)
@@ -141,18 +139,11 @@ class DomainWriters:
         yield from self._writers.items()
 
     def _new(self, name: str) -> DomainWriter:
-        file_name = file_name_of(name)
-        same = self._name_of_file.setdefault(file_name, name)
-        if same != name:
-            raise UserError(
-                f"domains '{same}' and '{name}' would have the same files, '{file_name}'; "
-                "rename one of them"
-            )
         if len(self._writers) == MAX_DOMAINS:
             raise UserError(
                 f"there are more than {MAX_DOMAINS} domains, '{name}' among them; "
                 "is --domain-key the right one?"
             )
         return DomainWriter(
-            self._folder, file_name, self._dtype, self._shares, self._drop_duplicates
+            self._folder, file_name_of(name), self._dtype, self._shares, self._drop_duplicates
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import hashlib
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 TokenType = Literal["uint16", "int32"]
 _BUFFER_BYTES = 1 << 20
+# What an .idx file begins with: kind, version, code of the token type, sequences, and documents
+# plus one.
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
 
 
 def token_type(vocab_size: int) -> TokenType:
@@ -109,21 +115,34 @@ def open_split(corpus: Corpus, name: str, split: Split) -> IndexedDataset:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     prefix, expected = corpus.prefix(name, split), corpus.domains[name].split(split)
-    problem = ""
-    try:
-        indexed = IndexedDataset(str(prefix))
-        if indexed.index.dtype != np.dtype(corpus.dtype):
-            problem = f"its tokens are not {corpus.dtype}"
-        elif len(indexed) != expected.documents:
-            problem = f"it has {len(indexed)} documents, not {expected.documents}"
-        elif int(indexed.sequence_lengths.sum(dtype=np.int64)) != expected.tokens:
-            problem = f"its documents do not add up to {expected.tokens} tokens"
-    # Megatron's reader tells a bad header by an assertion, an impossible count by a ValueError.
-    except (AssertionError, OSError, ValueError) as error:
-        raise _not_readable(prefix, str(error)) from error
-    if problem:
-        raise _not_readable(prefix, problem)
+    # Before Megatron opens it: its reader tells these by assertions, and half-opened it leaves a
+    # traceback on the screen when it is collected.
+    _check_header(prefix, corpus.dtype, expected.documents)
+    indexed = IndexedDataset(str(prefix))
+    tokens = int(indexed.sequence_lengths.sum(dtype=np.int64))
+    if tokens != expected.tokens:
+        raise _not_readable(prefix, f"it counts {tokens} tokens, not {expected.tokens}")
     return indexed
+
+
+def _check_header(prefix: Path, dtype: TokenType, documents: int) -> None:
+    from megatron.core.datasets.indexed_dataset import DType
+
+    expected = {
+        "kind": _MAGIC,
+        "version": _VERSION,
+        "token type": DType.code_from_dtype(np.dtype(dtype).type),
+        "number of documents": documents,
+        "number of document boundaries": documents + 1,
+    }
+    try:
+        with prefix.with_name(prefix.name + ".idx").open("rb") as stream:
+            found = _HEADER.unpack(stream.read(_HEADER.size))
+    except (OSError, struct.error) as error:
+        raise _not_readable(prefix, str(error)) from error
+    for (field, value), other in zip(expected.items(), found, strict=True):
+        if other != value:
+            raise _not_readable(prefix, f"its {field} is {other!r}, not {value!r}")
 
 
 def _append(path: Path, block: bytes) -> None:

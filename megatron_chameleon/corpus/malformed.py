@@ -52,10 +52,7 @@ class MalformedLines:
     def describe(self) -> str:
         """How many, and where the first are, on one line."""
         more = f"; and {self.count - LINES_SHOWN} more" if self.count > LINES_SHOWN else ""
-        return (
-            f"{self.count} of {self.lines} lines are malformed: "
-            f"{'; '.join(self._first)}{more}"
-        )
+        return f"{self.count} of {self.lines} lines are malformed: {'; '.join(self._first)}{more}"
 
     def check(self, max_share: float) -> None:
         """Refuse more than ``max_share`` of the lines.

@@ -38,13 +38,9 @@ def preprocess_data(options: PreprocessOptions) -> None:
         dtype = token_type(tokenizer.vocab_size)
         stopwatch = Stopwatch()
         writers = DomainWriters(folder.partial, dtype, shares, options.drop_duplicates)
-        for source in reader.sources:
-            if source.domain is not None:
-                writers.of(source.domain)  # in the order given, and known even if it stays empty
         _tokenize(reader, tokenizer, writers)
         _check_lines(reader, options.source.max_malformed_share)
-        for name, writer in writers.items():
-            _check_domain(name, writer, reader.sources, options.min_tokens_per_split)
+        _check_domains(writers, reader.sources, options.min_tokens_per_split)
         domains = {name: writer.finish() for name, writer in writers.items()}
         shutil.copyfile(tokenizer.path, folder.partial / tokenizer.identity.file)
         folder.publish()
@@ -76,6 +72,9 @@ def _check_sources(sources: list[SourceFile], domain_key: str | None) -> None:
 
 
 def _tokenize(reader: DocumentReader, tokenizer: Tokenizer, writers: DomainWriters) -> None:
+    for source in reader.sources:
+        if source.domain is not None:
+            writers.of(source.domain)  # in the order given, and known even if it stays empty
     with tqdm(
         total=reader.total_bytes, unit="B", unit_scale=True, desc="tokenizing", mininterval=0.5
     ) as bar:
@@ -115,21 +114,26 @@ def _check_lines(reader: DocumentReader, max_malformed_share: float) -> None:
         warnings.warn(f"{reader.malformed.describe()}; they are left out", stacklevel=3)
 
 
-def _check_domain(
-    name: str, writer: DomainWriter, sources: list[SourceFile], min_tokens: int
-) -> None:
+def _check_domains(writers: DomainWriters, sources: list[SourceFile], min_tokens: int) -> None:
+    domains = dict(writers.items())
+    if not domains:
+        raise UserError(f"there is no text in {sources[0].path}; correct --input")
+    for name, writer in domains.items():
+        if not any(writer.documents(split) for split in SPLITS):
+            paths = [str(source.path) for source in sources if source.domain in (name, None)]
+            raise UserError(
+                f"domain '{name}' is empty: there is no text for it in {' or '.join(paths[:3])}; "
+                "give it some, or leave it out"
+            )
+        _check_splits(name, writer, min_tokens)
+
+
+def _check_splits(name: str, writer: DomainWriter, min_tokens: int) -> None:
     documents = {split: writer.documents(split) for split in SPLITS}
-    total = sum(documents.values())
-    if total == 0:
-        paths = [str(source.path) for source in sources if source.domain == name]
-        raise UserError(
-            f"domain '{name}' is empty: there is no text in {' or '.join(paths[:3])}; "
-            "give it some, or leave it out"
-        )
     for split in SPLITS:
         if documents[split] == 0:
             raise UserError(
-                f"domain '{name}' has no document in {split}, of {total} in all; "
+                f"domain '{name}' has no document in {split}, of {sum(documents.values())} in all; "
                 "give it more documents, or other shares by --split"
             )
         if writer.tokens(split) < min_tokens:

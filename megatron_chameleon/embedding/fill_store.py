@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, EmbeddingStore, Stopwatch
 from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.corpus.indexed import open_split
 from megatron_chameleon.embedding.extract import embed_windows, embedded_tokens
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError
@@ -57,7 +58,7 @@ def fill_store(
     Every rank calls this; rank 0 writes. A run that is killed keeps the domains it finished.
     """
     layout = reader.layout
-    sources = {name: IndexedDataset(str(corpus.prefix(name, "train"))) for name in names}
+    sources = {name: open_split(corpus, name, "train") for name in names}
     windows = {name: _draw(store.recipe, name, source) for name, source in sources.items()}
     total = sum(map(len, windows.values()))
     with tqdm(total=total, unit=" windows", disable=not layout.is_main) as progress:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -44,28 +46,15 @@ def evaluate_perplexity(options: PerplexityOptions) -> EvaluationResult:
         max_tokens=options.max_tokens,
     )
     check_model_layout(shape.size, options.parallel, protocol.window_length)
+    batch_size = options.evaluation_batch_size
+    if batch_size < 1:
+        raise UserError(f"--evaluation-batch-size {batch_size}: give a whole number from 1 on")
     streams = {name: _held_out(corpus, name, protocol) for name in corpus.names}
     with distributed(options.parallel, seed=0) as layout:
         stopwatch = Stopwatch()
         reader = open_reader(record, layout)
-        total = sum(len(stream) - 1 for stream in streams.values())
-        with tqdm(
-            total=total, unit=" tokens", unit_scale=True, disable=not layout.is_main
-        ) as progress:
-            domains = {}
-            for name, stream in streams.items():
-                progress.set_description(f"perplexity {name}")
-                domains[name] = DomainLoss(
-                    loss=mean_loss(
-                        reader,
-                        stream,
-                        protocol.window_length,
-                        options.evaluation_batch_size,
-                        progress,
-                    ),
-                    tokens=len(stream) - 1,
-                    unigram_loss=_unigram(corpus, name, stream),
-                )
+        domains = domain_losses(reader, corpus, streams, protocol.window_length, batch_size)
+        total = sum(domain.tokens for domain in domains.values())
         result = EvaluationResult(
             checkpoint=str(record.root),
             checkpoint_hash=record.hash,
@@ -83,6 +72,34 @@ def evaluate_perplexity(options: PerplexityOptions) -> EvaluationResult:
             print_result(result)
             print(f"written to {options.output}; next: tools/make_report.py with the run's folder")
     return result
+
+
+def domain_losses(
+    reader: Reader,
+    corpus: Corpus,
+    streams: dict[str, NDArray[np.integer]],
+    window_length: int,
+    batch_size: int,
+) -> dict[str, DomainLoss]:
+    """Loss of the model, and of the unigram model, on the token stream of every domain.
+
+    Raises:
+        UserError: if a loss is not finite.
+    """
+    total = sum(len(stream) - 1 for stream in streams.values())
+    quiet = not reader.layout.is_main
+    domains = {}
+    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=quiet) as progress:
+        for name, stream in streams.items():
+            progress.set_description(f"perplexity {name}")
+            loss = mean_loss(reader, stream, window_length, batch_size, progress)
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the loss on domain '{name}' is {loss}: the model has diverged; "
+                    "evaluate an earlier checkpoint"
+                )
+            domains[name] = DomainLoss(loss, len(stream) - 1, _unigram(corpus, name, stream))
+    return domains
 
 
 def mean_loss(

@@ -97,8 +97,8 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
     require_tokenizer(checkpoint, corpus)
     shape = shape_of(checkpoint)
     extraction = options.extraction
-    if extraction.num_windows < 1 or extraction.embedding_batch_size < 1:
-        raise UserError("--num-windows and --embedding-batch-size count from 1 on")
+    check_numbers(options)
+    check_text(corpus)
     embedding = EmbeddingRecipe(
         model_hash=checkpoint.hash,
         layer=check_layer(shape, extraction.layer),
@@ -118,6 +118,28 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
         store=options.store or options.output.parent / "embeddings",
         provenance=provenance(options, {"corpus": corpus.hash, "checkpoint": checkpoint.hash}),
     )
+
+
+def check_numbers(options: MixtureOptions) -> None:
+    """Raises UserError for a count below 1 or a seed below 0."""
+    for flag, value, least in (
+        ("--num-windows", options.extraction.num_windows, 1),
+        ("--embedding-batch-size", options.extraction.embedding_batch_size, 1),
+        ("--extraction-seed", options.extraction.extraction_seed, 0),
+        ("--token-budget", options.token_budget, 1),
+    ):
+        if value is not None and value < least:
+            raise UserError(f"{flag} {value}: give a whole number from {least} on")
+
+
+def check_text(corpus: Corpus) -> None:
+    """Raises UserError for a domain without training text, which has no embedding."""
+    for name, domain in corpus.domains.items():
+        if domain.train.tokens == 0:
+            raise UserError(
+                f"domain '{name}' of {corpus.root} has no training tokens to embed; give it text, "
+                "or preprocess again without it"
+            )
 
 
 def resolve_options(options: RecipeOptions) -> Recipe:

@@ -14,17 +14,37 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import cross_entropy
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.attention import SDPACoreAttention
-from megatron_chameleon.model.initialization import INIT_STD, initialize_weights
+from megatron_chameleon.model.initialization import initialize_weights
 from megatron_chameleon.model.layer_norm import SequenceParallelLayerNorm
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.parallel.layout import Layout, check_degrees
 
 VOCABULARY_MULTIPLE = 128
 """Rows of the embedding are padded to a multiple of this, for aligned matrix products."""
+
+
+class GPT(GPTModel):
+    """megatron's GPTModel with torch's cross entropy where the vocabulary is not split.
+
+    megatron's own goes over the logits several times to allow for tensor parallelism.
+    """
+
+    def compute_language_model_loss(
+        self, labels: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Losses [b, s] in float32 of ``labels`` [b, s] under ``logits`` [s, b, v]."""
+        if self.pg_collection.tp.size() > 1:
+            return super().compute_language_model_loss(labels, logits)
+        by_position = labels.transpose(0, 1)  # [s, b], as the logits
+        losses = cross_entropy(
+            logits.float().flatten(0, 1), by_position.flatten(), reduction="none"
+        )
+        return losses.view_as(by_position).transpose(0, 1).contiguous()
 
 
 def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: int) -> None:
@@ -33,6 +53,7 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
     Raises:
         UserError: with the degrees that would work.
     """
+    check_degrees(options)
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     if size.num_attention_heads % tensor:
         raise UserError(
@@ -73,7 +94,9 @@ def transformer_config(shape: ModelShape, layout: Layout, *, bf16: bool) -> Tran
         bf16=bf16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=INIT_STD,
+        # megatron's own initialisation also marks which tensors are split, so it runs although
+        # initialize_weights then overwrites the values.
+        perform_initialization=True,
         cuda_graph_scope=[],
         gradient_accumulation_fusion=False,  # needs Apex
         persist_layer_norm=False,  # needs Apex
@@ -90,7 +113,7 @@ def build_model(
 ) -> GPTModel | Float16Module:
     """This rank's part of the model, with its initial weights, on its device."""
     config = transformer_config(shape, layout, bf16=bf16)
-    model = GPTModel(
+    model = GPT(
         config=config,
         transformer_layer_spec=_block_spec(config),
         vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor_size),

@@ -94,15 +94,20 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
         dist.destroy_process_group()
 
 
-def check_layout(options: ParallelOptions, world_size: int) -> None:
-    """Raises UserError if ``world_size`` ranks cannot be laid out as ``options`` ask."""
-    tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+def check_degrees(options: ParallelOptions) -> None:
+    """Raises UserError for a parallel degree below 1."""
     for flag, value in (
-        ("--tensor-model-parallel-size", tensor),
-        ("--pipeline-model-parallel-size", pipeline),
+        ("--tensor-model-parallel-size", options.tensor_model_parallel_size),
+        ("--pipeline-model-parallel-size", options.pipeline_model_parallel_size),
     ):
         if value < 1:
             raise UserError(f"{flag} {value}: it counts ranks, from 1 on")
+
+
+def check_layout(options: ParallelOptions, world_size: int) -> None:
+    """Raises UserError if ``world_size`` ranks cannot be laid out as ``options`` ask."""
+    check_degrees(options)
+    tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     if world_size % (tensor * pipeline):
         raise UserError(
             f"{world_size} rank(s) cannot be laid out as tensor {tensor} x pipeline {pipeline}; "

@@ -147,18 +147,19 @@ class Trainer:
         """Write and print the interval's figures.
 
         Raises:
-            UserError: if the loss is no longer a number; the last checkpoint stays as it is.
+            UserError: if the loss or the gradient is no longer a number, before a checkpoint of
+                such weights is written.
         """
         interval = self.meter.read()
         self.domain_tokens.update(interval.domain_tokens)
-        if math.isfinite(interval.loss):
-            self._write_log(interval)
-        else:
-            self.record("failed")
-            raise UserError(
-                f"the loss is {interval.loss} at step {self.step}; lower --lr or lengthen "
-                f"--lr-warmup-iters; checkpoints up to here are in {self.options.run_dir}"
-            )
+        for name, value in (("loss", interval.loss), ("gradient's norm", interval.grad_norm)):
+            if not math.isfinite(value):
+                self.record("failed")
+                raise UserError(
+                    f"the {name} is {value} at step {self.step}; lower --lr or lengthen "
+                    f"--lr-warmup-iters; checkpoints up to here are in {self.options.run_dir}"
+                )
+        self._write_log(interval)
 
     def _write_log(self, interval: Interval) -> None:
         if not self.layout.is_main:
@@ -217,7 +218,8 @@ class Trainer:
                     weight=weight,
                     asked=weight * tokens,
                     got=self.domain_tokens[name],
-                    epochs=self.domain_tokens[name] / plan.corpus.domains[name].train.tokens,
+                    epochs=self.domain_tokens[name]
+                    / max(plan.corpus.domains[name].train.tokens, 1),
                 )
                 for name, weight in zip(plan.corpus.names, plan.weights, strict=True)
             },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 from megatron_chameleon.artifacts import Corpus, Mixture, provenance
@@ -12,6 +13,8 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
+
+LARGEST_SEED = 2**32 - 1  # numpy's RandomState, by which megatron orders samples, takes no more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,7 @@ def load_mixture(name: str, corpus: Corpus) -> Mixture:
 
 
 def check_counts(options: PretrainOptions) -> None:
-    """Raises UserError for a count below 1."""
+    """Raises UserError for a count below 1, or a seed that no generator takes."""
     for field in (
         "seq_length",
         "train_iters",
@@ -73,17 +76,27 @@ def check_counts(options: PretrainOptions) -> None:
         value = getattr(options, field)
         if value < 1:
             raise UserError(f"--{field.replace('_', '-')} {value}: give a whole number from 1 on")
+    if not 0 <= options.seed <= LARGEST_SEED:
+        raise UserError(f"--seed {options.seed}: give a whole number from 0 to {LARGEST_SEED}")
 
 
 def check_optimizer(options: OptimizerOptions, train_iters: int) -> None:
     """Raises UserError for values that no schedule can be made of."""
-    if not options.lr >= options.min_lr >= 0 or options.lr == 0:
+    if not math.inf > options.lr >= options.min_lr >= 0 or options.lr == 0:
         raise UserError(
-            f"--lr {options.lr} --min-lr {options.min_lr}: the peak is above zero and not below "
-            "the end of the cosine"
+            f"--lr {options.lr} --min-lr {options.min_lr}: give finite rates, the peak above zero "
+            "and not below the end of the cosine"
         )
     if not 0 <= options.lr_warmup_iters < train_iters:
         raise UserError(
             f"--lr-warmup-iters {options.lr_warmup_iters} leaves nothing of "
             f"--train-iters {train_iters}; give fewer, or train longer"
         )
+    for field in ("adam_beta1", "adam_beta2"):
+        value = getattr(options, field)
+        if not 0 <= value < 1:
+            raise UserError(f"--{field.replace('_', '-')} {value}: it lies from 0 on and below 1")
+    for field in ("weight_decay", "adam_eps", "clip_grad"):
+        value = getattr(options, field)
+        if not 0 <= value < math.inf:
+            raise UserError(f"--{field.replace('_', '-')} {value}: give a number from 0 on")

@@ -53,6 +53,8 @@ def find_progress(plan: TrainingPlan) -> Progress:
     _require_same(plan, run)
     folders = checkpoint_folders(folder)
     checkpoint = CheckpointRecord.load(folders[-1]) if folders else None
+    if checkpoint:
+        _require_same_optimizer(plan, checkpoint)
     progress = Progress(run, checkpoint)
     keep_metrics_until(folder / METRICS_NAME, progress.step)
     return progress
@@ -67,6 +69,18 @@ def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
     if difference:
         flag, before, now = difference
         raise UserError(f"{run.root} holds a run with {flag} {before}, not {now}; {way_out}")
+
+
+def _require_same_optimizer(plan: TrainingPlan, checkpoint: CheckpointRecord) -> None:
+    """Any layout can go on from any other, but for this: megatron keeps two forms of the state."""
+    flag = "--use-distributed-optimizer"
+    was_sharded = bool(checkpoint.layout["use_distributed_optimizer"])
+    if was_sharded != plan.options.parallel.use_distributed_optimizer:
+        word, change = ("with", "give") if was_sharded else ("without", "leave out")
+        raise UserError(
+            f"{checkpoint.root} was written {word} {flag} and cannot go on otherwise; "
+            f"{change} {flag}"
+        )
 
 
 def _first_difference(

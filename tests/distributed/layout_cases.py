@@ -1,0 +1,187 @@
+"""What the ranks run and the tests look at: layouts, options and where each result lies.
+
+No torch here: the process that runs pytest reads the results with numpy alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron_chameleon.options.evaluation import PerplexityOptions
+from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
+from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
+
+TRAIN_ITERS, SAVE_INTERVAL = 12, 6
+MOST_RANKS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout and the ranks it takes."""
+
+    ranks: int
+    parallel: ParallelOptions = ParallelOptions()
+
+
+ONE = Case(1)
+ONE_SHARDED = Case(1, ParallelOptions(use_distributed_optimizer=True))
+TP2 = Case(2, ParallelOptions(tensor_model_parallel_size=2))
+SP2 = Case(2, ParallelOptions(tensor_model_parallel_size=2, sequence_parallel=True))
+PP2 = Case(2, ParallelOptions(pipeline_model_parallel_size=2))
+DP2 = Case(2)
+DP2_SHARDED = Case(2, ParallelOptions(use_distributed_optimizer=True))
+TP2_PP2 = Case(
+    4, ParallelOptions(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+)
+TP2_DP2_SHARDED = Case(
+    4, ParallelOptions(tensor_model_parallel_size=2, use_distributed_optimizer=True)
+)
+
+RUNS = {
+    "one": ONE,
+    "one-again": ONE,
+    "one-sharded": ONE_SHARDED,
+    "tp2": TP2,
+    "tp2-again": TP2,
+    "sp2": SP2,
+    "pp2": PP2,
+    "dp2": DP2,
+    "dp2-sharded": DP2_SHARDED,
+    "tp2-pp2": TP2_PP2,
+    "tp2-dp2-sharded": TP2_DP2_SHARDED,
+}
+"""Uninterrupted runs, by name."""
+
+NARROW_RUN = "tp2-narrow"
+"""TP2 with an embedding padded to an even number of rows, where the others have 256."""
+NARROW_MULTIPLE = 2
+
+RESUMED = {
+    "tp2-to-tp2": ("tp2", TP2),
+    "tp2-to-pp2": ("tp2", PP2),
+    "dp2-sharded-to-dp2-sharded": ("dp2-sharded", DP2_SHARDED),
+    "dp2-sharded-to-one-sharded": ("dp2-sharded", ONE_SHARDED),
+    "one-sharded-to-dp2-sharded": ("one-sharded", DP2_SHARDED),
+    "tp2-dp2-sharded-to-one-sharded": ("tp2-dp2-sharded", ONE_SHARDED),
+    "one-to-dp2": ("one", DP2),
+    "tp2-pp2-to-one": ("tp2-pp2", ONE),
+    "tp2-narrow-to-one": (NARROW_RUN, ONE),
+}
+"""Runs that go on from the middle of another: name -> (that run, the new layout)."""
+
+UNREPAIRED = ("no-repair", "zero-state-only", "shared-step-count")
+"""Continuations of 'dp2-sharded' with less and less of the AdamW repairs missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A read-out of the run 'one': its layout and batch size."""
+
+    case: Case
+    batch_size: int
+
+
+READINGS = {
+    "one": Reading(ONE, 32),
+    "one-small-batch": Reading(ONE, 5),
+    "tp2": Reading(TP2, 32),
+    "sp2": Reading(SP2, 32),
+    "pp2": Reading(PP2, 32),
+    "dp2": Reading(DP2, 5),
+    "dp2-idle-rank": Reading(DP2, 64),  # one batch a domain: the second rank gets none
+    "tp2-pp2": Reading(TP2_PP2, 16),
+}
+NUM_WINDOWS = 48
+LAYERS = (1, 3)
+"""Layers embedded by every reading: of the first and of the last pipeline stage."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where everything lies below one folder."""
+
+    root: Path
+
+    @property
+    def corpus(self) -> Path:
+        return self.root / "corpus"
+
+    def run(self, name: str) -> Path:
+        return self.root / "runs" / name
+
+    def mixture(self, reading: str, layer: int) -> Path:
+        return self.root / "readings" / reading / f"layer-{layer}" / "mixture.json"
+
+    def store(self, reading: str, layer: int) -> Path:
+        return self.mixture(reading, layer).with_name("embeddings")
+
+    def evaluation(self, reading: str) -> Path:
+        return self.root / "readings" / reading / "perplexity.json"
+
+    @property
+    def reference(self) -> Path:
+        """Hidden states and losses of the plain model, by :mod:`plain_readout`."""
+        return self.root / "reference.npz"
+
+    @property
+    def checksums(self) -> Path:
+        """Run -> step -> tensor -> hash of its bytes."""
+        return self.root / "checksums.json"
+
+    def failure(self, name: str) -> Path:
+        """How a run without repairs ended, where it did not end well."""
+        return self.root / "failures" / f"{name}.txt"
+
+    def done(self, section: str) -> Path:
+        """Marks a section of the ranks' work as done."""
+        return self.root / "done" / section
+
+    @property
+    def log(self) -> Path:
+        return self.root / "ranks.log"
+
+
+def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
+    """The run that every layout repeats: clipped gradients, weight decay, warm-up and decay."""
+    return PretrainOptions(
+        corpus=places.corpus,
+        run_dir=places.run(name),
+        model_size="nano",
+        seq_length=32,
+        train_iters=TRAIN_ITERS,
+        global_batch_size=8,
+        micro_batch_size=2,
+        log_interval=1,
+        save_interval=SAVE_INTERVAL,
+        optimizer=OptimizerOptions(lr=3e-3, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1),
+        parallel=case.parallel,
+    )
+
+
+def mixture_options(places: Places, name: str, layer: int) -> MixtureOptions:
+    """The mixture that the run 'one' gives, by one reading of one layer."""
+    reading = READINGS[name]
+    return MixtureOptions(
+        corpus=places.corpus,
+        checkpoint=places.run("one"),
+        output=places.mixture(name, layer),
+        extraction=ExtractionOptions(
+            layer=layer, num_windows=NUM_WINDOWS, embedding_batch_size=reading.batch_size
+        ),
+        weighting=RecipeOptions(bootstrap_resamples=20),
+        parallel=reading.case.parallel,
+    )
+
+
+def perplexity_options(places: Places, name: str) -> PerplexityOptions:
+    """The held-out perplexity of the run 'one', by one reading."""
+    reading = READINGS[name]
+    return PerplexityOptions(
+        corpus=places.corpus,
+        checkpoint=places.run("one"),
+        output=places.evaluation(name),
+        evaluation_batch_size=reading.batch_size,
+        parallel=reading.case.parallel,
+    )

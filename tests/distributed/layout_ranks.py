@@ -1,0 +1,232 @@
+"""What torchrun starts on four ranks: every layout in turn, in the same processes.
+
+Starting ranks takes far longer than what they do here, so all sections share one start. A section
+for fewer ranks is done by the first of them while the others go ahead to the next section that
+needs them. Process groups are made and taken down by the product itself, section by section.
+
+Imports wait for their functions: saving a checkpoint starts a process that imports this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from tests.distributed.layout_cases import (
+    DP2_SHARDED,
+    LAYERS,
+    NARROW_MULTIPLE,
+    NARROW_RUN,
+    ONE,
+    READINGS,
+    RESUMED,
+    RUNS,
+    SAVE_INTERVAL,
+    TP2,
+    UNREPAIRED,
+    Case,
+    Places,
+    mixture_options,
+    perplexity_options,
+    training_options,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.optimizer import MegatronOptimizer
+
+SECONDS_TO_WAIT_FOR_OTHERS = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of the work: its name, the ranks it takes and what each of them does."""
+
+    name: str
+    ranks: int
+    work: Callable[[], None]
+
+
+def all_sections(places: Places) -> Iterator[Section]:
+    """Everything that the tests look at, in an order in which nothing is needed too early."""
+    for name, case in RUNS.items():
+        yield Section(name, case.ranks, lambda n=name, c=case: train(places, n, c))
+    yield Section(NARROW_RUN, TP2.ranks, lambda: train_narrow(places))
+    for name, (origin, case) in RESUMED.items():
+        yield Section(name, case.ranks, lambda n=name, o=origin, c=case: resume(places, n, o, c))
+    for name in UNREPAIRED:
+        yield Section(name, DP2_SHARDED.ranks, lambda n=name: resume_unrepaired(places, n))
+    for name, reading in READINGS.items():
+        ranks = reading.case.ranks
+        for layer in LAYERS:
+            yield Section(f"embed-{name}-{layer}", ranks, lambda n=name, i=layer: embed(places, n, i))
+        yield Section(f"evaluate-{name}", ranks, lambda n=name: evaluate(places, n))
+    yield Section("reference", 1, lambda: read_plainly(places))
+    yield Section("checksums", 1, lambda: write_checksums(places))
+
+
+def train(places: Places, name: str, case: Case) -> None:
+    from megatron_chameleon.training.loop import pretrain
+
+    pretrain(training_options(places, name, case))
+
+
+def train_narrow(places: Places) -> None:
+    """The only difference is the number of rows that pad the embedding."""
+    with mock.patch("megatron_chameleon.model.gpt.VOCABULARY_MULTIPLE", NARROW_MULTIPLE):
+        train(places, NARROW_RUN, TP2)
+
+
+def resume(places: Places, name: str, origin: str, case: Case) -> None:
+    """Go on from the middle of ``origin`` in another folder and layout."""
+    if is_first_rank():
+        cut_run(places.run(origin), places.run(name), SAVE_INTERVAL)
+    train(places, name, case)
+
+
+def cut_run(origin: Path, target: Path, step: int) -> None:
+    """Copy a finished run as it was when it was killed after saving ``step``.
+
+    The metrics are all there: lines beyond the checkpoint are what a killed run leaves behind.
+    """
+    from megatron_chameleon.artifacts import TrainingRun
+    from megatron_chameleon.artifacts.checkpoint import step_folder
+    from megatron_chameleon.artifacts.training_run import METRICS_NAME
+
+    saved = step_folder(origin, step)
+    shutil.copytree(saved, target / saved.relative_to(origin))
+    shutil.copy(origin / METRICS_NAME, target / METRICS_NAME)
+    run = TrainingRun.load(origin)
+    dataclasses.replace(run, root=target, status="running", step=step).save()
+
+
+def resume_unrepaired(places: Places, name: str) -> None:
+    """Go on with a distributed optimizer whose loading is not wholly repaired."""
+    from megatron_chameleon.checkpoint import adamw_repairs
+
+    repairs: dict[str, Callable[[MegatronOptimizer], None]] = {
+        "no-repair": lambda optimizer: None,
+        "zero-state-only": adamw_repairs.create_zero_state,
+        "shared-step-count": prepare_but_share_step_count,
+    }
+    with mock.patch("megatron_chameleon.checkpoint.load.prepare_for_loading", repairs[name]):
+        try:
+            resume(places, name, "dp2-sharded", DP2_SHARDED)
+        except Exception as error:
+            if is_first_rank():
+                places.failure(name).parent.mkdir(exist_ok=True)
+                places.failure(name).write_text(f"{type(error).__name__}: {error}")
+
+
+def prepare_but_share_step_count(optimizer: MegatronOptimizer) -> None:
+    """All repairs but the one by which each parameter gets a step count of its own."""
+    from megatron_chameleon.checkpoint.adamw_repairs import prepare_for_loading
+
+    prepare_for_loading(optimizer)
+    for part in optimizer.chained_optimizers:
+        share_step_count(part)
+
+
+def share_step_count(optimizer: MegatronOptimizer) -> None:
+    repaired = optimizer._set_main_param_and_optimizer_states
+
+    def set_state(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+        shared = state["step"]
+        repaired(parameter, tensors)
+        state["step"] = shared
+
+    optimizer._set_main_param_and_optimizer_states = set_state
+
+
+def embed(places: Places, name: str, layer: int) -> None:
+    from megatron_chameleon.methods.chameleon import compute_mixture
+
+    compute_mixture(mixture_options(places, name, layer))
+
+
+def evaluate(places: Places, name: str) -> None:
+    from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
+
+    evaluate_perplexity(perplexity_options(places, name))
+
+
+def read_plainly(places: Places) -> None:
+    from tests.distributed.plain_readout import write_plain_readout
+
+    write_plain_readout(places)
+
+
+def write_checksums(places: Places) -> None:
+    from tests.distributed.checkpoint_checksums import write_checkpoint_checksums
+
+    write_checkpoint_checksums(places)
+
+
+def is_first_rank() -> bool:
+    return os.environ["RANK"] == "0"
+
+
+@dataclasses.dataclass
+class Ranks:
+    """The processes of this start, and how some of them find each other for a section.
+
+    torchrun's own store serves one process group only: the addresses of the first would be found
+    by the second. So each section gets a store of its own, at a port that the first rank chooses.
+    """
+
+    def __post_init__(self) -> None:
+        from torch.distributed import TCPStore
+
+        self.rank = int(os.environ["RANK"])
+        self._ports = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=SECONDS_TO_WAIT_FOR_OTHERS),
+        )
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+    def join(self, section: Section) -> bool:
+        """Make this process one of the section's ranks; False if it is none of them."""
+        if self.rank >= section.ranks:
+            return False
+        if self.rank == 0:
+            self._ports.set(section.name, str(free_port()))
+        os.environ["MASTER_PORT"] = self._ports.get(section.name).decode()
+        os.environ["WORLD_SIZE"] = str(section.ranks)
+        return True
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def main(places: Places) -> None:
+    ranks = Ranks()
+    for section in all_sections(places):
+        if not ranks.join(section):
+            continue
+        start = time.perf_counter()
+        section.work()
+        if is_first_rank():
+            print(f"section {section.name}: {time.perf_counter() - start:.1f} s", flush=True)
+            places.done(section.name).parent.mkdir(exist_ok=True)
+            places.done(section.name).touch()
+
+
+if __name__ == "__main__":
+    main(Places(Path(sys.argv[1])))

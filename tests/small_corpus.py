@@ -1,0 +1,73 @@
+"""A small corpus of made-up tokens that a tiny model learns in a dozen steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_chameleon.artifacts import (
+    SPLITS,
+    Corpus,
+    Cost,
+    Domain,
+    DomainSplit,
+    Split,
+    TokenizerIdentity,
+    provenance,
+)
+from megatron_chameleon.corpus.indexed import IndexedWriter
+from megatron_chameleon.options.preprocess import PreprocessOptions
+from megatron_chameleon.options.source import SourceOptions
+
+# Odd, so that no tensor-parallel degree divides it and the last rows of the embedding are padding.
+VOCAB_SIZE = 251
+EOD = VOCAB_SIZE - 1
+DOMAINS = ("news", "code", "poems")
+TOKENIZER_HASH = "5" * 64
+DOCUMENTS: dict[Split, int] = {"train": 60, "valid": 4, "test": 6}
+STATES, NOISE = 12, 0.1
+
+
+def write_small_corpus(
+    root: Path,
+    domains: Sequence[str] = DOMAINS,
+    seed: int = 0,
+    tokenizer_hash: str = TOKENIZER_HASH,
+) -> Corpus:
+    """Write a corpus to ``root`` and return it as loaded from there.
+
+    A document of domain k walks around a ring of ``STATES`` tokens, k + 1 at a time, and now and
+    then jumps to any token. The rings lie scattered over the whole vocabulary.
+    """
+    rng = np.random.default_rng(seed)
+    found = {
+        name: Domain(**{split: _write_split(root, name, split, number, rng) for split in SPLITS})
+        for number, name in enumerate(domains)
+    }
+    made_by = provenance(PreprocessOptions(SourceOptions(()), root, Path("tokenizer.json")), {})
+    identity = TokenizerIdentity("tokenizers", "tokenizer.json", tokenizer_hash, VOCAB_SIZE, EOD)
+    Corpus(root, identity, "uint16", found, made_by, Cost()).save()
+    return Corpus.load(root)
+
+
+def _write_split(
+    root: Path, name: str, split: Split, number: int, rng: np.random.Generator
+) -> DomainSplit:
+    prefix = root / split / name
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    writer = IndexedWriter(prefix, "uint16")
+    for _ in range(DOCUMENTS[split]):
+        writer.add(np.append(_document(number, rng), EOD))
+    digest = writer.finish()
+    return DomainSplit(f"{split}/{name}", writer.documents, writer.tokens, writer.tokens, digest)
+
+
+def _document(number: int, rng: np.random.Generator) -> NDArray[np.integer]:
+    length = int(rng.integers(20, 200))
+    state = (int(rng.integers(STATES)) + np.arange(length) * (number + 1)) % STATES
+    ring = (number * 7 + state * 20) % EOD
+    jumps = rng.random(length) < NOISE
+    return np.where(jumps, rng.integers(0, EOD, length), ring)

@@ -1,0 +1,184 @@
+"""One artifact of each kind with contents of every type, and how to write and read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_chameleon.artifacts import (
+    CheckpointRecord,
+    Corpus,
+    Cost,
+    Domain,
+    DomainLoss,
+    DomainSplit,
+    DomainTokens,
+    EmbeddingRecipe,
+    EmbeddingStore,
+    EvaluationResult,
+    Mixture,
+    Protocol,
+    Provenance,
+    TokenizerIdentity,
+    TrainingRun,
+)
+from megatron_chameleon.artifacts.checkpoint import hash_files
+from megatron_chameleon.artifacts.corpus import SPLITS, file_name_of, index_file_bytes
+from megatron_chameleon.artifacts.embedding_store import DomainEmbeddings
+from megatron_chameleon.artifacts.files import sha256_of_files
+
+PROVENANCE = Provenance(
+    command=["tool.py", "--flag", "ä ö"],
+    options={"layer": None, "nested": {"lr": 1e-4, "names": ["a", "b"]}},
+    inputs={"corpus": "0" * 64},
+    versions={"python": "3.11"},
+    git_commit=None,
+    created="2026-01-01T00:00:00+00:00",
+)
+COST = Cost(flops=1.5e15, device_seconds=12.25, wall_seconds=6.125, num_devices=2)
+RECIPE = EmbeddingRecipe("m" * 64, 2, 128, 4096, 0, "t" * 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """An artifact on disk: its file, what was written there, and how to read it back."""
+
+    kind: str
+    file: Path
+    written: Any
+    load: Callable[[], Any]
+
+
+def write_samples(root: Path) -> dict[str, Sample]:
+    """Every artifact below ``root``, by kind."""
+    corpus, run, checkpoint = corpus_in(root / "c"), run_in(root / "r"), checkpoint_in(root / "k")
+    store = EmbeddingStore(
+        root / "e", RECIPE, 8, {"a": DomainEmbeddings("a.safetensors", 3, "h")}, PROVENANCE, COST
+    )
+    mixture, result = sample_mixture(), sample_result()
+    corpus.save()
+    run.save()
+    store.save()
+    mixture.save(root / "mixture.json")
+    result.save(root / "result.json")
+    samples = [
+        Sample("corpus", root / "c/corpus.json", corpus, lambda: Corpus.load(root / "c")),
+        Sample("training run", root / "r/run.json", run, lambda: TrainingRun.load(root / "r")),
+        Sample(
+            "checkpoint",
+            root / "k/checkpoint.json",
+            checkpoint,
+            lambda: CheckpointRecord.load(root / "k"),
+        ),
+        Sample(
+            "embedding store",
+            root / "e/store.json",
+            store,
+            lambda: EmbeddingStore.load(root / "e"),
+        ),
+        Sample(
+            "mixture", root / "mixture.json", mixture, lambda: Mixture.load(root / "mixture.json")
+        ),
+        Sample(
+            "evaluation",
+            root / "result.json",
+            result,
+            lambda: EvaluationResult.load(root / "result.json"),
+        ),
+    ]
+    return {sample.kind: sample for sample in samples}
+
+
+KINDS = ("corpus", "training run", "checkpoint", "embedding store", "mixture", "evaluation")
+
+
+def corpus_in(root: Path, names: tuple[str, ...] = ("a", "ü/.."), content: int = 7) -> Corpus:
+    """A corpus of two documents and five tokens of uint16 a split; its bytes are ``content``."""
+    root.mkdir(parents=True)
+    domains = {
+        name: Domain(**{s: _split_in(root, name, s, content) for s in SPLITS}) for name in names
+    }
+    tokenizer = TokenizerIdentity("tokenizers", "tokenizer.json", "t" * 64, 100, 99)
+    return Corpus(root, tokenizer, "uint16", domains, PROVENANCE, COST)
+
+
+def _split_in(root: Path, name: str, split: str, content: int) -> DomainSplit:
+    prefix = f"{file_name_of(name)}-{split}"
+    files = [root / f"{prefix}.bin", root / f"{prefix}.idx"]
+    files[0].write_bytes(bytes([content] * 10))
+    files[1].write_bytes(bytes(index_file_bytes(2)))
+    return DomainSplit(prefix, 2, 5, 33, sha256_of_files(*files))
+
+
+def run_in(root: Path) -> TrainingRun:
+    return TrainingRun(
+        root=root,
+        status="interrupted",
+        step=3,
+        train_iters=6,
+        tokens=768,
+        model={"size": {"num_layers": 2}, "vocab_size": 100},
+        parameters=1_000_000,
+        mixture={"a": 0.1, "b": 0.9},
+        mixture_method="manual",
+        domain_tokens={
+            "a": DomainTokens(0.1, 76.8, 64, 0.25),
+            "b": DomainTokens(0.9, 691.2, 704, 2),
+        },
+        checkpoints=["checkpoints/step-00000003"],
+        provenance=PROVENANCE,
+        cost=COST,
+    )
+
+
+def checkpoint_in(root: Path) -> CheckpointRecord:
+    """A checkpoint of two files of bytes, with its record written beside them."""
+    root.mkdir(parents=True)
+    (root / "weights.bin").write_bytes(b"weights")
+    (root / "state.bin").write_bytes(b"state of the optimizer")
+    record = CheckpointRecord(
+        root=root,
+        model={"size": {"num_layers": 2}},
+        step=3,
+        samples=24,
+        domain_tokens={"a": 64, "b": 704},
+        tokenizer_hash="t" * 64,
+        corpus_hash="c" * 64,
+        mixture_hash="m" * 64,
+        layout={"world_size": 2, "sequence_parallel": True, "device": "cpu"},
+        files=hash_files(root),
+        provenance=PROVENANCE,
+    )
+    record.save()
+    return record
+
+
+def sample_mixture() -> Mixture:
+    return Mixture(
+        weights={"a": 0.125, "ü/..": 0.875},
+        method="chameleon-pretrain",
+        parameters={"layer": 3, "ceiling": None},
+        scores={"a": 1e-300, "ü/..": 0.1},
+        intervals={"a": (0.1, 0.2), "ü/..": (0.8, 0.9)},
+        confidence=0.95,
+        affinity=[[1.0, -0.5], [-0.5, 1.0]],
+        token_budget=10**12,
+        epochs={"a": 0.1, "ü/..": 3.3},
+        provenance=PROVENANCE,
+        cost=COST,
+    )
+
+
+def sample_result() -> EvaluationResult:
+    return EvaluationResult(
+        checkpoint="run/checkpoints/step-00000003",
+        checkpoint_hash="k" * 64,
+        corpus_hash="c" * 64,
+        step=3,
+        protocol=Protocol(split="valid", window_length=32, max_tokens=1000),
+        domains={"a": DomainLoss(3.25, 1000, 5.5), "b": DomainLoss(1 / 3, 10, 0.0)},
+        provenance=PROVENANCE,
+        cost=COST,
+    )

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.artifacts import Cost, EmbeddingStore
+from megatron_chameleon.errors import UserError
+from tests.unit.artifacts.artifact_samples import COST, PROVENANCE, RECIPE
+
+
+@pytest.fixture
+def empty(tmp_path):
+    return EmbeddingStore(tmp_path / "store", RECIPE, 4, {}, PROVENANCE, Cost())
+
+
+def vectors_of(seed: int, windows: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(windows, 4)).astype(np.float32)
+
+
+def test_an_empty_store_is_not_on_disk_until_a_domain_is_added(empty):
+    assert not EmbeddingStore.exists(empty.root)
+    store = empty.with_domain("a", vectors_of(0), "hash of a", COST)
+    assert EmbeddingStore.exists(store.root)
+    assert EmbeddingStore.load(store.root) == store
+
+
+def test_vectors_are_read_as_they_were_written(empty):
+    store = empty
+    names = ["a", "a b", "a_b", "../escape", "", "ü" * 40]
+    for seed, name in enumerate(names):
+        store = store.with_domain(name, vectors_of(seed, windows=seed), f"hash {seed}", COST)
+    read = EmbeddingStore.load(store.root)
+    for seed, name in enumerate(names):
+        assert np.array_equal(read.vectors(name), vectors_of(seed, windows=seed))
+        assert read.vectors(name).dtype == np.float32
+        assert read.domains[name].windows == seed
+    # One file per domain and the list of them, all in the store's folder.
+    assert len(list(store.root.iterdir())) == len(names) + 1
+    assert len(list(store.root.parent.iterdir())) == 1
+
+
+def test_costs_of_domains_add_up(empty):
+    store = empty.with_domain("a", vectors_of(0), "h", COST).with_domain(
+        "b", vectors_of(1), "h", COST
+    )
+    assert store.cost == COST + COST == EmbeddingStore.load(store.root).cost
+
+
+def test_a_domain_is_held_while_its_text_is_the_same_and_its_file_there(empty):
+    store = empty.with_domain("a", vectors_of(0), "hash of a", COST)
+    assert store.holds("a", "hash of a")
+    assert not store.holds("a", "hash of other text")
+    assert not store.holds("b", "hash of a")
+    (store.root / store.domains["a"].file).unlink()
+    assert not store.holds("a", "hash of a")
+
+
+def test_a_domain_of_other_text_takes_the_place_of_the_old_one(empty):
+    store = empty.with_domain("a", vectors_of(0), "old", COST).with_domain(
+        "a", vectors_of(1, windows=5), "new", COST
+    )
+    assert store.holds("a", "new")
+    assert not store.holds("a", "old")
+    assert np.array_equal(store.vectors("a"), vectors_of(1, windows=5))
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "noise", "gone"])
+def test_a_damaged_file_is_named_with_the_way_out(empty, damage):
+    store = empty.with_domain("a", vectors_of(0), "h", COST)
+    path = store.root / store.domains["a"].file
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size - 1)
+    elif damage == "emptied":
+        os.truncate(path, 0)
+    elif damage == "noise":
+        path.write_bytes(os.urandom(200))
+    else:
+        path.unlink()
+    with pytest.raises(
+        UserError, match=r"cannot read .*a\.safetensors .*; delete it and run"
+    ) as no:
+        store.vectors("a")
+    assert "\n" not in str(no.value)
+
+
+def test_a_file_of_another_shape_is_refused(empty):
+    store = empty.with_domain("a", vectors_of(0), "h", COST)
+    wider = dataclasses.replace(store, hidden_size=8)
+    with pytest.raises(UserError, match=r"shape \(3, 4\), store\.json says \(3, 8\); delete it"):
+        wider.vectors("a")
+
+
+def test_a_file_of_another_tensor_is_refused(empty):
+    from safetensors.numpy import save_file
+
+    store = empty.with_domain("a", vectors_of(0), "h", COST)
+    save_file({"weights": vectors_of(0)}, store.root / store.domains["a"].file)
+    with pytest.raises(UserError, match=r"cannot read .*'vectors'.*; delete it and run again"):
+        store.vectors("a")

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_chameleon.artifacts import DomainLoss, Protocol, require_comparable
+from megatron_chameleon.errors import UserError
+from tests.unit.artifacts.artifact_samples import sample_result
+
+
+def test_perplexity_is_the_exponential_of_the_loss():
+    domain = DomainLoss(loss=2.0, tokens=10, unigram_loss=3.0)
+    assert domain.perplexity == math.exp(2.0)
+    assert domain.unigram_perplexity == math.exp(3.0)
+
+
+@given(st.floats(0, 1e6))
+def test_perplexity_is_infinite_where_no_float_holds_it(loss):
+    perplexity = DomainLoss(loss, 10, loss).perplexity
+    assert perplexity == (math.exp(loss) if loss < 709.7 else math.inf) or 709.7 < loss < 709.8
+
+
+def test_the_mean_is_over_domains_and_not_over_tokens():
+    domains = {"a": DomainLoss(1.0, 1_000_000, 5.0), "b": DomainLoss(3.0, 10, 5.0)}
+    result = dataclasses.replace(sample_result(), domains=domains)
+    assert result.mean_perplexity == pytest.approx((math.exp(1) + math.exp(3)) / 2)
+
+
+def test_results_of_one_protocol_and_corpus_can_be_compared():
+    results = {
+        name: dataclasses.replace(sample_result(), checkpoint_hash=name, step=step)
+        for step, name in enumerate("abc")
+    }
+    require_comparable(results)
+    require_comparable({"alone": sample_result()})
+
+
+def test_results_on_different_corpora_are_refused():
+    other = dataclasses.replace(sample_result(), corpus_hash="x")
+    with pytest.raises(UserError, match="'third' and 'first' were evaluated on different corpora"):
+        require_comparable({"first": sample_result(), "second": sample_result(), "third": other})
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        Protocol("test", 32, max_tokens=1000),
+        Protocol("valid", 64, max_tokens=1000),
+        Protocol("valid", 32, max_tokens=None),
+        Protocol("valid", 32, max_tokens=1000, packing="documents"),
+        Protocol("valid", 32, max_tokens=1000, end_of_document=False),
+    ],
+)
+def test_results_of_different_protocols_are_refused(protocol):
+    other = dataclasses.replace(sample_result(), protocol=protocol)
+    with pytest.raises(UserError, match=r"'b' and 'a' .* different protocols .*window_length=32"):
+        require_comparable({"a": sample_result(), "b": other})

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts.training_run import (
+    METRICS_NAME,
+    keep_metrics_until,
+    read_metrics,
+    write_metrics,
+)
+from megatron_chameleon.errors import UserError
+from tests.unit.artifacts.artifact_samples import run_in
+
+RECORDS = [{"step": step, "loss": 1 / step, "domain_loss": {"ü": 0.5}} for step in (2, 4, 6, 8)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / METRICS_NAME
+    write_metrics(path, RECORDS)
+    return path
+
+
+def test_a_run_is_known_by_its_file(tmp_path):
+    assert not TrainingRun.exists(tmp_path)
+    run_in(tmp_path).save()
+    assert TrainingRun.exists(tmp_path)
+
+
+def test_a_runs_metrics_are_those_beside_it(path):
+    assert list(run_in(path.parent).metrics()) == RECORDS
+
+
+def test_a_run_that_has_logged_nothing_has_no_metrics(tmp_path):
+    assert list(run_in(tmp_path).metrics()) == []
+
+
+@pytest.mark.parametrize("cut", [1, 2, 10, 30])
+def test_a_last_line_cut_short_is_passed_over(path, cut):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    # Without its newline alone, the line is whole.
+    assert list(read_metrics(path)) == (RECORDS if cut == 1 else RECORDS[:-1])
+
+
+def test_a_damaged_line_before_the_last_is_told_with_its_number(path):
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:-3], *lines[2:]]))
+    with pytest.raises(UserError, match=rf"{METRICS_NAME}:2: not JSON; remove the line"):
+        list(read_metrics(path))
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, 0), (3, 1), (4, 2), (7, 3), (8, 4), (99, 4)])
+def test_records_after_a_step_are_dropped(path, step, kept):
+    keep_metrics_until(path, step)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == RECORDS[:kept]
+
+
+def test_dropping_records_mends_a_cut_line(path):
+    path.write_bytes(path.read_bytes()[:-5])
+    keep_metrics_until(path, 6)
+    with path.open("a") as stream:
+        stream.write(json.dumps(RECORDS[3]) + "\n")
+    assert list(read_metrics(path)) == RECORDS

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets import helpers
+
+from megatron_chameleon.blend.index import (
+    MAX_DOMAINS,
+    blending_indices_reference,
+    build_blending_indices,
+)
+
+
+def compiled(weights, num_samples):
+    """Megatron's own helper on the same input."""
+    index = np.full(num_samples, -1, np.int16)
+    sample_index = np.full(num_samples, -1, np.int64)
+    weights = np.asarray(weights, dtype=np.float64)
+    helpers.build_blending_indices(index, sample_index, weights, len(weights), num_samples, False)
+    return index, sample_index
+
+
+def assert_same(found, expected):
+    for array, other in zip(found, expected, strict=True):
+        assert array.dtype == other.dtype
+        np.testing.assert_array_equal(array, other)
+
+
+RARE = 1e-12
+WEIGHTS = {
+    "one domain": [1.0],
+    "one domain, not normalised": [0.3],
+    "equal, exact in binary": [0.25] * 4,
+    "equal, not exact": [1 / 7] * 7,
+    "a rare one first": [RARE, 1 - RARE],
+    "rare ones last": [0.5, 0.5 - 2 * RARE, RARE, RARE],
+    "the smallest positive number": [5e-324, 1.0],
+    "a zero first": [0.0, 1.0],
+    "zeros between": [0.0, 0.6, 0.0, 0.4],
+    "all zero": [0.0, 0.0, 0.0],
+    "huge": [1e300, 1e300, 1e-300],
+    "sum above one": [0.9, 0.8, 0.7],
+    "sum below one": [0.1, 0.05],
+    "negative": [-0.5, 1.5],
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_equals_the_compiled_helper(weights):
+    for num_samples in (0, 1, 2, 1000):
+        assert_same(build_blending_indices(weights, num_samples), compiled(weights, num_samples))
+
+
+@pytest.mark.parametrize("num_domains", [2, 3, 7, 17, 100, 1000, 4000])
+@pytest.mark.parametrize("concentration", [0.05, 1.0, 100.0])
+def test_equals_the_compiled_helper_on_random_weights(num_domains, concentration):
+    rng = np.random.default_rng(num_domains)
+    num_samples = 2_000_000 // num_domains if num_domains > 10 else 100_000
+    weights = rng.dirichlet(np.full(num_domains, concentration))
+    assert_same(build_blending_indices(weights, num_samples), compiled(weights, num_samples))
+
+
+def test_equal_weights_on_4000_domains():
+    weights = [1 / 4000] * 4000
+    assert_same(build_blending_indices(weights, 12_345), compiled(weights, 12_345))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.floats(0, 1, allow_subnormal=True), min_size=1, max_size=20),
+    st.integers(0, 300),
+)
+def test_fast_helper_and_reference_agree(weights, num_samples):
+    expected = compiled(weights, num_samples)
+    assert_same(build_blending_indices(weights, num_samples), expected)
+    assert_same(blending_indices_reference(weights, num_samples), expected)
+
+
+def test_writes_into_the_arrays_given():
+    out = np.empty(50, np.int16), np.empty(50, np.int64)
+    returned = build_blending_indices([0.7, 0.3], 50, out)
+    assert returned[0] is out[0]
+    assert returned[1] is out[1]
+    assert_same(out, compiled([0.7, 0.3], 50))
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        (np.empty(9, np.int16), np.empty(10, np.int64)),
+        (np.empty(10, np.int16), np.empty(10, np.int32)),
+        (np.empty(20, np.int16)[::2], np.empty(10, np.int64)),
+    ],
+    ids=["shape", "dtype", "stride"],
+)
+def test_refuses_arrays_that_do_not_fit(out):
+    with pytest.raises(ValueError, match="is needed"):
+        build_blending_indices([0.7, 0.3], 10, out)
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_samples", "problem"),
+    [
+        ([], 1, "1 to 32767 domains"),
+        ([[0.5, 0.5]], 1, "1 to 32767 domains"),
+        (np.ones(MAX_DOMAINS + 1), 1, "1 to 32767 domains"),
+        ([0.5, float("nan")], 1, "weight 1 is not finite"),
+        ([float("inf"), 0.5], 1, "weight 0 is not finite"),
+        ([0.5, 0.5], -1, "negative"),
+    ],
+)
+def test_refuses_what_is_no_blend(weights, num_samples, problem):
+    with pytest.raises(ValueError, match=problem):
+        build_blending_indices(weights, num_samples)

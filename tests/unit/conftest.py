@@ -1,0 +1,82 @@
+"""Fixtures of the tests that build, train or read models, all on one rank in this process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+# The cores are shared, and a first call may import or compile: time says nothing about a case.
+hypothesis.settings.register_profile("shared cores", deadline=None)
+hypothesis.settings.load_profile("shared cores")
+
+if TYPE_CHECKING:
+    from megatron_chameleon.artifacts import Corpus
+    from megatron_chameleon.options.training import PretrainOptions
+    from megatron_chameleon.parallel.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Layout]:
+    """Process groups of one rank while a module's tests run.
+
+    A module that uses it must not call what sets up process groups itself: ``pretrain``,
+    ``compute_mixture``, ``evaluate_perplexity``, or the fixture ``trained_run``.
+    """
+    from megatron_chameleon.options.parallel import ParallelOptions
+    from megatron_chameleon.parallel.layout import distributed
+
+    with distributed(ParallelOptions(), seed=0) as layout:
+        yield layout
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A corpus of three domains, for reading only."""
+    from tests.small_corpus import write_small_corpus
+
+    return write_small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def pretrain_options(corpus: Corpus) -> Callable[..., PretrainOptions]:
+    """``pretrain_options(run_dir, **changes)``: six steps of a nano model on ``corpus``."""
+    from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
+
+    def options(run_dir: Path, **changes: object) -> PretrainOptions:
+        settings: dict[str, object] = {
+            "corpus": corpus.root,
+            "model_size": "nano",
+            "seq_length": 32,
+            "train_iters": 6,
+            "global_batch_size": 8,
+            "micro_batch_size": 4,
+            "log_interval": 2,
+            "save_interval": 3,
+            "optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=2),
+        }
+        return PretrainOptions(run_dir=run_dir, **{**settings, **changes})  # type: ignore[arg-type]
+
+    return options
+
+
+@pytest.fixture(scope="session")
+def finished_run(
+    pretrain_options: Callable[..., PretrainOptions], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a run with checkpoints of steps 3 and 6, for reading only."""
+    from megatron_chameleon.training.loop import pretrain
+
+    run_dir = tmp_path_factory.mktemp("run") / "nano"
+    pretrain(pretrain_options(run_dir))
+    return run_dir
+
+
+@pytest.fixture
+def trained_run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to do with as one likes."""
+    return Path(shutil.copytree(finished_run, tmp_path / "trained"))

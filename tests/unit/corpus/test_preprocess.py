@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from megatron_chameleon.artifacts import SPLITS, Corpus
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.corpus import domain_writer, preprocess
+from megatron_chameleon.corpus.indexed import open_split
+from megatron_chameleon.corpus.preprocess import preprocess_data
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.preprocess import PreprocessOptions
+from megatron_chameleon.options.source import SourceOptions
+
+EOD = "<|endoftext|>"
+
+
+@pytest.fixture
+def options(tmp_path, jsonl, texts, tokenizer_json):
+    paths = [f"a={jsonl('a.jsonl', texts(300, 1))}", f"b={jsonl('b.jsonl', texts(200, 2))}"]
+    return PreprocessOptions(
+        SourceOptions((tuple(paths),)), tmp_path / "corpus", tokenizer_json, split="60,20,20"
+    )
+
+
+def given(*inputs, **options):
+    return SourceOptions((tuple(str(path) for path in inputs),), **options)
+
+
+def made(options):
+    preprocess_data(options)
+    return Corpus.load(options.output)
+
+
+def documents_of(corpus, name, split):
+    """The texts of a split, decoded from its files."""
+    tokenizer = corpus_tokenizer(corpus)
+    dataset = open_split(corpus, name, split)
+    ids = [dataset[index].astype(np.int64).tolist() for index in range(len(dataset))]
+    assert all(document[-1] == corpus.tokenizer.eod_id for document in ids)
+    return [tokenizer.decode(document[:-1]) for document in ids]
+
+
+def all_documents(corpus, name):
+    return [text for split in SPLITS for text in documents_of(corpus, name, split)]
+
+
+def test_every_document_is_in_one_split_of_its_domain(options, texts):
+    corpus = made(options)
+    assert corpus.names == ["a", "b"]
+    for name, seed, count in (("a", 1, 300), ("b", 2, 200)):
+        assert sorted(all_documents(corpus, name)) == sorted(texts(count, seed))
+
+
+def test_the_order_within_a_split_is_that_of_the_input(options, texts):
+    written = documents_of(made(options), "a", "train")
+    assert written == [text for text in texts(300, 1) if text in set(written)]
+
+
+def test_corpus_json_counts_what_is_there(options):
+    corpus = made(options)
+    for name in corpus.names:
+        for split in SPLITS:
+            part = corpus.domains[name].split(split)
+            found = documents_of(corpus, name, split)
+            assert part.documents == len(found) > 0
+            assert part.text_bytes == sum(len(text.encode()) for text in found)
+            assert part.tokens == int(open_split(corpus, name, split).sequence_lengths.sum())
+    corpus.verify()
+    assert corpus.dtype == "uint16"
+    assert corpus.cost.wall_seconds > 0
+    assert corpus.provenance.inputs["tokenizer"] == corpus.tokenizer.sha256
+    path = options.source.inputs[0].removeprefix("a=")
+    assert corpus.provenance.inputs[path] == sha256_of_files(Path(path))
+
+
+def test_the_tokenizer_goes_with_the_corpus(options):
+    corpus = made(options)
+    own = corpus.root / corpus.tokenizer.file
+    assert own.read_bytes() == options.tokenizer_model.read_bytes()
+    assert corpus_tokenizer(corpus).identity == corpus.tokenizer
+    assert corpus_tokenizer(corpus, options.tokenizer_model).identity == corpus.tokenizer
+
+
+def test_a_tokenizer_that_is_not_the_corpuss_is_refused(options, sentencepiece_model):
+    corpus = made(options)
+    with pytest.raises(UserError, match="is not the tokenizer that made the corpus"):
+        corpus_tokenizer(corpus, sentencepiece_model)
+    own = corpus.root / corpus.tokenizer.file
+    own.write_text(own.read_text().replace("\n", "\n\n", 1))
+    with pytest.raises(UserError, match="its hash differs"):
+        corpus_tokenizer(corpus)
+    own.unlink()
+    with pytest.raises(UserError, match="does not exist"):
+        corpus_tokenizer(corpus)
+
+
+def test_a_second_run_gives_the_same_files(options, tmp_path):
+    first = made(options)
+    second = made(dataclasses.replace(options, output=tmp_path / "again"))
+    assert first.hash == second.hash
+    assert first.domains == second.domains
+
+
+@pytest.mark.parametrize("batch_characters", [1, 200])
+def test_batches_do_not_show(options, tmp_path, monkeypatch, batch_characters):
+    first = made(options)
+    monkeypatch.setattr(preprocess, "_BATCH_CHARACTERS", batch_characters)
+    assert made(dataclasses.replace(options, output=tmp_path / "again")).hash == first.hash
+
+
+def test_sentencepiece_makes_a_corpus_too(options, sentencepiece_model, texts):
+    corpus = made(dataclasses.replace(options, tokenizer_model=sentencepiece_model))
+    assert corpus.tokenizer.kind == "sentencepiece"
+    assert sorted(all_documents(corpus, "b")) == sorted(texts(200, 2))
+
+
+def test_compressed_files_give_the_same_corpus(options, tmp_path):
+    plain = made(options)
+    for name in "ab":
+        data = (tmp_path / f"{name}.jsonl").read_bytes()
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(data))
+        (tmp_path / f"{name}.jsonl.zst").write_bytes(zstandard.compress(data))
+    for suffix in ("gz", "zst"):
+        source = given(*(f"{name}={tmp_path}/{name}.jsonl.{suffix}" for name in "ab"))
+        output = tmp_path / suffix
+        assert made(dataclasses.replace(options, source=source, output=output)).hash == plain.hash
+
+
+def test_domains_can_be_told_by_a_key(options, jsonl, tmp_path):
+    records = [
+        {"text": json.loads(line)["text"], "meta": {"set": name}}
+        for name in "ab"
+        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+    ]
+    by_path = made(options)
+    by_key = dataclasses.replace(
+        options,
+        source=given(jsonl("mixed.jsonl", records)),
+        domain_key="meta.set",
+        output=tmp_path / "by_key",
+    )
+    assert made(by_key).hash == by_path.hash
+
+
+def test_the_same_text_lands_in_the_same_split_of_every_domain(options, jsonl, texts):
+    shared = texts(300, 3)
+    source = given(f"a={jsonl('x.jsonl', shared)}", f"b={jsonl('y.jsonl', shared[::-1])}")
+    corpus = made(dataclasses.replace(options, source=source))
+    for split in SPLITS:
+        assert documents_of(corpus, "a", split) == documents_of(corpus, "b", split)[::-1]
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_duplicates_are_counted_and_dropped_unless_kept(options, jsonl, texts, capsys, drop):
+    some = texts(300, 4)
+    source = given(f"a={jsonl('x.jsonl', some + some[:50])}", f"b={jsonl('y.jsonl', some)}")
+    corpus = made(dataclasses.replace(options, source=source, drop_duplicates=drop))
+    found = all_documents(corpus, "a")
+    assert len(found) == (300 if drop else 350)
+    assert set(found) == set(some)
+    assert len(all_documents(corpus, "b")) == 300
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line[:2] == "a ")
+    assert row[6] == "50"
+    kept = [set(documents_of(corpus, "a", split)) for split in SPLITS]
+    assert not kept[0] & kept[1] | kept[0] & kept[2] | kept[1] & kept[2]
+
+
+def test_the_summary_tells_what_was_left_out_and_what_to_run_next(options, jsonl, texts, capsys):
+    path = jsonl("x.jsonl", ["", *texts(300, 5), b"{", "", *texts(10, 5)])
+    source = given(f"a={path}", max_malformed_share=0.01)
+    with pytest.warns(UserWarning, match=r"1 of 313 lines are malformed: .*x.jsonl:302"):
+        preprocess_data(dataclasses.replace(options, source=source))
+    printed = capsys.readouterr().out
+    corpus = Corpus.load(options.output)
+    tokens = [corpus.domains["a"].split(split).tokens for split in SPLITS]
+    row = next(line.split() for line in printed.splitlines() if line.startswith("a "))
+    assert row[:5] == ["a", "300", *(f"{count:,}" for count in tokens)]
+    assert row[6:] == ["10", "2", "1"]
+    assert f"tools/pretrain_gpt.py --corpus {options.output}" in printed
+
+
+def refused(options, problem, **changes):
+    """The run fails with one line that matches, and leaves nothing."""
+    options = dataclasses.replace(options, **changes)
+    with pytest.raises(UserError, match=problem) as caught:
+        preprocess_data(options)
+    assert "\n" not in str(caught.value)
+    assert not options.output.exists()
+
+
+def test_an_empty_domain_is_refused(options, jsonl, texts):
+    full = f"full={jsonl('full.jsonl', texts(300))}"
+    for name, lines in (("none", []), ("blank", [b"", b""]), ("textless", ["", ""])):
+        path = jsonl(f"{name}.jsonl", lines)
+        problem = rf"domain 'void' is empty: .*{name}\.jsonl"
+        refused(options, problem, source=given(full, f"void={path}"))
+    refused(options, "there is no text in", source=given(jsonl("no.jsonl", [])), domain_key="set")
+
+
+def test_a_split_without_documents_is_refused(options, jsonl, texts):
+    source = given(f"small={jsonl('small.jsonl', texts(3))}")
+    refused(options, "'small' has no document in .*, of 3 in all.*--split", source=source)
+
+
+def test_a_split_with_too_few_tokens_is_refused(options):
+    problem = "has [0-9]+ tokens in valid, fewer than --min-tokens-per-split 5000"
+    refused(options, problem, min_tokens_per_split=5000)
+
+
+def test_malformed_lines_beyond_the_share_are_refused(options, jsonl, texts):
+    lines = [*texts(300), b'{"text": "\xff"}', b"not json"]
+    source = given(f"a={jsonl('bad.jsonl', lines)}")
+    refused(options, r"2 of 302 .*bad.jsonl:301 is not valid UTF-8.*bad.jsonl:302", source=source)
+
+
+def test_a_wrong_text_key_is_refused(options, jsonl):
+    source = given(f"a={jsonl('c.jsonl', [{'content': 'x'}] * 9)}")
+    refused(options, "no line has the key 'text'.*content", source=source)
+
+
+def test_a_domain_that_nobody_tells_is_refused(options, jsonl, texts):
+    path = jsonl("x.jsonl", texts(300))
+    refused(options, "of which domain.*NAME=.*--domain-key", source=given(path))
+    refused(options, "--domain-key set has no use", domain_key="set")
+
+
+def test_a_tokenizer_without_the_token_is_refused(options):
+    refused(options, r"no token '<eod>'.*<\|endoftext\|>.*--eod-token", eod_token="<eod>")
+
+
+def test_a_damaged_file_is_refused_in_the_middle(options, tmp_path):
+    whole = gzip.compress((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    source = given(*options.source.inputs, f"c={tmp_path}/cut.jsonl.gz")
+    refused(options, "cut.jsonl.gz is cut short", source=source)
+
+
+def test_a_corpus_is_replaced_only_when_asked(options, jsonl, texts):
+    first = made(options)
+    other = given(f"c={jsonl('c.jsonl', texts(300, 9))}")
+    replaced = dataclasses.replace(options, source=other)
+    with pytest.raises(UserError, match="already holds a corpus"):
+        preprocess_data(replaced)
+    assert Corpus.load(options.output).hash == first.hash
+    corpus = made(dataclasses.replace(replaced, overwrite=True))
+    assert corpus.names == ["c"]
+    assert {path.name[:2] for path in (corpus.root / "tokens").iterdir()} == {"c-"}
+
+
+def test_names_of_any_kind_make_good_file_names(options, jsonl, texts):
+    names = ["c/c++ code", "..", "日本語", "a%2Fb", "a b", "a_b"]
+    records = [{"text": text, "set": name} for name in names for text in texts(300)]
+    source = given(jsonl("names.jsonl", records))
+    corpus = made(dataclasses.replace(options, source=source, domain_key="set"))
+    assert corpus.names == names
+    inside = [path.parent for path in options.output.parent.rglob("*.bin")]
+    assert set(inside) == {corpus.root / "tokens"}
+    assert len(inside) == len(names) * len(SPLITS)
+
+
+def test_tokens_are_those_of_the_tokenizer(options, tokenizer_json, texts):
+    corpus = made(options)
+    found = documents_of(corpus, "a", "test")
+    expected = load_tokenizer(tokenizer_json, EOD).encode_batch(found)
+    dataset = open_split(corpus, "a", "test")
+    for index, ids in enumerate(expected):
+        np.testing.assert_array_equal(dataset[index], ids)
+    prefix = corpus.prefix("a", "test")
+    assert corpus.domains["a"].test.sha256 == sha256_of_files(
+        prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+    )
+
+
+def test_too_many_domains_are_refused(options, jsonl, texts, monkeypatch):
+    monkeypatch.setattr(domain_writer, "MAX_DOMAINS", 3)
+    records = [{"text": text, "set": text[:9]} for text in texts(300)]
+    source = given(jsonl("many.jsonl", records))
+    refused(options, "more than 3 domains.*--domain-key", source=source, domain_key="set")

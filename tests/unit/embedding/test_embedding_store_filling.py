@@ -1,0 +1,230 @@
+"""Windows through a real proxy on one rank, and the store that keeps what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.corpus.indexed import open_split
+from megatron_chameleon.embedding.extract import embed_windows, embedded_tokens
+from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store
+from megatron_chameleon.embedding.windows import Windows, draw_windows
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.flops import embedding_flops
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from tests.small_corpus import VOCAB_SIZE, write_small_corpus
+
+SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
+MADE = Provenance([], {}, {}, {}, None, "2026-01-01")
+LAYER = 2
+RECIPE = EmbeddingRecipe("m" * 64, LAYER, 32, 20, seed=0, tokenizer_hash="t" * 64)
+
+
+@pytest.fixture(scope="module")
+def reader(one_rank):
+    model = build_model(SHAPE, one_rank, seed=3)
+    model.eval()
+    return Reader(model, SHAPE, one_rank)
+
+
+def lengths_of(corpus: Corpus, name: str) -> NDArray[np.integer]:
+    """A copy: megatron's own are a view of a file that is unmapped with its data set."""
+    indexed = open_split(corpus, name, "train")
+    return np.array(indexed.sequence_lengths)
+
+
+@pytest.fixture
+def windows(corpus):
+    lengths = lengths_of(corpus, corpus.names[0])
+    return draw_windows(lengths, 32, 45, seed=1, name="a")
+
+
+def embed(reader, corpus, windows, batch_size, layer=LAYER):
+    tokens = open_split(corpus, corpus.names[0], "train")
+    with tqdm(total=len(windows), disable=True) as progress:
+        return embed_windows(reader, tokens, windows, layer, batch_size, progress)
+
+
+@pytest.mark.parametrize("layer", [1, 4])
+@pytest.mark.parametrize("batch_size", [1, 7, 45, 100])
+def test_a_vector_is_the_mean_hidden_state_of_its_window_alone(
+    reader, corpus, windows, batch_size, layer
+):
+    vectors = embed(reader, corpus, windows, batch_size, layer)
+    assert vectors.shape == (45, SHAPE.size.hidden_size)
+    assert vectors.dtype == np.float32
+    tokens = open_split(corpus, corpus.names[0], "train")
+    for row, vector in enumerate(vectors):
+        start, length = windows.start[row], windows.length[row]
+        text = tokens[int(windows.document[row])][start : start + length].astype(np.int64)
+        hidden = reader.hidden_states(torch.from_numpy(text)[None], layer)  # [s, 1, h]
+        np.testing.assert_allclose(vector, hidden[:, 0].double().mean(0).numpy(), atol=1e-6)
+
+
+def test_no_windows_give_no_vectors(reader, corpus):
+    nothing = np.zeros(0, dtype=np.int64)
+    vectors = embed(reader, corpus, Windows(nothing, nothing, nothing), 8)
+    assert vectors.shape == (0, SHAPE.size.hidden_size)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_proxy_that_has_diverged_is_told_with_the_layer(one_rank, corpus, windows, poison):
+    model = build_model(SHAPE, one_rank, seed=3)
+    with torch.no_grad():
+        model.decoder.layers[1].mlp.linear_fc2.bias[5] = poison
+    broken = Reader(model, SHAPE, one_rank)
+    assert np.isfinite(embed(broken, corpus, windows, 16, layer=1)).all()
+    problem = r"after layer 2 are not finite in 45 of 45 windows \(first: window 0\); .* diverged"
+    with pytest.raises(UserError, match=problem):
+        embed(broken, corpus, windows, 16, layer=2)
+
+
+def test_a_proxy_broken_for_one_token_names_the_windows_that_hold_it(one_rank, corpus, windows):
+    model = build_model(SHAPE, one_rank, seed=3)
+    tokens = open_split(corpus, corpus.names[0], "train")
+    texts = [
+        tokens[d][s : s + n]
+        for d, s, n in zip(windows.document, windows.start, windows.length, strict=True)
+    ]
+    rare = min(range(VOCAB_SIZE), key=lambda token: sum(token in t for t in texts) or 99)
+    held = [row for row, text in enumerate(texts) if rare in text]
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[rare] = float("nan")
+    problem = rf"in {len(held)} of 45 windows \(first: window {held[0]}\)"
+    with pytest.raises(UserError, match=problem):
+        embed(Reader(model, SHAPE, one_rank), corpus, windows, 16)
+
+
+@pytest.fixture
+def counted(reader, monkeypatch):
+    """Windows that went through the model, as a list of batches' sizes."""
+    batches = []
+    original = Reader.hidden_states
+
+    def counting(self, tokens, layer):
+        batches.append(tokens.size(0))
+        return original(self, tokens, layer)
+
+    monkeypatch.setattr(Reader, "hidden_states", counting)
+    return batches
+
+
+def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
+    store = open_store(folder, RECIPE, SHAPE.size.hidden_size, MADE)
+    return fill_store(store, corpus, reader, missing_domains(store, corpus), batch_size=8)
+
+
+def test_every_domain_is_embedded_and_written(reader, corpus, counted, tmp_path):
+    store = fill(tmp_path / "store", corpus, reader)
+    assert sum(counted) == 3 * RECIPE.num_windows
+    assert EmbeddingStore.load(tmp_path / "store") == store
+    assert list(store.domains) == corpus.names
+    for name in corpus.names:
+        assert store.vectors(name).shape == (RECIPE.num_windows, SHAPE.size.hidden_size)
+        assert store.holds(name, corpus.domain_hash(name))
+    means = [store.vectors(name).mean(axis=0) for name in corpus.names]
+    assert not np.allclose(means[0], means[1], atol=1e-3)
+
+
+def test_vectors_are_those_of_the_drawn_windows(reader, corpus, tmp_path):
+    name = corpus.names[0]
+    lengths = lengths_of(corpus, name)
+    windows = draw_windows(lengths, 32, RECIPE.num_windows, RECIPE.seed, name)
+    expected = embed(reader, corpus, windows, batch_size=1)
+    stored = fill(tmp_path / "store", corpus, reader).vectors(name)
+
+    def in_order(rows):
+        return rows[np.lexsort(np.round(rows, 4).T[::-1])]
+
+    np.testing.assert_allclose(in_order(stored), in_order(expected), atol=1e-5)
+
+
+def test_the_cost_is_that_of_the_tokens_read(reader, corpus, tmp_path):
+    store = fill(tmp_path / "store", corpus, reader)
+    tokens = 0
+    for name in corpus.names:
+        lengths = lengths_of(corpus, name)
+        tokens += embedded_tokens(draw_windows(lengths, 32, RECIPE.num_windows, 0, name))
+    assert store.cost.flops == pytest.approx(embedding_flops(SHAPE, LAYER, tokens, 32))
+    assert store.cost.wall_seconds > 0
+
+
+def test_a_second_fill_embeds_nothing(reader, corpus, counted, tmp_path):
+    first = fill(tmp_path / "store", corpus, reader)
+    files = {path: path.stat().st_mtime_ns for path in first.root.iterdir()}
+    counted.clear()
+    assert fill(tmp_path / "store", corpus, reader) == first
+    assert counted == []
+    assert {path: path.stat().st_mtime_ns for path in first.root.iterdir()} == files
+
+
+def test_only_the_new_domain_is_embedded(reader, counted, tmp_path):
+    fill(tmp_path / "store", write_small_corpus(tmp_path / "two", ("a", "b")), reader)
+    counted.clear()
+    grown = write_small_corpus(tmp_path / "three", ("a", "b", "c"))
+    store = fill(tmp_path / "store", grown, reader)
+    assert sum(counted) == RECIPE.num_windows
+    assert list(store.domains) == ["a", "b", "c"]
+
+
+def test_a_domain_whose_text_changed_is_embedded_again(reader, counted, tmp_path):
+    before = fill(tmp_path / "store", write_small_corpus(tmp_path / "one", ("a",)), reader)
+    old = before.vectors("a")
+    counted.clear()
+    after = fill(tmp_path / "store", write_small_corpus(tmp_path / "new", ("a",), seed=1), reader)
+    assert sum(counted) == RECIPE.num_windows
+    assert not np.array_equal(after.vectors("a"), old)
+
+
+def test_a_deleted_file_is_made_again(reader, corpus, counted, tmp_path):
+    store = fill(tmp_path / "store", corpus, reader)
+    name = corpus.names[1]
+    vectors = store.vectors(name)
+    (store.root / store.domains[name].file).unlink()
+    counted.clear()
+    assert np.array_equal(fill(tmp_path / "store", corpus, reader).vectors(name), vectors)
+    assert sum(counted) == RECIPE.num_windows
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("model_hash", "x", "proxy"),
+        ("layer", 3, r"layer \(2, now 3\)"),
+        ("window_length", 16, r"window length \(32, now 16\)"),
+        ("num_windows", 99, r"number of windows \(20, now 99\)"),
+        ("seed", 7, r"extraction seed \(0, now 7\)"),
+        ("tokenizer_hash", "x", "tokenizer"),
+    ],
+)
+def test_a_store_of_another_recipe_is_refused(reader, corpus, tmp_path, field, value, told):
+    fill(tmp_path / "store", corpus, reader)
+    other = dataclasses.replace(RECIPE, **{field: value})
+    with pytest.raises(UserError, match=f"embeddings of another {told}.*give another --store"):
+        open_store(tmp_path / "store", other, SHAPE.size.hidden_size, MADE)
+
+
+def test_every_field_of_a_recipe_is_compared():
+    compared = {"model_hash", "layer", "window_length", "num_windows", "seed", "tokenizer_hash"}
+    assert {field.name for field in dataclasses.fields(EmbeddingRecipe)} == compared
+
+
+def test_an_index_that_is_not_the_corpus_s_is_refused(reader, corpus, tmp_path):
+    copy = Path(shutil.copytree(corpus.root, tmp_path / "copy"))
+    damaged = Corpus.load(copy)
+    index = Path(f"{damaged.prefix(damaged.names[0], 'train')}.idx")
+    index.write_bytes(b"x" * index.stat().st_size)
+    with pytest.raises(UserError, match=r"\.idx is not what corpus\.json says"):
+        fill(tmp_path / "store", Corpus.load(copy), reader)
+    assert not (tmp_path / "store").exists()

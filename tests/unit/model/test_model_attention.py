@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_chameleon.model.attention import SDPACoreAttention
+
+LENGTH, BATCH, HEADS, HEAD_DIM = 11, 3, 4, 8
+SCALE = 1 / math.sqrt(HEAD_DIM)
+
+
+def config_of(**changes):
+    settings = {
+        "num_layers": 1,
+        "hidden_size": HEADS * HEAD_DIM,
+        "num_attention_heads": HEADS,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "cuda_graph_scope": [],
+    }
+    return TransformerConfig(**{**settings, **changes})
+
+
+def attention_of(mask_type=AttnMaskType.causal, config=None, **more):
+    return SDPACoreAttention(config or config_of(), 1, mask_type, "self", **more)
+
+
+def heads(seed, groups=HEADS, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(LENGTH, BATCH, n, HEAD_DIM) for n in (HEADS, groups, groups)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def attention_direct(query, key, value, masked, scale=SCALE):
+    """Softmax attention one head and one query at a time, in float64; True in ``masked`` is out."""
+    context = torch.zeros(LENGTH, BATCH, HEADS, HEAD_DIM, dtype=torch.float64)
+    per_group = HEADS // key.size(2)
+    for b in range(BATCH):
+        for n in range(HEADS):
+            k, v = key[:, b, n // per_group].double(), value[:, b, n // per_group].double()
+            for i in range(LENGTH):
+                scores = k @ query[i, b, n].double() * scale
+                weights = scores.masked_fill(masked[b, n, i], -math.inf).softmax(0)
+                context[i, b, n] = weights @ v
+    return context.reshape(LENGTH, BATCH, -1)
+
+
+def causal_mask():
+    after = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return after.expand(BATCH, HEADS, LENGTH, LENGTH)
+
+
+def random_mask(*shape):
+    """Masks out half of everything, but never a token's view of itself."""
+    mask = torch.rand(*shape, LENGTH, LENGTH, generator=torch.Generator().manual_seed(9)) < 0.5
+    return mask & ~torch.eye(LENGTH, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_causal_attention_is_that_of_the_direct_formula(seed):
+    q, k, v = heads(seed)
+    result = attention_of()(q, k, v, None)
+    expected = attention_direct(q, k, v, causal_mask())
+    torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=0)
+
+
+def test_without_a_mask_every_token_sees_every_other():
+    q, k, v = heads(0)
+    result = attention_of(AttnMaskType.no_mask)(q, k, v, None)
+    expected = attention_direct(q, k, v, torch.zeros_like(causal_mask()))
+    torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(BATCH, HEADS), (BATCH, 1), (1, HEADS), (1, 1)])
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.arbitrary])
+def test_a_given_mask_is_the_only_one(shape, mask_type):
+    q, k, v = heads(1)
+    mask = random_mask(*shape)
+    result = attention_of(mask_type)(q, k, v, mask)
+    expected = attention_direct(q, k, v, mask.expand(BATCH, HEADS, LENGTH, LENGTH))
+    torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=0)
+
+
+def test_the_type_of_the_call_comes_before_that_of_the_constructor():
+    q, k, v = heads(2)
+    attention = attention_of(AttnMaskType.causal)
+    result = attention(q, k, v, None, attn_mask_type=AttnMaskType.no_mask)
+    assert torch.equal(result, attention_of(AttnMaskType.no_mask)(q, k, v, None))
+    assert not torch.equal(result, attention(q, k, v, None))
+
+
+def test_a_mask_type_that_needs_a_mask_is_refused_without_one():
+    q, k, v = heads(2)
+    with pytest.raises(AssertionError):
+        attention_of(AttnMaskType.padding)(q, k, v, None)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_heads_may_share_keys_and_values(groups):
+    q, k, v = heads(3, groups=groups)
+    result = attention_of(config=config_of(num_query_groups=groups))(q, k, v, None)
+    expected = attention_direct(q, k, v, causal_mask())
+    torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=0)
+
+
+def test_another_scale_can_be_given():
+    q, k, v = heads(4)
+    result = attention_of(softmax_scale=0.7)(q, k, v, None)
+    expected = attention_direct(q, k, v, causal_mask(), scale=0.7)
+    torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=0)
+
+
+def test_bf16_stays_bf16():
+    q, k, v = heads(5, dtype=torch.bfloat16)
+    result = attention_of()(q, k, v, None)
+    assert result.dtype == torch.bfloat16
+    expected = attention_direct(q, k, v, causal_mask())
+    torch.testing.assert_close(result.double(), expected, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "problem"),
+    [
+        ("attention_bias", torch.zeros(LENGTH, LENGTH), "attention bias"),
+        ("packed_seq_params", object(), "packed sequences"),
+    ],
+)
+def test_what_a_call_cannot_honour_is_refused(argument, value, problem):
+    q, k, v = heads(6)
+    with pytest.raises(AssertionError, match=problem):
+        attention_of()(q, k, v, None, **{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"attention_dropout": 0.1}, "dropout"),
+        ({"window_size": (4, 0)}, "sliding windows"),
+        ({"softmax_type": "off-by-one"}, "plain softmax"),
+    ],
+)
+def test_what_the_configuration_asks_in_vain_is_refused(changes, problem):
+    with pytest.raises(AssertionError, match=problem):
+        attention_of(config=config_of(**changes))
+
+
+def test_dropout_in_place_of_the_configurations_is_refused():
+    with pytest.raises(AssertionError, match="dropout"):
+        attention_of(attention_dropout=0.1)
+
+
+@pytest.mark.parametrize("mask", [None, random_mask(BATCH, 1)], ids=["causal", "given"])
+def test_it_equals_megatrons_unfused_attention_and_its_gradients(one_rank, mask):
+    results = []
+    for kind in (SDPACoreAttention, DotProductAttention):
+        inputs = [part.requires_grad_() for part in heads(7)]
+        attention = kind(config_of(), 1, AttnMaskType.causal, "self")
+        given = causal_mask()[:, :1] if mask is None and kind is DotProductAttention else mask
+        # Megatron's applies its causal mask only when it is given none.
+        mask_type = AttnMaskType.causal if mask is None else AttnMaskType.arbitrary
+        context = attention(*inputs, given, attn_mask_type=mask_type)
+        gradients = torch.autograd.grad(context.square().sum(), inputs)
+        results.append((context, *gradients))
+    for ours, megatrons in zip(*results, strict=True):
+        torch.testing.assert_close(ours, megatrons, atol=5e-6, rtol=1e-5)

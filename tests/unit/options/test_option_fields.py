@@ -1,0 +1,119 @@
+"""Every option of every tool is documented, frozen and of one name."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from typing import TypeGuard
+
+import pytest
+
+import megatron_chameleon.options as options_package
+from megatron_chameleon.cli import parse_options
+from megatron_chameleon.options.doctor import DoctorOptions
+from megatron_chameleon.options.evaluation import PerplexityOptions
+from megatron_chameleon.options.gather import GatherOptions
+from megatron_chameleon.options.mixture import MixtureOptions
+from megatron_chameleon.options.preprocess import PreprocessOptions
+from megatron_chameleon.options.report import ReportOptions
+from megatron_chameleon.options.tokenizer import TrainTokenizerOptions
+from megatron_chameleon.options.training import PretrainOptions
+
+
+def is_options(value: object) -> TypeGuard[type]:
+    return isinstance(value, type) and dataclasses.is_dataclass(value)
+
+
+def dataclasses_of_the_package() -> list[type]:
+    found: list[type] = []
+    for module_info in pkgutil.iter_modules(options_package.__path__):
+        module = importlib.import_module(f"{options_package.__name__}.{module_info.name}")
+        found += [
+            value
+            for value in vars(module).values()
+            if is_options(value) and value.__module__ == module.__name__
+        ]
+    return found
+
+
+ALL = dataclasses_of_the_package()
+TOOLS = [
+    DoctorOptions,
+    GatherOptions,
+    MixtureOptions,
+    PerplexityOptions,
+    PreprocessOptions,
+    PretrainOptions,
+    ReportOptions,
+    TrainTokenizerOptions,
+]
+
+
+def field_docstrings(options_type: type) -> dict[str, str]:
+    """Field -> the string below it, with its line breaks turned into blanks."""
+    (body,) = ast.parse(inspect.getsource(options_type)).body
+    assert isinstance(body, ast.ClassDef)
+    documented = {}
+    for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            text = following.value.value if is_text else ""  # type: ignore[union-attr]
+            documented[statement.target.id] = " ".join(str(text).split())
+    return documented
+
+
+def groups_of(options_type: type) -> dict[str, type]:
+    """Field -> dataclass, for the fields that hold options themselves."""
+    hints = inspect.get_annotations(options_type, eval_str=True)
+    return {name: hint for name, hint in hints.items() if is_options(hint)}
+
+
+def with_groups(options_type: type) -> list[type]:
+    return [options_type, *(t for g in groups_of(options_type).values() for t in with_groups(g))]
+
+
+def test_every_options_class_belongs_to_a_tool():
+    assert set(ALL) == {part for tool in TOOLS for part in with_groups(tool)}
+
+
+@pytest.mark.parametrize("options_type", ALL, ids=lambda t: t.__name__)
+def test_options_are_frozen(options_type):
+    assert options_type.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize("options_type", ALL, ids=lambda t: t.__name__)
+def test_every_field_has_a_docstring(options_type):
+    documented = field_docstrings(options_type)
+    assert list(documented) == [field.name for field in dataclasses.fields(options_type)]
+    bare = [name for name, text in documented.items() if not text.endswith((".", ")"))]
+    # A group is described by its class.
+    assert set(bare) <= set(groups_of(options_type))
+    assert (options_type.__doc__ or "").strip().split("\n")[0].endswith(".")
+
+
+@pytest.mark.parametrize("options_type", TOOLS, ids=lambda t: t.__name__)
+def test_help_shows_every_docstring(options_type, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "4000")  # no docstring is broken up
+    with pytest.raises(SystemExit) as left:
+        parse_options(options_type, ["--help"])
+    assert left.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in with_groups(options_type):
+        for name, text in field_docstrings(part).items():
+            assert text in shown, name
+        summary = (part.__doc__ or "").strip().split("\n")[0]
+        assert summary in shown
+
+
+@pytest.mark.parametrize("options_type", TOOLS, ids=lambda t: t.__name__)
+def test_no_two_groups_of_a_tool_share_a_flag(options_type):
+    names = [
+        field.name
+        for part in with_groups(options_type)
+        for field in dataclasses.fields(part)
+        if field.name not in groups_of(part)
+    ]
+    assert len(names) == len(set(names))
