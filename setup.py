@@ -53,13 +53,11 @@ setup(
         "sentencepiece>=0.2",
         "orjson>=3.9",
         "zstandard>=0.22",
-        "pyarrow>=15",
-        # Artifacts, options, progress and logs.
+        # Artifacts, options and progress.
         "safetensors>=0.4.3",
         "pydantic>=2.6",
         "tyro>=0.9",
         "tqdm>=4.66",
-        "tensorboard>=2.16",
     ],
     extras_require={
         "eval": ["lm-eval>=0.4.9"],

@@ -7,8 +7,8 @@ cd "$(dirname "$0")/.."
 
 RUN=${RUN:-runs/quickstart}            # everything is written below this folder
 SIZE=${SIZE:-nano}                     # model size of the proxy and of the two models
-PROXY_STEPS=${PROXY_STEPS:-150}
-BASE_STEPS=${BASE_STEPS:-800}
+PROXY_STEPS=${PROXY_STEPS:-300}
+BASE_STEPS=${BASE_STEPS:-700}
 SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread for each of the two ranks
@@ -24,7 +24,8 @@ say() { printf '\n== %s\n' "$*"; }
 ranks() { torchrun --nproc-per-node 2 "$@"; }
 
 say "1/7 Text from the installed packages"
-[ -e "$RUN/text/gathered.json" ] || python tools/gather_installed_text.py --output-dir "$RUN/text"
+[ -e "$RUN/text/gathered.json" ] ||
+  python tools/gather_installed_text.py --output-dir "$RUN/text" --max-bytes-per-domain 3500000
 INPUT=()
 for file in "$RUN"/text/*.jsonl; do
   name=${file##*/}
@@ -43,11 +44,12 @@ ranks tools/pretrain_gpt.py "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY" \
   --train-iters "$PROXY_STEPS" --tensor-model-parallel-size 2
 
 say "4/7 Domain embeddings and Chameleon weights"
-for mode in pretrain finetune; do
-  ranks tools/compute_mixture.py --corpus "$CORPUS" --checkpoint "$PROXY" --mode $mode \
-    --store "$STORE" --output "$MIXTURES/chameleon-$mode.json" --num-windows 512 \
-    --token-budget $((BASE_STEPS * 8 * 128))
-done
+MIX=(--corpus "$CORPUS" --checkpoint "$PROXY" --store "$STORE" --num-windows 512)
+ranks tools/compute_mixture.py "${MIX[@]}" --mode pretrain --tensor-model-parallel-size 2 \
+  --output "$MIXTURES/chameleon-pretrain.json" --token-budget $((BASE_STEPS * 8 * 128))
+# The embeddings are there now: the second mode is a matter of algebra, and needs no ranks.
+python tools/compute_mixture.py "${MIX[@]}" --mode finetune \
+  --output "$MIXTURES/chameleon-finetune.json"
 
 say "5/7 Two models, the same but for the mixture"
 for mixture in uniform chameleon-pretrain; do
@@ -61,7 +63,7 @@ say "6/7 Held-out perplexity"
 for mixture in uniform chameleon-pretrain; do
   ranks tools/evaluate.py perplexity --corpus "$CORPUS" \
     --checkpoint "$RUN/5-base/$mixture-seed$SEED" \
-    --output "$RUN/6-evaluation/$mixture-seed$SEED.json" --max-tokens 40000
+    --output "$RUN/6-evaluation/$mixture-seed$SEED.json" --max-tokens 25000
 done
 
 say "7/7 Tables and pictures"

@@ -22,6 +22,8 @@ USER_ERROR_STATUS = 2
 # A mistake that every rank sees is told by rank 0 alone; torchrun then ends the others. A rank that
 # is still alive after this long found something that rank 0 did not, so it speaks for itself.
 SECONDS_BEFORE_OTHER_RANKS_SPEAK = 8.0
+# What gloo says on a rank that was talking to one that has left.
+LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe")
 
 
 def run_tool(
@@ -42,6 +44,10 @@ def run_tool(
         status = function(options)
     except UserError as error:
         _refuse(str(error), rank)
+    except RuntimeError as error:
+        if rank != 0 and LOST_PEER.search(str(error)):
+            time.sleep(SECONDS_BEFORE_OTHER_RANKS_SPEAK)  # the one that left has said why
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(status or 0)

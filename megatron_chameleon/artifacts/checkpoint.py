@@ -16,6 +16,9 @@ from megatron_chameleon.errors import UserError
 
 FILE_NAME = "checkpoint.json"
 FOLDER_NAME = "checkpoints"
+# megatron's index, which holds the path it was written to, and its small values, pickled in the
+# order in which they came about.
+NO_TENSORS = (".metadata", "common.pt")
 FORMAT_VERSION = 1
 MADE_BY = "tools/pretrain_gpt.py writes it"
 
@@ -83,8 +86,13 @@ class CheckpointRecord:
 
     @property
     def hash(self) -> str:
-        """Hex SHA-256 over the hashes of all files: the identity of these weights."""
-        return sha256_of_json({name: file.sha256 for name, file in self.files.items()})
+        """Hex SHA-256 over the hashes of the files: the identity of these weights.
+
+        The files without tensors are left out: equal runs in two folders differ in them.
+        """
+        return sha256_of_json(
+            {name: file.sha256 for name, file in self.files.items() if name not in NO_TENSORS}
+        )
 
     def verify(self) -> None:
         """Read every file and compare its hash. Raises UserError naming the first that differs."""

@@ -113,7 +113,7 @@ DOMAINS = (
     DomainSource("python_source", "library modules in Python", ("*.py",)),
     DomainSource(
         "cpp_headers",
-        "C++ headers of torch, Arrow and others",
+        "C++ headers of torch and others",
         tuple(f"*{ending}" for ending in HEADERS),
         excluded=CUDA_HEADERS,
     ),

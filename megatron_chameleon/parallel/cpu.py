@@ -34,19 +34,26 @@ def install_cpu_stand_in() -> bool:
 
 def replace_device_calls() -> None:
     """``torch.cuda.current_device()`` is passed on as ``device=``; the rest are waits and hints."""
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+    # A function of its own for each: the compiler refuses one function under two of torch's names.
+    torch.cuda.synchronize = _nothing()
+    torch.cuda.empty_cache = _nothing()
+    torch.cuda.set_device = _nothing()
 
+
+def _nothing() -> Callable[..., None]:
     def nothing(*_arguments: Any, **_more: Any) -> None:
         """There is no device to wait for, and no cache to empty."""
 
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = nothing
-    torch.cuda.empty_cache = nothing
-    torch.cuda.set_device = nothing
+    return nothing
 
 
 def replace_random_state() -> None:
     """The one CPU generator stands in for the CUDA generators, megatron's tracker included."""
     from megatron.core.tensor_parallel import random as megatron_random
+
+    def seed_generator(seed: int) -> None:
+        torch.manual_seed(seed)
 
     def get_state(device: Any = None) -> torch.Tensor:  # torch passes device= by name
         return torch.get_rng_state()
@@ -54,7 +61,7 @@ def replace_random_state() -> None:
     def set_state(state: torch.Tensor, *_where: Any, **_more: Any) -> None:
         torch.set_rng_state(state)
 
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.manual_seed = seed_generator
     torch.cuda.get_rng_state = get_state
     torch.cuda.random.get_rng_state = get_state
     torch.cuda.set_rng_state = set_state  # type: ignore[assignment]

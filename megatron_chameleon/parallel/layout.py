@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -125,11 +125,24 @@ def barrier() -> None:
     dist.barrier()
 
 
-def from_main(value: T) -> T:
-    """``value`` as rank 0 has it, on every rank; it is pickled, so keep it small."""
-    box = [value]
+def from_main(make: Callable[[], T]) -> T:
+    """What ``make`` returns on rank 0, on every rank; it is pickled, so keep it small.
+
+    Raises:
+        UserError: on every rank, if ``make`` raises it on rank 0; the others would otherwise wait
+            for a rank that has left.
+    """
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [make()]
+        except UserError as error:
+            box = [error]
     dist.broadcast_object_list(box, src=0)
-    return box[0]
+    if isinstance(box[0], UserError):
+        raise box[0]
+    made: T = box[0]
+    return made
 
 
 def device_name(device: torch.device) -> str:

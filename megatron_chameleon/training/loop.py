@@ -52,8 +52,7 @@ def pretrain(options: PretrainOptions) -> None:
     plan = plan_training(options)
     with distributed(options.parallel, options.seed) as layout:
         check_batch_sizes(options.global_batch_size, options.micro_batch_size, layout.data_size)
-        progress = from_main(find_progress(plan) if layout.is_main else None)
-        assert progress is not None
+        progress = from_main(lambda: find_progress(plan))
         if progress.step >= options.train_iters:
             if layout.is_main:
                 print(f"{options.run_dir} is finished at step {progress.step}; nothing to do")

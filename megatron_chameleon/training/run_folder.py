@@ -74,7 +74,7 @@ def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
 def _require_same_optimizer(plan: TrainingPlan, checkpoint: CheckpointRecord) -> None:
     """Any layout can go on from any other, but for this: megatron keeps two forms of the state."""
     flag = "--use-distributed-optimizer"
-    was_sharded = bool(checkpoint.layout["use_distributed_optimizer"])
+    was_sharded = bool(checkpoint.layout.get("use_distributed_optimizer"))
     if was_sharded != plan.options.parallel.use_distributed_optimizer:
         word, change = ("with", "give") if was_sharded else ("without", "leave out")
         raise UserError(

@@ -22,7 +22,7 @@ class Case:
     """A layout and the ranks it takes."""
 
     ranks: int
-    parallel: ParallelOptions = ParallelOptions()
+    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
 
 
 ONE = Case(1)
@@ -32,9 +32,7 @@ SP2 = Case(2, ParallelOptions(tensor_model_parallel_size=2, sequence_parallel=Tr
 PP2 = Case(2, ParallelOptions(pipeline_model_parallel_size=2))
 DP2 = Case(2)
 DP2_SHARDED = Case(2, ParallelOptions(use_distributed_optimizer=True))
-TP2_PP2 = Case(
-    4, ParallelOptions(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-)
+TP2_PP2 = Case(4, ParallelOptions(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
 TP2_DP2_SHARDED = Case(
     4, ParallelOptions(tensor_model_parallel_size=2, use_distributed_optimizer=True)
 )
@@ -72,7 +70,7 @@ RESUMED = {
 """Runs that go on from the middle of another: name -> (that run, the new layout)."""
 
 UNREPAIRED = ("no-repair", "zero-state-only", "shared-step-count")
-"""Continuations of 'dp2-sharded' with less and less of the AdamW repairs missing."""
+"""Continuations of 'dp2-sharded' with fewer and fewer of the AdamW repairs missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +122,6 @@ class Places:
     def reference(self) -> Path:
         """Hidden states and losses of the plain model, by :mod:`plain_readout`."""
         return self.root / "reference.npz"
-
-    @property
-    def checksums(self) -> Path:
-        """Run -> step -> tensor -> hash of its bytes."""
-        return self.root / "checksums.json"
 
     def failure(self, name: str) -> Path:
         """How a run without repairs ended, where it did not end well."""

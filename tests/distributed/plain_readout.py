@@ -65,9 +65,7 @@ def embed(
     windows = draw_windows(documents.sequence_lengths, length, NUM_WINDOWS, 0, name)
     windows = windows.longest_first()
     vectors = []
-    for document, start, count in zip(
-        windows.document, windows.start, windows.length, strict=True
-    ):
+    for document, start, count in zip(windows.document, windows.start, windows.length, strict=True):
         tokens = documents.get(int(document), offset=int(start), length=int(count))
         states = hooked_states(model, torch.from_numpy(tokens.astype(np.int64))[None], layer)
         vectors.append(states[:, 0].double().mean(dim=0).numpy())

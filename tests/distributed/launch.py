@@ -1,0 +1,84 @@
+"""Starting ranks, and ending them again whatever happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def torchrun(num_ranks: int, script: Path | str, *arguments: str) -> list[str]:
+    """The command that starts ``script`` on so many ranks of this machine, at any free port."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*start, "--nproc-per-node", str(num_ranks), str(REPOSITORY / script), *arguments]
+
+
+def flags(options: Any) -> list[str]:
+    """The command line that gives the dataclass ``options``, groups of options included."""
+    found: list[str] = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        name = "--" + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            found += flags(value)
+        elif isinstance(value, bool):
+            found += [name] if value else []
+        elif value is not None:
+            found += [name, str(value)]
+    return found
+
+
+def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start ``command`` as the leader of its own process group; what it says goes to ``log``."""
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """Wait for the end and return the exit status; whatever is left of the group is killed."""
+    try:
+        return process.wait(seconds)
+    finally:
+        kill_group(process)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all that it started, at once and without a word."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # all of them have left by themselves
+    process.wait()
+
+
+def environment() -> Mapping[str, str]:
+    """This process's environment without what a launcher set, one thread a rank, and no GPU.
+
+    There may be one, but not one for each rank; what is tested here are ranks over gloo.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return {
+        **kept,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+    }

@@ -1,0 +1,115 @@
+"""A rank is killed without warning; the same command goes on from the last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts.checkpoint import checkpoint_folders, step_folder
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
+from tests.distributed.launch import finish, flags, kill_group, start, torchrun
+from tests.distributed.layout_cases import SAVE_INTERVAL, TP2, TRAIN_ITERS, training_options
+
+SECONDS = 120.0
+KILLED_AFTER_STEP = SAVE_INTERVAL + 2
+
+
+@pytest.fixture(scope="module")
+def command(places):
+    options = training_options(places, "killed", TP2)
+    return torchrun(TP2.ranks, "tools/pretrain_gpt.py", *flags(options))
+
+
+@pytest.fixture(scope="module")
+def killed(places, command) -> Path:
+    """The folder of a run whose second rank was killed between two checkpoints."""
+    log = places.root / "killed.log"
+    process = start(command, log)
+    try:
+        wait_for_step(log, KILLED_AFTER_STEP)
+        os.kill(rank_process(process.pid, rank=1), signal.SIGKILL)
+        status = process.wait(SECONDS)
+    finally:
+        kill_group(process)
+    assert status != 0
+    return places.run("killed")
+
+
+@pytest.fixture(scope="module")
+def continued(places, command, killed) -> Path:
+    """The same folder after the same command once more, with other traces of a crash added."""
+    saved = step_folder(killed, SAVE_INTERVAL)
+    half_written = saved.with_name(f".step-{TRAIN_ITERS:08d}.tmp")
+    shutil.copytree(saved, half_written)
+    for part in half_written.glob("*.distcp"):
+        os.truncate(part, part.stat().st_size // 2)
+    with (killed / METRICS_NAME).open("a") as stream:
+        stream.write('{"step": 9, "loss": 4.')
+    log = places.root / "continued.log"
+    assert finish(start(command, log), SECONDS) == 0, log.read_text()
+    assert f"continuing at step {SAVE_INTERVAL}:" in log.read_text()
+    return killed
+
+
+def wait_for_step(log: Path, step: int) -> None:
+    end = time.monotonic() + SECONDS
+    while not re.search(rf"^step +{step}/", log.read_text(), re.MULTILINE):
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.005)
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process of one rank among the launcher's own children."""
+    (found,) = (
+        child.pid
+        for child in psutil.Process(launcher).children()
+        if child.environ().get("RANK") == str(rank)
+    )
+    return found
+
+
+def test_a_killed_run_leaves_whole_checkpoints_only(killed):
+    assert checkpoint_folders(killed) == [step_folder(killed, SAVE_INTERVAL)]
+    run = TrainingRun.load(killed)
+    assert run.status == "running"
+    assert run.step == SAVE_INTERVAL
+    assert max(line["step"] for line in run.metrics()) >= KILLED_AFTER_STEP
+
+
+def test_the_continued_run_is_bit_identical_to_an_uninterrupted_one(results, continued):
+    from tests.distributed.conftest import CLOCK_FIELDS
+
+    lines = [
+        {name: value for name, value in line.items() if name not in CLOCK_FIELDS}
+        for line in read_metrics(continued / METRICS_NAME)
+    ]
+    assert [line["step"] for line in lines] == list(range(1, TRAIN_ITERS + 1))
+    assert lines == results.metrics("tp2")
+
+
+def test_its_last_checkpoint_is_whole_and_identical_too(results, continued):
+    from megatron_chameleon.artifacts import CheckpointRecord
+
+    record = CheckpointRecord.load(step_folder(continued, TRAIN_ITERS))
+    record.verify()
+    assert record.hash == results.checkpoint("tp2", TRAIN_ITERS).hash
+
+
+def test_nothing_half_written_is_left(continued):
+    folder = step_folder(continued, TRAIN_ITERS).parent
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000006", "step-00000012"]
+    assert not list(continued.glob(".*.tmp"))
+
+
+def test_its_record_counts_every_token_once(results, continued):
+    run = TrainingRun.load(continued)
+    assert run.status == "finished"
+    assert run.domain_tokens == TrainingRun.load(results.places.run("tp2")).domain_tokens
