@@ -37,11 +37,11 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_chameleon", "megatron_chameleon.*"]),
-    package_data={"megatron_chameleon": ["py.typed", "**/*.json"]},
+    package_data={"megatron_chameleon": ["py.typed"]},
     install_requires=[
         # The model, its parallelism, its data files and its checkpoints.
         "torch>=2.9.0a0",
-        "megatron-core>=0.16,<0.18",
+        "megatron-core>=0.16,<0.17",
         # megatron-core's checkpoint writer hangs without it and does not declare it.
         "psutil>=5.9",
         # Numerics.
@@ -62,7 +62,7 @@ setup(
     extras_require={
         "eval": ["lm-eval>=0.4.9"],
         "hf": ["transformers>=4.46", "datasets>=3"],
-        "plots": ["matplotlib>=3.8", "umap-learn>=0.5.6"],
+        "plots": ["matplotlib>=3.8"],
         "docs": ["mkdocs-material>=9.5"],
         "dev": [
             "hypothesis>=6.100",

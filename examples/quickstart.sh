@@ -37,7 +37,7 @@ say "2/7 Tokenizer and corpus"
   python tools/train_tokenizer.py "${INPUT[@]}" --output "$RUN/tokenizer.json" --vocab-size 8192
 [ -e "$CORPUS/corpus.json" ] ||
   python tools/preprocess_data.py "${INPUT[@]}" --output "$CORPUS" \
-    --tokenizer-model "$RUN/tokenizer.json" --split 88,2,10 --min-tokens-per-split 2000
+    --tokenizer-model "$RUN/tokenizer.json" --split 80,10,10 --min-tokens-per-split 2000
 
 say "3/7 Proxy, uniform weights, tensor parallel over 2 ranks"
 ranks tools/pretrain_gpt.py "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY" \

@@ -92,7 +92,6 @@ def _refuse(message: str, rank: int) -> NoReturn:
         time.sleep(SECONDS_BEFORE_OTHER_RANKS_SPEAK)
     where = "" if rank == 0 else f"rank {rank}: "
     print(f"error: {where}{message}", file=sys.stderr, flush=True)
-    # torchrun ends its other workers as soon as one has left; give what was printed time to arrive.
     sys.exit(USER_ERROR_STATUS)
 
 

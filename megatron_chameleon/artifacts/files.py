@@ -83,7 +83,7 @@ def sha256_of_json(value: Any) -> str:
 def _put_in_place(temporary: Path, path: Path) -> None:
     try:
         os.chmod(temporary, 0o666 & ~_umask())
-        _flush_to_disk(temporary)
+        flush_to_disk(temporary)
         os.replace(temporary, path)
     except OSError as error:
         raise cannot_write(path, error) from error
@@ -95,7 +95,8 @@ def _umask() -> int:
     return mask
 
 
-def _flush_to_disk(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Wait until what was written to ``path`` would outlive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

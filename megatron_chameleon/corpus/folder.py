@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from megatron_chameleon.artifacts.corpus import FILE_NAME
+from megatron_chameleon.artifacts.files import flush_to_disk
 from megatron_chameleon.errors import UserError
 
 PARTIAL_NAME = ".partial"
@@ -68,14 +69,17 @@ class CorpusFolder:
         os.close(self._descriptor)
 
     def publish(self) -> None:
-        """Move all files into place. Until corpus.json is written again there is no corpus."""
+        """Move all files into place, corpus.json last: with it the folder is a corpus again.
+
+        Only renames lie between the end of an old corpus and the new one being whole.
+        """
         files = sorted(path for path in self.partial.rglob("*") if path.is_file())
+        files.sort(key=lambda path: path.name == FILE_NAME)
         for file in files:
-            _flush_to_disk(file)
-        if (self.root / FILE_NAME).exists():
-            (self.root / FILE_NAME).unlink()
-            for old in [path for pattern in _OWN_FILES for path in self.root.glob(pattern)]:
-                old.unlink()
+            flush_to_disk(file)
+        (self.root / FILE_NAME).unlink(missing_ok=True)
+        for old in [path for pattern in _OWN_FILES for path in self.root.glob(pattern)]:
+            old.unlink()
         for file in files:
             target = self.root / file.relative_to(self.partial)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +95,3 @@ class CorpusFolder:
                 "another --output"
             ) from None
 
-
-def _flush_to_disk(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())

@@ -358,13 +358,19 @@ def _earlier_files(folder: Path) -> set[str]:
     if not names:
         return set()
     known = {f"{domain.name}.jsonl" for domain in DOMAINS} | {SUMMARY_FILE}
-    if SUMMARY_FILE not in names or names - known:
-        other = sorted(names - known)[:1] or sorted(names)[:1]
+    # An interrupted run leaves some of the files, and perhaps a temporary one.
+    ours = {name for name in names if name in known or _is_temporary(name, known)}
+    if names - ours:
+        other = sorted(names - ours)
         raise UserError(
             f"--output-dir {folder} has files that this tool did not write ({other[0]}); "
             "give an empty or a new folder"
         )
     return names - {SUMMARY_FILE}
+
+
+def _is_temporary(name: str, known: set[str]) -> bool:
+    return name.endswith(".tmp") and any(name.startswith(f".{file}.") for file in known)
 
 
 def _too_few(

@@ -6,8 +6,6 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 
-from tqdm import tqdm
-
 from megatron_chameleon.artifacts import SPLITS, Corpus, Stopwatch, provenance
 from megatron_chameleon.corpus.domain_writer import DomainWriter, DomainWriters
 from megatron_chameleon.corpus.folder import CorpusFolder
@@ -19,6 +17,7 @@ from megatron_chameleon.corpus.summary import closing_words
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
+from megatron_chameleon.progress import progress_bar
 
 # Enough text to keep all cores busy on one batch, little enough to hold with its encodings.
 _BATCH_CHARACTERS = 2_000_000
@@ -43,15 +42,15 @@ def preprocess_data(options: PreprocessOptions) -> None:
         _check_domains(writers, reader.sources, options.min_tokens_per_split)
         domains = {name: writer.finish() for name, writer in writers.items()}
         shutil.copyfile(tokenizer.path, folder.partial / tokenizer.identity.file)
-        folder.publish()
         Corpus(
-            root=options.output,
+            root=folder.partial,
             tokenizer=tokenizer.identity,
             dtype=dtype,
             domains=domains,
             provenance=provenance(options, {"tokenizer": tokenizer.sha256, **reader.hashes}),
             cost=stopwatch.cost(),
         ).save()
+        folder.publish()
     corpus = Corpus.load(options.output)
     print(closing_words(corpus, dict(writers.items()), reader.malformed))
 
@@ -75,9 +74,7 @@ def _tokenize(reader: DocumentReader, tokenizer: Tokenizer, writers: DomainWrite
     for source in reader.sources:
         if source.domain is not None:
             writers.of(source.domain)  # in the order given, and known even if it stays empty
-    with tqdm(
-        total=reader.total_bytes, unit="B", unit_scale=True, desc="tokenizing", mininterval=0.5
-    ) as bar:
+    with progress_bar(reader.total_bytes, "B", "tokenizing") as bar:
         reader.on_bytes = bar.update
         for batch in _batches(reader):
             _write_batch(batch, tokenizer, writers)

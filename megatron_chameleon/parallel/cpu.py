@@ -7,8 +7,10 @@ counterparts, for this process. Where one exists it does nothing, so there is on
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,10 @@ import torch
 
 _CPU = torch.device("cpu")
 _INSTALLED = "_megatron_chameleon_cpu_stand_in"
+# Names and limits of glibc's mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+_LARGEST_INT = 2**31 - 1
 
 
 def install_cpu_stand_in() -> bool:
@@ -28,6 +34,7 @@ def install_cpu_stand_in() -> bool:
         redirect_cuda_constructors()
         report_cuda_tensor_types()
         run_fused_functions_eagerly()
+        keep_freed_memory()
         setattr(torch.cuda, _INSTALLED, True)
     return True
 
@@ -104,3 +111,17 @@ def report_cuda_tensor_types() -> None:
 def run_fused_functions_eagerly() -> None:
     """Fused functions are compiled; the compiler fails on the replaced calls."""
     torch.compiler.set_stance("force_eager")
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed tensors for the next ones instead of giving them back to the system.
+
+    Every step allocates the same large tensors again. Given back, their pages are faulted in anew
+    each time, which costs a small model a third of its speed.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc; other C libraries have no such setting
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)

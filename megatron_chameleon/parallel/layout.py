@@ -71,7 +71,8 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     Raises:
         UserError: if the ranks cannot be laid out as ``options`` ask.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # torchrun sets both; a scheduler may set WORLD_SIZE alone, for a process that is on its own.
+    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     check_layout(options, world_size)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -80,18 +81,29 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = _prepare_device()
     _init_process_group(world_size, device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=options.tensor_model_parallel_size,
-            pipeline_model_parallel_size=options.pipeline_model_parallel_size,
-            create_gloo_process_groups=False,
-        )
-        torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed)
         yield _current_layout(options, device)
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    except BaseException:
+        # Other ranks may be waiting in a collective, which would keep this one from leaving the
+        # groups, and its error from being told. The process is about to end anyway.
+        if world_size == 1:
+            _leave_groups()
+        raise
+    _leave_groups()
+
+
+def _leave_groups() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def check_degrees(options: ParallelOptions) -> None:
@@ -153,19 +165,24 @@ def device_name(device: torch.device) -> str:
 def _prepare_device() -> torch.device:
     if install_cpu_stand_in():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"{local_rank + 1} or more ranks were started on a machine with {count} CUDA device(s); "
+            f"give --nproc-per-node {count}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
 def _init_process_group(world_size: int, device: torch.device) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
-    else:
-        dist.init_process_group(
-            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=world_size
-        )
+    on_gpu = device.type == "cuda"
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    assert not alone or world_size == 1
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, **alone
+    )
 
 
 def _current_layout(options: ParallelOptions, device: torch.device) -> Layout:

@@ -49,15 +49,16 @@ def pretrain(options: PretrainOptions) -> None:
         UserError: for a mistake in the options or in what they name, before anything is written or
             deleted; later, if the loss is no longer a number.
     """
-    plan = plan_training(options)
     with distributed(options.parallel, options.seed) as layout:
+        plan = from_main(lambda: plan_training(options))
         check_batch_sizes(options.global_batch_size, options.micro_batch_size, layout.data_size)
+        samples = samples_of(plan)
         progress = from_main(lambda: find_progress(plan))
         if progress.step >= options.train_iters:
             if layout.is_main:
                 print(f"{options.run_dir} is finished at step {progress.step}; nothing to do")
             return
-        Trainer(plan, layout, progress).run()
+        Trainer(plan, layout, progress, samples).run()
 
 
 def samples_of(plan: TrainingPlan) -> BlendedTokens:
@@ -76,11 +77,13 @@ def samples_of(plan: TrainingPlan) -> BlendedTokens:
 class Trainer:
     """One rank's side of a training run."""
 
-    def __init__(self, plan: TrainingPlan, layout: Layout, progress: Progress) -> None:
+    def __init__(
+        self, plan: TrainingPlan, layout: Layout, progress: Progress, samples: BlendedTokens
+    ) -> None:
         options = plan.options
         self.plan, self.options, self.layout = plan, options, layout
         self.batches = MicroBatchIterator(
-            samples_of(plan),
+            samples,
             options.global_batch_size,
             options.micro_batch_size,
             layout.data_rank,
@@ -116,6 +119,9 @@ class Trainer:
             self._run_steps()
         except KeyboardInterrupt:
             self.record("interrupted")
+            raise
+        except Exception:
+            self.record("failed")
             raise
         self.record("finished")
         self.say_goodbye()
@@ -153,7 +159,6 @@ class Trainer:
         self.domain_tokens.update(interval.domain_tokens)
         for name, value in (("loss", interval.loss), ("gradient's norm", interval.grad_norm)):
             if not math.isfinite(value):
-                self.record("failed")
                 raise UserError(
                     f"the {name} is {value} at step {self.step}; lower --lr or lengthen "
                     f"--lr-warmup-iters; checkpoints up to here are in {self.options.run_dir}"
@@ -194,7 +199,7 @@ class Trainer:
             files={},
             provenance=self.plan.provenance,
         )
-        save_checkpoint(state, record, self.layout)
+        save_checkpoint(state, record)
         self.record("running")
 
     def record(self, status: Status) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.provenance import plain_options
@@ -42,17 +45,23 @@ def find_progress(plan: TrainingPlan) -> Progress:
     """Look into the run's folder and make it ready. Called on one rank.
 
     Raises:
-        UserError: if the folder holds a run of other options, corpus or mixture.
+        UserError: if the folder holds a run of other options, corpus or mixture, or a damaged
+            checkpoint.
     """
     folder = plan.options.run_dir
     if plan.options.overwrite and TrainingRun.exists(folder):
         shutil.rmtree(folder)
+    folders = checkpoint_folders(folder)
     if not TrainingRun.exists(folder):
+        if folders:
+            raise UserError(
+                f"{folder} has checkpoints but no run.json, which says what they belong to; "
+                "choose another --run-dir"
+            )
         return Progress()
     run = TrainingRun.load(folder)
     _require_same(plan, run)
-    folders = checkpoint_folders(folder)
-    checkpoint = CheckpointRecord.load(folders[-1]) if folders else None
+    checkpoint = _whole_checkpoint(folders[-1]) if folders else None
     if checkpoint:
         _require_same_optimizer(plan, checkpoint)
     progress = Progress(run, checkpoint)
@@ -60,12 +69,23 @@ def find_progress(plan: TrainingPlan) -> Progress:
     return progress
 
 
+def _whole_checkpoint(folder: Path) -> CheckpointRecord:
+    try:
+        checkpoint = CheckpointRecord.load(folder)
+        checkpoint.verify()
+    except UserError as error:
+        raise UserError(f"{error}: delete {folder} and run again to go on from there") from error
+    return checkpoint
+
+
 def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
     way_out = "choose another --run-dir, or give --overwrite to start anew"
     for name, value in plan.provenance.inputs.items():
         if run.provenance.inputs.get(name) != value:
             raise UserError(f"{run.root} holds a run with another {name}; {way_out}")
-    difference = _first_difference(run.provenance.options, plain_options(plan.options))
+    difference = _first_difference(
+        run.provenance.options, plain_options(plan.options), FREE_OPTIONS
+    )
     if difference:
         flag, before, now = difference
         raise UserError(f"{run.root} holds a run with {flag} {before}, not {now}; {way_out}")
@@ -84,13 +104,14 @@ def _require_same_optimizer(plan: TrainingPlan, checkpoint: CheckpointRecord) ->
 
 
 def _first_difference(
-    before: dict[str, object], now: dict[str, object]
-) -> tuple[str, object, object] | None:
-    for name, value in now.items():
-        old = before.get(name)
-        if name in FREE_OPTIONS or old == value:
+    before: dict[str, Any], now: dict[str, Any], free: Collection[str] = ()
+) -> tuple[str, Any, Any] | None:
+    """The first option that is not as it was: its flag, what it was, what it is."""
+    for name in [*now, *(name for name in before if name not in now)]:
+        old, new = before.get(name), now.get(name)
+        if name in free or old == new:
             continue
-        if isinstance(value, dict) and isinstance(old, dict):
-            return _first_difference(old, value)
-        return f"--{name.replace('_', '-')}", old, value
+        if isinstance(old, dict) and isinstance(new, dict):
+            return _first_difference(old, new)
+        return f"--{name.replace('_', '-')}", old, new
     return None

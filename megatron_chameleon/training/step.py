@@ -72,7 +72,7 @@ def _forward_step(
 ) -> tuple[torch.Tensor, functools.partial[tuple[torch.Tensor, Batch]]]:
     """The model's output, and the function that turns it into a loss, as schedules ask."""
     device = next(model.parameters()).device
-    batch = {name: part.to(device, non_blocking=True) for name, part in next(batches).items()}
+    batch = {name: part.to(device) for name, part in next(batches).items()}
     token_losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return token_losses, functools.partial(_mean_loss, batch, num_domains)
 

@@ -100,7 +100,8 @@ def test_embeddings_and_perplexity_are_those_of_the_cpu(
         run_tool("evaluate.py", "perplexity", *common, tmp_path / f"{place}.json", on_cpu=on_cpu)
     stores = [EmbeddingStore.load(tmp_path / place / "embeddings") for place in ("cpu", "gpu")]
     for name in corpus.names:
-        np.testing.assert_allclose(*(store.vectors(name) for store in stores), atol=1e-4)
+        on_cpu_vectors, on_gpu_vectors = (store.vectors(name) for store in stores)
+        np.testing.assert_allclose(on_gpu_vectors, on_cpu_vectors, atol=1e-4)
     results = [EvaluationResult.load(tmp_path / f"{place}.json") for place in ("cpu", "gpu")]
     for name in corpus.names:
         on_cpu_loss, on_gpu_loss = (result.domains[name].loss for result in results)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+# Where there is a GPU too: these tests compare with plain loops on the CPU. What needs a GPU is in
+# tests/gpu.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import hypothesis
 import pytest
@@ -25,7 +30,8 @@ def one_rank() -> Iterator[Layout]:
     """Process groups of one rank while a module's tests run.
 
     A module that uses it must not call what sets up process groups itself: ``pretrain``,
-    ``compute_mixture``, ``evaluate_perplexity``, or the fixture ``trained_run``.
+    ``compute_mixture``, ``evaluate_perplexity``, or the fixtures ``finished_run`` and
+    ``trained_run``.
     """
     from megatron_chameleon.options.parallel import ParallelOptions
     from megatron_chameleon.parallel.layout import distributed

@@ -186,6 +186,30 @@ def test_a_defect_is_shown_with_its_traceback_and_status_1():
     assert ended.stderr.endswith("ValueError: a defect\n")
 
 
+LOST_PEER = "[1] Connection closed by peer [127.0.0.1]:29500"
+
+
+def test_a_rank_that_loses_the_one_that_left_waits_for_its_end(capsys, rank_1):
+    def tool(_options):
+        raise RuntimeError(LOST_PEER)
+
+    with pytest.raises(rank_1):
+        run_tool(tool, ToolOptions, ["--corpus", "c"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("rank", "message"), [("0", LOST_PEER), ("1", "a defect of its own")])
+def test_any_other_rank_in_trouble_says_so_at_once(monkeypatch, rank, message):
+    def tool(_options):
+        raise RuntimeError(message)
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: pytest.fail("it waited"))
+    with pytest.raises(RuntimeError) as raised:
+        run_tool(tool, ToolOptions, ["--corpus", "c"])
+    assert str(raised.value) == message
+
+
 def test_control_c_is_no_defect(capsys):
     def tool(_options):
         raise KeyboardInterrupt

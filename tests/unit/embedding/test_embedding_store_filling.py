@@ -143,11 +143,10 @@ def test_vectors_are_those_of_the_drawn_windows(reader, corpus, tmp_path):
     windows = draw_windows(lengths, 32, RECIPE.num_windows, RECIPE.seed, name)
     expected = embed(reader, corpus, windows, batch_size=1)
     stored = fill(tmp_path / "store", corpus, reader).vectors(name)
-
-    def in_order(rows):
-        return rows[np.lexsort(np.round(rows, 4).T[::-1])]
-
-    np.testing.assert_allclose(in_order(stored), in_order(expected), atol=1e-5)
+    # The store may keep them in another order, in which each window's vector is found once.
+    apart = np.abs(stored[:, None] - expected[None]).max(axis=-1)
+    assert sorted(apart.argmin(axis=1)) == list(range(RECIPE.num_windows))
+    assert apart.min(axis=1).max() < 1e-5
 
 
 def test_the_cost_is_that_of_the_tokens_read(reader, corpus, tmp_path):

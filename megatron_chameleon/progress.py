@@ -1,0 +1,21 @@
+"""Progress bars: lively on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import sys
+
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LOG_LINES = 10.0
+
+
+def progress_bar(total: int, unit: str, description: str = "", *, quiet: bool = False) -> tqdm:
+    """A bar on stderr with the time left; ``quiet`` shows none (ranks other than the first)."""
+    return tqdm(
+        total=total,
+        unit=unit,
+        unit_scale=True,
+        desc=description,
+        disable=quiet,
+        mininterval=0.2 if sys.stderr.isatty() else SECONDS_BETWEEN_LOG_LINES,
+    )

@@ -1,0 +1,24 @@
+"""A checkpoint as a diverged training run leaves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.checkpoint.reader import open_reader
+from megatron_chameleon.checkpoint.save import save_checkpoint
+from megatron_chameleon.checkpoint.state import model_state
+from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.parallel.layout import distributed
+
+
+def poison_checkpoint(folder: Path, parameter: str) -> None:
+    """Write the checkpoint in ``folder`` anew with NaN in one parameter, and only its weights."""
+    record = CheckpointRecord.load(folder)
+    with distributed(ParallelOptions(), seed=0) as layout:
+        reader = open_reader(record, layout)
+        with torch.no_grad():
+            reader.model.get_parameter(parameter).fill_(float("nan"))
+        save_checkpoint(model_state(reader.model), record, layout)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from megatron_chameleon.training.metrics import (
+    Interval,
+    IntervalMeter,
+    append_metrics,
+    duration,
+    progress_line,
+)
+from megatron_chameleon.training.step import StepResult
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (65, "1 min 05 s"),
+        (3599.4, "59 min 59 s"),
+        (3599.6, "1 h 00 min"),
+        (7620, "2 h 07 min"),
+        (86_399, "23 h 59 min"),
+        (86_400, "1 d 00 h"),
+        (3 * 86_400 + 4 * 3600 + 59 * 60, "3 d 04 h"),
+    ],
+)
+def test_durations_are_told_in_two_units(seconds, text):
+    assert duration(seconds) == text
+
+
+def sums(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_an_interval_adds_up_its_steps(one_rank):
+    meter = IntervalMeter(["a", "b", "c"], one_rank)
+    meter.add(StepResult(sums([6.0, 2], [0, 0], [12.0, 2]), grad_norm=0.5))
+    meter.add(StepResult(sums([4.0, 2], [0, 0], [2.0, 2]), grad_norm=0.25))
+    interval = meter.read()
+    assert interval.loss == pytest.approx(24 / 8)
+    # A domain without tokens has no loss, and none is made up.
+    assert interval.domain_loss == pytest.approx({"a": 10 / 4, "c": 14 / 4})
+    assert interval.domain_tokens == {"a": 4, "c": 4}
+    assert interval.grad_norm == 0.25
+    assert interval.tokens_per_second > 0
+
+
+def test_reading_starts_a_new_interval(one_rank):
+    meter = IntervalMeter(["a", "b"], one_rank)
+    meter.add(StepResult(sums([6.0, 2], [3.0, 1]), grad_norm=0.5))
+    meter.read()
+    meter.add(StepResult(sums([0, 0], [5.0, 2]), grad_norm=0.1))
+    assert meter.read().domain_loss == {"b": 2.5}
+
+
+def test_a_loss_that_is_no_number_stays_one(one_rank):
+    meter = IntervalMeter(["a", "b"], one_rank)
+    meter.add(StepResult(sums([math.nan, 2], [3.0, 1]), grad_norm=0.5))
+    interval = meter.read()
+    assert math.isnan(interval.loss)
+    assert interval.domain_loss["b"] == 3.0
+
+
+def test_records_are_lines_of_json(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        append_metrics(path, {"step": step, "domain_loss": {"ü": 0.1}})
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "domain_loss": {"ü": 0.1}},
+        {"step": 2, "domain_loss": {"ü": 0.1}},
+    ]
+    assert "ü" in lines[0]
+
+
+def test_the_line_for_people():
+    interval = Interval(3.14159, {}, {}, grad_norm=0.987, tokens_per_second=12_345.6)
+    assert progress_line(20, 2000, 5e-4, interval, left=3725) == (
+        "step   20/2000 | loss 3.1416 | lr 5.00e-04 | grad norm 0.99 | 12,346 tokens/s | "
+        "1 h 02 min left"
+    )

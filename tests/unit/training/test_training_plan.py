@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_chameleon.artifacts import Mixture, MixtureWarning
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.training import OptimizerOptions
+from megatron_chameleon.training.plan import plan_training
+from tests.small_corpus import DOMAINS, VOCAB_SIZE
+
+
+@pytest.fixture
+def plan(pretrain_options, tmp_path):
+    """``plan(**changes)``: the plan of six steps, with some options changed."""
+
+    def make(**changes):
+        return plan_training(pretrain_options(tmp_path / "run", **changes))
+
+    return make
+
+
+def written(path: Path, weights: dict[str, float]) -> str:
+    path.write_text(json.dumps({"weights": weights}))
+    return str(path)
+
+
+def test_a_plan_holds_what_the_options_name(plan, corpus):
+    made = plan()
+    assert made.corpus == corpus
+    assert made.weights == [1 / 3] * 3
+    assert made.mixture == Mixture.uniform(list(DOMAINS))
+    assert made.shape == ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
+    assert made.tokens_per_step == 8 * 32
+    assert made.provenance.inputs == {"corpus": corpus.hash, "mixture": made.mixture.hash}
+
+
+def test_planning_writes_nothing(plan, tmp_path):
+    plan()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_come_from_the_file_in_the_corpus_order(plan, tmp_path):
+    mixture = written(tmp_path / "m.json", {"poems": 0.5, "news": 0.2, "code": 0.3})
+    assert plan(mixture=mixture).weights == [0.2, 0.3, 0.5]
+
+
+def test_a_domain_of_weight_zero_may_be_too_small(plan, tmp_path):
+    with pytest.warns(MixtureWarning, match="the mixture says nothing of code, poems"):
+        made = plan(mixture=written(tmp_path / "m.json", {"news": 1.0}))
+    assert made.weights == [1.0, 0.0, 0.0]
+
+
+BAD_OPTIONS = [
+    ({"seq_length": 0}, "--seq-length 0: give a whole number from 1 on"),
+    ({"train_iters": -3}, "--train-iters -3: give a whole number"),
+    ({"global_batch_size": 0}, "--global-batch-size 0: "),
+    ({"micro_batch_size": 0}, "--micro-batch-size 0: "),
+    ({"log_interval": 0}, "--log-interval 0: "),
+    ({"save_interval": 0}, "--save-interval 0: "),
+    ({"seed": -1}, "--seed -1: give a whole number from 0 to 4294967295"),
+    ({"seed": 2**32}, "--seed 4294967296: "),
+    ({"model_size": "83m"}, "--model-size 83m: there is no such size; choose from 60m, 82m, "),
+    ({"seq_length": 10**6}, "domain 'news' has .* tokens in train, fewer than one sequence"),
+    ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist"),
+    ({"mixture": "nowhere.json"}, r"nowhere\.json does not exist"),
+    ({"parallel": ParallelOptions(0)}, "--tensor-model-parallel-size 0: .* from 1 on"),
+    ({"parallel": ParallelOptions(3)}, "3 does not divide 4 attention heads; 1, 2, 4 do"),
+    ({"parallel": ParallelOptions(1, 3)}, "3 does not divide 4 layers; 1, 2, 4 do"),
+    (
+        {"parallel": ParallelOptions(2, sequence_parallel=True), "seq_length": 31},
+        "--seq-length 31 is not a multiple of --tensor-model-parallel-size 2",
+    ),
+]
+
+BAD_OPTIMIZERS: list[tuple[dict[str, Any], str]] = [
+    ({"lr": 0.0, "min_lr": 0.0}, "--lr 0.0 --min-lr 0.0: "),
+    ({"lr": 1e-5, "min_lr": 1e-4}, "--lr 1e-05 --min-lr 0.0001: .* not below the end"),
+    ({"lr": -1.0, "min_lr": -2.0}, "--lr -1.0 "),
+    ({"lr": math.nan}, "--lr nan "),
+    ({"lr": math.inf}, "--lr inf "),
+    ({"min_lr": math.nan}, "--min-lr nan"),
+    ({"lr_warmup_iters": 6}, "--lr-warmup-iters 6 leaves nothing of --train-iters 6"),
+    ({"lr_warmup_iters": -1}, "--lr-warmup-iters -1 "),
+    ({"weight_decay": -0.1}, "--weight-decay -0.1: give a number from 0 on"),
+    ({"clip_grad": math.inf}, "--clip-grad inf: "),
+    ({"adam_eps": math.nan}, "--adam-eps nan: "),
+    ({"adam_beta1": 1.0}, "--adam-beta1 1.0: it lies from 0 on and below 1"),
+    ({"adam_beta2": -0.5}, "--adam-beta2 -0.5: "),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        *BAD_OPTIONS,
+        *(
+            ({"optimizer": dataclasses.replace(OptimizerOptions(lr_warmup_iters=2), **bad)}, told)
+            for bad, told in BAD_OPTIMIZERS
+        ),
+    ],
+)
+def test_every_bad_option_has_one_clear_line(plan, tmp_path, changes, problem):
+    with pytest.raises(UserError, match=problem) as refused:
+        plan(**changes)
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ({"news": -1.0}, r"m\.json: weight of 'news' is -1\.0"),
+        ({"news": math.nan}, "weight of 'news' is nan"),
+        ({"news": 0.0, "code": 0.0}, "all weights are zero"),
+        ({"news": 0.5, "songs": 0.5}, "weight for 'songs', .* its domains are news, code, poems"),
+    ],
+)
+def test_a_bad_mixture_has_one_clear_line(plan, tmp_path, weights, problem):
+    with pytest.raises(UserError, match=problem):
+        plan(mixture=written(tmp_path / "m.json", weights))

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
+from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.run_folder import FREE_OPTIONS, Progress, find_progress
+from tests.small_corpus import DOMAINS, write_small_corpus
+
+
+@pytest.fixture
+def progress_of(pretrain_options):
+    """``progress_of(run_dir, **changes)``: where the run stands for one who asks for these."""
+
+    def find(run_dir, **changes):
+        return find_progress(plan_training(pretrain_options(run_dir, **changes)))
+
+    return find
+
+
+def steps_of(run_dir):
+    return [record["step"] for record in read_metrics(run_dir / METRICS_NAME)]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_without_a_run_starts_one_and_loses_nothing(progress_of, tmp_path, overwrite):
+    run_dir = tmp_path / "run"
+    assert progress_of(run_dir, overwrite=overwrite) == Progress()
+    run_dir.mkdir()
+    (run_dir / "notes.txt").write_text("mine")
+    assert progress_of(run_dir, overwrite=overwrite).step == 0
+    assert (run_dir / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_goes_on_from_its_last_checkpoint(progress_of, trained_run):
+    before = contents(trained_run)
+    progress = progress_of(trained_run)
+    assert progress.step == 6
+    assert progress.run == TrainingRun.load(trained_run)
+    assert progress.checkpoint.root == step_folder(trained_run, 6)
+    assert contents(trained_run) == before
+
+
+def test_what_was_logged_after_the_checkpoint_is_dropped(progress_of, trained_run):
+    shutil.rmtree(step_folder(trained_run, 6))
+    assert steps_of(trained_run) == [2, 3, 4, 6]
+    assert progress_of(trained_run).step == 3
+    assert steps_of(trained_run) == [2, 3]
+
+
+def test_a_run_without_checkpoints_starts_again(progress_of, trained_run):
+    shutil.rmtree(trained_run / "checkpoints")
+    progress = progress_of(trained_run)
+    assert progress.step == 0
+    assert progress.run is not None
+    assert steps_of(trained_run) == []
+
+
+OTHER: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 7}, "--seed 1234, not 7"),
+    ({"train_iters": 8}, "--train-iters 6, not 8"),
+    ({"global_batch_size": 4}, "--global-batch-size 8, not 4"),
+    ({"seq_length": 16}, "--seq-length 32, not 16"),
+    ({"model_size": "tiny"}, "--model-size nano, not tiny"),
+    ({"bf16": True}, "--bf16 False, not True"),
+    ({"optimizer": OptimizerOptions(lr=2e-2, lr_warmup_iters=2)}, "--lr 0.01, not 0.02"),
+    ({"optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=3)}, "--lr-warmup-iters 2, not 3"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), OTHER)
+def test_a_run_of_other_options_is_refused_by_the_flag(progress_of, trained_run, changes, told):
+    before = contents(trained_run)
+    with pytest.raises(UserError) as refused:
+        progress_of(trained_run, **changes)
+    assert str(refused.value) == (
+        f"{trained_run} holds a run with {told}; "
+        "choose another --run-dir, or give --overwrite to start anew"
+    )
+    assert contents(trained_run) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch_size": 2},
+        {"log_interval": 1},
+        {"save_interval": 1},
+        {"parallel": ParallelOptions(tensor_model_parallel_size=2)},
+    ],
+)
+def test_what_changes_no_number_may_be_another(progress_of, trained_run, changes):
+    assert progress_of(trained_run, **changes).step == 6
+
+
+def test_every_option_is_either_free_or_tried_above():
+    tried = {name for changes, _ in OTHER for name in changes}
+    assert tried | set(FREE_OPTIONS) == {
+        field.name for field in dataclasses.fields(PretrainOptions)
+    }
+
+
+def test_a_corpus_may_have_moved_but_not_changed(progress_of, trained_run, corpus, tmp_path):
+    moved = Path(shutil.copytree(corpus.root, tmp_path / "moved"))
+    assert progress_of(trained_run, corpus=moved).step == 6
+    changed = write_small_corpus(tmp_path / "changed", seed=1)
+    with pytest.raises(UserError, match="holds a run with another corpus; choose another"):
+        progress_of(trained_run, corpus=changed.root)
+
+
+def test_a_mixture_is_the_same_by_its_weights(progress_of, trained_run, tmp_path):
+    same, other = tmp_path / "same.json", tmp_path / "other.json"
+    same.write_text(json.dumps({"weights": dict.fromkeys(DOMAINS, 1 / 3)}))
+    other.write_text(json.dumps({"weights": dict(zip(DOMAINS, [0.2, 0.3, 0.5], strict=True))}))
+    assert progress_of(trained_run, mixture=str(same)).step == 6
+    with pytest.raises(UserError, match="holds a run with another mixture"):
+        progress_of(trained_run, mixture=str(other))
+
+
+def test_overwrite_starts_anew_whatever_was_there(progress_of, trained_run):
+    assert progress_of(trained_run, overwrite=True, seed=7) == Progress()
+    assert not trained_run.exists()
+
+
+def test_a_bad_option_deletes_nothing(progress_of, trained_run):
+    before = contents(trained_run)
+    with pytest.raises(UserError):
+        progress_of(trained_run, overwrite=True, model_size="83m")
+    assert contents(trained_run) == before
+
+
+def test_a_damaged_checkpoint_is_told(progress_of, trained_run):
+    weights = max(step_folder(trained_run, 6).iterdir(), key=lambda path: path.stat().st_size)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"missing or not of its size: .*; use an earlier one"):
+        progress_of(trained_run)
+    # The way out that the message names.
+    shutil.rmtree(step_folder(trained_run, 6))
+    assert progress_of(trained_run).step == 3
+
+
+def test_the_optimizers_form_cannot_change(progress_of, trained_run):
+    sharded = ParallelOptions(use_distributed_optimizer=True)
+    with pytest.raises(UserError, match=r"without --use-distributed-optimizer .*; leave out"):
+        progress_of(trained_run, parallel=sharded)
+
+
+def test_a_damaged_run_file_is_told(progress_of, trained_run):
+    (trained_run / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"run\.json:1: not JSON"):
+        progress_of(trained_run)
