@@ -22,6 +22,9 @@ STAMP := $(VENV)/.installed-$(SETUP_KEY)
 # One thread a process: the tests and the ranks already fill the cores.
 test test-slow test-gpu: export OMP_NUM_THREADS := 1
 
+# What these test has to hold without a GPU, also where there is one.
+test test-slow: export CUDA_VISIBLE_DEVICES :=
+
 .PHONY: help setup quickstart test test-slow test-gpu lint format doctor clean
 
 help:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
 import time
 import warnings
@@ -19,6 +20,7 @@ from megatron_chameleon.errors import UserError
 Options = TypeVar("Options")
 
 USER_ERROR_STATUS = 2
+INTERRUPTED_STATUS = 130
 # A mistake that every rank sees is told by rank 0 alone; torchrun then ends the others. A rank that
 # is still alive after this long found something that rank 0 did not, so it speaks for itself.
 SECONDS_BEFORE_OTHER_RANKS_SPEAK = 8.0
@@ -30,26 +32,34 @@ def run_tool(
     function: Callable[[Options], int | None],
     options_type: type[Options],
     argv: Sequence[str] | None = None,
+    prog: str | None = None,
 ) -> NoReturn:
     """Parse ``argv`` into ``options_type``, call ``function`` with it and leave the process.
 
-    Exit status: what ``function`` returns (None is 0), 2 for a user's mistake.
+    ``prog`` is what --help calls the tool. SIGTERM, by which schedulers and torchrun end a
+    process, acts as Ctrl-C. Exit status: what ``function`` returns (None is 0), 2 for a user's
+    mistake, 130 if interrupted.
     """
     rank = int(os.environ.get("RANK", "0"))
-    options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank)
+    options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank, prog)
+    signal.signal(signal.SIGTERM, _interrupt)
     warnings.showwarning = _one_line_warning if rank == 0 else _no_warning
     for noise in (FutureWarning, DeprecationWarning):  # of libraries, for their programmers
         warnings.simplefilter("ignore", noise)
+    status: int | None = 0
     try:
         status = function(options)
+        sys.stdout.flush()
     except UserError as error:
         _refuse(str(error), rank)
     except RuntimeError as error:
         if rank != 0 and LOST_PEER.search(str(error)):
             time.sleep(SECONDS_BEFORE_OTHER_RANKS_SPEAK)  # the one that left has said why
         raise
+    except BrokenPipeError:  # whoever read the output has left, as in "tool | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED_STATUS)
     sys.exit(status or 0)
 
 
@@ -64,12 +74,15 @@ def run_subcommand(
         print(f"usage: {tool} {{{','.join(commands)}}} [options]; {tool} COMMAND --help shows them")
         sys.exit(0)
     if name not in commands:
-        _refuse(f"{tool} {name}: no such command; the first argument is {_one_of(commands)}", rank)
+        problem = f"no such command '{name}'" if name else "which command?"
+        _refuse(f"{tool}: {problem}; the first argument is {_one_of(commands)}", rank)
     function, options_type = commands[name]
-    run_tool(function, options_type, sys.argv[2:])
+    run_tool(function, options_type, sys.argv[2:], prog=f"{tool} {name}")
 
 
-def parse_options(options_type: type[Options], argv: Sequence[str], rank: int = 0) -> Options:
+def parse_options(
+    options_type: type[Options], argv: Sequence[str], rank: int = 0, prog: str | None = None
+) -> Options:
     """The options in ``argv``. A misspelt flag or a value of the wrong type ends with status 2."""
     printed = io.StringIO()
     help_text = sys.stdout if rank == 0 else io.StringIO()
@@ -77,6 +90,7 @@ def parse_options(options_type: type[Options], argv: Sequence[str], rank: int = 
         with contextlib.redirect_stdout(help_text), contextlib.redirect_stderr(printed):
             return tyro.cli(
                 options_type,
+                prog=prog,
                 args=list(argv),
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
             )
@@ -98,9 +112,13 @@ def _refuse(message: str, rank: int) -> NoReturn:
 def _flatten(box: str) -> str:
     """The text inside the frame that the parser draws, on one line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip(" │╭╮╰╯─|") for line in text.splitlines()]
+    lines = [line.strip(" │╰╯─|") for line in text.splitlines() if not line.startswith("╭")]
     flat = "; ".join(line for line in lines if line.strip("-"))
     return re.sub(r"([:,;]);", r"\1", flat)
+
+
+def _interrupt(_signal: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _one_of(names: Mapping[str, object]) -> str:

@@ -9,6 +9,8 @@ import warnings
 _IMPORT_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    # Its distributed optimizer looks at gradients of views, and means to.
+    "The .grad attribute of a Tensor that is not a leaf",
 )
 
 

@@ -109,7 +109,8 @@ class Corpus:
         return sha256_of_json(
             {
                 "tokenizer": self.tokenizer.sha256,
-                "domains": {name: self.domain_hash(name) for name in self.names},
+                # A list: the order of the domains decides the order of samples.
+                "domains": [[name, self.domain_hash(name)] for name in self.names],
             }
         )
 

@@ -27,7 +27,8 @@ class Protocol:
         packing: "packed": documents follow one another, an end-of-document token after each, and
             windows cross their boundaries, as in training.
         end_of_document: whether the prediction of end-of-document tokens counts.
-        max_tokens: predicted tokens per domain at most; None is all.
+        max_tokens: predicted tokens per domain, at most, in whole windows spread evenly over the
+            split; None is all.
     """
 
     split: Split

@@ -40,7 +40,11 @@ def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
 
 
 def open_reader(record: CheckpointRecord, layout: Layout) -> Reader:
-    """Build the model for this rank and read its weights, in float32."""
+    """Build the model for this rank and read its weights.
+
+    In float32, whatever it was trained in, so that embeddings and losses agree on every layout and
+    device.
+    """
     shape = shape_of(record)
     model = build_model(shape, layout, seed=0)
     load_weights(record, model)

@@ -94,4 +94,3 @@ class CorpusFolder:
                 f"another process is writing a corpus into {self.root}; wait for it, or choose "
                 "another --output"
             ) from None
-

@@ -66,11 +66,6 @@ def embed_windows(
     return result
 
 
-def embedded_tokens(windows: Windows) -> int:
-    """Tokens that the proxy reads for ``windows``, padding not counted."""
-    return int(windows.length.sum())
-
-
 def _multiple(reader: Reader) -> int:
     """Sequence lengths must be a multiple of this: sequence parallelism cuts them up."""
     return reader.layout.tensor_size if reader.layout.sequence_parallel else 1

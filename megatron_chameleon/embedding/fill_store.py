@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, EmbeddingStore, Stopwatch
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.corpus.indexed import open_split
-from megatron_chameleon.embedding.extract import embed_windows, embedded_tokens
+from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import embedding_flops
 from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.progress import progress_bar
 
 
 def open_store(
@@ -61,23 +62,26 @@ def fill_store(
     sources = {name: open_split(corpus, name, "train") for name in names}
     windows = {name: _draw(store.recipe, name, source) for name, source in sources.items()}
     total = sum(map(len, windows.values()))
-    with tqdm(total=total, unit=" windows", disable=not layout.is_main) as progress:
+    with progress_bar(total, " windows", quiet=not layout.is_main) as progress:
         for name in names:
             progress.set_description(f"embedding {name}")
             stopwatch = Stopwatch()
             vectors = embed_windows(
                 reader, sources[name], windows[name], store.recipe.layer, batch_size, progress
             )
-            flops = embedding_flops(
-                reader.shape,
-                store.recipe.layer,
-                embedded_tokens(windows[name]),
-                store.recipe.window_length,
-            )
-            cost = stopwatch.cost(flops, layout.world_size)
+            cost = stopwatch.cost(_flops(reader, store.recipe, windows[name]), layout.world_size)
             if layout.is_main:
                 store = store.with_domain(name, vectors, corpus.domain_hash(name), cost)
     return store
+
+
+def _flops(reader: Reader, recipe: EmbeddingRecipe, windows: Windows) -> float:
+    """Windows are of several lengths, and attention costs more per token in the longer ones."""
+    lengths, counts = np.unique(windows.length, return_counts=True)
+    return sum(
+        embedding_flops(reader.shape, recipe.layer, int(count * length), int(length))
+        for length, count in zip(lengths, counts, strict=True)
+    )
 
 
 def _draw(recipe: EmbeddingRecipe, name: str, source: IndexedDataset) -> Windows:

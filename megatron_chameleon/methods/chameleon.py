@@ -27,6 +27,7 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.reader import open_reader, require_tokenizer, shape_of
 from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.table import mixture_table
 from megatron_chameleon.mixture import (
     DegenerateScoreWarning,
     Recipe,
@@ -40,7 +41,7 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.mixture import MixtureOptions, RecipeOptions
-from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.layout import distributed, from_main
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +64,9 @@ def compute_mixture(options: MixtureOptions) -> None:
     Raises:
         UserError: for a mistake in the options or in what they name.
     """
-    plan = plan_mixture(options)
     with distributed(options.parallel, seed=0) as layout:
-        store = open_store(plan.store, plan.embedding, plan.shape.size.hidden_size, plan.provenance)
+        plan = from_main(lambda: plan_mixture(options))
+        store = from_main(lambda: _open_store(plan))
         missing = missing_domains(store, plan.corpus)
         before = store.cost
         if missing:
@@ -73,9 +74,14 @@ def compute_mixture(options: MixtureOptions) -> None:
             batch_size = options.extraction.embedding_batch_size
             store = fill_store(store, plan.corpus, reader, missing, batch_size)
         if layout.is_main:
-            mixture = weigh(plan, store)
+            mixture = weigh(plan, store, layout.world_size)
             mixture.save(options.output)
-            print_mixture(plan, mixture, reused=len(plan.corpus.names) - len(missing))
+            print(
+                f"Chameleon, {options.mode} weights, recipe {plan.recipe.name}, layer "
+                f"{plan.embedding.layer} of {plan.shape.size.num_layers}, "
+                f"{len(plan.corpus.names) - len(missing)} domains reused from {plan.store}\n"
+                f"{mixture_table(mixture)}"
+            )
             print(
                 f"embedding {len(missing)} domains took "
                 f"{store.cost.flops - before.flops:.2e} FLOPs and "
@@ -171,8 +177,16 @@ def resolve_options(options: RecipeOptions) -> Recipe:
         raise UserError(f"--recipe {options.recipe} and its knobs: {error}") from error
 
 
-def weigh(plan: MixturePlan, store: EmbeddingStore) -> Mixture:
-    """From the store's window vectors to the mixture. Runs on one rank, in float64."""
+def _open_store(plan: MixturePlan) -> EmbeddingStore:
+    hidden_size = plan.shape.size.hidden_size
+    return open_store(plan.store, plan.embedding, hidden_size, plan.provenance)
+
+
+def weigh(plan: MixturePlan, store: EmbeddingStore, num_devices: int) -> Mixture:
+    """From the store's window vectors to the mixture.
+
+    Runs on one rank, in float64, while ``num_devices`` are held.
+    """
     stopwatch = Stopwatch()
     options, names = plan.options, plan.corpus.names
     vectors = [store.vectors(name) for name in names]
@@ -181,13 +195,13 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> Mixture:
         # Told below, by the domains' names instead of their positions.
         warnings.simplefilter("ignore", DegenerateScoreWarning)
         result = chameleon_weights(means, options.mode, plan.recipe)
-        bootstrap = bootstrap_weights(
-            vectors,
-            chameleon_weight_fn(options.mode, plan.recipe),
-            num_resamples=options.weighting.bootstrap_resamples,
-            seed=options.extraction.extraction_seed,
-            confidence=options.weighting.confidence,
-        )
+    bootstrap = bootstrap_weights(
+        vectors,
+        chameleon_weight_fn(options.mode, plan.recipe),
+        num_resamples=options.weighting.bootstrap_resamples,
+        seed=options.extraction.extraction_seed,
+        confidence=options.weighting.confidence,
+    )
     warn_of_degenerate(names, result)
     weights = dict(zip(names, result.weights.tolist(), strict=True))
     budget = options.token_budget
@@ -214,7 +228,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> Mixture:
         token_budget=budget,
         epochs=implied_epochs(plan.corpus, weights, budget) if budget else None,
         provenance=plan.provenance,
-        cost=stopwatch.cost(),
+        cost=stopwatch.cost(num_devices=num_devices),
     )
 
 
@@ -227,30 +241,6 @@ def warn_of_degenerate(names: list[str], result: WeightResult) -> None:
             "these weights say little: try --recipe scaled, or look at the affinity",
             DegenerateScoreWarning,
             stacklevel=2,
-        )
-
-
-def print_mixture(plan: MixturePlan, mixture: Mixture, reused: int) -> None:
-    """A table for the terminal."""
-    assert mixture.scores is not None
-    assert mixture.intervals is not None
-    assert mixture.confidence is not None
-    percent = f"{100 * mixture.confidence:g}% interval"
-    width = max(len("domain"), *map(len, mixture.weights))
-    epochs = mixture.epochs
-    print(
-        f"Chameleon, {plan.options.mode} weights, recipe {plan.recipe.name}, layer "
-        f"{plan.embedding.layer} of {plan.shape.size.num_layers}, {reused} domains reused from "
-        f"{plan.store}"
-    )
-    heading = f"{'domain':{width}}  {'windows':>7}  {'score':>9}  {'weight':>7}  {percent:>17}"
-    print(heading + ("  epochs" if epochs else ""))
-    for name, weight in mixture.weights.items():
-        low, high = mixture.intervals[name]
-        print(
-            f"{name:{width}}  {mixture.parameters['windows'][name]:7d}  "
-            f"{mixture.scores[name]:9.3g}  {weight:7.4f}  {f'{low:.4f} to {high:.4f}':>17}"
-            + (f"  {epochs[name]:6.2f}" if epochs else "")
         )
 
 

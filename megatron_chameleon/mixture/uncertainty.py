@@ -50,7 +50,8 @@ def bootstrap_weights(
     ``weight_fn`` turns into weights. The draws of domain i depend on (seed, i) and on its number
     of windows only, and asking for more resamples keeps the first ones.
 
-    The intervals show the noise of the windows, not of the proxy's training. A domain with one
+    The intervals show the noise of the windows, not of the proxy's training. Windows count as
+    independent; where many come from one document, the true intervals are wider. A domain with one
     window draws that window every time: its embedding is fixed, and if every domain has one
     window all intervals have zero width, which says nothing about certainty. Resampling adds
     noise of its own to the embeddings, so with few windows an interval can lie to one side of the

@@ -67,7 +67,7 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
         )
     if options.sequence_parallel and seq_length % tensor:
         raise UserError(
-            f"--sequence-parallel: --seq-length {seq_length} is not a multiple of "
+            f"--sequence-parallel: sequences of {seq_length} tokens are not a multiple of "
             f"--tensor-model-parallel-size {tensor}"
         )
 

@@ -22,9 +22,9 @@ class PerplexityOptions:
     split: Literal["valid", "test"] = "test"
     """The held-out split."""
     window_length: int | None = None
-    """Tokens predicted from one window; default: the model's sequence length."""
+    """Tokens predicted from one window; the model's sequence length unless given."""
     max_tokens: int | None = None
-    """Predicted tokens per domain, at most; default: all."""
+    """Predicted tokens per domain, at most, in windows spread over the split; all unless given."""
     evaluation_batch_size: int = 32
     """Windows per forward pass and rank; does not change the result."""
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)

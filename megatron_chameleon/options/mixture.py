@@ -14,11 +14,11 @@ class ExtractionOptions:
     """Which windows of text are embedded, and how. Hashed with the embedding store."""
 
     layer: int | None = None
-    """Hidden states after this many layers, before the final norm; default: the middle."""
+    """Hidden states after this many layers, before the final norm; the middle unless given."""
     num_windows: int = 4096
     """Windows drawn per domain (paper: 4k)."""
     window_length: int | None = None
-    """Tokens per window, at most; default: the proxy's sequence length."""
+    """Tokens per window, at most; the proxy's sequence length unless given."""
     extraction_seed: int = 0
     """Of the draw of windows."""
     embedding_batch_size: int = 32
@@ -58,7 +58,7 @@ class MixtureOptions:
     mode: Literal["pretrain", "finetune"] = "pretrain"
     """'pretrain' weights broad domains up, 'finetune' distinct ones."""
     store: Path | None = None
-    """Embedding store to use and fill; default: 'embeddings' beside the output."""
+    """Embedding store to use and fill; 'embeddings' beside the output unless given."""
     token_budget: int | None = None
     """Tokens of the training to come: the implied epochs per domain are then told and stored."""
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)

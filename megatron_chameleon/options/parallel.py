@@ -15,5 +15,11 @@ class ParallelOptions:
     """Stages that the layers are cut into; must divide the number of layers."""
     sequence_parallel: bool = False
     """Split layer norms and residuals along the sequence too; needs tensor parallelism."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingParallelOptions(ParallelOptions):
+    """The same, with what only training has: an optimizer."""
+
     use_distributed_optimizer: bool = False
     """Shard the optimizer's state over the data-parallel ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.parallel import TrainingParallelOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,4 +64,4 @@ class PretrainOptions:
     overwrite: bool = False
     """Delete what run_dir holds and start anew."""
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
-    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
+    parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.parallel.cpu import install_cpu_stand_in
 
 T = TypeVar("T")
@@ -168,8 +168,8 @@ def _prepare_device() -> torch.device:
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
-            f"{local_rank + 1} or more ranks were started on a machine with {count} CUDA device(s); "
-            f"give --nproc-per-node {count}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"there are {count} CUDA device(s) here, too few for local rank {local_rank}; give "
+            f"--nproc-per-node {count}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -178,10 +178,13 @@ def _prepare_device() -> torch.device:
 
 def _init_process_group(world_size: int, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    assert not alone or world_size == 1
+    alone = "RANK" not in os.environ  # then there is no torchrun that the ranks could meet at
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, **alone
+        "nccl" if on_gpu else "gloo",
+        store=torch._C._distributed_c10d.HashStore() if alone else None,
+        rank=0 if alone else -1,
+        world_size=world_size if alone else -1,
+        device_id=device if on_gpu else None,
     )
 
 
@@ -198,6 +201,7 @@ def _current_layout(options: ParallelOptions, device: torch.device) -> Layout:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         sequence_parallel=options.sequence_parallel,
-        use_distributed_optimizer=options.use_distributed_optimizer,
+        use_distributed_optimizer=isinstance(options, TrainingParallelOptions)
+        and options.use_distributed_optimizer,
         device=device,
     )

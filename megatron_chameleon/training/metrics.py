@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_chameleon.artifacts.files import cannot_write
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.step import StepResult
 
@@ -74,9 +75,16 @@ class IntervalMeter:
 
 
 def append_metrics(path: Path, record: dict[str, Any]) -> None:
-    """Add one line to a metrics file."""
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+    """Add one line to a metrics file.
+
+    Raises:
+        UserError: if the disk is full or refuses.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def progress_line(step: int, train_iters: int, lr: float, interval: Interval, left: float) -> str:

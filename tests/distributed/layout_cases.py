@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
-from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
 
 TRAIN_ITERS, SAVE_INTERVAL = 12, 6
@@ -22,19 +22,21 @@ class Case:
     """A layout and the ranks it takes."""
 
     ranks: int
-    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
+    parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
 
 
 ONE = Case(1)
-ONE_SHARDED = Case(1, ParallelOptions(use_distributed_optimizer=True))
-TP2 = Case(2, ParallelOptions(tensor_model_parallel_size=2))
-SP2 = Case(2, ParallelOptions(tensor_model_parallel_size=2, sequence_parallel=True))
-PP2 = Case(2, ParallelOptions(pipeline_model_parallel_size=2))
+ONE_SHARDED = Case(1, TrainingParallelOptions(use_distributed_optimizer=True))
+TP2 = Case(2, TrainingParallelOptions(tensor_model_parallel_size=2))
+SP2 = Case(2, TrainingParallelOptions(tensor_model_parallel_size=2, sequence_parallel=True))
+PP2 = Case(2, TrainingParallelOptions(pipeline_model_parallel_size=2))
 DP2 = Case(2)
-DP2_SHARDED = Case(2, ParallelOptions(use_distributed_optimizer=True))
-TP2_PP2 = Case(4, ParallelOptions(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
+DP2_SHARDED = Case(2, TrainingParallelOptions(use_distributed_optimizer=True))
+TP2_PP2 = Case(
+    4, TrainingParallelOptions(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+)
 TP2_DP2_SHARDED = Case(
-    4, ParallelOptions(tensor_model_parallel_size=2, use_distributed_optimizer=True)
+    4, TrainingParallelOptions(tensor_model_parallel_size=2, use_distributed_optimizer=True)
 )
 
 RUNS = {

@@ -79,7 +79,7 @@ def rank_process(launcher: int, rank: int) -> int:
 def test_a_killed_run_leaves_whole_checkpoints_only(killed):
     assert checkpoint_folders(killed) == [step_folder(killed, SAVE_INTERVAL)]
     run = TrainingRun.load(killed)
-    assert run.status == "running"
+    assert run.status in ("failed", "interrupted")  # rank 0 outlived the killed one
     assert run.step == SAVE_INTERVAL
     assert max(line["step"] for line in run.metrics()) >= KILLED_AFTER_STEP
 

@@ -35,10 +35,8 @@ def run_and_fail(places, tool: str, *arguments: str) -> str:
 
 def test_a_tensor_parallel_degree_that_does_not_divide_the_heads(places):
     options = training_options(places, "mistake", TP2)
-    said = run_and_fail(
-        places, "pretrain_gpt.py", *flags(options), "--tensor-model-parallel-size", "3"
-    )
-    assert re.search(r"--tensor-model-parallel-size 3 .* 4 attention heads; 1, 2, 4 do", said)
+    said = run_and_fail(places, "pretrain_gpt.py", *flags(options), "--model-size", "1.2b")
+    assert re.search(r"--tensor-model-parallel-size 2 .* 25 attention heads; 1, 5, 25 do", said)
     assert not places.run("mistake").exists()
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.small_corpus import make_corpus
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingStore, EvaluationResult, TrainingRun
+from tests.small_corpus import write_small_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -48,7 +48,7 @@ def losses(run: TrainingRun) -> list[float]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
+    return write_small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -287,7 +287,7 @@ def test_another_subcommand_is_refused_with_the_ones_there_are(capsys, monkeypat
         run_subcommand(COMMANDS)
     assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: x.py ")
+    assert line.startswith("error: x.py: ")
     assert line.endswith("the first argument is 'one' or 'two'")
 
 

@@ -49,7 +49,7 @@ def weights_of(model):
 def saved(one_rank, tmp_path):
     """A model and the record of its checkpoint on disk."""
     model = build_model(SHAPE, one_rank, seed=5)
-    save_checkpoint(model_state(model), record_at(tmp_path / "step"), one_rank)
+    save_checkpoint(model_state(model), record_at(tmp_path / "step"))
     return model, CheckpointRecord.load(tmp_path / "step")
 
 
@@ -72,7 +72,7 @@ def test_the_record_lists_every_file_and_its_hash(saved):
 
 def test_weights_in_bf16_are_read_in_fp32(one_rank, tmp_path):
     model = build_model(SHAPE, one_rank, seed=5, bf16=True)
-    save_checkpoint(model_state(model), record_at(tmp_path / "step"), one_rank)
+    save_checkpoint(model_state(model), record_at(tmp_path / "step"))
     reader = open_reader(CheckpointRecord.load(tmp_path / "step"), one_rank)
     for name, weight in weights_of(model).items():
         read = reader.model.get_parameter(name)
@@ -84,7 +84,7 @@ def test_a_step_saved_again_takes_the_place_of_the_old_one(one_rank, saved):
     _, old = saved
     (old.root / "left over").write_text("of before")
     model = build_model(SHAPE, one_rank, seed=6)
-    save_checkpoint(model_state(model), old, one_rank)
+    save_checkpoint(model_state(model), old)
     new = CheckpointRecord.load(old.root)
     assert new.hash != old.hash
     assert not (old.root / "left over").exists()
@@ -103,10 +103,10 @@ def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_clears_up(
     with monkeypatch.context() as patched:
         patched.setattr(save, "hash_files", killed)
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(model_state(model), record, one_rank)
+            save_checkpoint(model_state(model), record)
     assert not record.root.exists()
     assert [path.name for path in tmp_path.iterdir()] == [".step.tmp"]
-    save_checkpoint(model_state(model), record, one_rank)
+    save_checkpoint(model_state(model), record)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     CheckpointRecord.load(record.root).verify()
 
@@ -169,7 +169,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(one_rank, tmp_path, shar
     straight = trainer(seed=1)
     train(straight, 1, 4)
     state = training_state(*straight, is_loading=False)
-    save_checkpoint(state, record_at(tmp_path / "step"), layout)
+    save_checkpoint(state, record_at(tmp_path / "step"))
     train(straight, 5, 8)
 
     resumed = trainer(seed=2)
@@ -188,7 +188,7 @@ def test_every_parameter_counts_its_own_steps_after_loading(one_rank, tmp_path):
     scheduler = build_scheduler(optimizer, OPTIONS, train_iters=10)
     train((model, optimizer, scheduler), 1, 2)
     state = training_state(model, optimizer, scheduler, is_loading=False)
-    save_checkpoint(state, record_at(tmp_path / "step"), layout)
+    save_checkpoint(state, record_at(tmp_path / "step"))
     load_training(CheckpointRecord.load(tmp_path / "step"), model, optimizer, scheduler)
     train((model, optimizer, scheduler), 3, 5)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.corpus.indexed import open_split
-from megatron_chameleon.embedding.extract import embed_windows, embedded_tokens
+from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError
@@ -151,11 +151,11 @@ def test_vectors_are_those_of_the_drawn_windows(reader, corpus, tmp_path):
 
 def test_the_cost_is_that_of_the_tokens_read(reader, corpus, tmp_path):
     store = fill(tmp_path / "store", corpus, reader)
-    tokens = 0
+    flops = 0.0
     for name in corpus.names:
-        lengths = lengths_of(corpus, name)
-        tokens += embedded_tokens(draw_windows(lengths, 32, RECIPE.num_windows, 0, name))
-    assert store.cost.flops == pytest.approx(embedding_flops(SHAPE, LAYER, tokens, 32))
+        windows = draw_windows(lengths_of(corpus, name), 32, RECIPE.num_windows, 0, name)
+        flops += sum(embedding_flops(SHAPE, LAYER, n, n) for n in windows.length.tolist())
+    assert store.cost.flops == pytest.approx(flops)
     assert store.cost.wall_seconds > 0
 
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from megatron_chameleon.evaluation.perplexity import cut_windows, mean_loss
+from megatron_chameleon.evaluation.held_out import choose_windows
+from megatron_chameleon.evaluation.perplexity import mean_loss
 from megatron_chameleon.evaluation.unigram import token_counts, token_stream, unigram_loss
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.readout import Reader
@@ -54,7 +55,7 @@ def mean_loss_of(reader, stream, window_length, batch_size):
     with tqdm(total=len(stream) - 1, disable=True) as progress:
         updates: list[int] = []
         progress.update = updates.append
-        loss = mean_loss(reader, stream, window_length, batch_size, progress)
+        loss = mean_loss(reader, choose_windows(stream, window_length), batch_size, progress)
     assert sum(updates) == len(stream) - 1  # the bar ends where it should
     return loss
 
@@ -62,17 +63,39 @@ def mean_loss_of(reader, stream, window_length, batch_size):
 @given(st.integers(2, 200), sizes, sizes)
 def test_windows_hold_every_prediction_once_and_in_order(length, window_length, batch_size):
     stream = np.arange(1000, 1000 + length, dtype=np.uint16)
-    num_windows = -(-(length - 1) // window_length)
+    text = choose_windows(stream, window_length)
+    num_windows = len(text.windows)
+    assert num_windows == -(-(length - 1) // window_length)
+    assert text.num_predictions == length - 1
+    assert text.labels().tolist() == stream[1:].tolist()
     predicted = []
     for first in range(0, num_windows, batch_size):
         last = min(first + batch_size, num_windows)
-        tokens, labels, mask = cut_windows(stream, window_length, first, last)
+        tokens, labels, mask = text.batch(first, last)
         assert tokens.shape == labels.shape == mask.shape == (last - first, window_length)
         assert tokens.dtype == labels.dtype == torch.int64
         predicted += list(zip(tokens[mask].tolist(), labels[mask].tolist(), strict=True))
         assert not tokens[~mask].any()
         assert not labels[~mask].any()
     assert predicted == list(zip(stream[:-1].tolist(), stream[1:].tolist(), strict=True))
+
+
+@given(st.integers(42, 400), sizes, st.integers(0, 5))
+def test_fewer_windows_are_whole_distinct_and_spread_over_the_stream(length, window_length, more):
+    stream = np.arange(length, dtype=np.uint16)
+    max_tokens = window_length * (1 + more) + window_length // 2
+    text = choose_windows(stream, window_length, max_tokens)
+    labels = text.labels()
+    assert len(set(labels.tolist())) == len(labels) == text.num_predictions <= max_tokens
+    if length - 1 > max_tokens:
+        assert text.num_predictions == window_length * (1 + more)
+        assert labels[0] == 1
+        if more:  # the last window is as near to the end as a whole one can be
+            assert labels[-1] > length - 1 - window_length
+        gaps = np.diff(text.windows)
+        assert not len(gaps) or gaps.max() - gaps.min() <= 1
+    else:
+        assert labels.tolist() == stream[1:].tolist()
 
 
 @given(st.integers(2, 200), sizes, sizes, st.integers(1, 5))

@@ -313,7 +313,7 @@ MISTAKES = [
     ({"token_budget": 0}, "--token-budget 0: give a whole number from 1 on"),
     ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere: neither a checkpoint nor a run"),
     ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist; tools/preprocess_data"),
-    ({"parallel": ParallelOptions(3)}, "3 does not divide 4 attention heads; 1, 2, 4 do"),
+    ({"parallel": ParallelOptions(3)}, r"1 rank\(s\) cannot be laid out as tensor 3"),
     ({"parallel": ParallelOptions(2)}, r"1 rank\(s\) cannot be laid out as tensor 2"),
 ]
 

@@ -176,7 +176,7 @@ def test_layers_that_cannot_be_cut_up_are_told_with_the_degrees_that_work():
 def test_a_sequence_that_cannot_be_split_is_refused():
     options = ParallelOptions(tensor_model_parallel_size=4, sequence_parallel=True)
     check_model_layout(model_size("124m"), options, 1024)
-    with pytest.raises(UserError, match=r"1023 is not a multiple of .*-parallel-size 4"):
+    with pytest.raises(UserError, match=r"1023 tokens are not a multiple of .*-parallel-size 4"):
         check_model_layout(model_size("124m"), options, 1023)
 
 

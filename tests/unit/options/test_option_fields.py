@@ -57,6 +57,9 @@ def field_docstrings(options_type: type) -> dict[str, str]:
     (body,) = ast.parse(inspect.getsource(options_type)).body
     assert isinstance(body, ast.ClassDef)
     documented = {}
+    for base in options_type.__bases__:
+        if is_options(base):  # inherited fields come first, as in dataclasses.fields
+            documented.update(field_docstrings(base))
     for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)

@@ -27,6 +27,7 @@ PIECES = (
     "redirect_cuda_constructors",
     "report_cuda_tensor_types",
     "run_fused_functions_eagerly",
+    "keep_freed_memory",
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_chameleon.artifacts import Mixture, MixtureWarning
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, model_size
-from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.training.plan import plan_training
 from tests.small_corpus import DOMAINS, VOCAB_SIZE
@@ -71,12 +71,12 @@ BAD_OPTIONS = [
     ({"seq_length": 10**6}, "domain 'news' has .* tokens in train, fewer than one sequence"),
     ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist"),
     ({"mixture": "nowhere.json"}, r"nowhere\.json does not exist"),
-    ({"parallel": ParallelOptions(0)}, "--tensor-model-parallel-size 0: .* from 1 on"),
-    ({"parallel": ParallelOptions(3)}, "3 does not divide 4 attention heads; 1, 2, 4 do"),
-    ({"parallel": ParallelOptions(1, 3)}, "3 does not divide 4 layers; 1, 2, 4 do"),
+    ({"parallel": TrainingParallelOptions(0)}, "--tensor-model-parallel-size 0: .* from 1 on"),
+    ({"parallel": TrainingParallelOptions(3)}, "3 does not divide 4 attention heads; 1, 2, 4 do"),
+    ({"parallel": TrainingParallelOptions(1, 3)}, "3 does not divide 4 layers; 1, 2, 4 do"),
     (
-        {"parallel": ParallelOptions(2, sequence_parallel=True), "seq_length": 31},
-        "--seq-length 31 is not a multiple of --tensor-model-parallel-size 2",
+        {"parallel": TrainingParallelOptions(2, sequence_parallel=True), "seq_length": 31},
+        "sequences of 31 tokens are not a multiple of --tensor-model-parallel-size 2",
     ),
 ]
 

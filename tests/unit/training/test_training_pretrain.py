@@ -17,7 +17,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, model_size
-from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training import loop, step
@@ -37,7 +37,7 @@ def losses_of(run_dir):
 
 
 def weights_of(checkpoint):
-    with distributed(ParallelOptions(), seed=0) as layout:
+    with distributed(TrainingParallelOptions(), seed=0) as layout:
         reader = open_reader(CheckpointRecord.load(checkpoint), layout)
         return {name: p.detach().clone() for name, p in reader.model.named_parameters()}
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_says_what_it_is(finished_run, corpus):
 
 
 def test_training_moves_every_weight_from_where_the_seed_put_it(finished_run):
-    with distributed(ParallelOptions(), seed=0) as layout:
+    with distributed(TrainingParallelOptions(), seed=0) as layout:
         model = build_model(SHAPE, layout, seed=1234)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, weight in weights_of(step_folder(finished_run, 6)).items():
@@ -165,7 +165,7 @@ def test_the_distributed_optimizer_goes_on_as_if_nothing_had_happened(
     pretrain_options, tmp_path, bf16
 ):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    options = {"parallel": ParallelOptions(use_distributed_optimizer=True), "bf16": bf16}
+    options = {"parallel": TrainingParallelOptions(use_distributed_optimizer=True), "bf16": bf16}
     pretrain(pretrain_options(straight, **options))
     shutil.copytree(straight, resumed)
     shutil.rmtree(step_folder(resumed, 6))
@@ -252,8 +252,8 @@ def test_overwrite_trains_anew(pretrain_options, trained_run, finished_run):
     ("changes", "problem"),
     [
         ({"micro_batch_size": 3}, "multiple of 3"),
-        ({"parallel": ParallelOptions(2)}, r"1 rank\(s\) cannot be laid out as tensor 2"),
-        ({"parallel": ParallelOptions(sequence_parallel=True)}, "--sequence-parallel"),
+        ({"parallel": TrainingParallelOptions(2)}, r"1 rank\(s\) cannot be laid out as tensor 2"),
+        ({"parallel": TrainingParallelOptions(sequence_parallel=True)}, "--sequence-parallel"),
         ({"train_iters": 0}, "--train-iters 0"),
     ],
 )

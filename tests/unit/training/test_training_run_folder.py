@@ -12,7 +12,7 @@ from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.run_folder import FREE_OPTIONS, Progress, find_progress
@@ -101,7 +101,7 @@ def test_a_run_of_other_options_is_refused_by_the_flag(progress_of, trained_run,
         {"micro_batch_size": 2},
         {"log_interval": 1},
         {"save_interval": 1},
-        {"parallel": ParallelOptions(tensor_model_parallel_size=2)},
+        {"parallel": TrainingParallelOptions(tensor_model_parallel_size=2)},
     ],
 )
 def test_what_changes_no_number_may_be_another(progress_of, trained_run, changes):
@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_is_told(progress_of, trained_run):
 
 
 def test_the_optimizers_form_cannot_change(progress_of, trained_run):
-    sharded = ParallelOptions(use_distributed_optimizer=True)
+    sharded = TrainingParallelOptions(use_distributed_optimizer=True)
     with pytest.raises(UserError, match=r"without --use-distributed-optimizer .*; leave out"):
         progress_of(trained_run, parallel=sharded)
 
