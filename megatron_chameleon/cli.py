@@ -54,7 +54,7 @@ def run_tool(
         _refuse(str(error), rank)
     except RuntimeError as error:
         if rank != 0 and LOST_PEER.search(str(error)):
-            time.sleep(SECONDS_BEFORE_OTHER_RANKS_SPEAK)  # the one that left has said why
+            _let_others_speak()  # the one that left has said why
         raise
     except BrokenPipeError:  # whoever read the output has left, as in "tool | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -103,10 +103,16 @@ def parse_options(
 def _refuse(message: str, rank: int) -> NoReturn:
     """Say ``message`` once for the whole job, and leave with the status of a user's mistake."""
     if rank != 0:
-        time.sleep(SECONDS_BEFORE_OTHER_RANKS_SPEAK)
+        _let_others_speak()
     where = "" if rank == 0 else f"rank {rank}: "
     print(f"error: {where}{message}", file=sys.stderr, flush=True)
     sys.exit(USER_ERROR_STATUS)
+
+
+def _let_others_speak() -> None:
+    """Wait; torchrun ends this process meanwhile if another one has left."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(SECONDS_BEFORE_OTHER_RANKS_SPEAK)
 
 
 def _flatten(box: str) -> str:

@@ -94,12 +94,13 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
         # Other ranks may be waiting in a collective, which would keep this one from leaving the
         # groups, and its error from being told. The process is about to end anyway.
         if world_size == 1:
-            _leave_groups()
+            leave_groups()
         raise
-    _leave_groups()
+    leave_groups()
 
 
-def _leave_groups() -> None:
+def leave_groups() -> None:
+    """Take the process groups down; every rank has to."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
