@@ -1,24 +1,26 @@
 #!/usr/bin/env bash
 # The whole pipeline on real text in a few minutes on two CPU cores: text -> tokens -> proxy ->
 # mixture -> two models -> perplexity -> tables and pictures. Each line is an ordinary command.
-# Run it again after an interruption: finished steps are skipped, a training run goes on.
+# Run it again after an interruption: finished steps are skipped, embeddings that are there are
+# used, and a training run is begun again. With other settings, give another RUN.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RUN=${RUN:-runs/quickstart}            # everything is written below this folder
 SIZE=${SIZE:-nano}                     # model size of the proxy and of the two models
-PROXY_STEPS=${PROXY_STEPS:-300}
-BASE_STEPS=${BASE_STEPS:-700}
+PROXY_STEPS=${PROXY_STEPS:-350}
+BASE_STEPS=${BASE_STEPS:-850}
 SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread for each of the two ranks
+export CUDA_VISIBLE_DEVICES=           # too small for a GPU; and one GPU would not take two ranks
 CORPUS=$RUN/1-corpus
 PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
 MIXTURES=$RUN/4-mixture
 TRAIN=(--corpus "$CORPUS" --model-size "$SIZE" --seed "$SEED" --seq-length 128
   --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 40
-  --log-interval 50 --save-interval 400)
+  --log-interval 50 --save-interval 1000)
 
 say() { printf '\n== %s\n' "$*"; }
 ranks() { torchrun --nproc-per-node 2 "$@"; }
@@ -37,7 +39,7 @@ say "2/7 Tokenizer and corpus"
   python tools/train_tokenizer.py "${INPUT[@]}" --output "$RUN/tokenizer.json" --vocab-size 8192
 [ -e "$CORPUS/corpus.json" ] ||
   python tools/preprocess_data.py "${INPUT[@]}" --output "$CORPUS" \
-    --tokenizer-model "$RUN/tokenizer.json" --split 80,10,10 --min-tokens-per-split 2000
+    --tokenizer-model "$RUN/tokenizer.json" --split 80,10,10 --min-tokens-per-split 20000
 
 say "3/7 Proxy, uniform weights, tensor parallel over 2 ranks"
 ranks tools/pretrain_gpt.py "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY" \

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-State = Literal["active", "unused", "absent", "broken", "wrong package"]
+State = Literal["active", "available", "unused", "absent", "broken", "wrong package"]
 
 # Said plainly, so that nobody takes a clean run of the doctor for a test. Shorten it with a run.
 NEVER_TESTED = (
@@ -25,6 +25,8 @@ NEVER_TESTED = (
 # NVIDIA's Apex has these subpackages; the unrelated project that has its name on the package index
 # has neither.
 APEX_SUBPACKAGES = ("optimizers", "normalization")
+# The layers are megatron-core's plain ones, with torch's norms.
+ONLY_ADAM = "of it, megatron-core takes FusedAdam alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ def format_report(report: AccelerationReport, width: int = 100) -> str:
     lines.append("")
     for feature in report.features:
         lines.append(f"{feature.name:20} {feature.state:14} {feature.detail}")
-        if feature.state != "active":
+        if feature.state not in ("active", "available"):
             lines += textwrap.wrap(
                 f"without it: {feature.without}",
                 width,
@@ -98,7 +100,7 @@ def nvidia_apex() -> Feature:
             "project of that name, which megatron-core takes for NVIDIA's: pip uninstall apex"
         )
         return Feature(name, "wrong package", detail, without)
-    return _importable(name, "apex", "apex.optimizers", without)
+    return _importable(name, "apex", "apex.optimizers", without, ONLY_ADAM)
 
 
 def _cuda_devices() -> tuple[str, ...]:
@@ -124,7 +126,7 @@ def _cuda() -> Feature:
 def _bfloat16() -> Feature:
     without = "train in fp32, at half the speed or less; bf16 on a CPU works and is for tests"
     if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
-        return Feature("bf16", "active", "matrix units of the device", without)
+        return Feature("bf16", "available", "give --bf16 to train with it", without)
     detail = "the device has no bf16 units" if torch.cuda.is_available() else "no CUDA device"
     return Feature("bf16", "absent", detail, without)
 
@@ -136,7 +138,7 @@ def _flash_attention() -> Feature:
         return Feature(name, "absent", "no CUDA device; torch's CPU kernel is used", without)
     built = torch.backends.cuda.is_flash_attention_available()
     if built and torch.backends.cuda.flash_sdp_enabled():
-        return Feature(name, "active", "torch's scaled_dot_product_attention", without)
+        return Feature(name, "available", "torch's own, for --bf16; fp32 takes another", without)
     detail = "switched off" if built else "this torch was built without it"
     return Feature(name, "unused", detail, without)
 
@@ -146,14 +148,13 @@ def _transformer_engine() -> Feature:
         "no FP8 or FP4, no context parallelism, no packed sequences, no overlap of tensor-parallel "
         "communication; nothing that the shipped configurations use"
     )
-    return _importable(
-        "Transformer Engine", "transformer_engine", "transformer_engine.pytorch", without
-    )
+    module = "transformer_engine.pytorch"
+    return _importable("Transformer Engine", "transformer_engine", module, without, ONLY_ADAM)
 
 
 def _triton() -> Feature:
-    without = "pooling of hidden states runs in plain torch: more memory traffic, the same vectors"
-    return _importable("Triton", "triton", "triton", without)
+    without = "torch.compile on a GPU has nothing to compile to; no kernel of this project needs it"
+    return _importable("Triton", "triton", "triton", without, "torch.compile, where asked for")
 
 
 def _fused_adam() -> Feature:
@@ -180,8 +181,8 @@ def _nccl() -> Feature:
     return Feature("NCCL", "active", version, without)
 
 
-def _importable(name: str, package: str, module: str, without: str) -> Feature:
-    """A package that is used on a CUDA device when ``module`` imports."""
+def _importable(name: str, package: str, module: str, without: str, used_for: str) -> Feature:
+    """A package whose ``module`` imports, and what it is used for on a CUDA device."""
     if importlib.util.find_spec(package) is None:
         return Feature(name, "absent", "not installed", without)
     try:
@@ -190,7 +191,7 @@ def _importable(name: str, package: str, module: str, without: str) -> Feature:
         return Feature(name, "broken", f"does not import: {_first_line(error)}", without)
     if not torch.cuda.is_available():
         return Feature(name, "unused", f"{_version(package)}, but there is no CUDA device", without)
-    return Feature(name, "active", _version(package), without)
+    return Feature(name, "available", f"{_version(package)}: {used_for}", without)
 
 
 def _version(package: str) -> str:

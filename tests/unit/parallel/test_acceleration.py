@@ -53,7 +53,7 @@ def test_the_package_index_s_apex_is_named_as_the_wrong_one(site):
 
 def test_nvidia_s_apex_is_recognised(site):
     write_package(site, "apex", "apex/optimizers", "apex/normalization")
-    assert nvidia_apex().state == ("active" if torch.cuda.is_available() else "unused")
+    assert nvidia_apex().state == ("available" if torch.cuda.is_available() else "unused")
 
 
 def test_an_apex_whose_extensions_do_not_load_is_broken(site):
