@@ -53,8 +53,8 @@ def run_tool(
     except UserError as error:
         _refuse(str(error), rank)
     except RuntimeError as error:
-        if rank != 0 and LOST_PEER.search(str(error)):
-            _let_others_speak()  # the one that left has said why
+        if LOST_PEER.search(str(error)):
+            _let_others_speak(2 if rank == 0 else 1)  # the one that left says why
         raise
     except BrokenPipeError:  # whoever read the output has left, as in "tool | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -106,13 +106,17 @@ def _refuse(message: str, rank: int) -> NoReturn:
         _let_others_speak()
     where = "" if rank == 0 else f"rank {rank}: "
     print(f"error: {where}{message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is not None and torch_distributed.is_initialized():
+        os._exit(USER_ERROR_STATUS)  # groups that were not left could hang or abort the exit
     sys.exit(USER_ERROR_STATUS)
 
 
-def _let_others_speak() -> None:
+def _let_others_speak(turns: int = 1) -> None:
     """Wait; torchrun ends this process meanwhile if another one has left."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(SECONDS_BEFORE_OTHER_RANKS_SPEAK)
+    time.sleep(turns * SECONDS_BEFORE_OTHER_RANKS_SPEAK)
 
 
 def _flatten(box: str) -> str:

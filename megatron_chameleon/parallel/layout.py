@@ -91,9 +91,9 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     try:
         yield _current_layout(options, device)
     except BaseException:
-        # Other ranks may be waiting in a collective, which would keep this one from leaving the
-        # groups, and its error from being told. The process is about to end anyway.
-        if world_size == 1:
+        # Over NCCL, ranks that wait in a collective could keep this one from leaving the groups,
+        # and its error from being told. The process is about to end anyway.
+        if device.type == "cpu":
             leave_groups()
         raise
     leave_groups()

@@ -198,8 +198,22 @@ def test_a_rank_that_loses_the_one_that_left_waits_for_its_end(capsys, rank_1):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("rank", "message"), [("0", LOST_PEER), ("1", "a defect of its own")])
-def test_any_other_rank_in_trouble_says_so_at_once(monkeypatch, rank, message):
+def test_the_first_rank_waits_until_the_others_have_spoken(monkeypatch):
+    def tool(_options):
+        raise RuntimeError(LOST_PEER)
+
+    waits = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with pytest.raises(RuntimeError):
+        run_tool(tool, ToolOptions, ["--corpus", "c"])
+    assert waits == [2 * cli.SECONDS_BEFORE_OTHER_RANKS_SPEAK]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_with_a_defect_of_its_own_says_so_at_once(monkeypatch, rank):
+    message = "a defect of its own"
+
     def tool(_options):
         raise RuntimeError(message)
 
