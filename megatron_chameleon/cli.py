@@ -74,7 +74,7 @@ def run_subcommand(
         print(f"usage: {tool} {{{','.join(commands)}}} [options]; {tool} COMMAND --help shows them")
         sys.exit(0)
     if name not in commands:
-        problem = f"no such command '{name}'" if name else "which command?"
+        problem = f"no such command '{name}'" if name else "no command given"
         _refuse(f"{tool}: {problem}; the first argument is {_one_of(commands)}", rank)
     function, options_type = commands[name]
     run_tool(function, options_type, sys.argv[2:], prog=f"{tool} {name}")

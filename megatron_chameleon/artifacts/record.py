@@ -58,7 +58,7 @@ def _read_object(path: Path, made_by: str) -> dict[str, Any]:
         body = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path}:{error.lineno}: not JSON ({error.msg}); repair it, or {made_by}"
+            f"{path}:{error.lineno}: not JSON ({error.msg}); repair it; {made_by}"
         ) from error
     if not isinstance(body, dict):
         raise UserError(f"{path}: a JSON object is expected, not a {type(body).__name__}")

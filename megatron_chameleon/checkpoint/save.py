@@ -30,6 +30,7 @@ def save_checkpoint(state: State, record: CheckpointRecord) -> None:
     try:
         dist_checkpointing.save(state, str(temporary))
     except (OSError, CheckpointException) as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # nobody can use it, and it takes room
         raise UserError(
             f"cannot write the checkpoint {record.root} ({_first_line(error)}); free space or "
             "choose another folder, and run again: earlier checkpoints are as they were"
@@ -58,5 +59,7 @@ def _complete(temporary: Path, record: CheckpointRecord) -> None:
 def _first_line(error: BaseException) -> str:
     """What went wrong on the rank where it went wrong, on one line."""
     if isinstance(error, CheckpointException):
+        if not error.failures:
+            return "writing failed; the lines above may say why"
         error = next(iter(error.failures.values()))[0]
     return (str(error).splitlines() or [type(error).__name__])[0]
