@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "checkpoint.json"
@@ -32,7 +32,7 @@ class CheckpointFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointRecord:
+class CheckpointRecord(FolderRecord):
     """What ``checkpoint.json`` says; ``root`` is the checkpoint's folder.
 
     Attributes:
@@ -44,7 +44,11 @@ class CheckpointRecord:
         files: file name -> size and hash.
     """
 
-    root: Path
+    KIND = "checkpoint"
+    FILE_NAME = FILE_NAME
+    FORMAT_VERSION = FORMAT_VERSION
+    MADE_BY = MADE_BY
+
     model: dict[str, Any]
     step: int
     samples: int
@@ -63,14 +67,7 @@ class CheckpointRecord:
         Raises:
             UserError: naming the file and the way out.
         """
-        record = read_record(
-            folder / FILE_NAME,
-            cls,
-            kind="checkpoint",
-            version=FORMAT_VERSION,
-            made_by=MADE_BY,
-            root=folder,
-        )
+        record = super().load(folder)
         for name, file in record.files.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != file.bytes:
@@ -79,10 +76,6 @@ class CheckpointRecord:
                     "use an earlier one"
                 )
         return record
-
-    def save(self) -> None:
-        """Write ``checkpoint.json`` into ``root``."""
-        write_record(self.root / FILE_NAME, self, kind="checkpoint", version=FORMAT_VERSION)
 
     @property
     def hash(self) -> str:

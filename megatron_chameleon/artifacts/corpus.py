@@ -10,7 +10,7 @@ from urllib.parse import quote
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "corpus.json"
@@ -64,10 +64,14 @@ class Domain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class Corpus(FolderRecord):
     """What ``corpus.json`` says; ``root`` is the folder it was read from."""
 
-    root: Path
+    KIND = "corpus"
+    FILE_NAME = FILE_NAME
+    FORMAT_VERSION = FORMAT_VERSION
+    MADE_BY = MADE_BY
+
     tokenizer: TokenizerIdentity
     dtype: Literal["uint16", "int32"]
     domains: dict[str, Domain]
@@ -81,22 +85,13 @@ class Corpus:
         Raises:
             UserError: naming the file and the way out.
         """
-        path = folder if folder.name == FILE_NAME else folder / FILE_NAME
-        corpus = read_record(
-            path, cls, kind="corpus", version=FORMAT_VERSION, made_by=MADE_BY, root=path.parent
-        )
+        corpus = super().load(folder.parent if folder.name == FILE_NAME else folder)
         if not corpus.domains:
-            raise UserError(f"{path}: field domains: there is none; {MADE_BY}")
+            raise UserError(f"{corpus.root / FILE_NAME}: field domains: there is none; {MADE_BY}")
         for domain in corpus.domains.values():
             for split in SPLITS:
                 corpus._check_files(domain.split(split))
         return corpus
-
-    def save(self) -> Path:
-        """Write ``corpus.json`` into ``root``, last of all its files."""
-        path = self.root / FILE_NAME
-        write_record(path, self, kind="corpus", version=FORMAT_VERSION)
-        return path
 
     @property
     def names(self) -> list[str]:

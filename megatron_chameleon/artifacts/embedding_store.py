@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "store.json"
@@ -53,36 +52,19 @@ class DomainEmbeddings:
 
 
 @dataclasses.dataclass(frozen=True)
-class EmbeddingStore:
+class EmbeddingStore(FolderRecord):
     """What ``store.json`` says; ``root`` is the folder it was read from."""
 
-    root: Path
+    KIND = "embedding store"
+    FILE_NAME = FILE_NAME
+    FORMAT_VERSION = FORMAT_VERSION
+    MADE_BY = MADE_BY
+
     recipe: EmbeddingRecipe
     hidden_size: int
     domains: dict[str, DomainEmbeddings]
     provenance: Provenance
     cost: Cost
-
-    @classmethod
-    def load(cls, folder: Path) -> EmbeddingStore:
-        """Read ``folder/store.json``. Raises UserError naming the file and the field."""
-        return read_record(
-            folder / FILE_NAME,
-            cls,
-            kind="embedding store",
-            version=FORMAT_VERSION,
-            made_by=MADE_BY,
-            root=folder,
-        )
-
-    @classmethod
-    def exists(cls, folder: Path) -> bool:
-        """Whether ``folder`` holds a store."""
-        return (folder / FILE_NAME).is_file()
-
-    def save(self) -> None:
-        """Write ``store.json`` into ``root``."""
-        write_record(self.root / FILE_NAME, self, kind="embedding store", version=FORMAT_VERSION)
 
     def with_domain(
         self, name: str, vectors: NDArray[np.float32], corpus_hash: str, cost: Cost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -13,6 +13,39 @@ from megatron_chameleon.artifacts.files import write_json
 from megatron_chameleon.errors import UserError
 
 Record = TypeVar("Record")
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderRecord:
+    """An artifact that is a folder, ``root``, in which one JSON file says what the rest is."""
+
+    KIND: ClassVar[str]
+    FILE_NAME: ClassVar[str]
+    FORMAT_VERSION: ClassVar[int]
+    MADE_BY: ClassVar[str]
+
+    root: Path
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read the JSON file of ``folder``. Raises UserError naming the file and the field."""
+        return read_record(
+            folder / cls.FILE_NAME,
+            cls,
+            kind=cls.KIND,
+            version=cls.FORMAT_VERSION,
+            made_by=cls.MADE_BY,
+            root=folder,
+        )
+
+    @classmethod
+    def exists(cls, folder: Path) -> bool:
+        """Whether ``folder`` holds such an artifact."""
+        return (folder / cls.FILE_NAME).is_file()
+
+    def save(self) -> None:
+        """Write the JSON file into ``root``."""
+        write_record(self.root / self.FILE_NAME, self, kind=self.KIND, version=self.FORMAT_VERSION)
 
 
 def write_record(path: Path, record: Any, *, kind: str, version: int) -> None:

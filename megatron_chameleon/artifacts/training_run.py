@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "run.json"
@@ -33,7 +33,7 @@ class DomainTokens:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingRun:
+class TrainingRun(FolderRecord):
     """What ``run.json`` says; ``root`` is the folder it was read from.
 
     Attributes:
@@ -47,7 +47,11 @@ class TrainingRun:
         cost: over all the times the run was continued.
     """
 
-    root: Path
+    KIND = "training run"
+    FILE_NAME = FILE_NAME
+    FORMAT_VERSION = FORMAT_VERSION
+    MADE_BY = MADE_BY
+
     status: Status
     step: int
     train_iters: int
@@ -60,27 +64,6 @@ class TrainingRun:
     checkpoints: list[str]
     provenance: Provenance
     cost: Cost
-
-    @classmethod
-    def load(cls, folder: Path) -> TrainingRun:
-        """Read ``folder/run.json``. Raises UserError naming the file and the field."""
-        return read_record(
-            folder / FILE_NAME,
-            cls,
-            kind="training run",
-            version=FORMAT_VERSION,
-            made_by=MADE_BY,
-            root=folder,
-        )
-
-    @classmethod
-    def exists(cls, folder: Path) -> bool:
-        """Whether ``folder`` holds a run."""
-        return (folder / FILE_NAME).is_file()
-
-    def save(self) -> None:
-        """Write ``run.json`` into ``root``."""
-        write_record(self.root / FILE_NAME, self, kind="training run", version=FORMAT_VERSION)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl, in order of steps."""

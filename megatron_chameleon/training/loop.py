@@ -103,13 +103,12 @@ class Trainer:
         self.meter = IntervalMeter(plan.corpus.names, layout)
         self.step = progress.step
         self.domain_tokens: Counter[str] = Counter()
-        self.cost_before = Cost()
+        self.cost_before = progress.run.cost if progress.run else Cost()
         self.first_step = progress.step
         self.stopwatch = Stopwatch()
-        if progress.checkpoint and progress.run:
+        if progress.checkpoint:
             load_training(progress.checkpoint, self.model, self.optimizer, self.scheduler)
             self.domain_tokens.update(progress.checkpoint.domain_tokens)
-            self.cost_before = progress.run.cost
 
     def run(self) -> None:
         """Train to the last step; a run.json on disk says at any time how far it came."""
@@ -178,7 +177,7 @@ class Trainer:
                 "step": self.step,
                 "tokens": self.step * self.plan.tokens_per_step,
                 "lr": lr,
-                "seconds": round(seconds, 3),
+                "seconds": round(self.cost_before.wall_seconds + seconds, 3),
                 **dataclasses.asdict(interval),
             },
         )

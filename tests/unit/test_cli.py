@@ -202,7 +202,7 @@ def test_the_first_rank_waits_until_the_others_have_spoken(monkeypatch):
     def tool(_options):
         raise RuntimeError(LOST_PEER)
 
-    waits = []
+    waits: list[float] = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(RuntimeError):
