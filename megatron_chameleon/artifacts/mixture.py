@@ -99,13 +99,6 @@ class Mixture:
             )
         return [self.weights.get(name, 0.0) for name in corpus.names]
 
-    def data_path(self, corpus: Corpus) -> str:
-        """Megatron-LM's ``--data-path``: weight and file prefix in turn, weight 0 left out."""
-        pairs = zip(corpus.names, self.weights_for(corpus), strict=True)
-        return " ".join(
-            f"{weight:.10g} {corpus.prefix(name, 'train')}" for name, weight in pairs if weight > 0
-        )
-
 
 def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
     """``weights`` scaled to sum to 1.

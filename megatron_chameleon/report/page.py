@@ -14,7 +14,6 @@ from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import BASELINE_METHOD, run_labels
 from megatron_chameleon.report.curves import run_curves
-from megatron_chameleon.report.layout import Table, markdown_table, terminal_table
 from megatron_chameleon.report.names import markdown
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
 from megatron_chameleon.report.tables import (
@@ -23,6 +22,7 @@ from megatron_chameleon.report.tables import (
     mode_of,
     perplexity_table,
 )
+from megatron_chameleon.report.text_tables import Table, markdown_table, terminal_table
 
 TABLES_NAME = "tables.md"
 MODE_LABELS = {"pretrain": "pretraining", "finetune": "fine-tuning"}

@@ -17,8 +17,8 @@ from megatron_chameleon.report.comparison import (
     mixture_of,
     same_weights,
 )
-from megatron_chameleon.report.layout import MISSING, Cell, Row, Table
 from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.text_tables import MISSING, Cell, Row, Table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ from megatron_chameleon.training.metrics import (
 )
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from megatron_chameleon.training.plan import TrainingPlan, plan_training
-from megatron_chameleon.training.run_folder import Progress, find_progress
+from megatron_chameleon.training.resume import Progress, find_progress
 from megatron_chameleon.training.step import BatchShape, train_step
 
 

@@ -82,7 +82,7 @@ def test_without_the_adamw_repairs_a_sharded_optimizer_does_not_continue(results
 )
 def test_the_two_forms_of_optimizer_state_are_told_apart(results, run, case, remedy):
     from megatron_chameleon.training.plan import plan_training
-    from megatron_chameleon.training.run_folder import find_progress
+    from megatron_chameleon.training.resume import find_progress
 
     results.require(run)
     plan = plan_training(training_options(results.places, run, case))

@@ -108,13 +108,6 @@ def test_a_domain_left_out_gets_weight_zero_and_a_warning(corpus):
         assert Mixture(weights={"a": 1.0}).weights_for(corpus) == [1.0, 0.0, 0.0]
 
 
-def test_the_data_path_is_megatrons_and_leaves_weight_zero_out(corpus):
-    mixture = Mixture(weights={"a": 1 / 3, "b": 0.0, "c": 2 / 3})
-    parts = mixture.data_path(corpus).split()
-    assert [float(weight) for weight in parts[::2]] == pytest.approx([1 / 3, 2 / 3], rel=1e-9)
-    assert parts[1::2] == [str(corpus.prefix("a", "train")), str(corpus.prefix("c", "train"))]
-
-
 def test_epochs_are_the_tokens_drawn_over_the_tokens_there_are(corpus):
     # A domain of the samples has 5 training tokens.
     assert implied_epochs(corpus, {"a": 0.75, "b": 0.25}, 100) == {"a": 15.0, "b": 5.0, "c": 0.0}

@@ -15,7 +15,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.run_folder import FREE_OPTIONS, Progress, find_progress
+from megatron_chameleon.training.resume import FREE_OPTIONS, Progress, find_progress
 from tests.small_corpus import DOMAINS, write_small_corpus
 
 

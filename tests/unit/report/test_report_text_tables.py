@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from megatron_chameleon.report.layout import Cell, Table, markdown_table, terminal_table
 from megatron_chameleon.report.names import display_width, markdown, one_line, shortened
+from megatron_chameleon.report.text_tables import Cell, Table, markdown_table, terminal_table
 
 
 def table(**changes):
