@@ -112,7 +112,6 @@ def cut_run(origin: Path, target: Path, step: int) -> None:
 def resume_unrepaired(places: Places, name: str) -> None:
     """Go on with a distributed optimizer whose loading is not wholly repaired."""
     from megatron_chameleon.checkpoint import adamw_repairs
-    from megatron_chameleon.parallel.layout import leave_groups
 
     repairs: dict[str, Callable[[MegatronOptimizer], None]] = {
         "no-repair": lambda optimizer: None,
@@ -123,7 +122,6 @@ def resume_unrepaired(places: Places, name: str) -> None:
         try:
             resume(places, name, "dp2-sharded", DP2_SHARDED)
         except Exception as error:
-            leave_groups()  # all ranks failed alike, and go on to the next section
             if is_first_rank():
                 places.failure(name).parent.mkdir(exist_ok=True)
                 places.failure(name).write_text(f"{type(error).__name__}: {error}")
