@@ -60,8 +60,10 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={
+        # Parquet, data sets by name, tiktoken's files, and the fast encoder.
+        "data": ["pyarrow>=17", "datasets>=3", "tiktoken>=0.8", "gigatoken>=0.10"],
         "eval": ["lm-eval>=0.4.9"],
-        "hf": ["transformers>=4.46", "datasets>=3"],
+        "hf": ["transformers>=4.46"],
         "plots": ["matplotlib>=3.8"],
         "docs": ["mkdocs-material>=9.5"],
         "dev": [
