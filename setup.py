@@ -61,7 +61,7 @@ setup(
     ],
     extras_require={
         # Parquet, data sets by name, tiktoken's files, and the fast encoder.
-        "data": ["pyarrow>=17", "datasets>=3", "tiktoken>=0.8", "gigatoken>=0.10"],
+        "data": ["pyarrow>=17", "datasets>=4", "tiktoken>=0.8", "gigatoken>=0.10"],
         "eval": ["lm-eval>=0.4.9"],
         "hf": ["transformers>=4.46"],
         "plots": ["matplotlib>=3.8"],

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megatron_chameleon.artifacts import (
     SPLITS,
@@ -18,7 +20,7 @@ from megatron_chameleon.artifacts import (
     TokenizerIdentity,
     provenance,
 )
-from megatron_chameleon.corpus.indexed import IndexedWriter
+from megatron_chameleon.corpus.indexed_writer import IndexedWriter
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.source import SourceOptions
 
@@ -51,6 +53,15 @@ def write_small_corpus(
     identity = TokenizerIdentity("tokenizers", "tokenizer.json", tokenizer_hash, VOCAB_SIZE, EOD)
     Corpus(root, identity, "uint16", found, made_by, Cost()).save()
     return Corpus.load(root)
+
+
+def word_tokenizer(path: Path) -> Path:
+    """A tokenizer.json of the corpus's vocabulary, for what asks for one beside its tokens."""
+    tokenizer = Tokenizer(WordLevel({str(token): token for token in range(EOD)}, unk_token="0"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    assert tokenizer.token_to_id("<|endoftext|>") == EOD
+    tokenizer.save(str(path))
+    return path
 
 
 def _write_split(

@@ -6,6 +6,7 @@ from megatron_chameleon.artifacts.corpus import (
     Corpus,
     Domain,
     DomainSplit,
+    NotWritten,
     Split,
     TokenizerIdentity,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "EvaluationResult",
     "Mixture",
     "MixtureWarning",
+    "NotWritten",
     "Protocol",
     "Provenance",
     "Split",

@@ -32,6 +32,14 @@ class CheckpointFile:
 
 
 @dataclasses.dataclass(frozen=True)
+class MixturePhase:
+    """The weights by which samples are drawn from ``first_sample`` on: domain -> weight."""
+
+    first_sample: int
+    weights: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointRecord(FolderRecord):
     """What ``checkpoint.json`` says; ``root`` is the checkpoint's folder.
 
@@ -39,6 +47,9 @@ class CheckpointRecord(FolderRecord):
         model: the model's shape, as a dictionary (package ``model`` reads it).
         step: optimizer steps done.
         samples: training samples consumed.
+        domain_samples: domain -> how many of its own samples these are. From here on, each
+            domain's stream goes on.
+        mixture_phases: the weights that the samples were drawn by, in order.
         domain_tokens: domain -> training tokens seen.
         layout: the parallel layout that wrote it; another one can read it.
         files: file name -> size and hash.
@@ -52,6 +63,8 @@ class CheckpointRecord(FolderRecord):
     model: dict[str, Any]
     step: int
     samples: int
+    domain_samples: dict[str, int]
+    mixture_phases: list[MixturePhase]
     domain_tokens: dict[str, int]
     tokenizer_hash: str
     corpus_hash: str

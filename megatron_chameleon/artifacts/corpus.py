@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -26,13 +27,19 @@ MAX_FILE_NAME = 200
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerIdentity:
-    """Which tokenizer made the tokens. ``file`` is relative to the corpus folder."""
+    """Which tokenizer made the tokens. ``file`` is relative to the corpus folder.
 
-    kind: Literal["tokenizers", "sentencepiece"]
+    ``pattern`` (how text is split into words, a regular expression) and ``special_tokens`` (name ->
+    id) are told where the file does not say them; ``sha256`` is of all that decides the ids.
+    """
+
+    kind: Literal["tokenizers", "sentencepiece", "tiktoken"]
     file: str
     sha256: str
     vocab_size: int
     eod_id: int
+    pattern: str | None = None
+    special_tokens: dict[str, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +58,25 @@ class DomainSplit:
 
 
 @dataclasses.dataclass(frozen=True)
+class NotWritten:
+    """What was read for a domain and is not in its splits.
+
+    Attributes:
+        duplicates: documents whose text came before in the domain; the one figure that also counts
+            what was written, where duplicates were kept.
+        held_out: documents left out since their text belongs to another split: to valid or test,
+            of this or another domain, where they were to go to train.
+        empty: documents without text, or of which the tokenizer leaves nothing.
+        malformed: lines that were no documents.
+    """
+
+    duplicates: int = 0
+    held_out: int = 0
+    empty: int = 0
+    malformed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Domain:
     """The three splits of a domain; no document is in two of them."""
 
@@ -65,7 +91,10 @@ class Domain:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus(FolderRecord):
-    """What ``corpus.json`` says; ``root`` is the folder it was read from."""
+    """What ``corpus.json`` says; ``root`` is the folder it was read from.
+
+    ``not_written`` is by domain, and empty where nobody counted.
+    """
 
     KIND = "corpus"
     FILE_NAME = FILE_NAME
@@ -77,6 +106,7 @@ class Corpus(FolderRecord):
     domains: dict[str, Domain]
     provenance: Provenance
     cost: Cost
+    not_written: dict[str, NotWritten] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path) -> Corpus:
@@ -97,6 +127,11 @@ class Corpus(FolderRecord):
     def names(self) -> list[str]:
         """Domain names, in the order in which every weight vector lists them."""
         return list(self.domains)
+
+    @property
+    def train_tokens(self) -> dict[str, int]:
+        """Domain -> tokens of its train split."""
+        return {name: domain.train.tokens for name, domain in self.domains.items()}
 
     @property
     def hash(self) -> str:
@@ -122,21 +157,48 @@ class Corpus(FolderRecord):
         """Bytes of one token on disk."""
         return {"uint16": 2, "int32": 4}[self.dtype]
 
-    def verify(self) -> None:
-        """Read every token file and compare its hash.
+    def verify(
+        self, share: int = 0, shares: int = 1, on_bytes: Callable[[int], object] | None = None
+    ) -> None:
+        """Read token files and compare their hashes.
+
+        Args:
+            share: which share of the files is read, from 0 on.
+            shares: into how many about equal ones they are dealt, for ranks that share the work.
+            on_bytes: is told how many bytes were just read.
 
         Raises:
             UserError: naming the first file that is not what corpus.json says.
         """
-        for name, domain in self.domains.items():
-            for split in SPLITS:
-                prefix = self.prefix(name, split)
-                files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
-                if sha256_of_files(*files) != domain.split(split).sha256:
-                    raise UserError(
-                        f"{files[0]} or its .idx has changed since {self.root / FILE_NAME} was "
-                        "written; restore it or preprocess again"
-                    )
+        for prefix, expected in self._largest_first()[share::shares]:
+            files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+            try:
+                found = sha256_of_files(*files, on_bytes=on_bytes)
+            except OSError as error:
+                raise UserError(
+                    f"cannot read {error.filename}: {error.strerror}; restore it or preprocess "
+                    "again"
+                ) from error
+            if found != expected.sha256:
+                raise UserError(
+                    f"{files[0]} or its .idx has changed since {self.root / FILE_NAME} was "
+                    "written; restore it or preprocess again"
+                )
+
+    def share_bytes(self, share: int, shares: int) -> int:
+        """How many bytes :meth:`verify` reads for these arguments."""
+        return sum(
+            part.tokens * self.token_bytes + index_file_bytes(part.documents)
+            for _, part in self._largest_first()[share::shares]
+        )
+
+    def _largest_first(self) -> list[tuple[Path, DomainSplit]]:
+        parts = [
+            (self.prefix(name, split), domain.split(split))
+            for name, domain in self.domains.items()
+            for split in SPLITS
+        ]
+        return sorted(parts, key=lambda part: -part[1].tokens)
 
     def _check_files(self, split: DomainSplit) -> None:
         prefix = self.root / split.prefix

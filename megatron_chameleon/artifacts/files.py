@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,19 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes ``path``; what the system refuses in it is told in one line.
+
+    Raises:
+        UserError: if the file cannot be written, or the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
 def cannot_write(path: Path, error: OSError) -> UserError:
     """What to say when the system refuses to write ``path``."""
     return UserError(
@@ -64,13 +77,15 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
-def sha256_of_files(*paths: Path) -> str:
-    """Hex SHA-256 of the concatenated contents of ``paths``."""
+def sha256_of_files(*paths: Path, on_bytes: Callable[[int], object] | None = None) -> str:
+    """Hex SHA-256 of the concatenated contents of ``paths``; ``on_bytes`` is told what was read."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as stream:
             while block := stream.read(_CHUNK):
                 digest.update(block)
+                if on_bytes:
+                    on_bytes(len(block))
     return digest.hexdigest()
 
 

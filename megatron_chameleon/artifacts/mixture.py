@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts.corpus import Corpus
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
@@ -78,26 +78,30 @@ class Mixture:
         """Hex SHA-256 of the weights, whatever found them."""
         return sha256_of_json(self.weights)
 
-    def weights_for(self, corpus: Corpus) -> list[float]:
-        """The weights in the corpus's order of domains; a domain left out has weight 0.
+    def weights_for(self, names: Sequence[str], where: str) -> list[float]:
+        """The weights in the order of ``names``; a domain left out has weight 0.
+
+        Args:
+            names: the domains that there are.
+            where: what they are the domains of, for messages.
 
         Raises:
-            UserError: for a weight on a domain that the corpus does not have.
+            UserError: for a weight on a domain that is not among them.
         """
-        unknown = [name for name in self.weights if name not in corpus.domains]
+        unknown = [name for name in self.weights if name not in names]
         if unknown:
             raise UserError(
-                f"the mixture has a weight for '{unknown[0]}', which is not a domain of "
-                f"{corpus.root}; its domains are {', '.join(corpus.names)}"
+                f"the mixture has a weight for '{unknown[0]}', which is not a domain of {where}; "
+                f"its domains are {', '.join(names)}"
             )
-        missing = [name for name in corpus.names if name not in self.weights]
+        missing = [name for name in names if name not in self.weights]
         if missing:
             warnings.warn(
                 f"the mixture says nothing of {', '.join(missing)}: they get weight 0",
                 MixtureWarning,
                 stacklevel=2,
             )
-        return [self.weights.get(name, 0.0) for name in corpus.names]
+        return [self.weights.get(name, 0.0) for name in names]
 
 
 def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
@@ -126,10 +130,15 @@ def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
 
 
 def implied_epochs(
-    corpus: Corpus, weights: dict[str, float], token_budget: int
+    tokens: Mapping[str, int], weights: Mapping[str, float], token_budget: float
 ) -> dict[str, float]:
-    """Domain -> passes over its training tokens when ``token_budget`` tokens are drawn."""
+    """Domain -> passes over its training tokens when ``token_budget`` tokens are drawn.
+
+    Args:
+        tokens: domain -> its training tokens.
+        weights: domain -> share of the tokens drawn; 0 where there is none.
+        token_budget: tokens drawn in all.
+    """
     return {
-        name: weights.get(name, 0.0) * token_budget / max(domain.train.tokens, 1)
-        for name, domain in corpus.domains.items()
+        name: weights.get(name, 0.0) * token_budget / max(size, 1) for name, size in tokens.items()
     }

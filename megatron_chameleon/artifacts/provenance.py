@@ -7,6 +7,7 @@ import datetime
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
         options=plain_options(options),
         inputs=dict(inputs),
-        versions=_versions(),
+        versions={"python": platform.python_version(), **package_versions(PACKAGES)},
         git_commit=_git_commit(),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
@@ -57,9 +58,10 @@ def plain_options(options: Any) -> dict[str, Any]:
     return body
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The version of each package, or that it is not installed."""
+    found = {}
+    for package in packages:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -24,7 +24,14 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class DomainTokens:
-    """Tokens of one domain over the run: what the weights asked for, and what was drawn."""
+    """Tokens of one domain over the run so far.
+
+    Attributes:
+        weight: share of the tokens by the weights in force.
+        asked: tokens that the weights asked for, over all their changes.
+        got: tokens drawn.
+        epochs: passes over the domain's training tokens that these are.
+    """
 
     weight: float
     asked: float
@@ -41,7 +48,7 @@ class TrainingRun(FolderRecord):
         step: optimizer steps done, of ``train_iters``.
         tokens: training tokens seen.
         model: the model's dimensions.
-        mixture: domain -> weight.
+        mixture: domain -> weight, as in force at ``step``.
         domain_tokens: tokens and epochs per domain, asked and got.
         checkpoints: folders below ``root``, oldest first.
         cost: over all the times the run was continued.

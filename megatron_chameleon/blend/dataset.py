@@ -1,230 +1,245 @@
-"""Training samples drawn from the domains of a corpus by weight."""
+"""Training samples drawn from domains by weights that may change."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets import helpers
-from megatron.core.datasets.gpt_dataset import (
-    GPTDataset,
-    GPTDatasetConfig,
-    _build_document_index,
-    _build_shuffle_index,
-)
-from megatron.core.datasets.utils import Split as MegatronSplit
 from megatron.core.datasets.utils import normalize
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import Corpus, Split, TokenizerIdentity
-from megatron_chameleon.blend.index import build_blending_indices
-from megatron_chameleon.corpus.indexed import open_split
+from megatron_chameleon.blend.boundaries import DocumentBoundaries
+from megatron_chameleon.blend.gather import View, ViewTable
+from megatron_chameleon.blend.implicit_index import ImplicitBlendingIndices
+from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
+from megatron_chameleon.blend.streams import (
+    EpochStream,
+    FeistelStream,
+    MegatronStream,
+    Stream,
+)
+from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, check_weights
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.data import Permutation
 
-# Megatron shuffles the last epoch on its own where less than this share of it is used, so that
-# its documents do not crowd out those of the whole epochs.
-SEPARATE_FINAL_EPOCH_BELOW = 0.80
+Batch = dict[str, torch.Tensor]
 
-
-class DomainDataset(GPTDataset):
-    """Megatron's GPT data set over one domain, with its indices in memory.
-
-    Documents, samples and their order are Megatron's for the same seed and number of samples, but
-    nothing is written beside the data and no rank waits for another: each builds its own.
-    """
-
-    def _build_document_sample_shuffle_indices(
-        self,
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint32]]:
-        """Order of the documents, [samples + 1, 2] starts (document, offset), order of samples."""
-        tokens_per_epoch = self._get_num_tokens_per_epoch()
-        num_epochs = self._get_num_epochs(tokens_per_epoch)
-        samples_before_final = self._whole_samples((num_epochs - 1) * tokens_per_epoch)
-        separate_final = self._separates_final_epoch(
-            num_epochs, samples_before_final, self._whole_samples(tokens_per_epoch)
-        )
-        # The document order is drawn before the sample order, from one stream, as in Megatron.
-        random_state = np.random.RandomState(self.config.random_seed)
-        document_index = _build_document_index(
-            self.indices, num_epochs, random_state, separate_final
-        )
-        sample_index = helpers.build_sample_idx(
-            np.array(self.dataset.sequence_lengths),
-            document_index,
-            self.config.sequence_length,
-            num_epochs,
-            tokens_per_epoch,
-            self._drops_last_partial_sequence(),
-            self.config.add_extra_token_to_sequence,
-        )
-        num_samples = sample_index.shape[0] - 1
-        shuffle_index = _build_shuffle_index(
-            samples_before_final if separate_final else num_samples, num_samples, random_state
-        )
-        return document_index, sample_index, shuffle_index
-
-    def _whole_samples(self, tokens: int) -> int:
-        extra = int(self.config.add_extra_token_to_sequence)
-        return (tokens - extra) // int(self.config.sequence_length)
-
-    def _separates_final_epoch(
-        self, num_epochs: int, samples_before_final: int, samples_per_epoch: int
-    ) -> bool:
-        if num_epochs == 1:
-            return False
-        from_final = self.num_samples - samples_before_final
-        return bool(from_final < int(SEPARATE_FINAL_EPOCH_BELOW * samples_per_epoch))
-
-    def _drops_last_partial_sequence(self) -> bool:
-        if self.index_split == MegatronSplit.valid:
-            return bool(self.config.drop_last_partial_validation_sequence)
-        return True
+# By how much more than asked Megatron builds of each data set that it blends. It decides the
+# number of whole epochs, and with that the order.
+MEGATRON_SURPLUS = 0.005
 
 
-class BlendedTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples of a corpus split, its domains blended by weight.
+class BlendedTokens(torch.utils.data.Dataset[Batch]):
+    """Samples of a run in their order, its domains blended by a schedule of weights.
 
-    Every rank builds the same index without the others, from its arguments alone. Domains of
-    weight 0, and those too rare to give a sample, are never opened.
+    Every rank builds its own indices, from these arguments alone: no rank waits for another and
+    no disk is shared. Domains that give no sample are never opened.
+
+    With ``permutation="megatron"`` the samples are those of Megatron's BlendedDataset over its
+    GPTDatasets; the weights cannot change then, since its order hangs on the number of samples.
+    With "epoch" and "feistel" a domain's samples are a function of the seed, its name and their
+    number alone, so the weights can change at any sample.
 
     Args:
-        corpus: where the tokens are.
-        split: which of its splits.
-        weights: [num_domains] shares of the samples, in the order of ``corpus.names``; scaled to
-            sum to 1.
+        data: where the tokens are.
+        schedule: weights of the domains, in the order of ``data.domains``; scaled to sum to 1.
         num_samples: length of the data set.
-        seq_length: tokens per sample; the labels are the same tokens, one further on.
+        seq_length: tokens per sample (s); the labels are the same tokens, one further on.
         seed: of the order of documents and samples within each domain.
-
-    Item i is a dictionary of tokens [s] int64, labels [s] int64, loss_mask [s] float32,
-    position_ids [s] int64 and domain [] int64, a position in ``corpus.names``.
+        permutation: by what they are ordered.
+        boundaries: what becomes of the ends of documents within a sample.
+        cache: folder for Megatron's indices; None keeps them in memory alone.
+        surplus: by how much more than asked a domain's indices are built, for Megatron's order.
 
     Raises:
-        UserError: for weights that cannot be drawn by, or a domain with too few tokens.
+        UserError: for weights that cannot be drawn by, a domain with too few tokens, files that
+            are not what they were, or weights that change in Megatron's order.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
-        split: Split,
-        weights: Sequence[float],
+        data: TokenData,
+        schedule: MixtureSchedule,
         num_samples: int,
         seq_length: int,
         seed: int,
+        permutation: Permutation = "megatron",
+        boundaries: DocumentBoundaries | None = None,
+        cache: Path | None = None,
+        surplus: float = MEGATRON_SURPLUS,
     ) -> None:
-        check_weights(corpus, weights)
-        check_enough_tokens(corpus, weights, seq_length, split)
-        self.domain_index, self.domain_sample_index = _blend(weights, num_samples)
-        counts = np.bincount(self.domain_index, minlength=len(weights))
-        self.samples_per_domain: list[int] = counts.tolist()
-        """How many samples each domain gives, in the order of ``corpus.names``."""
-        config = _megatron_config(corpus, split, seq_length, seed)
-        self._domains = [
-            _open_domain(corpus, name, split, count, config) if count else None
-            for name, count in zip(corpus.names, self.samples_per_domain, strict=True)
-        ]
+        self.data, self.schedule = data, schedule
+        self.seq_length, self.permutation = seq_length, permutation
+        self._num_samples, self._seed = num_samples, seed
+        self._cache, self._surplus = cache, surplus
+        self._boundaries = boundaries or DocumentBoundaries(data.tokenizer.eod_id)
+        self._streams: dict[int, Stream] = {}
+        self._views: dict[int, View] = {}
+        self._table = ViewTable.empty(len(data.domains))
+        self._next_unread = 0
+        self._check(schedule)
+        self._phases = self._blend(schedule)
+        self._open(self.counts(num_samples))
 
     def __len__(self) -> int:
-        return len(self.domain_index)
+        return self._num_samples
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Batch:
+        """Sample ``index``: the values of :meth:`batch`, without their first dimension."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        domain = int(self.domain_index[index])
-        dataset = self._domains[domain]
-        assert dataset is not None, "the index names a domain that gives no samples"
-        sample = dataset[int(self.domain_sample_index[index])]
-        return {**sample, "domain": torch.tensor(domain, dtype=torch.int64)}
+        return {name: part[0] for name, part in self.batch([index]).items()}
 
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Several samples at once, gathered by one compiled call.
 
-def check_weights(corpus: Corpus, weights: Sequence[float]) -> None:
-    """Refuse weights that nothing can be drawn by.
+        Returns:
+            tokens [b, s] int64, labels [b, s] int64 (views of one tensor, one token apart),
+            domain [b] int64 (a position in ``data.domains``), and what ``boundaries`` make of the
+            tokens: position_ids [b, s] int64, loss_mask [b, s] float32 and, where attention is
+            kept within documents, document_starts [b, s] int64.
 
-    Raises:
-        UserError: unless there is one finite, non-negative weight per domain and one is positive.
-    """
-    if len(weights) != len(corpus.names):
-        raise UserError(
-            f"{len(weights)} weights for the {len(corpus.names)} domains of {corpus.root}; "
-            "give one for each"
-        )
-    for name, weight in zip(corpus.names, weights, strict=True):
-        if not np.isfinite(weight) or weight < 0:
-            raise UserError(f"weight of '{name}' is {weight}; weights are finite and not negative")
-    if not any(weights):
-        raise UserError("all weights are zero; give at least one domain a weight")
+        Raises:
+            UserError: if a file holds a token that the vocabulary does not have.
+        """
+        samples = np.asarray(indices, np.int64)
+        domains, numbers = self.locate(samples)
+        windows = torch.from_numpy(self._gather(domains, numbers))
+        self._next_unread = max(self._next_unread, int(samples.max()) + 1)
+        tokens, labels = windows[:, :-1], windows[:, 1:]
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            **self._boundaries(tokens),
+            "domain": torch.from_numpy(domains),
+        }
 
+    def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which domain [b] gives each of ``samples`` [b], and which of its own samples that is."""
+        domains, numbers = np.empty_like(samples), np.empty_like(samples)
+        starts = [phase.first for phase in self._phases]
+        phases = np.searchsorted(starts, samples, side="right") - 1
+        for number in np.unique(phases):
+            here = phases == number
+            domains[here], numbers[here] = self._phases[number].locate(samples[here])
+        return domains, numbers
 
-def check_enough_tokens(
-    corpus: Corpus, weights: Sequence[float], seq_length: int, split: Split = "train"
-) -> None:
-    """Refuse a domain that is to be drawn from but holds less than one sequence.
+    def counts(self, samples: int) -> NDArray[np.int64]:
+        """[num_domains] how many of the first ``samples`` samples each domain gives."""
+        phase = self._phases[self.schedule.phase_at(max(samples - 1, 0))]
+        return phase.counts(samples)
 
-    Raises:
-        UserError: naming the domain and what would help.
-    """
-    for name, weight in zip(corpus.names, weights, strict=True):
-        tokens = corpus.domains[name].split(split).tokens
-        if weight > 0 and tokens < seq_length + 1:
+    def change_weights(self, first_sample: int, weights: Sequence[float]) -> None:
+        """Draw by other weights from ``first_sample`` on. Every rank has to do the same.
+
+        Raises:
+            UserError: for weights that cannot be drawn by, or in Megatron's order.
+            ValueError: if a sample from there on has been read already.
+        """
+        if first_sample < self._next_unread:
+            raise ValueError(
+                f"weights cannot change from sample {first_sample} on: samples up to "
+                f"{self._next_unread} have been read"
+            )
+        schedule = self.schedule.changed(first_sample, weights)
+        self._check(schedule)
+        self._phases = self._blend(schedule)
+        self.schedule = schedule
+        self._open(self.counts(self._num_samples))
+
+    def _check(self, schedule: MixtureSchedule) -> None:
+        for phase in schedule.phases:
+            check_weights(self.data, phase.weights)
+            check_enough_tokens(self.data, phase.weights, self.seq_length)
+        if self.permutation == "megatron" and len(schedule.phases) > 1:
             raise UserError(
-                f"domain '{name}' has {tokens} tokens in {split}, fewer than one sequence of "
-                f"{seq_length}+1; use a shorter --seq-length, more text, or weight 0"
+                "Megatron's order of samples hangs on weights that stay the same; "
+                "for weights that change, begin the run with --permutation epoch"
             )
 
+    def _blend(self, schedule: MixtureSchedule) -> list[_BlendedPhase]:
+        phases: list[_BlendedPhase] = []
+        before = np.zeros(len(self.data.domains), np.int64)
+        for phase, length in schedule.spans(max(self._num_samples, 1)):
+            phases.append(_BlendedPhase(phase, length, before))
+            before = phases[-1].counts(phase.first_sample + length)
+        return phases
 
-def _blend(
-    weights: Sequence[float], num_samples: int
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """The blended index over all domains, of which those of weight 0 give nothing."""
-    every_weight = np.asarray(weights, dtype=np.float64)
-    drawn = np.flatnonzero(every_weight).astype(np.int16)
-    # Left in, a domain of weight 0 would win ties; normalised by Megatron's own function, the
-    # weights are its own to the last bit.
-    shares = normalize(every_weight[drawn].tolist())
-    index, sample_index = build_blending_indices(shares, num_samples)
-    return drawn[index], sample_index
+    def _open(self, counts: NDArray[np.int64]) -> None:
+        """Make the streams of the domains that give any samples and have none yet."""
+        missing = [int(i) for i in np.flatnonzero(counts) if int(i) not in self._streams]
+        with ThreadPoolExecutor(min(len(missing), len(os.sched_getaffinity(0))) or 1) as pool:
+            streams = pool.map(lambda domain: self._stream(domain, int(counts[domain])), missing)
+            self._streams.update(zip(missing, streams, strict=True))
+
+    def _stream(self, domain: int, count: int) -> Stream:
+        tokens = self.data.domains[domain]
+        file = tokens.open()
+        if self.permutation == "epoch":
+            return EpochStream(tokens, file, self.seq_length, self._seed)
+        if self.permutation == "feistel":
+            return FeistelStream(tokens, file, self.seq_length, self._seed)
+        # As many as Megatron builds; a rare domain may get one more than its weight asks for.
+        share = normalize(list(self.schedule.phases[0].weights))[domain]
+        asked = math.ceil(math.ceil(self._num_samples * share) * (1 + self._surplus))
+        needed = max(asked, count)
+        return MegatronStream(tokens, file, needed, self.seq_length, self._seed, self._cache)
+
+    def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        table, vocab_size = self._table, self.data.tokenizer.vocab_size
+        inside = (numbers >= table.first[domains]) & (numbers < table.stop[domains])
+        if inside.all():
+            return table.gather(domains, numbers, self.seq_length, vocab_size)
+        # Some domain's next epoch begins within this batch, or nothing was read of it yet.
+        pairs = zip(domains.tolist(), numbers.tolist(), strict=True)
+        views = [self._view(domain, number) for domain, number in pairs]
+        places = np.arange(len(views))
+        return ViewTable(views).gather(places, numbers, self.seq_length, vocab_size)
+
+    def _view(self, domain: int, number: int) -> View:
+        """The view that holds a domain's sample, which stays at hand for the samples after it."""
+        view = self._views.get(domain)
+        if view is None or not view.first <= number < view.first + view.num_samples:
+            view = self._streams[domain].view_of(number)
+            self._views[domain] = view
+            self._table.put(domain, view)
+        return view
 
 
-@dataclasses.dataclass(frozen=True)
-class _TokenizerFacts:
-    """What Megatron's data sets ask of a tokenizer when the text is tokenised already."""
+class _BlendedPhase:
+    """The blended index of one phase, over the domains that it draws from.
 
-    eod: int
-    vocab_size: int
-    sha256: str
+    Left in, a domain of weight 0 would win ties.
 
-    @classmethod
-    def of(cls, identity: TokenizerIdentity) -> _TokenizerFacts:
-        return cls(identity.eod_id, identity.vocab_size, identity.sha256)
+    Args:
+        phase: weights, and the first sample that is drawn by them.
+        length: samples of the phase.
+        before: [num_domains] samples that each domain has given before.
+    """
 
-    @property
-    def unique_identifiers(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def __init__(self, phase: Phase, length: int, before: NDArray[np.int64]) -> None:
+        weights = np.asarray(phase.weights, np.float64)
+        self.first = phase.first_sample
+        self._before = before
+        self._drawn = np.flatnonzero(weights)
+        # Twice, as Megatron does on the way from --data-path to its blended data set: the second
+        # time may change the last bit, which decides ties.
+        shares = normalize(normalize(weights[self._drawn].tolist()))
+        self._index = ImplicitBlendingIndices(shares, length)
 
+    def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Domain and number within it of samples of this phase."""
+        index, numbers = self._index.indices(samples - self.first)
+        domains = self._drawn[index]
+        return domains, numbers + self._before[domains]
 
-def _megatron_config(corpus: Corpus, split: Split, seq_length: int, seed: int) -> GPTDatasetConfig:
-    prefixes = [str(corpus.prefix(name, split)) for name in corpus.names]
-    blends = [(prefixes, None) if s.name == split else None for s in MegatronSplit]
-    return GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        blend_per_split=blends,
-        tokenizer=_TokenizerFacts.of(corpus.tokenizer),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-
-
-def _open_domain(
-    corpus: Corpus, name: str, split: Split, num_samples: int, config: GPTDatasetConfig
-) -> DomainDataset:
-    indexed = open_split(corpus, name, split)
-    prefix: Path = corpus.prefix(name, split)
-    documents = np.arange(len(indexed), dtype=np.int32)
-    return DomainDataset(indexed, str(prefix), documents, num_samples, MegatronSplit[split], config)
+    def counts(self, samples: int) -> NDArray[np.int64]:
+        """[num_domains] what each domain has given of the run's first ``samples`` samples."""
+        counts = self._before.copy()
+        counts[self._drawn] += self._index.counts(samples - self.first)
+        return counts

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import default_collate
 
 from megatron_chameleon.errors import UserError
 
@@ -14,11 +13,13 @@ Batch = dict[str, torch.Tensor]
 
 
 class SampleSource(Protocol):
-    """What batches are made of: numbered samples, each a dictionary of tensors."""
+    """What batches are made of: numbered samples, of which several are read at once."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Batch: ...
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples of these numbers, stacked."""
+        ...
 
 
 def check_batch_sizes(
@@ -109,9 +110,7 @@ class MicroBatchIterator(Iterator[Batch]):
         self._batches = self._indices_from(start_step)
 
     def __next__(self) -> Batch:
-        indices = next(self._batches)
-        batch: Batch = default_collate([self._dataset[index] for index in indices])
-        return batch
+        return self._dataset.batch(next(self._batches))
 
     def _indices_from(self, start_step: int) -> Iterator[list[int]]:
         for step in range(start_step, self.num_steps):

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import sentencepiece
 import tokenizers
+from numpy.typing import NDArray
 
 from megatron_chameleon.errors import UserError
 
-TokenizerKind = Literal["tokenizers", "sentencepiece"]
+TokenizerKind = Literal["tokenizers", "sentencepiece", "tiktoken"]
 
 
 class Encoder(Protocol):
@@ -25,8 +27,8 @@ class Encoder(Protocol):
     kind: TokenizerKind
     vocab_size: int
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, and nothing added to them. Uses all cores."""
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of each text, [num_tokens] uint32, and nothing added. Uses all cores."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -45,17 +47,21 @@ class Encoder(Protocol):
 class JsonEncoder:
     """A tokenizer.json of the ``tokenizers`` library.
 
+    Args:
+        path: where it is from, for messages.
+        content: of the file.
+
     Raises:
         UserError: if the file is no such tokenizer.
     """
 
     kind: TokenizerKind = "tokenizers"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes) -> None:
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing narrower
-            raise _unreadable(path, "tokenizer.json of the tokenizers library", error) from error
+            raise unreadable(path, "tokenizer.json of the tokenizers library", error) from error
         # What a file says of cutting and filling up texts belongs to another use of it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -63,10 +69,10 @@ class JsonEncoder:
         # Ids may have holes: what counts is the largest.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, and nothing added to them. Uses all cores."""
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of each text, [num_tokens] uint32, and nothing added. Uses all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
@@ -86,25 +92,27 @@ class JsonEncoder:
 class SentencePieceEncoder:
     """A SentencePiece .model.
 
+    Args:
+        path: where it is from, for messages.
+        content: of the file.
+
     Raises:
         UserError: if the file is no such model.
     """
 
     kind: TokenizerKind = "sentencepiece"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes) -> None:
         try:
-            self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (OSError, RuntimeError) as error:
-            raise _unreadable(path, "SentencePiece model", error) from error
+            raise unreadable(path, "SentencePiece model", error) from error
         self.vocab_size = len(self._model)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, and nothing added to them. Uses all cores."""
-        ids: list[list[int]] = self._model.encode(
-            list(texts), out_type=int, num_threads=os.cpu_count() or 1
-        )
-        return ids
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of each text, [num_tokens] uint32, and nothing added. Uses all cores."""
+        encoded = self._model.encode(list(texts), out_type=int, num_threads=os.cpu_count() or 1)
+        return [np.array(ids, dtype=np.uint32) for ids in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
@@ -121,6 +129,12 @@ class SentencePieceEncoder:
         return [self._model.id_to_piece(i) for i in ids if self._model.is_control(i)]
 
 
-def _unreadable(path: Path, what: str, error: Exception) -> UserError:
+def unreadable(path: Path, what: str, error: object) -> UserError:
+    """What to say of a file that is no tokenizer of the kind it should be."""
     reason = " ".join(str(error).split())
     return UserError(f"{path} is not a {what} ({reason}); tools/train_tokenizer.py makes one")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up. What it raises then is no Exception, and has no module."""
+    return type(error).__name__ == "PanicException"

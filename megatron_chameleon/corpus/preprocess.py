@@ -1,140 +1,253 @@
-"""Text to corpus: documents are read, split, deduplicated, tokenised and written by domain."""
+"""Text to corpus: a plan, its shards, and what they are joined to.
+
+Everything a shard's content depends on is in the plan. Shards are made in any order, by any number
+of processes on any number of machines, and kept when one of them ends; joining them copies tokens.
+"""
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import dataclasses
+import os
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, Stopwatch, provenance
-from megatron_chameleon.corpus.domain_writer import DomainWriter, DomainWriters
-from megatron_chameleon.corpus.folder import CorpusFolder
-from megatron_chameleon.corpus.indexed import token_type
-from megatron_chameleon.corpus.readers import Document, DocumentReader
-from megatron_chameleon.corpus.sources import SourceFile
+from megatron_chameleon.artifacts import Corpus, Cost, Stopwatch, provenance
+from megatron_chameleon.artifacts.files import writing
+from megatron_chameleon.corpus.fast_encoder import with_encoder, with_gigatoken
+from megatron_chameleon.corpus.reading.readers import DocumentReader
+from megatron_chameleon.corpus.reading.sources import find_sources
+from megatron_chameleon.corpus.shards.domain_checks import check_domains
+from megatron_chameleon.corpus.shards.folder import SOURCES_NAME, CorpusFolder, corpus_folder
+from megatron_chameleon.corpus.shards.join import Joined, join_shards
+from megatron_chameleon.corpus.shards.plan import Plan, make_plan
+from megatron_chameleon.corpus.shards.shard import Shard
+from megatron_chameleon.corpus.shards.shard_maker import ShardMaker
+from megatron_chameleon.corpus.shards.share import Share, parse_share
+from megatron_chameleon.corpus.shards.sources_read import write_sources
+from megatron_chameleon.corpus.shards.unchanged import check_what_was_read
+from megatron_chameleon.corpus.shards.workers import work_in_processes
 from megatron_chameleon.corpus.split import parse_split
-from megatron_chameleon.corpus.summary import closing_words
+from megatron_chameleon.corpus.summary import closing_words, words_after_share
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.progress import progress_bar
 
-# Enough text to keep all cores busy on one batch, little enough to hold with its encodings.
-_BATCH_CHARACTERS = 2_000_000
+# Less than this is read before another process has started.
+_BYTES_WORTH_A_PROCESS = 32_000_000
 
 
 def preprocess_data(options: PreprocessOptions) -> None:
-    """Write the corpus that ``options`` ask for, and print what is in it.
+    """Write the corpus that ``options`` ask for, or a share of its shards; say what was done.
 
     Raises:
-        UserError: for input that cannot be read or makes no corpus; nothing is left of it then.
+        UserError: for input that cannot be read or makes no corpus; finished shards are kept,
+            unless there is only one.
     """
-    shares = parse_split(options.split)
-    tokenizer = load_tokenizer(options.tokenizer_model, options.eod_token)
-    reader = DocumentReader(options.source, options.domain_key)
-    _check_sources(reader.sources, options.domain_key)
-    with CorpusFolder(options.output, options.overwrite) as folder:
-        dtype = token_type(tokenizer.vocab_size)
-        stopwatch = Stopwatch()
-        writers = DomainWriters(folder.partial, dtype, shares, options.drop_duplicates)
-        _tokenize(reader, tokenizer, writers)
-        _check_lines(reader, options.source.max_malformed_share)
-        _check_domains(writers, reader.sources, options.min_tokens_per_split)
-        domains = {name: writer.finish() for name, writer in writers.items()}
-        shutil.copyfile(tokenizer.path, folder.partial / tokenizer.identity.file)
-        Corpus(
-            root=folder.partial,
-            tokenizer=tokenizer.identity,
-            dtype=dtype,
-            domains=domains,
-            provenance=provenance(options, {"tokenizer": tokenizer.sha256, **reader.hashes}),
-            cost=stopwatch.cost(),
-        ).save()
-        folder.publish()
+    stopwatch = Stopwatch()
+    share = None if options.shard is None else parse_share(options.shard)
+    _check_numbers(options)
+    tokenizer = _own_tokenizer(options)
+    sources = find_sources(options.source, options.domains)
+    plan = make_plan(options, tokenizer, sources)
+    with corpus_folder(options.output, options.overwrite, shared=share is not None) as folder:
+        begun = folder.agree(plan)
+        plan = dataclasses.replace(plan, root=begun.root)
+        run = _Run(options, plan, begun.hash, tokenizer, folder)
+        with _finished_shards_kept(run, share):
+            found = sorted(folder.finished())
+            run.check_finished(found, begun)
+            run.make_shards(share)
+            if share is not None:
+                missing = set(range(len(plan.shards))) - folder.finished()
+                print(words_after_share(share, len(plan.shards), missing))
+                return
+            joined = run.join(found, stopwatch)
     corpus = Corpus.load(options.output)
-    print(closing_words(corpus, dict(writers.items()), reader.malformed))
+    print(closing_words(corpus, joined.malformed, len(found), len(plan.shards)))
 
 
-def _check_sources(sources: list[SourceFile], domain_key: str | None) -> None:
-    """Refuse files whose domain nobody tells, and a domain key that nothing would ask for."""
-    without = [source for source in sources if source.domain is None]
-    if without and domain_key is None:
-        raise UserError(
-            f"--input {without[0].path}: of which domain? Give it as NAME={without[0].path}, or "
-            "--domain-key for a key in its lines"
+def _own_tokenizer(options: PreprocessOptions) -> Tokenizer:
+    pattern = options.encoding.tiktoken_pattern
+    return load_tokenizer(options.tokenizer_model, options.eod_token, pattern)
+
+
+def _check_numbers(options: PreprocessOptions) -> None:
+    parse_split(options.split)
+    for flag, value in (("workers", options.workers), ("shard-bytes", options.shard_bytes)):
+        if value is not None and value < 1:
+            raise UserError(f"--{flag} {value}: a number from 1 on is expected")
+
+
+@contextlib.contextmanager
+def _finished_shards_kept(run: _Run, share: Share | None) -> Iterator[None]:
+    """Where the block fails, say what is kept; of a single shard nothing, it is begun anew."""
+    try:
+        yield
+    except BaseException:
+        total, kept = len(run.plan.shards), len(run.folder.finished())
+        if total == 1 and share is None:
+            run.folder.remove_work()
+        elif kept:
+            print(
+                f"{kept} of {total} shards are finished and kept in {run.folder.partial}; the same "
+                "command goes on from there",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardWork:
+    """Making shards of a plan and putting them in their place, in this process or another one."""
+
+    options: PreprocessOptions
+    plan: Plan
+    plan_hash: str
+    folder: CorpusFolder
+    gigatoken: bool
+
+    def __call__(self, on_bytes: Callable[[int], object]) -> Callable[[int], object]:
+        """Open the tokenizer; return what makes the shard of a number."""
+        tokenizer = _own_tokenizer(self.options)
+        return self.with_tokenizer(
+            with_gigatoken(tokenizer) if self.gigatoken else tokenizer, on_bytes
         )
-    if domain_key is not None and not without:
-        raise UserError(
-            f"--domain-key {domain_key} has no use here: every --input names its domain; "
-            "leave out one or the other"
+
+    def with_tokenizer(
+        self, tokenizer: Tokenizer, on_bytes: Callable[[int], object]
+    ) -> Callable[[int], object]:
+        """The same with a tokenizer that is open."""
+        maker = ShardMaker(self.options, self.plan, self.plan_hash, tokenizer)
+
+        def make(number: int) -> None:
+            written = self.folder.desk / f"{number:06d}"
+            with writing(written):
+                written.mkdir()
+            maker.make(number, written, on_bytes)
+            self.folder.put_shard(written, number)
+
+        return make
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One run of the tool, once the plan is agreed on; ``plan`` has the sources as they are."""
+
+    options: PreprocessOptions
+    plan: Plan
+    plan_hash: str
+    tokenizer: Tokenizer
+    folder: CorpusFolder
+
+    def check_finished(self, finished: Sequence[int], begun: Plan) -> None:
+        """Refuse sources that are not what the ``finished`` shards were made of."""
+        if self.plan.sources == begun.sources:
+            return
+        hashes = {number: self._load(number).hashes for number in finished}
+        total = sum(map(self.plan.shard_bytes, finished))
+        with progress_bar(total, "B", "reading again") as bar:
+            check_what_was_read(self.options, self.plan, begun, hashes, bar.update)
+
+    def make_shards(self, share: Share | None) -> None:
+        """Make the shards that are missing, or those of them that are in ``share``."""
+        finished = self.folder.finished()
+        missing = [
+            number
+            for number in range(len(self.plan.shards))
+            if number not in finished and (share is None or share.has(number))
+        ]
+        if not missing:
+            return
+        total = sum(map(self.plan.shard_bytes, missing))
+        tokenizer = with_encoder(
+            self.tokenizer, self.options.encoding.encoder, self._sample(missing)
         )
+        gigatoken = tokenizer.stand_in is not None
+        work = ShardWork(self.options, self.plan, self.plan_hash, self.folder, gigatoken)
+        with progress_bar(total, "B", "tokenizing") as bar:
+            num_workers = self._num_workers(missing)
+            if num_workers > 1:
+                del tokenizer  # the workers have their own; its memory is theirs
+                work_in_processes(work, missing, num_workers, bar.update)
+                return
+            make = work.with_tokenizer(tokenizer, bar.update)
+            for number in missing:
+                make(number)
 
+    def join(self, found: Sequence[int], stopwatch: Stopwatch) -> Joined:
+        """Make a corpus of all shards, of which ``found`` were there before this run."""
+        shards = [self._load(number) for number in range(len(self.plan.shards))]
+        joining = Stopwatch()
+        made = self.folder.desk / "corpus"
+        with writing(made):
+            made.mkdir()
+        first_domains = [source.domain for source in self.plan.sources if source.domain is not None]
+        drop = self.options.drop_duplicates
+        with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
+            joined = join_shards(shards, first_domains, made, drop, bar.update)
+        _check_lines(joined, self.options.source.max_malformed_share)
+        check_domains(joined.domains, self.plan.sources, self.options.min_tokens_per_split)
+        self.tokenizer.save(made)
+        cost = Cost(
+            device_seconds=sum(shard.seconds for shard in shards) + joining.seconds(),
+            wall_seconds=stopwatch.seconds() + sum(shards[number].seconds for number in found),
+        )
+        self._write_corpus(made, shards, joined, cost)
+        self.folder.publish(made)
+        return joined
 
-def _tokenize(reader: DocumentReader, tokenizer: Tokenizer, writers: DomainWriters) -> None:
-    for source in reader.sources:
-        if source.domain is not None:
-            writers.of(source.domain)  # in the order given, and known even if it stays empty
-    with progress_bar(reader.total_bytes, "B", "tokenizing") as bar:
-        reader.on_bytes = bar.update
-        for batch in _batches(reader):
-            _write_batch(batch, tokenizer, writers)
+    def _write_corpus(
+        self, made: Path, shards: Sequence[Shard], joined: Joined, cost: Cost
+    ) -> None:
+        sources_hash = write_sources(made / SOURCES_NAME, self.plan, shards)
+        # Who did which part of the work leaves no trace in what was made.
+        options = dataclasses.replace(self.options, workers=None, shard=None)
+        inputs = {"tokenizer": self.tokenizer.sha256, "sources": sources_hash}
+        Corpus(
+            root=made,
+            tokenizer=self.tokenizer.identity,
+            dtype=self.tokenizer.token_type,
+            domains=joined.domains,
+            provenance=provenance(options, inputs),
+            cost=cost,
+            not_written=joined.not_written,
+        ).save()
 
+    def _sample(self, shards: Sequence[int]) -> Iterator[str]:
+        """The first texts of ``shards``; none of a pipe, which gives its text only once."""
+        reader = DocumentReader(self.options.source, self.plan.sources, self.options.domains)
+        for number in shards:
+            for piece in self.plan.shards[number]:
+                if not Path(self.plan.sources[piece.source].path).is_fifo():
+                    yield from (document.text for document in reader.read(piece))
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _write_batch(batch: list[Document], tokenizer: Tokenizer, writers: DomainWriters) -> None:
-    admitted = []
-    for document in batch:
-        writer = writers.of(document.domain)
-        split = writer.admit(document.text)
-        if split is not None:
-            admitted.append((writer, split, document.text))
-    encoded = tokenizer.encode_batch([text for _, _, text in admitted])
-    for (writer, split, _), tokens in zip(admitted, encoded, strict=True):
-        writer.add(split, tokens)
-
-
-def _check_lines(reader: DocumentReader, max_malformed_share: float) -> None:
-    reader.malformed.check(max_malformed_share)
-    if reader.malformed.count:
-        warnings.warn(f"{reader.malformed.describe()}; they are left out", stacklevel=3)
-
-
-def _check_domains(writers: DomainWriters, sources: list[SourceFile], min_tokens: int) -> None:
-    domains = dict(writers.items())
-    if not domains:
-        raise UserError(f"there is no text in {sources[0].path}; correct --input")
-    for name, writer in domains.items():
-        if not any(writer.documents(split) for split in SPLITS):
-            paths = [str(source.path) for source in sources if source.domain in (name, None)]
+    def _load(self, number: int) -> Shard:
+        shard = Shard.load(self.folder.shard_folder(number))
+        if shard.plan != self.plan_hash:
             raise UserError(
-                f"domain '{name}' is empty: there is no text for it in {' or '.join(paths[:3])}; "
-                "give it some, or leave it out"
+                f"{shard.root} was made by another plan than {self.folder.partial / Plan.FILE_NAME}"
+                f"; remove {shard.root} and run the same command again"
             )
-        _check_splits(name, writer, min_tokens)
+        shard.check_files()
+        return shard
+
+    def _num_workers(self, missing: Sequence[int]) -> int:
+        if self.options.workers is not None:
+            return min(self.options.workers, len(missing))
+        pieces = [piece for number in missing for piece in self.plan.shards[number]]
+        unknown = any(self.plan.sources[piece.source].kind == "dataset" for piece in pieces)
+        worth = unknown or sum(piece.bytes for piece in pieces) >= _BYTES_WORTH_A_PROCESS
+        # Each reads and encodes at the same time, which keeps more than a core busy.
+        spare = max(1, len(os.sched_getaffinity(0)) - 1)
+        return min(spare, len(missing)) if worth else 1
 
 
-def _check_splits(name: str, writer: DomainWriter, min_tokens: int) -> None:
-    documents = {split: writer.documents(split) for split in SPLITS}
-    for split in SPLITS:
-        if documents[split] == 0:
-            raise UserError(
-                f"domain '{name}' has no document in {split}, of {sum(documents.values())} in all; "
-                "give it more documents, or other shares by --split"
-            )
-        if writer.tokens(split) < min_tokens:
-            raise UserError(
-                f"domain '{name}' has {writer.tokens(split)} tokens in {split}, fewer than "
-                f"--min-tokens-per-split {min_tokens}; give it more text or a larger share"
-            )
+def _check_lines(joined: Joined, max_malformed_share: float) -> None:
+    joined.malformed.check(max_malformed_share)
+    if joined.malformed.count:
+        warnings.warn(f"{joined.malformed.describe()}; they are left out", stacklevel=2)

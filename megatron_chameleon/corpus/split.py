@@ -1,10 +1,13 @@
-"""Which split a document belongs to: a function of its text and of nothing else."""
+"""Which split a document belongs to: a function of its text, unless its source says so."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import SPLITS, Split
 from megatron_chameleon.errors import UserError
@@ -38,12 +41,24 @@ def parse_split(given: str) -> tuple[float, float, float]:
     return train / total, valid / total, test / total
 
 
-def split_of(digest: bytes, shares: tuple[float, float, float]) -> Split:
-    """The split of the text with this digest.
+def splits_of(heads: NDArray[np.uint64], shares: tuple[float, float, float]) -> NDArray[np.uint8]:
+    """Position in ``SPLITS`` for each text.
 
-    The digest's first 53 bits are a number in [0, 1) that is uniform over texts; the shares cut
-    that interval in three.
+    Args:
+        heads: [num_texts] the first 8 bytes of each text's digest, as a big-endian number.
+        shares: of train, valid and test, summing to 1.
+
+    Returns:
+        [num_texts] 0 for train, 1 for valid, 2 for test. The first 53 bits of a digest are a
+        number in [0, 1) that is uniform over texts; the shares cut that interval in three.
     """
+    positions = (heads >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    train_end, valid_end, _ = accumulate(shares)
+    return np.searchsorted([train_end, valid_end], positions, side="right").astype(np.uint8)
+
+
+def split_of(digest: bytes, shares: tuple[float, float, float]) -> Split:
+    """The split of one text, by its digest: what ``splits_of`` is compared with."""
     position = (int.from_bytes(digest[:8]) >> 11) * 2.0**-53
     for name, end in zip(SPLITS, accumulate(shares), strict=True):
         if position < end:

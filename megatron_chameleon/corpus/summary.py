@@ -2,60 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, Domain
-from megatron_chameleon.corpus.domain_writer import DomainWriter
-from megatron_chameleon.corpus.malformed import MalformedLines
+from megatron_chameleon.artifacts import SPLITS, Corpus
+from megatron_chameleon.corpus.reading.malformed import MalformedLines
+from megatron_chameleon.corpus.shards.share import Share, shares_of
 
-_HEADER = (
-    "domain",
-    "documents",
-    *(f"{split} tokens" for split in SPLITS),
-    "bytes/token",
-    "duplicates",
-    "empty",
-    "malformed",
-)
+_SHARES_SHOWN = 10
 
 
-def closing_words(
-    corpus: Corpus, writers: Mapping[str, DomainWriter], malformed: MalformedLines
-) -> str:
-    """A row per domain, the total, where the corpus is, and the next command."""
-    rows = [
-        _row(
-            name,
-            [domain],
-            (writers[name].duplicates, writers[name].empty, malformed.by_domain[name]),
-        )
-        for name, domain in corpus.domains.items()
-    ]
-    total = _row(
-        "total",
-        list(corpus.domains.values()),
-        (
-            sum(writer.duplicates for writer in writers.values()),
-            sum(writer.empty for writer in writers.values()),
-            malformed.count,  # with the lines that were to name their domain themselves
-        ),
+def closing_words(corpus: Corpus, malformed: MalformedLines, found: int, shards: int) -> str:
+    """A row per domain, the total, where the corpus is, and the next command.
+
+    Args:
+        corpus: what was written.
+        malformed: lines left out, with those that were to name their domain themselves.
+        found: shards that were there before this run.
+        shards: all of them.
+    """
+    held_out = any(each.held_out for each in corpus.not_written.values())
+    header = (
+        "domain",
+        "documents",
+        *(f"{split} tokens" for split in SPLITS),
+        "bytes/token",
+        "duplicates",
+        *(["held out"] if held_out else []),
+        "empty",
+        "malformed",
     )
-    table = format_table([_HEADER, *rows, total])
-    seconds = corpus.cost.wall_seconds
+    rows = [
+        _row(corpus, name, [name], corpus.not_written[name].malformed, held_out)
+        for name in corpus.names
+    ]
+    rows.append(_row(corpus, "total", corpus.names, malformed.count, held_out))
+    table = format_table([header, *rows])
+    unwanted = malformed.describe_unwanted()
+    kept = f"; {found} of {shards} shards were there from before" if found else ""
     return (
-        f"{table}\n\nwrote {corpus.root} in {seconds:.0f} s\n"
+        f"{table}\n{unwanted}\nwrote {corpus.root} in {corpus.cost.wall_seconds:.0f} s{kept}\n"
         f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus {corpus.root} "
         "--run-dir RUN --model-size SIZE --mixture uniform"
     )
 
 
-def _row(name: str, domains: list[Domain], counts: tuple[int, int, int]) -> tuple[str, ...]:
+def words_after_share(share: Share, shards: int, missing: Collection[int]) -> str:
+    """What a run with --shard says: what is missing, and what to run next."""
+    if not missing:
+        return (
+            f"--shard {share} is done, and so are all {shards} shards\n"
+            "next: the same command without --shard joins them"
+        )
+    others = [f"--shard {other}" for other in shares_of(missing, share.count)]
+    more = f" and {len(others) - _SHARES_SHOWN} more" if len(others) > _SHARES_SHOWN else ""
+    return (
+        f"--shard {share} is done; {len(missing)} of all {shards} shards are missing\n"
+        f"next: the same command with {', '.join(others[:_SHARES_SHOWN])}{more}, and without "
+        "--shard in the end"
+    )
+
+
+def _row(
+    corpus: Corpus, head: str, names: Sequence[str], malformed: int, held_out: bool
+) -> tuple[str, ...]:
+    domains = [corpus.domains[name] for name in names]
     parts = {split: [domain.split(split) for domain in domains] for split in SPLITS}
     tokens = {split: sum(part.tokens for part in parts[split]) for split in SPLITS}
     every_part = [part for split in SPLITS for part in parts[split]]
     text_bytes = sum(part.text_bytes for part in every_part)
+    not_written = [corpus.not_written[name] for name in names]
+    counts = (
+        sum(each.duplicates for each in not_written),
+        *([sum(each.held_out for each in not_written)] if held_out else []),
+        sum(each.empty for each in not_written),
+        malformed,
+    )
     return (
-        name,
+        head,
         f"{sum(part.documents for part in every_part):,}",
         *(f"{tokens[split]:,}" for split in SPLITS),
         f"{text_bytes / sum(tokens.values()):.2f}",

@@ -16,7 +16,9 @@ from tokenizers.trainers import BpeTrainer
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.corpus.readers import DocumentReader
+from megatron_chameleon.corpus.reading.pieces import Piece
+from megatron_chameleon.corpus.reading.readers import DocumentReader
+from megatron_chameleon.corpus.reading.sources import find_sources
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.tokenizer import TrainTokenizerOptions
@@ -60,23 +62,24 @@ def _trainer_for(output: Path) -> Train:
 
 
 def _train_on_documents(train: Train, options: TrainTokenizerOptions) -> bytes:
-    reader = DocumentReader(options.source)
-    with tqdm(
-        total=reader.total_bytes, unit="B", unit_scale=True, desc="reading", mininterval=0.5
-    ) as bar:
-        reader.on_bytes = bar.update
-        model = train(_texts(reader, bar), options.vocab_size, options.eod_token)
+    sources = find_sources(options.source)
+    total = sum(source.bytes for source in sources)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", mininterval=0.5) as bar:
+        reader = DocumentReader(options.source, sources, on_bytes=bar.update)
+        texts = _texts(reader, len(sources), bar)
+        model = train(texts, options.vocab_size, options.eod_token)
     reader.malformed.check(options.source.max_malformed_share)
     if reader.malformed.count:
         warnings.warn(f"{reader.malformed.describe()}; they are left out", stacklevel=2)
     return model
 
 
-def _texts(reader: DocumentReader, bar: tqdm) -> Iterator[str]:
+def _texts(reader: DocumentReader, num_sources: int, bar: tqdm) -> Iterator[str]:
     any_text = False
-    for document in reader:
-        any_text = any_text or bool(document.text)
-        yield document.text
+    for number in range(num_sources):
+        for document in reader.read(Piece(number)):
+            any_text = any_text or bool(document.text)
+            yield document.text
     if not any_text:
         raise UserError("there is no text to train on in what --input names")
     bar.set_description("merging")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_chameleon.corpus.indexed_reader import TokenFile
 from megatron_chameleon.embedding.pooling import masked_mean
 from megatron_chameleon.embedding.windows import Windows
 from megatron_chameleon.errors import UserError
@@ -16,7 +16,7 @@ from megatron_chameleon.model.readout import Reader
 
 def embed_windows(
     reader: Reader,
-    tokens: IndexedDataset,
+    tokens: TokenFile,
     windows: Windows,
     layer: int,
     batch_size: int,
@@ -72,7 +72,7 @@ def _multiple(reader: Reader) -> int:
 
 
 def _pad(
-    tokens: IndexedDataset, windows: Windows, rows: range, multiple: int
+    tokens: TokenFile, windows: Windows, rows: range, multiple: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [b, s] with zeros to the right, and lengths [b]. Causal attention sees no zero."""
     lengths = windows.length[rows.start : rows.stop]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, EmbeddingStore, Stopwatch
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.corpus.indexed import open_split
+from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
 from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError
@@ -59,7 +58,7 @@ def fill_store(
     Every rank calls this; rank 0 writes. A run that is killed keeps the domains it finished.
     """
     layout = reader.layout
-    sources = {name: open_split(corpus, name, "train") for name in names}
+    sources = {name: open_tokens(corpus, name, "train") for name in names}
     windows = {name: _draw(store.recipe, name, source) for name, source in sources.items()}
     total = sum(map(len, windows.values()))
     with progress_bar(total, " windows", quiet=not layout.is_main) as progress:
@@ -84,8 +83,8 @@ def _flops(reader: Reader, recipe: EmbeddingRecipe, windows: Windows) -> float:
     )
 
 
-def _draw(recipe: EmbeddingRecipe, name: str, source: IndexedDataset) -> Windows:
+def _draw(recipe: EmbeddingRecipe, name: str, source: TokenFile) -> Windows:
     windows = draw_windows(
-        source.sequence_lengths, recipe.window_length, recipe.num_windows, recipe.seed, name
+        source.lengths, recipe.window_length, recipe.num_windows, recipe.seed, name
     )
     return windows.longest_first()

@@ -20,9 +20,10 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.checkpoint.reader import open_reader, require_tokenizer, shape_of
+from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows
-from megatron_chameleon.evaluation.unigram import token_counts, token_stream, unigram_loss
+from megatron_chameleon.evaluation.unigram import token_counts, unigram_loss
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import Reader, check_window
@@ -172,7 +173,7 @@ def _held_out(plan: EvaluationPlan, name: str) -> HeldOutText:
         UserError: if there is nothing to predict.
     """
     protocol = plan.protocol
-    stream = token_stream(plan.corpus.prefix(name, protocol.split), plan.corpus.dtype)
+    stream = open_tokens(plan.corpus, name, protocol.split).tokens
     if len(stream) < 2:
         raise UserError(
             f"domain '{name}' has {len(stream)} tokens in its {protocol.split} split: nothing to "
@@ -183,5 +184,5 @@ def _held_out(plan: EvaluationPlan, name: str) -> HeldOutText:
 
 def _unigram(corpus: Corpus, name: str, text: HeldOutText) -> float:
     vocab_size = corpus.tokenizer.vocab_size
-    counts = token_counts(token_stream(corpus.prefix(name, "train"), corpus.dtype), vocab_size)
+    counts = token_counts(open_tokens(corpus, name, "train").tokens, vocab_size)
     return unigram_loss(counts, text.labels(), vocab_size)

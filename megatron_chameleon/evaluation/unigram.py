@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 _CHUNK = 1 << 24
-
-
-def token_stream(prefix: Path, dtype: str) -> NDArray[np.integer]:
-    """All tokens of a split, [n], mapped from the .bin file: documents follow each other."""
-    path = prefix.with_name(prefix.name + ".bin")
-    if path.stat().st_size == 0:
-        return np.empty(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def token_counts(stream: NDArray[np.integer], vocab_size: int) -> NDArray[np.int64]:

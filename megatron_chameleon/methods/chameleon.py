@@ -226,7 +226,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore, num_devices: int) -> Mixture
         confidence=bootstrap.confidence,
         affinity=result.affinity.tolist(),
         token_budget=budget,
-        epochs=implied_epochs(plan.corpus, weights, budget) if budget else None,
+        epochs=implied_epochs(plan.corpus.train_tokens, weights, budget) if budget else None,
         provenance=plan.provenance,
         cost=stopwatch.cost(num_devices=num_devices),
     )

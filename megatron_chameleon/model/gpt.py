@@ -78,7 +78,9 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
     return multiple * math.ceil(vocab_size / multiple)
 
 
-def transformer_config(shape: ModelShape, layout: Layout, *, bf16: bool) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, layout: Layout, *, bf16: bool, per_token_loss: bool = False
+) -> TransformerConfig:
     """The model in megatron's terms. Nothing needs Transformer Engine or Apex."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     return TransformerConfig(
@@ -97,6 +99,7 @@ def transformer_config(shape: ModelShape, layout: Layout, *, bf16: bool) -> Tran
         # megatron's own initialisation also marks which tensors are split, so it runs although
         # initialize_weights then overwrites the values.
         perform_initialization=True,
+        calculate_per_token_loss=per_token_loss,
         cuda_graph_scope=[],
         gradient_accumulation_fusion=False,  # needs Apex
         persist_layer_norm=False,  # needs Apex
@@ -109,10 +112,24 @@ def transformer_config(shape: ModelShape, layout: Layout, *, bf16: bool) -> Tran
 
 
 def build_model(
-    shape: ModelShape, layout: Layout, seed: int, *, bf16: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    seed: int,
+    *,
+    bf16: bool = False,
+    per_token_loss: bool = False,
 ) -> GPTModel | Float16Module:
-    """This rank's part of the model, with its initial weights, on its device."""
-    config = transformer_config(shape, layout, bf16=bf16)
+    """This rank's part of the model, with its initial weights, on its device.
+
+    Args:
+        shape: of the whole model.
+        layout: of which this rank has a part.
+        seed: of the initial weights.
+        bf16: compute in bfloat16.
+        per_token_loss: every token of a step that has a loss counts the same in training. Without
+            it every micro-batch does, which is the same as long as no token is left out.
+    """
+    config = transformer_config(shape, layout, bf16=bf16, per_token_loss=per_token_loss)
     model = GPT(
         config=config,
         transformer_layer_spec=_block_spec(config),

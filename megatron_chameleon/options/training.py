@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
 
 
@@ -31,20 +32,32 @@ class OptimizerOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class DocumentBoundaryOptions:
+    """What the end of a document does within a sample that holds several."""
+
+    reset_position_ids: bool = False
+    """Count positions from 0 again after every end-of-document token."""
+    reset_attention_mask: bool = False
+    """Let no token attend to the documents before its own; needs a mask per sample, so slower."""
+    eod_mask_loss: bool = False
+    """Leave out of the loss what is predicted from an end-of-document token, a text's beginning."""
+
+
+@dataclasses.dataclass(frozen=True)
 class PretrainOptions:
     """Train a GPT on a corpus with a mixture of its domains.
 
     Run the same command again to continue a run that was interrupted.
     """
 
-    corpus: Path
-    """Folder written by tools/preprocess_data.py."""
     run_dir: Path
     """Folder of this run: run.json, metrics.jsonl and checkpoints go there."""
+    corpus: Path | None = None
+    """Folder written by tools/preprocess_data.py; or give --data-path."""
     model_size: str = "82m"
     """Name of a model size; a wrong one lists them all."""
-    mixture: str = "uniform"
-    """'uniform', or the path of a mixture.json."""
+    mixture: str | None = None
+    """'uniform' (which is what a corpus is drawn by without it), or the path of a mixture.json."""
     seq_length: int = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
     train_iters: int = 2000
@@ -63,5 +76,7 @@ class PretrainOptions:
     """Steps between two checkpoints; the last step always writes one."""
     overwrite: bool = False
     """Delete what run_dir holds and start anew."""
+    data: DataOptions = dataclasses.field(default_factory=DataOptions)
+    boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)

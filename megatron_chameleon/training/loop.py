@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections import Counter
 
 from megatron_chameleon.artifacts import (
+    Corpus,
     Cost,
     DomainTokens,
     Stopwatch,
     TrainingRun,
-    implied_epochs,
 )
 from megatron_chameleon.artifacts.checkpoint import (
     CheckpointRecord,
+    MixturePhase,
     checkpoint_folders,
     step_folder,
 )
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, Status
+from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.sampler import MicroBatchIterator, check_batch_sizes
+from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import training_state
@@ -29,6 +33,8 @@ from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
+from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.training.drawn import drawn_lines, drawn_tokens, planned_epochs
 from megatron_chameleon.training.metrics import (
     Interval,
     IntervalMeter,
@@ -38,7 +44,12 @@ from megatron_chameleon.training.metrics import (
 )
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from megatron_chameleon.training.plan import TrainingPlan, plan_training
-from megatron_chameleon.training.resume import Progress, find_progress
+from megatron_chameleon.training.resume import (
+    Progress,
+    check_same_samples,
+    find_progress,
+    resumed_schedule,
+)
 from megatron_chameleon.training.step import BatchShape, train_step
 
 
@@ -52,25 +63,46 @@ def pretrain(options: PretrainOptions) -> None:
     with distributed(options.parallel, options.seed) as layout:
         plan = from_main(lambda: plan_training(options))
         check_batch_sizes(options.global_batch_size, options.micro_batch_size, layout.data_size)
-        samples = samples_of(plan)
+        if options.data.verify_corpus:
+            verify_corpus(options, layout)
+        samples = samples_of(plan, plan.schedule)
         progress = from_main(lambda: find_progress(plan))
         if progress.step >= options.train_iters:
             if layout.is_main:
                 print(f"{options.run_dir} is finished at step {progress.step}; nothing to do")
             return
+        schedule = resumed_schedule(plan, progress.checkpoint)
+        if schedule != plan.schedule:  # weights have changed in ways that the options do not say
+            samples = samples_of(plan, schedule)
         Trainer(plan, layout, progress, samples).run()
 
 
-def samples_of(plan: TrainingPlan) -> BlendedTokens:
+def verify_corpus(options: PretrainOptions, layout: Layout) -> None:
+    """Compare the hashes of the corpus's token files; the ranks share the work.
+
+    Raises:
+        UserError: on the rank that finds a file which is not what it was.
+    """
+    assert options.corpus is not None
+    corpus = Corpus.load(options.corpus)
+    total = corpus.share_bytes(layout.rank, layout.world_size)
+    with progress_bar(total, "B", "verifying the corpus", quiet=not layout.is_main) as bar:
+        corpus.verify(layout.rank, layout.world_size, bar.update)
+
+
+def samples_of(plan: TrainingPlan, schedule: MixtureSchedule) -> BlendedTokens:
     """The training samples of the whole run, in their order."""
     options = plan.options
     return BlendedTokens(
-        corpus=plan.corpus,
-        split="train",
-        weights=plan.weights,
-        num_samples=options.train_iters * options.global_batch_size,
+        data=plan.data,
+        schedule=schedule,
+        num_samples=plan.num_samples,
         seq_length=options.seq_length,
         seed=options.seed,
+        permutation=options.data.permutation,
+        boundaries=DocumentBoundaries(plan.data.tokenizer.eod_id, options.boundaries),
+        cache=options.data.data_cache_path,
+        surplus=plan.surplus,
     )
 
 
@@ -82,6 +114,7 @@ class Trainer:
     ) -> None:
         options = plan.options
         self.plan, self.options, self.layout = plan, options, layout
+        self.samples = samples
         self.batches = MicroBatchIterator(
             samples,
             options.global_batch_size,
@@ -90,17 +123,25 @@ class Trainer:
             layout.data_size,
             start_step=progress.step,
         )
+        if progress.checkpoint:
+            check_same_samples(samples, progress.checkpoint)
         unit = options.micro_batch_size * layout.data_size
         self.batch_shape = BatchShape(
             num_microbatches=options.global_batch_size // unit,
             micro_batch_size=options.micro_batch_size,
             seq_length=options.seq_length,
         )
-        model = build_model(plan.shape, layout, options.seed, bf16=options.bf16)
+        model = build_model(
+            plan.shape,
+            layout,
+            options.seed,
+            bf16=options.bf16,
+            per_token_loss=options.boundaries.eod_mask_loss,
+        )
         self.model = data_parallel(model, layout, bf16=options.bf16)
         self.optimizer = build_optimizer(self.model, options.optimizer, layout, bf16=options.bf16)
         self.scheduler = build_scheduler(self.optimizer, options.optimizer, options.train_iters)
-        self.meter = IntervalMeter(plan.corpus.names, layout)
+        self.meter = IntervalMeter(plan.data.names, layout)
         self.step = progress.step
         self.domain_tokens: Counter[str] = Counter()
         self.cost_before = progress.run.cost if progress.run else Cost()
@@ -135,7 +176,7 @@ class Trainer:
                     self.scheduler,
                     self.batches,
                     self.batch_shape,
-                    num_domains=len(self.plan.corpus.names),
+                    num_domains=len(self.plan.data.names),
                 )
             )
             self.step += 1
@@ -155,7 +196,7 @@ class Trainer:
                 such weights is written.
         """
         interval = self.meter.read()
-        self.domain_tokens.update(interval.domain_tokens)
+        self.domain_tokens.update(interval.domain_tokens_drawn)
         for name, value in (("loss", interval.loss), ("gradient's norm", interval.grad_norm)):
             if not math.isfinite(value):
                 raise UserError(
@@ -179,6 +220,10 @@ class Trainer:
                 "lr": lr,
                 "seconds": round(self.cost_before.wall_seconds + seconds, 3),
                 **dataclasses.asdict(interval),
+                "drawn": {
+                    name: {"asked": round(d.asked), "got": d.got, "epochs": round(d.epochs, 4)}
+                    for name, d in self.drawn().items()
+                },
             },
         )
 
@@ -189,10 +234,23 @@ class Trainer:
             root=step_folder(self.options.run_dir, self.step),
             model=dataclasses.asdict(self.plan.shape),
             step=self.step,
-            samples=self.step * self.options.global_batch_size,
+            samples=self.samples_done,
+            domain_samples=dict(
+                zip(
+                    self.plan.data.names,
+                    self.samples.counts(self.samples_done).tolist(),
+                    strict=True,
+                )
+            ),
+            mixture_phases=[
+                MixturePhase(
+                    phase.first_sample, dict(zip(self.plan.data.names, phase.weights, strict=True))
+                )
+                for phase in self.samples.schedule.until(self.samples_done)
+            ],
             domain_tokens=dict(self.domain_tokens),
-            tokenizer_hash=self.plan.corpus.tokenizer.sha256,
-            corpus_hash=self.plan.corpus.hash,
+            tokenizer_hash=self.plan.data.tokenizer.sha256,
+            corpus_hash=self.plan.data.hash,
             mixture_hash=self.plan.mixture.hash,
             layout=self.layout.describe(),
             files={},
@@ -201,31 +259,37 @@ class Trainer:
         save_checkpoint(state, record)
         self.record("running")
 
+    @property
+    def samples_done(self) -> int:
+        """Samples of the steps done."""
+        return self.step * self.options.global_batch_size
+
+    def drawn(self) -> dict[str, DomainTokens]:
+        """Tokens and epochs per domain up to now, asked and got."""
+        return drawn_tokens(
+            self.plan.data,
+            self.samples.schedule,
+            self.samples_done,
+            self.options.seq_length,
+            self.domain_tokens,
+        )
+
     def record(self, status: Status) -> None:
         """Bring run.json up to date, on rank 0."""
         if not self.layout.is_main:
             return
-        plan, tokens = self.plan, self.step * self.plan.tokens_per_step
+        plan, drawn = self.plan, self.drawn()
         TrainingRun(
             root=self.options.run_dir,
             status=status,
             step=self.step,
             train_iters=self.options.train_iters,
-            tokens=tokens,
+            tokens=self.step * plan.tokens_per_step,
             model=dataclasses.asdict(plan.shape),
             parameters=plan.shape.num_parameters,
-            mixture=dict(zip(plan.corpus.names, plan.weights, strict=True)),
+            mixture={name: domain.weight for name, domain in drawn.items()},
             mixture_method=plan.mixture.method,
-            domain_tokens={
-                name: DomainTokens(
-                    weight=weight,
-                    asked=weight * tokens,
-                    got=self.domain_tokens[name],
-                    epochs=self.domain_tokens[name]
-                    / max(plan.corpus.domains[name].train.tokens, 1),
-                )
-                for name, weight in zip(plan.corpus.names, plan.weights, strict=True)
-            },
+            domain_tokens=drawn,
             checkpoints=[
                 str(path.relative_to(self.options.run_dir))
                 for path in checkpoint_folders(self.options.run_dir)
@@ -246,19 +310,22 @@ class Trainer:
             f"{layout.world_size} x {layout.describe()['device']} (tensor {layout.tensor_size}, "
             f"pipeline {layout.pipeline_size}, data {layout.data_size})"
         )
-        epochs = implied_epochs(
-            self.plan.corpus,
-            dict(zip(self.plan.corpus.names, self.plan.weights, strict=True)),
-            options.train_iters * self.plan.tokens_per_step,
-        )
+        plan, schedule = self.plan, self.samples.schedule
+        epochs = planned_epochs(plan.data, schedule, plan.num_samples, options.seq_length)
+        weights = self.drawn()
         print(
-            f"mixture {self.plan.mixture.method}: "
+            f"mixture {plan.mixture.method}: "
             + ", ".join(
-                f"{name} {weight:.3f} ({epochs[name]:.2f} epochs)"
-                for name, weight in zip(self.plan.corpus.names, self.plan.weights, strict=True)
-            ),
-            flush=True,
+                f"{name} {domain.weight:.3f} ({epochs[name]:.2f} epochs)"
+                for name, domain in weights.items()
+            )
         )
+        for phase in schedule.phases:
+            if phase.first_sample > self.samples_done:
+                step = phase.first_sample // options.global_batch_size
+                shares = zip(plan.data.names, phase.weights, strict=True)
+                print(f"from step {step}: " + ", ".join(f"{n} {w:.3f}" for n, w in shares))
+        sys.stdout.flush()
 
     def say_goodbye(self) -> None:
         """Say what was made, and what can be run next."""
@@ -268,6 +335,7 @@ class Trainer:
         print(
             f"trained to step {self.step} in {duration(cost.wall_seconds)}, "
             f"{cost.flops:.2e} FLOPs\n"
+            f"drawn so far:\n{drawn_lines(self.drawn())}\n"
             f"checkpoint: {step_folder(self.options.run_dir, self.step)}\n"
             f"next: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
             f"--corpus {self.options.corpus} --checkpoint {self.options.run_dir}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +20,16 @@ from megatron_chameleon.training.step import StepResult
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """Losses over the steps since the last log, summed over all ranks."""
+    """Losses over the steps since the last log, summed over all ranks.
+
+    ``domain_tokens`` counts the tokens that have a loss, ``domain_tokens_drawn`` all that were
+    read.
+    """
 
     loss: float
     domain_loss: dict[str, float]
     domain_tokens: dict[str, int]
+    domain_tokens_drawn: dict[str, int]
     grad_norm: float
     tokens_per_second: float
 
@@ -47,28 +53,32 @@ class IntervalMeter:
         mine = self._layout.is_last_stage and self._layout.tensor_rank == 0
         sums = self._sums if mine else torch.zeros_like(self._sums)
         dist.all_reduce(sums)
-        losses, tokens = sums.cpu().T.tolist()
+        losses, tokens, drawn = sums.cpu().T.tolist()
         seconds = time.perf_counter() - self._start
         interval = Interval(
-            loss=sum(losses) / sum(tokens),
+            loss=sum(losses) / sum(tokens) if any(tokens) else math.nan,
             domain_loss={
                 name: loss / n
                 for name, loss, n in zip(self._names, losses, tokens, strict=True)
                 if n
             },
-            domain_tokens={name: int(n) for name, n in zip(self._names, tokens, strict=True) if n},
+            domain_tokens=self._counts(tokens),
+            domain_tokens_drawn=self._counts(drawn),
             grad_norm=self._grad_norm,
-            tokens_per_second=sum(tokens) / seconds,
+            tokens_per_second=sum(drawn) / seconds,
         )
         self._restart()
         return interval
+
+    def _counts(self, numbers: list[float]) -> dict[str, int]:
+        return {name: int(n) for name, n in zip(self._names, numbers, strict=True) if n}
 
     def restart_clock(self) -> None:
         """Leave the time up to now, spent on something else than steps, out of the speed."""
         self._start = time.perf_counter()
 
     def _restart(self) -> None:
-        shape = (len(self._names), 2)
+        shape = (len(self._names), 3)
         self._sums = torch.zeros(shape, dtype=torch.float64, device=self._layout.device)
         self._grad_norm = 0.0
         self.restart_clock()

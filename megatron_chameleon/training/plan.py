@@ -4,27 +4,60 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from pathlib import Path
 
-from megatron_chameleon.artifacts import Corpus, Mixture, provenance
+from megatron_chameleon.artifacts import (
+    Corpus,
+    Mixture,
+    MixtureWarning,
+    provenance,
+)
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.blend.dataset import check_enough_tokens
+from megatron_chameleon.blend.dataset import MEGATRON_SURPLUS
+from megatron_chameleon.blend.schedule import MixtureSchedule
+from megatron_chameleon.blend.token_data import (
+    DataPath,
+    TokenData,
+    check_enough_tokens,
+    check_weights,
+    corpus_tokens,
+    data_path_tokens,
+)
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
+from megatron_chameleon.training.drawn import planned_epochs
 
 LARGEST_SEED = 2**32 - 1  # numpy's RandomState, by which megatron orders samples, takes no more
 
 
+# Beyond about four epochs, more passes over the same text teach less and less: Muennighoff et al.
+# 2023, "Scaling Data-Constrained Language Models".
+MANY_EPOCHS = 4.0
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """The options with the artifacts they name."""
+    """The options with the artifacts they name.
+
+    Attributes:
+        options: what was asked for.
+        data: where the tokens are.
+        mixture: what the run begins with.
+        schedule: the weights of every sample, in the order of ``data.names``.
+        surplus: by how much more than asked indices of Megatron's order are built.
+        shape: of the model.
+        provenance: of the run.
+    """
 
     options: PretrainOptions
-    corpus: Corpus
+    data: TokenData
     mixture: Mixture
-    weights: list[float]
+    schedule: MixtureSchedule
+    surplus: float
     shape: ModelShape
     provenance: Provenance
 
@@ -32,6 +65,11 @@ class TrainingPlan:
     def tokens_per_step(self) -> int:
         """Tokens of one global batch."""
         return self.options.global_batch_size * self.options.seq_length
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the whole run."""
+        return self.options.train_iters * self.options.global_batch_size
 
 
 def plan_training(options: PretrainOptions) -> TrainingPlan:
@@ -44,23 +82,131 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     check_optimizer(options.optimizer, options.train_iters)
     size = model_size(options.model_size)
     check_model_layout(size, options.parallel, options.seq_length)
-    corpus = Corpus.load(options.corpus)
-    mixture = load_mixture(options.mixture, corpus)
-    weights = mixture.weights_for(corpus)
-    check_enough_tokens(corpus, weights, options.seq_length)
-    return TrainingPlan(
+    loaded = load_data(options)
+    data = loaded.data
+    schedule = load_schedule(options, data, loaded.weights)
+    for phase in schedule.phases:
+        check_enough_tokens(data, phase.weights, options.seq_length)
+    plan = TrainingPlan(
         options=options,
-        corpus=corpus,
-        mixture=mixture,
-        weights=weights,
-        shape=ModelShape(size, corpus.tokenizer.vocab_size, options.seq_length),
-        provenance=provenance(options, {"corpus": corpus.hash, "mixture": mixture.hash}),
+        data=data,
+        mixture=loaded.mixture,
+        schedule=schedule,
+        surplus=loaded.surplus,
+        shape=ModelShape(size, data.tokenizer.vocab_size, options.seq_length),
+        provenance=provenance(options, {"corpus": data.hash, "mixture": loaded.mixture.hash}),
     )
+    warn_of_repeats(plan)
+    return plan
 
 
-def load_mixture(name: str, corpus: Corpus) -> Mixture:
-    """The mixture called ``name``: 'uniform', or a file."""
-    return Mixture.uniform(corpus.names) if name == "uniform" else Mixture.load(Path(name))
+@dataclasses.dataclass(frozen=True)
+class LoadedData:
+    """Where the tokens are, and what the run begins to draw them by.
+
+    ``weights`` are as they were given: scaling them to sum to 1 is for the blend to do, as Megatron
+    does it. ``surplus`` is by how much more than asked indices of Megatron's order are built.
+    """
+
+    data: TokenData
+    mixture: Mixture
+    weights: list[float]
+    surplus: float
+
+
+def load_data(options: PretrainOptions) -> LoadedData:
+    """Read the corpus, or what --data-path names.
+
+    Raises:
+        UserError: unless there is one of the two, and it is whole.
+    """
+    if options.corpus is not None and options.data.data_path is None:
+        return _load_corpus(options, options.corpus)
+    if options.corpus is None and options.data.data_path is not None:
+        return _load_data_path(options, DataPath.parse(options.data.data_path))
+    raise UserError("give either --corpus or --data-path: what is to be trained on?")
+
+
+def _load_corpus(options: PretrainOptions, folder: Path) -> LoadedData:
+    corpus = Corpus.load(folder)
+    mixture = load_mixture(options.mixture, corpus.names)
+    weights = mixture.weights_for(corpus.names, str(folder))
+    # Megatron's builder takes a data set that comes alone as it is.
+    surplus = MEGATRON_SURPLUS if len(weights) > 1 else 0.0
+    return LoadedData(corpus_tokens(corpus), mixture, weights, surplus)
+
+
+def _load_data_path(options: PretrainOptions, path: DataPath) -> LoadedData:
+    if options.mixture is not None:
+        raise UserError(
+            f"--mixture {options.mixture}: --data-path has its own weights; leave one of them out"
+        )
+    if options.data.verify_corpus:
+        raise UserError("--verify-corpus needs a --corpus, which knows its hashes; leave it out")
+    if options.data.tokenizer_model is None:
+        raise UserError("--data-path needs --tokenizer-model: what made its tokens?")
+    tokenizer = load_tokenizer(options.data.tokenizer_model, options.data.eod_token)
+    data = data_path_tokens(path, options.data.split, tokenizer.identity)
+    sizes = [max(domain.tokens - 1, 0) // options.seq_length for domain in data.domains]
+    weights = [float(weight) for weight in path.weights or sizes]
+    check_weights(data, weights)
+    total = math.fsum(weights)
+    shares = {name: weight / total for name, weight in zip(data.names, weights, strict=True)}
+    surplus = MEGATRON_SURPLUS if path.weights else 0.0
+    return LoadedData(data, Mixture(shares, method="data-path"), weights, surplus)
+
+
+def load_mixture(name: str | None, domains: list[str]) -> Mixture:
+    """The mixture called ``name``: 'uniform' or nothing, or a file."""
+    return Mixture.uniform(domains) if name in (None, "uniform") else Mixture.load(Path(str(name)))
+
+
+def load_schedule(
+    options: PretrainOptions, data: TokenData, weights: list[float]
+) -> MixtureSchedule:
+    """``weights`` from the first sample on, and what --mixture-change asks for after it.
+
+    Raises:
+        UserError: for a change at no step of the run, two at one, or in Megatron's order.
+    """
+    changes: dict[int, str] = {}
+    for given in options.data.mixture_changes:
+        step, name = _change(given, options.train_iters)
+        if step in changes:
+            raise UserError(f"--mixture-change {given}: there are two for step {step}; give one")
+        changes[step] = name
+    schedule = MixtureSchedule.fixed(weights)
+    for step, name in sorted(changes.items()):
+        new = load_mixture(name, data.names).weights_for(data.names, data.where)
+        schedule = schedule.changed(step * options.global_batch_size, new)
+    if changes and options.data.permutation == "megatron":
+        raise UserError(
+            "--mixture-change: Megatron's order of samples hangs on weights that stay the same; "
+            "begin the run with --permutation epoch"
+        )
+    return schedule
+
+
+def _change(given: str, train_iters: int) -> tuple[int, str]:
+    step, equals, name = given.partition("=")
+    if not (equals and name and step.isdecimal() and 0 < int(step) < train_iters):
+        raise UserError(
+            f"--mixture-change {given}: give STEP=MIXTURE, STEP from 1 to {train_iters - 1}"
+        )
+    return int(step), name
+
+
+def warn_of_repeats(plan: TrainingPlan) -> None:
+    """Warn of every domain that the run goes through more than MANY_EPOCHS times."""
+    epochs = planned_epochs(plan.data, plan.schedule, plan.num_samples, plan.options.seq_length)
+    for name, tokens in plan.data.tokens.items():
+        if epochs[name] > MANY_EPOCHS:
+            warnings.warn(
+                f"domain '{name}' will be repeated {epochs[name]:.1f} times: its {tokens:,} tokens "
+                f"are few for its weight; more than {MANY_EPOCHS:g} passes teach little",
+                MixtureWarning,
+                stacklevel=2,
+            )
 
 
 def check_counts(options: PretrainOptions) -> None:

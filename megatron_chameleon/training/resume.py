@@ -11,14 +11,24 @@ from typing import Any
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.provenance import plain_options
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, keep_metrics_until
+from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.plan import TrainingPlan
 
-# These may differ when a run is continued: they change nothing of what is computed.
-# Corpus and mixture are compared by their hashes, wherever they lie.
+# These may differ when a run is continued: they change nothing of what is computed. Tokens and
+# the first mixture are compared by their hashes, wherever they lie; changes of the mixture that
+# lie ahead may be others than were planned.
 FREE_OPTIONS = (
     "corpus",
+    "data_path",
+    "split",
+    "tokenizer_model",
+    "eod_token",
+    "data_cache_path",
+    "verify_corpus",
     "mixture",
+    "mixture_change",
     "run_dir",
     "micro_batch_size",
     "log_interval",
@@ -69,6 +79,47 @@ def find_progress(plan: TrainingPlan) -> Progress:
     return progress
 
 
+def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) -> MixtureSchedule:
+    """The weights that the run has been drawn by up to ``checkpoint``, then those of the plan.
+
+    Raises:
+        UserError: if the plan asks for a change before the checkpoint that was not made.
+    """
+    if checkpoint is None:
+        return plan.schedule
+    names = plan.data.names
+    past = tuple(
+        Phase(phase.first_sample, tuple(phase.weights[name] for name in names))
+        for phase in checkpoint.mixture_phases
+    )
+    for phase in plan.schedule.until(checkpoint.samples):
+        if phase not in past:
+            step = phase.first_sample // plan.options.global_batch_size
+            raise UserError(
+                f"--mixture-change {step}=...: the run is at step {checkpoint.step} and was not "
+                f"drawn by these weights from step {step} on; give a step from "
+                f"{checkpoint.step} on, or --overwrite to start anew"
+            )
+    ahead = [p for p in plan.schedule.phases if p.first_sample >= max(checkpoint.samples, 1)]
+    return MixtureSchedule((*past, *ahead))
+
+
+def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> None:
+    """Refuse samples of which the next ones are not those that the run would have read.
+
+    Raises:
+        UserError: if the domains would not go on where the checkpoint says they are.
+    """
+    counts = samples.counts(checkpoint.samples).tolist()
+    for name, count in zip(samples.data.names, counts, strict=True):
+        if count != checkpoint.domain_samples.get(name):
+            raise UserError(
+                f"{checkpoint.root} says that {checkpoint.domain_samples.get(name)} samples of "
+                f"'{name}' were drawn, where its weights ask for {count}: it is damaged or of "
+                "another version; use an earlier checkpoint, or --overwrite to start anew"
+            )
+
+
 def _whole_checkpoint(folder: Path) -> CheckpointRecord:
     try:
         checkpoint = CheckpointRecord.load(folder)
@@ -104,7 +155,7 @@ def _require_same_optimizer(plan: TrainingPlan, checkpoint: CheckpointRecord) ->
 
 
 def _first_difference(
-    before: dict[str, Any], now: dict[str, Any], free: Collection[str] = ()
+    before: dict[str, Any], now: dict[str, Any], free: Collection[str]
 ) -> tuple[str, Any, Any] | None:
     """The first option that is not as it was: its flag, what it was, what it is."""
     for name in [*now, *(name for name in before if name not in now)]:
@@ -112,6 +163,9 @@ def _first_difference(
         if name in free or old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):
-            return _first_difference(old, new)
+            inside = _first_difference(old, new, free)
+            if inside:
+                return inside
+            continue
         return f"--{name.replace('_', '-')}", old, new
     return None

@@ -15,7 +15,7 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folde
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from tests.distributed.launch import finish, start, torchrun
 from tests.distributed.layout_cases import MOST_RANKS, Places
-from tests.small_corpus import write_small_corpus
+from tests.small_corpus import DOMAINS, write_small_corpus
 
 SECONDS_FOR_ALL_LAYOUTS = 600.0
 CLOCK_FIELDS = ("seconds", "tokens_per_second")
@@ -65,9 +65,10 @@ class Results:
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    """A folder with a corpus in it."""
+    """A folder with a corpus in it, and a mixture of its domains."""
     places = Places(tmp_path_factory.mktemp("layouts"))
     write_small_corpus(places.corpus)
+    Mixture(dict(zip(DOMAINS, [0.0, 0.3, 0.7], strict=True))).save(places.uneven_mixture)
     return places
 
 

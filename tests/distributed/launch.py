@@ -30,6 +30,8 @@ def flags(options: Any) -> list[str]:
             found += flags(value)
         elif isinstance(value, bool):
             found += [name] if value else []
+        elif isinstance(value, tuple):  # of an option that may be given several times
+            found += [word for group in value for word in (name, *group)]
         elif value is not None:
             found += [name, str(value)]
     return found

@@ -8,10 +8,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from megatron_chameleon.options.data import DataOptions, Permutation
 from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
-from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
+from megatron_chameleon.options.training import (
+    DocumentBoundaryOptions,
+    OptimizerOptions,
+    PretrainOptions,
+)
 
 TRAIN_ITERS, SAVE_INTERVAL = 12, 6
 MOST_RANKS = 4
@@ -19,10 +24,14 @@ MOST_RANKS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout and the ranks it takes."""
+    """A layout, the ranks it takes, and what else is not as in the other runs."""
 
     ranks: int
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
+    boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
+    micro_batch_size: int = 2
+    permutation: Permutation = "megatron"
+    """In the orders that allow it, the weights change twice."""
 
 
 ONE = Case(1)
@@ -54,6 +63,31 @@ RUNS = {
 }
 """Uninterrupted runs, by name."""
 
+APART = DocumentBoundaryOptions(
+    reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
+)
+RUNS_APART = {
+    f"{name}-apart": dataclasses.replace(RUNS[name], boundaries=APART, micro_batch_size=size)
+    for name, size in {
+        "one": 2,
+        "tp2": 8,
+        "pp2": 2,
+        "dp2": 4,
+        "dp2-sharded": 1,
+        "tp2-pp2": 1,
+    }.items()
+}
+"""Runs that keep documents apart; micro-batches and ranks differ in how many tokens have a loss."""
+
+ONE_CHANGING, DP2_CHANGING = Case(1, permutation="epoch"), Case(2, permutation="epoch")
+ONE_FEISTEL, DP2_FEISTEL = Case(1, permutation="feistel"), Case(2, permutation="feistel")
+RUNS_CHANGING = {
+    "one-changing": ONE_CHANGING,
+    "dp2-changing": DP2_CHANGING,
+    "dp2-feistel": DP2_FEISTEL,
+}
+"""Runs whose weights change before and after the checkpoint in their middle."""
+
 NARROW_RUN = "tp2-narrow"
 """TP2 with an embedding padded to an even number of rows, where the others have 256."""
 NARROW_MULTIPLE = 2
@@ -68,6 +102,8 @@ RESUMED = {
     "one-to-dp2": ("one", DP2),
     "tp2-pp2-to-one": ("tp2-pp2", ONE),
     "tp2-narrow-to-one": (NARROW_RUN, ONE),
+    "one-changing-to-dp2": ("one-changing", DP2_CHANGING),
+    "dp2-feistel-to-one": ("dp2-feistel", ONE_FEISTEL),
 }
 """Runs that go on from the middle of another: name -> (that run, the new layout)."""
 
@@ -108,6 +144,11 @@ class Places:
     def corpus(self) -> Path:
         return self.root / "corpus"
 
+    @property
+    def uneven_mixture(self) -> Path:
+        """A mixture file of the corpus's domains."""
+        return self.root / "uneven.json"
+
     def run(self, name: str) -> Path:
         return self.root / "runs" / name
 
@@ -147,12 +188,21 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
         seq_length=32,
         train_iters=TRAIN_ITERS,
         global_batch_size=8,
-        micro_batch_size=2,
+        micro_batch_size=case.micro_batch_size,
         log_interval=1,
         save_interval=SAVE_INTERVAL,
+        boundaries=case.boundaries,
+        data=data_options(places, case),
         optimizer=OptimizerOptions(lr=3e-3, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1),
         parallel=case.parallel,
     )
+
+
+def data_options(places: Places, case: Case) -> DataOptions:
+    if case.permutation == "megatron":
+        return DataOptions()
+    changes = (f"4={places.uneven_mixture}", f"{SAVE_INTERVAL + 3}=uniform")
+    return DataOptions(mixture_change=(changes,), permutation=case.permutation)
 
 
 def mixture_options(places: Places, name: str, layer: int) -> MixtureOptions:

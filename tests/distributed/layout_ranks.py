@@ -31,6 +31,8 @@ from tests.distributed.layout_cases import (
     READINGS,
     RESUMED,
     RUNS,
+    RUNS_APART,
+    RUNS_CHANGING,
     SAVE_INTERVAL,
     TP2,
     UNREPAIRED,
@@ -59,7 +61,7 @@ class Section:
 
 def all_sections(places: Places) -> Iterator[Section]:
     """Everything that the tests look at, in an order in which nothing is needed too early."""
-    for name, case in RUNS.items():
+    for name, case in {**RUNS, **RUNS_APART, **RUNS_CHANGING}.items():
         yield Section(name, case.ranks, partial(train, places, name, case))
     yield Section(NARROW_RUN, TP2.ranks, partial(train_narrow, places))
     for name, (origin, case) in RESUMED.items():

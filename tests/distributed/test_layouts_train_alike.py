@@ -6,12 +6,17 @@ import itertools
 
 import pytest
 
-from tests.distributed.layout_cases import NARROW_RUN, RUNS, TRAIN_ITERS
+from tests.distributed.layout_cases import NARROW_RUN, RUNS, RUNS_APART, TRAIN_ITERS
 
 TOLERANCE = 1e-5
 # A gradient's norm moves more by rounding than the loss does: up to 2.5e-6 in these runs.
 NORM_TOLERANCE = 5e-5
-OTHER_LAYOUTS = [name for name in RUNS if name != "one"] + [NARROW_RUN]
+ONE_RANK = {
+    **{name: "one" for name in (*RUNS, NARROW_RUN) if name != "one"},
+    **{name: "one-apart" for name in RUNS_APART if name != "one-apart"},
+    "dp2-changing": "one-changing",
+}
+"""Every run of another layout, and the run of one rank that it repeats."""
 
 
 def test_the_run_is_one_in_which_an_error_would_show(results):
@@ -24,9 +29,18 @@ def test_the_run_is_one_in_which_an_error_would_show(results):
     assert min(step["grad_norm"] for step in steps) > 1.0  # every gradient is clipped
 
 
-@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_runs_that_keep_documents_apart_are_other_runs(results):
+    plain, apart = results.metrics("one"), results.metrics("one-apart")
+    tokens = [[sum(s["domain_tokens"].values()) for s in steps] for steps in (plain, apart)]
+    assert all(few < all_of_them for all_of_them, few in zip(*tokens, strict=True))
+    assert len(set(tokens[1])) > 1  # so the steps' batches, and their parts, are unequal
+    for one, other in zip(plain, apart, strict=True):
+        assert abs(one["loss"] - other["loss"]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
 def test_losses_are_those_of_one_rank(results, name):
-    expected, found = results.metrics("one"), results.metrics(name)
+    expected, found = results.metrics(ONE_RANK[name]), results.metrics(name)
     assert len(found) == len(expected)
     for one, other in zip(expected, found, strict=True):
         assert other["step"] == one["step"]
@@ -34,15 +48,15 @@ def test_losses_are_those_of_one_rank(results, name):
         assert other["domain_loss"] == pytest.approx(one["domain_loss"], rel=0, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+@pytest.mark.parametrize("name", ONE_RANK)
 def test_gradient_norms_are_those_of_one_rank(results, name):
-    for one, other in zip(results.metrics("one"), results.metrics(name), strict=True):
+    for one, other in zip(results.metrics(ONE_RANK[name]), results.metrics(name), strict=True):
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=NORM_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+@pytest.mark.parametrize("name", ONE_RANK)
 def test_every_layout_reads_the_same_tokens_at_the_same_rates(results, name):
-    for one, other in zip(results.metrics("one"), results.metrics(name), strict=True):
+    for one, other in zip(results.metrics(ONE_RANK[name]), results.metrics(name), strict=True):
         for field in ("tokens", "domain_tokens", "lr"):
             assert other[field] == one[field]
 

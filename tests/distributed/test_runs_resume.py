@@ -29,6 +29,7 @@ def test_it_continues_as_if_never_interrupted(results, name):
         assert after["step"] == before["step"]
         assert after["tokens"] == before["tokens"]
         assert after["domain_tokens"] == before["domain_tokens"]
+        assert after["drawn"] == before["drawn"]
         assert after["lr"] == before["lr"]
         assert after["loss"] == pytest.approx(before["loss"], rel=0, abs=TOLERANCE)
         assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=NORM_TOLERANCE)
@@ -45,6 +46,17 @@ def test_the_run_is_recorded_as_one(results, name):
     layout = results.checkpoint(name, TRAIN_ITERS).layout
     assert layout["world_size"] == case.ranks
     assert layout["tensor_model_parallel_size"] == case.parallel.tensor_model_parallel_size
+
+
+@pytest.mark.parametrize("name", ["one-changing-to-dp2", "dp2-feistel-to-one"])
+def test_weights_that_change_go_on_from_where_each_domain_stood(results, name):
+    origin, _ = RESUMED[name]
+    before, after = (results.checkpoint(run, TRAIN_ITERS) for run in (origin, name))
+    assert before.domain_samples == after.domain_samples
+    # Four steps by thirds, five without news, three by thirds: each of 8 samples.
+    assert before.domain_samples["news"] == 11 + 8
+    assert [phase.first_sample for phase in after.mixture_phases] == [0, 32, 72]
+    assert results.checkpoint(name, SAVE_INTERVAL).mixture_phases == after.mixture_phases[:2]
 
 
 def test_there_are_resumptions_at_the_same_layout():

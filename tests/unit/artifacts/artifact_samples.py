@@ -24,7 +24,7 @@ from megatron_chameleon.artifacts import (
     TokenizerIdentity,
     TrainingRun,
 )
-from megatron_chameleon.artifacts.checkpoint import hash_files
+from megatron_chameleon.artifacts.checkpoint import MixturePhase, hash_files
 from megatron_chameleon.artifacts.corpus import SPLITS, file_name_of, index_file_bytes
 from megatron_chameleon.artifacts.embedding_store import DomainEmbeddings
 from megatron_chameleon.artifacts.files import sha256_of_files
@@ -143,6 +143,8 @@ def checkpoint_in(root: Path) -> CheckpointRecord:
         model={"size": {"num_layers": 2}},
         step=3,
         samples=24,
+        domain_samples={"a": 2, "b": 22},
+        mixture_phases=[MixturePhase(0, {"a": 0.1, "b": 0.9})],
         domain_tokens={"a": 64, "b": 704},
         tokenizer_hash="t" * 64,
         corpus_hash="c" * 64,

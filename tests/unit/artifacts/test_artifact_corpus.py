@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts import Corpus, NotWritten
 from megatron_chameleon.artifacts.corpus import file_name_of, index_file_bytes
-from megatron_chameleon.corpus.indexed import IndexedWriter
+from megatron_chameleon.corpus.indexed_writer import IndexedWriter
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import corpus_in
 
@@ -30,6 +31,17 @@ def file_of(corpus, name, split, suffix):
 
 def test_the_folder_or_its_file_can_be_named(corpus):
     assert Corpus.load(corpus.root) == Corpus.load(corpus.root / "corpus.json") == corpus
+
+
+def test_what_was_not_written_is_kept_and_need_not_be_told(corpus):
+    counted = {"a": NotWritten(duplicates=1, held_out=2, empty=3, malformed=4)}
+    dataclasses.replace(corpus, not_written=counted).save()
+    assert Corpus.load(corpus.root).not_written == counted
+    path = corpus.root / "corpus.json"
+    record = json.loads(path.read_text())
+    del record["not_written"]
+    path.write_text(json.dumps(record))
+    assert Corpus.load(corpus.root).not_written == {}
 
 
 def test_a_corpus_without_domains_is_refused(corpus):

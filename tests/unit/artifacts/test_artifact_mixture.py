@@ -93,24 +93,25 @@ def test_shares_are_left_alone_and_pass_without_a_warning(values):
 
 def test_weights_come_in_the_corpus_order(corpus):
     mixture = Mixture(weights={"c": 0.5, "a": 0.2, "b": 0.3})
-    assert mixture.weights_for(corpus) == [0.2, 0.3, 0.5]
+    assert mixture.weights_for(corpus.names, "it") == [0.2, 0.3, 0.5]
 
 
 def test_a_weight_for_an_unknown_domain_is_refused(corpus):
     with pytest.raises(
         UserError, match=r"weight for 'd', which is not .*; its domains are a, b, c"
     ):
-        Mixture(weights={"a": 0.5, "d": 0.5}).weights_for(corpus)
+        Mixture(weights={"a": 0.5, "d": 0.5}).weights_for(corpus.names, "it")
 
 
 def test_a_domain_left_out_gets_weight_zero_and_a_warning(corpus):
     with pytest.warns(MixtureWarning, match="says nothing of b, c: they get weight 0"):
-        assert Mixture(weights={"a": 1.0}).weights_for(corpus) == [1.0, 0.0, 0.0]
+        assert Mixture(weights={"a": 1.0}).weights_for(corpus.names, "it") == [1.0, 0.0, 0.0]
 
 
 def test_epochs_are_the_tokens_drawn_over_the_tokens_there_are(corpus):
     # A domain of the samples has 5 training tokens.
-    assert implied_epochs(corpus, {"a": 0.75, "b": 0.25}, 100) == {"a": 15.0, "b": 5.0, "c": 0.0}
+    epochs = implied_epochs(corpus.train_tokens, {"a": 0.75, "b": 0.25}, 100)
+    assert epochs == {"a": 15.0, "b": 5.0, "c": 0.0}
 
 
 def test_the_hash_is_that_of_the_weights_whatever_found_them():

@@ -1,22 +1,25 @@
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import Split
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron_chameleon.blend.dataset import (
-    BlendedTokens,
-    DomainDataset,
-    _megatron_config,
-    check_enough_tokens,
-)
+from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_starts
+from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.sampler import batch_indices
+from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
+from megatron_chameleon.blend.token_data import DataPath, corpus_tokens, data_path_tokens
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.training import DocumentBoundaryOptions
 
 SEQ_LENGTH = 16
+FREE = ("epoch", "feistel")
 
 
 def lengths_of(rng, num_documents, mean):
@@ -36,119 +39,306 @@ def corpus(make_corpus):
     )
 
 
-def megatron_samples(corpus, split, weights, counts, num_samples, seed):
-    """What megatron.core's own classes give, of the domains that are drawn from at all."""
-    config = _megatron_config(corpus, split, SEQ_LENGTH, seed)
-    drawn = [i for i, count in enumerate(counts) if count]
-    datasets = []
-    for i in drawn:
-        prefix = str(corpus.prefix(corpus.names[i], split))
-        indexed = IndexedDataset(prefix)
-        documents = np.arange(len(indexed), dtype=np.int32)
-        datasets.append(
-            GPTDataset(indexed, prefix, documents, int(counts[i]), Split[split], config)
+def blended(corpus, weights, num_samples, split="train", **options):
+    schedule = weights if isinstance(weights, MixtureSchedule) else MixtureSchedule.fixed(weights)
+    settings = {"seq_length": SEQ_LENGTH, "seed": 11, **options}
+    return BlendedTokens(corpus_tokens(corpus, split), schedule, num_samples, **settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """What Megatron's data sets ask of a tokenizer."""
+
+    eod: int
+    vocab_size: int
+
+    @property
+    def unique_identifiers(self):
+        return dataclasses.asdict(self)
+
+
+@pytest.fixture
+def megatron_samples(corpus, one_rank, tmp_path):
+    """``megatron_samples(path, split, num_samples)``: by megatron.core's own builder."""
+
+    def build(path, split, num_samples, part=0):
+        config = GPTDatasetConfig(
+            random_seed=11,
+            sequence_length=SEQ_LENGTH,
+            blend=get_blend_from_list(path.split()),
+            split=split,
+            path_to_cache=str(tmp_path / "cache"),
+            tokenizer=Tokenizer(corpus.tokenizer.eod_id, corpus.tokenizer.vocab_size),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
         )
-    blended = BlendedDataset(datasets, [weights[i] for i in drawn], num_samples, config)
-    samples = [blended[i] for i in range(num_samples)]
-    for sample in samples:
-        sample["domain"] = torch.tensor(drawn[sample.pop("dataset_id")])
-    return samples
+        sizes = [0, 0, 0]
+        sizes[part] = num_samples
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part]
+
+    return build
 
 
-# Sample counts that leave a domain at less than one epoch, between, and at many with a final
-# epoch shuffled apart or not.
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
-@pytest.mark.parametrize("num_samples", [1, 7, 100, 333, 1000])
-def test_samples_are_those_of_megatron(corpus, split, num_samples):
-    weights = [0.4, 0.35, 0.25, 0.0]
-    ours = BlendedTokens(corpus, split, weights, num_samples, SEQ_LENGTH, seed=11)
-    theirs = megatron_samples(corpus, split, weights, ours.samples_per_domain, num_samples, 11)
+def assert_same_samples(ours, theirs, num_samples):
     assert len(ours) == num_samples
-    for index, expected in enumerate(theirs):
-        sample = ours[index]
-        assert sample.keys() == expected.keys()
+    for index in range(num_samples):
+        expected, sample = theirs[index], ours[index]
+        if "dataset_id" in expected:
+            assert int(sample.pop("domain")) == expected.pop("dataset_id")
         for key, value in expected.items():
             assert sample[key].dtype == value.dtype, key
             assert torch.equal(sample[key], value), (index, key)
 
 
-@pytest.mark.parametrize("num_samples", range(1, 60))
-def test_indices_are_those_of_megatron_at_every_epoch_boundary(corpus, num_samples):
-    config = _megatron_config(corpus, "train", SEQ_LENGTH, seed=3)
+# Sample counts that leave a domain at less than one epoch, between, and at many with a final
+# epoch shuffled apart or not.
+@pytest.mark.parametrize("num_samples", [1, 7, 100, 333, 1000])
+def test_a_data_path_gives_the_samples_of_megatron(corpus, megatron_samples, num_samples):
+    shares = {"long": "0.4", "short": "0.35", "tiny": "0.25"}
+    given = " ".join(f"{share} {corpus.prefix(name, 'train')}" for name, share in shares.items())
+    path = DataPath.parse(given)
+    data = data_path_tokens(path, "100,0,0", corpus.tokenizer)
+    schedule = MixtureSchedule.fixed(path.weights or ())
+    ours = BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11)
+    assert_same_samples(ours, megatron_samples(given, "100,0,0", num_samples), num_samples)
+
+
+@pytest.mark.parametrize("num_samples", [*range(1, 60), 150])
+def test_one_data_set_alone_is_megatrons_at_every_epoch_boundary(
+    corpus, megatron_samples, num_samples
+):
     prefix = str(corpus.prefix("unused", "train"))
-    indexed = IndexedDataset(prefix)
-    arguments = (indexed, prefix, np.arange(len(indexed), dtype=np.int32), num_samples, Split.train)
-    ours, theirs = DomainDataset(*arguments, config), GPTDataset(*arguments, config)
-    for name in ("document_index", "sample_index", "shuffle_index"):
-        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+    data = data_path_tokens(DataPath.parse(prefix), "1", corpus.tokenizer)
+    schedule = MixtureSchedule.fixed([1.0])
+    ours = BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11, surplus=0.0)
+    assert_same_samples(ours, megatron_samples(prefix, "1", num_samples), num_samples)
 
 
-def test_samples_have_the_shapes_and_types_promised(corpus):
-    sample = BlendedTokens(corpus, "train", [1, 1, 1, 1], 5, SEQ_LENGTH, seed=0)[2]
-    assert {key: (tuple(value.shape), value.dtype) for key, value in sample.items()} == {
-        "tokens": ((SEQ_LENGTH,), torch.int64),
-        "labels": ((SEQ_LENGTH,), torch.int64),
-        "loss_mask": ((SEQ_LENGTH,), torch.float32),
-        "position_ids": ((SEQ_LENGTH,), torch.int64),
-        "domain": ((), torch.int64),
+@pytest.mark.parametrize("split", ["90,7,3", "50,40,10"])
+def test_a_split_takes_the_sequences_that_megatron_takes(corpus, megatron_samples, split):
+    given = f"30 {corpus.prefix('long', 'train')} 70 {corpus.prefix('short', 'train')}"
+    path = DataPath.parse(given)
+    data = data_path_tokens(path, split, corpus.tokenizer)
+    ours = BlendedTokens(data, MixtureSchedule.fixed(path.weights or ()), 200, SEQ_LENGTH, seed=11)
+    assert_same_samples(ours, megatron_samples(given, split, 200), 200)
+
+
+def test_data_sets_without_weights_are_blended_by_their_size(corpus, megatron_samples):
+    given = f"{corpus.prefix('long', 'train')} {corpus.prefix('short', 'train')}"
+    given = f"{given} {corpus.prefix('unused', 'train')}"
+    path = DataPath.parse(given)
+    data = data_path_tokens(path, "1", corpus.tokenizer)
+    sizes = [(domain.tokens - 1) // SEQ_LENGTH for domain in data.domains]
+    schedule = MixtureSchedule.fixed(sizes)
+    ours = BlendedTokens(data, schedule, sum(sizes), SEQ_LENGTH, seed=11, surplus=0.0)
+    assert_same_samples(ours, megatron_samples(given, "1", sum(sizes)), sum(sizes))
+
+
+@pytest.mark.parametrize("permutation", ["megatron", *FREE])
+def test_batches_have_the_shapes_and_types_promised(corpus, permutation):
+    batch = blended(corpus, [1, 1, 1, 1], 5, permutation=permutation).batch([2, 0, 4])
+    assert {key: (tuple(value.shape), value.dtype) for key, value in batch.items()} == {
+        "tokens": ((3, SEQ_LENGTH), torch.int64),
+        "labels": ((3, SEQ_LENGTH), torch.int64),
+        "loss_mask": ((3, SEQ_LENGTH), torch.float32),
+        "position_ids": ((3, SEQ_LENGTH), torch.int64),
+        "domain": ((3,), torch.int64),
     }
-    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+
+
+@pytest.mark.parametrize("permutation", ["megatron", *FREE])
+def test_a_batch_is_its_samples(corpus, permutation):
+    dataset = blended(corpus, [3, 2, 1, 0], 300, permutation=permutation)
+    indices = np.random.default_rng(0).permutation(300)[:40].tolist()
+    batch = blended(corpus, [3, 2, 1, 0], 300, permutation=permutation).batch(indices)
+    for row, index in enumerate(indices):
+        for key, value in dataset[index].items():
+            assert torch.equal(batch[key][row], value), key
+
+
+def test_document_boundaries_are_drawn_as_asked(corpus):
+    options = DocumentBoundaryOptions(reset_attention_mask=True, eod_mask_loss=True)
+    boundaries = DocumentBoundaries(corpus.tokenizer.eod_id, options)
+    batch = blended(corpus, [0, 1, 0, 0], 4, boundaries=boundaries).batch([0, 1])
+    is_eod = batch["tokens"] == corpus.tokenizer.eod_id
+    assert torch.equal(batch["document_starts"], document_starts(is_eod))
+    assert is_eod.any()
+    assert torch.equal(batch["loss_mask"], (~is_eod).float())
 
 
 def test_nothing_is_written_beside_the_data(corpus):
     before = sorted(path for path in corpus.root.rglob("*"))
-    BlendedTokens(corpus, "train", [1, 1, 1, 1], 50, SEQ_LENGTH, seed=0)
+    blended(corpus, [1, 1, 1, 1], 50).batch(range(50))
     assert sorted(path for path in corpus.root.rglob("*")) == before
-
-
-def test_every_sample_of_an_epoch_comes_once(corpus):
-    whole = (corpus.domains["long"].train.tokens - 1) // SEQ_LENGTH
-    blended = BlendedTokens(corpus, "train", [1, 0, 0, 0], whole, SEQ_LENGTH, seed=5)
-    seen = {tuple(blended[i]["tokens"].tolist()) for i in range(whole)}
-    assert len(seen) == whole
 
 
 def test_domains_of_weight_zero_are_never_opened_or_drawn(corpus):
     corpus.prefix("tiny", "train").with_suffix(".bin").unlink()
     corpus.prefix("long", "train").with_suffix(".idx").unlink()
-    blended = BlendedTokens(corpus, "train", [0.0, 0.5, 0.0, 0.5], 100, SEQ_LENGTH, seed=0)
-    assert blended.samples_per_domain == [0, 50, 0, 50]
-    assert {int(blended[i]["domain"]) for i in range(100)} == {1, 3}
+    dataset = blended(corpus, [0.0, 0.5, 0.0, 0.5], 100)
+    assert dataset.counts(100).tolist() == [0, 50, 0, 50]
+    assert set(dataset.batch(range(100))["domain"].tolist()) == {1, 3}
 
 
 @pytest.mark.parametrize("rare", [1e-3, 1e-12, 1e-300])
-def test_rare_domains_have_as_many_samples_as_the_index_asks_for(corpus, rare):
-    blended = BlendedTokens(corpus, "train", [1.0, rare, rare, rare], 2000, SEQ_LENGTH, seed=0)
-    assert sum(blended.samples_per_domain) == 2000
-    for index in range(2000):
-        blended[index]
+@pytest.mark.parametrize("permutation", ["megatron", *FREE])
+def test_rare_domains_have_as_many_samples_as_the_index_asks_for(corpus, rare, permutation):
+    dataset = blended(corpus, [1.0, rare, rare, rare], 2000, permutation=permutation)
+    assert dataset.counts(2000).sum() == 2000
+    dataset.batch(range(2000))
     with pytest.raises(IndexError):
-        blended[2000]
+        dataset[2000]
 
 
 def test_weights_are_scaled_to_sum_to_one(corpus):
-    scaled = BlendedTokens(corpus, "train", [2, 6, 1, 1], 200, SEQ_LENGTH, seed=0)
-    assert scaled.samples_per_domain == [40, 120, 20, 20]
+    assert blended(corpus, [2, 6, 1, 1], 200).counts(200).tolist() == [40, 120, 20, 20]
 
 
-def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(corpus):
-    with pytest.raises(UserError, match=r"'tiny' has 18 tokens in train.*18\+1.*--seq-length"):
-        check_enough_tokens(corpus, [1, 1, 1, 1], 18)
-    check_enough_tokens(corpus, [1, 1, 1, 1], 17)
-    check_enough_tokens(corpus, [1, 1, 0, 1], 18)
-    with pytest.raises(UserError, match="'tiny' has 18 tokens in valid"):
-        BlendedTokens(corpus, "valid", [1, 1, 1, 1], 10, 18, seed=0)
+def test_counts_are_what_the_batches_hold(corpus):
+    schedule = MixtureSchedule((Phase(0, (4, 3, 1, 0)), Phase(37, (0, 1, 1, 2))))
+    dataset = blended(corpus, schedule, 120, permutation="epoch")
+    domains = dataset.batch(range(120))["domain"].tolist()
+    for samples in (0, 1, 36, 37, 38, 120):
+        seen = Counter(domains[:samples])
+        assert dataset.counts(samples).tolist() == [seen[domain] for domain in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("weights", "problem"),
-    [
-        ([1, 1, 1], "3 weights for the 4 domains"),
-        ([1, -0.1, 1, 1], "weight of 'short' is -0.1"),
-        ([1, 1, float("nan"), 1], "weight of 'tiny' is nan"),
-        ([0, 0, 0, 0], "all weights are zero"),
-    ],
-)
-def test_weights_that_cannot_be_drawn_by_are_refused(corpus, weights, problem):
-    with pytest.raises(UserError, match=problem):
-        BlendedTokens(corpus, "train", weights, 10, SEQ_LENGTH, seed=0)
+def stream_of(dataset, domain, num_samples):
+    """The domain's own samples, in the order in which they come."""
+    batch = dataset.batch(range(num_samples))
+    return batch["tokens"][batch["domain"] == domain]
+
+
+def windows_of(corpus, name):
+    return corpus.domains[name].train.tokens // SEQ_LENGTH
+
+
+@pytest.mark.parametrize("permutation", FREE)
+def test_a_domain_gives_every_token_once_before_any_comes_again(make_corpus, permutation):
+    # Each document is a token of its own, so tokens tell what was read.
+    corpus = make_corpus({"a": [1] * (SEQ_LENGTH * 13)})
+    data = corpus_tokens(corpus)
+    numbers = np.arange(1, SEQ_LENGTH * 13 + 1, dtype=np.uint16)
+    corpus.prefix("a", "train").with_suffix(".bin").write_bytes(numbers.tobytes())
+    options = {"seq_length": SEQ_LENGTH, "seed": 3, "permutation": permutation}
+    dataset = BlendedTokens(data, MixtureSchedule.fixed([1]), 39, **options)
+    epochs = dataset.batch(range(39))["tokens"].reshape(3, -1)
+    assert [epoch.unique().tolist() for epoch in epochs] == [numbers.tolist()] * 3
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 3  # in another order each time
+
+
+@pytest.mark.parametrize("permutation", FREE)
+def test_where_epochs_meet_no_token_is_lost_or_repeated(make_corpus, permutation):
+    # 5 windows and 3 tokens more: windows that begin in one epoch end in the next.
+    size, epochs = SEQ_LENGTH * 5 + 3, SEQ_LENGTH
+    corpus = make_corpus({"a": [1] * size})
+    numbers = np.arange(1, size + 1, dtype=np.uint16)
+    corpus.prefix("a", "train").with_suffix(".bin").write_bytes(numbers.tobytes())
+    dataset = BlendedTokens(
+        corpus_tokens(corpus),
+        MixtureSchedule.fixed([1]),
+        size * epochs // SEQ_LENGTH,
+        SEQ_LENGTH,
+        seed=3,
+        permutation=permutation,
+    )
+    batch = dataset.batch(range(len(dataset)))
+    # After as many epochs as a window has tokens, windows and epochs end together.
+    assert Counter(batch["tokens"].flatten().tolist()) == dict.fromkeys(numbers.tolist(), epochs)
+    assert Counter(batch["labels"].flatten().tolist()).keys() == set(numbers.tolist())
+
+
+@pytest.mark.parametrize("permutation", FREE)
+@pytest.mark.parametrize("boundary", [1, 7, 50, 51, 119])
+def test_a_change_of_weights_neither_loses_nor_repeats_a_sample(corpus, permutation, boundary):
+    options = {"permutation": permutation}
+    schedule = MixtureSchedule((Phase(0, (5, 3, 2, 0)), Phase(boundary, (1, 1, 0, 6))))
+    changed = blended(corpus, schedule, 120, **options)
+    counts = changed.counts(120)
+    for domain, count in enumerate(counts.tolist()):
+        alone = [float(other == domain) for other in range(4)]
+        expected = blended(corpus, alone, max(count, 1), **options).batch(range(count or 1))
+        assert torch.equal(stream_of(changed, domain, 120), expected["tokens"][:count])
+    before = blended(corpus, (5, 3, 2, 0), 120, **options).batch(range(boundary))
+    assert torch.equal(changed.batch(range(boundary))["tokens"], before["tokens"])
+
+
+@pytest.mark.parametrize("permutation", FREE)
+def test_a_change_while_the_run_goes_on_is_that_decided_before(corpus, permutation):
+    known = MixtureSchedule((Phase(0, (1, 1, 0, 0)), Phase(40, (0, 1, 2, 3))))
+    expected = blended(corpus, known, 100, permutation=permutation).batch(range(100))
+    dataset = blended(corpus, (1, 1, 0, 0), 100, permutation=permutation)
+    first = dataset.batch(range(40))
+    dataset.change_weights(40, (0, 1, 2, 3))
+    second = dataset.batch(range(40, 100))
+    for key, value in expected.items():
+        assert torch.equal(torch.cat([first[key], second[key]]), value), key
+    assert dataset.schedule == known
+
+
+def test_weights_of_samples_that_were_read_cannot_change(corpus):
+    dataset = blended(corpus, (1, 1, 0, 0), 100, permutation="epoch")
+    dataset.batch(range(40))
+    with pytest.raises(ValueError, match="samples up to 40 have been read"):
+        dataset.change_weights(39, (0, 1, 2, 3))
+    with pytest.raises(UserError, match="weight of 'long' is -1"):
+        dataset.change_weights(40, (-1, 1, 2, 3))
+    assert len(dataset.schedule.phases) == 1
+
+
+def test_weights_cannot_change_in_megatrons_order(corpus):
+    dataset = blended(corpus, (1, 1, 0, 0), 100)
+    with pytest.raises(UserError, match="--permutation epoch"):
+        dataset.change_weights(40, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("permutation", FREE)
+def test_the_order_hangs_on_seed_name_and_epoch_alone(corpus, make_corpus, permutation):
+    def stream(found, name, weights, **options):
+        dataset = blended(found, weights, 120, permutation=permutation, **options)
+        return stream_of(dataset, found.names.index(name), 120)[:20]
+
+    expected = stream(corpus, "short", (1, 1, 1, 1))
+    assert torch.equal(stream(corpus, "short", (0, 9, 1, 1)), expected)
+    assert not torch.equal(stream(corpus, "short", (1, 1, 1, 1), seed=12), expected)
+    fewer = dataclasses.replace(corpus, domains={"short": corpus.domains["short"]})
+    assert torch.equal(stream(fewer, "short", (1,)), expected)
+    renamed = dataclasses.replace(corpus, domains={"other": corpus.domains["short"]})
+    assert not torch.equal(stream(renamed, "other", (1,)), expected)
+
+
+@pytest.mark.parametrize("permutation", ["megatron", *FREE])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_ranks_of_any_number_read_the_same_step(corpus, permutation, size):
+    weights, whole = (4, 3, 2, 1), range(24 * 3)
+    expected = blended(corpus, weights, 72, permutation=permutation).batch(whole)["tokens"]
+    ranks = [blended(corpus, weights, 72, permutation=permutation) for _ in range(size)]
+    for step in (0, 2):
+        parts = [
+            rank.batch(indices)["tokens"]
+            for turn in zip(
+                *(batch_indices(step, 24, 4, r, size) for r in range(size)), strict=True
+            )
+            for rank, indices in zip(ranks, turn, strict=True)
+        ]
+        assert torch.equal(torch.cat(parts), expected[step * 24 : (step + 1) * 24])
+
+
+def test_a_token_that_the_vocabulary_lacks_is_refused_naming_the_file(corpus):
+    path = corpus.prefix("short", "train").with_suffix(".bin")
+    tokens = np.fromfile(path, np.uint16)
+    tokens[tokens.size // 2] = corpus.tokenizer.vocab_size
+    path.write_bytes(tokens.tobytes())
+    dataset = blended(corpus, [1, 1, 1, 1], 400)
+    with pytest.raises(UserError, match=r"short.*\.bin holds token 1000.*vocabulary of 1000"):
+        dataset.batch(range(400))
+
+
+def test_weights_that_cannot_be_drawn_by_are_refused(corpus):
+    with pytest.raises(UserError, match="3 weights for the 4 domains"):
+        blended(corpus, [1, 1, 1], 10)
+    with pytest.raises(UserError, match=r"'tiny' of .* has 18 tokens"):
+        blended(corpus, [1, 1, 1, 1], 10, seq_length=18)

@@ -6,11 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets import helpers
 
+from megatron_chameleon.blend.fillers import FEW_ERRORS
 from megatron_chameleon.blend.index import (
     MAX_DOMAINS,
     blending_indices_reference,
     build_blending_indices,
 )
+from tests.unit.blend.blend_weights import hard_weights
 
 
 def compiled(weights, num_samples):
@@ -67,6 +69,22 @@ def test_equal_weights_on_4000_domains():
     assert_same(build_blending_indices(weights, 12_345), compiled(weights, 12_345))
 
 
+# Enough samples for every kernel to be used, and for more than one part.
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_domains", [2, 7, 17, 40, 600])
+def test_equals_the_compiled_helper_with_every_kernel(num_domains, num_threads):
+    num_samples = max(530_000 // max(1, num_domains // 20), FEW_ERRORS // num_domains + 1)
+    for weights in hard_weights(num_domains).values():
+        found = build_blending_indices(weights, num_samples, num_threads=num_threads)
+        assert_same(found, compiled(weights, num_samples))
+
+
+def test_minus_zero_is_zero():
+    weights = np.full(600, -0.0)
+    weights[7] = 1e-3
+    assert_same(build_blending_indices(weights, 10_000), compiled(weights, 10_000))
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.floats(0, 1, allow_subnormal=True), min_size=1, max_size=20),
@@ -114,3 +132,8 @@ def test_refuses_arrays_that_do_not_fit(out):
 def test_refuses_what_is_no_blend(weights, num_samples, problem):
     with pytest.raises(ValueError, match=problem):
         build_blending_indices(weights, num_samples)
+
+
+def test_refuses_no_threads():
+    with pytest.raises(ValueError, match="num_threads is 0"):
+        build_blending_indices([0.5, 0.5], 10, num_threads=0)

@@ -10,16 +10,18 @@ import pytest
 import zstandard
 
 from megatron_chameleon.artifacts import SPLITS, Corpus
-from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.corpus import domain_writer, preprocess
-from megatron_chameleon.corpus.indexed import open_split
+from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.preprocess import preprocess_data
+from megatron_chameleon.corpus.shards import shard, shard_maker
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import SourceOptions
+from megatron_chameleon.options.source import DomainOptions, SourceOptions
+from tests.unit.corpus.corpus_making import all_documents, documents_of, given, made
 
 EOD = "<|endoftext|>"
+BY_SET = DomainOptions(domain_key="set")
 
 
 @pytest.fixture
@@ -28,28 +30,6 @@ def options(tmp_path, jsonl, texts, tokenizer_json):
     return PreprocessOptions(
         SourceOptions((tuple(paths),)), tmp_path / "corpus", tokenizer_json, split="60,20,20"
     )
-
-
-def given(*inputs, **options):
-    return SourceOptions((tuple(str(path) for path in inputs),), **options)
-
-
-def made(options):
-    preprocess_data(options)
-    return Corpus.load(options.output)
-
-
-def documents_of(corpus, name, split):
-    """The texts of a split, decoded from its files."""
-    tokenizer = corpus_tokenizer(corpus)
-    dataset = open_split(corpus, name, split)
-    ids = [dataset[index].astype(np.int64).tolist() for index in range(len(dataset))]
-    assert all(document[-1] == corpus.tokenizer.eod_id for document in ids)
-    return [tokenizer.decode(document[:-1]) for document in ids]
-
-
-def all_documents(corpus, name):
-    return [text for split in SPLITS for text in documents_of(corpus, name, split)]
 
 
 def test_every_document_is_in_one_split_of_its_domain(options, texts):
@@ -72,13 +52,23 @@ def test_corpus_json_counts_what_is_there(options):
             found = documents_of(corpus, name, split)
             assert part.documents == len(found) > 0
             assert part.text_bytes == sum(len(text.encode()) for text in found)
-            assert part.tokens == int(open_split(corpus, name, split).sequence_lengths.sum())
+            assert part.tokens == open_tokens(corpus, name, split).tokens.size
     corpus.verify()
     assert corpus.dtype == "uint16"
     assert corpus.cost.wall_seconds > 0
     assert corpus.provenance.inputs["tokenizer"] == corpus.tokenizer.sha256
-    path = options.source.inputs[0].removeprefix("a=")
-    assert corpus.provenance.inputs[path] == sha256_of_files(Path(path))
+    paths = [Path(given[2:]) for given in options.source.inputs]
+    hashes = [sha256_of_files(path) for path in paths]
+    assert corpus.provenance.inputs["sources"] == sha256_of_json(hashes)
+    sources = json.loads((corpus.root / "sources.json").read_text())["sources"]
+    assert sources == [
+        {
+            "name": str(path),
+            "bytes": path.stat().st_size,
+            "pieces": [{"start": 0, "stop": None, "sha256": sha256}],
+        }
+        for path, sha256 in zip(paths, hashes, strict=True)
+    ]
 
 
 def test_the_tokenizer_goes_with_the_corpus(options):
@@ -109,10 +99,12 @@ def test_a_second_run_gives_the_same_files(options, tmp_path):
     assert first.domains == second.domains
 
 
-@pytest.mark.parametrize("batch_characters", [1, 200])
-def test_batches_do_not_show(options, tmp_path, monkeypatch, batch_characters):
+@pytest.mark.parametrize(
+    "limit", [("_BATCH_CHARACTERS", 1), ("_BATCH_CHARACTERS", 200), ("_BATCH_DOCUMENTS", 7)]
+)
+def test_batches_do_not_show(options, tmp_path, monkeypatch, limit):
     first = made(options)
-    monkeypatch.setattr(preprocess, "_BATCH_CHARACTERS", batch_characters)
+    monkeypatch.setattr(shard_maker, *limit)
     assert made(dataclasses.replace(options, output=tmp_path / "again")).hash == first.hash
 
 
@@ -144,7 +136,7 @@ def test_domains_can_be_told_by_a_key(options, jsonl, tmp_path):
     by_key = dataclasses.replace(
         options,
         source=given(jsonl("mixed.jsonl", records)),
-        domain_key="meta.set",
+        domains=DomainOptions(domain_key="meta.set"),
         output=tmp_path / "by_key",
     )
     assert made(by_key).hash == by_path.hash
@@ -202,7 +194,12 @@ def test_an_empty_domain_is_refused(options, jsonl, texts):
         path = jsonl(f"{name}.jsonl", lines)
         problem = rf"domain 'void' is empty: .*{name}\.jsonl"
         refused(options, problem, source=given(full, f"void={path}"))
-    refused(options, "there is no text in", source=given(jsonl("no.jsonl", [])), domain_key="set")
+    refused(
+        options,
+        "there is no text in",
+        source=given(jsonl("no.jsonl", [])),
+        domains=BY_SET,
+    )
 
 
 def test_a_split_without_documents_is_refused(options, jsonl, texts):
@@ -229,7 +226,7 @@ def test_a_wrong_text_key_is_refused(options, jsonl):
 def test_a_domain_that_nobody_tells_is_refused(options, jsonl, texts):
     path = jsonl("x.jsonl", texts(300))
     refused(options, "of which domain.*NAME=.*--domain-key", source=given(path))
-    refused(options, "--domain-key set has no use", domain_key="set")
+    refused(options, "--domain-key has no use", domains=BY_SET)
 
 
 def test_a_tokenizer_without_the_token_is_refused(options):
@@ -259,7 +256,7 @@ def test_names_of_any_kind_make_good_file_names(options, jsonl, texts):
     names = ["c/c++ code", "..", "日本語", "a%2Fb", "a b", "a_b"]
     records = [{"text": text, "set": name} for name in names for text in texts(300)]
     source = given(jsonl("names.jsonl", records))
-    corpus = made(dataclasses.replace(options, source=source, domain_key="set"))
+    corpus = made(dataclasses.replace(options, source=source, domains=BY_SET))
     assert corpus.names == names
     inside = [path.parent for path in options.output.parent.rglob("*.bin")]
     assert set(inside) == {corpus.root / "tokens"}
@@ -269,10 +266,10 @@ def test_names_of_any_kind_make_good_file_names(options, jsonl, texts):
 def test_tokens_are_those_of_the_tokenizer(options, tokenizer_json, texts):
     corpus = made(options)
     found = documents_of(corpus, "a", "test")
-    expected = load_tokenizer(tokenizer_json, EOD).encode_batch(found)
-    dataset = open_split(corpus, "a", "test")
-    for index, ids in enumerate(expected):
-        np.testing.assert_array_equal(dataset[index], ids)
+    tokens, lengths = load_tokenizer(tokenizer_json, EOD).encode_documents(found)
+    file = open_tokens(corpus, "a", "test")
+    np.testing.assert_array_equal(file.tokens, tokens)
+    np.testing.assert_array_equal(file.lengths, lengths)
     prefix = corpus.prefix("a", "test")
     assert corpus.domains["a"].test.sha256 == sha256_of_files(
         prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
@@ -280,7 +277,12 @@ def test_tokens_are_those_of_the_tokenizer(options, tokenizer_json, texts):
 
 
 def test_too_many_domains_are_refused(options, jsonl, texts, monkeypatch):
-    monkeypatch.setattr(domain_writer, "MAX_DOMAINS", 3)
+    monkeypatch.setattr(shard, "MAX_DOMAINS", 3)
     records = [{"text": text, "set": text[:9]} for text in texts(300)]
     source = given(jsonl("many.jsonl", records))
-    refused(options, "more than 3 domains.*--domain-key", source=source, domain_key="set")
+    refused(
+        options,
+        "more than 3 domains.*--domain-key",
+        source=source,
+        domains=BY_SET,
+    )

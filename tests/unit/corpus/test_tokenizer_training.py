@@ -43,7 +43,7 @@ def test_the_vocabulary_has_the_size_asked_for_and_the_token(either, capsys):
 def test_merges_shorten_the_text_they_were_learnt_from(either, texts):
     train_tokenizer(either)
     text = " ".join(texts(50))
-    ids = load_tokenizer(either.output, EOD).encode_batch([text])[0]
+    ids, _ = load_tokenizer(either.output, EOD).encode_documents([text])
     assert len(ids) < 0.7 * len(text)
 
 

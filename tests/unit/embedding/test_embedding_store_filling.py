@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.corpus.indexed import open_split
+from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store
 from megatron_chameleon.embedding.windows import Windows, draw_windows
@@ -40,8 +40,8 @@ def reader(one_rank):
 
 def lengths_of(corpus: Corpus, name: str) -> NDArray[np.integer]:
     """A copy: megatron's own are a view of a file that is unmapped with its data set."""
-    indexed = open_split(corpus, name, "train")
-    return np.array(indexed.sequence_lengths)
+    indexed = open_tokens(corpus, name, "train")
+    return np.array(indexed.lengths)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def windows(corpus):
 
 
 def embed(reader, corpus, windows, batch_size, layer=LAYER):
-    tokens = open_split(corpus, corpus.names[0], "train")
+    tokens = open_tokens(corpus, corpus.names[0], "train")
     with tqdm(total=len(windows), disable=True) as progress:
         return embed_windows(reader, tokens, windows, layer, batch_size, progress)
 
@@ -64,10 +64,10 @@ def test_a_vector_is_the_mean_hidden_state_of_its_window_alone(
     vectors = embed(reader, corpus, windows, batch_size, layer)
     assert vectors.shape == (45, SHAPE.size.hidden_size)
     assert vectors.dtype == np.float32
-    tokens = open_split(corpus, corpus.names[0], "train")
+    tokens = open_tokens(corpus, corpus.names[0], "train")
     for row, vector in enumerate(vectors):
         start, length = windows.start[row], windows.length[row]
-        text = tokens[int(windows.document[row])][start : start + length].astype(np.int64)
+        text = tokens.get(int(windows.document[row]), start, length).astype(np.int64)
         hidden = reader.hidden_states(torch.from_numpy(text)[None], layer)  # [s, 1, h]
         np.testing.assert_allclose(vector, hidden[:, 0].double().mean(0).numpy(), atol=1e-6)
 
@@ -92,9 +92,9 @@ def test_a_proxy_that_has_diverged_is_told_with_the_layer(one_rank, corpus, wind
 
 def test_a_proxy_broken_for_one_token_names_the_windows_that_hold_it(one_rank, corpus, windows):
     model = build_model(SHAPE, one_rank, seed=3)
-    tokens = open_split(corpus, corpus.names[0], "train")
+    tokens = open_tokens(corpus, corpus.names[0], "train")
     texts = [
-        tokens[d][s : s + n]
+        tokens.get(int(d), int(s), int(n))
         for d, s, n in zip(windows.document, windows.start, windows.length, strict=True)
     ]
     rare = min(range(VOCAB_SIZE), key=lambda token: sum(token in t for t in texts) or 99)
@@ -224,6 +224,6 @@ def test_an_index_that_is_not_the_corpus_s_is_refused(reader, corpus, tmp_path):
     damaged = Corpus.load(copy)
     index = Path(f"{damaged.prefix(damaged.names[0], 'train')}.idx")
     index.write_bytes(b"x" * index.stat().st_size)
-    with pytest.raises(UserError, match=r"\.idx is not what corpus\.json says"):
+    with pytest.raises(UserError, match=r"\.idx is damaged"):
         fill(tmp_path / "store", Corpus.load(copy), reader)
     assert not (tmp_path / "store").exists()

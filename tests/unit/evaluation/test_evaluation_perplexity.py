@@ -17,11 +17,11 @@ from megatron_chameleon.artifacts import (
     Protocol,
     find_checkpoint,
 )
-from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.checkpoint.reader import open_reader, shape_of
+from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed_writer import IndexedWriter
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
-from megatron_chameleon.evaluation.unigram import token_stream
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.parallel import ParallelOptions
@@ -50,7 +50,7 @@ def expected_losses(corpus, finished_run):
     with distributed(ParallelOptions(), seed=0) as layout:
         reader = open_reader(CheckpointRecord.load(find_checkpoint(finished_run)), layout)
         for name in corpus.names:
-            stream = token_stream(corpus.prefix(name, "test"), corpus.dtype).astype(np.int64)
+            stream = open_tokens(corpus, name, "test").tokens.astype(np.int64)
             total = 0.0
             for first in range(0, len(stream) - 1, 32):
                 window = torch.from_numpy(stream[first : first + 33])[None]
@@ -75,8 +75,8 @@ def test_the_result_is_that_of_a_plain_loop(evaluate, corpus, expected_losses, c
 def test_the_unigram_model_is_that_of_the_domains_own_training_text(evaluate, corpus):
     vocab_size = corpus.tokenizer.vocab_size
     for name, domain in evaluate().domains.items():
-        training = token_stream(corpus.prefix(name, "train"), corpus.dtype).tolist()
-        labels = token_stream(corpus.prefix(name, "test"), corpus.dtype).tolist()[1:]
+        training = open_tokens(corpus, name, "train").tokens.tolist()
+        labels = open_tokens(corpus, name, "test").tokens.tolist()[1:]
         expected = [
             -math.log((training.count(label) + 1) / (len(training) + vocab_size))
             for label in labels
@@ -157,8 +157,12 @@ def test_a_split_with_nothing_to_predict_is_told_with_its_domain(evaluate, tmp_p
     corpus = write_small_corpus(tmp_path / "corpus")
     name = corpus.names[1]
     prefix = corpus.prefix(name, "test")
-    Path(f"{prefix}.bin").write_bytes(bytes(2 * left))
-    Path(f"{prefix}.idx").write_bytes(bytes(index_file_bytes(left)))
+    for suffix in (".bin", ".idx"):
+        Path(f"{prefix}{suffix}").unlink()
+    writer = IndexedWriter(prefix, corpus.dtype)
+    for _ in range(left):
+        writer.add(np.zeros(1, np.int32))
+    writer.finish()
     domain = corpus.domains[name]
     empty = dataclasses.replace(domain.test, documents=left, tokens=left)
     domains = {**corpus.domains, name: dataclasses.replace(domain, test=empty)}

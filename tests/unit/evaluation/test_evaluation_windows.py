@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from megatron_chameleon.evaluation.held_out import choose_windows
 from megatron_chameleon.evaluation.perplexity import mean_loss
-from megatron_chameleon.evaluation.unigram import token_counts, token_stream, unigram_loss
+from megatron_chameleon.evaluation.unigram import token_counts, unigram_loss
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.model.sizes import ModelShape, model_size
@@ -175,13 +175,3 @@ def test_counting_in_pieces_counts_everything(monkeypatch):
     stream = np.random.default_rng(0).integers(0, 30, 100).astype(np.uint16)
     counts = token_counts(stream, 40)
     assert counts.tolist() == [int((stream == token).sum()) for token in range(40)]
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "int32"])
-@pytest.mark.parametrize("length", [0, 1, 1000])
-def test_a_splits_tokens_are_those_of_its_file(tmp_path, dtype, length):
-    written = np.random.default_rng(0).integers(0, 60_000, length).astype(dtype)
-    written.tofile(tmp_path / "a.b-test.bin")
-    stream = token_stream(tmp_path / "a.b-test", dtype)
-    assert stream.dtype == dtype
-    assert np.array_equal(stream, written)

@@ -42,31 +42,40 @@ def sums(*rows):
 
 def test_an_interval_adds_up_its_steps(one_rank):
     meter = IntervalMeter(["a", "b", "c"], one_rank)
-    meter.add(StepResult(sums([6.0, 2], [0, 0], [12.0, 2]), grad_norm=0.5))
-    meter.add(StepResult(sums([4.0, 2], [0, 0], [2.0, 2]), grad_norm=0.25))
+    meter.add(StepResult(sums([6.0, 2, 3], [0, 0, 0], [12.0, 2, 2]), grad_norm=0.5))
+    meter.add(StepResult(sums([4.0, 2, 3], [0, 0, 0], [2.0, 2, 2]), grad_norm=0.25))
     interval = meter.read()
     assert interval.loss == pytest.approx(24 / 8)
     # A domain without tokens has no loss, and none is made up.
     assert interval.domain_loss == pytest.approx({"a": 10 / 4, "c": 14 / 4})
     assert interval.domain_tokens == {"a": 4, "c": 4}
+    assert interval.domain_tokens_drawn == {"a": 6, "c": 4}
     assert interval.grad_norm == 0.25
     assert interval.tokens_per_second > 0
 
 
 def test_reading_starts_a_new_interval(one_rank):
     meter = IntervalMeter(["a", "b"], one_rank)
-    meter.add(StepResult(sums([6.0, 2], [3.0, 1]), grad_norm=0.5))
+    meter.add(StepResult(sums([6.0, 2, 2], [3.0, 1, 1]), grad_norm=0.5))
     meter.read()
-    meter.add(StepResult(sums([0, 0], [5.0, 2]), grad_norm=0.1))
+    meter.add(StepResult(sums([0, 0, 0], [5.0, 2, 2]), grad_norm=0.1))
     assert meter.read().domain_loss == {"b": 2.5}
 
 
 def test_a_loss_that_is_no_number_stays_one(one_rank):
     meter = IntervalMeter(["a", "b"], one_rank)
-    meter.add(StepResult(sums([math.nan, 2], [3.0, 1]), grad_norm=0.5))
+    meter.add(StepResult(sums([math.nan, 2, 2], [3.0, 1, 1]), grad_norm=0.5))
     interval = meter.read()
     assert math.isnan(interval.loss)
     assert interval.domain_loss["b"] == 3.0
+
+
+def test_an_interval_without_a_token_to_learn_from_has_no_loss(one_rank):
+    meter = IntervalMeter(["a"], one_rank)
+    meter.add(StepResult(sums([0.0, 0, 8]), grad_norm=0.0))
+    interval = meter.read()
+    assert math.isnan(interval.loss)
+    assert interval.domain_tokens_drawn == {"a": 8}
 
 
 def test_records_are_lines_of_json(tmp_path):
@@ -82,7 +91,7 @@ def test_records_are_lines_of_json(tmp_path):
 
 
 def test_the_line_for_people():
-    interval = Interval(3.14159, {}, {}, grad_norm=0.987, tokens_per_second=12_345.6)
+    interval = Interval(3.14159, {}, {}, {}, grad_norm=0.987, tokens_per_second=12_345.6)
     assert progress_line(20, 2000, 5e-4, interval, left=3725) == (
         "step   20/2000 | loss 3.1416 | lr 5.00e-04 | grad norm 0.99 | 12,346 tokens/s | "
         "1 h 02 min left"

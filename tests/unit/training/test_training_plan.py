@@ -3,18 +3,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_chameleon.artifacts import Mixture, MixtureWarning
+from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
+from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.training.plan import plan_training
-from tests.small_corpus import DOMAINS, VOCAB_SIZE
+from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
 
 
 @pytest.fixture
@@ -34,8 +38,8 @@ def written(path: Path, weights: dict[str, float]) -> str:
 
 def test_a_plan_holds_what_the_options_name(plan, corpus):
     made = plan()
-    assert made.corpus == corpus
-    assert made.weights == [1 / 3] * 3
+    assert made.data == corpus_tokens(corpus)
+    assert made.schedule == MixtureSchedule.fixed([1 / 3] * 3)
     assert made.mixture == Mixture.uniform(list(DOMAINS))
     assert made.shape == ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
     assert made.tokens_per_step == 8 * 32
@@ -49,16 +53,60 @@ def test_planning_writes_nothing(plan, tmp_path):
 
 def test_weights_come_from_the_file_in_the_corpus_order(plan, tmp_path):
     mixture = written(tmp_path / "m.json", {"poems": 0.5, "news": 0.2, "code": 0.3})
-    assert plan(mixture=mixture).weights == [0.2, 0.3, 0.5]
+    assert plan(mixture=mixture).schedule.weights_at(0) == (0.2, 0.3, 0.5)
+
+
+def test_changes_are_put_in_order_and_begin_with_their_step(plan, tmp_path):
+    poems = written(tmp_path / "p.json", {"poems": 1.0, "news": 0.0, "code": 0.0})
+    made = plan(data=changing("4=uniform", f"2={poems}"))
+    assert made.schedule.phases == (
+        Phase(0, (1 / 3,) * 3),
+        Phase(2 * 8, (0.0, 0.0, 1.0)),
+        Phase(4 * 8, (1 / 3,) * 3),
+    )
+
+
+def test_a_domain_that_comes_more_than_four_times_is_called_out(plan, corpus, tmp_path):
+    tokens = corpus.domains["news"].train.tokens
+    mixture = written(tmp_path / "m.json", {"news": 1.0, "code": 0.0, "poems": 0.0})
+    steps = math.ceil(4.2 * tokens / (8 * 32))
+    optimizer = OptimizerOptions(lr_warmup_iters=2)
+    with pytest.warns(MixtureWarning, match=rf"'news' will be repeated 4\.\d times.* {tokens:,} "):
+        plan(mixture=mixture, train_iters=steps, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(mixture=mixture, train_iters=steps - 10, optimizer=optimizer)
+
+
+def test_a_data_path_has_its_own_weights_and_tokenizer(plan, corpus, tmp_path):
+    prefixes = [str(corpus.prefix(name, "train")) for name in ("news", "code")]
+    data = DataOptions(
+        data_path=f"30 {prefixes[0]} 70 {prefixes[1]}",
+        split="80,10,10",
+        tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json"),
+    )
+    made = plan(corpus=None, data=data)
+    assert made.schedule.weights_at(0) == (30.0, 70.0)
+    assert made.mixture.weights == {prefixes[0]: 0.3, prefixes[1]: 0.7}
+    assert made.data.names == prefixes
+    assert [(domain.first, domain.stop) for domain in made.data.domains] == [(0, 48)] * 2
+    assert made.shape.vocab_size == VOCAB_SIZE
+    alone = plan(corpus=None, data=dataclasses.replace(data, data_path=" ".join(prefixes)))
+    sizes = [(domain.tokens - 1) // 32 for domain in made.data.domains]
+    assert alone.schedule.weights_at(0) == tuple(sizes)
 
 
 def test_a_domain_of_weight_zero_may_be_too_small(plan, tmp_path):
     with pytest.warns(MixtureWarning, match="the mixture says nothing of code, poems"):
         made = plan(mixture=written(tmp_path / "m.json", {"news": 1.0}))
-    assert made.weights == [1.0, 0.0, 0.0]
+    assert made.schedule.weights_at(0) == (1.0, 0.0, 0.0)
 
 
-BAD_OPTIONS = [
+def changing(*changes: str) -> DataOptions:
+    return DataOptions(mixture_change=(changes,), permutation="epoch")
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"seq_length": 0}, "--seq-length 0: give a whole number from 1 on"),
     ({"train_iters": -3}, "--train-iters -3: give a whole number"),
     ({"global_batch_size": 0}, "--global-batch-size 0: "),
@@ -68,9 +116,30 @@ BAD_OPTIONS = [
     ({"seed": -1}, "--seed -1: give a whole number from 0 to 4294967295"),
     ({"seed": 2**32}, "--seed 4294967296: "),
     ({"model_size": "83m"}, "--model-size 83m: there is no such size; choose from 60m, 82m, "),
-    ({"seq_length": 10**6}, "domain 'news' has .* tokens in train, fewer than one sequence"),
+    ({"seq_length": 10**6}, "domain 'news' of .* tokens to train on, fewer than one sequence"),
     ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist"),
     ({"mixture": "nowhere.json"}, r"nowhere\.json does not exist"),
+    ({"corpus": None}, "give either --corpus or --data-path"),
+    ({"data": DataOptions(data_path="x")}, "give either --corpus or --data-path"),
+    ({"corpus": None, "data": DataOptions(data_path="x")}, "--data-path needs --tokenizer-model"),
+    (
+        {"corpus": None, "data": DataOptions(data_path="x"), "mixture": "uniform"},
+        "--mixture uniform: --data-path has its own weights",
+    ),
+    (
+        {"corpus": None, "data": DataOptions(data_path="x", verify_corpus=True)},
+        "--verify-corpus needs a --corpus",
+    ),
+    *(
+        ({"data": changing(change)}, f"--mixture-change {change}: give STEP=MIXTURE, STEP from 1")
+        for change in ("uniform", "3", "=uniform", "3=", "0=uniform", "6=uniform", "-1=uniform")
+    ),
+    ({"data": changing("3=uniform", "3=uniform")}, "--mixture-change 3=.*: there are two"),
+    ({"data": changing("3=nowhere.json")}, r"nowhere\.json does not exist"),
+    (
+        {"data": DataOptions(mixture_change=(("3=uniform",),))},
+        "Megatron's order .* --permutation epoch",
+    ),
     ({"parallel": TrainingParallelOptions(0)}, "--tensor-model-parallel-size 0: .* from 1 on"),
     ({"parallel": TrainingParallelOptions(3)}, "3 does not divide 4 attention heads; 1, 2, 4 do"),
     ({"parallel": TrainingParallelOptions(1, 3)}, "3 does not divide 4 layers; 1, 2, 4 do"),

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
+from megatron_chameleon.artifacts import CheckpointRecord, DomainTokens, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.checkpoint.reader import open_reader
@@ -17,12 +17,13 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
-from megatron_chameleon.options.training import OptimizerOptions
+from megatron_chameleon.options.training import DocumentBoundaryOptions, OptimizerOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training import loop, step
 from megatron_chameleon.training.loop import pretrain
-from tests.small_corpus import DOMAINS, VOCAB_SIZE
+from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer, write_small_corpus
 
 SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
 TOKENS_PER_STEP = 8 * 32
@@ -229,6 +230,53 @@ def test_a_domain_of_weight_zero_is_not_drawn(pretrain_options, tmp_path):
     assert got == {"news": 18 * 32, "code": 0, "poems": 6 * 32}
     assert run.domain_tokens["code"].epochs == 0.0
     assert all("code" not in record["domain_loss"] for record in run.metrics())
+
+
+def test_a_data_path_trains_as_the_corpus_that_its_files_are_of(
+    pretrain_options, finished_run, corpus, tmp_path
+):
+    data = DataOptions(
+        data_path=" ".join(f"1 {corpus.prefix(name, 'train')}" for name in DOMAINS),
+        split="1,0,0",
+        tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json"),
+        data_cache_path=tmp_path / "cache",
+    )
+    for run in ("run", "with-the-cache"):
+        pretrain(pretrain_options(tmp_path / run, corpus=None, data=data))
+        found, expected = metrics_of(tmp_path / run), metrics_of(finished_run)
+        assert [record["loss"] for record in found] == [record["loss"] for record in expected]
+    assert len(list((tmp_path / "cache").iterdir())) == len(DOMAINS)
+
+
+def test_a_corpus_whose_tokens_have_changed_is_found_when_asked(pretrain_options, tmp_path):
+    corpus = write_small_corpus(tmp_path / "corpus")
+    path = corpus.prefix("code", "valid").with_suffix(".bin")
+    path.write_bytes(b"\0" + path.read_bytes()[1:])
+    options = {"corpus": corpus.root, "data": DataOptions(verify_corpus=True)}
+    with pytest.raises(UserError, match=r"code\.bin or its \.idx has changed"):
+        pretrain(pretrain_options(tmp_path / "run", **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_and_run_say_what_was_asked_and_got(pretrain_options, corpus, tmp_path):
+    weights = {"poems": 1.0, "news": 0.0, "code": 0.0}
+    (tmp_path / "poems.json").write_text(json.dumps({"weights": weights}))
+    change = (("3=" + str(tmp_path / "poems.json"),),)
+    data = DataOptions(mixture_change=change, permutation="feistel")
+    boundaries = DocumentBoundaryOptions(eod_mask_loss=True)  # tokens without a loss are got too
+    pretrain(pretrain_options(tmp_path / "run", data=data, boundaries=boundaries))
+    drawn = [record["drawn"] for record in metrics_of(tmp_path / "run")]
+    assert [{n: d["got"] for n, d in record.items()} for record in drawn] == [
+        {"news": 6 * 32, "code": 5 * 32, "poems": 5 * 32},
+        {"news": 8 * 32, "code": 8 * 32, "poems": 8 * 32},
+        {"news": 8 * 32, "code": 8 * 32, "poems": 16 * 32},
+        {"news": 8 * 32, "code": 8 * 32, "poems": 32 * 32},
+    ]
+    assert drawn[-1]["poems"]["asked"] == 32 * 32
+    run = TrainingRun.load(tmp_path / "run")
+    assert run.mixture == {"news": 0.0, "code": 0.0, "poems": 1.0}
+    tokens = corpus.domains["poems"].train.tokens
+    assert run.domain_tokens["poems"] == DomainTokens(1.0, 1024.0, 1024, 1024 / tokens)
 
 
 def test_bf16_learns_nearly_as_fp32(pretrain_options, finished_run, tmp_path):

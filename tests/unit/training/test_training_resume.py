@@ -8,14 +8,26 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.artifacts import TrainingRun
-from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import MixturePhase, step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
-from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
+from megatron_chameleon.options.training import (
+    DocumentBoundaryOptions,
+    OptimizerOptions,
+    PretrainOptions,
+)
+from megatron_chameleon.training.loop import pretrain, samples_of
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.resume import FREE_OPTIONS, Progress, find_progress
+from megatron_chameleon.training.resume import (
+    FREE_OPTIONS,
+    Progress,
+    check_same_samples,
+    find_progress,
+    resumed_schedule,
+)
 from tests.small_corpus import DOMAINS, write_small_corpus
 
 
@@ -78,6 +90,11 @@ OTHER: list[tuple[dict[str, Any], str]] = [
     ({"seq_length": 16}, "--seq-length 32, not 16"),
     ({"model_size": "tiny"}, "--model-size nano, not tiny"),
     ({"bf16": True}, "--bf16 False, not True"),
+    ({"data": DataOptions(permutation="epoch")}, "--permutation megatron, not epoch"),
+    (
+        {"boundaries": DocumentBoundaryOptions(eod_mask_loss=True)},
+        "--eod-mask-loss False, not True",
+    ),
     ({"optimizer": OptimizerOptions(lr=2e-2, lr_warmup_iters=2)}, "--lr 0.01, not 0.02"),
     ({"optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=3)}, "--lr-warmup-iters 2, not 3"),
 ]
@@ -101,6 +118,7 @@ def test_a_run_of_other_options_is_refused_by_the_flag(progress_of, trained_run,
         {"micro_batch_size": 2},
         {"log_interval": 1},
         {"save_interval": 1},
+        {"data": DataOptions(verify_corpus=True, data_cache_path=Path("cache"))},
         {"parallel": TrainingParallelOptions(tensor_model_parallel_size=2)},
     ],
 )
@@ -110,9 +128,10 @@ def test_what_changes_no_number_may_be_another(progress_of, trained_run, changes
 
 def test_every_option_is_either_free_or_tried_above():
     tried = {name for changes, _ in OTHER for name in changes}
-    assert tried | set(FREE_OPTIONS) == {
-        field.name for field in dataclasses.fields(PretrainOptions)
-    }
+    data = {field.name for field in dataclasses.fields(DataOptions)}
+    free = set(FREE_OPTIONS)
+    assert tried | (free - data) == {field.name for field in dataclasses.fields(PretrainOptions)}
+    assert data - free == {"permutation"}
 
 
 def test_a_corpus_may_have_moved_but_not_changed(progress_of, trained_run, corpus, tmp_path):
@@ -130,6 +149,81 @@ def test_a_mixture_is_the_same_by_its_weights(progress_of, trained_run, tmp_path
     assert progress_of(trained_run, mixture=str(same)).step == 6
     with pytest.raises(UserError, match="holds a run with another mixture"):
         progress_of(trained_run, mixture=str(other))
+
+
+@pytest.fixture(scope="module")
+def changed_run(pretrain_options, tmp_path_factory):
+    """A run drawn uniformly up to step 3, by poems alone from there; checkpoints at 3 and 6."""
+    folder = tmp_path_factory.mktemp("changed")
+    poems = {"news": 0.0, "code": 0.0, "poems": 1.0}
+    (folder / "poems.json").write_text(json.dumps({"weights": poems}))
+    pretrain(pretrain_options(folder / "run", data=changing(f"3={folder}/poems.json")))
+    return folder
+
+
+def changing(*changes):
+    return DataOptions(mixture_change=(changes,), permutation="epoch")
+
+
+def test_a_checkpoint_says_where_each_domain_stands(changed_run):
+    first, last = (CheckpointRecord.load(step_folder(changed_run / "run", s)) for s in (3, 6))
+    assert first.domain_samples == dict.fromkeys(DOMAINS, 8)
+    assert [phase.first_sample for phase in first.mixture_phases] == [0]
+    assert last.domain_samples == {"news": 8, "code": 8, "poems": 8 + 24}
+    assert last.mixture_phases[1] == MixturePhase(24, {"news": 0.0, "code": 0.0, "poems": 1.0})
+    assert last.domain_tokens == {name: n * 32 for name, n in last.domain_samples.items()}
+
+
+def test_changes_that_lie_ahead_may_be_others_than_were_planned(
+    changed_run, pretrain_options, tmp_path
+):
+    run_dir = Path(shutil.copytree(changed_run / "run", tmp_path / "run"))
+    shutil.rmtree(step_folder(run_dir, 6))
+    changes = (f"4={changed_run}/poems.json", "5=uniform")
+    pretrain(pretrain_options(run_dir, data=changing(*changes)))
+    checkpoint = CheckpointRecord.load(step_folder(run_dir, 6))
+    assert [phase.first_sample for phase in checkpoint.mixture_phases] == [0, 32, 40]
+    assert checkpoint.domain_samples == {"news": 14, "code": 14, "poems": 20}
+    # The same run in one go: what comes after the checkpoint does not hang on the interruption.
+    whole = tmp_path / "whole"
+    pretrain(pretrain_options(whole, data=changing(*changes)))
+    assert CheckpointRecord.load(step_folder(whole, 6)).domain_samples == checkpoint.domain_samples
+    losses = [
+        [(r["step"], r["loss"]) for r in read_metrics(run / METRICS_NAME)]
+        for run in (run_dir, whole)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_change_that_the_run_has_passed_without_making_it_is_refused(
+    changed_run, pretrain_options
+):
+    plan = plan_training(pretrain_options(changed_run / "run", data=changing("2=uniform")))
+    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 3))
+    with pytest.raises(UserError, match=r"--mixture-change 2=.* at step 3 .* from 3 on"):
+        resumed_schedule(plan, checkpoint)
+
+
+def test_weights_that_the_options_do_not_say_come_from_the_checkpoint(
+    changed_run, pretrain_options
+):
+    plan = plan_training(pretrain_options(changed_run / "run", data=changing()))
+    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 6))
+    schedule = resumed_schedule(plan, checkpoint)
+    assert [phase.first_sample for phase in schedule.phases] == [0, 24]
+    assert schedule.weights_at(24) == (0.0, 0.0, 1.0)
+
+
+def test_a_checkpoint_at_which_the_domains_stand_elsewhere_is_refused(
+    changed_run, pretrain_options
+):
+    plan = plan_training(pretrain_options(changed_run / "run", data=changing()))
+    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 3))
+    samples = samples_of(plan, plan.schedule)
+    check_same_samples(samples, checkpoint)
+    other = dataclasses.replace(checkpoint, domain_samples={"news": 9, "code": 8, "poems": 7})
+    with pytest.raises(UserError, match=r"9 samples of 'news' were drawn, .* ask for 8"):
+        check_same_samples(samples, other)
 
 
 def test_overwrite_starts_anew_whatever_was_there(progress_of, trained_run):

@@ -124,13 +124,13 @@ def test_training_is_adamw_with_clipping_and_decay_on_matrices(one_rank):
 def test_a_step_reports_loss_and_tokens_per_domain(one_rank):
     (_, result, _) = next(iter(steps(one_rank, 1)))
     model = build_model(SHAPE, one_rank, seed=0)
-    expected = torch.zeros(NUM_DOMAINS, 2, dtype=torch.float64)
+    expected = torch.zeros(NUM_DOMAINS, 3, dtype=torch.float64)
     for batch in micro_batches(3):
         with torch.no_grad():
             logits = model(batch["tokens"], batch["position_ids"], None)[..., : SHAPE.vocab_size]
         for row, domain in enumerate(batch["domain"].tolist()):
             losses = cross_entropy(logits[row].double(), batch["labels"][row], reduction="sum")
-            expected[domain] += torch.tensor([losses.item(), 16.0])
+            expected[domain] += torch.tensor([losses.item(), 16.0, 16.0])
     torch.testing.assert_close(result.domain_sums, expected, atol=1e-3, rtol=0)
     assert result.domain_sums[:, 1].sum() == 3 * 2 * 16
 

@@ -1,0 +1,88 @@
+"""What every benchmark needs: timing side by side, the machine in words, results as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_chameleon.artifacts.files import write_json
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("megatron-core", "torch", "numpy", "numba", "tokenizers", "gigatoken", "tiktoken")
+
+
+def interleaved(
+    contestants: Mapping[str, Callable[[], object]], repeats: int = 5
+) -> dict[str, list[float]]:
+    """Seconds of each run of each contestant, one after the other in turn, ``repeats`` times.
+
+    In turn, since what else the machine does comes and goes: it then troubles all of them.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for name, run in contestants.items():
+            begin = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def compared(what: str, seconds: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
+    """A row of results: medians in seconds, and how many times faster each is than "theirs".
+
+    ``must`` and ``goal`` among ``more`` are mappings of contestant -> times.
+    """
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return {
+        "what": what,
+        "repeats": min(len(times) for times in seconds.values()),
+        "seconds": medians,
+        "times_faster": {
+            name: medians["theirs"] / median for name, median in medians.items() if name != "theirs"
+        },
+        **more,
+    }
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """A row on one line."""
+    must, goal = row.get("must", {}), row.get("goal", {})
+    parts = [
+        f"{name} {times:.1f}x"
+        + (f" (must {must[name]:g}x, goal {goal[name]:g}x)" if name in must else "")
+        for name, times in row["times_faster"].items()
+    ]
+    return f"{row['what']}: {', '.join(parts)}; theirs {row['seconds']['theirs']:.3g} s"
+
+
+def machine() -> dict[str, Any]:
+    """The processor, how much of it this process may use, memory, and versions."""
+    with open("/proc/cpuinfo", encoding="utf-8") as stream:
+        models = [line.split(":", 1)[1].strip() for line in stream if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "load_at_start": os.getloadavg()[0],
+    }
+
+
+def write_results(name: str, rows: list[dict[str, Any]], on: dict[str, Any]) -> Path:
+    """Write ``rows`` to results/``name``.json with the machine ``on`` and the date."""
+    path = RESULTS / f"{name}.json"
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    write_json(path, json.loads(json.dumps({"date": date, "machine": on, "rows": rows})))
+    return path

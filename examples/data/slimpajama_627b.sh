@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# SlimPajama-627B, whole: 7 domains, with validation and test text of their own.
+#
+# The data: cerebras/SlimPajama-627B on the Hugging Face hub; 59,166 files of JSON lines
+# (.jsonl.zst, 895 GB) in train/chunk*/, validation/chunk*/ and test/chunk*/, `text`, and the domain
+# in `meta.redpajama_set_name`. Fetch it first; it is too large to be streamed more than once:
+#   hf download cerebras/SlimPajama-627B --repo-type dataset --local-dir data/slimpajama-627b
+#   TOKENIZER=tokenizer.json bash examples/data/slimpajama_627b.sh
+# On n machines that share INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, and in the end once without.
+set -euo pipefail
+
+INPUT=${INPUT:-data/slimpajama-627b}      # the folder that holds train, validation and test
+OUTPUT=${OUTPUT:-corpora/slimpajama-627b} # the corpus is written here
+TOKENIZER=${TOKENIZER:-tokenizer.json}    # what tools/preprocess_data.py takes as --tokenizer-model
+WORKERS=${WORKERS:-}                      # processes; as many as there are cores
+SHARD=${SHARD:-}                          # i/n: the i-th of n machines
+
+NAMES=(RedPajamaArXiv=arxiv RedPajamaBook=book RedPajamaCommonCrawl=cc RedPajamaC4=c4
+  RedPajamaGithub=github RedPajamaStackExchange=stackexchange RedPajamaWikipedia=wikipedia)
+
+python "$(dirname "$0")/../../tools/preprocess_data.py" --input "$INPUT/train" \
+  --valid-input "$INPUT/validation" --test-input "$INPUT/test" --output "$OUTPUT" \
+  --tokenizer-model "$TOKENIZER" --domain-key meta.redpajama_set_name \
+  --rename-domain "${NAMES[@]}" ${WORKERS:+--workers "$WORKERS"} ${SHARD:+--shard "$SHARD"} "$@"

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# SlimPajama-6B: about a hundredth of SlimPajama, drawn at random; 7 domains, with validation and
+# test text of their own. The quickest way to real data.
+#
+# The data: DKYoon/SlimPajama-6B on the Hugging Face hub; parquet, 5.5 million documents to train
+# on, `text`, and the domain in `meta.redpajama_set_name`. It is streamed from there, or taken from
+# a folder:
+#   hf download DKYoon/SlimPajama-6B --repo-type dataset --local-dir data/slimpajama-6b
+#   INPUT=hf:data/slimpajama-6b TOKENIZER=tokenizer.json bash examples/data/slimpajama_6b.sh
+# On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, and in the end once without SHARD.
+set -euo pipefail
+
+INPUT=${INPUT:-hf:DKYoon/SlimPajama-6B} # hf: and the data set's name or folder
+OUTPUT=${OUTPUT:-corpora/slimpajama-6b} # the corpus is written here
+TOKENIZER=${TOKENIZER:-tokenizer.json}  # what tools/preprocess_data.py takes as --tokenizer-model
+WORKERS=${WORKERS:-}                    # processes; as many as there are cores
+SHARD=${SHARD:-}                        # i/n: the i-th of n machines
+
+NAMES=(RedPajamaArXiv=arxiv RedPajamaBook=book RedPajamaCommonCrawl=cc RedPajamaC4=c4
+  RedPajamaGithub=github RedPajamaStackExchange=stackexchange RedPajamaWikipedia=wikipedia)
+
+python "$(dirname "$0")/../../tools/preprocess_data.py" --input "$INPUT" --output "$OUTPUT" \
+  --tokenizer-model "$TOKENIZER" --domain-key meta.redpajama_set_name \
+  --rename-domain "${NAMES[@]}" ${WORKERS:+--workers "$WORKERS"} ${SHARD:+--shard "$SHARD"} "$@"

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The Stack without near duplicates: seven programming languages, a domain each.
+#
+# The data: bigcode/the-stack-dedup on the Hugging Face hub; parquet in data/<language>/, the text
+# in `content`. It is gated: accept its terms on its page, then `hf auth login`. It has no
+# validation and test text of its own; --split cuts them. Fetch it first:
+#   for language in python java c c++ go ruby php; do
+#     hf download bigcode/the-stack-dedup --repo-type dataset --include "data/$language/*" \
+#       --local-dir data/the-stack-dedup
+#   done
+#   TOKENIZER=tokenizer.json bash examples/data/stack.sh
+# Other languages that lie there are left out; INPUT=hf:bigcode/the-stack-dedup streams the seven.
+# On n machines that share INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, and in the end once without.
+set -euo pipefail
+
+INPUT=${INPUT:-data/the-stack-dedup}   # the folder that holds data/<language>
+OUTPUT=${OUTPUT:-corpora/stack}        # the corpus is written here
+TOKENIZER=${TOKENIZER:-tokenizer.json} # what tools/preprocess_data.py takes as --tokenizer-model
+WORKERS=${WORKERS:-}                   # processes; as many as there are cores
+SHARD=${SHARD:-}                       # i/n: the i-th of n machines
+
+NAMES=(python=python java=java c=c "c++=cpp" go=go ruby=ruby php=php "*=")
+
+python "$(dirname "$0")/../../tools/preprocess_data.py" --input "$INPUT" --output "$OUTPUT" \
+  --tokenizer-model "$TOKENIZER" --text-key content --domain-from-path 'data/([^/]+)/[^/]+$' \
+  --rename-domain "${NAMES[@]}" ${WORKERS:+--workers "$WORKERS"} ${SHARD:+--shard "$SHARD"} "$@"

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Wiki40b in seven languages of Latin script, a domain each, with validation and test text of their
+# own. The marks of its markup (_START_ARTICLE_ and the like) stay in the text.
+#
+# The data: google/wiki40b on the Hugging Face hub; parquet, a config per language, `text`. It is
+# streamed from there, or taken from a folder:
+#   hf download google/wiki40b --repo-type dataset --local-dir data/wiki40b
+#   INPUT=hf:data/wiki40b TOKENIZER=tokenizer.json bash examples/data/wiki40b.sh
+# On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, and in the end once without SHARD.
+set -euo pipefail
+
+INPUT=${INPUT:-hf:google/wiki40b}      # hf: and the data set's name or folder
+OUTPUT=${OUTPUT:-corpora/wiki40b}      # the corpus is written here
+TOKENIZER=${TOKENIZER:-tokenizer.json} # what tools/preprocess_data.py takes as --tokenizer-model
+WORKERS=${WORKERS:-}                   # processes; as many as there are cores
+SHARD=${SHARD:-}                       # i/n: the i-th of n machines
+
+NAMES=(fr=french de=german it=italian es=spanish pt=portuguese nl=dutch pl=polish)
+CONFIGS=("${NAMES[@]%=*}")
+
+python "$(dirname "$0")/../../tools/preprocess_data.py" --input "${CONFIGS[@]/#/$INPUT:}" \
+  --output "$OUTPUT" --tokenizer-model "$TOKENIZER" --domain-from-config \
+  --rename-domain "${NAMES[@]}" ${WORKERS:+--workers "$WORKERS"} ${SHARD:+--shard "$SHARD"} "$@"

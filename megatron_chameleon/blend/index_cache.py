@@ -1,0 +1,107 @@
+"""Index arrays kept on disk between runs: keyed by content, written at once, checked when read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from megatron_chameleon.artifacts.files import cannot_write, sha256_of_files, sha256_of_json
+from megatron_chameleon.corpus.mapped_file import map_file
+
+_DESCRIPTION = "index.json"
+Arrays = dict[str, NDArray[Any]]
+
+
+def cached_arrays(folder: Path | None, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
+    """What ``build`` returns for ``key``, from ``folder`` where it is there and whole.
+
+    An entry that is damaged is built again and replaced, with a warning. Processes may share the
+    folder: each entry comes into being by one rename, and the arrays are mapped from disk, so that
+    ranks on a machine hold one copy of them.
+
+    Args:
+        folder: of the cache; None builds without one.
+        key: all that decides the arrays, JSON values.
+        build: makes the arrays, by name.
+
+    Raises:
+        UserError: if the folder cannot be written.
+    """
+    if folder is None:
+        return build()
+    entry = folder / sha256_of_json(key)
+    if entry.is_dir():
+        try:
+            return _read(entry, key)
+        except (OSError, ValueError, LookupError, TypeError) as problem:
+            warnings.warn(f"{entry} is damaged ({problem}) and is built again", stacklevel=2)
+            _discard(entry)
+    arrays = build()
+    try:
+        _write(entry, key, arrays)
+    except OSError as error:
+        raise cannot_write(entry, error) from error
+    return arrays
+
+
+def _read(entry: Path, key: dict[str, Any]) -> Arrays:
+    description = orjson.loads((entry / _DESCRIPTION).read_bytes())
+    if description["key"] != key:
+        raise ValueError("it is of another key")
+    for name, sha256 in description["sha256"].items():
+        if sha256_of_files(entry / name) != sha256:
+            raise ValueError(f"the hash of {name} differs")
+    return {Path(name).stem: _mapped(entry / name) for name in description["sha256"]}
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    """An array of a .npy file, which stays on disk and keeps no file open."""
+    with path.open("rb") as stream:
+        np.lib.format.read_magic(stream)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        start = stream.tell()
+    return map_file(path)[start:].view(dtype).reshape(shape)
+
+
+def _write(entry: Path, key: dict[str, Any], arrays: Arrays) -> None:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{entry.name[:16]}.", dir=entry.parent))
+    try:
+        hashes = {}
+        for name, array in arrays.items():
+            file = temporary / f"{name}.npy"
+            np.save(file, array, allow_pickle=False)
+            hashes[file.name] = sha256_of_files(file)
+        (temporary / _DESCRIPTION).write_bytes(orjson.dumps({"key": key, "sha256": hashes}))
+        temporary.chmod(0o755)
+        _put_in_place(temporary, entry)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put_in_place(temporary: Path, entry: Path) -> None:
+    """Rename a folder; where another process was first with the same entry, that one stays."""
+    try:
+        os.rename(temporary, entry)
+    except OSError:
+        if not entry.is_dir():
+            raise
+
+
+def _discard(entry: Path) -> None:
+    """Take a damaged entry away at once; another process may do the same at this time."""
+    with (
+        tempfile.TemporaryDirectory(prefix=".damaged.", dir=entry.parent) as folder,
+        contextlib.suppress(FileNotFoundError),
+    ):
+        os.rename(entry, Path(folder) / entry.name)

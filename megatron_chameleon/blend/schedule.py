@@ -1,0 +1,86 @@
+"""Weights that may change while a run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """``weights`` [num_domains], not negative, from sample ``first_sample`` of the run on."""
+
+    first_sample: int
+    weights: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureSchedule:
+    """The weights of every sample of a run: phases in order, the first from sample 0 on.
+
+    A phase blends by its weights as if it were a run of its own, while each domain's samples go
+    on from where they were: a change neither loses nor repeats one.
+
+    Raises:
+        ValueError: unless the phases begin at 0, in increasing order, for as many domains each.
+    """
+
+    phases: tuple[Phase, ...]
+
+    def __post_init__(self) -> None:
+        starts = [phase.first_sample for phase in self.phases]
+        if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
+            raise ValueError(f"phases begin at {starts}; the first is at 0, the others come after")
+        sizes = {len(phase.weights) for phase in self.phases}
+        if len(sizes) != 1:
+            raise ValueError(f"phases have weights for {sorted(sizes)} domains; give all for each")
+
+    @classmethod
+    def fixed(cls, weights: Sequence[float]) -> MixtureSchedule:
+        """The same weights throughout."""
+        return cls((Phase(0, tuple(weights)),))
+
+    @property
+    def num_domains(self) -> int:
+        """Domains that each phase has a weight for."""
+        return len(self.phases[0].weights)
+
+    def phase_at(self, sample: int) -> int:
+        """Which phase ``sample`` is in."""
+        if sample < 0:
+            raise ValueError(f"sample {sample}: samples are numbered from 0 on")
+        return bisect_right([phase.first_sample for phase in self.phases], sample) - 1
+
+    def weights_at(self, sample: int) -> tuple[float, ...]:
+        """The weights by which ``sample`` is drawn."""
+        return self.phases[self.phase_at(sample)].weights
+
+    def changed(self, first_sample: int, weights: Sequence[float]) -> MixtureSchedule:
+        """The same up to ``first_sample``, and ``weights`` from there on, whatever was to follow.
+
+        Raises:
+            ValueError: for a sample below 0, or another number of weights.
+        """
+        kept = tuple(phase for phase in self.phases if phase.first_sample < first_sample)
+        return MixtureSchedule((*kept, Phase(first_sample, tuple(weights))))
+
+    def until(self, sample: int) -> tuple[Phase, ...]:
+        """The phases that begin before ``sample``: what has been decided for good by then."""
+        return tuple(phase for phase in self.phases if phase.first_sample < max(sample, 1))
+
+    def spans(self, num_samples: int) -> Iterator[tuple[Phase, int]]:
+        """Each phase that begins before ``num_samples``, with how many samples of it come."""
+        started = [phase for phase in self.phases if phase.first_sample < num_samples]
+        ends = [*(phase.first_sample for phase in started[1:]), num_samples]
+        for phase, end in zip(started, ends, strict=False):  # no phase starts before sample 0
+            yield phase, end - phase.first_sample
+
+    def samples_asked(self, num_samples: int) -> list[float]:
+        """[num_domains] how many of the first samples the weights ask for of each domain."""
+        asked = [0.0] * self.num_domains
+        for phase, length in self.spans(num_samples):
+            total = sum(phase.weights)
+            for domain, weight in enumerate(phase.weights):
+                asked[domain] += length * weight / total
+        return asked

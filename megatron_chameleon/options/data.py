@@ -1,0 +1,44 @@
+"""Which tokens a run is trained on, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+Permutation = Literal["megatron", "epoch", "feistel"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Which tokens are trained on, and in which order."""
+
+    data_path: str | None = None
+    """Megatron's data sets in place of --corpus: '0.3 PREFIX 0.7 PREFIX' with weights in turn, or
+    prefixes alone, which are then weighted by their size."""
+    split: str = "969,30,1"
+    """Shares of train, valid and test in each data set of --data-path, in file order."""
+    tokenizer_model: Path | None = None
+    """The tokenizer that made the data sets of --data-path; a corpus knows its own."""
+    eod_token: str = "<|endoftext|>"
+    """The end-of-document token of --tokenizer-model."""
+    mixture_change: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
+    """STEP=MIXTURE: from that step on, draw by another mixture ('uniform', or a file). May be
+    given several times, and be added to when a run is continued. Needs --permutation epoch or
+    feistel."""
+    permutation: Permutation = "megatron"
+    """What orders a domain's samples. megatron: Megatron's own order, for weights that stay the
+    same. epoch: documents and windows shuffled anew in each epoch, whatever the weights do.
+    feistel: the same of windows alone, documents staying in file order; needs no memory."""
+    data_cache_path: Path | None = None
+    """Folder to keep the indices of Megatron's order in, for later starts and for the ranks of one
+    machine to share; without it each rank builds its own in memory."""
+    verify_corpus: bool = False
+    """Read every token file of the corpus before the start and compare its hash."""
+
+    @property
+    def mixture_changes(self) -> list[str]:
+        """What ``--mixture-change`` was given, over all its uses."""
+        return [change for group in self.mixture_change for change in group]

@@ -1,0 +1,72 @@
+"""Making corpora and looking at what is in them, for the tests of preprocessing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_chameleon.artifacts import SPLITS, Corpus, Split
+from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.preprocess import preprocess_data
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
+from megatron_chameleon.options.preprocess import PreprocessOptions
+from megatron_chameleon.options.source import SourceOptions
+
+
+def given(*inputs: object, **options: Any) -> SourceOptions:
+    """The options for inputs that were given at once."""
+    return SourceOptions((tuple(str(path) for path in inputs),), **options)
+
+
+def made(options: PreprocessOptions) -> Corpus:
+    """The corpus that ``options`` lead to."""
+    preprocess_data(options)
+    return Corpus.load(options.output)
+
+
+def documents_of(corpus: Corpus, name: str, split: Split) -> list[str]:
+    """The texts of a split, decoded from its files."""
+    tokenizer = corpus_tokenizer(corpus)
+    file = open_tokens(corpus, name, split)
+    documents = np.split(file.tokens, np.cumsum(file.lengths)[:-1])
+    assert all(document[-1] == corpus.tokenizer.eod_id for document in documents)
+    return [tokenizer.decode(document[:-1].tolist()) for document in documents]
+
+
+def all_documents(corpus: Corpus, name: str) -> list[str]:
+    """The texts of a domain, split after split."""
+    return [text for split in SPLITS for text in documents_of(corpus, name, split)]
+
+
+def files_of(corpus: Corpus) -> dict[str, bytes]:
+    """All that the folder holds, by name."""
+    files = sorted(path for path in corpus.root.rglob("*") if path.is_file())
+    return {str(path.relative_to(corpus.root)): path.read_bytes() for path in files}
+
+
+def record_of(corpus: Corpus) -> dict[str, Any]:
+    """What corpus.json says, but for who made it where, when and how long it took."""
+    record = json.loads((corpus.root / "corpus.json").read_text())
+    for name in ("created", "command"):
+        del record["provenance"][name]
+    del record["cost"], record["provenance"]["options"]["output"]
+    assert isinstance(record, dict)
+    return record
+
+
+def assert_same(first: Corpus, second: Corpus) -> None:
+    """Both folders hold the same, to the byte."""
+    assert record_of(first) == record_of(second)
+    files, others = files_of(first), files_of(second)
+    del files["corpus.json"], others["corpus.json"]
+    assert list(files) == list(others)
+    for name, content in files.items():
+        assert content == others[name], name
+
+
+def left_in(folder: Path) -> list[str]:
+    """Names of what is in ``folder``, of files only."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,120 @@
+"""As much of the Hugging Face hub as reading a data set takes, served from a folder.
+
+Repositories are <root>/<owner>/<name>, of one commit each. That of a name in ``gated`` is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+@contextlib.contextmanager
+def serve(root: Path, gated: Sequence[str] = ()) -> Iterator[tuple[str, list[str]]]:
+    """Yield the address of the hub and the list of the requests it has had."""
+    requests: list[str] = []
+
+    class Handler(_HubHandler):
+        hub = (root, gated, requests)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _HubHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: tuple[Path, Sequence[str], list[str]]
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        length = int(self.headers["Content-Length"])
+        self._answer(json.loads(self.rfile.read(length)) if length else {})
+
+    def _answer(self, body: dict[str, Any] | None = None) -> None:
+        root, gated, requests = self.hub
+        path = unquote(urlparse(self.path).path)
+        requests.append(f"{self.command} {path} {self.headers.get('Range') or ''}".strip())
+        head, _, rest = path.partition("/datasets/")
+        owner, name, *parts = [*rest.split("/"), "", ""]
+        repository = root / owner / name
+        if not rest or not name or not repository.is_dir():
+            self._refuse(404, "RepoNotFound")
+        elif f"{owner}/{name}" in gated:
+            self._refuse(403, "GatedRepo")
+        elif parts[1] not in ("", "main", COMMIT):  # none in what is said of the repository itself
+            self._refuse(404, "RevisionNotFound")
+        elif head == "/api":
+            self._describe(repository, parts, body or {})
+        else:
+            self._send_file(repository, repository / "/".join(parts[2:-2]))
+
+    def _describe(self, repository: Path, parts: list[str], body: dict[str, Any]) -> None:
+        """What the API says: of the commit, of a folder, or of the paths asked for."""
+        what, folder = parts[0], "/".join(parts[2:-2])
+        if what in ("", "revision"):
+            self._send(json.dumps({"id": repository.name, "sha": COMMIT, "siblings": []}).encode())
+            return
+        found = {path.relative_to(repository).as_posix(): path for path in repository.rglob("*")}
+        if what == "tree":
+            names = [name for name in found if name.startswith(f"{folder}/" if folder else "")]
+        else:
+            paths = body["paths"]
+            names = [name for name in found if name in ([paths] if type(paths) is str else paths)]
+        self._send(json.dumps([_entry(name, found[name]) for name in sorted(names)]).encode())
+
+    def _send_file(self, repository: Path, path: Path) -> None:
+        if not path.is_file():
+            self._refuse(404, "EntryNotFound")
+            return
+        data, status = path.read_bytes(), 200
+        headers = {"ETag": f'"{_object_id(path)}"', "Accept-Ranges": "bytes"}
+        if wanted := self.headers.get("Range"):
+            first, last = wanted.removeprefix("bytes=").split("-")
+            end = min(int(last or len(data)), len(data) - 1)
+            headers["Content-Range"] = f"bytes {first}-{end}/{len(data)}"
+            data, status = data[int(first) : end + 1], 206
+        self._send(data, status, headers)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._send(b"{}", status, {"X-Error-Code": code, "X-Error-Message": code})
+
+    def _send(self, data: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"X-Repo-Commit": COMMIT, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+def _entry(name: str, path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        return {"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
+    return {"type": "file", "oid": _object_id(path), "size": path.stat().st_size, "path": name}
+
+
+def _object_id(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()

@@ -1,0 +1,69 @@
+"""The byte-level BPE of a tokenizer.json in the other forms in which one may be given."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
+
+EOD = "<|endoftext|>"
+# Where it matters what comes next to what.
+AWKWARD_CHARACTERS = " \n\r\t\u00a0\u2003'sSlLa1½_!/<|>éÄ世\u0301🌍"
+
+
+def awkward_text() -> st.SearchStrategy[str]:
+    """Short texts of characters that are split from one another in all ways."""
+    return st.text(st.sampled_from(AWKWARD_CHARACTERS), max_size=12)
+
+
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones stand for themselves, the others follow."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    table = {chr(value): value for value in printable}
+    table |= {chr(256 + place): value for place, value in enumerate(others)}
+    assert set(table) == set(ByteLevel.alphabet())
+    return table
+
+
+def write_gpt2_files(tokenizer_json: Path, folder: Path, prefix: str = "") -> Path:
+    """Write vocab.json and merges.txt; return the first."""
+    model = json.loads(tokenizer_json.read_text())["model"]
+    vocab_file = folder / f"{prefix}vocab.json"
+    vocab_file.write_text(json.dumps(model["vocab"]))
+    merges = ["#version: 0.2", *(" ".join(merge) for merge in model["merges"]), ""]
+    (folder / f"{prefix}merges.txt").write_text("\n".join(merges))
+    return vocab_file
+
+
+def write_tiktoken(tokenizer_json: Path, path: Path) -> Path:
+    """Write the entries, without the end-of-document token, with their order for ranks."""
+    vocab = json.loads(tokenizer_json.read_text())["model"]["vocab"]
+    table = byte_of_character()
+    tokens = [token for token in sorted(vocab, key=vocab.__getitem__) if token != EOD]
+    lines = [
+        base64.b64encode(bytes(table[character] for character in token)) + b" %d\n" % rank
+        for rank, token in enumerate(tokens)
+    ]
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+def write_pairs(path: Path) -> Path:
+    """Write a tiktoken file in which all pairs of awkward characters' bytes are merged.
+
+    Where a text is split into words shows in its tokens.
+    """
+    ranks = {bytes([value]): value for value in range(256)}
+    encoded = [character.encode() for character in AWKWARD_CHARACTERS]
+    pieces = sorted(
+        {character[:end] for character in encoded for end in range(2, 5)} - ranks.keys()
+    )
+    for token in [*pieces, *(one + other for one in encoded for other in encoded)]:
+        ranks.setdefault(token, len(ranks))
+    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
+    path.write_bytes(b"".join(lines))
+    return path

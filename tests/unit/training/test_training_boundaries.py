@@ -1,0 +1,225 @@
+"""What the ends of documents do to losses and gradients, through the model that is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_mask
+from megatron_chameleon.model.gpt import build_model, unwrap
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.options.training import (
+    DocumentBoundaryOptions,
+    OptimizerOptions,
+    PretrainOptions,
+)
+from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
+from megatron_chameleon.training.step import BatchShape, train_step
+
+VOCAB_SIZE, LENGTH, NUM_DOMAINS = 100, 24, 3
+EOD = VOCAB_SIZE - 1
+SHAPE = ModelShape(ModelSize(2, 2, 32, 64), VOCAB_SIZE, max_sequence_length=LENGTH)
+# Nothing of the gradient is clipped, and a rate so low that a step leaves the weights as they are.
+OPTIMIZER = OptimizerOptions(lr=1e-12, min_lr=0.0, lr_warmup_iters=0, clip_grad=0.0)
+# Of summed losses; rounding moves them by less than a tenth of it.
+NOTICEABLE = 1e-4
+PLAIN = DocumentBoundaryOptions()
+OWN_TEXT = DocumentBoundaryOptions(reset_attention_mask=True)
+OWN_POSITIONS = DocumentBoundaryOptions(reset_attention_mask=True, reset_position_ids=True)
+MASKED_LOSS = DocumentBoundaryOptions(eod_mask_loss=True)
+
+
+def documents(*lengths, seed=0):
+    """Random documents, each with its end-of-document token."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.cat([torch.randint(EOD, (n - 1,), generator=generator), torch.tensor([EOD])])
+        for n in lengths
+    ]
+
+
+def batch_of(windows, options, domains=None):
+    """A micro-batch of windows [b, LENGTH + 1]."""
+    tokens = windows[:, :-1]
+    return {
+        "tokens": tokens,
+        "labels": windows[:, 1:],
+        **DocumentBoundaries(EOD, options)(tokens),
+        "domain": torch.tensor(domains or [0] * len(windows)),
+    }
+
+
+def step_on(layout, micro_batches, per_token_loss):
+    """One step on micro-batches of one size: the model with its gradients, and the result."""
+    model = build_model(SHAPE, layout, seed=0, per_token_loss=per_token_loss)
+    model = data_parallel(model, layout, bf16=False)
+    optimizer = build_optimizer(model, OPTIMIZER, layout, bf16=False)
+    shape = BatchShape(len(micro_batches), len(micro_batches[0]["tokens"]), LENGTH)
+    scheduler = build_scheduler(optimizer, OPTIMIZER, train_iters=10)
+    result = train_step(model, optimizer, scheduler, iter(micro_batches), shape, NUM_DOMAINS)
+    return unwrap(model), result
+
+
+def loss_of(layout, window, part, options):
+    """What a training step counts as the loss of ``part`` of a window, summed."""
+    batch = batch_of(window[None], options)
+    batch["loss_mask"][:] = 0.0
+    batch["loss_mask"][:, part] = 1.0
+    _, result = step_on(layout, [batch], per_token_loss=True)
+    assert result.domain_sums[0, 1] == batch["loss_mask"].sum() > 0
+    return result.domain_sums[0, 0].item()
+
+
+@pytest.mark.parametrize(
+    ("options", "looks_back"), [(PLAIN, True), (OWN_TEXT, False), (OWN_POSITIONS, False)], ids=str
+)
+def test_an_earlier_document_counts_unless_the_attention_mask_is_reset(
+    one_rank, options, looks_back
+):
+    first, other, last, rest = documents(9, 9, 10, 6)
+    inside = slice(9, 9 + 10 - 1)  # every token of ``last`` that is predicted from ``last``
+    losses = [
+        loss_of(one_rank, torch.cat([before, last, rest]), inside, options)
+        for before in (first, other)
+    ]
+    assert (abs(losses[0] - losses[1]) > NOTICEABLE) == looks_back
+    assert (losses[0] == losses[1]) == (not looks_back)
+
+
+def test_with_the_mask_reset_a_document_still_sees_all_of_itself(one_rank):
+    before, one, other, rest = documents(9, 10, 10, 6)
+    other[2:] = one[2:]  # only its first two tokens differ
+    losses = [
+        loss_of(one_rank, torch.cat([before, doc, rest]), slice(11, 18), OWN_TEXT)
+        for doc in (one, other)
+    ]
+    assert abs(losses[0] - losses[1]) > NOTICEABLE
+
+
+@pytest.mark.parametrize(
+    ("options", "place_matters"), [(PLAIN, True), (OWN_TEXT, True), (OWN_POSITIONS, False)], ids=str
+)
+def test_a_document_is_read_alike_at_every_place_once_positions_are_reset(
+    one_rank, options, place_matters
+):
+    text, filling, rest = documents(9, 10, 6)
+    early = loss_of(one_rank, torch.cat([text, filling, rest]), slice(0, 8), options)
+    late = loss_of(one_rank, torch.cat([filling, text, rest]), slice(10, 18), options)
+    assert (abs(early - late) > NOTICEABLE) == place_matters
+    assert (early == pytest.approx(late, abs=1e-5)) == (not place_matters)
+
+
+def windows_with_ends(*rows, seed=1):
+    """Windows [b, LENGTH + 1] whose token is an end of document at the places given for each."""
+    generator = torch.Generator().manual_seed(seed)
+    windows = torch.randint(EOD, (len(rows), LENGTH + 1), generator=generator)
+    for row, places in enumerate(rows):
+        windows[row, list(places)] = EOD
+    return windows
+
+
+EVERYWHERE = range(LENGTH + 1)
+# What of a global batch has no loss: very different parts of its micro-batches, all of one of them.
+ENDS: list[list[Sequence[int]]] = [
+    [(3, 9), ()],
+    [(1, 2, 3, 4, 5, 20), tuple(range(18))],
+    [EVERYWHERE, EVERYWHERE],
+]
+DOMAINS = [[0, 1], [1, 2], [2, 2]]
+
+
+def masked_micro_batches(options=MASKED_LOSS):
+    pairs = zip(ENDS, DOMAINS, strict=True)
+    return [batch_of(windows_with_ends(*ends, seed=7), options, where) for ends, where in pairs]
+
+
+def losses_direct(model, batch):
+    """Cross entropies [b, s] by torch, and which of them are not predicted from an end."""
+    starts = batch.get("document_starts")
+    mask = None if starts is None else document_mask(starts)
+    logits = model(batch["tokens"], batch["position_ids"], mask)[..., :VOCAB_SIZE]
+    losses = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    return losses.view_as(batch["labels"]), batch["tokens"] != EOD
+
+
+@pytest.mark.parametrize(
+    "options", [MASKED_LOSS, dataclasses.replace(OWN_POSITIONS, eod_mask_loss=True)], ids=str
+)
+def test_masked_ends_count_neither_in_the_gradient_nor_in_the_sums(one_rank, options):
+    batches = masked_micro_batches(options)
+    trained, result = step_on(one_rank, batches, per_token_loss=True)
+    plain = build_model(SHAPE, one_rank, seed=0)
+    total, count = torch.zeros(()), 0
+    sums = torch.zeros(NUM_DOMAINS, 3, dtype=torch.float64)
+    for batch in batches:
+        losses, counted = losses_direct(plain, batch)
+        total, count = total + losses[counted].sum(), count + int(counted.sum())
+        for row, domain in enumerate(batch["domain"].tolist()):
+            row_sum = losses[row][counted[row]].detach().double().sum()
+            sums[domain] += torch.tensor([row_sum, counted[row].sum(), LENGTH])
+    assert count == (2 + 2) * LENGTH - (2 + 6 + 18)
+    torch.testing.assert_close(result.domain_sums, sums, atol=1e-4, rtol=0)
+    parameters = dict(plain.named_parameters())
+    gradients = torch.autograd.grad(total / count, list(parameters.values()))
+    norm = torch.stack([g.norm() for g in gradients]).norm().item()
+    assert result.grad_norm == pytest.approx(norm)
+    assert result.grad_norm > 0.1
+    found = dict(trained.named_parameters())
+    for name, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(found[name].main_grad, gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_micro_batches_do_not_change_the_gradient_of_unequal_parts(one_rank):
+    parts = masked_micro_batches()
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    split, of_parts = step_on(one_rank, parts, per_token_loss=True)
+    joined, of_whole = step_on(one_rank, [whole], per_token_loss=True)
+    torch.testing.assert_close(of_parts.domain_sums, of_whole.domain_sums, atol=1e-4, rtol=0)
+    for one, other in zip(split.parameters(), joined.parameters(), strict=True):
+        torch.testing.assert_close(one.main_grad, other.main_grad, atol=1e-6, rtol=1e-5)
+
+
+def test_a_step_with_nothing_to_learn_moves_nothing_and_is_no_nan(one_rank):
+    model, result = step_on(one_rank, masked_micro_batches()[2:], per_token_loss=True)
+    assert result.grad_norm == 0.0
+    assert result.domain_sums.tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 2 * LENGTH]]
+    start = build_model(SHAPE, one_rank, seed=0)
+    for parameter, before in zip(model.parameters(), start.parameters(), strict=True):
+        assert torch.equal(parameter.main_grad, torch.zeros_like(parameter))
+        torch.testing.assert_close(parameter, before, atol=1e-9, rtol=0)
+
+
+def test_without_ends_the_loss_by_tokens_is_the_loss_by_micro_batches(one_rank):
+    batches = [batch_of(windows_with_ends((), (), seed=seed), MASKED_LOSS) for seed in range(3)]
+    by_token, one = step_on(one_rank, batches, per_token_loss=True)
+    by_batch, other = step_on(one_rank, batches, per_token_loss=False)
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
+    assert torch.equal(one.domain_sums, other.domain_sums)
+    for first, second in zip(by_token.parameters(), by_batch.parameters(), strict=True):
+        torch.testing.assert_close(first.main_grad, second.main_grad, atol=1e-7, rtol=1e-5)
+
+
+def test_the_flags_are_megatrons():
+    from megatron_chameleon.cli import parse_options
+
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    for name in names:
+        flag = "--" + name.replace("_", "-")
+        options = parse_options(PretrainOptions, ["--corpus", "c", "--run-dir", "r", flag])
+        assert dataclasses.asdict(options.boundaries) == {other: other == name for other in names}
+
+
+def test_the_masked_text_is_one_in_which_an_error_would_show(one_rank):
+    """A mean of micro-batch means is far from the mean over tokens."""
+    model = build_model(SHAPE, one_rank, seed=0)
+    means, total, count = [], 0.0, 0
+    for batch in masked_micro_batches()[:2]:
+        losses, counted = losses_direct(model, batch)
+        means.append(losses[counted].mean().item())
+        total, count = total + losses[counted].sum().item(), count + int(counted.sum())
+    assert not math.isclose(sum(means) / len(means), total / count, rel_tol=1e-4)
