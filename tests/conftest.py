@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Before anything imports torch or numpy: the tests' workers and ranks share a few cores, and one
@@ -11,6 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
+
+# What a shell starts in the background ignores Ctrl-C, and so would every command that a test
+# starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
