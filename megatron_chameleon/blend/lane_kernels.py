@@ -14,8 +14,9 @@ TILE = 32
 # Up to so many domains, a kernel of their own number holds one loop over the lanes that LLVM
 # unrolls over the domains; beyond, it gives up on that, and domains come in blocks.
 MOST_UNROLLED = 32
-UNROLLED_LANES = 16
-BLOCK_LANES = 32
+# Lanes: twice as many would keep more arithmetic under way, but also twice as many places to write
+# to.
+LANES, COUNTING_LANES, BLOCK_LANES = 16, 32, 32
 BLOCK = 8
 # Up to so many domains it is faster to add 0 or 1 to every count than 1 to the one chosen.
 MOST_COMPARED = 16
@@ -37,7 +38,7 @@ def unrolled_kernel(num_domains: int, keep: bool) -> Kernel:
         all lanes after another; brought up to the stretches' ends), the first sample, the length
         of a stretch, and the two outputs [lanes * length].
     """
-    lanes, tile = UNROLLED_LANES, TILE
+    lanes, tile = LANES if keep else COUNTING_LANES, TILE
     half = (num_domains + 1) // 2
     compare = num_domains <= MOST_COMPARED
 
@@ -62,25 +63,28 @@ def unrolled_kernel(num_domains: int, keep: bool) -> Kernel:
                     # Not max(), which keeps LLVM from making vector instructions of the loop.
                     position = position if position > 1.0 else 1.0
                     # Two chains of comparisons, which do not wait for each other.
-                    error, domain = -np.inf, 0.0
-                    for i in range(half):
+                    error, domain = weights[0] * position - counts[lane], 0.0
+                    for i in range(1, half):
                         own = weights[i] * position - counts[i * lanes + lane]
                         domain = float(i) if own > error else domain
                         error = own if own > error else error
-                    late_error, late_domain = -np.inf, 0.0
-                    for i in range(half, num_domains):
+                    late_error = weights[half] * position - counts[half * lanes + lane]
+                    late_domain = float(half)
+                    for i in range(half + 1, num_domains):
                         own = weights[i] * position - counts[i * lanes + lane]
                         late_domain = float(i) if own > late_error else late_domain
                         late_error = own if own > late_error else late_error
                     domain = late_domain if late_error > error else domain
-                    domains[row + lane] = np.int16(domain)
+                    if keep or not compare:
+                        domains[row + lane] = np.int16(domain)
                     if compare:
                         number = 0.0
                         for i in range(num_domains):
                             count = counts[i * lanes + lane]
                             number = count if domain == float(i) else number
                             counts[i * lanes + lane] = count + (1.0 if domain == float(i) else 0.0)
-                        numbers[row + lane] = np.int64(number)
+                        if keep:
+                            numbers[row + lane] = np.int64(number)
                 if not compare:
                     _count(domains, numbers, counts, lanes, row)
             if keep:

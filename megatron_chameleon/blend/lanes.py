@@ -17,9 +17,10 @@ from megatron_chameleon.blend import calendar_queue, greedy
 from megatron_chameleon.blend.lane_kernels import (
     BLOCK,
     BLOCK_LANES,
+    COUNTING_LANES,
+    LANES,
     MOST_UNROLLED,
     TILE,
-    UNROLLED_LANES,
     block_kernel,
     unrolled_kernel,
 )
@@ -52,7 +53,7 @@ class LaneFiller:
 
     def __init__(self, weights: NDArray[np.float64], keep: bool, tops: NDArray[np.float64]) -> None:
         unrolled = weights.size <= MOST_UNROLLED
-        self.lanes = UNROLLED_LANES if unrolled else BLOCK_LANES
+        self.lanes = BLOCK_LANES if not unrolled else LANES if keep else COUNTING_LANES
         self._kernel = unrolled_kernel(weights.size, keep) if unrolled else block_kernel(keep)
         self._weights, self._tops = weights, tops
         padding = 0 if unrolled else -weights.size % BLOCK
