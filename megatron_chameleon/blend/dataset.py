@@ -54,7 +54,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         permutation: by what they are ordered.
         boundaries: what becomes of the ends of documents within a sample.
         cache: folder for Megatron's indices; None keeps them in memory alone.
-        surplus: by how much more than asked a domain's indices are built, for Megatron's order.
+        by_size: whether the weights are sizes, as Megatron takes them where it is given none: it
+            scales them once instead of twice, and builds no more indices than are asked for.
 
     Raises:
         UserError: for weights that cannot be drawn by, a domain with too few tokens, files that
@@ -71,12 +72,12 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         permutation: Permutation = "megatron",
         boundaries: DocumentBoundaries | None = None,
         cache: Path | None = None,
-        surplus: float = MEGATRON_SURPLUS,
+        by_size: bool = False,
     ) -> None:
         self.data, self.schedule = data, schedule
         self.seq_length, self.permutation = seq_length, permutation
         self._num_samples, self._seed = num_samples, seed
-        self._cache, self._surplus = cache, surplus
+        self._cache, self._by_size = cache, by_size
         self._boundaries = boundaries or DocumentBoundaries(data.tokenizer.eod_id)
         self._streams: dict[int, Stream] = {}
         self._views: dict[int, View] = {}
@@ -166,7 +167,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         phases: list[_BlendedPhase] = []
         before = np.zeros(len(self.data.domains), np.int64)
         for phase, length in schedule.spans(max(self._num_samples, 1)):
-            phases.append(_BlendedPhase(phase, length, before))
+            phases.append(_BlendedPhase(phase, length, before, self._by_size))
             before = phases[-1].counts(phase.first_sample + length)
         return phases
 
@@ -186,7 +187,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             return FeistelStream(tokens, file, self.seq_length, self._seed)
         # As many as Megatron builds; a rare domain may get one more than its weight asks for.
         share = normalize(list(self.schedule.phases[0].weights))[domain]
-        asked = math.ceil(math.ceil(self._num_samples * share) * (1 + self._surplus))
+        surplus = 0.0 if self._by_size else MEGATRON_SURPLUS
+        asked = math.ceil(math.ceil(self._num_samples * share) * (1 + surplus))
         needed = max(asked, count)
         return MegatronStream(tokens, file, needed, self.seq_length, self._seed, self._cache)
 
@@ -220,16 +222,19 @@ class _BlendedPhase:
         phase: weights, and the first sample that is drawn by them.
         length: samples of the phase.
         before: [num_domains] samples that each domain has given before.
+        by_size: whether the weights are sizes.
     """
 
-    def __init__(self, phase: Phase, length: int, before: NDArray[np.int64]) -> None:
+    def __init__(self, phase: Phase, length: int, before: NDArray[np.int64], by_size: bool) -> None:
         weights = np.asarray(phase.weights, np.float64)
         self.first = phase.first_sample
         self._before = before
         self._drawn = np.flatnonzero(weights)
-        # Twice, as Megatron does on the way from --data-path to its blended data set: the second
-        # time may change the last bit, which decides ties.
-        shares = normalize(normalize(weights[self._drawn].tolist()))
+        # Weights are scaled twice, as Megatron does on the way from --data-path to its blended data
+        # set: the second time may change the last bit, which decides ties.
+        shares = normalize(weights[self._drawn].tolist())
+        if not by_size:
+            shares = normalize(shares)
         self._index = ImplicitBlendingIndices(shares, length)
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

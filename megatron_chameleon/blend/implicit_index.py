@@ -56,7 +56,7 @@ class ImplicitBlendingIndices:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all arrays hold; places in blocks come and go with reading."""
+        """Bytes of counts and weights; some more for the last few places read from."""
         places = sum(counts.nbytes for _, counts in self._recent.values())
         return self._checkpoints.nbytes + self._filler.weights.nbytes + places
 
@@ -110,12 +110,11 @@ class ImplicitBlendingIndices:
         self._remember(last, counts)
 
     def _counts_before(self, sample: int) -> NDArray[np.float64]:
-        """A copy of the counts; the place is remembered."""
+        """The counts, the caller's own; the place is remembered."""
         block = sample // self._block_size
         start, counts = self._recent.get(block, (sample + 1, None))
         if counts is None or start > sample:
             start, counts = block * self._block_size, self._checkpoints[block].astype(np.float64)
-        counts = counts.copy()
         self._filler.advance(counts, start, sample)
         self._remember(sample, counts.copy())
         return counts

@@ -45,13 +45,17 @@ def cached_arrays(folder: Path | None, key: dict[str, Any], build: Callable[[], 
             return _read(entry, key)
         except (OSError, ValueError, LookupError, TypeError) as problem:
             warnings.warn(f"{entry} is damaged ({problem}) and is built again", stacklevel=2)
-            _discard(entry)
+            try:
+                _discard(entry)
+            except OSError as error:
+                raise cannot_write(entry, error) from error
     arrays = build()
     try:
         _write(entry, key, arrays)
+        # As every later reader has them, so that the ones in memory can go.
+        return {name: _mapped(entry / f"{name}.npy") for name in arrays}
     except OSError as error:
         raise cannot_write(entry, error) from error
-    return arrays
 
 
 def _read(entry: Path, key: dict[str, Any]) -> Arrays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from megatron_chameleon.artifacts import SPLITS, Corpus, Split, TokenizerIdentit
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.corpus.indexed_reader import ExpectedTokens, TokenFile, open_token_file
 from megatron_chameleon.errors import UserError
+
+PLAIN_NUMBER = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +126,10 @@ class DataPath:
             raise UserError(
                 f"--data-path '{given}': give 'WEIGHT PREFIX WEIGHT PREFIX ...', or prefixes alone"
             )
-        twice = [prefix for prefix in prefixes if prefixes.count(prefix) > 1]
+        files = [Path(prefix).resolve() for prefix in prefixes]
+        twice = [
+            prefix for prefix, file in zip(prefixes, files, strict=True) if files.count(file) > 1
+        ]
         if twice:
             raise UserError(f"--data-path names {twice[0]} twice; add its weights up")
         return cls(tuple(prefixes), tuple(map(float, weights)) if pairs else None)  # type: ignore[arg-type]
@@ -148,7 +154,8 @@ def data_path_tokens(
         domains.append(DomainTokens(str(prefix), prefix, first, stop, tokens))
         idx = prefix.with_name(prefix.name + ".idx")
         contents.append([str(prefix), first, stop, file.tokens.size, sha256_of_files(idx)])
-    digest = sha256_of_json({"tokenizer": tokenizer.sha256, "files": contents})
+    made_by = [tokenizer.sha256, tokenizer.eod_id]
+    digest = sha256_of_json({"tokenizer": made_by, "files": contents})
     return TokenData("--data-path", tuple(domains), tokenizer, digest)
 
 
@@ -159,7 +166,9 @@ def split_range(split: str, part: Split) -> tuple[float, float]:
         UserError: unless ``split`` is one to three numbers, not negative, of which that of
             ``part`` is above 0.
     """
-    shares = [_number(word) for word in split.split(",")]
+    # No exponents: Megatron reads digits and dots alone.
+    words = split.split(",")
+    shares = [_number(word) if PLAIN_NUMBER.fullmatch(word.strip()) else None for word in words]
     if not 1 <= len(shares) <= len(SPLITS) or None in shares:
         raise UserError(f"--split {split}: up to three numbers with commas between, as 969,30,1")
     if min(share for share in shares if share is not None) < 0 or not any(shares):
@@ -202,6 +211,8 @@ def check_weights(data: TokenData, weights: Sequence[float]) -> None:
             raise UserError(f"weight of '{name}' is {weight}; weights are finite and not negative")
     if not any(weights):
         raise UserError("all weights are zero; give at least one domain a weight")
+    if not math.isfinite(sum(weights)):
+        raise UserError("the weights are too large to add up; give shares of 1")
 
 
 def _number(word: str) -> float | None:

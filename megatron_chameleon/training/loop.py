@@ -102,7 +102,7 @@ def samples_of(plan: TrainingPlan, schedule: MixtureSchedule) -> BlendedTokens:
         permutation=options.data.permutation,
         boundaries=DocumentBoundaries(plan.data.tokenizer.eod_id, options.boundaries),
         cache=options.data.data_cache_path,
-        surplus=plan.surplus,
+        by_size=plan.by_size,
     )
 
 
@@ -142,7 +142,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, options.optimizer, layout, bf16=options.bf16)
         self.scheduler = build_scheduler(self.optimizer, options.optimizer, options.train_iters)
         self.meter = IntervalMeter(plan.data.names, layout)
-        self.step = progress.step
+        self.step = self.logged_step = progress.step
         self.domain_tokens: Counter[str] = Counter()
         self.cost_before = progress.run.cost if progress.run else Cost()
         self.first_step = progress.step
@@ -197,6 +197,7 @@ class Trainer:
         """
         interval = self.meter.read()
         self.domain_tokens.update(interval.domain_tokens_drawn)
+        self.logged_step = self.step
         for name, value in (("loss", interval.loss), ("gradient's norm", interval.grad_norm)):
             if not math.isfinite(value):
                 raise UserError(
@@ -265,11 +266,11 @@ class Trainer:
         return self.step * self.options.global_batch_size
 
     def drawn(self) -> dict[str, DomainTokens]:
-        """Tokens and epochs per domain up to now, asked and got."""
+        """Tokens and epochs per domain up to the last log, asked and got."""
         return drawn_tokens(
             self.plan.data,
             self.samples.schedule,
-            self.samples_done,
+            self.logged_step * self.options.global_batch_size,
             self.options.seq_length,
             self.domain_tokens,
         )
@@ -321,7 +322,7 @@ class Trainer:
             )
         )
         for phase in schedule.phases:
-            if phase.first_sample > self.samples_done:
+            if phase.first_sample >= max(self.samples_done, 1):
                 step = phase.first_sample // options.global_batch_size
                 shares = zip(plan.data.names, phase.weights, strict=True)
                 print(f"from step {step}: " + ", ".join(f"{n} {w:.3f}" for n, w in shares))
@@ -338,7 +339,7 @@ class Trainer:
             f"drawn so far:\n{drawn_lines(self.drawn())}\n"
             f"checkpoint: {step_folder(self.options.run_dir, self.step)}\n"
             f"next: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
-            f"--corpus {self.options.corpus} --checkpoint {self.options.run_dir}",
+            f"--corpus {self.options.corpus or 'CORPUS'} --checkpoint {self.options.run_dir}",
             flush=True,
         )
 

@@ -14,7 +14,6 @@ from megatron_chameleon.artifacts import (
     provenance,
 )
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.blend.dataset import MEGATRON_SURPLUS
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.blend.token_data import (
     DataPath,
@@ -48,7 +47,7 @@ class TrainingPlan:
         data: where the tokens are.
         mixture: what the run begins with.
         schedule: the weights of every sample, in the order of ``data.names``.
-        surplus: by how much more than asked indices of Megatron's order are built.
+        by_size: whether the weights are sizes of data sets that were given without weights.
         shape: of the model.
         provenance: of the run.
     """
@@ -57,7 +56,7 @@ class TrainingPlan:
     data: TokenData
     mixture: Mixture
     schedule: MixtureSchedule
-    surplus: float
+    by_size: bool
     shape: ModelShape
     provenance: Provenance
 
@@ -92,7 +91,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         data=data,
         mixture=loaded.mixture,
         schedule=schedule,
-        surplus=loaded.surplus,
+        by_size=loaded.by_size,
         shape=ModelShape(size, data.tokenizer.vocab_size, options.seq_length),
         provenance=provenance(options, {"corpus": data.hash, "mixture": loaded.mixture.hash}),
     )
@@ -105,13 +104,13 @@ class LoadedData:
     """Where the tokens are, and what the run begins to draw them by.
 
     ``weights`` are as they were given: scaling them to sum to 1 is for the blend to do, as Megatron
-    does it. ``surplus`` is by how much more than asked indices of Megatron's order are built.
+    does it. ``by_size`` says that they are sizes, as Megatron takes them where none are given.
     """
 
     data: TokenData
     mixture: Mixture
     weights: list[float]
-    surplus: float
+    by_size: bool
 
 
 def load_data(options: PretrainOptions) -> LoadedData:
@@ -132,8 +131,7 @@ def _load_corpus(options: PretrainOptions, folder: Path) -> LoadedData:
     mixture = load_mixture(options.mixture, corpus.names)
     weights = mixture.weights_for(corpus.names, str(folder))
     # Megatron's builder takes a data set that comes alone as it is.
-    surplus = MEGATRON_SURPLUS if len(weights) > 1 else 0.0
-    return LoadedData(corpus_tokens(corpus), mixture, weights, surplus)
+    return LoadedData(corpus_tokens(corpus), mixture, weights, by_size=len(weights) == 1)
 
 
 def _load_data_path(options: PretrainOptions, path: DataPath) -> LoadedData:
@@ -152,8 +150,8 @@ def _load_data_path(options: PretrainOptions, path: DataPath) -> LoadedData:
     check_weights(data, weights)
     total = math.fsum(weights)
     shares = {name: weight / total for name, weight in zip(data.names, weights, strict=True)}
-    surplus = MEGATRON_SURPLUS if path.weights else 0.0
-    return LoadedData(data, Mixture(shares, method="data-path"), weights, surplus)
+    mixture = Mixture(shares, method="data-path")
+    return LoadedData(data, mixture, weights, by_size=path.weights is None)
 
 
 def load_mixture(name: str | None, domains: list[str]) -> Mixture:

@@ -16,8 +16,8 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.plan import TrainingPlan
 
-# These may differ when a run is continued: they change nothing of what is computed. Tokens and
-# the first mixture are compared by their hashes, wherever they lie; changes of the mixture that
+# These may differ when a run is continued: they change nothing of what is computed. A corpus
+# and the first mixture are compared by their hashes, wherever they lie; changes of the mixture that
 # lie ahead may be others than were planned.
 FREE_OPTIONS = (
     "corpus",
@@ -74,6 +74,7 @@ def find_progress(plan: TrainingPlan) -> Progress:
     checkpoint = _whole_checkpoint(folders[-1]) if folders else None
     if checkpoint:
         _require_same_optimizer(plan, checkpoint)
+    resumed_schedule(plan, checkpoint)  # refuses what does not fit, before anything is cut
     progress = Progress(run, checkpoint)
     keep_metrics_until(folder / METRICS_NAME, progress.step)
     return progress
@@ -92,7 +93,8 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
         Phase(phase.first_sample, tuple(phase.weights[name] for name in names))
         for phase in checkpoint.mixture_phases
     )
-    for phase in plan.schedule.until(checkpoint.samples):
+    # What it began with is the same: the hashes of the mixtures agree.
+    for phase in plan.schedule.until(checkpoint.samples)[1:]:
         if phase not in past:
             step = phase.first_sample // plan.options.global_batch_size
             raise UserError(

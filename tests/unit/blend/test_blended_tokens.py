@@ -8,10 +8,11 @@ import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.datasets.utils import get_blend_from_list, normalize
 
 from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_starts
 from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.index import build_blending_indices
 from megatron_chameleon.blend.sampler import batch_indices
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import DataPath, corpus_tokens, data_path_tokens
@@ -112,7 +113,7 @@ def test_one_data_set_alone_is_megatrons_at_every_epoch_boundary(
     prefix = str(corpus.prefix("unused", "train"))
     data = data_path_tokens(DataPath.parse(prefix), "1", corpus.tokenizer)
     schedule = MixtureSchedule.fixed([1.0])
-    ours = BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11, surplus=0.0)
+    ours = BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11, by_size=True)
     assert_same_samples(ours, megatron_samples(prefix, "1", num_samples), num_samples)
 
 
@@ -125,6 +126,21 @@ def test_a_split_takes_the_sequences_that_megatron_takes(corpus, megatron_sample
     assert_same_samples(ours, megatron_samples(given, split, 200), 200)
 
 
+@pytest.mark.parametrize("sizes", [(16, 37, 46, 23, 28), (18, 32, 9, 3, 34, 12, 19, 15)])
+def test_sizes_are_scaled_once_and_weights_twice_as_megatron_does(make_corpus, sizes):
+    """The last bit decides ties: with these sizes the two ways differ."""
+    corpus = make_corpus({f"d{i}": [SEQ_LENGTH * n + 1] for i, n in enumerate(sizes)})
+    schedule = MixtureSchedule.fixed([float(size) for size in sizes])
+    for by_size in (True, False):
+        shares = normalize(list(sizes))
+        shares = shares if by_size else normalize(shares)
+        ours = BlendedTokens(
+            corpus_tokens(corpus), schedule, 150, SEQ_LENGTH, seed=1, by_size=by_size
+        )
+        expected, _ = build_blending_indices(shares, 150)
+        assert ours.locate(np.arange(150))[0].tolist() == expected.tolist()
+
+
 def test_data_sets_without_weights_are_blended_by_their_size(corpus, megatron_samples):
     given = f"{corpus.prefix('long', 'train')} {corpus.prefix('short', 'train')}"
     given = f"{given} {corpus.prefix('unused', 'train')}"
@@ -132,7 +148,7 @@ def test_data_sets_without_weights_are_blended_by_their_size(corpus, megatron_sa
     data = data_path_tokens(path, "1", corpus.tokenizer)
     sizes = [(domain.tokens - 1) // SEQ_LENGTH for domain in data.domains]
     schedule = MixtureSchedule.fixed(sizes)
-    ours = BlendedTokens(data, schedule, sum(sizes), SEQ_LENGTH, seed=11, surplus=0.0)
+    ours = BlendedTokens(data, schedule, sum(sizes), SEQ_LENGTH, seed=11, by_size=True)
     assert_same_samples(ours, megatron_samples(given, "1", sum(sizes)), sum(sizes))
 
 

@@ -61,6 +61,7 @@ def test_a_data_path_is_read_as_megatron_reads_it(given):
         ("0.3 one 0.7", "WEIGHT PREFIX"),
         ("0.3 one two 0.7", "WEIGHT PREFIX"),
         ("0.5 one 0.5 one", "names one twice"),
+        ("0.5 a/one 0.5 a/./one", "names a/one twice"),
     ],
 )
 def test_a_data_path_that_says_nothing_clear_is_refused(given, problem):
@@ -79,7 +80,9 @@ def test_splits_are_cut_as_megatron_cuts_them(split):
             assert split_range(split, part) == expected
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "90,-5,5", "0,0,0", "nan,1,1"])
+@pytest.mark.parametrize(
+    "split", ["", "a,b", "1,2,3,4", "90,-5,5", "0,0,0", "nan,1,1", "1e2,1", "1_0,1"]
+)
 def test_a_split_that_is_none_is_refused(split):
     with pytest.raises(UserError, match="--split"):
         split_range(split, "train")
@@ -149,6 +152,7 @@ def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(c
         ([1, -0.1], "weight of 'b' is -0.1"),
         ([1, float("nan")], "weight of 'b' is nan"),
         ([0, 0], "all weights are zero"),
+        ([1e308, 1e308], "too large to add up"),
     ],
 )
 def test_weights_that_cannot_be_drawn_by_are_refused(corpus, weights, problem):
