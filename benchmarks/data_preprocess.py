@@ -166,7 +166,3 @@ def _documents(prefix: Path) -> list[NDArray[np.uint16]]:
     tokens = np.fromfile(prefix.with_name(prefix.name + ".bin"), "<u2")
     assert lengths.sum() == tokens.size
     return np.split(tokens, np.cumsum(lengths)[:-1])
-
-
-if __name__ == "__main__":
-    measure()
