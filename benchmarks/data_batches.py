@@ -18,9 +18,9 @@ from benchmarks.synthetic_domains import (
     one_process_group,
     write_domains,
 )
+from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.schedule import MixtureSchedule
-from megatron_chameleon.blend.token_data import DataPath, data_path_tokens
 
 BATCH_SIZE = 64
 BATCHES = 40

@@ -20,9 +20,9 @@ from benchmarks.measure import compared, told
 from benchmarks.process_tree import Run, run
 from benchmarks.real_text import RealText, read_texts, train_tokenizer_on, write_real_text
 from megatron_chameleon.artifacts import SPLITS, Corpus
-from megatron_chameleon.corpus.fast_encoder import with_gigatoken
 from megatron_chameleon.corpus.indexed_writer import HEADER, TYPE_CODES
-from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenization.fast_encoder import with_gigatoken
+from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 50_257

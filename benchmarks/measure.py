@@ -18,7 +18,16 @@ import psutil
 from megatron_chameleon.artifacts.files import write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("megatron-core", "torch", "numpy", "numba", "tokenizers", "gigatoken", "tiktoken")
+PACKAGES = (
+    "megatron-core",
+    "torch",
+    "triton",
+    "numpy",
+    "numba",
+    "tokenizers",
+    "gigatoken",
+    "tiktoken",
+)
 
 
 def interleaved(
@@ -75,9 +84,16 @@ def machine() -> dict[str, Any]:
         "memory_gb": round(psutil.virtual_memory().total / 1e9),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES},
         "load_at_start": os.getloadavg()[0],
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def write_results(name: str, rows: list[dict[str, Any]], on: dict[str, Any]) -> Path:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +14,15 @@ from numpy.typing import NDArray
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.gather import View, ViewTable
 from megatron_chameleon.blend.implicit_index import ImplicitBlendingIndices
-from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
+from megatron_chameleon.blend.schedule import MixtureSchedule, Phase, check_changes
 from megatron_chameleon.blend.streams import (
     EpochStream,
     FeistelStream,
     MegatronStream,
     Stream,
 )
+from megatron_chameleon.blend.threads import for_each, usable_threads
 from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, check_weights
-from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.data import Permutation
 
 Batch = dict[str, torch.Tensor]
@@ -42,8 +40,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
 
     With ``permutation="megatron"`` the samples are those of Megatron's BlendedDataset over its
     GPTDatasets; the weights cannot change then, since its order hangs on the number of samples.
-    With "epoch" and "feistel" a domain's samples are a function of the seed, its name and their
-    number alone, so the weights can change at any sample.
+    With "epoch" and "feistel" a domain's samples are a function of the seed, its ``order_key`` and
+    their number alone, so the weights can change at any sample.
 
     Args:
         data: where the tokens are.
@@ -55,7 +53,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         boundaries: what becomes of the ends of documents within a sample.
         cache: folder for Megatron's indices; None keeps them in memory alone.
         by_size: whether the weights are sizes, as Megatron takes them where it is given none: it
-            scales them once instead of twice, and builds no more indices than are asked for.
+            scales them once instead of twice, and builds no surplus.
 
     Raises:
         UserError: for weights that cannot be drawn by, a domain with too few tokens, files that
@@ -157,11 +155,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         for phase in schedule.phases:
             check_weights(self.data, phase.weights)
             check_enough_tokens(self.data, phase.weights, self.seq_length)
-        if self.permutation == "megatron" and len(schedule.phases) > 1:
-            raise UserError(
-                "Megatron's order of samples hangs on weights that stay the same; "
-                "for weights that change, begin the run with --permutation epoch"
-            )
+        check_changes(schedule, self.permutation)
 
     def _blend(self, schedule: MixtureSchedule) -> list[_BlendedPhase]:
         phases: list[_BlendedPhase] = []
@@ -174,23 +168,39 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     def _open(self, counts: NDArray[np.int64]) -> None:
         """Make the streams of the domains that give any samples and have none yet."""
         missing = [int(i) for i in np.flatnonzero(counts) if int(i) not in self._streams]
-        with ThreadPoolExecutor(min(len(missing), len(os.sched_getaffinity(0))) or 1) as pool:
-            streams = pool.map(lambda domain: self._stream(domain, int(counts[domain])), missing)
-            self._streams.update(zip(missing, streams, strict=True))
+        threads = usable_threads()
+        each = max(1, threads // max(1, len(missing)))
+        streams = for_each(
+            lambda domain: self._stream(domain, int(counts[domain]), each), missing, threads
+        )
+        self._streams.update(zip(missing, streams, strict=True))
 
-    def _stream(self, domain: int, count: int) -> Stream:
+    def _stream(self, domain: int, count: int, num_threads: int) -> Stream:
         tokens = self.data.domains[domain]
         file = tokens.open()
         if self.permutation == "epoch":
             return EpochStream(tokens, file, self.seq_length, self._seed)
         if self.permutation == "feistel":
             return FeistelStream(tokens, file, self.seq_length, self._seed)
-        # As many as Megatron builds; a rare domain may get one more than its weight asks for.
-        share = normalize(list(self.schedule.phases[0].weights))[domain]
-        surplus = 0.0 if self._by_size else MEGATRON_SURPLUS
-        asked = math.ceil(math.ceil(self._num_samples * share) * (1 + surplus))
-        needed = max(asked, count)
-        return MegatronStream(tokens, file, needed, self.seq_length, self._seed, self._cache)
+        num_samples = self._samples_built(domain, count)
+        return MegatronStream(
+            tokens, file, num_samples, self.seq_length, self._seed, self._cache, num_threads
+        )
+
+    def _samples_built(self, domain: int, count: int) -> int:
+        """Of how many samples Megatron builds the order of a domain that gives ``count``.
+
+        Data sets that are blended by size it builds for one whole epoch, whose order is that of any
+        number of samples up to there; a data set alone, for what is asked of it.
+        """
+        if self._by_size:
+            return count
+        share = self._phases[0].shares[domain]
+        built = math.ceil(math.ceil(self._num_samples * share) * (1 + MEGATRON_SURPLUS))
+        # No domain is ever more than one sample ahead of its share, so that it gives no more than
+        # the inner ceil; the surplus, one sample at least, is far above what rounding could add.
+        assert count <= built
+        return built
 
     def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         table, vocab_size = self._table, self.data.tokenizer.vocab_size
@@ -216,26 +226,32 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
 class _BlendedPhase:
     """The blended index of one phase, over the domains that it draws from.
 
-    Left in, a domain of weight 0 would win ties.
+    Left in, a domain of weight 0 would win ties. So would one whose weight is 0 beside the others
+    in float64.
 
     Args:
         phase: weights, and the first sample that is drawn by them.
         length: samples of the phase.
         before: [num_domains] samples that each domain has given before.
         by_size: whether the weights are sizes.
+
+    Attributes:
+        shares: [num_domains] the weights, scaled once to sum to 1.
     """
 
     def __init__(self, phase: Phase, length: int, before: NDArray[np.int64], by_size: bool) -> None:
         weights = np.asarray(phase.weights, np.float64)
         self.first = phase.first_sample
         self._before = before
-        self._drawn = np.flatnonzero(weights)
+        given = np.flatnonzero(weights)
+        scaled = np.zeros(len(weights))
+        scaled[given] = normalize(weights[given].tolist())
+        self.shares: list[float] = scaled.tolist()
+        self._drawn = np.flatnonzero(scaled)
         # Weights are scaled twice, as Megatron does on the way from --data-path to its blended data
         # set: the second time may change the last bit, which decides ties.
-        shares = normalize(weights[self._drawn].tolist())
-        if not by_size:
-            shares = normalize(shares)
-        self._index = ImplicitBlendingIndices(shares, length)
+        drawn = scaled[self._drawn].tolist()
+        self._index = ImplicitBlendingIndices(drawn if by_size else normalize(drawn), length)
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Domain and number within it of samples of this phase."""

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.blend import calendar_queue, greedy
-from megatron_chameleon.blend.lane_kernels import TILE
 from megatron_chameleon.blend.lanes import FEWEST_IN_CALENDAR, LaneFiller
 from megatron_chameleon.blend.threads import even_ranges, for_each
+from megatron_chameleon.blend.tiles import TILE
+from megatron_chameleon.blend.vectors import LANES
 
 Outputs = tuple[NDArray[np.int16], NDArray[np.int64]]
 NO_OUTPUTS: Outputs = (np.empty(0, np.int16), np.empty(0, np.int64))
@@ -199,7 +200,7 @@ def _count_blocks(
     block = blocks.start
     while block < blocks.stop:
         lanes = filler.lanes
-        if lanes is not None and block + lanes.lanes <= blocks.stop and block_size % TILE == 0:
+        if lanes is not None and block + LANES <= blocks.stop and block_size % TILE == 0:
             starts = lanes.fill_stretches(counts, block * block_size, block_size, *NO_OUTPUTS)
             rows[block : block + len(starts)] = starts
             block += len(starts)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,30 +20,34 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.files import cannot_write, sha256_of_files, sha256_of_json
 from megatron_chameleon.corpus.mapped_file import map_file
+from megatron_chameleon.errors import UserError
 
 _DESCRIPTION = "index.json"
+# Folders under a temporary name: of an entry that is being written, or of a damaged one.
+_TEMPORARY = re.compile(r"\.([0-9a-f]{16}|damaged)\.")
+# No entry takes as long to write; older temporary folders are of processes that were killed.
+STALE_AFTER_SECONDS = 24 * 3600
 Arrays = dict[str, NDArray[Any]]
 
 
-def cached_arrays(folder: Path | None, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
+def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
     """What ``build`` returns for ``key``, from ``folder`` where it is there and whole.
 
     An entry that is damaged is built again and replaced, with a warning. Processes may share the
     folder: each entry comes into being by one rename, and the arrays are mapped from disk, so that
-    ranks on a machine hold one copy of them.
+    ranks on a machine hold one copy of them. What a killed process left half-written is cleared
+    away by a later one, when it is a day old.
 
     Args:
-        folder: of the cache; None builds without one.
+        folder: of the cache.
         key: all that decides the arrays, JSON values.
         build: makes the arrays, by name.
 
     Raises:
-        UserError: if the folder cannot be written.
+        UserError: if the folder cannot be searched, or an entry cannot be written into it.
     """
-    if folder is None:
-        return build()
     entry = folder / sha256_of_json(key)
-    if entry.is_dir():
+    if _is_there(entry):
         try:
             return _read(entry, key)
         except (OSError, ValueError, LookupError, TypeError) as problem:
@@ -51,11 +58,38 @@ def cached_arrays(folder: Path | None, key: dict[str, Any], build: Callable[[], 
                 raise cannot_write(entry, error) from error
     arrays = build()
     try:
+        _clear_stale(folder)
         _write(entry, key, arrays)
         # As every later reader has them, so that the ones in memory can go.
         return {name: _mapped(entry / f"{name}.npy") for name in arrays}
     except OSError as error:
         raise cannot_write(entry, error) from error
+
+
+def _is_there(entry: Path) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        raise UserError(
+            f"--data-cache-path {entry.parent} cannot be read: {error.strerror}; give a folder "
+            "that can be, or leave it out"
+        ) from error
+
+
+def _clear_stale(folder: Path) -> None:
+    """Remove the temporary folders that nothing has been written to for a day."""
+    oldest = time.time() - STALE_AFTER_SECONDS
+    for temporary in folder.glob(".*") if folder.is_dir() else ():
+        if _TEMPORARY.match(temporary.name) and _last_change(temporary) < oldest:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _last_change(folder: Path) -> float:
+    """When anything in a folder last changed, in seconds; inf while another process removes it."""
+    try:
+        return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+    except FileNotFoundError:
+        return math.inf
 
 
 def _read(entry: Path, key: dict[str, Any]) -> Arrays:

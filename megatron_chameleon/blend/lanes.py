@@ -14,23 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.blend import calendar_queue, greedy
-from megatron_chameleon.blend.lane_kernels import (
-    BLOCK,
-    BLOCK_LANES,
-    COUNTING_LANES,
-    LANES,
-    MOST_UNROLLED,
-    TILE,
-    block_kernel,
-    unrolled_kernel,
-)
+from megatron_chameleon.blend.fixed_point import MOST_SAMPLES, fixed_point_kernel, suits
+from megatron_chameleon.blend.lane_kernels import BLOCK, float_kernel
+from megatron_chameleon.blend.tiles import LINE_BYTES, TILE
+from megatron_chameleon.blend.vectors import LANES
 
 # A stretch of an odd number of tiles, so that the lanes' outputs do not share cache sets.
-LONGEST_STRETCH = 1025 * TILE
+LONGEST_STRETCH = 513 * TILE
 # Below, guesses cost more than lanes save.
 SHORTEST_STRETCH = 15 * TILE
 # Samples for which a wrong guess is followed until it agrees; then the stretch is filled again.
 MOST_FOLLOWED = 2048
+# From this share of tiles on that fixed point cannot tell, as of weights that tie all the time,
+# float64 is faster.
+TOO_MANY_ANEW = 0.1
 # With less than this share of stretches exact, lanes are no faster than one sample after another,
 # which is the way then for a while and, where it comes to that again, for twice as long.
 TOO_FEW_EXACT = 0.1
@@ -52,17 +49,15 @@ class LaneFiller:
     """
 
     def __init__(self, weights: NDArray[np.float64], keep: bool, tops: NDArray[np.float64]) -> None:
-        unrolled = weights.size <= MOST_UNROLLED
-        self.lanes = BLOCK_LANES if not unrolled else LANES if keep else COUNTING_LANES
-        self._kernel = unrolled_kernel(weights.size, keep) if unrolled else block_kernel(keep)
-        self._weights, self._tops = weights, tops
-        padding = 0 if unrolled else -weights.size % BLOCK
+        self._weights, self._keep, self._tops = weights, keep, tops
+        self._fixed_point = suits(weights)
         # Domains that are never chosen fill the last block.
+        padding = -weights.size % BLOCK
         self._padded_weights = np.append(weights, np.zeros(padding))
+        self._counts = np.full((weights.size + padding, LANES), np.inf)
         # Where a calendar is at hand, little is lost by not guessing.
-        self._pause = 1 if weights.size < FEWEST_IN_CALENDAR else self.lanes
-        self._too_few = max(TOO_FEW_EXACT, weights.size / CALENDAR_WINS) * self.lanes
-        self._counts = np.full((weights.size + padding, self.lanes), np.inf)
+        self._pause = 1 if weights.size < FEWEST_IN_CALENDAR else LANES
+        self._too_few = max(TOO_FEW_EXACT, weights.size / CALENDAR_WINS) * LANES
 
     def fill(
         self,
@@ -73,7 +68,10 @@ class LaneFiller:
         dataset_sample_index: NDArray[np.int64],
     ) -> None:
         """As :func:`greedy.fill`, with the same arguments and results."""
-        start, longest, pause = first, SHORTEST_STRETCH, 1
+        # From a whole cache line on, these can be written past the cache.
+        start = min(first + -dataset_sample_index.ctypes.data % LINE_BYTES // 8, stop)
+        self._fill_one_by_one(counts, first, start, dataset_index, dataset_sample_index)
+        longest, pause = SHORTEST_STRETCH, 1
         while (length := self._stretch(stop - start, longest)) >= SHORTEST_STRETCH:
             outputs = dataset_index[start - first :], dataset_sample_index[start - first :]
             exact = len(self.fill_stretches(counts, start, length, *outputs))
@@ -92,7 +90,7 @@ class LaneFiller:
 
     def _stretch(self, samples: int, longest: int) -> int:
         """The longest stretch that all lanes can take of so many samples."""
-        tiles = min(samples // self.lanes, longest) // TILE
+        tiles = min(samples // LANES, longest) // TILE
         return (tiles - 1 + tiles % 2) * TILE
 
     def _fill_one_by_one(
@@ -123,19 +121,36 @@ class LaneFiller:
             counts: [num_domains] float64, before ``first``; brought up to the end of those filled.
             first: first sample.
             length: samples in a stretch.
-            dataset_index: [lanes * length] int16, written; or empty.
-            dataset_sample_index: [lanes * length] int64, written; or empty.
+            dataset_index: [LANES * length] int16, written; or empty.
+            dataset_sample_index: [LANES * length] int64, written; or empty.
 
         Returns:
             [filled, num_domains] float64, the counts before each stretch that is filled.
         """
         outputs = dataset_index, dataset_sample_index
-        starts = np.empty((self.lanes, self._weights.size))
+        starts = np.empty((LANES, self._weights.size))
         greedy.guess_starts(self._weights, self._tops, counts, first, length, starts)
-        self._counts[: self._weights.size] = starts.T
-        self._kernel(self._padded_weights, self._counts.ravel(), first, length, *outputs)
-        ends = np.ascontiguousarray(self._counts[: self._weights.size].T)
+        ends = self._run(starts, first, length, *outputs)
         filled = greedy.join(self._weights, MOST_FOLLOWED, starts, ends, first, length, *outputs)
         counts[:] = ends[filled - 1]
         greedy.learn_tops(self._weights, self._tops, starts[:filled], first, length)
         return starts[:filled]
+
+    def _run(
+        self,
+        starts: NDArray[np.float64],
+        first: int,
+        length: int,
+        dataset_index: NDArray[np.int16],
+        dataset_sample_index: NDArray[np.int64],
+    ) -> NDArray[np.float64]:
+        """Fill every lane's stretch from ``starts`` [LANES, num_domains]; the counts at its end."""
+        own = self._counts[: self._weights.size]
+        own[:] = starts.T
+        arguments = first, length, dataset_index, dataset_sample_index
+        if self._fixed_point and first + LANES * length <= MOST_SAMPLES:
+            anew = fixed_point_kernel(self._keep)(self._weights, own.ravel(), *arguments)
+            self._fixed_point = anew < TOO_MANY_ANEW * LANES * length / TILE
+        else:
+            float_kernel(self._keep)(self._padded_weights, self._counts.ravel(), *arguments)
+        return np.ascontiguousarray(own.T)

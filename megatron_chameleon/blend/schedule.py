@@ -6,6 +6,9 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.data import Permutation
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -84,3 +87,16 @@ class MixtureSchedule:
             for domain, weight in enumerate(phase.weights):
                 asked[domain] += length * weight / total
         return asked
+
+
+def check_changes(schedule: MixtureSchedule, permutation: Permutation) -> None:
+    """Refuse weights that change in an order that hangs on their staying the same.
+
+    Raises:
+        UserError: saying by which orders they can change.
+    """
+    if permutation == "megatron" and len(schedule.phases) > 1:
+        raise UserError(
+            "Megatron's order of samples hangs on weights that stay the same; for weights that "
+            "change, begin the run with --permutation epoch or feistel"
+        )

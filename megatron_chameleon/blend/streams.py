@@ -16,7 +16,7 @@ from megatron_chameleon.blend.index_cache import cached_arrays
 from megatron_chameleon.blend.permutation import epoch_permutation, permutation_key
 from megatron_chameleon.blend.sample_index import build_sample_index
 from megatron_chameleon.blend.shuffle import shuffle
-from megatron_chameleon.blend.token_data import DomainTokens
+from megatron_chameleon.blend.token_data import DomainData
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 
 # Megatron shuffles the last epoch on its own where less than this share of it is used, so that
@@ -24,6 +24,10 @@ from megatron_chameleon.corpus.indexed_reader import TokenFile
 SEPARATE_FINAL_EPOCH_BELOW = 0.80
 # From here on sample numbers do not fit into uint32, by Megatron's reckoning.
 WIDE_SHUFFLE_FROM = np.iinfo(np.uint32).max - 1
+
+# Raised by every change of what megatron_indices returns for the same arguments, so that no cache
+# gives what an older release built.
+MEGATRON_INDICES_VERSION = 1
 
 # What a permutation is for; with the same seed, two of them have nothing in common.
 _OF_DOCUMENTS, _OF_WINDOWS = 0, 1
@@ -49,29 +53,29 @@ class MegatronStream:
         seq_length: tokens per sample.
         seed: of numpy's RandomState.
         cache: folder in which the indices are kept and looked for, if any.
+        num_threads: by default one for every core this process may run on.
     """
 
     def __init__(
         self,
-        domain: DomainTokens,
+        domain: DomainData,
         file: TokenFile,
         num_samples: int,
         seq_length: int,
         seed: int,
         cache: Path | None = None,
+        num_threads: int | None = None,
     ) -> None:
         lengths = aligned_lengths(file)
-        key = {
-            "order": "megatron",
-            "first": domain.first,
-            "lengths": hashlib.sha256(lengths[domain.first : domain.stop].tobytes()).hexdigest(),
-            "num_samples": num_samples,
-            "seq_length": seq_length,
-            "seed": seed,
-        }
-        arrays = cached_arrays(
-            cache, key, lambda: megatron_indices(domain, lengths, num_samples, seq_length, seed)
-        )
+
+        def build() -> dict[str, NDArray[Any]]:
+            return megatron_indices(domain, lengths, num_samples, seq_length, seed, num_threads)
+
+        if cache is None:
+            arrays = build()
+        else:
+            key = index_key(domain, lengths, num_samples, seq_length, seed)
+            arrays = cached_arrays(cache, key, build)
         self._view = ShuffledDocuments(file, file.starts, lengths, first=0, **arrays)
 
     def view_of(self, number: int) -> View:
@@ -81,14 +85,38 @@ class MegatronStream:
         return self._view
 
 
+def index_key(
+    domain: DomainData, lengths: NDArray[np.int32], num_samples: int, seq_length: int, seed: int
+) -> dict[str, Any]:
+    """All that decides :func:`megatron_indices`, as JSON values."""
+    return {
+        "order": "megatron",
+        "version": MEGATRON_INDICES_VERSION,
+        "first": domain.first,
+        "lengths": hashlib.sha256(lengths[domain.first : domain.stop].tobytes()).hexdigest(),
+        "num_samples": num_samples,
+        "seq_length": seq_length,
+        "seed": seed,
+    }
+
+
 def megatron_indices(
-    domain: DomainTokens,
+    domain: DomainData,
     lengths: NDArray[np.int32],
     num_samples: int,
     seq_length: int,
     seed: int,
+    num_threads: int | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Megatron's three indices of a domain, as the fields of :class:`ShuffledDocuments`.
+
+    Args:
+        domain: which sequences.
+        lengths: [num_sequences] int32, of all sequences of the file.
+        num_samples: how many samples are needed.
+        seq_length: tokens per sample.
+        seed: of numpy's RandomState.
+        num_threads: by default one for every core this process may run on.
 
     Returns:
         documents [epochs * sequences] int32; windows [samples + 1, 2] int32 or int64; shuffle
@@ -105,7 +133,9 @@ def megatron_indices(
     sequences = np.arange(domain.first, domain.stop, dtype=np.int32)
     documents = np.tile(sequences, num_epochs)
     _shuffle_parts(documents, len(sequences) * (num_epochs - separate_final), random_state)
-    windows = build_sample_index(lengths, documents, seq_length, num_epochs, domain.tokens)
+    windows = build_sample_index(
+        lengths, documents, seq_length, num_epochs, domain.tokens, num_threads=num_threads
+    )
     total = len(windows) - 1
     shuffled = np.arange(total, dtype=np.int64 if total >= WIDE_SHUFFLE_FROM else np.uint32)
     _shuffle_parts(shuffled, samples_before_final if separate_final else total, random_state)
@@ -149,7 +179,7 @@ class EpochWindows:
 
 
 class EpochStream:
-    """Epoch after epoch, each in an order that (seed, domain, epoch) alone decides.
+    """Epoch after epoch, each in an order that seed, ``order_key`` and epoch alone decide.
 
     It need not know how many samples will be asked for. Documents are shuffled within an epoch,
     and so are the windows cut from them.
@@ -161,10 +191,10 @@ class EpochStream:
         seed: of the order.
     """
 
-    def __init__(self, domain: DomainTokens, file: TokenFile, seq_length: int, seed: int) -> None:
+    def __init__(self, domain: DomainData, file: TokenFile, seq_length: int, seed: int) -> None:
         self._domain, self._file = domain, file
         self._lengths = aligned_lengths(file)
-        self._seed, self._name = seed, domain_number(domain.name)
+        self._seed, self._domain_number = seed, order_number(domain.order_key)
         self._epochs = EpochWindows(domain.tokens, seq_length)
 
     def view_of(self, number: int) -> View:
@@ -179,7 +209,7 @@ class EpochStream:
         offsets = begins - np.where(positions > 0, ends[positions - 1], 0)
         if missing > 0:
             documents = np.concatenate([documents, self._beginning(epoch + 1, missing)])
-        order = epoch_permutation(len(begins), self._seed, self._name, epoch, _OF_WINDOWS)
+        order = epoch_permutation(len(begins), self._seed, self._domain_number, epoch, _OF_WINDOWS)
         return ShuffledDocuments(
             file=self._file,
             starts=self._file.starts,
@@ -194,7 +224,7 @@ class EpochStream:
     def _documents(self, epoch: int) -> NDArray[np.int32]:
         """The sequences of the domain in the order of ``epoch``."""
         size = self._domain.stop - self._domain.first
-        order = epoch_permutation(size, self._seed, self._name, epoch, _OF_DOCUMENTS)
+        order = epoch_permutation(size, self._seed, self._domain_number, epoch, _OF_DOCUMENTS)
         return (order + self._domain.first).astype(np.int32)
 
     def _beginning(self, epoch: int, num_tokens: int) -> NDArray[np.int32]:
@@ -217,10 +247,10 @@ class FeistelStream:
         seed: of the order.
     """
 
-    def __init__(self, domain: DomainTokens, file: TokenFile, seq_length: int, seed: int) -> None:
+    def __init__(self, domain: DomainData, file: TokenFile, seq_length: int, seed: int) -> None:
         self._file, self._tokens = file, domain.tokens
         self._begin = int(file.pointers[domain.first]) // file.dtype.itemsize
-        self._seed, self._name = seed, domain_number(domain.name)
+        self._seed, self._domain_number = seed, order_number(domain.order_key)
         self._epochs = EpochWindows(domain.tokens, seq_length)
 
     def view_of(self, number: int) -> View:
@@ -233,13 +263,13 @@ class FeistelStream:
             phase=self._epochs.phase(epoch),
             first=self._epochs.first(epoch),
             num_samples=self._epochs.count(epoch),
-            key=permutation_key(self._seed, self._name, epoch, _OF_WINDOWS),
+            key=permutation_key(self._seed, self._domain_number, epoch, _OF_WINDOWS),
         )
 
 
-def domain_number(name: str) -> int:
-    """A number that stands for a domain's name, so that its order does not hang on its place."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:4])
+def order_number(order_key: str) -> int:
+    """A number that stands for a domain, so that its order does not hang on its place."""
+    return int.from_bytes(hashlib.sha256(order_key.encode("utf-8")).digest()[:4])
 
 
 def aligned_lengths(file: TokenFile) -> NDArray[np.int32]:

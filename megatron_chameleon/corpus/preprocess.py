@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_chameleon.artifacts import Corpus, Cost, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import writing
-from megatron_chameleon.corpus.fast_encoder import with_encoder, with_gigatoken
+from megatron_chameleon.corpus.reading.domain_names import DomainNames
 from megatron_chameleon.corpus.reading.readers import DocumentReader
 from megatron_chameleon.corpus.reading.sources import find_sources
 from megatron_chameleon.corpus.shards.domain_checks import check_domains
@@ -31,9 +31,11 @@ from megatron_chameleon.corpus.shards.unchanged import check_what_was_read
 from megatron_chameleon.corpus.shards.workers import work_in_processes
 from megatron_chameleon.corpus.split import parse_split
 from megatron_chameleon.corpus.summary import closing_words, words_after_share
-from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
+from megatron_chameleon.corpus.tokenization.fast_encoder import with_encoder, with_gigatoken
+from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
+from megatron_chameleon.options.source import DomainOptions
 from megatron_chameleon.progress import progress_bar
 
 # Less than this is read before another process has started.
@@ -191,6 +193,7 @@ class _Run:
         with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
             joined = join_shards(shards, first_domains, made, drop, bar.update)
         _check_lines(joined, self.options.source.max_malformed_share)
+        _warn_of_unused_renames(self.options.domains, shards)
         check_domains(joined.domains, self.plan.sources, self.options.min_tokens_per_split)
         self.tokenizer.save(made)
         cost = Cost(
@@ -245,6 +248,13 @@ class _Run:
         # Each reads and encodes at the same time, which keeps more than a core busy.
         spare = max(1, len(os.sched_getaffinity(0)) - 1)
         return min(spare, len(missing)) if worth else 1
+
+
+def _warn_of_unused_renames(domains: DomainOptions, shards: Sequence[Shard]) -> None:
+    if domains.domain_key is not None:  # otherwise it was known when the sources were found
+        renamed = {name for shard in shards for name in shard.renamed}
+        if unused := DomainNames(domains).describe_unused(renamed):
+            warnings.warn(unused, stacklevel=2)
 
 
 def _check_lines(joined: Joined, max_malformed_share: float) -> None:

@@ -22,6 +22,9 @@ class DataOptions:
     """Shares of train, valid and test in each data set of --data-path, in file order."""
     tokenizer_model: Path | None = None
     """The tokenizer that made the data sets of --data-path; a corpus knows its own."""
+    tiktoken_pattern: str | None = None
+    """How a tiktoken file given as --tokenizer-model splits text into words, as in
+    tools/preprocess_data.py."""
     eod_token: str = "<|endoftext|>"
     """The end-of-document token of --tokenizer-model."""
     mixture_change: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
@@ -33,8 +36,8 @@ class DataOptions:
     same. epoch: documents and windows shuffled anew in each epoch, whatever the weights do.
     feistel: the same of windows alone, documents staying in file order; needs no memory."""
     data_cache_path: Path | None = None
-    """Folder to keep the indices of Megatron's order in, for later starts and for the ranks of one
-    machine to share; without it each rank builds its own in memory."""
+    """Folder to keep the indices of --permutation megatron in, for later starts and for the ranks
+    of one machine to share; without it each rank builds its own in memory."""
     verify_corpus: bool = False
     """Read every token file of the corpus before the start and compare its hash."""
 

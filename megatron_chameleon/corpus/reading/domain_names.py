@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.source import DomainOptions
@@ -20,6 +20,7 @@ class DomainNames:
     Attributes:
         key: of the domain's name in each record, None where it is not told there.
         from_config: whether the config of a data set is its domain.
+        renamed: which OLD of ``--rename-domain OLD=NEW`` have occurred so far.
 
     Raises:
         UserError: for options that contradict each other or mean nothing.
@@ -30,6 +31,7 @@ class DomainNames:
         self.from_config = options.domain_from_config
         self._pattern = _one_group(options.domain_from_path)
         self._renames = _rename_table(options.renames)
+        self.renamed: set[str] = set()
         ways = self._ways()
         if len(ways) > 1:
             raise UserError(f"{' and '.join(ways)} both tell the domain; leave one of them out")
@@ -47,8 +49,14 @@ class DomainNames:
     def final(self, name: str) -> str | None:
         """What the source's ``name`` is called, None if its text is left out."""
         if name in self._renames:
+            self.renamed.add(name)
             return self._renames[name]
         return self._renames.get(ALL_OTHERS, name)
+
+    def describe_unused(self, renamed: Collection[str]) -> str:
+        """Which OLD there are besides ``renamed`` and '*', on one line; '' if there is none."""
+        unused = [name for name in self._renames if name not in {*renamed, ALL_OTHERS}]
+        return f"--rename-domain: no domain is called {_listed(unused)}" if unused else ""
 
     def in_path(self, path: str) -> str | None:
         """The source's name that ``path`` tells, None if paths tell none.
@@ -77,10 +85,13 @@ class DomainNames:
 
 def describe_left_out(counts: Mapping[str, int], what: str) -> str:
     """How many (documents, files: ``what``) of which domains were left out, on one line."""
-    names = [f"'{name}'" for name in list(counts)[:_NAMES_SHOWN]]
-    if len(counts) > _NAMES_SHOWN:
-        names.append(f"{len(counts) - _NAMES_SHOWN} more")
-    return f"--rename-domain leaves out {sum(counts.values()):,} {what}, of {', '.join(names)}"
+    return f"--rename-domain leaves out {sum(counts.values()):,} {what}, of {_listed(counts)}"
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = [f"'{name}'" for name in list(names)[:_NAMES_SHOWN]]
+    more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
+    return ", ".join(shown + more)
 
 
 def is_domain_name(name: str) -> bool:

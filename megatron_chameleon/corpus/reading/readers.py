@@ -69,6 +69,11 @@ class DocumentReader:
         self._options = options
         self._names = None if domains is None else DomainNames(domains)
 
+    @property
+    def renamed(self) -> set[str]:
+        """Which OLD of ``--rename-domain OLD=NEW`` have occurred so far."""
+        return set() if self._names is None else self._names.renamed
+
     def read(self, piece: Piece) -> Iterator[Document]:
         """The documents of ``piece``, in the order of the source."""
         source = self._sources[piece.source]

@@ -147,6 +147,9 @@ class _Finder:
             )
         if self._left_out:
             warnings.warn(describe_left_out(self._left_out, "files"), stacklevel=4)
+        unused = self._names.describe_unused(self._names.renamed)
+        if unused and self._names.key is None:  # of a key it is known when all was read
+            warnings.warn(unused, stacklevel=4)
         if not self.found:
             raise UserError("--rename-domain leaves out all that --input names; correct it")
 

@@ -23,7 +23,7 @@ from megatron_chameleon.artifacts.corpus import FILE_NAME
 from megatron_chameleon.artifacts.files import flush_to_disk, writing
 from megatron_chameleon.corpus.shards.desk import desk_in, try_lock
 from megatron_chameleon.corpus.shards.plan import Plan
-from megatron_chameleon.corpus.tokenizer_file import FILE_NAMES as TOKENIZER_NAMES
+from megatron_chameleon.corpus.tokenization.file import FILE_NAMES as TOKENIZER_NAMES
 from megatron_chameleon.errors import UserError
 
 PARTIAL_NAME = ".partial"

@@ -1,13 +1,16 @@
-"""From finished shards to the files of a corpus: tokens are copied, not made again."""
+"""From finished shards to the files of a corpus: tokens are copied, not made again.
+
+Of a corpus of one shard they are not even copied, where nothing is left out.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +22,11 @@ from megatron_chameleon.corpus.indexed_writer import IndexedWriter, TokenType
 from megatron_chameleon.corpus.reading.malformed import MalformedLines
 from megatron_chameleon.corpus.shards.folder import TOKENS_NAME
 from megatron_chameleon.corpus.shards.left_out import DUPLICATE, KEPT, LeftOut, find_left_out
-from megatron_chameleon.corpus.shards.shard import TOKENS_NAME as SHARD_TOKENS_NAME
+from megatron_chameleon.corpus.shards.parts import ShardPart, sources_of
 from megatron_chameleon.corpus.shards.shard import Shard, domain_number
+from megatron_chameleon.corpus.shards.token_source import TokenSource, token_source
 
 _BLOCK_DOCUMENTS = 1 << 16
-_COPY_BYTES = 1 << 20
 # What all domains together may hold before it is written; a few domains never come near.
 _WAITING_BYTES = 1 << 26
 
@@ -71,6 +74,8 @@ def join_shards(
         (folder / TOKENS_NAME).mkdir()
     left_out = find_left_out(shards, domain_numbers, left_out_folder)
     writers = _Writers(folder, list(numbers), shards[0].dtype)
+    if len(shards) == 1:
+        writers.take_parts(shards[0], domain_numbers[0], left_out.reasons(0), drop_duplicates)
     for number, shard in enumerate(shards):
         reasons = left_out.reasons(number)
         writers.copy(shard, domain_numbers[number], reasons, drop_duplicates, on_bytes)
@@ -83,28 +88,42 @@ class _SplitFiles:
 
     def __init__(self, folder: Path, domain: str, split: Split, dtype: TokenType) -> None:
         self._prefix = f"{TOKENS_NAME}/{file_name_of(domain)}-{split}"
-        self.writer = IndexedWriter(folder / self._prefix, dtype)
-        self.text_bytes = 0
+        self._folder = folder
+        self._writer = IndexedWriter(folder / self._prefix, dtype)
+        self._text_bytes = 0
+        self._taken: DomainSplit | None = None
 
-    def copy(self, stream: BinaryIO, size: int, documents: NDArray[np.void]) -> None:
-        """Append ``documents``, whose tokens are the next ``size`` bytes of ``stream``."""
-        self.writer.add_lengths(documents["tokens"])
-        self.text_bytes += int(documents["text_bytes"].sum())
-        while size:
-            block = stream.read(min(size, _COPY_BYTES))
-            assert block, "the size of the file was checked"
-            self.writer.add_tokens(block)
-            size -= len(block)
+    def copy(self, blocks: Iterable[bytes], documents: NDArray[np.void]) -> None:
+        """Append ``documents``, whose tokens are in ``blocks``."""
+        self._writer.add_lengths(documents["tokens"])
+        self._text_bytes += int(documents["text_bytes"].sum())
+        for block in blocks:
+            self._writer.add_tokens(block)
+
+    def flush(self) -> None:
+        """Write what is in memory."""
+        self._writer.flush()
 
     def finish(self) -> DomainSplit:
         """Close the files and say what is in them."""
+        if self._taken is not None:
+            return self._taken
         return DomainSplit(
             prefix=self._prefix,
-            documents=self.writer.documents,
-            tokens=self.writer.tokens,
-            text_bytes=self.text_bytes,
-            sha256=self.writer.finish(),
+            documents=self._writer.documents,
+            tokens=self._writer.tokens,
+            text_bytes=self._text_bytes,
+            sha256=self._writer.finish(),
         )
+
+    def take(self, shard: Shard, part: ShardPart) -> None:
+        """Be the files of ``part``, by a second name; nothing was written before."""
+        for path in part.paths(shard.root):
+            target = self._folder / f"{self._prefix}{path.suffix}"
+            target.unlink(missing_ok=True)
+            _link_or_copy(path, target)
+        counts = (part.documents, part.tokens, part.text_bytes, part.sha256)
+        self._taken = DomainSplit(self._prefix, *counts)
 
 
 class _Writers:
@@ -115,6 +134,7 @@ class _Writers:
             _SplitFiles(folder, domain, split, dtype) for domain in domains for split in SPLITS
         ]
         self._waiting = 0
+        self._taken: set[int] = set()
 
     def copy(
         self,
@@ -126,19 +146,40 @@ class _Writers:
     ) -> None:
         """Append the documents of ``shard``, but for those there are ``reasons`` to leave out."""
         first = 0
-        with (shard.root / SHARD_TOKENS_NAME).open("rb", buffering=_COPY_BYTES) as stream:
+        with token_source(shard) as tokens:
             for documents in shard.document_blocks(_BLOCK_DOCUMENTS):
                 target = domain_numbers[documents["domain"]] * len(SPLITS) + documents["split"]
+                target = np.where(np.isin(target, list(self._taken)), -1, target)
                 if reasons is not None:
                     here = reasons[first : first + documents.size]
-                    kept = here == KEPT if drop_duplicates else (here == KEPT) | (here == DUPLICATE)
-                    target = np.where(kept, target, -1)
-                self._copy_block(stream, documents, target, shard.dtype, on_bytes)
+                    target = np.where(_is_kept(here, drop_duplicates), target, -1)
+                self._copy_block(tokens, documents, target, shard.dtype, on_bytes)
                 first += documents.size
+
+    def take_parts(
+        self,
+        shard: Shard,
+        domain_numbers: NDArray[np.int64],
+        reasons: NDArray[np.uint8] | None,
+        drop_duplicates: bool,
+    ) -> None:
+        """Take over the files of the only ``shard`` of which nothing is left out."""
+        incomplete: set[int] = set()
+        if reasons is not None:
+            first = 0
+            for documents in shard.document_blocks(_BLOCK_DOCUMENTS):
+                kept = _is_kept(reasons[first : first + documents.size], drop_duplicates)
+                incomplete.update(np.unique(sources_of(documents)[~kept]).tolist())
+                first += documents.size
+        for part in shard.parts or ():
+            if part.source not in incomplete:
+                target = int(domain_numbers[part.domain]) * len(SPLITS) + part.split
+                self._files[target].take(shard, part)
+                self._taken.add(target)
 
     def _copy_block(
         self,
-        stream: BinaryIO,
+        tokens: TokenSource,
         documents: NDArray[np.void],
         target: NDArray[np.int64],
         dtype: TokenType,
@@ -148,16 +189,17 @@ class _Writers:
 
         Documents with one target lie side by side, by batches: they are copied at once.
         """
-        begins = np.append(0, np.flatnonzero(np.diff(target)) + 1)
+        sources = sources_of(documents)
+        begins = np.append(0, np.flatnonzero((np.diff(target) != 0) | (np.diff(sources) != 0)) + 1)
         sizes = np.add.reduceat(documents["tokens"], begins, dtype=np.int64)
         sizes *= np.dtype(dtype).itemsize
         ends = np.append(begins[1:], target.size)
-        columns = (begins, ends, sizes, target[begins])
-        for begin, end, size, to in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (begins, ends, sizes, sources[begins], target[begins])
+        for begin, end, size, source, to in zip(*(each.tolist() for each in columns), strict=True):
             if to < 0:
-                stream.seek(size, 1)
+                tokens.skip(source, size)
             else:
-                self._files[to].copy(stream, size, documents[begin:end])
+                self._files[to].copy(tokens.read(source, size), documents[begin:end])
                 self._make_room(size)
             on_bytes(size)
 
@@ -165,13 +207,25 @@ class _Writers:
         self._waiting += size
         if self._waiting > _WAITING_BYTES:
             for files in self._files:
-                files.writer.flush()
+                files.flush()
             self._waiting = 0
 
     def finish(self, domain: int) -> dict[Split, DomainSplit]:
         """Close the files of the domain with this number."""
         first = domain * len(SPLITS)
         return {name: self._files[first + i].finish() for i, name in enumerate(SPLITS)}
+
+
+def _is_kept(reasons: NDArray[np.uint8], drop_duplicates: bool) -> NDArray[np.bool_]:
+    return reasons == KEPT if drop_duplicates else (reasons == KEPT) | (reasons == DUPLICATE)
+
+
+def _link_or_copy(path: Path, target: Path) -> None:
+    with writing(target):
+        try:
+            os.link(path, target)
+        except OSError:  # a disk without hard links
+            shutil.copyfile(path, target)
 
 
 def _joined(

@@ -11,7 +11,7 @@ from megatron_chameleon.artifacts.provenance import package_versions, plain_opti
 from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.corpus.reading.pieces import Piece, cut
 from megatron_chameleon.corpus.reading.sources import Source
-from megatron_chameleon.corpus.tokenizer import Tokenizer
+from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
 

@@ -3,7 +3,8 @@
 A shard is a folder that comes into being by one rename, so that where it is there it is whole:
 
     shard.json      what was counted on the way; the files below are read by what it says
-    tokens.bin      the tokens of all documents, one after another, as a corpus has them
+    tokens.bin      the tokens of all documents, one after another, as a corpus has them; of the
+                    only shard of a plan tokens-N.bin/.idx instead, see ``parts``
     documents.bin   DOCUMENT for each document, in the order of its tokens
     digests.bin     DIGEST for each different text of a domain and split, in sorted runs
     copies.bin      COPY for each document whose text came before in the same run
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.files import flush_to_disk, writing
 from megatron_chameleon.artifacts.record import FolderRecord
-from megatron_chameleon.corpus.indexed_writer import TokenType
+from megatron_chameleon.corpus.indexed_writer import TokenType, index_bytes
 from megatron_chameleon.corpus.reading.malformed import MalformedRecord
+from megatron_chameleon.corpus.shards.parts import PartsWriter, ShardPart
 from megatron_chameleon.errors import UserError
 
 DOCUMENT = np.dtype(
@@ -66,6 +68,8 @@ class Shard(FolderRecord):
         hashes: SHA-256 of what was read, for each piece.
         malformed: the lines that were left out.
         seconds: on the clock.
+        parts: the files of the tokens, where they lie apart by domain and split; else None.
+        renamed: names of domains that --rename-domain has changed or left out.
     """
 
     KIND = "preprocessed shard"
@@ -84,6 +88,8 @@ class Shard(FolderRecord):
     hashes: list[str]
     malformed: MalformedRecord
     seconds: float
+    parts: list[ShardPart] | None = None
+    renamed: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def token_bytes(self) -> int:
@@ -97,7 +103,7 @@ class Shard(FolderRecord):
             UserError: naming the first one that is another.
         """
         expected = {
-            TOKENS_NAME: self.token_bytes,
+            **self._token_files(),
             DOCUMENTS_NAME: self.documents * DOCUMENT.itemsize,
             DIGESTS_NAME: sum(self.runs) * DIGEST.itemsize,
             COPIES_NAME: self.copies * COPY.itemsize,
@@ -109,6 +115,17 @@ class Shard(FolderRecord):
                     f"{path} does not hold the {size} bytes that {self.FILE_NAME} tells of: remove "
                     f"{self.root} and run the same command again"
                 )
+
+    def _token_files(self) -> dict[str, int]:
+        """Name and bytes of each file of tokens."""
+        if self.parts is None:
+            return {TOKENS_NAME: self.token_bytes}
+        size = np.dtype(self.dtype).itemsize
+        paths = [(part, *part.paths(self.root)) for part in self.parts]
+        return {
+            **{tokens.name: part.tokens * size for part, tokens, _ in paths},
+            **{index.name: index_bytes(part.documents) for part, _, index in paths},
+        }
 
     def document_blocks(self, size: int) -> Iterator[NDArray[np.void]]:
         """The DOCUMENT records, at most ``size`` at a time."""
@@ -125,9 +142,10 @@ class ShardWriter:
     Args:
         folder: where to; it is there and empty.
         dtype: integer type of a token on disk.
+        apart: whether the tokens go to files by domain and split.
     """
 
-    def __init__(self, folder: Path, dtype: TokenType) -> None:
+    def __init__(self, folder: Path, dtype: TokenType, *, apart: bool = False) -> None:
         self._folder = folder
         self._dtype = np.dtype(dtype)
         self._waiting: list[NDArray[np.void]] = []
@@ -136,7 +154,9 @@ class ShardWriter:
         self.tokens = 0
         self.runs: list[int] = []
         self.copies = 0
-        for name in (TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME):
+        self.parts: list[ShardPart] | None = None
+        self._parts = PartsWriter(folder, dtype) if apart else None
+        for name in self._names():
             self._append(name, b"")
 
     def add(
@@ -155,7 +175,11 @@ class ShardWriter:
         Raises:
             UserError: if the disk does not take them.
         """
-        self._append(TOKENS_NAME, tokens.astype(self._dtype, copy=False).data)
+        on_disk = tokens.astype(self._dtype, copy=False)
+        if self._parts is None:
+            self._append(TOKENS_NAME, on_disk.data)
+        else:
+            self._parts.add(on_disk, documents)
         self._append(DOCUMENTS_NAME, documents.tobytes())
         records = np.zeros(documents.size, DIGEST)
         records["high"], records["low"] = digests[:, 0], digests[:, 1]
@@ -172,9 +196,15 @@ class ShardWriter:
     def finish(self) -> None:
         """Write what is left, and wait until the disk has it."""
         self._write_run()
-        for name in (TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME):
+        if self._parts is not None:
+            self.parts = self._parts.finish()
+        for name in self._names():
             with writing(self._folder / name):
                 flush_to_disk(self._folder / name)
+
+    def _names(self) -> list[str]:
+        tokens = [TOKENS_NAME] if self._parts is None else []
+        return [*tokens, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME]
 
     def _write_run(self) -> None:
         if not self._waiting_digests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ from megatron_chameleon.corpus.shards.shard import (
     domain_number,
 )
 from megatron_chameleon.corpus.split import parse_split, splits_of, text_digest
-from megatron_chameleon.corpus.tokenizer import Tokenizer
+from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
 from megatron_chameleon.options.preprocess import PreprocessOptions
 
 # Enough text to keep an encoder busy, little enough to hold with its encodings.
@@ -31,6 +32,8 @@ _BATCH_CHARACTERS = 2_000_000
 _BATCH_DOCUMENTS = 1 << 14
 # A batch that waits while another is encoded; more would only take memory.
 _BATCHES_AHEAD = 1
+# Tokens, documents and digests, as ShardWriter.add takes them.
+_Encoded = tuple[NDArray[np.integer], NDArray[np.void], NDArray[np.uint64]]
 _SPLIT_NUMBERS = {name: number for number, name in enumerate(SPLITS)}
 
 
@@ -76,11 +79,18 @@ class ShardMaker:
         reader = DocumentReader(options.source, plan.sources, options.domains, on_bytes)
         pieces = plan.shards[number]
         batches = _Batches(self._read(reader, number), parse_split(options.split))
-        writer = ShardWriter(folder, dtype)
+        writer = ShardWriter(folder, dtype, apart=len(plan.shards) == 1)
         empty: Counter[int] = Counter()  # the reading thread counts its own
-        with contextlib.closing(read_ahead(batches, _BATCHES_AHEAD)) as ready:
+        with (
+            contextlib.closing(read_ahead(batches, _BATCHES_AHEAD)) as ready,
+            concurrent.futures.ThreadPoolExecutor(1, "write") as pool,
+        ):
+            written = pool.submit(lambda: None)
             for batch in ready:
-                empty.update(self._write(batch, writer))
+                encoded = self._encode(batch, empty)
+                written.result()  # so that no more than one batch waits
+                written = pool.submit(writer.add, *encoded)
+            written.result()
         writer.finish()
         empty.update(batches.empty)
         Shard(
@@ -96,24 +106,24 @@ class ShardMaker:
             hashes=[reader.hashes[piece] for piece in pieces],
             malformed=reader.malformed.record,
             seconds=stopwatch.seconds(),
+            parts=writer.parts,
+            renamed=sorted(reader.renamed),
         ).save()
 
     def _read(self, reader: DocumentReader, number: int) -> Iterator[Document]:
         for piece in self._plan.shards[number]:
             yield from reader.read(piece)
 
-    def _write(self, batch: Batch, writer: ShardWriter) -> list[int]:
-        """Encode and write; return the domain of each document without a token of its text."""
+    def _encode(self, batch: Batch, empty: Counter[int]) -> _Encoded:
+        """What the writer is given; documents without a token of their text are counted."""
         tokens, lengths = self._tokenizer.encode_documents(batch.texts)
         documents, digests = batch.documents, batch.digests
         documents["tokens"] = lengths
         kept = lengths > 1  # all have an end-of-document token
         if kept.all():
-            writer.add(tokens, documents, digests)
-            return []
-        writer.add(tokens[np.repeat(kept, lengths)], documents[kept], digests[kept])
-        empty: list[int] = documents["domain"][~kept].tolist()
-        return empty
+            return tokens, documents, digests
+        empty.update(documents["domain"][~kept].tolist())
+        return tokens[np.repeat(kept, lengths)], documents[kept], digests[kept]
 
 
 class _Batches:

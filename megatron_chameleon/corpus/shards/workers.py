@@ -208,6 +208,9 @@ class _Reports:
     ) -> None:
         """Tell of the bytes counted so far, and of what else there is."""
         with self._lock:
-            self._connection.send(_Report(self._bytes, done, problem, defect))
+            try:
+                self._connection.send(_Report(self._bytes, done, problem, defect))
+            except (BrokenPipeError, ConnectionResetError):
+                os._exit(1)  # whoever started this process is gone, and was noticed here first
             self._bytes = 0
             self._sent = time.monotonic()

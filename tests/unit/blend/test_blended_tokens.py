@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -11,13 +12,16 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 
 from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_starts
+from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.index import build_blending_indices
 from megatron_chameleon.blend.sampler import batch_indices
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
-from megatron_chameleon.blend.token_data import DataPath, corpus_tokens, data_path_tokens
+from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.training import DocumentBoundaryOptions
+from tests.unit.blend.blend_weights import hard_weights
+from tests.unit.blend.token_files import MegatronTokenizer
 
 SEQ_LENGTH = 16
 FREE = ("epoch", "feistel")
@@ -46,18 +50,6 @@ def blended(corpus, weights, num_samples, split="train", **options):
     return BlendedTokens(corpus_tokens(corpus, split), schedule, num_samples, **settings)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tokenizer:
-    """What Megatron's data sets ask of a tokenizer."""
-
-    eod: int
-    vocab_size: int
-
-    @property
-    def unique_identifiers(self):
-        return dataclasses.asdict(self)
-
-
 @pytest.fixture
 def megatron_samples(corpus, one_rank, tmp_path):
     """``megatron_samples(path, split, num_samples)``: by megatron.core's own builder."""
@@ -69,7 +61,7 @@ def megatron_samples(corpus, one_rank, tmp_path):
             blend=get_blend_from_list(path.split()),
             split=split,
             path_to_cache=str(tmp_path / "cache"),
-            tokenizer=Tokenizer(corpus.tokenizer.eod_id, corpus.tokenizer.vocab_size),
+            tokenizer=MegatronTokenizer(corpus.tokenizer.eod_id, corpus.tokenizer.vocab_size),
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
@@ -141,6 +133,25 @@ def test_sizes_are_scaled_once_and_weights_twice_as_megatron_does(make_corpus, s
         assert ours.locate(np.arange(150))[0].tolist() == expected.tolist()
 
 
+# Weights that scaling twice changes in their last bit, and with it who is drawn.
+SCALED_TWICE = (18, 32, 9, 3, 34, 12, 19, 15, 13, 13, 12)
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+def test_ties_go_as_in_megatrons_blended_data_set(make_corpus, megatron_samples, by_size):
+    corpus = make_corpus({f"d{i}": [SEQ_LENGTH * n + 1] for i, n in enumerate(SCALED_TWICE)})
+    prefixes = [corpus.prefix(name, "train") for name in corpus.names]
+    pairs = zip(SCALED_TWICE, prefixes, strict=True)
+    given = " ".join(str(prefix) if by_size else f"{weight} {prefix}" for weight, prefix in pairs)
+    data = data_path_tokens(DataPath.parse(given), "1", corpus.tokenizer)
+    schedule = MixtureSchedule.fixed([float(weight) for weight in SCALED_TWICE])
+    ours = BlendedTokens(data, schedule, 67, SEQ_LENGTH, seed=11, by_size=by_size)
+    assert_same_samples(ours, megatron_samples(given, "1", 67), 67)
+    once, twice = normalize(list(SCALED_TWICE)), normalize(normalize(list(SCALED_TWICE)))
+    drawn = [build_blending_indices(weights, 67)[0].tolist() for weights in (once, twice)]
+    assert drawn[0] != drawn[1]
+
+
 def test_data_sets_without_weights_are_blended_by_their_size(corpus, megatron_samples):
     given = f"{corpus.prefix('long', 'train')} {corpus.prefix('short', 'train')}"
     given = f"{given} {corpus.prefix('unused', 'train')}"
@@ -150,6 +161,61 @@ def test_data_sets_without_weights_are_blended_by_their_size(corpus, megatron_sa
     schedule = MixtureSchedule.fixed(sizes)
     ours = BlendedTokens(data, schedule, sum(sizes), SEQ_LENGTH, seed=11, by_size=True)
     assert_same_samples(ours, megatron_samples(given, "1", sum(sizes)), sum(sizes))
+
+
+@pytest.fixture
+def sized_data(make_corpus):
+    """Data sets of 7, 4, 22, 1 and 9 samples, without weights, and their --data-path."""
+    corpus = make_corpus({f"d{n}": [SEQ_LENGTH] * n + [1] for n in (7, 4, 22, 1, 9)})
+    given = " ".join(str(corpus.prefix(name, "train")) for name in corpus.names)
+    return data_path_tokens(DataPath.parse(given), "1", corpus.tokenizer), given
+
+
+def blended_by_size(data, num_samples):
+    schedule = MixtureSchedule.fixed([(domain.tokens - 1) // SEQ_LENGTH for domain in data.domains])
+    return BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11, by_size=True)
+
+
+def test_one_epoch_of_all_sizes_is_megatrons_to_the_last_sample(sized_data, megatron_samples):
+    """In float64, 43 * (7 / 43) is a little more than 7: that asks for no second epoch."""
+    data, given = sized_data
+    assert 43 * (7 / 43) > 7
+    assert_same_samples(blended_by_size(data, 43), megatron_samples(given, "1", 43), 43)
+
+
+def test_beyond_one_epoch_sizes_go_on_where_megatron_stops(sized_data, megatron_samples):
+    data, given = sized_data
+    assert len(megatron_samples(given, "1", 100)) == 43
+    dataset = blended_by_size(data, 100)
+    batch = dataset.batch(range(100))
+    assert abs(dataset.counts(100) - 100 / 43 * np.array([7, 4, 22, 1, 9])).max() < 1
+    # Each domain by Megatron's rule for as many samples of it alone.
+    for number, count in enumerate(dataset.counts(100).tolist()):
+        prefix = given.split()[number]
+        alone = megatron_samples(prefix, "1", count)
+        found = batch["tokens"][batch["domain"] == number]
+        assert torch.equal(found, torch.stack([alone[i]["tokens"] for i in range(count)]))
+
+
+@pytest.mark.parametrize("num_domains", [2, 17, 150])
+@pytest.mark.parametrize("num_samples", [1, 10, 997])
+def test_the_order_is_built_for_all_samples_that_a_domain_gives(
+    make_corpus, num_domains, num_samples
+):
+    corpus = make_corpus({"a": [SEQ_LENGTH + 1]})
+    (domain,) = corpus_tokens(corpus).domains
+    many = dataclasses.replace(corpus_tokens(corpus), domains=(domain,) * num_domains)
+    for weights in hard_weights(num_domains).values():
+        if weights.min() >= 0 < weights.max():
+            schedule = MixtureSchedule.fixed(weights.tolist())
+            dataset = BlendedTokens(many, schedule, num_samples, SEQ_LENGTH, seed=1)
+            for number, count in enumerate(dataset.counts(num_samples).tolist()):
+                assert count == 0 or dataset._samples_built(number, count) >= count
+
+
+def test_a_weight_too_small_to_be_told_from_zero_draws_nothing(corpus):
+    dataset = blended(corpus, [5e-324, 2.0, 0.0, 0.0], 20)
+    assert dataset.counts(20).tolist() == [0, 20, 0, 0]
 
 
 @pytest.mark.parametrize("permutation", ["megatron", *FREE])
@@ -312,7 +378,7 @@ def test_weights_cannot_change_in_megatrons_order(corpus):
 
 
 @pytest.mark.parametrize("permutation", FREE)
-def test_the_order_hangs_on_seed_name_and_epoch_alone(corpus, make_corpus, permutation):
+def test_the_order_of_a_corpus_hangs_on_seed_name_and_epoch_alone(corpus, make_corpus, permutation):
     def stream(found, name, weights, **options):
         dataset = blended(found, weights, 120, permutation=permutation, **options)
         return stream_of(dataset, found.names.index(name), 120)[:20]
@@ -324,6 +390,22 @@ def test_the_order_hangs_on_seed_name_and_epoch_alone(corpus, make_corpus, permu
     assert torch.equal(stream(fewer, "short", (1,)), expected)
     renamed = dataclasses.replace(corpus, domains={"other": corpus.domains["short"]})
     assert not torch.equal(stream(renamed, "other", (1,)), expected)
+
+
+@pytest.mark.parametrize("permutation", ["megatron", *FREE])
+def test_the_order_of_a_data_path_does_not_hang_on_where_the_files_lie(
+    corpus, tmp_path, permutation
+):
+    def tokens(folder):
+        given = f"0.5 {folder}/tokens/long-train 0.5 {folder}/tokens/short-train"
+        path = DataPath.parse(given)
+        data = data_path_tokens(path, "1", corpus.tokenizer)
+        schedule = MixtureSchedule.fixed(path.weights or ())
+        dataset = BlendedTokens(data, schedule, 90, SEQ_LENGTH, 11, permutation=permutation)
+        return dataset.batch(range(90))["tokens"]
+
+    moved = shutil.copytree(corpus.root, tmp_path / "moved")
+    assert torch.equal(tokens(moved), tokens(corpus.root))
 
 
 @pytest.mark.parametrize("permutation", ["megatron", *FREE])

@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import multiprocessing
 import os
+import resource
+import shutil
+import signal
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_chameleon.blend.index_cache import cached_arrays
+from megatron_chameleon.blend import streams
+from megatron_chameleon.blend.gather import ShuffledDocuments
+from megatron_chameleon.blend.index_cache import STALE_AFTER_SECONDS, cached_arrays
+from megatron_chameleon.blend.streams import MegatronStream, index_key
+from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
 
 KEY = {"seed": 1, "lengths": "0" * 64}
@@ -45,10 +57,6 @@ def test_another_key_is_another_entry(tmp_path):
     other = cached_arrays(tmp_path, {**KEY, "seed": 2}, lambda: arrays_of(5))
     assert_same(other, arrays_of(5))
     assert_same(cached_arrays(tmp_path, KEY, build_nothing), arrays_of(9))
-
-
-def test_without_a_folder_nothing_is_kept():
-    assert_same(cached_arrays(None, KEY, lambda: arrays_of(3)), arrays_of(3))
 
 
 def flip(path):
@@ -92,6 +100,152 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match=r"cannot write .* choose another folder"):
         cached_arrays(tmp_path / "file" / "cache", KEY, lambda: arrays_of(9))
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """What is written beyond ``size`` bytes is refused, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk_is_told_and_nothing_half_written_stays(tmp_path):
+    with (
+        file_size_limit(10_000),
+        pytest.raises(UserError, match=r"cannot write .* free space or choose another folder"),
+    ):
+        cached_arrays(tmp_path, KEY, lambda: arrays_of(5000))
+    assert list(tmp_path.iterdir()) == []
+    assert_same(cached_arrays(tmp_path, KEY, lambda: arrays_of(5000)), arrays_of(5000))
+
+
+@pytest.fixture
+def folder_of_another() -> Iterator[Path]:
+    """A folder outside of root's own, and this process as a user who may not do everything."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if os.geteuid() != 0:
+            yield folder
+            folder.chmod(0o755)
+            return
+        shutil.chown(folder, 65534)
+        os.seteuid(65534)
+        yield folder
+        os.seteuid(0)
+
+
+def test_a_folder_that_cannot_be_searched_is_told(folder_of_another):
+    folder_of_another.chmod(0)
+    with pytest.raises(UserError, match=r"--data-cache-path .* cannot be read: .* leave it out"):
+        cached_arrays(folder_of_another, KEY, build_nothing)
+
+
+def test_a_folder_for_reading_only_gives_what_it_has_and_takes_nothing(folder_of_another):
+    cached_arrays(folder_of_another, KEY, lambda: arrays_of(9))
+    folder_of_another.chmod(0o555)
+    assert_same(cached_arrays(folder_of_another, KEY, build_nothing), arrays_of(9))
+    with pytest.raises(UserError, match=r"cannot write .* choose another folder"):
+        cached_arrays(folder_of_another, {**KEY, "seed": 2}, lambda: arrays_of(9))
+    (entry,) = folder_of_another.iterdir()
+    flip(entry / "shuffle.npy")
+    with (
+        pytest.warns(UserWarning, match="is damaged"),
+        pytest.raises(UserError, match=r"cannot write .* choose another folder"),
+    ):
+        cached_arrays(folder_of_another, KEY, build_nothing)
+
+
+def killed_while_writing(folder):
+    def die(*_arguments, **_more):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    np.save = die
+    cached_arrays(folder, KEY, lambda: arrays_of(9))
+
+
+def age(folder, seconds):
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_what_a_killed_process_left_is_cleared_a_day_later(tmp_path):
+    process = multiprocessing.get_context("fork").Process(
+        target=killed_while_writing, args=(tmp_path,)
+    )
+    process.start()
+    process.join()
+    (left,) = tmp_path.iterdir()
+    damaged, foreign = tmp_path / ".damaged.x7", tmp_path / ".mine"
+    for folder in (damaged, foreign):
+        (folder / "inside").mkdir(parents=True)
+        age(folder, STALE_AFTER_SECONDS + 60)
+
+    cached_arrays(tmp_path, KEY, lambda: arrays_of(9))
+    # It might be at work still; and what has another name is none of ours.
+    assert left.is_dir()
+    assert not damaged.exists()
+    assert foreign.is_dir()
+
+    age(left, STALE_AFTER_SECONDS + 60)
+    (left / "shuffle.npy").touch()  # something is being written to it
+    cached_arrays(tmp_path, {**KEY, "seed": 2}, lambda: arrays_of(9))
+    assert left.is_dir()
+
+    age(left, STALE_AFTER_SECONDS + 60)
+    cached_arrays(tmp_path, {**KEY, "seed": 3}, lambda: arrays_of(9))
+    assert not left.exists()
+
+
+@pytest.fixture
+def domain(make_corpus):
+    """Two sequences after two others that are as long."""
+    data = corpus_tokens(make_corpus({"a": [9, 9, 9, 9]}))
+    return data.domains[0]
+
+
+def test_all_that_decides_the_indices_is_in_their_key(domain):
+    lengths = domain.open().lengths
+    halves = [
+        dataclasses.replace(domain, first=first, stop=first + 2, tokens=18) for first in (0, 2)
+    ]
+    other = lengths.copy()
+    other[0] = 8
+    keys = [
+        index_key(halves[0], lengths, 5, 4, 1),
+        index_key(halves[1], lengths, 5, 4, 1),
+        index_key(halves[0], other, 5, 4, 1),
+        index_key(halves[0], lengths, 6, 4, 1),
+        index_key(halves[0], lengths, 5, 3, 1),
+        index_key(halves[0], lengths, 5, 4, 2),
+    ]
+    assert len({tuple(key.values()) for key in keys}) == len(keys)
+    assert all("version" in key for key in keys)
+
+
+def test_seeds_and_ranges_do_not_take_each_others_indices(domain, tmp_path):
+    for first in (0, 2):
+        part = dataclasses.replace(domain, first=first, stop=first + 2, tokens=18)
+        for seed in (1, 2, 3):
+            arguments = (part, part.open(), 20, 4, seed)
+            expected = MegatronStream(*arguments).view_of(0)
+            for _ in range(2):  # built, then read
+                found = MegatronStream(*arguments, cache=tmp_path).view_of(0)
+                assert isinstance(found, ShuffledDocuments)
+                assert isinstance(expected, ShuffledDocuments)
+                np.testing.assert_array_equal(found.documents, expected.documents)
+                np.testing.assert_array_equal(found.shuffle, expected.shuffle)
+    assert len(list(tmp_path.iterdir())) == 6 + 1  # and the corpus
+
+
+def test_without_a_cache_no_lengths_are_hashed(domain, monkeypatch):
+    monkeypatch.setattr(streams, "index_key", build_nothing)
+    MegatronStream(domain, domain.open(), 5, 4, 1)
 
 
 def build_beside_others(folder, start, results):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.blend import greedy
-from megatron_chameleon.blend.lane_kernels import TILE
 from megatron_chameleon.blend.lanes import LaneFiller
+from megatron_chameleon.blend.tiles import TILE
+from megatron_chameleon.blend.vectors import LANES
 from tests.unit.blend.blend_weights import hard_weights
 
-# Kernels of one number of domains, with either way of counting, and the one for all others.
+# Some fill the float64 kernel's blocks of domains and some do not; of some, an error's bits.
 NUMBERS = [2, 3, 7, 16, 17, 32, 33, 50]
 
 
@@ -77,10 +78,10 @@ def test_stretches_are_exact_however_wrong_the_guesses(num_domains, top):
     lanes = LaneFiller(weights, True, tops)
     length = 15 * TILE
     counts, expected_counts = np.zeros(num_domains), np.zeros(num_domains)
-    expected = by_the_rule(weights, expected_counts, 0, 4 * lanes.lanes * length)
+    expected = by_the_rule(weights, expected_counts, 0, 4 * LANES * length)
     start = 0
     for _ in range(3):
-        found = outputs_for(lanes.lanes * length)
+        found = outputs_for(LANES * length)
         starts = lanes.fill_stretches(counts, start, length, *found)
         for stretch, exact in enumerate(starts):
             begin = start + stretch * length
@@ -89,16 +90,17 @@ def test_stretches_are_exact_however_wrong_the_guesses(num_domains, top):
             part = slice(stretch * length, (stretch + 1) * length)
             for array, other in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(array[part], other[begin : begin + length])
-        assert 1 <= len(starts) <= lanes.lanes
+        assert 1 <= len(starts) <= LANES
         start += len(starts) * length
     np.testing.assert_array_equal(counts, np.bincount(expected[0][:start], minlength=num_domains))
 
 
-@pytest.mark.parametrize("num_domains", [2, 7, 17, 32, 40])
-def test_lanes_are_made_of_vector_instructions(num_domains):
+@pytest.mark.parametrize("name", ["even", "equal"])
+@pytest.mark.parametrize("num_domains", [2, 7, 17, 40])
+def test_lanes_are_made_of_vector_instructions(num_domains, name):
     # Where LLVM gives up on a loop over the lanes, it takes longer than the rule itself; else about
-    # a tenth as long.
-    weights = hard_weights(num_domains)["even"]
+    # a fifth as long. Equal weights tie all the time, so that float64 is used for them.
+    weights = hard_weights(num_domains)[name]
     samples = 400_000
     found = outputs_for(samples)
     lanes = LaneFiller(weights, True, np.full(num_domains, 0.5))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.corpus.tokenizer_training import byte_level_bpe, sentencepiece_bpe
+from megatron_chameleon.corpus.tokenization.training import byte_level_bpe, sentencepiece_bpe
 
 VOCAB_SIZE = 400
 EOD = "<|endoftext|>"

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_chameleon.corpus.reading.sources import find_sources
 from megatron_chameleon.corpus.shards.plan import Plan, make_plan
-from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.source import DomainOptions, SourceOptions

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_chameleon.corpus.gpt2_files import tokenizer_json_of, vocab_file_in
-from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenization.gpt2_files import tokenizer_json_of, vocab_file_in
+from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.tokenizer_samples import write_gpt2_files
 

@@ -14,7 +14,7 @@ from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.shards import shard, shard_maker
-from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
+from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.source import DomainOptions, SourceOptions
@@ -286,3 +286,27 @@ def test_too_many_domains_are_refused(options, jsonl, texts, monkeypatch):
         source=source,
         domains=BY_SET,
     )
+
+
+def test_names_to_rename_that_never_occur_are_told_in_the_end(options, jsonl, texts):
+    records = [{"text": text, "set": name} for name in "ab" for text in texts(300)]
+    source = given(jsonl("names.jsonl", records))
+    domains = DomainOptions(
+        domain_key="set", rename_domain=(("a=one", "A=one", "B="), ("*=rest", "c=d"))
+    )
+    with pytest.warns(UserWarning, match="--rename-domain: no domain is called 'A', 'B', 'c'$"):
+        corpus = made(dataclasses.replace(options, source=source, domains=domains))
+    assert corpus.names == ["one", "rest"]
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_one_shard_whose_files_are_taken_over_gives_what_many_give(
+    options, jsonl, texts, tmp_path, drop
+):
+    some = texts(300, 4)
+    source = given(f"a={jsonl('x.jsonl', some + some[:5])}", f"b={jsonl('y.jsonl', texts(300, 6))}")
+    changed = dataclasses.replace(options, source=source, drop_duplicates=drop)
+    one = made(changed)
+    many = made(dataclasses.replace(changed, output=tmp_path / "many", shard_bytes=3000))
+    assert one.hash == many.hash
+    one.verify()

@@ -16,7 +16,7 @@ import pytest
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.corpus import indexed_writer
 from megatron_chameleon.corpus.preprocess import preprocess_data
-from megatron_chameleon.corpus.shards import join, left_out, shard, shard_maker
+from megatron_chameleon.corpus.shards import join, left_out, shard, shard_maker, token_source
 from megatron_chameleon.corpus.shards.plan import Plan
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
@@ -122,7 +122,7 @@ def test_blocks_in_memory_do_not_show_however_small(options, whole, monkeypatch)
         (left_out, "_RANGE_TEXTS", 5),
         (left_out, "_BLOCK", 3),
         (join, "_BLOCK_DOCUMENTS", 3),
-        (join, "_COPY_BYTES", 16),
+        (token_source, "_BLOCK_BYTES", 16),
         (join, "_WAITING_BYTES", 200),
         (indexed_writer, "_BUFFER_BYTES", 64),
         (indexed_writer, "_INDEX_BLOCK", 5),

@@ -6,7 +6,7 @@ import regex  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_chameleon.corpus.settled import SettledCharacters, is_settled
+from megatron_chameleon.corpus.tokenization.settled import SettledCharacters, is_settled
 
 EVERYTHING = [chr(n) for n in range(0x110000) if not 0xD800 <= n < 0xE000]
 

@@ -12,7 +12,7 @@ import tiktoken
 import tiktoken_ext.openai_public
 from hypothesis import given, settings
 
-from megatron_chameleon.corpus.tiktoken_file import (
+from megatron_chameleon.corpus.tokenization.tiktoken_file import (
     PATTERNS,
     PUBLISHED,
     PublishedFile,
@@ -21,7 +21,7 @@ from megatron_chameleon.corpus.tiktoken_file import (
     pattern_and_special_tokens,
     read_ranks,
 )
-from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.tokenizer_samples import awkward_text, write_tiktoken
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import os
 import shutil
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from megatron_chameleon.corpus.fast_encoder import with_gigatoken
-from megatron_chameleon.corpus.long_texts import LONGEST_PART
-from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
-from megatron_chameleon.corpus.tokenizer_file import recorded_tokenizer_file
+from megatron_chameleon.corpus.tokenization.fast_encoder import with_gigatoken
+from megatron_chameleon.corpus.tokenization.file import recorded_tokenizer_file
+from megatron_chameleon.corpus.tokenization.long_texts import LONGEST_PART
+from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.tokenizer_samples import write_gpt2_files, write_tiktoken
 
@@ -246,3 +247,21 @@ def test_a_file_of_another_kind_or_none_is_refused(tmp_path, tokenizer_json):
         load_tokenizer(tmp_path / "absent.json", EOD)
     with pytest.raises(UserError, match=r"--tiktoken-pattern has no use here.*leave it out"):
         load_tokenizer(tokenizer_json, EOD, "gpt2")
+
+
+@pytest.mark.parametrize(("told", "threads"), [("3", 3), ("", None), ("0", None), ("x", None)])
+def test_a_worker_encodes_on_its_share_of_the_cores(
+    sentencepiece_model, monkeypatch, told, threads
+):
+    asked = []
+    encode = sentencepiece.SentencePieceProcessor.encode
+
+    def spy(model, *arguments, **options):
+        asked.append(options["num_threads"])
+        return encode(model, *arguments, **options)
+
+    tokenizer = load_tokenizer(sentencepiece_model, EOD)
+    monkeypatch.setattr(sentencepiece.SentencePieceProcessor, "encode", spy)
+    monkeypatch.setenv("RAYON_NUM_THREADS", told)
+    tokenizer.encode_documents(["a b", "c"])
+    assert set(asked) == {threads or len(os.sched_getaffinity(0))}

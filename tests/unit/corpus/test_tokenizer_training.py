@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.corpus.tokenizer import load_tokenizer
-from megatron_chameleon.corpus.tokenizer_training import train_tokenizer
+from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenization.training import train_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.source import SourceOptions
 from megatron_chameleon.options.tokenizer import TrainTokenizerOptions

@@ -130,6 +130,19 @@ def test_no_worker_outlives_the_process_that_started_it(tmp_path, how, status, e
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_a_worker_with_nobody_to_tell_leaves_without_a_word():
+    code = (
+        "import multiprocessing\n"
+        "from megatron_chameleon.corpus.shards.workers import _Reports\n"
+        "ours, theirs = multiprocessing.Pipe()\n"
+        "ours.close()\n"
+        "_Reports(theirs).send(done=1)\n"
+        "print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
 def wait_until(condition):
     end = time.monotonic() + 60
     while not condition():

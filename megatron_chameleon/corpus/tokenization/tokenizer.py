@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, TokenizerIdentity
-from megatron_chameleon.corpus.encoders import Encoder
 from megatron_chameleon.corpus.indexed_writer import TokenType, token_type
-from megatron_chameleon.corpus.long_texts import LONGEST_PART, parts
-from megatron_chameleon.corpus.tokenizer_file import (
+from megatron_chameleon.corpus.tokenization.encoders import Encoder
+from megatron_chameleon.corpus.tokenization.file import (
     TokenizerFile,
     read_tokenizer_file,
     recorded_tokenizer_file,
 )
+from megatron_chameleon.corpus.tokenization.long_texts import LONGEST_PART, parts
 from megatron_chameleon.errors import UserError
 
 _CANDIDATES_SHOWN = 10
@@ -102,7 +102,7 @@ class Tokenizer:
         """Encode texts, each followed by the end-of-document token.
 
         A text of more than 500,000 characters is encoded in parts, whatever the library; see
-        :func:`megatron_chameleon.corpus.long_texts.parts`.
+        :func:`megatron_chameleon.corpus.tokenization.long_texts.parts`.
 
         Returns:
             tokens [num_tokens] of all texts one after the other, in :attr:`token_type`; and

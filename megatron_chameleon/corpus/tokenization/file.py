@@ -10,14 +10,18 @@ from types import MappingProxyType
 
 from megatron_chameleon.artifacts import TokenizerIdentity
 from megatron_chameleon.artifacts.files import replacing, sha256_of_json
-from megatron_chameleon.corpus.encoders import (
+from megatron_chameleon.corpus.tokenization.encoders import (
     Encoder,
     JsonEncoder,
     SentencePieceEncoder,
     TokenizerKind,
 )
-from megatron_chameleon.corpus.gpt2_files import is_vocab_file, tokenizer_json_of, vocab_file_in
-from megatron_chameleon.corpus.tiktoken_file import (
+from megatron_chameleon.corpus.tokenization.gpt2_files import (
+    is_vocab_file,
+    tokenizer_json_of,
+    vocab_file_in,
+)
+from megatron_chameleon.corpus.tokenization.tiktoken_file import (
     TiktokenEncoder,
     is_tiktoken,
     pattern_and_special_tokens,

@@ -11,7 +11,6 @@ import binascii
 import concurrent.futures
 import dataclasses
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.corpus.encoders import TokenizerKind, is_panic, unreadable
+from megatron_chameleon.corpus.tokenization.encoders import (
+    TokenizerKind,
+    is_panic,
+    num_threads,
+    unreadable,
+)
 from megatron_chameleon.errors import UserError
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -124,7 +128,7 @@ class TiktokenEncoder:
         """Token ids of each text, [num_tokens] uint32, and nothing added. Uses all cores."""
         if len(texts) == 1:
             return [self._encode(texts[0])]
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        with concurrent.futures.ThreadPoolExecutor(num_threads()) as pool:
             return list(pool.map(self._encode, texts))
 
     def decode(self, ids: Sequence[int]) -> str:

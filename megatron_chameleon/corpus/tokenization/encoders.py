@@ -111,7 +111,7 @@ class SentencePieceEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Token ids of each text, [num_tokens] uint32, and nothing added. Uses all cores."""
-        encoded = self._model.encode(list(texts), out_type=int, num_threads=os.cpu_count() or 1)
+        encoded = self._model.encode(list(texts), out_type=int, num_threads=num_threads())
         return [np.array(ids, dtype=np.uint32) for ids in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -127,6 +127,15 @@ class SentencePieceEncoder:
         """The tokens that stand for no text, by name."""
         ids = range(self.vocab_size)
         return [self._model.id_to_piece(i) for i in ids if self._model.is_control(i)]
+
+
+def num_threads() -> int:
+    """Cores to encode on: all that this process may use, or what RAYON_NUM_THREADS says.
+
+    The libraries in Rust go by that variable, in which a worker among several finds its share.
+    """
+    told = os.environ.get("RAYON_NUM_THREADS", "")
+    return int(told) if told.isdecimal() and int(told) else len(os.sched_getaffinity(0))
 
 
 def unreadable(path: Path, what: str, error: object) -> UserError:

@@ -19,7 +19,7 @@ from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.corpus.reading.pieces import Piece
 from megatron_chameleon.corpus.reading.readers import DocumentReader
 from megatron_chameleon.corpus.reading.sources import find_sources
-from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
+from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.tokenizer import TrainTokenizerOptions
 

@@ -1,0 +1,34 @@
+"""What Megatron's own data sets are made of: .bin/.idx pairs of given lengths, a tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronTokenizer:
+    """What Megatron's data sets ask of a tokenizer."""
+
+    eod: int
+    vocab_size: int
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def write_file(prefix: Path, lengths: list[int]) -> Path:
+    """A data set of these sequences in place of the one that is there."""
+    for suffix in (".bin", ".idx"):
+        prefix.with_suffix(suffix).unlink(missing_ok=True)
+    writer = IndexedWriter(prefix, "uint16")
+    for length in lengths:
+        writer.add(np.arange(length))
+    writer.finish()
+    return prefix
