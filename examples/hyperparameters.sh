@@ -1,0 +1,95 @@
+# shellcheck shell=bash
+# Every hyper-parameter of the launchers, which source this file through launch.sh. What is marked
+#   paper:    stands in Chameleon, ICML 2025, at the place that is named;
+#   assumed:  does not: the line says where it comes from;
+#   tiny:     is for SIZE=tiny, which tries a launcher out on two CPU ranks and reproduces nothing.
+# A later line overrides an earlier one, and what is given after -- overrides all of them.
+# The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/sizes.py.
+#
+# hyperparameters EXPERIMENT SIZE fills three arrays of flags: TRAIN for tools/pretrain_gpt.py,
+# EMBED for tools/compute_mixture.py and EVALUATE for tools/evaluate.py perplexity.
+hyperparameters() {
+  TRAIN=(
+    --model-size "$2"
+    --weight-decay 0.01        # paper: experimental setup
+    --clip-grad 1.0            # paper: experimental setup
+    --seq-length 1024          # assumed: from the paper's FLOPs; the baselines' code has 512
+    --lr-warmup-iters 500      # assumed: the baselines' code
+    --adam-beta1 0.9           # assumed: usual for language models
+    --adam-beta2 0.95          # assumed: usual for language models
+    --adam-eps 1e-8            # assumed: Adam's own
+    --micro-batch-size 8       # assumed: what a GPU holds decides; it changes no result
+    --bf16                     # assumed: usual on the paper's H100
+  )
+  EMBED=(
+    --num-windows 4096         # paper: training setup, "4k samples"
+    --recipe reference         # assumed: the authors' code; 'paper' is the text's formulas
+  )
+  EVALUATE=(
+    --split test               # paper: tables of perplexity, "held-out test dataset"
+  )
+
+  case $1 in                   # the cosine schedule is the paper's too, and the only one there is
+    proxy)
+      TRAIN+=(
+        --train-iters 2000         # paper: training setup
+        --global-batch-size 128    # paper: experimental setup
+      )
+      ;;
+    base)
+      TRAIN+=(
+        --train-iters 10000        # assumed: the baselines' code
+        --global-batch-size 128    # paper: experimental setup
+      )
+      ;;
+    base-pile)
+      TRAIN+=(
+        --train-iters 10000        # assumed: the baselines' code
+        --global-batch-size 512    # paper: experimental setup
+      )
+      ;;
+    finetune)                    # with the rates of pretraining; the paper names no others
+      TRAIN+=(
+        --train-iters 10000        # paper: section on fine-tuning
+        --global-batch-size 128    # paper: experimental setup
+      )
+      ;;
+    *) refuse "there is no experiment '$1'; proxy, base, base-pile and finetune are there" ;;
+  esac
+
+  case $2 in
+    60m | 82m | 124m | 210m)
+      TRAIN+=(
+        --lr 5e-4                  # paper: table of architectures
+        --min-lr 1e-4              # paper: table of architectures
+      )
+      ;;
+    684m | 1.2b)
+      TRAIN+=(
+        --lr 1.5e-4                # paper: table of architectures
+        --min-lr 5e-5              # paper: table of architectures
+      )
+      ;;
+    tiny)
+      TRAIN+=(
+        --lr 1e-2                  # tiny: learns in a few steps
+        --min-lr 1e-3              # tiny: a tenth
+        --lr-warmup-iters 2        # tiny: below every --train-iters that one may try
+        --train-iters 12           # tiny: seconds
+        --seq-length 64            # tiny: seconds
+        --global-batch-size 8      # tiny: seconds
+        --micro-batch-size 4       # tiny: two ranks share a step
+        --log-interval 4           # tiny: three lines
+        --no-bf16                  # tiny: slow on CPUs
+      )
+      EMBED+=(
+        --num-windows 64           # tiny: seconds
+        --bootstrap-resamples 100  # tiny: seconds
+      )
+      EVALUATE+=(
+        --max-tokens 2048          # tiny: seconds
+      )
+      ;;
+    *) refuse "SIZE=$2: no such size; choose from 60m, 82m, 124m, 210m, 684m, 1.2b, tiny" ;;
+  esac
+}

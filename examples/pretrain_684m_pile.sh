@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# A 684M base model on the 17 domains of the Pile, in batches of 512: with each MIXTURE, a column of
+# the paper's tables for the Pile (section "Scalable to Pile"). The weights come from the proxy that
+# was trained on SlimPajama:
+#   torchrun tools/compute_mixture.py --corpus runs/pile/1-corpus \
+#     --checkpoint runs/slimpajama/2-proxy/82m-seed1 --store runs/pile/3-embeddings \
+#     --output runs/pile/4-mixture/chameleon-pretrain.json
+#
+#   bash examples/pretrain_684m_pile.sh                      # with Chameleon's weights
+#   MIXTURE=uniform bash examples/pretrain_684m_pile.sh      # not in the paper's tables
+#   SIZE=tiny bash examples/pretrain_684m_pile.sh            # tries it out on 2 CPU ranks
+#   bash examples/pretrain_684m_pile.sh -- --train-iters 20000 --micro-batch-size 4
+#
+# The same command goes on with a run that was interrupted. On many nodes, under SLURM:
+# examples/slurm/pretrain.sbatch.
+#
+#   SIZE         model size (684m)
+#   RUN          folder of the experiment (runs/pile)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   MIXTURE      uniform, or a name in RUN/4-mixture, or a file
+#                (chameleon-pretrain)
+set -euo pipefail
+SIZE=${SIZE:-684m}
+source "$(dirname "$0")/launch.sh"
+RUN=${RUN:-runs/pile}
+CORPUS=${CORPUS:-$RUN/1-corpus}
+MIXTURE=${MIXTURE:-chameleon-pretrain}
+
+choose base-pile pile.sh
+mixture "$MIXTURE"
+limit_time
+exec torchrun "${RANKS[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" \
+  --mixture "$WEIGHTS" --run-dir "$RUN/5-base/$NAME-seed$SEED" "${EXTRA[@]}"

@@ -1,0 +1,246 @@
+"""Every launcher of examples/, run as it is with SIZE=tiny on two CPU ranks.
+
+What each starts with which arguments is tested without ranks, in tests/unit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from tests.distributed.launch import REPOSITORY, finish, start
+from tests.small_corpus import DOMAINS, write_small_corpus
+
+SECONDS = 900.0  # for one launcher, where others use the cores too
+pytestmark = pytest.mark.timeout(3 * SECONDS)
+
+MIXTURES = ("uniform", "chameleon-finetune", "chameleon-pretrain")
+FINE_TUNING = ("finetune_wiki40b", "finetune_stack")
+# What SLURM's programs would do with two nodes, of which both are this machine.
+SLURM = {
+    "srun": """
+while [[ $1 == --* ]]; do shift; done
+SLURM_NODEID=0 "$@" & first=$!
+status=0
+SLURM_NODEID=1 "$@" || status=$?
+wait "$first" || status=$?
+exit "$status"
+""",
+    "squeue": 'date -d "@$JOB_ENDS" +%Y-%m-%dT%H:%M:%S',
+    "scontrol": """
+case "$1 $2" in
+  "show hostnames") printf 'localhost\\nlocalhost\\n' ;;
+  *) echo "$@" >> "$CALLS" ;;
+esac
+""",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A launcher that has ended."""
+
+    status: int
+    said: str
+
+
+class Launchers:
+    """Starts launchers on one small corpus, each with a run folder of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.corpus = root, root / "corpus"
+        self.programs, self.calls = root / "bin", root / "calls"
+        write_small_corpus(self.corpus)
+        uneven = self.folder("pretrain_684m") / "4-mixture" / "uneven.json"
+        Mixture(dict(zip(DOMAINS, [0.6, 0.3, 0.1], strict=True))).save(uneven)
+        self.programs.mkdir()
+        for name, body in SLURM.items():
+            (self.programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+            (self.programs / name).chmod(0o755)
+
+    def folder(self, name: str) -> Path:
+        return self.root / name
+
+    def run(self, name: str, *flags: str, **choices: str) -> Launched:
+        """Run the launcher ``name`` with ``choices`` in the environment and wait for its end."""
+        return self._bash(name, [f"examples/{name}.sh", *flags], choices)
+
+    def submit(self, name: str, ends_in: float, *flags: str) -> Launched:
+        """Run it as a job of SLURM on two nodes, that has ``ends_in`` seconds left."""
+        job = {
+            "SLURM_JOB_ID": str(free_port() - 20000),
+            "SLURM_JOB_NODELIST": "localhost",
+            "SLURM_JOB_NUM_NODES": "2",
+            "JOB_ENDS": str(round(time.time() + ends_in)),
+            "CALLS": str(self.calls),
+            "NPROC": "1",
+        }
+        command = ["examples/slurm/pretrain.sbatch", f"examples/{name}.sh", *flags]
+        return self._bash(name, command, job)
+
+    def _bash(self, name: str, command: Sequence[str], choices: Mapping[str, str]) -> Launched:
+        environment = {
+            "PATH": f"{self.programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SIZE": "tiny",
+            "CORPUS": str(self.corpus),
+            "RUN": str(self.folder(name)),
+            **choices,
+        }
+        given = [f"{key}={value}" for key, value in environment.items()]
+        log = self.root / f"{name}.log"
+        log.unlink(missing_ok=True)
+        status = finish(start(["env", *given, "bash", *command], log), SECONDS)
+        return Launched(status, log.read_text(errors="replace"))
+
+
+def free_port() -> int:
+    """A port of those that examples/slurm/pretrain.sbatch gives to jobs."""
+    for port in range(20000 + os.getpid() % 5000, 30000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", port)) != 0:
+                return port
+    raise RuntimeError("no port is free")
+
+
+@pytest.fixture(scope="module")
+def launchers(tmp_path_factory: pytest.TempPathFactory) -> Launchers:
+    return Launchers(tmp_path_factory.mktemp("launchers"))
+
+
+@pytest.fixture(scope="module")
+def launched(launchers: Launchers) -> dict[str, Launched]:
+    """All of them, two at a time: while one waits for its ranks to start, the other computes."""
+    run = launchers.run
+    with ThreadPoolExecutor(2) as pool:
+        pile = pool.submit(run, "pretrain_684m_pile")
+        found: dict[str, Future[Launched]] = {
+            "pretrain_684m_pile": pile,
+            "pretrain_684m": pool.submit(run, "pretrain_684m", MIXTURE="uneven"),
+        }
+        for name in FINE_TUNING:
+            found[name] = pool.submit(fine_tune, launchers, name, pile)
+        found |= {
+            "pretrain_60m_proxy": pool.submit(run, "pretrain_60m_proxy", TP="2"),
+            "pretrain_82m_proxy": pool.submit(run, "pretrain_82m_proxy", PP="2"),
+            "pretrain_210m_proxy": pool.submit(run, "pretrain_210m_proxy"),
+            "pretrain_1_2b": pool.submit(run, "pretrain_1_2b", "--", "--train-iters", "7"),
+        }
+        return {name: future.result() for name, future in found.items()}
+
+
+def fine_tune(launchers: Launchers, name: str, pile: Future[Launched]) -> Launched:
+    """Fine-tune what the launcher for the Pile has trained, once it has."""
+    pile.result()
+    trained = launchers.folder("pretrain_684m_pile") / "5-base/uniform-seed1"
+    return launchers.run(name, PRETRAINED=str(trained))
+
+
+RUNS = {
+    "pretrain_60m_proxy": "2-proxy/tiny-seed1",
+    "pretrain_82m_proxy": "2-proxy/tiny-seed1",
+    "pretrain_210m_proxy": "2-proxy/tiny-seed1",
+    "pretrain_684m": "5-base/uneven-seed1",
+    "pretrain_1_2b": "5-base/uniform-seed1",
+    "pretrain_684m_pile": "5-base/uniform-seed1",
+}
+
+
+@pytest.mark.parametrize("name", sorted(RUNS))
+def test_a_pretraining_launcher_trains(launchers, launched, name):
+    assert launched[name].status == 0, launched[name].said
+    folder = launchers.folder(name) / RUNS[name]
+    run = TrainingRun.load(folder)
+    assert run.status == "finished"
+    assert run.step == (7 if name == "pretrain_1_2b" else 12)
+    assert CheckpointRecord.load(find_checkpoint(folder)).layout["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("pretrain_60m_proxy", (2, 1, 1)),
+        ("pretrain_82m_proxy", (1, 2, 1)),
+        ("pretrain_210m_proxy", (1, 1, 2)),
+    ],
+)
+def test_ranks_are_laid_out_as_chosen(launchers, launched, name, layout):
+    assert launched[name].status == 0, launched[name].said
+    found = CheckpointRecord.load(find_checkpoint(launchers.folder(name) / RUNS[name])).layout
+    degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    assert tuple(found[degree] for degree in degrees) == layout
+
+
+def test_the_mixture_that_is_named_is_drawn_by(launchers, launched):
+    assert launched["pretrain_684m"].status == 0, launched["pretrain_684m"].said
+    run = TrainingRun.load(launchers.folder("pretrain_684m") / RUNS["pretrain_684m"])
+    assert run.mixture == pytest.approx(dict(zip(DOMAINS, [0.6, 0.3, 0.1], strict=True)))
+
+
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_starts_three_times_from_the_same_weights(launchers, launched, name):
+    assert launched[name].status == 0, launched[name].said
+    start = launchers.folder("pretrain_684m_pile") / RUNS["pretrain_684m_pile"]
+    expected = CheckpointRecord.load(find_checkpoint(start)).hash
+    first_losses = []
+    for mixture in MIXTURES:
+        run = TrainingRun.load(launchers.folder(name) / f"5-base/{mixture}-seed1")
+        assert (run.status, run.provenance.inputs["pretrained checkpoint"]) == (
+            "finished",
+            expected,
+        )
+        first_losses.append(next(run.metrics())["loss"])
+    scratch = next(TrainingRun.load(start).metrics())["loss"]
+    assert max(first_losses) < scratch
+
+
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_prints_the_perplexities_of_the_three(launchers, launched, name):
+    assert launched[name].status == 0, launched[name].said
+    table = launched[name].said.partition("Held-out perplexity")[2]
+    results = [
+        EvaluationResult.load(launchers.folder(name) / f"6-evaluation/{mixture}-seed1.json")
+        for mixture in MIXTURES
+    ]
+    assert "Uniform" in table
+    for domain in DOMAINS:
+        row = re.search(rf"^{domain} .*$", table, re.MULTILINE)
+        assert row is not None, table
+        shown = [float(text) for text in re.findall(r"\d+\.\d\d\b", row[0])[-3:]]
+        printed = [round(result.domains[domain].perplexity, 2) for result in results]
+        assert shown == pytest.approx(printed, abs=0.011)
+
+
+def test_a_job_on_two_nodes_goes_back_into_the_queue_until_it_is_done(launchers):
+    """The last launcher, by way of SLURM; its run leaves at its first step."""
+    name, margin = "pretrain_124m_proxy", 600
+    folder = launchers.folder(name) / "2-proxy/tiny-seed1"
+    first = launchers.submit(name, margin + 3, "--", "--exit-duration-in-mins", "0.001")
+    assert first.status == 0, first.said
+    step = TrainingRun.load(folder).step
+    assert 0 < step < 12
+    (call,) = launchers.calls.read_text().splitlines()
+    assert re.fullmatch(r"requeue \d+", call)
+    second = launchers.submit(name, margin + 3600)
+    assert second.status == 0, second.said
+    assert f"continuing at step {step}:" in second.said
+    assert TrainingRun.load(folder).status == "finished"
+    assert CheckpointRecord.load(find_checkpoint(folder)).layout["data_parallel_size"] == 2
+    assert launchers.calls.read_text().splitlines() == [call]
+
+
+def test_every_launcher_was_run(launched):
+    script = REPOSITORY / "examples"
+    there = {path.stem for path in script.glob("pretrain_*.sh")}
+    there |= {path.stem for path in script.glob("finetune_*.sh")}
+    assert there == {*launched, "pretrain_124m_proxy"}

@@ -1,0 +1,112 @@
+"""Launchers of examples/ started without training: what they would start, by the real parsers.
+
+A ``torchrun`` and a ``python`` that only write down their arguments stand in for the real ones; the
+arguments are then read by the parsers of the real ones. tests/launchers runs the real ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.run import get_args_parser
+
+from megatron_chameleon.cli import parse_options
+from megatron_chameleon.options.evaluation import PerplexityOptions
+from megatron_chameleon.options.mixture import MixtureOptions
+from megatron_chameleon.options.report import ReportOptions
+from megatron_chameleon.options.training import PretrainOptions
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LAUNCHERS = sorted(
+    path.stem for stage in ("pretrain", "finetune") for path in EXAMPLES.glob(f"{stage}_*.sh")
+)
+FINE_TUNING = [name for name in LAUNCHERS if name.startswith("finetune")]
+TOOLS = {
+    "pretrain_gpt.py": PretrainOptions,
+    "compute_mixture.py": MixtureOptions,
+    "evaluate.py": PerplexityOptions,
+    "make_report.py": ReportOptions,
+}
+RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'
+CHOICES = ("CORPUS", "MIXTURE", "RUN", "SIZE", "PRETRAINED", "SEED", "TP", "PP", "NPROC", "STOP_AT")
+NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NODEID")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One command that a launcher started: the program, its own arguments, and the tool's."""
+
+    program: str
+    ranks: Any
+    options: Any
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> Call:
+        """From the program and its arguments, by the real parsers."""
+        program, *arguments = words
+        ranks = None
+        if program == "torchrun":
+            ranks = get_args_parser().parse_args(arguments)
+            arguments = [ranks.training_script, *ranks.training_script_args]
+        tool, *flags = arguments
+        assert Path(tool).is_file(), tool
+        name = Path(tool).name
+        if name == "evaluate.py":
+            assert flags.pop(0) == "perplexity"
+        return cls(program, ranks, parse_options(TOOLS[name], flags))
+
+
+class Launched:
+    """What came of a launcher: its status, what it said, and what it started."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str], calls: Path) -> None:
+        self.status, self.said, self.errors = done.returncode, done.stdout, done.stderr
+        text = calls.read_text() if calls.exists() else ""
+        self.calls = [Call.read(line.split("\0")) for line in text.split("\0\n\0")[:-1]]
+
+    def training(self) -> list[PretrainOptions]:
+        return [call.options for call in self.calls if isinstance(call.options, PretrainOptions)]
+
+
+class Launcher:
+    """Starts launchers in an empty folder with the stand-ins in the PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.programs, self.calls = folder, folder / "bin", folder / "calls"
+        self.programs.mkdir()
+        for name in ("torchrun", "python"):
+            (self.programs / name).write_text(RECORDER)
+            (self.programs / name).chmod(0o755)
+
+    def __call__(self, name: str, *arguments: str, **environment: str) -> Launched:
+        """Run examples/NAME.sh with these choices in the environment and no others."""
+        kept = {key: value for key, value in os.environ.items() if key not in CHOICES + NODES}
+        path = f"{self.programs}:{os.environ['PATH']}"
+        self.calls.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", str(EXAMPLES / f"{name}.sh"), *arguments],
+            env={**kept, "PATH": path, "CALLS": str(self.calls), **environment},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+        )
+        return Launched(done, self.calls)
+
+
+def write_everything(folder: Path) -> None:
+    """Make every corpus, mixture and run that launchers look for by default, all of them empty."""
+    for name in ("slimpajama", "pile", "wiki40b", "stack", "quickstart"):
+        (folder / f"runs/{name}/1-corpus").mkdir(parents=True)
+        (folder / f"runs/{name}/1-corpus/corpus.json").touch()
+    names = ("slimpajama", "pile", "wiki40b", "stack", *(f"tiny/{name}" for name in FINE_TUNING))
+    for name in names:
+        (folder / f"runs/{name}/4-mixture").mkdir(parents=True)
+        for mixture in ("chameleon-pretrain", "chameleon-finetune"):
+            (folder / f"runs/{name}/4-mixture/{mixture}.json").touch()
+    (folder / "runs/pile/5-base/chameleon-pretrain-seed1").mkdir(parents=True)
+    (folder / "runs/tiny/pretrain_684m_pile/5-base/uniform-seed1").mkdir(parents=True)
