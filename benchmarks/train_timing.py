@@ -1,0 +1,115 @@
+"""Timing of contestants: one after the other on a GPU, in turn on a CPU."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.train_contestants import Case, Contestant
+from megatron_chameleon.model.device_peak import model_flops_utilization
+from megatron_chameleon.model.flops import training_flops
+
+Make = Callable[[], Contestant]
+
+
+def step_seconds(
+    contestant: Contestant, micro_batch_size: int, warm_up: int, repeats: int
+) -> list[float]:
+    """Seconds of each of ``repeats`` steps after ``warm_up`` others, the device waited for."""
+    marks: list[float] = []
+
+    def mark() -> None:
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+
+    contestant.run(micro_batch_size, warm_up + repeats, mark)
+    return [end - begin for begin, end in zip(marks[warm_up - 1 :], marks[warm_up:], strict=False)]
+
+
+def free_memory() -> None:
+    """Give back what the last contestant held, also after it ran out of memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def best_micro_batch(
+    contestant: Contestant, case: Case, tokens: tuple[int, ...]
+) -> tuple[int, dict[int, float]]:
+    """The fastest micro-batch size among those of so many ``tokens``, and tokens/s of each tried.
+
+    Sizes grow until one does not fit, or is slower than the one before it.
+
+    Raises:
+        torch.OutOfMemoryError: if not even the smallest fits.
+    """
+    speeds: dict[int, float] = {}
+    for size in (max(1, n // case.seq_length) for n in tokens):
+        try:
+            seconds = step_seconds(contestant, size, warm_up=1, repeats=2)
+        except torch.OutOfMemoryError:
+            free_memory()
+            if not speeds:
+                raise
+            break
+        taken = case.num_microbatches(size) * size * case.seq_length
+        speeds[size] = taken / min(seconds)
+        if speeds[size] < max(speeds.values()):
+            break
+    return max(speeds, key=speeds.__getitem__), speeds
+
+
+def timed_alone(
+    make: Make, case: Case, micro_batch_size: int, peak: float | None, repeats: int
+) -> dict[str, Any]:
+    """Figures of one contestant; its micro-batch is halved for as long as it does not fit."""
+    while True:
+        try:
+            torch.cuda.reset_peak_memory_stats()
+            contestant = make()
+            seconds = step_seconds(contestant, micro_batch_size, warm_up=2, repeats=repeats)
+            memory = torch.cuda.max_memory_allocated() / 1e9
+            return figures(case, micro_batch_size, seconds, peak) | {"peak_memory_gb": memory}
+        except torch.OutOfMemoryError:
+            if micro_batch_size == 1:
+                return {"out_of_memory": True}
+        finally:
+            contestant = None  # type: ignore[assignment]
+            free_memory()
+        micro_batch_size //= 2
+
+
+def timed_in_turn(
+    contestants: Mapping[str, Contestant], case: Case, micro_batch_size: int, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Figures of all contestants, a step of each in turn: what else runs then troubles all."""
+    for contestant in contestants.values():
+        contestant.run(micro_batch_size, 2, lambda: None)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for name, contestant in contestants.items():
+            begin = time.perf_counter()
+            contestant.run(micro_batch_size, 1, lambda: None)
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: figures(case, micro_batch_size, s, None) for name, s in seconds.items()}
+
+
+def figures(
+    case: Case, micro_batch_size: int, seconds: list[float], peak: float | None
+) -> dict[str, Any]:
+    """Medians in the units that are compared; MFU is null where nobody knows the peak."""
+    tokens = case.num_microbatches(micro_batch_size) * micro_batch_size * case.seq_length
+    speed = tokens / statistics.median(seconds)
+    per_token = training_flops(case.shape, 1, case.seq_length)
+    return {
+        "micro_batch_size": micro_batch_size,
+        "tokens_per_step": tokens,
+        "seconds": seconds,
+        "tokens_per_second": speed,
+        "model_tflops": per_token * speed / 1e12,
+        "mfu": model_flops_utilization(per_token, speed, peak),
+    }
