@@ -55,16 +55,22 @@ setup(
         "zstandard>=0.22",
         # Artifacts, options and progress.
         "safetensors>=0.4.3",
+        "huggingface_hub>=0.26",
         "pydantic>=2.6",
-        "tyro>=0.9",
+        "docstring-parser>=0.16",
+        "tyro>=1.0",
         "tqdm>=4.66",
+        # What training is watched with; a run without it says so and goes on.
+        "tensorboard>=2.16",
     ],
     extras_require={
         # Parquet, data sets by name, tiktoken's files, and the fast encoder.
         "data": ["pyarrow>=17", "datasets>=4", "tiktoken>=0.8", "gigatoken>=0.10"],
         "eval": ["lm-eval>=0.4.9"],
+        # To open the Hugging Face folders that tools/convert_checkpoint.py writes; it needs none.
         "hf": ["transformers>=4.46"],
         "plots": ["matplotlib>=3.8"],
+        "wandb": ["wandb>=0.17"],
         "docs": ["mkdocs-material>=9.5"],
         "dev": [
             "hypothesis>=6.100",

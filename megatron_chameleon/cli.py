@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -11,9 +12,17 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
+import docstring_parser
 import tyro
+from tyro.constructors import (
+    MISSING_NONPROP,
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from megatron_chameleon.errors import UserError
 
@@ -26,6 +35,7 @@ INTERRUPTED_STATUS = 130
 SECONDS_BEFORE_OTHER_RANKS_SPEAK = 8.0
 # What gloo says on a rank that was talking to one that has left.
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe")
+OPTION_TYPES = ConstructorRegistry()
 
 
 def run_tool(
@@ -93,11 +103,58 @@ def parse_options(
                 prog=prog,
                 args=list(argv),
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+                registry=OPTION_TYPES,
             )
     except SystemExit as left:
         if left.code in (0, None):
             raise
         _refuse(_flatten(printed.getvalue()), rank)
+
+
+@OPTION_TYPES.struct_rule
+def _fields_of_options(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """How options are made of flags, each field's docstring as one flowing text.
+
+    tyro's own rule keeps the line breaks of the source, which then fall anywhere in the help.
+    """
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    types = get_type_hints(info.type, include_extras=True)
+    documented = {
+        doc.arg_name: doc
+        for base in reversed(info.type.__mro__)
+        if dataclasses.is_dataclass(base)
+        for doc in docstring_parser.parse_from_object(base).params
+    }
+    return StructConstructorSpec(
+        instantiate=info.type,
+        fields=tuple(
+            StructFieldSpec(
+                name=field.name,
+                type=types[field.name],
+                default=_default_of(field, info.default),
+                helptext=_flowing(documented.get(field.name)),
+            )
+            for field in dataclasses.fields(info.type)
+        ),
+    )
+
+
+def _default_of(field: dataclasses.Field[Any], options: Any) -> Any:
+    """A field's default: as in ``options``, if there are default ones, or its own."""
+    if dataclasses.is_dataclass(options):
+        return getattr(options, field.name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return MISSING_NONPROP if field.default is dataclasses.MISSING else field.default
+
+
+def _flowing(documented: docstring_parser.DocstringParam | None) -> str | None:
+    """A field's docstring without line breaks, but for those between paragraphs."""
+    if documented is None or documented.description is None:
+        return None
+    paragraphs = re.split(r"\n\s*\n", documented.description)
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def _refuse(message: str, rank: int) -> NoReturn:

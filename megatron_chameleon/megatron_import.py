@@ -11,11 +11,13 @@ _IMPORT_WARNINGS = (
     "Apex is not installed",
     # Its distributed optimizer looks at gradients of views, and means to.
     "The .grad attribute of a Tensor that is not a leaf",
+    # That core_attn may be Transformer Engine's. It never is, here.
+    "If you are using transformer_engine as the transformer implementation",
 )
 
 
 def quiet_import_warnings() -> None:
-    """Silence megatron-core's import-time warnings about Apex and Transformer Engine.
+    """Silence megatron-core's warnings about Apex and Transformer Engine.
 
     The packages that import megatron.core call this from their ``__init__``, so that it comes
     before the import whichever of their modules is asked for first.

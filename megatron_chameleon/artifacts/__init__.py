@@ -18,9 +18,15 @@ from megatron_chameleon.artifacts.evaluation_result import (
     Protocol,
     require_comparable,
 )
-from megatron_chameleon.artifacts.mixture import Mixture, MixtureWarning, implied_epochs, normalized
+from megatron_chameleon.artifacts.mixture import (
+    Mixture,
+    MixturePhase,
+    MixtureWarning,
+    implied_epochs,
+    normalized,
+)
 from megatron_chameleon.artifacts.provenance import Provenance, provenance
-from megatron_chameleon.artifacts.training_run import DomainTokens, TrainingRun
+from megatron_chameleon.artifacts.training_run import DrawnTokens, TrainingRun
 
 __all__ = [
     "SPLITS",
@@ -30,11 +36,12 @@ __all__ = [
     "Domain",
     "DomainLoss",
     "DomainSplit",
-    "DomainTokens",
+    "DrawnTokens",
     "EmbeddingRecipe",
     "EmbeddingStore",
     "EvaluationResult",
     "Mixture",
+    "MixturePhase",
     "MixtureWarning",
     "NotWritten",
     "Protocol",

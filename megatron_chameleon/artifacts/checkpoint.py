@@ -6,21 +6,31 @@ The weights are read and written by the package ``checkpoint``; this record need
 from __future__ import annotations
 
 import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.artifacts.mixture import MixturePhase
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "checkpoint.json"
 FOLDER_NAME = "checkpoints"
+LATEST_NAME = "latest"
 # megatron's index, which holds the path it was written to, and its small values, pickled in the
 # order in which they came about.
 NO_TENSORS = (".metadata", "common.pt")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: with domain_samples and mixture_phases
 MADE_BY = "tools/pretrain_gpt.py writes it"
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was not written, or not read, and the work goes on without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +40,18 @@ class CheckpointFile:
     bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> CheckpointFile:
+        """Read the file at ``path``."""
+        return cls(path.stat().st_size, sha256_of_files(path))
+
 
 @dataclasses.dataclass(frozen=True)
-class MixturePhase:
-    """The weights by which samples are drawn from ``first_sample`` on: domain -> weight."""
+class HookState:
+    """What a method that watches training needs to go on: its name and its state, JSON values."""
 
-    first_sample: int
-    weights: dict[str, float]
+    name: str
+    state: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +68,8 @@ class CheckpointRecord(FolderRecord):
         domain_tokens: domain -> training tokens seen.
         layout: the parallel layout that wrote it; another one can read it.
         files: file name -> size and hash.
+        guard: what judges the steps that follow: counts and the last losses and gradient norms.
+        hook: of the method that watches the run, if one does.
     """
 
     KIND = "checkpoint"
@@ -72,6 +89,8 @@ class CheckpointRecord(FolderRecord):
     layout: dict[str, Any]
     files: dict[str, CheckpointFile]
     provenance: Provenance
+    guard: dict[str, Any] = dataclasses.field(default_factory=dict)
+    hook: HookState | None = None
 
     @classmethod
     def load(cls, folder: Path) -> CheckpointRecord:
@@ -100,22 +119,52 @@ class CheckpointRecord(FolderRecord):
             {name: file.sha256 for name, file in self.files.items() if name not in NO_TENSORS}
         )
 
-    def verify(self) -> None:
-        """Read every file and compare its hash. Raises UserError naming the first that differs."""
-        for name, file in self.files.items():
-            if sha256_of_files(self.root / name) != file.sha256:
+    def verify(
+        self, share: int = 0, shares: int = 1, on_bytes: Callable[[int], object] | None = None
+    ) -> None:
+        """Read files and compare their hashes.
+
+        Args:
+            share: which share of the files is read, from 0 on.
+            shares: into how many about equal ones they are dealt, for those who share the work.
+            on_bytes: is told how many bytes were just read.
+
+        Raises:
+            UserError: naming the first file that is not what checkpoint.json says.
+        """
+        for name in self._largest_first()[share::shares]:
+            path = self.root / name
+            try:
+                found = sha256_of_files(path, on_bytes=on_bytes)
+            except OSError as error:
                 raise UserError(
-                    f"{self.root / name} has changed since it was written; "
-                    "use an earlier checkpoint"
+                    f"cannot read {path}: {error.strerror or error}; use an earlier checkpoint"
+                ) from error
+            if found != self.files[name].sha256:
+                raise UserError(
+                    f"{path} has changed since it was written; use an earlier checkpoint"
                 )
 
+    def verify_in_threads(self) -> None:
+        """As :meth:`verify`, of all files, several at a time: hashing lets other threads run."""
+        threads = min(len(self.files), os.cpu_count() or 1) or 1
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda share: self.verify(share, threads), range(threads)))
 
-def hash_files(folder: Path) -> dict[str, CheckpointFile]:
-    """Size and hash of every file in ``folder``, by name."""
+    def share_bytes(self, share: int, shares: int) -> int:
+        """How many bytes :meth:`verify` reads for these arguments."""
+        return sum(self.files[name].bytes for name in self._largest_first()[share::shares])
+
+    def _largest_first(self) -> list[str]:
+        return sorted(self.files, key=lambda name: (-self.files[name].bytes, name))
+
+
+def hash_files(folder: Path, leave_out: Collection[str] = ()) -> dict[str, CheckpointFile]:
+    """Size and hash of every file in ``folder``, by name, but for those of some names."""
     return {
-        path.name: CheckpointFile(path.stat().st_size, sha256_of_files(path))
+        path.name: CheckpointFile.of(path)
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != FILE_NAME
+        if path.is_file() and path.name != FILE_NAME and path.name not in leave_out
     }
 
 
@@ -124,23 +173,60 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER_NAME / f"step-{step:08d}"
 
 
-def checkpoint_folders(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+def all_checkpoint_folders(run_dir: Path) -> list[Path]:
+    """Complete checkpoints in the folder of a run, oldest first, whether in use or not."""
     return sorted(path.parent for path in (run_dir / FOLDER_NAME).glob(f"step-*/{FILE_NAME}"))
 
 
-def find_checkpoint(path: Path) -> Path:
+def checkpoint_folders(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first, up to the one that the file ``latest`` names.
+
+    All of them, if there is no such file, or none of that name.
+    """
+    folders = all_checkpoint_folders(run_dir)
+    latest = _named_latest(run_dir)
+    return folders[: folders.index(latest) + 1] if latest in folders else folders
+
+
+def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     """The checkpoint folder meant by ``path``: itself, or the latest of the run it holds.
 
+    Every byte of it is verified. A damaged checkpoint of a run is passed over for the one before,
+    with a :class:`CheckpointWarning`.
+
+    Args:
+        path: of a checkpoint, or of a run.
+        flag: the option by which the user gave it.
+
     Raises:
-        UserError: if there is none.
+        UserError: if there is none, or none that is whole.
     """
     if (path / FILE_NAME).is_file():
+        CheckpointRecord.load(path).verify_in_threads()
         return path
     folders = checkpoint_folders(path)
     if not folders:
         raise UserError(
-            f"--checkpoint {path}: neither a checkpoint nor a run with one; "
+            f"{flag} {path}: neither a checkpoint nor a run with one; "
             f"it needs {path / FOLDER_NAME}/step-*/{FILE_NAME}; {MADE_BY}"
         )
-    return folders[-1]
+    problems: list[UserError] = []
+    for folder in reversed(folders):
+        try:
+            CheckpointRecord.load(folder).verify_in_threads()
+        except UserError as error:
+            problems.append(error)
+            continue
+        if problems:
+            warnings.warn(f"{problems[0]}: {folder} is used", CheckpointWarning, stacklevel=2)
+        return folder
+    raise UserError(f"{problems[0]}: {path} has no whole one")
+
+
+def _named_latest(run_dir: Path) -> Path | None:
+    """The folder that the file ``latest`` names, there or not."""
+    try:
+        name = (run_dir / FOLDER_NAME / LATEST_NAME).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return run_dir / FOLDER_NAME / name

@@ -104,6 +104,14 @@ class Mixture:
         return [self.weights.get(name, 0.0) for name in names]
 
 
+@dataclasses.dataclass(frozen=True)
+class MixturePhase:
+    """The weights by which a run draws from sample ``first_sample`` on: domain -> weight."""
+
+    first_sample: int
+    weights: dict[str, float]
+
+
 def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
     """``weights`` scaled to sum to 1.
 

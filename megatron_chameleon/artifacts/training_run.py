@@ -10,21 +10,22 @@ from typing import Any, Literal
 
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.mixture import MixturePhase
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "run.json"
 METRICS_NAME = "metrics.jsonl"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: with mixture_phases
 MADE_BY = "tools/pretrain_gpt.py writes it"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
 
 @dataclasses.dataclass(frozen=True)
-class DomainTokens:
-    """Tokens of one domain over the run so far.
+class DrawnTokens:
+    """Tokens drawn of one domain over the run so far.
 
     Attributes:
         weight: share of the tokens by the weights in force.
@@ -40,6 +41,14 @@ class DomainTokens:
 
 
 @dataclasses.dataclass(frozen=True)
+class FailedSave:
+    """A checkpoint that could not be written: of which step, and why."""
+
+    step: int
+    problem: str
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingRun(FolderRecord):
     """What ``run.json`` says; ``root`` is the folder it was read from.
 
@@ -49,9 +58,15 @@ class TrainingRun(FolderRecord):
         tokens: training tokens seen.
         model: the model's dimensions.
         mixture: domain -> weight, as in force at ``step``.
+        mixture_phases: the weights that the samples up to ``step`` were drawn by, in order, as they
+            were given.
         domain_tokens: tokens and epochs per domain, asked and got.
         checkpoints: folders below ``root``, oldest first.
         cost: over all the times the run was continued.
+        skipped_steps: steps that did not update the model, of ``step``.
+        stopped_by: what made a run leave before its last step after saving: a signal's name, or
+            the option that says so.
+        failed_saves: checkpoints that could not be written, over all the times it was continued.
     """
 
     KIND = "training run"
@@ -66,11 +81,15 @@ class TrainingRun(FolderRecord):
     model: dict[str, Any]
     parameters: int
     mixture: dict[str, float]
+    mixture_phases: list[MixturePhase]
     mixture_method: str
-    domain_tokens: dict[str, DomainTokens]
+    domain_tokens: dict[str, DrawnTokens]
     checkpoints: list[str]
     provenance: Provenance
     cost: Cost
+    skipped_steps: int = 0
+    stopped_by: str | None = None
+    failed_saves: list[FailedSave] = dataclasses.field(default_factory=list)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl, in order of steps."""

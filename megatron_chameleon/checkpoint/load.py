@@ -2,40 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.checkpoint.adamw_repairs import prepare_for_loading
-from megatron_chameleon.checkpoint.state import model_state, training_state
+from megatron_chameleon.checkpoint.pickled_index import check_index
+from megatron_chameleon.checkpoint.random_state import (
+    loadable_random_states,
+    set_random_states,
+)
+from megatron_chameleon.checkpoint.state import RANDOM, State, model_state, training_state
 from megatron_chameleon.model.gpt import unwrap
 
 
-def load_weights(record: CheckpointRecord, model: torch.nn.Module) -> None:
-    """Read the weights of ``record`` into ``model``."""
-    state = dist_checkpointing.load(model_state(model), str(record.root))
-    _load_model(model, state["model"])
+def load_weights(record: CheckpointRecord, model: Sequence[torch.nn.Module]) -> None:
+    """Read the weights of ``record`` into ``model``, this rank's chunks."""
+    state = _read(record, model_state(model))
+    _load_model(model, state)
 
 
 def load_training(
     record: CheckpointRecord,
-    model: torch.nn.Module,
+    model: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    """Read weights, optimizer and schedule of ``record``, so that the run goes on as it was."""
+    """Read weights, optimizer, schedule and random state of ``record``: the run goes on as it was.
+
+    Data-parallel ranks read a part each of what they have in common, and exchange it.
+    """
     prepare_for_loading(optimizer)
     wanted = training_state(model, optimizer, scheduler, is_loading=True)
-    state = dist_checkpointing.load(wanted, str(record.root))
-    _load_model(model, state["model"])
+    wanted[RANDOM] = loadable_random_states(check_index(record.root))
+    state = _read(record, wanted)
+    _load_model(model, state)
+    set_random_states(state.get(RANDOM, {}))
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
 
 
-def _load_model(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-    # strict=False for megatron's "_extra_state" entries alone; a missing weight is an error above.
-    missing, unexpected = unwrap(model).load_state_dict(state, strict=False)
-    assert not [key for key in missing if not key.endswith("_extra_state")], missing
-    assert not unexpected, unexpected
+def _read(record: CheckpointRecord, wanted: State) -> State:
+    """What the checkpoint holds of ``wanted``: tensors and plain values, nothing pickled.
+
+    megatron's "_extra_state" entries are left out. They are empty without Transformer Engine, and
+    torch would unpickle whatever is in their place.
+    """
+    check_index(record.root)
+    for name, part in wanted.items():
+        if name.startswith("model"):
+            wanted[name] = {k: v for k, v in part.items() if not k.endswith("_extra_state")}
+    return dist_checkpointing.load(wanted, str(record.root), _strategy())
+
+
+def _strategy() -> FullyParallelLoadStrategyWrapper:
+    return FullyParallelLoadStrategyWrapper(
+        TorchDistLoadShardedStrategy(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def _load_model(model: Sequence[torch.nn.Module], state: State) -> None:
+    for number, chunk in enumerate(model):
+        # strict=False for megatron's "_extra_state" entries alone; a missing weight is an error
+        # above.
+        missing, unexpected = unwrap(chunk).load_state_dict(state[f"model{number}"], strict=False)
+        assert not [key for key in missing if not key.endswith("_extra_state")], missing
+        assert not unexpected, unexpected

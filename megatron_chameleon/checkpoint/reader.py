@@ -47,6 +47,6 @@ def open_reader(record: CheckpointRecord, layout: Layout) -> Reader:
     """
     shape = shape_of(record)
     model = build_model(shape, layout, seed=0)
-    load_weights(record, model)
+    load_weights(record, [model])
     model.eval()
     return Reader(model=unwrap(model), shape=shape, layout=layout)

@@ -1,20 +1,40 @@
-"""Writing a checkpoint: under a temporary name, hashed, then renamed."""
+"""Writing a checkpoint: by all ranks, under a temporary name, then renamed."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint.api import CheckpointException
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, hash_files
-from megatron_chameleon.artifacts.files import cannot_write, flush_to_disk
+from megatron_chameleon.artifacts.checkpoint_upkeep import (
+    naming_latest,
+    remove_leftovers,
+    temporary_name,
+)
+from megatron_chameleon.artifacts.files import flush_to_disk
 from megatron_chameleon.checkpoint.state import State
+from megatron_chameleon.checkpoint.write import HashingSaveStrategy, Shares, first_line
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.parallel.layout import barrier, from_main
+from megatron_chameleon.parallel.layout import from_main
+
+
+class SaveError(UserError):
+    """A checkpoint could not be written; every rank raises it. Earlier ones are as they were."""
 
 
 def save_checkpoint(state: State, record: CheckpointRecord) -> None:
@@ -23,43 +43,92 @@ def save_checkpoint(state: State, record: CheckpointRecord) -> None:
     The folder has its name only once it is complete; a copy left by a killed run is removed.
 
     Raises:
-        UserError: if the disk is full or refuses; earlier checkpoints are as they were.
+        UserError: on every rank, if the disk of any is full or refuses; earlier checkpoints are as
+            they were.
     """
-    temporary = record.root.with_name(f".{record.root.name}.tmp")
-    from_main(lambda: _make_empty(temporary))
     try:
-        dist_checkpointing.save(state, str(temporary))
-    except (OSError, CheckpointException) as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # nobody can use it, and it takes room
+        plan_save(state, record).execute_sync()
+    except SaveError as error:
         raise UserError(
-            f"cannot write the checkpoint {record.root} ({_first_line(error)}); free space or "
-            "choose another folder, and run again: earlier checkpoints are as they were"
+            f"{error}; free space or choose another folder, and run again: earlier checkpoints are "
+            "as they were"
         ) from error
-    barrier()
-    from_main(lambda: _complete(temporary, record))
 
 
-def _make_empty(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+def plan_save(state: State, record: CheckpointRecord, *, is_latest: bool = False) -> AsyncRequest:
+    """What is left to do of a save: all but the planning. Every rank calls this.
+
+    Each data-parallel rank writes a part of what they have in common
+    (:class:`FullyParallelSaveStrategyWrapper`). Nothing waits for a rank on which something fails.
+
+    Args:
+        state: what is saved; its tensors may change once the request's writing has begun.
+        record: what is said of it. Its ``files`` are filled in.
+        is_latest: whether it becomes the latest checkpoint of the run whose folder it is in.
+
+    Raises:
+        SaveError: on every rank, here or by the last of the request's functions.
+    """
+    save = _Save(record, is_latest, temporary_name(record.root, from_main(_token)))
+    shards, common = save_preprocess(state)
+    from_main(lambda: save.begin(common))
+    strategy = FullyParallelSaveStrategyWrapper(
+        HashingSaveStrategy(save.complete),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    return strategy.async_save(shards, str(save.temporary))
 
 
-def _complete(temporary: Path, record: CheckpointRecord) -> None:
-    dataclasses.replace(record, root=temporary, files=hash_files(temporary)).save()
-    for path in temporary.iterdir():
-        flush_to_disk(path)
-    if record.root.exists():  # the same step, from before the run was continued
-        shutil.rmtree(record.root)
-    os.replace(temporary, record.root)
+@dataclasses.dataclass(frozen=True)
+class _Save:
+    """What rank 0 does of a save, before the others and after them."""
+
+    record: CheckpointRecord
+    is_latest: bool
+    temporary: Path
+
+    def begin(self, common: dict[str, Any]) -> None:
+        """Make the temporary folder, with the values in it that are no tensors."""
+        remove_leftovers(self.record.root)
+        with self._refusing():
+            self.temporary.mkdir(parents=True)
+            TorchCommonSaveStrategy("torch", 1).save_common(common, self.temporary)
+
+    def complete(self, shares: Shares) -> None:
+        """Write what is missing, and give the folder its name."""
+        with self._refusing():
+            if shares.problem:
+                raise OSError(shares.problem)
+            shares.write_index()
+            save_config(CheckpointingConfig("torch_dist", 1), str(self.temporary))
+            own = hash_files(self.temporary, leave_out=shares.files)
+            files = dict(sorted({**shares.files, **own}.items()))
+            dataclasses.replace(self.record, root=self.temporary, files=files).save()
+            for name in own:
+                flush_to_disk(self.temporary / name)
+            flush_to_disk(self.temporary)
+            with naming_latest(self.record.root) if self.is_latest else contextlib.nullcontext():
+                self._put_in_place()
+            flush_to_disk(self.record.root.parent)
+
+    def _put_in_place(self) -> None:
+        before = temporary_name(self.record.root, "old")
+        if self.record.root.exists():  # the same step, from before the run was continued
+            os.replace(self.record.root, before)
+        os.replace(self.temporary, self.record.root)
+        shutil.rmtree(before, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Tell in one line what goes wrong; what cannot be used takes no room then."""
+        try:
+            yield
+        except (OSError, RuntimeError, UserError) as error:  # RuntimeError: of torch, for files
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            raise SaveError(
+                f"cannot write the checkpoint {self.record.root} ({first_line(error)})"
+            ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    """What went wrong on the rank where it went wrong, on one line."""
-    if isinstance(error, CheckpointException):
-        if not error.failures:
-            return "writing failed; the lines above may say why"
-        error = next(iter(error.failures.values()))[0]
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _token() -> str:
+    return uuid.uuid4().hex[:8]

@@ -9,7 +9,11 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+# Flash attention takes head dimensions that are multiples of 8. torch would pad others itself, but
+# for one of its kernels alone.
+HEAD_DIM_MULTIPLE_ON_GPU = 8
 
 
 class SDPACoreAttention(MegatronModule):
@@ -38,7 +42,10 @@ class SDPACoreAttention(MegatronModule):
         assert config.softmax_type == "vanilla", "only the plain softmax is supported here"
         assert attention_type == "self"
         self.attn_mask_type = attn_mask_type
+        # Of the real head dimension, also where heads are padded.
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        on_gpu = torch.cuda.is_available()
+        self.head_dim_multiple = HEAD_DIM_MULTIPLE_ON_GPU if on_gpu else 1
 
     def forward(
         self,
@@ -68,7 +75,10 @@ class SDPACoreAttention(MegatronModule):
         """
         assert attention_bias is None, "an attention bias is not supported here"
         assert packed_seq_params is None, "packed sequences need Transformer Engine"
-        q, k, v = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))  # [b, n, s, d]
+        padding = -query.size(-1) % self.head_dim_multiple
+        q, k, v = (  # [b, n, s, d]
+            _padded(heads, padding).permute(1, 2, 0, 3) for heads in (query, key, value)
+        )
         mask_type = attn_mask_type or self.attn_mask_type
         if attention_mask is None:
             assert mask_type in (AttnMaskType.causal, AttnMaskType.no_mask), mask_type
@@ -81,4 +91,10 @@ class SDPACoreAttention(MegatronModule):
             scale=self.softmax_scale,
             enable_gqa=q.size(1) != k.size(1),
         )
+        context = context[..., : query.size(-1)]
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+def _padded(heads: torch.Tensor, padding: int) -> torch.Tensor:
+    """Zeros behind each head: they add nothing to scores, and come out as zeros."""
+    return pad(heads, (0, padding)) if padding else heads

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,37 +17,71 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import gelu
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.attention import SDPACoreAttention
+from megatron_chameleon.model.compiled_layers import GroupedRowParallelLinear
+from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.initialization import initialize_weights
 from megatron_chameleon.model.layer_norm import SequenceParallelLayerNorm
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.model.recompute import (
+    KEEP_ALL,
+    RowParallelLinearWithBias,
+    check_recompute,
+    recompute_settings,
+)
+from megatron_chameleon.model.sizes import Activation, ModelShape, ModelSize
 from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.parallel.layout import Layout, check_degrees
+from megatron_chameleon.options.recompute import RecomputeOptions
+from megatron_chameleon.parallel.layout import Layout, check_degrees, for_training
 
 VOCABULARY_MULTIPLE = 128
 """Rows of the embedding are padded to a multiple of this, for aligned matrix products."""
 
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {"gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}
+)
+
 
 class GPT(GPTModel):
-    """megatron's GPTModel with torch's cross entropy where the vocabulary is not split.
+    """megatron's GPTModel with a loss that reads the logits as few times as it can.
 
-    megatron's own goes over the logits several times to allow for tensor parallelism.
+    Args:
+        real_vocab_size: tokens there are. Rows of the embedding beyond them only pad, and take no
+            part in any softmax: otherwise losses would depend on the padding.
+        settings: as megatron's.
     """
+
+    def __init__(self, *, real_vocab_size: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.real_vocab_size = real_vocab_size
+
+    def forward(self, *inputs: Any, labels: torch.Tensor | None = None, **more: Any) -> Any:
+        """As megatron's: losses [b, s] where there are ``labels``, else logits [b, s, v].
+
+        Logits of padding are the lowest number there is.
+        """
+        output = super().forward(*inputs, labels=labels, **more)
+        if labels is None and self.post_process:
+            whole = output.size(-1) == self.vocab_size
+            rank = 0 if whole else self.pg_collection.tp.rank()
+            first = min(max(self.real_vocab_size - rank * output.size(-1), 0), output.size(-1))
+            output[..., first:] = torch.finfo(output.dtype).min
+        return output
 
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
-        """Losses [b, s] in float32 of ``labels`` [b, s] under ``logits`` [s, b, v]."""
-        if self.pg_collection.tp.size() > 1:
-            return super().compute_language_model_loss(labels, logits)
+        """Losses [b, s] in float32 of ``labels`` [b, s] under ``logits`` [s, b, v].
+
+        The backward pass writes over the logits.
+        """
         by_position = labels.transpose(0, 1)  # [s, b], as the logits
-        losses = cross_entropy(
-            logits.float().flatten(0, 1), by_position.flatten(), reduction="none"
-        )
-        return losses.view_as(by_position).transpose(0, 1).contiguous()
+        tensor_group = self.pg_collection.tp
+        group = tensor_group if tensor_group.size() > 1 else None
+        losses = chunked_cross_entropy(logits, by_position, self.real_vocab_size, group)
+        return losses.transpose(0, 1).contiguous()
 
 
 def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: int) -> None:
@@ -65,6 +102,15 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
             f"--pipeline-model-parallel-size {pipeline} does not divide {size.num_layers} layers; "
             f"{_divisors(size.num_layers)} do"
         )
+    training = for_training(options)
+    virtual = training.num_virtual_stages_per_pipeline_rank
+    if size.num_layers // pipeline % virtual:
+        raise UserError(
+            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the "
+            f"{size.num_layers // pipeline} layers of a pipeline stage; "
+            f"{_divisors(size.num_layers // pipeline)} do"
+        )
+    check_recompute(training.recompute, size.num_layers // pipeline // virtual)
     if options.sequence_parallel and seq_length % tensor:
         raise UserError(
             f"--sequence-parallel: sequences of {seq_length} tokens are not a multiple of "
@@ -79,17 +125,26 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, *, bf16: bool, per_token_loss: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    bf16: bool,
+    per_token_loss: bool = False,
+    recompute: RecomputeOptions = KEEP_ALL,
 ) -> TransformerConfig:
     """The model in megatron's terms. Nothing needs Transformer Engine or Apex."""
     dtype = torch.bfloat16 if bf16 else torch.float32
+    interleaved = layout.virtual_size > 1
     return TransformerConfig(
         num_layers=shape.size.num_layers,
         hidden_size=shape.size.hidden_size,
         ffn_hidden_size=shape.size.ffn_hidden_size,
         num_attention_heads=shape.size.num_attention_heads,
+        activation_func=ACTIVATIONS[shape.activation],
         tensor_model_parallel_size=layout.tensor_size,
         pipeline_model_parallel_size=layout.pipeline_size,
+        # megatron takes None for a pipeline that is not interleaved.
+        virtual_pipeline_model_parallel_size=layout.virtual_size if interleaved else None,
         sequence_parallel=layout.sequence_parallel,
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -104,10 +159,15 @@ def transformer_config(
         gradient_accumulation_fusion=False,  # needs Apex
         persist_layer_norm=False,  # needs Apex
         masked_softmax_fusion=False,  # SDPACoreAttention fuses it
-        bias_activation_fusion=False,  # would use the tanh approximation of GELU
+        bias_activation_fusion=False,  # would use the tanh approximation of GELU whatever is asked
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
+        # Interleaved stages have wrong numbers with batched sends, and others refuse the overlap.
         batch_p2p_comm=False,
+        # What has been sent is not needed any more; interleaved stages do not wait until it has.
+        deallocate_pipeline_outputs=not interleaved,
+        overlap_p2p_comm=interleaved,
+        **recompute_settings(recompute),
     )
 
 
@@ -119,7 +179,23 @@ def build_model(
     bf16: bool = False,
     per_token_loss: bool = False,
 ) -> GPTModel | Float16Module:
-    """This rank's part of the model, with its initial weights, on its device.
+    """This rank's part of a model that is not interleaved; see :func:`build_model_chunks`."""
+    (model,) = build_model_chunks(shape, layout, seed, bf16=bf16, per_token_loss=per_token_loss)
+    return model
+
+
+def build_model_chunks(
+    shape: ModelShape,
+    layout: Layout,
+    seed: int,
+    *,
+    bf16: bool = False,
+    per_token_loss: bool = False,
+    recompute: RecomputeOptions = KEEP_ALL,
+) -> list[GPTModel | Float16Module]:
+    """This rank's parts of the model, with their initial weights, on its device.
+
+    There is one for each of its virtual pipeline stages; they share one config.
 
     Args:
         shape: of the whole model.
@@ -128,23 +204,38 @@ def build_model(
         bf16: compute in bfloat16.
         per_token_loss: every token of a step that has a loss counts the same in training. Without
             it every micro-batch does, which is the same as long as no token is left out.
+        recompute: which activations the backward pass computes again.
     """
-    config = transformer_config(shape, layout, bf16=bf16, per_token_loss=per_token_loss)
+    config = transformer_config(
+        shape, layout, bf16=bf16, per_token_loss=per_token_loss, recompute=recompute
+    )
+    return [
+        _build_chunk(config, shape, layout, seed, virtual_stage)
+        for virtual_stage in range(layout.virtual_size)
+    ]
+
+
+def _build_chunk(
+    config: TransformerConfig, shape: ModelShape, layout: Layout, seed: int, virtual_stage: int
+) -> GPTModel | Float16Module:
+    last_chunk = virtual_stage == layout.virtual_size - 1
+    # megatron takes None for a pipeline that is not interleaved.
+    vp_stage = virtual_stage if layout.virtual_size > 1 else None
     model = GPT(
         config=config,
-        transformer_layer_spec=_block_spec(config),
+        transformer_layer_spec=_block_spec(config, vp_stage),
         vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor_size),
+        real_vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_sequence_length,
-        pre_process=layout.is_first_stage,
-        post_process=layout.is_last_stage,
+        pre_process=layout.is_first_stage and virtual_stage == 0,
+        post_process=layout.is_last_stage and last_chunk,
         share_embeddings_and_output_weights=True,
         position_embedding_type="learned_absolute",
+        vp_stage=vp_stage,
     )
     initialize_weights(model, shape, seed)
-    if layout.is_last_stage:
-        _mask_padded_vocabulary(model, shape.vocab_size, layout)
     model.to(layout.device)
-    return Float16Module(config, model) if bf16 else model
+    return Float16Module(config, model) if config.bf16 else model
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
@@ -155,37 +246,20 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
     return inner
 
 
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = SequenceParallelLayerNorm
     layer.submodules.pre_mlp_layernorm = SequenceParallelLayerNorm
-    layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    attention.linear_proj = GroupedRowParallelLinear
+    layer.submodules.mlp.submodules.linear_fc2 = GroupedRowParallelLinear
+    if config.recompute_granularity == "selective":
+        layer.submodules.mlp.submodules.linear_fc2 = RowParallelLinearWithBias
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config),
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage),
         layer_norm=SequenceParallelLayerNorm,
     )
-
-
-def _mask_padded_vocabulary(model: GPTModel, vocab_size: int, layout: Layout) -> None:
-    """Logits of rows that only pad the vocabulary become the lowest number there is.
-
-    Otherwise they would take part in the softmax, and losses would depend on the padding.
-    """
-    padded = padded_vocab_size(vocab_size, layout.tensor_size)
-    if padded == vocab_size:
-        return
-    rows_per_rank = padded // layout.tensor_size
-
-    def mask(
-        _layer: torch.nn.Module, _inputs: object, output: tuple[torch.Tensor, object]
-    ) -> tuple[torch.Tensor, object]:
-        logits = output[0]
-        first_row = 0 if logits.size(-1) == padded else layout.tensor_rank * rows_per_rank
-        kept = min(max(vocab_size - first_row, 0), logits.size(-1))
-        logits[..., kept:] = torch.finfo(logits.dtype).min
-        return logits, output[1]
-
-    model.output_layer.register_forward_hook(mask)
 
 
 def _divisors(number: int) -> str:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from megatron_chameleon.errors import UserError
+
+Activation = Literal["gelu", "gelu_tanh"]
+"""Of the MLP: GELU (Hendrycks and Gimpel 2016) by the error function, or its tanh approximation,
+which the public GPT-2 has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +64,14 @@ class ModelShape:
     """A model size together with the vocabulary and sequence length that fix every tensor.
 
     ``vocab_size`` is the tokenizer's; padding for tensor parallelism is not part of the shape.
+    ``activation`` fixes no tensor, but what the tensors mean; models trained here have the exact
+    one.
     """
 
     size: ModelSize
     vocab_size: int
     max_sequence_length: int
+    activation: Activation = "gelu"
 
     @property
     def layer_parameters(self) -> int:

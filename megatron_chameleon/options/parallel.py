@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron_chameleon.options.recompute import RecomputeOptions
+
 
 @dataclasses.dataclass(frozen=True)
 class ParallelOptions:
@@ -19,7 +21,15 @@ class ParallelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingParallelOptions(ParallelOptions):
-    """The same, with what only training has: an optimizer."""
+    """The same, with what only training has: gradients and an optimizer."""
 
+    num_virtual_stages_per_pipeline_rank: int = 1
+    """Cut each pipeline stage into this many, interleaved over the ranks: less waiting, more
+    communication."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer's state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Send gradients to the other data-parallel ranks while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather what a sharded optimizer updated while the next forward pass goes on."""
+    recompute: RecomputeOptions = dataclasses.field(default_factory=RecomputeOptions)

@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.data import DataOptions
+from megatron_chameleon.options.guards import GuardOptions
+from megatron_chameleon.options.logging import LoggingOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
+from megatron_chameleon.options.profiling import ProfilingOptions
+from megatron_chameleon.options.stopping import StoppingOptions
+from megatron_chameleon.options.validation import ValidationOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +74,17 @@ class PretrainOptions:
     """Sequences per forward pass and rank."""
     seed: int = 1234
     """Of the initial weights and of the order of samples."""
+    pretrained_checkpoint: Path | None = None
+    """Start from these trained weights, a run folder (its latest checkpoint) or one checkpoint
+    folder, instead of random ones: for fine-tuning. Optimizer and schedule start anew."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
+    compile_layers: bool = False
+    """Compile the transformer layers with torch.compile, on a GPU: the first step takes about a
+    minute longer and later ones are shorter. Losses change by rounding alone."""
+    deterministic: bool = False
+    """Use only algorithms that give the same bits every time, also on a GPU, where some are slower;
+    on the CPU all are such."""
     log_interval: int = 10
     """Steps between two lines of log and metrics."""
     save_interval: int = 500
@@ -80,3 +95,9 @@ class PretrainOptions:
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
+    checkpointing: CheckpointingOptions = dataclasses.field(default_factory=CheckpointingOptions)
+    guards: GuardOptions = dataclasses.field(default_factory=GuardOptions)
+    stopping: StoppingOptions = dataclasses.field(default_factory=StoppingOptions)
+    validation: ValidationOptions = dataclasses.field(default_factory=ValidationOptions)
+    logging: LoggingOptions = dataclasses.field(default_factory=LoggingOptions)
+    profiling: ProfilingOptions = dataclasses.field(default_factory=ProfilingOptions)

@@ -20,6 +20,9 @@ NEVER_TESTED = (
     "several GPUs, NCCL and more than one node",
     "Transformer Engine, FP8 and context parallelism",
     "NVIDIA's Apex and its fused kernels",
+    "on a GPU: --compile-layers, the cross entropy's Triton kernels (interpreted, and compiled "
+    "for sm_80 and sm_90), batches read ahead into pinned memory",
+    "--compile-layers with tensor or pipeline parallelism or recomputation, anywhere",
 )
 
 # NVIDIA's Apex has these subpackages; the unrelated project that has its name on the package index
@@ -153,21 +156,24 @@ def _transformer_engine() -> Feature:
 
 
 def _triton() -> Feature:
-    without = "torch.compile on a GPU has nothing to compile to; no kernel of this project needs it"
-    return _importable("Triton", "triton", "triton", without, "torch.compile, where asked for")
+    without = (
+        "no --compile-layers, and a cross entropy of several passes over the logits in place of one"
+    )
+    used_for = "the cross entropy; --compile-layers where asked for"
+    return _importable("Triton", "triton", "triton", without, used_for)
 
 
 def _fused_adam() -> Feature:
     """Which Adam megatron-core picked when it was imported."""
     name = "fused Adam"
-    without = "a step of the optimizer launches a few kernels per group of tensors instead of one"
+    without = "parameters are updated one after the other"
     try:
         adam = importlib.import_module("megatron.core.optimizer").Adam
     except (ImportError, OSError, RuntimeError) as error:
         return Feature(name, "broken", f"megatron-core: {_first_line(error)}", without)
     if adam.__module__.startswith("torch."):
-        detail = "megatron-core steps with torch's AdamW and does not ask for its fused kernel"
-        return Feature(name, "unused", detail, without)
+        state: State = "active" if torch.cuda.is_available() else "available"
+        return Feature(name, state, "torch's AdamW, fused, whatever the device", without)
     return Feature(name, "active", f"{adam.__module__}.{adam.__name__}", without)
 
 

@@ -20,7 +20,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """This rank's place. Sizes multiply to ``world_size``."""
+    """This rank's place. Tensor, pipeline and data sizes multiply to ``world_size``.
+
+    ``virtual_size`` is how many virtual pipeline stages each rank has.
+    """
 
     rank: int
     world_size: int
@@ -33,15 +36,18 @@ class Layout:
     sequence_parallel: bool
     use_distributed_optimizer: bool
     device: torch.device
+    virtual_size: int = 1
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds the tokens."""
+        """Whether this rank embeds the tokens, in its first chunk."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Whether this rank computes the loss, in its last chunk."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
@@ -55,6 +61,7 @@ class Layout:
             "world_size": self.world_size,
             "tensor_model_parallel_size": self.tensor_size,
             "pipeline_model_parallel_size": self.pipeline_size,
+            "num_virtual_stages_per_pipeline_rank": self.virtual_size,
             "data_parallel_size": self.data_size,
             "sequence_parallel": self.sequence_parallel,
             "use_distributed_optimizer": self.use_distributed_optimizer,
@@ -74,6 +81,7 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     # torchrun sets both; a scheduler may set WORLD_SIZE alone, for a process that is on its own.
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     check_layout(options, world_size)
+    virtual = for_training(options).num_virtual_stages_per_pipeline_rank
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -84,6 +92,8 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        # megatron takes None for a pipeline that is not interleaved.
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)
@@ -112,9 +122,13 @@ def check_degrees(options: ParallelOptions) -> None:
     for flag, value in (
         ("--tensor-model-parallel-size", options.tensor_model_parallel_size),
         ("--pipeline-model-parallel-size", options.pipeline_model_parallel_size),
+        (
+            "--num-virtual-stages-per-pipeline-rank",
+            for_training(options).num_virtual_stages_per_pipeline_rank,
+        ),
     ):
         if value < 1:
-            raise UserError(f"{flag} {value}: it counts ranks, from 1 on")
+            raise UserError(f"{flag} {value}: it counts from 1 on")
 
 
 def check_layout(options: ParallelOptions, world_size: int) -> None:
@@ -130,6 +144,49 @@ def check_layout(options: ParallelOptions, world_size: int) -> None:
         raise UserError(
             "--sequence-parallel splits work among tensor-parallel ranks; "
             "leave it out, or give --tensor-model-parallel-size 2 or more"
+        )
+    _check_training_layout(for_training(options))
+
+
+def for_training(options: ParallelOptions) -> TrainingParallelOptions:
+    """``options``, with what only training has at its defaults where they are not of training."""
+    if isinstance(options, TrainingParallelOptions):
+        return options
+    return TrainingParallelOptions(**dataclasses.asdict(options))
+
+
+def _check_training_layout(options: TrainingParallelOptions) -> None:
+    if options.num_virtual_stages_per_pipeline_rank > 1 == options.pipeline_model_parallel_size:
+        raise UserError(
+            f"--num-virtual-stages-per-pipeline-rank "
+            f"{options.num_virtual_stages_per_pipeline_rank} interleaves pipeline stages; "
+            "leave it out, or give --pipeline-model-parallel-size 2 or more"
+        )
+    if options.overlap_param_gather and not options.use_distributed_optimizer:
+        raise UserError(
+            "--overlap-param-gather: only a sharded optimizer gathers parameters; "
+            "give --use-distributed-optimizer too, or leave it out"
+        )
+    if options.overlap_param_gather and not options.overlap_grad_reduce:
+        raise UserError(
+            "--overlap-param-gather needs --overlap-grad-reduce, whose buckets it gathers by; "
+            "give both"
+        )
+
+
+def check_interleaving(options: TrainingParallelOptions, num_microbatches: int) -> None:
+    """Refuse a step that the interleaved schedule cannot go through.
+
+    Raises:
+        UserError: if micro-batches do not come in groups of as many as there are stages.
+    """
+    virtual = options.num_virtual_stages_per_pipeline_rank
+    pipeline = options.pipeline_model_parallel_size
+    if virtual > 1 and num_microbatches % pipeline:
+        raise UserError(
+            f"--num-virtual-stages-per-pipeline-rank {virtual}: {num_microbatches} micro-batch(es) "
+            f"per step and rank are not a multiple of --pipeline-model-parallel-size {pipeline}; "
+            "change --global-batch-size or --micro-batch-size"
         )
 
 
@@ -192,6 +249,7 @@ def _init_process_group(world_size: int, device: torch.device) -> None:
 def _current_layout(options: ParallelOptions, device: torch.device) -> Layout:
     from megatron.core import parallel_state
 
+    training = for_training(options)
     return Layout(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -202,7 +260,9 @@ def _current_layout(options: ParallelOptions, device: torch.device) -> Layout:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         sequence_parallel=options.sequence_parallel,
-        use_distributed_optimizer=isinstance(options, TrainingParallelOptions)
-        and options.use_distributed_optimizer,
+        use_distributed_optimizer=training.use_distributed_optimizer,
         device=device,
+        virtual_size=training.num_virtual_stages_per_pipeline_rank,
+        overlap_grad_reduce=training.overlap_grad_reduce,
+        overlap_param_gather=training.overlap_param_gather,
     )

@@ -17,6 +17,8 @@ METHOD_LABELS = {
     "chameleon-pretrain": "Chameleon",
     "chameleon-finetune": "Chameleon (fine-tuning)",
 }
+# Beside a run with weights for fine-tuning, where "Chameleon" alone would be either.
+LABEL_BESIDE_FINE_TUNING = {"chameleon-pretrain": "Chameleon (pretraining)"}
 # Weights of a run and of the file it was given differ by rounding at most.
 SAME_WEIGHT = 1e-9
 
@@ -97,8 +99,9 @@ def run_labels(runs: Mapping[str, TrainingRun], names: Iterable[str]) -> dict[st
     names = list(names)
     methods = {name: runs[name].mixture_method for name in names if name in runs}
     count = Counter(methods.values())
+    known = METHOD_LABELS | (LABEL_BESIDE_FINE_TUNING if count["chameleon-finetune"] else {})
     return {
-        name: METHOD_LABELS.get(methods[name], name)
+        name: known.get(methods[name], name)
         if name in methods and count[methods[name]] == 1
         else name
         for name in names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_chameleon.artifacts import DomainTokens
+from megatron_chameleon.artifacts import DrawnTokens, implied_epochs
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.blend.token_data import TokenData
 
@@ -15,7 +15,7 @@ def drawn_tokens(
     samples: int,
     seq_length: int,
     got: Mapping[str, int],
-) -> dict[str, DomainTokens]:
+) -> dict[str, DrawnTokens]:
     """Domain -> what the first ``samples`` samples asked for, and what was got.
 
     Args:
@@ -28,7 +28,7 @@ def drawn_tokens(
     weights = schedule.weights_at(max(samples - 1, 0))
     asked = schedule.samples_asked(samples)
     return {
-        domain.name: DomainTokens(
+        domain.name: DrawnTokens(
             weight=weight / sum(weights),
             asked=asked_samples * seq_length,
             got=got.get(domain.name, 0),
@@ -43,13 +43,11 @@ def planned_epochs(
 ) -> dict[str, float]:
     """Domain -> passes over its tokens that the whole run asks for."""
     asked = schedule.samples_asked(num_samples)
-    return {
-        domain.name: samples * seq_length / max(domain.tokens, 1)
-        for domain, samples in zip(data.domains, asked, strict=True)
-    }
+    shares = {name: n / num_samples for name, n in zip(data.names, asked, strict=True)}
+    return implied_epochs(data.tokens, shares, num_samples * seq_length)
 
 
-def drawn_lines(drawn: Mapping[str, DomainTokens]) -> str:
+def drawn_lines(drawn: Mapping[str, DrawnTokens]) -> str:
     """A line per domain: its tokens asked and got, and the epochs that these are."""
     width = max(len(name) for name in drawn)
     return "\n".join(

@@ -2,71 +2,78 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import sys
-from collections import Counter
+import contextlib
+from collections.abc import Iterator
 
-from megatron_chameleon.artifacts import (
-    Corpus,
-    Cost,
-    DomainTokens,
-    Stopwatch,
-    TrainingRun,
-)
-from megatron_chameleon.artifacts.checkpoint import (
-    CheckpointRecord,
-    MixturePhase,
-    checkpoint_folders,
-    step_folder,
-)
-from megatron_chameleon.artifacts.training_run import METRICS_NAME, Status
+import torch
+
+from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts.training_run import Status
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.dataset import BlendedTokens
-from megatron_chameleon.blend.sampler import MicroBatchIterator, check_batch_sizes
+from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator, check_batch_sizes
 from megatron_chameleon.blend.schedule import MixtureSchedule
-from megatron_chameleon.checkpoint.load import load_training
-from megatron_chameleon.checkpoint.save import save_checkpoint
-from megatron_chameleon.checkpoint.state import training_state
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.flops import training_flops
-from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.options.training import PretrainOptions
-from megatron_chameleon.parallel.layout import Layout, distributed, from_main
-from megatron_chameleon.progress import progress_bar
-from megatron_chameleon.training.drawn import drawn_lines, drawn_tokens, planned_epochs
-from megatron_chameleon.training.metrics import (
-    Interval,
-    IntervalMeter,
-    append_metrics,
-    duration,
-    progress_line,
+from megatron_chameleon.parallel.layout import (
+    Layout,
+    check_interleaving,
+    distributed,
+    from_main,
 )
-from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.plan import TrainingPlan, plan_training
+from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.training.agreement import StepAgreement
+from megatron_chameleon.training.announcements import announce, say_finished, say_stopped
+from megatron_chameleon.training.checkpointing import Checkpointing
+from megatron_chameleon.training.determinism import deterministic_algorithms
+from megatron_chameleon.training.guards import StepGuard
+from megatron_chameleon.training.hook import TrainingHook
+from megatron_chameleon.training.plan import TrainingPlan, plan_training, warn_of_repeats
+from megatron_chameleon.training.prefetch import read_ahead
+from megatron_chameleon.training.profiling import StepProfiler
+from megatron_chameleon.training.records import RunRecords
 from megatron_chameleon.training.resume import (
     Progress,
     check_same_samples,
     find_progress,
     resumed_schedule,
 )
-from megatron_chameleon.training.step import BatchShape, train_step
+from megatron_chameleon.training.run_log import RunLog, Standing
+from megatron_chameleon.training.skipped import SkippedStep, streak_message
+from megatron_chameleon.training.step import StepResult, train_step
+from megatron_chameleon.training.stopping import StopRequests
+from megatron_chameleon.training.trained_model import build_trained_model
+from megatron_chameleon.training.validation import open_validation
+from megatron_chameleon.training.watch import MakeHook, Watch, make_hook
 
 
-def pretrain(options: PretrainOptions) -> None:
+def pretrain(options: PretrainOptions, watched_by: MakeHook | None = None) -> None:
     """Train, or go on training, what ``options`` describe. Every rank calls this.
+
+    Args:
+        options: of the run.
+        watched_by: makes the hook of a method that watches the run, if one does.
 
     Raises:
         UserError: for a mistake in the options or in what they name, before anything is written or
-            deleted; later, if the loss is no longer a number.
+            deleted; later, if too many steps in a row have to be skipped.
     """
-    with distributed(options.parallel, options.seed) as layout:
+    stops = StopRequests(options.stopping)
+    with (
+        deterministic_algorithms(options.deterministic),
+        distributed(options.parallel, options.seed) as layout,
+    ):
         plan = from_main(lambda: plan_training(options))
         check_batch_sizes(options.global_batch_size, options.micro_batch_size, layout.data_size)
+        check_interleaving(
+            options.parallel,
+            options.global_batch_size // (options.micro_batch_size * layout.data_size),
+        )
         if options.data.verify_corpus:
             verify_corpus(options, layout)
         samples = samples_of(plan, plan.schedule)
-        progress = from_main(lambda: find_progress(plan))
+        progress = find_progress(plan, layout)
         if progress.step >= options.train_iters:
             if layout.is_main:
                 print(f"{options.run_dir} is finished at step {progress.step}; nothing to do")
@@ -74,7 +81,9 @@ def pretrain(options: PretrainOptions) -> None:
         schedule = resumed_schedule(plan, progress.checkpoint)
         if schedule != plan.schedule:  # weights have changed in ways that the options do not say
             samples = samples_of(plan, schedule)
-        Trainer(plan, layout, progress, samples).run()
+        warn_of_repeats(plan, schedule)
+        hook = make_hook(watched_by, plan, layout, progress)
+        Trainer(plan, layout, progress, samples, stops, hook).run()
 
 
 def verify_corpus(options: PretrainOptions, layout: Layout) -> None:
@@ -110,12 +119,23 @@ class Trainer:
     """One rank's side of a training run."""
 
     def __init__(
-        self, plan: TrainingPlan, layout: Layout, progress: Progress, samples: BlendedTokens
+        self,
+        plan: TrainingPlan,
+        layout: Layout,
+        progress: Progress,
+        samples: BlendedTokens,
+        stops: StopRequests,
+        hook: TrainingHook | None,
     ) -> None:
         options = plan.options
-        self.plan, self.options, self.layout = plan, options, layout
-        self.samples = samples
-        self.batches = MicroBatchIterator(
+        self.plan, self.options, self.layout, self.stops = plan, options, layout, stops
+        self.hook = hook
+        if progress.checkpoint:
+            check_same_samples(samples, progress.checkpoint)
+        self.records = RunRecords(plan, layout, samples, progress)
+        self.log = RunLog(self.records)
+        self.checkpoints = Checkpointing(self.records)
+        self.batches: Iterator[Batch] = MicroBatchIterator(
             samples,
             options.global_batch_size,
             options.micro_batch_size,
@@ -123,227 +143,170 @@ class Trainer:
             layout.data_size,
             start_step=progress.step,
         )
-        if progress.checkpoint:
-            check_same_samples(samples, progress.checkpoint)
-        unit = options.micro_batch_size * layout.data_size
-        self.batch_shape = BatchShape(
-            num_microbatches=options.global_batch_size // unit,
-            micro_batch_size=options.micro_batch_size,
-            seq_length=options.seq_length,
-        )
-        model = build_model(
-            plan.shape,
-            layout,
-            options.seed,
-            bf16=options.bf16,
-            per_token_loss=options.boundaries.eod_mask_loss,
-        )
-        self.model = data_parallel(model, layout, bf16=options.bf16)
-        self.optimizer = build_optimizer(self.model, options.optimizer, layout, bf16=options.bf16)
-        self.scheduler = build_scheduler(self.optimizer, options.optimizer, options.train_iters)
-        self.meter = IntervalMeter(plan.data.names, layout)
-        self.step = self.logged_step = progress.step
-        self.domain_tokens: Counter[str] = Counter()
-        self.cost_before = progress.run.cost if progress.run else Cost()
-        self.first_step = progress.step
-        self.stopwatch = Stopwatch()
-        if progress.checkpoint:
-            load_training(progress.checkpoint, self.model, self.optimizer, self.scheduler)
-            self.domain_tokens.update(progress.checkpoint.domain_tokens)
+        self.model = build_trained_model(plan, layout, progress, hook)
+        self.watch = Watch(hook, self.model.passes, self.records) if hook else None
+        self.model.optimizer.accepts = self._judge
+        self.validation = open_validation(plan, self.model.passes, layout)
+        self.profiler = StepProfiler(options.profiling, options.run_dir, layout)
+        self.guard = StepGuard(options.guards, progress.guard)
+        self.agreement = StepAgreement(layout)
+        self.objection: str | None = None
+        self.streak: list[SkippedStep] = []
+        self.skipped_since_log: list[SkippedStep] = []
+        self.stop_reasons: list[str] = []
+        self.save_is_due = False
+        self.step = progress.step
 
     def run(self) -> None:
         """Train to the last step; a run.json on disk says at any time how far it came."""
         self.record("running")
-        self.announce()
+        announce(self.records)
         try:
-            self._run_steps()
+            with self.stops, self._batches_ahead() as batches:
+                self.batches = self.log.phases.timed(batches, "data")
+                self._run_steps()
         except KeyboardInterrupt:
             self.record("interrupted")
             raise
         except Exception:
             self.record("failed")
             raise
-        self.record("finished")
-        self.say_goodbye()
+        finally:
+            self.profiler.finish(self.step)
+            self.log.close()
+        self._leave()
 
     def _run_steps(self) -> None:
-        """The steps that are left, logging and saving on the way."""
-        while self.step < self.options.train_iters:
-            self.meter.add(
-                train_step(
-                    self.model,
-                    self.optimizer,
-                    self.scheduler,
-                    self.batches,
-                    self.batch_shape,
-                    num_domains=len(self.plan.data.names),
-                )
-            )
-            self.step += 1
-            last = self.step == self.options.train_iters
-            save = last or self.step % self.options.save_interval == 0
-            if save or self.step % self.options.log_interval == 0:
-                self.log()
-            if save:
-                self.save()
-                self.meter.restart_clock()
+        """The steps that are left, or those until all ranks have agreed to stop."""
+        self.log.open()
+        while self.step < self.options.train_iters and not self.stop_reasons:
+            self._run_step()
+            self._log_and_save()
+        if self.checkpoints.wait():
+            self.record("running")
 
-    def log(self) -> None:
-        """Write and print the interval's figures.
+    def _batches_ahead(self) -> contextlib.AbstractContextManager[Iterator[Batch]]:
+        """None are read ahead where the mixture may change before they are trained on."""
+        if self.hook and self.hook.mixture_interval:
+            return contextlib.nullcontext(self.batches)
+        return read_ahead(self.batches, self.layout.device)
+
+    def _run_step(self) -> None:
+        """One step, which the guard may skip.
 
         Raises:
-            UserError: if the loss or the gradient is no longer a number, before a checkpoint of
-                such weights is written.
+            UserError: if too many in a row were skipped.
         """
-        interval = self.meter.read()
-        self.domain_tokens.update(interval.domain_tokens_drawn)
-        self.logged_step = self.step
-        for name, value in (("loss", interval.loss), ("gradient's norm", interval.grad_norm)):
-            if not math.isfinite(value):
-                raise UserError(
-                    f"the {name} is {value} at step {self.step}; lower --lr or lengthen "
-                    f"--lr-warmup-iters; checkpoints up to here are in {self.options.run_dir}"
-                )
-        self._write_log(interval)
-
-    def _write_log(self, interval: Interval) -> None:
-        if not self.layout.is_main:
+        self.profiler.before_step(self.step)
+        self.log.phases.start()
+        model = self.model
+        result = train_step(model.chunks, model.optimizer, model.scheduler, self._forward_backward)
+        self.log.phases.lap("optimizer")
+        self.step += 1
+        self.profiler.after_step(self.step)
+        self.log.meter.add(result)
+        self.stop_reasons = self.agreement.stop_reasons()
+        if not result.skipped:
+            self.streak = []
             return
-        lr = self.optimizer.param_groups[0]["lr"]
-        seconds = self.stopwatch.seconds()
-        left = seconds / (self.step - self.first_step) * (self.options.train_iters - self.step)
-        print(progress_line(self.step, self.options.train_iters, lr, interval, left), flush=True)
-        append_metrics(
-            self.options.run_dir / METRICS_NAME,
-            {
-                "step": self.step,
-                "tokens": self.step * self.plan.tokens_per_step,
-                "lr": lr,
-                "seconds": round(self.cost_before.wall_seconds + seconds, 3),
-                **dataclasses.asdict(interval),
-                "drawn": {
-                    name: {"asked": round(d.asked), "got": d.got, "epochs": round(d.epochs, 4)}
-                    for name, d in self.drawn().items()
-                },
-            },
-        )
+        self._note_skipped(result)
+        if self.guard.gives_up or (self._is_last and not self.guard.updates):
+            self._write_log(validate=False)
+            self.checkpoints.wait()
+            raise UserError(streak_message(self.streak, self.records.last_checkpoint()))
 
-    def save(self) -> None:
-        """Write a checkpoint and bring run.json up to date."""
-        state = training_state(self.model, self.optimizer, self.scheduler, is_loading=False)
-        record = CheckpointRecord(
-            root=step_folder(self.options.run_dir, self.step),
-            model=dataclasses.asdict(self.plan.shape),
-            step=self.step,
-            samples=self.samples_done,
-            domain_samples=dict(
-                zip(
-                    self.plan.data.names,
-                    self.samples.counts(self.samples_done).tolist(),
-                    strict=True,
-                )
-            ),
-            mixture_phases=[
-                MixturePhase(
-                    phase.first_sample, dict(zip(self.plan.data.names, phase.weights, strict=True))
-                )
-                for phase in self.samples.schedule.until(self.samples_done)
-            ],
-            domain_tokens=dict(self.domain_tokens),
-            tokenizer_hash=self.plan.data.tokenizer.sha256,
-            corpus_hash=self.plan.data.hash,
-            mixture_hash=self.plan.mixture.hash,
-            layout=self.layout.describe(),
-            files={},
-            provenance=self.plan.provenance,
-        )
-        save_checkpoint(state, record)
-        self.record("running")
+    def _forward_backward(self) -> torch.Tensor:
+        """The passes of a step; what the ranks have to agree on then goes its way."""
+        if self.watch:
+            sums = self.watch.forward_backward(self.batches, self.step)
+        else:
+            sums = self.model.passes.forward_backward(self.batches)
+        self.log.phases.lap("forward_backward")
+        self.agreement.send(sums, self.stops.flags())
+        return sums
 
-    @property
-    def samples_done(self) -> int:
-        """Samples of the steps done."""
-        return self.step * self.options.global_batch_size
+    def _judge(self, grad_norm: float) -> bool:
+        """Whether the step may update the model; the optimizer asks, with the norm in its hands."""
+        self.objection = self.guard.judge(self.agreement.loss(), grad_norm)
+        return self.objection is None
 
-    def drawn(self) -> dict[str, DomainTokens]:
-        """Tokens and epochs per domain up to the last log, asked and got."""
-        return drawn_tokens(
-            self.plan.data,
-            self.samples.schedule,
-            self.logged_step * self.options.global_batch_size,
-            self.options.seq_length,
-            self.domain_tokens,
+    def _note_skipped(self, result: StepResult) -> None:
+        assert self.objection is not None
+        step = SkippedStep(
+            self.step,
+            self.objection,
+            self.records.domain_samples(self.step),
+            self.log.meter.domain_losses(result.domain_sums),
         )
+        self.streak.append(step)
+        self.skipped_since_log.append(step)
+        if self.layout.is_main:
+            print(step.line(), flush=True)
+
+    def _log_and_save(self) -> None:
+        """Log, validate and save where the step asks for it.
+
+        No checkpoint is written among skipped steps, so that there is one from before them.
+        """
+        self.save_is_due |= self.step % self.options.save_interval == 0
+        leaving = self._is_last or bool(self.stop_reasons)
+        save = (leaving and self.guard.updates > 0) or (self.save_is_due and not self.streak)
+        validate = self.validation is not None and (
+            self.step % self.options.validation.eval_interval == 0
+        )
+        if save or leaving or validate or self.step % self.options.log_interval == 0:
+            self._write_log(validate=validate)
+        if save:
+            self._save(is_last=leaving)
+        elif self.checkpoints.poll():
+            self.record("running")
+
+    def _write_log(self, *, validate: bool) -> None:
+        interval = self.log.read(self.step)
+        losses: dict[str, float] = {}
+        if validate and self.validation:
+            with self.log.phases.during("validation"):
+                losses = self.validation.losses()
+            options, tokens = self.options, self.validation.num_tokens
+            self.records.extra_flops += forward_flops(self.plan.shape, tokens, options.seq_length)
+        standing = Standing(
+            self.step,
+            self.model.lr,
+            self.guard.skipped,
+            self.skipped_since_log,
+            losses,
+            self.watch.metrics() if self.watch else None,
+        )
+        self.log.write(interval, standing)
+        self.skipped_since_log = []
+
+    def _save(self, *, is_last: bool) -> None:
+        """Write a checkpoint, or begin to, and bring run.json up to date."""
+        with self.log.phases.during("saving"):
+            hook = self.watch.state() if self.watch else None
+            record = self.records.checkpoint(self.step, self.guard.state(), hook)
+            self.checkpoints.save(self.model.state(), record, is_last=is_last)
+            self.record("running")
+        self.save_is_due = False
+        self.log.meter.restart_clock()
 
     def record(self, status: Status) -> None:
         """Bring run.json up to date, on rank 0."""
-        if not self.layout.is_main:
-            return
-        plan, drawn = self.plan, self.drawn()
-        TrainingRun(
-            root=self.options.run_dir,
-            status=status,
-            step=self.step,
-            train_iters=self.options.train_iters,
-            tokens=self.step * plan.tokens_per_step,
-            model=dataclasses.asdict(plan.shape),
-            parameters=plan.shape.num_parameters,
-            mixture={name: domain.weight for name, domain in drawn.items()},
-            mixture_method=plan.mixture.method,
-            domain_tokens=drawn,
-            checkpoints=[
-                str(path.relative_to(self.options.run_dir))
-                for path in checkpoint_folders(self.options.run_dir)
-            ],
-            provenance=plan.provenance,
-            cost=self.cost_before + self._cost(),
-        ).save()
+        self.records.write_run(self.step, status, self.guard.skipped, self._stopped_by)
 
-    def announce(self) -> None:
-        """Say what starts."""
-        if not self.layout.is_main:
+    def _leave(self) -> None:
+        if self._stopped_by is None:
+            self.record("finished")
+            say_finished(self.records, self.step)
             return
-        options, layout, shape = self.options, self.layout, self.plan.shape
-        verb = f"continuing at step {self.step}" if self.step else "training"
-        print(
-            f"{verb}: {options.model_size}, {shape.num_parameters:,} parameters, "
-            f"{options.train_iters} steps of {self.plan.tokens_per_step:,} tokens on "
-            f"{layout.world_size} x {layout.describe()['device']} (tensor {layout.tensor_size}, "
-            f"pipeline {layout.pipeline_size}, data {layout.data_size})"
-        )
-        plan, schedule = self.plan, self.samples.schedule
-        epochs = planned_epochs(plan.data, schedule, plan.num_samples, options.seq_length)
-        weights = self.drawn()
-        print(
-            f"mixture {plan.mixture.method}: "
-            + ", ".join(
-                f"{name} {domain.weight:.3f} ({epochs[name]:.2f} epochs)"
-                for name, domain in weights.items()
-            )
-        )
-        for phase in schedule.phases:
-            if phase.first_sample >= max(self.samples_done, 1):
-                step = phase.first_sample // options.global_batch_size
-                shares = zip(plan.data.names, phase.weights, strict=True)
-                print(f"from step {step}: " + ", ".join(f"{n} {w:.3f}" for n, w in shares))
-        sys.stdout.flush()
+        self.record("interrupted")
+        say_stopped(self.records, self.step, self._stopped_by, saved=self.guard.updates > 0)
 
-    def say_goodbye(self) -> None:
-        """Say what was made, and what can be run next."""
-        if not self.layout.is_main:
-            return
-        cost = self._cost()
-        print(
-            f"trained to step {self.step} in {duration(cost.wall_seconds)}, "
-            f"{cost.flops:.2e} FLOPs\n"
-            f"drawn so far:\n{drawn_lines(self.drawn())}\n"
-            f"checkpoint: {step_folder(self.options.run_dir, self.step)}\n"
-            f"next: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
-            f"--corpus {self.options.corpus or 'CORPUS'} --checkpoint {self.options.run_dir}",
-            flush=True,
-        )
+    @property
+    def _is_last(self) -> bool:
+        return self.step == self.options.train_iters
 
-    def _cost(self) -> Cost:
-        tokens = (self.step - self.first_step) * self.plan.tokens_per_step
-        flops = training_flops(self.plan.shape, tokens, self.options.seq_length)
-        return self.stopwatch.cost(flops, self.layout.world_size)
+    @property
+    def _stopped_by(self) -> str | None:
+        """Why the run leaves before its last step, if it does."""
+        return None if self._is_last else ", ".join(self.stop_reasons) or None

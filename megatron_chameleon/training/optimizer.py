@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -18,23 +20,54 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.fused_optimizer import use_fused_kernels
+from megatron_chameleon.training.guards import GuardedOptimizer
 
 
-def data_parallel(model: torch.nn.Module, layout: Layout, *, bf16: bool) -> DistributedDataParallel:
-    """``model`` with gradient buffers that are averaged over data-parallel ranks, in fp32."""
-    return DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=layout.use_distributed_optimizer,
-            grad_reduce_in_fp32=bf16,
-        ),
-        model,
-    )
+def data_parallel(
+    model: Sequence[torch.nn.Module], layout: Layout, *, bf16: bool
+) -> list[DistributedDataParallel]:
+    """The chunks of ``model`` with gradients that data-parallel ranks average, in fp32."""
+    wrapped = [
+        DistributedDataParallel(
+            chunk.config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=layout.use_distributed_optimizer,
+                overlap_grad_reduce=layout.overlap_grad_reduce,
+                overlap_param_gather=layout.overlap_param_gather,
+                grad_reduce_in_fp32=bf16,
+            ),
+            chunk,
+            # The communication of later chunks hides behind the earlier ones' computation.
+            disable_bucketing=number > 0,
+        )
+        for number, chunk in enumerate(model)
+    ]
+    if layout.overlap_grad_reduce:
+        _reduce_after_the_last_micro_batch(wrapped)
+    return wrapped
+
+
+def _reduce_after_the_last_micro_batch(model: list[DistributedDataParallel]) -> None:
+    """Tell schedules, by the config that the chunks share, when gradients may be sent.
+
+    Stages after the first hold theirs back until all can send at once, as Megatron does unless
+    told otherwise.
+    """
+    config = model[0].config
+    no_sync = [chunk.no_sync for chunk in model]
+    start_sync = [chunk.start_grad_sync for chunk in model]
+    config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+    config.grad_sync_func = start_sync if len(model) > 1 else start_sync[0]
 
 
 def build_optimizer(
-    model: DistributedDataParallel, options: OptimizerOptions, layout: Layout, *, bf16: bool
-) -> MegatronOptimizer:
+    model: Sequence[DistributedDataParallel],
+    options: OptimizerOptions,
+    layout: Layout,
+    *,
+    bf16: bool,
+) -> GuardedOptimizer:
     """AdamW on matrices with weight decay, on vectors without; gradients clipped globally."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -48,15 +81,20 @@ def build_optimizer(
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_param_gather=layout.overlap_param_gather,
     )
-    optimizer = get_megatron_optimizer(
-        config,
-        [model],
-        config_overrides=get_standard_config_overrides(config),
-        use_gloo_process_groups=False,
+    optimizer = GuardedOptimizer(
+        get_megatron_optimizer(
+            config,
+            list(model),
+            config_overrides=get_standard_config_overrides(config),
+            use_gloo_process_groups=False,
+        )
     )
-    model.config.grad_scale_func = optimizer.scale_loss
-    model.config.finalize_model_grads_func = finalize_model_grads
+    use_fused_kernels(optimizer)
+    config_of_chunks = model[0].config  # one object, whatever their number
+    config_of_chunks.grad_scale_func = optimizer.scale_loss
+    config_of_chunks.finalize_model_grads_func = finalize_model_grads
     return optimizer
 
 

@@ -7,35 +7,33 @@ import math
 import warnings
 from pathlib import Path
 
-from megatron_chameleon.artifacts import (
-    Corpus,
-    Mixture,
-    MixtureWarning,
-    provenance,
-)
+from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, provenance
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.blend.schedule import MixtureSchedule
+from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
+from megatron_chameleon.blend.schedule import MixtureSchedule, check_changes
 from megatron_chameleon.blend.token_data import (
-    DataPath,
     TokenData,
     check_enough_tokens,
     check_weights,
     corpus_tokens,
-    data_path_tokens,
 )
-from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.compiled_layers import check_compile
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
 from megatron_chameleon.training.drawn import planned_epochs
+from megatron_chameleon.training.option_checks import check_watching
+from megatron_chameleon.training.pretrained import Pretrained, find_pretrained
 
 LARGEST_SEED = 2**32 - 1  # numpy's RandomState, by which megatron orders samples, takes no more
-
-
 # Beyond about four epochs, more passes over the same text teach less and less: Muennighoff et al.
 # 2023, "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4.0
+# What a corpus says itself.
+ONLY_FOR_DATA_PATH = ("split", "tokenizer_model", "tiktoken_pattern", "eod_token")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +46,7 @@ class TrainingPlan:
         mixture: what the run begins with.
         schedule: the weights of every sample, in the order of ``data.names``.
         by_size: whether the weights are sizes of data sets that were given without weights.
+        pretrained: the weights that the run starts from; None starts from random ones.
         shape: of the model.
         provenance: of the run.
     """
@@ -57,6 +56,7 @@ class TrainingPlan:
     mixture: Mixture
     schedule: MixtureSchedule
     by_size: bool
+    pretrained: Pretrained | None
     shape: ModelShape
     provenance: Provenance
 
@@ -79,24 +79,31 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     """
     check_counts(options)
     check_optimizer(options.optimizer, options.train_iters)
+    check_watching(options)
+    check_cache(options.data)
     size = model_size(options.model_size)
     check_model_layout(size, options.parallel, options.seq_length)
+    if options.compile_layers:
+        check_compile(options.parallel)
     loaded = load_data(options)
     data = loaded.data
     schedule = load_schedule(options, data, loaded.weights)
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
-    plan = TrainingPlan(
+    pretrained = find_pretrained(options, size, data)
+    inputs = {"corpus": data.hash, "mixture": loaded.mixture.hash}
+    return TrainingPlan(
         options=options,
         data=data,
         mixture=loaded.mixture,
         schedule=schedule,
         by_size=loaded.by_size,
-        shape=ModelShape(size, data.tokenizer.vocab_size, options.seq_length),
-        provenance=provenance(options, {"corpus": data.hash, "mixture": loaded.mixture.hash}),
+        pretrained=pretrained,
+        shape=pretrained.shape
+        if pretrained
+        else ModelShape(size, data.tokenizer.vocab_size, options.seq_length),
+        provenance=provenance(options, inputs | (pretrained.inputs() if pretrained else {})),
     )
-    warn_of_repeats(plan)
-    return plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +134,13 @@ def load_data(options: PretrainOptions) -> LoadedData:
 
 
 def _load_corpus(options: PretrainOptions, folder: Path) -> LoadedData:
+    for field in ONLY_FOR_DATA_PATH:
+        value = getattr(options.data, field)
+        if value != getattr(DataOptions(), field):
+            raise UserError(
+                f"--{field.replace('_', '-')} {value} is for --data-path; --corpus {folder} says "
+                "it itself: leave the option out"
+            )
     corpus = Corpus.load(folder)
     mixture = load_mixture(options.mixture, corpus.names)
     weights = mixture.weights_for(corpus.names, str(folder))
@@ -143,9 +157,13 @@ def _load_data_path(options: PretrainOptions, path: DataPath) -> LoadedData:
         raise UserError("--verify-corpus needs a --corpus, which knows its hashes; leave it out")
     if options.data.tokenizer_model is None:
         raise UserError("--data-path needs --tokenizer-model: what made its tokens?")
-    tokenizer = load_tokenizer(options.data.tokenizer_model, options.data.eod_token)
+    tokenizer = load_tokenizer(
+        options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
+    )
     data = data_path_tokens(path, options.data.split, tokenizer.identity)
-    sizes = [max(domain.tokens - 1, 0) // options.seq_length for domain in data.domains]
+    if path.weights is None:  # a size of 0 is not for the user to have meant
+        check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
+    sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]
     weights = [float(weight) for weight in path.weights or sizes]
     check_weights(data, weights)
     total = math.fsum(weights)
@@ -167,6 +185,8 @@ def load_schedule(
     Raises:
         UserError: for a change at no step of the run, two at one, or in Megatron's order.
     """
+    if not all(options.data.mixture_change):
+        raise UserError("--mixture-change: give STEP=MIXTURE, or leave it out")
     changes: dict[int, str] = {}
     for given in options.data.mixture_changes:
         step, name = _change(given, options.train_iters)
@@ -177,11 +197,7 @@ def load_schedule(
     for step, name in sorted(changes.items()):
         new = load_mixture(name, data.names).weights_for(data.names, data.where)
         schedule = schedule.changed(step * options.global_batch_size, new)
-    if changes and options.data.permutation == "megatron":
-        raise UserError(
-            "--mixture-change: Megatron's order of samples hangs on weights that stay the same; "
-            "begin the run with --permutation epoch"
-        )
+    check_changes(schedule, options.data.permutation)
     return schedule
 
 
@@ -194,9 +210,9 @@ def _change(given: str, train_iters: int) -> tuple[int, str]:
     return int(step), name
 
 
-def warn_of_repeats(plan: TrainingPlan) -> None:
-    """Warn of every domain that the run goes through more than MANY_EPOCHS times."""
-    epochs = planned_epochs(plan.data, plan.schedule, plan.num_samples, plan.options.seq_length)
+def warn_of_repeats(plan: TrainingPlan, schedule: MixtureSchedule) -> None:
+    """Warn of every domain that the run, drawn by ``schedule``, repeats over MANY_EPOCHS times."""
+    epochs = planned_epochs(plan.data, schedule, plan.num_samples, plan.options.seq_length)
     for name, tokens in plan.data.tokens.items():
         if epochs[name] > MANY_EPOCHS:
             warnings.warn(
@@ -222,6 +238,15 @@ def check_counts(options: PretrainOptions) -> None:
             raise UserError(f"--{field.replace('_', '-')} {value}: give a whole number from 1 on")
     if not 0 <= options.seed <= LARGEST_SEED:
         raise UserError(f"--seed {options.seed}: give a whole number from 0 to {LARGEST_SEED}")
+
+
+def check_cache(options: DataOptions) -> None:
+    """Raises UserError for a cache of indices that the order does not have."""
+    if options.data_cache_path is not None and options.permutation != "megatron":
+        raise UserError(
+            f"--data-cache-path {options.data_cache_path}: --permutation {options.permutation} has "
+            "no indices to keep; leave it out"
+        )
 
 
 def check_optimizer(options: OptimizerOptions, train_iters: int) -> None:

@@ -4,37 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import warnings
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
+from megatron_chameleon.artifacts.checkpoint import (
+    CheckpointRecord,
+    CheckpointWarning,
+    checkpoint_folders,
+)
+from megatron_chameleon.artifacts.checkpoint_upkeep import go_back_to, remove_leftovers_of_run
+from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.provenance import plain_options
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, keep_metrics_until
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.plan import TrainingPlan
+from megatron_chameleon.training.whole_checkpoint import Found, newest_whole_checkpoint
 
-# These may differ when a run is continued: they change nothing of what is computed. A corpus
-# and the first mixture are compared by their hashes, wherever they lie; changes of the mixture that
-# lie ahead may be others than were planned.
+# These may differ when a run is continued: they change nothing of what is computed. The data, the
+# first mixture and the weights that the run started from are compared by their hashes, wherever
+# they lie; changes of the mixture that lie ahead may be others than were planned.
 FREE_OPTIONS = (
     "corpus",
     "data_path",
     "split",
     "tokenizer_model",
+    "tiktoken_pattern",
     "eod_token",
     "data_cache_path",
     "verify_corpus",
     "mixture",
     "mixture_change",
+    "pretrained_checkpoint",
     "run_dir",
     "micro_batch_size",
     "log_interval",
     "save_interval",
     "overwrite",
+    "compile_layers",
+    "deterministic",
     "parallel",
+    "checkpointing",
+    "guards",
+    "stopping",
+    "validation",
+    "logging",
+    "profiling",
 )
 
 
@@ -50,32 +68,61 @@ class Progress:
         """Steps done."""
         return self.checkpoint.step if self.checkpoint else 0
 
+    @property
+    def guard(self) -> dict[str, Any]:
+        """What the judge of steps goes on from."""
+        return self.checkpoint.guard if self.checkpoint else {}
 
-def find_progress(plan: TrainingPlan) -> Progress:
-    """Look into the run's folder and make it ready. Called on one rank.
+
+def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
+    """Look into the run's folder and make it ready. Every rank calls this.
+
+    A damaged checkpoint is passed over for the one before, with a :class:`CheckpointWarning`.
 
     Raises:
-        UserError: if the folder holds a run of other options, corpus or mixture, or a damaged
-            checkpoint.
+        UserError: on every rank, if the folder holds a run of other options, corpus or mixture, or
+            all its checkpoints are damaged. Nothing has been changed then.
     """
+    run = from_main(lambda: _find_run(plan))
+    if run is None:
+        return Progress()
+    found = newest_whole_checkpoint(plan.options.run_dir, layout)
+    return from_main(lambda: _go_on(plan, run, found))
+
+
+def _find_run(plan: TrainingPlan) -> TrainingRun | None:
+    """The run that the folder holds; None if it is to start."""
     folder = plan.options.run_dir
     if plan.options.overwrite and TrainingRun.exists(folder):
         shutil.rmtree(folder)
-    folders = checkpoint_folders(folder)
     if not TrainingRun.exists(folder):
-        if folders:
+        if checkpoint_folders(folder):
             raise UserError(
                 f"{folder} has checkpoints but no run.json, which says what they belong to; "
                 "choose another --run-dir"
             )
-        return Progress()
+        return None
     run = TrainingRun.load(folder)
     _require_same(plan, run)
-    checkpoint = _whole_checkpoint(folders[-1]) if folders else None
-    if checkpoint:
-        _require_same_optimizer(plan, checkpoint)
-    resumed_schedule(plan, checkpoint)  # refuses what does not fit, before anything is cut
-    progress = Progress(run, checkpoint)
+    return run
+
+
+def _go_on(plan: TrainingPlan, run: TrainingRun, found: Found) -> Progress:
+    """Take the run back to the checkpoint that it goes on from."""
+    folder, progress = plan.options.run_dir, Progress(run, found.checkpoint)
+    if found.checkpoint:
+        _require_same_optimizer(plan, found.checkpoint)
+    resumed_schedule(plan, found.checkpoint)  # refuses what does not fit, before anything is cut
+    with writing(folder):
+        moved = go_back_to(folder, progress.step) if found.checkpoint else []
+    if found.problems:
+        warnings.warn(
+            f"{found.problems[0]}: going on from step {progress.step}; kept as "
+            f"{', '.join(map(str, moved))}",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    remove_leftovers_of_run(folder)
     keep_metrics_until(folder / METRICS_NAME, progress.step)
     return progress
 
@@ -122,20 +169,21 @@ def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> 
             )
 
 
-def _whole_checkpoint(folder: Path) -> CheckpointRecord:
-    try:
-        checkpoint = CheckpointRecord.load(folder)
-        checkpoint.verify()
-    except UserError as error:
-        raise UserError(f"{error}: delete {folder} and run again to go on from there") from error
-    return checkpoint
-
-
 def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
     way_out = "choose another --run-dir, or give --overwrite to start anew"
-    for name, value in plan.provenance.inputs.items():
-        if run.provenance.inputs.get(name) != value:
-            raise UserError(f"{run.root} holds a run with another {name}; {way_out}")
+    inputs = plan.provenance.inputs
+    names = list(run.mixture)
+    if run.provenance.inputs.get("corpus") == inputs["corpus"] and names != plan.data.names:
+        raise UserError(  # records are kept by these names
+            f"{run.root} holds a run on the same data by other names: {', '.join(names)}, not "
+            f"{', '.join(plan.data.names)}; give the files their names again, or {way_out}"
+        )
+    from_path = plan.options.data.data_path is not None
+    told = {"corpus": "content of --data-path, --split or tokenizer"} if from_path else {}
+    for name in {**inputs, **run.provenance.inputs}:
+        if run.provenance.inputs.get(name) != inputs.get(name):
+            what = told.get(name, name)
+            raise UserError(f"{run.root} holds a run with another {what}; {way_out}")
     difference = _first_difference(
         run.provenance.options, plain_options(plan.options), FREE_OPTIONS
     )

@@ -12,13 +12,20 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, Mixture
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
+from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from tests.distributed.launch import finish, start, torchrun
 from tests.distributed.layout_cases import MOST_RANKS, Places
-from tests.small_corpus import DOMAINS, write_small_corpus
+from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 
 SECONDS_FOR_ALL_LAYOUTS = 600.0
-CLOCK_FIELDS = ("seconds", "tokens_per_second")
+CLOCK_FIELDS = (
+    "seconds",
+    "tokens_per_second",
+    "tflops_per_second_per_device",
+    "memory_bytes",
+    "phase_seconds",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +74,9 @@ class Results:
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     """A folder with a corpus in it, and a mixture of its domains."""
     places = Places(tmp_path_factory.mktemp("layouts"))
-    write_small_corpus(places.corpus)
+    places.corpus.mkdir()
+    tokenizer = word_tokenizer(places.corpus / "tokenizer.json")
+    write_small_corpus(places.corpus, tokenizer_hash=sha256_of_files(tokenizer))
     Mixture(dict(zip(DOMAINS, [0.0, 0.3, 0.7], strict=True))).save(places.uneven_mixture)
     return places
 

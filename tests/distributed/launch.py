@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,6 +32,8 @@ def flags(options: Any) -> list[str]:
         name = "--" + field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
             found += flags(value)
+        elif isinstance(value, bool) and field.default is True:
+            found += [] if value else ["--no-" + name.removeprefix("--")]
         elif isinstance(value, bool):
             found += [name] if value else []
         elif isinstance(value, tuple):  # of an option that may be given several times
@@ -57,6 +63,23 @@ def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
         return process.wait(seconds)
     finally:
         kill_group(process)
+
+
+def wait_for_step(log: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the run of ``process`` has logged ``step``; fail if it ends before."""
+    while not re.search(rf"^step +{step}/", log.read_text(), re.MULTILINE):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.005)
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process of one rank among the launcher's own children."""
+    (found,) = (
+        child.pid
+        for child in psutil.Process(launcher).children()
+        if child.environ().get("RANK") == str(rank)
+    )
+    return int(found)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

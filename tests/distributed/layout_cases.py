@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from megatron_chameleon.options.data import DataOptions, Permutation
 from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
+from megatron_chameleon.options.recompute import RecomputeOptions
 from megatron_chameleon.options.training import (
     DocumentBoundaryOptions,
     OptimizerOptions,
@@ -30,8 +32,30 @@ class Case:
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     micro_batch_size: int = 2
+    bf16: bool = False
     permutation: Permutation = "megatron"
     """In the orders that allow it, the weights change twice."""
+
+
+VIRTUAL: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+}
+
+
+def interleaved(**more: Any) -> TrainingParallelOptions:
+    """Two ranks of two virtual pipeline stages each, and what else is given."""
+    return TrainingParallelOptions(**VIRTUAL, **more)
+
+
+def overlapped(**more: Any) -> TrainingParallelOptions:
+    """A sharded optimizer whose communication overlaps both passes, and what else is given."""
+    return TrainingParallelOptions(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        **more,
+    )
 
 
 ONE = Case(1)
@@ -48,6 +72,21 @@ TP2_DP2_SHARDED = Case(
     4, TrainingParallelOptions(tensor_model_parallel_size=2, use_distributed_optimizer=True)
 )
 
+VPP2 = Case(2, interleaved())
+FULL = RecomputeOptions(recompute_granularity="full")
+BLOCK = RecomputeOptions("full", recompute_method="block", recompute_num_layers=3)
+SELECTIVE = RecomputeOptions("selective")
+TP2_SP_VPP2_FULL = Case(
+    4, interleaved(tensor_model_parallel_size=2, sequence_parallel=True, recompute=FULL)
+)
+DP2_OVERLAPPED = Case(2, TrainingParallelOptions(overlap_grad_reduce=True))
+DP2_SHARDED_OVERLAPPED = Case(2, overlapped())
+TP2_SP_DP2_OVERLAPPED_SELECTIVE = Case(
+    4, overlapped(tensor_model_parallel_size=2, sequence_parallel=True, recompute=SELECTIVE)
+)
+PP2_DP2_OVERLAPPED = Case(4, overlapped(pipeline_model_parallel_size=2))
+VPP2_DP2_OVERLAPPED_FULL = Case(4, overlapped(**VIRTUAL, recompute=FULL))
+
 RUNS = {
     "one": ONE,
     "one-again": ONE,
@@ -60,8 +99,30 @@ RUNS = {
     "dp2-sharded": DP2_SHARDED,
     "tp2-pp2": TP2_PP2,
     "tp2-dp2-sharded": TP2_DP2_SHARDED,
+    "one-full": Case(1, TrainingParallelOptions(recompute=FULL), micro_batch_size=8),
+    "one-block": Case(1, TrainingParallelOptions(recompute=BLOCK)),
+    "one-selective": Case(1, TrainingParallelOptions(recompute=SELECTIVE)),
+    "vpp2": VPP2,
+    "vpp2-selective": Case(2, interleaved(recompute=SELECTIVE)),
+    "dp2-overlapped": DP2_OVERLAPPED,
+    "dp2-sharded-overlapped": DP2_SHARDED_OVERLAPPED,
+    "tp2-sp-vpp2-full": TP2_SP_VPP2_FULL,
+    "tp2-sp-dp2-overlapped-selective": TP2_SP_DP2_OVERLAPPED_SELECTIVE,
+    "pp2-dp2-overlapped": PP2_DP2_OVERLAPPED,
+    "vpp2-dp2-overlapped-full": VPP2_DP2_OVERLAPPED_FULL,
 }
 """Uninterrupted runs, by name."""
+
+RUNS_BF16 = {
+    f"{name}-bf16": dataclasses.replace(RUNS[name], bf16=True)
+    for name in (
+        "one",
+        "tp2-sp-vpp2-full",
+        "tp2-sp-dp2-overlapped-selective",
+        "vpp2-dp2-overlapped-full",
+    )
+}
+"""Runs in bfloat16 with main weights in float32."""
 
 APART = DocumentBoundaryOptions(
     reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
@@ -104,11 +165,25 @@ RESUMED = {
     "tp2-narrow-to-one": (NARROW_RUN, ONE),
     "one-changing-to-dp2": ("one-changing", DP2_CHANGING),
     "dp2-feistel-to-one": ("dp2-feistel", ONE_FEISTEL),
+    "pp2-to-vpp2": ("pp2", VPP2),
+    "vpp2-to-tp2": ("vpp2", TP2),
+    "pp2-dp2-overlapped-to-one-sharded": ("pp2-dp2-overlapped", ONE_SHARDED),
+    "vpp2-dp2-overlapped-full-to-tp2-dp2-sharded": ("vpp2-dp2-overlapped-full", TP2_DP2_SHARDED),
+    "tp2-dp2-sharded-to-vpp2-dp2-overlapped-full": ("tp2-dp2-sharded", VPP2_DP2_OVERLAPPED_FULL),
+    "vpp2-dp2-overlapped-full-to-vpp2-dp2-overlapped-full": (
+        "vpp2-dp2-overlapped-full",
+        VPP2_DP2_OVERLAPPED_FULL,
+    ),
 }
 """Runs that go on from the middle of another: name -> (that run, the new layout)."""
 
 UNREPAIRED = ("no-repair", "zero-state-only", "shared-step-count")
 """Continuations of 'dp2-sharded' with fewer and fewer of the AdamW repairs missing."""
+
+
+REWRITTEN = {"tp2-pp2": TP2_PP2, "sp2": SP2, "vpp2": VPP2, NARROW_RUN: TP2}
+"""Layouts that read the checkpoint made of the folder of the run 'one', and write one each; the
+last with another padding of the embedding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +227,14 @@ class Places:
     def run(self, name: str) -> Path:
         return self.root / "runs" / name
 
+    def huggingface(self, name: str) -> Path:
+        """The Hugging Face folder made of a run, or of a checkpoint that a layout has rewritten."""
+        return self.root / "huggingface" / name
+
+    def from_huggingface(self, name: str) -> Path:
+        """The checkpoint made of the folder of the run 'one', as one rank or a layout wrote it."""
+        return self.root / "from-huggingface" / name
+
     def mixture(self, reading: str, layer: int) -> Path:
         return self.root / "readings" / reading / f"layer-{layer}" / "mixture.json"
 
@@ -189,11 +272,20 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
         train_iters=TRAIN_ITERS,
         global_batch_size=8,
         micro_batch_size=case.micro_batch_size,
+        bf16=case.bf16,
         log_interval=1,
         save_interval=SAVE_INTERVAL,
         boundaries=case.boundaries,
         data=data_options(places, case),
-        optimizer=OptimizerOptions(lr=3e-3, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1),
+        optimizer=OptimizerOptions(
+            lr=3e-3,
+            min_lr=1e-3,
+            lr_warmup_iters=2,
+            weight_decay=0.1,
+            # Where the true gradient is zero, as of the keys' biases, AdamW would divide rounding
+            # by rounding and take whole steps that every layout takes elsewhere.
+            adam_eps=1e-4,
+        ),
         parallel=case.parallel,
     )
 

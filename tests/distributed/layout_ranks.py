@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from tests.distributed.hooked_cases import HOOKED, HOOKED_AGAIN
+from tests.distributed.hooked_ranks import resume_hooked, train_hooked
 from tests.distributed.layout_cases import (
     DP2_SHARDED,
     LAYERS,
@@ -30,8 +32,10 @@ from tests.distributed.layout_cases import (
     NARROW_RUN,
     READINGS,
     RESUMED,
+    REWRITTEN,
     RUNS,
     RUNS_APART,
+    RUNS_BF16,
     RUNS_CHANGING,
     SAVE_INTERVAL,
     TP2,
@@ -42,6 +46,10 @@ from tests.distributed.layout_cases import (
     perplexity_options,
     training_options,
 )
+from tests.distributed.saving_cases import SAVING
+from tests.distributed.saving_ranks import train_saving
+from tests.distributed.watched_cases import WATCHED
+from tests.distributed.watched_ranks import train_watched
 
 if TYPE_CHECKING:
     import torch
@@ -61,9 +69,17 @@ class Section:
 
 def all_sections(places: Places) -> Iterator[Section]:
     """Everything that the tests look at, in an order in which nothing is needed too early."""
-    for name, case in {**RUNS, **RUNS_APART, **RUNS_CHANGING}.items():
+    for name, case in {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING}.items():
         yield Section(name, case.ranks, partial(train, places, name, case))
     yield Section(NARROW_RUN, TP2.ranks, partial(train_narrow, places))
+    for name, case in WATCHED.items():
+        yield Section(name, case.ranks, partial(train_watched, places, name))
+    for name, (_, case) in HOOKED.items():
+        yield Section(name, case.ranks, partial(train_hooked, places, name))
+    for name, (_, (_, case)) in HOOKED_AGAIN.items():
+        yield Section(name, case.ranks, partial(resume_hooked, places, name))
+    for name, saving in SAVING.items():
+        yield Section(name, saving.case.ranks, partial(train_saving, places, name))
     for name, (origin, case) in RESUMED.items():
         yield Section(name, case.ranks, partial(resume, places, name, origin, case))
     for name in UNREPAIRED:
@@ -74,6 +90,13 @@ def all_sections(places: Places) -> Iterator[Section]:
             yield Section(f"embed-{name}-{layer}", ranks, partial(embed, places, name, layer))
         yield Section(f"evaluate-{name}", ranks, partial(evaluate, places, name))
     yield Section("reference", 1, partial(read_plainly, places))
+    yield Section("convert-one", 1, partial(convert_run, places))
+    for name, case in REWRITTEN.items():
+        yield Section(f"rewrite-{name}", case.ranks, partial(rewrite, places, name))
+        yield Section(f"convert-{name}", 1, partial(convert_rewritten, places, name))
+    yield Section("evaluate-converted", 1, partial(evaluate_converted, places))
+    for layer in LAYERS:
+        yield Section(f"embed-converted-{layer}", 1, partial(embed_converted, places, layer))
 
 
 def train(places: Places, name: str, case: Case) -> None:
@@ -167,6 +190,36 @@ def read_plainly(places: Places) -> None:
     from tests.distributed.plain_readout import write_plain_readout
 
     write_plain_readout(places)
+
+
+def convert_run(places: Places) -> None:
+    from tests.distributed import conversions
+
+    conversions.convert_run(places)
+
+
+def rewrite(places: Places, name: str) -> None:
+    from tests.distributed import conversions
+
+    conversions.rewrite(places, name)
+
+
+def convert_rewritten(places: Places, name: str) -> None:
+    from tests.distributed import conversions
+
+    conversions.convert_rewritten(places, name)
+
+
+def evaluate_converted(places: Places) -> None:
+    from tests.distributed import conversions
+
+    conversions.evaluate_converted(places)
+
+
+def embed_converted(places: Places, layer: int) -> None:
+    from tests.distributed import conversions
+
+    conversions.embed_converted(places, layer)
 
 
 def is_first_rank() -> bool:

@@ -6,19 +6,26 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import checkpoint_folders, step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
-from tests.distributed.launch import finish, flags, kill_group, start, torchrun
+from tests.distributed.launch import (
+    finish,
+    flags,
+    kill_group,
+    rank_process,
+    start,
+    torchrun,
+    wait_for_step,
+)
 from tests.distributed.layout_cases import SAVE_INTERVAL, TP2, TRAIN_ITERS, training_options
 
 SECONDS = 120.0
+SECONDS_TO_BRING_ALL_DOWN = 60.0
 KILLED_AFTER_STEP = SAVE_INTERVAL + 2
 
 
@@ -34,12 +41,13 @@ def killed(places, command) -> Path:
     log = places.root / "killed.log"
     process = start(command, log)
     try:
-        wait_for_step(log, KILLED_AFTER_STEP)
+        wait_for_step(log, KILLED_AFTER_STEP, process)
         os.kill(rank_process(process.pid, rank=1), signal.SIGKILL)
-        status = process.wait(SECONDS)
+        status = process.wait(SECONDS_TO_BRING_ALL_DOWN)
     finally:
         kill_group(process)
     assert status != 0
+    assert re.search(r"Signal 9 \(SIGKILL\) received", log.read_text()), log.read_text()
     return places.run("killed")
 
 
@@ -57,23 +65,6 @@ def continued(places, command, killed) -> Path:
     assert finish(start(command, log), SECONDS) == 0, log.read_text()
     assert f"continuing at step {SAVE_INTERVAL}:" in log.read_text()
     return killed
-
-
-def wait_for_step(log: Path, step: int) -> None:
-    end = time.monotonic() + SECONDS
-    while not re.search(rf"^step +{step}/", log.read_text(), re.MULTILINE):
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.005)
-
-
-def rank_process(launcher: int, rank: int) -> int:
-    """The process of one rank among the launcher's own children."""
-    (found,) = (
-        child.pid
-        for child in psutil.Process(launcher).children()
-        if child.environ().get("RANK") == str(rank)
-    )
-    return found
 
 
 def test_a_killed_run_leaves_whole_checkpoints_only(killed):
@@ -105,7 +96,8 @@ def test_its_last_checkpoint_is_whole_and_identical_too(results, continued):
 
 def test_nothing_half_written_is_left(continued):
     folder = step_folder(continued, TRAIN_ITERS).parent
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000006", "step-00000012"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["latest", "step-00000006", "step-00000012"]
     assert not list(continued.glob(".*.tmp"))
 
 

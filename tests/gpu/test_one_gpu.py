@@ -119,3 +119,10 @@ def test_the_doctor_names_the_device() -> None:
         check=True,
     )
     assert torch.cuda.get_device_name(0) in json.dumps(json.loads(done.stdout))
+
+
+def test_compiled_layers_train_as_plain_ones(
+    corpus: Corpus, gpu_run: TrainingRun, tmp_path: Path
+) -> None:
+    run = pretrain(corpus, tmp_path / "run", "--compile-layers")
+    np.testing.assert_allclose(losses(run), losses(gpu_run), atol=TOLERANCE)

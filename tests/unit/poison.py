@@ -21,4 +21,4 @@ def poison_checkpoint(folder: Path, parameter: str) -> None:
         reader = open_reader(record, layout)
         with torch.no_grad():
             reader.model.get_parameter(parameter).fill_(float("nan"))
-        save_checkpoint(model_state(reader.model), record)
+        save_checkpoint(model_state([reader.model]), record)

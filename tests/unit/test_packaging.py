@@ -73,7 +73,7 @@ def test_setup_keeps_the_torch_that_is_there(requirements):
 
 def test_extras_are_the_documented_ones(setup_arguments):
     extras = set(setup_arguments["extras_require"])
-    assert extras == {"data", "eval", "hf", "plots", "docs", "dev"}
+    assert extras == {"data", "eval", "hf", "plots", "wandb", "docs", "dev"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = re.search(r"Extras:(.*?)\n\n", readme, re.DOTALL)
     assert listed is not None
@@ -85,7 +85,7 @@ def test_constraints_are_exact_and_cover_what_make_installs(setup_arguments, pin
         assert [part.operator for part in pin.specifier] == ["=="], f"{pin} is not a pin"
         assert "+" not in str(pin), f"{pin}: a local tag ties the pin to one build"
     extras = setup_arguments["extras_require"]
-    asked = [*setup_arguments["install_requires"], *extras["dev"], *extras["data"]]
+    asked = [*setup_arguments["install_requires"], *extras["dev"], *extras["data"], *extras["hf"]]
     for requirement in map(Requirement, asked):
         (pinned,) = pins[canonicalize_name(requirement.name)].specifier
         assert requirement.specifier.contains(pinned.version), f"{requirement} excludes its pin"

@@ -14,17 +14,18 @@ from megatron_chameleon.artifacts import (
     Domain,
     DomainLoss,
     DomainSplit,
-    DomainTokens,
+    DrawnTokens,
     EmbeddingRecipe,
     EmbeddingStore,
     EvaluationResult,
     Mixture,
+    MixturePhase,
     Protocol,
     Provenance,
     TokenizerIdentity,
     TrainingRun,
 )
-from megatron_chameleon.artifacts.checkpoint import MixturePhase, hash_files
+from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.artifacts.corpus import SPLITS, file_name_of, index_file_bytes
 from megatron_chameleon.artifacts.embedding_store import DomainEmbeddings
 from megatron_chameleon.artifacts.files import sha256_of_files
@@ -122,10 +123,11 @@ def run_in(root: Path) -> TrainingRun:
         model={"size": {"num_layers": 2}, "vocab_size": 100},
         parameters=1_000_000,
         mixture={"a": 0.1, "b": 0.9},
+        mixture_phases=[MixturePhase(0, {"a": 0.5, "b": 0.5}), MixturePhase(8, {"a": 1, "b": 9})],
         mixture_method="manual",
         domain_tokens={
-            "a": DomainTokens(0.1, 76.8, 64, 0.25),
-            "b": DomainTokens(0.9, 691.2, 704, 2),
+            "a": DrawnTokens(0.1, 76.8, 64, 0.25),
+            "b": DrawnTokens(0.9, 691.2, 704, 2),
         },
         checkpoints=["checkpoints/step-00000003"],
         provenance=PROVENANCE,

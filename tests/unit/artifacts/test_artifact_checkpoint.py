@@ -6,7 +6,12 @@ import shutil
 import pytest
 
 from megatron_chameleon.artifacts import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.checkpoint import checkpoint_folders, step_folder
+from megatron_chameleon.artifacts.checkpoint import (
+    CheckpointWarning,
+    checkpoint_folders,
+    step_folder,
+)
+from megatron_chameleon.artifacts.checkpoint_upkeep import go_back_to
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import checkpoint_in
 
@@ -64,6 +69,50 @@ def test_the_latest_checkpoint_of_a_run_is_found(tmp_path):
     step_folder(run, 100_000_000 - 1).with_name("step-99999999.tmp").mkdir()
     assert find_checkpoint(run) == step_folder(run, 99_999_999)
     assert checkpoint_folders(run) == [step_folder(run, s) for s in (500, 1000, 99_999_999)]
+
+
+@pytest.mark.parametrize("latest", [None, "step-00000003", "", "../outside", "step-00000001\n"])
+def test_latest_is_heeded_where_it_names_a_whole_folder_of_the_run(tmp_path, latest):
+    for step in (1, 2):
+        checkpoint_in(step_folder(tmp_path, step))
+    if latest is not None:
+        (tmp_path / "checkpoints" / "latest").write_text(latest)
+    newest = 1 if latest == "step-00000001\n" else 2
+    assert find_checkpoint(tmp_path) == step_folder(tmp_path, newest)
+    assert checkpoint_folders(tmp_path)[-1] == step_folder(tmp_path, newest)
+
+
+def test_a_damaged_latest_checkpoint_is_passed_over_with_a_warning(tmp_path):
+    for step in (1, 2):
+        checkpoint_in(step_folder(tmp_path, step))
+    (step_folder(tmp_path, 2) / "state.bin").write_bytes(b"state of the optimixer")
+    with pytest.warns(CheckpointWarning, match=r"step-00000002/state\.bin has changed") as warned:
+        assert find_checkpoint(tmp_path) == step_folder(tmp_path, 1)
+    assert str(warned[0].message).endswith(f"{step_folder(tmp_path, 1)} is used")
+    with pytest.raises(UserError, match=r"state\.bin has changed"):
+        find_checkpoint(step_folder(tmp_path, 2))  # what is named itself has nothing in its place
+    (step_folder(tmp_path, 1) / "state.bin").unlink()
+    with pytest.raises(UserError, match=r"step-00000002/state\.bin has changed .* no whole one"):
+        find_checkpoint(tmp_path)
+
+
+def test_the_shares_of_those_who_verify_together_are_all_of_it(record):
+    for shares in (1, 2, 3):
+        read: list[int] = []
+        for share in range(shares):
+            record.verify(share, shares, read.append)
+        assert sum(read) == sum(file.bytes for file in record.files.values())
+        assert sum(read) == sum(record.share_bytes(share, shares) for share in range(shares))
+
+
+def test_going_back_keeps_what_is_newer_under_another_name(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint_in(step_folder(tmp_path, step))
+    moved = go_back_to(tmp_path, 1)
+    assert [path.name for path in moved] == ["unused-step-00000002", "unused-step-00000003"]
+    assert all(CheckpointRecord.load(path) for path in moved)
+    assert checkpoint_folders(tmp_path) == [step_folder(tmp_path, 1)]
+    assert go_back_to(tmp_path, 1) == []
 
 
 def test_a_folder_without_checkpoints_is_refused_with_what_it_would_need(tmp_path):

@@ -10,6 +10,7 @@ from megatron_chameleon.artifacts.record import read_record
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import KINDS, Sample, write_samples
 
+FORMAT_VERSION = {"training run": 2, "checkpoint": 2}
 REQUIRED_FIELD = {
     "corpus": "domains",
     "training run": "status",
@@ -54,14 +55,30 @@ def test_what_is_read_is_what_was_written(sample):
 def test_the_file_says_what_it_is_and_not_where_it_lies(sample):
     body = json.loads(sample.file.read_text(encoding="utf-8"))
     assert body["kind"] == sample.kind
-    assert body["format_version"] == 1
+    assert body["format_version"] == FORMAT_VERSION.get(sample.kind, 1)
     assert "root" not in body
     assert str(sample.file.parent) not in sample.file.read_text()
 
 
 def test_another_format_version_is_refused(sample):
     edit(sample, format_version=99)
-    assert "format_version 99, this release reads 1; " in refusal(sample)
+    version = FORMAT_VERSION.get(sample.kind, 1)
+    assert f"format_version 99, this release reads {version}; " in refusal(sample)
+
+
+@pytest.mark.parametrize(
+    ("kind", "added"),
+    [
+        ("training run", ["mixture_phases"]),
+        ("checkpoint", ["domain_samples", "mixture_phases"]),
+    ],
+)
+def test_a_record_of_before_is_refused_by_its_version_and_not_by_a_field(samples, kind, added):
+    edit(samples[kind], format_version=1, **dict.fromkeys(added, ...))
+    assert refusal(samples[kind]).endswith(
+        ": format_version 1, this release reads 2; use the release that wrote it, or make it "
+        "again: tools/pretrain_gpt.py writes it"
+    )
 
 
 def test_a_file_of_another_kind_is_refused(samples):

@@ -28,7 +28,7 @@ SHAPE = ModelShape(ModelSize(1, 2, 16, 32), vocab_size=50, max_sequence_length=8
 def optimizer(one_rank):
     """A fresh distributed optimizer: it has no state before its first step."""
     layout = dataclasses.replace(one_rank, use_distributed_optimizer=True)
-    model = data_parallel(build_model(SHAPE, layout, seed=1), layout, bf16=False)
+    model = data_parallel([build_model(SHAPE, layout, seed=1)], layout, bf16=False)
     (part,) = build_optimizer(model, OptimizerOptions(), layout, bf16=False).chained_optimizers
     assert not part.optimizer.state
     return part

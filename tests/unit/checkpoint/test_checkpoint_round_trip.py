@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def weights_of(model):
 def saved(one_rank, tmp_path):
     """A model and the record of its checkpoint on disk."""
     model = build_model(SHAPE, one_rank, seed=5)
-    save_checkpoint(model_state(model), record_at(tmp_path / "step"))
+    save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
     return model, CheckpointRecord.load(tmp_path / "step")
 
 
@@ -74,7 +75,7 @@ def test_the_record_lists_every_file_and_its_hash(saved):
 
 def test_weights_in_bf16_are_read_in_fp32(one_rank, tmp_path):
     model = build_model(SHAPE, one_rank, seed=5, bf16=True)
-    save_checkpoint(model_state(model), record_at(tmp_path / "step"))
+    save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
     reader = open_reader(CheckpointRecord.load(tmp_path / "step"), one_rank)
     for name, weight in weights_of(model).items():
         read = reader.model.get_parameter(name)
@@ -86,7 +87,7 @@ def test_a_step_saved_again_takes_the_place_of_the_old_one(one_rank, saved):
     _, old = saved
     (old.root / "left over").write_text("of before")
     model = build_model(SHAPE, one_rank, seed=6)
-    save_checkpoint(model_state(model), old)
+    save_checkpoint(model_state([model]), old)
     new = CheckpointRecord.load(old.root)
     assert new.hash != old.hash
     assert not (old.root / "left over").exists()
@@ -99,16 +100,17 @@ def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_clears_up(
 ):
     model, record = build_model(SHAPE, one_rank, seed=5), record_at(tmp_path / "step")
 
-    def killed(_folder):
+    def killed(*_arguments, **_more):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr(save, "hash_files", killed)
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(model_state(model), record)
+            save_checkpoint(model_state([model]), record)
     assert not record.root.exists()
-    assert [path.name for path in tmp_path.iterdir()] == [".step.tmp"]
-    save_checkpoint(model_state(model), record)
+    (left,) = (path.name for path in tmp_path.iterdir())
+    assert re.fullmatch(r"\.step\.\w+\.tmp", left)
+    save_checkpoint(model_state([model]), record)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     CheckpointRecord.load(record.root).verify()
 
@@ -148,7 +150,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, corpus):
 
 def train(trainer, first, last):
     """Optimizer steps ``first`` to ``last`` on made-up gradients that depend on the step."""
-    model, optimizer, scheduler = trainer
+    (model,), optimizer, scheduler = trainer
     for step in range(first, last + 1):
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -164,7 +166,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(one_rank, tmp_path, shar
     layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
 
     def trainer(seed):
-        model = data_parallel(build_model(SHAPE, layout, seed=seed), layout, bf16=False)
+        model = data_parallel([build_model(SHAPE, layout, seed=seed)], layout, bf16=False)
         optimizer = build_optimizer(model, OPTIONS, layout, bf16=False)
         return model, optimizer, build_scheduler(optimizer, OPTIONS, train_iters=10)
 
@@ -178,14 +180,14 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(one_rank, tmp_path, shar
     load_training(CheckpointRecord.load(tmp_path / "step"), *resumed)
     train(resumed, 5, 8)
     assert resumed[1].param_groups[0]["lr"] == straight[1].param_groups[0]["lr"]
-    for name, weight in weights_of(resumed[0]).items():
-        assert torch.equal(weight, unwrap(straight[0]).get_parameter(name)), name
+    for name, weight in weights_of(resumed[0][0]).items():
+        assert torch.equal(weight, unwrap(straight[0][0]).get_parameter(name)), name
 
 
 def test_every_parameter_counts_its_own_steps_after_loading(one_rank, tmp_path):
     """As megatron loads it, one step tensor is shared and counts once per parameter."""
     layout = dataclasses.replace(one_rank, use_distributed_optimizer=True)
-    model = data_parallel(build_model(SHAPE, layout, seed=1), layout, bf16=False)
+    model = data_parallel([build_model(SHAPE, layout, seed=1)], layout, bf16=False)
     optimizer = build_optimizer(model, OPTIONS, layout, bf16=False)
     scheduler = build_scheduler(optimizer, OPTIONS, train_iters=10)
     train((model, optimizer, scheduler), 1, 2)
@@ -195,12 +197,12 @@ def test_every_parameter_counts_its_own_steps_after_loading(one_rank, tmp_path):
     train((model, optimizer, scheduler), 3, 5)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     steps = [state["step"] for part in parts for state in part.optimizer.state.values()]
-    assert len({id(step) for step in steps}) == len(steps) == len(list(model.parameters()))
+    assert len({id(step) for step in steps}) == len(steps) == len(list(model[0].parameters()))
     assert [float(step) for step in steps] == [5.0] * len(steps)
 
 
 def test_other_optimizers_are_not_touched(one_rank):
-    model = data_parallel(build_model(SHAPE, one_rank, seed=1), one_rank, bf16=False)
+    model = data_parallel([build_model(SHAPE, one_rank, seed=1)], one_rank, bf16=False)
     optimizer = build_optimizer(model, OPTIONS, one_rank, bf16=False)
     prepare_for_loading(optimizer)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])

@@ -168,3 +168,22 @@ def test_it_equals_megatrons_unfused_attention_and_its_gradients(one_rank, mask)
         results.append((context, *gradients))
     for ours, megatrons in zip(*results, strict=True):
         torch.testing.assert_close(ours, megatrons, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "multiple"), [(50, 8), (50, 64), (64, 8)])
+@pytest.mark.parametrize("mask", [None, random_mask(BATCH, 1)], ids=["causal", "given"])
+def test_padding_heads_changes_nothing(head_dim, multiple, mask):
+    """Neither results nor gradients; the scale stays that of the real heads."""
+    config = config_of(hidden_size=HEADS * head_dim)
+    results = []
+    for head_dim_multiple in (1, multiple):
+        generator = torch.Generator().manual_seed(8)
+        shape = (LENGTH, BATCH, HEADS, head_dim)
+        inputs = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
+        attention = attention_of(config=config)
+        attention.head_dim_multiple = head_dim_multiple
+        context = attention(*inputs, mask)
+        assert context.shape == (LENGTH, BATCH, HEADS * head_dim)
+        results.append((context, *torch.autograd.grad(context.square().sum(), inputs)))
+    for padded, plain in zip(*results, strict=True):
+        torch.testing.assert_close(padded, plain, atol=5e-6, rtol=1e-5)

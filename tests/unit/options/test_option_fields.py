@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import pkgutil
 from typing import TypeGuard
 
@@ -13,9 +14,11 @@ import pytest
 
 import megatron_chameleon.options as options_package
 from megatron_chameleon.cli import parse_options
+from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.options.doctor import DoctorOptions
 from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.gather import GatherOptions
+from megatron_chameleon.options.memory import EstimateMemoryOptions
 from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.report import ReportOptions
@@ -42,12 +45,15 @@ def dataclasses_of_the_package() -> list[type]:
 ALL = dataclasses_of_the_package()
 TOOLS = [
     DoctorOptions,
+    EstimateMemoryOptions,
+    FromHuggingFaceOptions,
     GatherOptions,
     MixtureOptions,
     PerplexityOptions,
     PreprocessOptions,
     PretrainOptions,
     ReportOptions,
+    ToHuggingFaceOptions,
     TrainTokenizerOptions,
 ]
 
@@ -109,6 +115,25 @@ def test_help_shows_every_docstring(options_type, capsys, monkeypatch):
             assert text in shown, name
         summary = (part.__doc__ or "").strip().split("\n")[0]
         assert summary in shown
+
+
+@pytest.mark.parametrize("options_type", TOOLS, ids=lambda t: t.__name__)
+def test_help_is_broken_at_its_margin_alone(options_type, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse_options(options_type, ["--help"])
+    lines = [line.replace("│", " ").rstrip() for line in capsys.readouterr().out.splitlines()[3:]]
+    margin = max(len(line) for line in lines if line.startswith(6 * " "))
+    continued = 0
+    for line, following in itertools.pairwise(lines):
+        column = len(following) - len(following.lstrip())
+        # A text goes on where the line above has text in the same column.
+        above = line[column - 2 : column + 1]
+        if column >= 6 and above.startswith("  ") and above.strip():
+            continued += 1
+            word = following.split()[0]
+            assert len(line) + len(" ") + len(word) > margin, (line, following)
+    assert continued
 
 
 @pytest.mark.parametrize("options_type", TOOLS, ids=lambda t: t.__name__)

@@ -175,7 +175,8 @@ def check_megatron_trains_on_the_cpu_with_it() -> None:
         build_scheduler,
         data_parallel,
     )
-    from megatron_chameleon.training.step import BatchShape, train_step
+    from megatron_chameleon.training.passes import BatchShape, Passes
+    from megatron_chameleon.training.step import train_step
 
     shape = ModelShape(SIZES["nano"], vocab_size=50, max_sequence_length=8)
     tokens = torch.randint(0, 50, (2, 9))
@@ -188,13 +189,12 @@ def check_megatron_trains_on_the_cpu_with_it() -> None:
     }
     options = OptimizerOptions(lr=1e-2, lr_warmup_iters=1)
     with distributed(ParallelOptions(), seed=0) as layout:
-        model = data_parallel(build_model(shape, layout, seed=0), layout, bf16=False)
+        model = data_parallel([build_model(shape, layout, seed=0)], layout, bf16=False)
         optimizer = build_optimizer(model, options, layout, bf16=False)
         scheduler = build_scheduler(optimizer, options, train_iters=20)
+        passes = Passes(model, BatchShape(1, 2, 8), num_domains=2)
         losses = [
-            train_step(
-                model, optimizer, scheduler, iter([batch]), BatchShape(1, 2, 8), num_domains=2
-            )
+            train_step(model, optimizer, scheduler, lambda: passes.forward_backward(iter([batch])))
             .domain_sums[:, 0]
             .sum()
             for _ in range(10)

@@ -88,6 +88,7 @@ def write_training_run(
         model={"num_layers": 2},
         parameters=1_000_000,
         mixture=weights,
+        mixture_phases=[],
         mixture_method=method,
         domain_tokens={},
         checkpoints=[],

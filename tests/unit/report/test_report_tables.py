@@ -151,6 +151,16 @@ def test_further_runs_become_columns_with_their_own_weights(root, rng):
     assert found["perplexity scaled-pretrain-seed1"][-1] == "3 of 3"
 
 
+def test_beside_weights_for_fine_tuning_those_for_pretraining_are_called_so(root, rng):
+    losses = rng.uniform(2, 4, len(NAMES))
+    add_run(root, "tuned", random_weights(NAMES, rng), "chameleon-finetune", losses)
+    assert list(columns(perplexity_table(RunFolder.load(root))))[-3:] == [
+        "perplexity Uniform",
+        "perplexity Chameleon (pretraining)",
+        "perplexity Chameleon (fine-tuning)",
+    ]
+
+
 def test_two_seeds_of_one_mixture_share_a_column_of_weights(root):
     weights = TrainingRun.load(root / "5-base" / CHAMELEON).mixture
     add_run(root, "chameleon-pretrain-seed2", weights, "chameleon-pretrain", [1.0, 1.0, 1.0])

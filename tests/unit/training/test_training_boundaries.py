@@ -19,7 +19,8 @@ from megatron_chameleon.options.training import (
     PretrainOptions,
 )
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.step import BatchShape, train_step
+from megatron_chameleon.training.passes import BatchShape, Passes
+from megatron_chameleon.training.step import train_step
 
 VOCAB_SIZE, LENGTH, NUM_DOMAINS = 100, 24, 3
 EOD = VOCAB_SIZE - 1
@@ -57,11 +58,14 @@ def batch_of(windows, options, domains=None):
 def step_on(layout, micro_batches, per_token_loss):
     """One step on micro-batches of one size: the model with its gradients, and the result."""
     model = build_model(SHAPE, layout, seed=0, per_token_loss=per_token_loss)
-    model = data_parallel(model, layout, bf16=False)
-    optimizer = build_optimizer(model, OPTIMIZER, layout, bf16=False)
+    chunks = data_parallel([model], layout, bf16=False)
+    optimizer = build_optimizer(chunks, OPTIMIZER, layout, bf16=False)
     shape = BatchShape(len(micro_batches), len(micro_batches[0]["tokens"]), LENGTH)
     scheduler = build_scheduler(optimizer, OPTIMIZER, train_iters=10)
-    result = train_step(model, optimizer, scheduler, iter(micro_batches), shape, NUM_DOMAINS)
+    passes = Passes(chunks, shape, NUM_DOMAINS)
+    result = train_step(
+        chunks, optimizer, scheduler, lambda: passes.forward_backward(iter(micro_batches))
+    )
     return unwrap(model), result
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import json
 import math
+import mmap
 
 import pytest
 import torch
@@ -9,9 +9,11 @@ import torch
 from megatron_chameleon.training.metrics import (
     Interval,
     IntervalMeter,
-    append_metrics,
+    Speed,
     duration,
+    memory_bytes,
     progress_line,
+    validation_line,
 )
 from megatron_chameleon.training.step import StepResult
 
@@ -78,21 +80,52 @@ def test_an_interval_without_a_token_to_learn_from_has_no_loss(one_rank):
     assert interval.domain_tokens_drawn == {"a": 8}
 
 
-def test_records_are_lines_of_json(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for step in (1, 2):
-        append_metrics(path, {"step": step, "domain_loss": {"ü": 0.1}})
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [
-        {"step": 1, "domain_loss": {"ü": 0.1}},
-        {"step": 2, "domain_loss": {"ü": 0.1}},
-    ]
-    assert "ü" in lines[0]
+def test_a_skipped_step_counts_its_tokens_alone(one_rank):
+    meter = IntervalMeter(["a", "b"], one_rank)
+    meter.add(StepResult(sums([6.0, 2, 2], [3.0, 1, 1]), grad_norm=0.5))
+    bad = StepResult(sums([math.nan, 2, 2], [3.0, 1, 4]), grad_norm=math.inf, skipped=True)
+    meter.add(bad)
+    assert meter.domain_losses(bad.domain_sums) == {
+        "a": pytest.approx(math.nan, nan_ok=True),
+        "b": 3.0,
+    }
+    interval = meter.read()
+    assert (interval.loss, interval.grad_norm) == (3.0, 0.5)
+    assert interval.domain_tokens == {"a": 2, "b": 1}
+    assert interval.domain_tokens_drawn == {"a": 4, "b": 5}
+
+
+def test_an_interval_of_skipped_steps_has_no_loss_and_no_norm(one_rank):
+    meter = IntervalMeter(["a"], one_rank)
+    meter.add(StepResult(sums([9.0, 2, 2]), grad_norm=7.0, skipped=True))
+    interval = meter.read()
+    assert math.isnan(interval.loss)
+    assert math.isnan(interval.grad_norm)
+    assert interval.domain_tokens_drawn == {"a": 2}
+
+
+def test_the_memory_is_that_of_this_process():
+    before = memory_bytes(torch.device("cpu"))
+    with mmap.mmap(-1, 32 << 20) as kept:  # of its own, not what was freed before
+        kept.write(b"1" * (32 << 20))
+        assert 24 << 20 < memory_bytes(torch.device("cpu")) - before < 256 << 20
+
+
+INTERVAL = Interval(3.14159, {}, {}, {}, grad_norm=0.987, tokens_per_second=12_345.6)
 
 
 def test_the_line_for_people():
-    interval = Interval(3.14159, {}, {}, {}, grad_norm=0.987, tokens_per_second=12_345.6)
-    assert progress_line(20, 2000, 5e-4, interval, left=3725) == (
+    assert progress_line(20, 2000, 5e-4, INTERVAL, Speed(0.1234), 0, left=3725) == (
         "step   20/2000 | loss 3.1416 | lr 5.00e-04 | grad norm 0.99 | 12,346 tokens/s | "
-        "1 h 02 min left"
+        "0.123 TFLOP/s | 1 h 02 min left"
     )
+
+
+def test_the_line_tells_utilization_and_skipped_steps_where_there_are_any():
+    line = progress_line(20, 2000, 5e-4, INTERVAL, Speed(412.3, 0.4169), 3, left=0)
+    assert line.endswith("| 412 TFLOP/s | 41.7% MFU | 3 skipped | 0 s left")
+
+
+def test_the_line_of_a_validation():
+    line = validation_line(20, 2000, {"news": 3.14159, "code": 2.0})
+    assert line == "validation after step   20/2000 | loss news 3.1416, code 2.0000"

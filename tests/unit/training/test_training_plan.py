@@ -14,11 +14,13 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, model_size
-from megatron_chameleon.options.data import DataOptions
+from megatron_chameleon.options.data import DataOptions, Permutation
 from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions
-from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
+from tests.unit.blend.token_files import write_file
+from tests.unit.corpus.tokenizer_samples import write_pairs
 
 
 @pytest.fixture
@@ -71,11 +73,14 @@ def test_a_domain_that_comes_more_than_four_times_is_called_out(plan, corpus, tm
     mixture = written(tmp_path / "m.json", {"news": 1.0, "code": 0.0, "poems": 0.0})
     steps = math.ceil(4.2 * tokens / (8 * 32))
     optimizer = OptimizerOptions(lr_warmup_iters=2)
+    made = plan(mixture=mixture, train_iters=steps, optimizer=optimizer)
     with pytest.warns(MixtureWarning, match=rf"'news' will be repeated 4\.\d times.* {tokens:,} "):
-        plan(mixture=mixture, train_iters=steps, optimizer=optimizer)
+        warn_of_repeats(made, made.schedule)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan(mixture=mixture, train_iters=steps - 10, optimizer=optimizer)
+        fewer = plan(mixture=mixture, train_iters=steps - 10, optimizer=optimizer)
+        warn_of_repeats(fewer, fewer.schedule)
+        warn_of_repeats(made, MixtureSchedule.fixed([1.0, 1.0, 1.0]))
 
 
 def test_a_data_path_has_its_own_weights_and_tokenizer(plan, corpus, tmp_path):
@@ -87,19 +92,85 @@ def test_a_data_path_has_its_own_weights_and_tokenizer(plan, corpus, tmp_path):
     )
     made = plan(corpus=None, data=data)
     assert made.schedule.weights_at(0) == (30.0, 70.0)
-    assert made.mixture.weights == {prefixes[0]: 0.3, prefixes[1]: 0.7}
-    assert made.data.names == prefixes
+    assert made.mixture.weights == {"news": 0.3, "code": 0.7}
+    assert made.data.names == ["news", "code"]
     assert [(domain.first, domain.stop) for domain in made.data.domains] == [(0, 48)] * 2
     assert made.shape.vocab_size == VOCAB_SIZE
     alone = plan(corpus=None, data=dataclasses.replace(data, data_path=" ".join(prefixes)))
     sizes = [(domain.tokens - 1) // 32 for domain in made.data.domains]
     assert alone.schedule.weights_at(0) == tuple(sizes)
+    assert (made.by_size, alone.by_size) == (False, True)
+
+
+@pytest.fixture
+def data_path(corpus, tmp_path):
+    """``data_path(given, **options)``: the changes of options for such a --data-path."""
+
+    def changes(given, **options):
+        for name in DOMAINS:
+            given = given.replace(name.upper(), str(corpus.prefix(name, "train")))
+        model = word_tokenizer(tmp_path / "tokenizer.json")
+        settings = {"data_path": given, "split": "1", "tokenizer_model": model, **options}
+        return {"corpus": None, "data": DataOptions(**settings)}
+
+    return changes
+
+
+def test_a_data_path_may_be_drawn_from_by_its_sizes_for_many_epochs(plan, data_path):
+    made = plan(**data_path("NEWS CODE"), train_iters=400)
+    sizes = made.schedule.weights_at(0)
+    assert made.by_size
+    assert made.num_samples > 4 * sum(sizes)
+    with pytest.warns(MixtureWarning, match=r"will be repeated \d+\.\d times") as repeated:
+        warn_of_repeats(made, made.schedule)
+    told = [str(warning.message).split(":")[0] for warning in repeated]
+    times = f"{made.num_samples / sum(sizes):.0f}"
+    assert [line.split("repeated ")[1].split(".")[0] for line in told] == [times, times]
+
+
+def test_the_weights_of_a_data_path_may_change(plan, data_path, tmp_path):
+    code = written(tmp_path / "code.json", {"code": 0.9, "news": 0.1})
+    changes = {"mixture_change": ((f"2={code}", "4=uniform"),), "permutation": "epoch"}
+    made = plan(**data_path("1 NEWS 3 CODE", **changes))
+    assert made.schedule.phases == (Phase(0, (1, 3)), Phase(16, (0.1, 0.9)), Phase(32, (0.5, 0.5)))
+    other = written(tmp_path / "other.json", {"songs": 1.0})
+    changes["mixture_change"] = ((f"2={other}",),)
+    with pytest.raises(UserError, match=r"for 'songs', .* of --data-path; .* are news, code"):
+        plan(**data_path("1 NEWS 3 CODE", **changes))
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"), [("NEWS", r"\d+"), ("NEWS CODE", r"\d+"), ("NEWS SMALL", "7")]
+)
+def test_data_sets_of_less_than_a_sequence_are_refused_and_not_dropped(
+    plan, data_path, tmp_path, given, tokens
+):
+    small = write_file(tmp_path / "small", [3, 4])
+    changes = data_path(given.replace("SMALL", str(small)))
+    seq_length = 32 if "SMALL" in given else 10**6
+    told = rf"domain '\w+' of --data-path has {tokens} tokens .* fewer than one sequence of"
+    with pytest.raises(UserError, match=told):
+        plan(**changes, seq_length=seq_length)
+
+
+def test_a_tiktoken_file_gets_its_pattern(plan, data_path, tmp_path):
+    file = write_pairs(tmp_path / "pairs.tiktoken")
+    with pytest.raises(UserError, match="--tiktoken-pattern"):
+        plan(**data_path("NEWS", tokenizer_model=file))
+    hashes = {
+        plan(**data_path("NEWS", tokenizer_model=file, tiktoken_pattern=pattern)).data.hash
+        for pattern in ("gpt2", r"\S+|\s+")
+    }
+    assert len(hashes) == 2
 
 
 def test_a_domain_of_weight_zero_may_be_too_small(plan, tmp_path):
     with pytest.warns(MixtureWarning, match="the mixture says nothing of code, poems"):
         made = plan(mixture=written(tmp_path / "m.json", {"news": 1.0}))
     assert made.schedule.weights_at(0) == (1.0, 0.0, 0.0)
+
+
+FREE: tuple[Permutation, ...] = ("epoch", "feistel")
 
 
 def changing(*changes: str) -> DataOptions:
@@ -139,6 +210,21 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"data": DataOptions(mixture_change=(("3=uniform",),))},
         "Megatron's order .* --permutation epoch",
+    ),
+    ({"data": DataOptions(split="1,0,0")}, "--split 1,0,0 is for --data-path; --corpus .* leave"),
+    ({"data": DataOptions(tokenizer_model=Path("t"))}, "--tokenizer-model t is for --data-path"),
+    ({"data": DataOptions(tiktoken_pattern="gpt2")}, "--tiktoken-pattern gpt2 is for --data-path"),
+    ({"data": DataOptions(eod_token="</s>")}, "--eod-token </s> is for --data-path"),
+    (
+        {"data": DataOptions(mixture_change=((),), permutation="epoch")},
+        "--mixture-change: give STEP=MIXTURE, or leave it out",
+    ),
+    *(
+        (
+            {"data": DataOptions(data_cache_path=Path("c"), permutation=permutation)},
+            f"--data-cache-path c: --permutation {permutation} has no indices to keep; leave it",
+        )
+        for permutation in FREE
     ),
     ({"parallel": TrainingParallelOptions(0)}, "--tensor-model-parallel-size 0: .* from 1 on"),
     ({"parallel": TrainingParallelOptions(3)}, "3 does not divide 4 attention heads; 1, 2, 4 do"),

@@ -12,7 +12,8 @@ from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.step import BatchShape, train_step
+from megatron_chameleon.training.passes import BatchShape, Passes
+from megatron_chameleon.training.step import train_step
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=3, clip_grad=0.5)
@@ -33,7 +34,7 @@ def micro_batches(count, seed=0):
 
 
 def trainer(layout, options=OPTIONS, train_iters=STEPS):
-    model = data_parallel(build_model(SHAPE, layout, seed=0), layout, bf16=False)
+    model = data_parallel([build_model(SHAPE, layout, seed=0)], layout, bf16=False)
     optimizer = build_optimizer(model, options, layout, bf16=False)
     return model, optimizer, build_scheduler(optimizer, options, train_iters)
 
@@ -43,9 +44,10 @@ def steps(layout, count, options=OPTIONS, num_microbatches=3):
     model, optimizer, scheduler = trainer(layout, options)
     batches = micro_batches(count * num_microbatches)
     shape = BatchShape(num_microbatches, micro_batch_size=2, seq_length=16)
+    passes = Passes(model, shape, NUM_DOMAINS)
     for _ in range(count):
-        result = train_step(model, optimizer, scheduler, batches, shape, NUM_DOMAINS)
-        yield model, result, optimizer.param_groups[0]["lr"]
+        result = train_step(model, optimizer, scheduler, lambda: passes.forward_backward(batches))
+        yield model[0], result, optimizer.param_groups[0]["lr"]
 
 
 def expected_rate(step, options=OPTIONS, train_iters=STEPS):
@@ -141,7 +143,8 @@ def test_micro_batches_do_not_change_the_gradient(one_rank):
     parts = list(micro_batches(3))
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     shape = BatchShape(num_microbatches=1, micro_batch_size=6, seq_length=16)
-    once = train_step(model, optimizer, scheduler, iter([whole]), shape, NUM_DOMAINS)
+    passes = Passes(model, shape, NUM_DOMAINS)
+    once = train_step(model, optimizer, scheduler, lambda: passes.forward_backward(iter([whole])))
     (_, thrice, _) = next(iter(steps(one_rank, 1)))
     assert once.grad_norm == pytest.approx(thrice.grad_norm, rel=1e-5)
     torch.testing.assert_close(once.domain_sums, thrice.domain_sums, atol=1e-3, rtol=0)

@@ -1,0 +1,92 @@
+"""What happens to the folders of checkpoints as newer ones come: which is the latest, which go."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_chameleon.artifacts.checkpoint import (
+    FOLDER_NAME,
+    LATEST_NAME,
+    all_checkpoint_folders,
+    checkpoint_folders,
+    step_folder,
+)
+from megatron_chameleon.artifacts.files import replacing
+
+UNUSED_PREFIX = "unused-"
+
+
+def temporary_name(folder: Path, token: str) -> Path:
+    """What ``folder`` is called until it is complete; ``token`` tells one try from another.
+
+    So what processes of a killed run still write cannot get among the files of the next try.
+    """
+    return folder.with_name(f".{folder.name}.{token}.tmp")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what was left by tries to write ``folder`` that did not come to their end."""
+    _remove(folder.parent.glob(f".{glob.escape(folder.name)}.*tmp"))
+
+
+def remove_leftovers_of_run(run_dir: Path) -> None:
+    """Delete what was left by every save of a run that did not come to its end."""
+    _remove((run_dir / FOLDER_NAME).glob(".step-*.tmp"))
+
+
+@contextlib.contextmanager
+def naming_latest(folder: Path) -> Iterator[None]:
+    """A block that gives ``folder`` its name; it then is the latest checkpoint of its run.
+
+    The file that says so is written before the block and takes its place after it, so that there is
+    room for it, and so that it never names what is not there.
+
+    Raises:
+        UserError: if it cannot be written; the block is then not entered.
+    """
+    with replacing(folder.with_name(LATEST_NAME)) as temporary:
+        temporary.write_text(folder.name + "\n", encoding="utf-8")
+        yield
+
+
+def keep_last(run_dir: Path, count: int) -> None:
+    """Delete the oldest checkpoints of a run until ``count`` are left; 0 keeps all.
+
+    Raises:
+        OSError: if the system refuses; what is left then is whole.
+    """
+    folders = checkpoint_folders(run_dir)
+    for folder in folders[: max(0, len(folders) - count)] if count else []:
+        doomed = temporary_name(folder, "old")
+        os.replace(folder, doomed)  # at once: half a checkpoint never has a checkpoint's name
+        shutil.rmtree(doomed)
+
+
+def go_back_to(run_dir: Path, step: int) -> list[Path]:
+    """Make the checkpoint of ``step`` the latest of a run; newer ones get other names.
+
+    They are damaged, or of steps that the run has been taken back from. Nothing reads them again.
+
+    Returns:
+        where they lie now.
+    """
+    chosen = step_folder(run_dir, step)
+    newer = [folder for folder in all_checkpoint_folders(run_dir) if folder.name > chosen.name]
+    moved = [folder.with_name(UNUSED_PREFIX + folder.name) for folder in newer]
+    if newer:
+        with naming_latest(chosen):
+            pass
+    for folder, unused in zip(newer, moved, strict=True):
+        shutil.rmtree(unused, ignore_errors=True)
+        os.replace(folder, unused)
+    return moved
+
+
+def _remove(folders: Iterator[Path]) -> None:
+    for folder in list(folders):
+        shutil.rmtree(folder, ignore_errors=True)

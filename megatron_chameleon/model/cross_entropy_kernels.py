@@ -1,0 +1,89 @@
+"""Triton kernels of the cross entropy: each logit is read once forward and once backward.
+
+model/cross_entropy.py says what they compute, and has the same in plain torch. A program has one
+row of the logits and walks along it in blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+WARPS = 8
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def log_sum_exp_kernel(rows, result, stride, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """result[row] = log(sum(exp(rows[row, :columns]))), rescaled as larger logits are met.
+
+    The running maximum and sum are those of Milakov and Gimelshein 2018, "Online normalizer
+    calculation for softmax".
+    """
+    row = tl.program_id(0).to(tl.int64)  # row * stride passes 2**31
+    offsets = tl.arange(0, BLOCK)
+    largest = LOWEST  # not -inf, since -inf less -inf is no number
+    total = 0.0
+    for first in range(0, columns, BLOCK):
+        inside = first + offsets < columns
+        x = tl.load(rows + row * stride + first + offsets, mask=inside, other=-float("inf"))
+        x = x.to(tl.float32)
+        now_largest = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - now_largest) + tl.sum(tl.exp(x - now_largest), 0)
+        largest = now_largest
+    tl.store(result + row, largest + tl.log(total))
+
+
+@triton.jit
+def gradient_kernel(  # type: ignore[no-untyped-def]
+    rows, labels, denominators, scales, out, stride, width, columns, BLOCK: tl.constexpr
+):
+    """out[row, i] = scale * (exp(rows[row, i] - denominator) - (i == label)), 0 from columns on."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    denominator = tl.load(denominators + row)
+    scale = tl.load(scales + row)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        real = column < columns
+        x = tl.load(rows + row * stride + column, mask=real, other=-float("inf")).to(tl.float32)
+        gradient = tl.exp(x - denominator) - tl.where(column == label, 1.0, 0.0)
+        gradient = tl.where(real, gradient * scale, 0.0)
+        tl.store(out + row * stride + column, gradient, mask=column < width)
+
+
+def launch_log_sum_exp(rows: torch.Tensor, columns: int) -> torch.Tensor:
+    """[n] float32 from ``rows`` [n, v], contiguous; see ``cross_entropy.log_sum_exp``."""
+    assert rows.is_contiguous()
+    result = rows.new_empty(rows.size(0), dtype=torch.float32)
+    log_sum_exp_kernel[(rows.size(0),)](
+        rows, result, rows.stride(0), columns, BLOCK=BLOCK, num_warps=WARPS
+    )
+    return result
+
+
+def launch_write_gradient(
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    denominator: torch.Tensor,
+    scale: torch.Tensor,
+    columns: int,
+    out: torch.Tensor,
+) -> None:
+    """Write the gradient to ``out``, perhaps ``rows``; see ``cross_entropy.write_gradient``."""
+    assert rows.is_contiguous()
+    assert out.is_contiguous()
+    gradient_kernel[(rows.size(0),)](
+        rows,
+        labels.contiguous(),
+        denominator.contiguous(),
+        scale.contiguous(),
+        out,
+        rows.stride(0),
+        rows.size(1),
+        columns,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,16 @@
+"""When a run leaves before its last step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class StoppingOptions:
+    """When a run saves and leaves with status 0, to go on later.
+
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, sent to any rank, do so at any time.
+    """
+
+    exit_duration_in_mins: float | None = None
+    """Minutes after which it does, counted from the start of this command; never unless given."""

@@ -1,0 +1,75 @@
+"""How a method watches training, and what of it a method may change.
+
+A method subclasses :class:`TrainingHook` and overrides what it needs. The loop names no method, and
+without a hook it does nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_chameleon.training.domain_gradients import DomainGradients
+from megatron_chameleon.training.global_batch import GlobalBatch
+
+
+class TrainingHook:
+    """Every rank holds one, calls the same methods in the same order, and gets the same answers.
+
+    What a hook decides must depend only on what all ranks share: its own state, the sums over all
+    ranks that it is given, and the step.
+
+    Attributes:
+        combines_gradients: whether :meth:`gradient_weights` is asked at every step.
+        mixture_interval: steps between two calls of :meth:`new_mixture`; 0 for none. The run needs
+            an order of samples that allows other weights (``--permutation epoch`` or feistel).
+        flops: floating-point operations spent beyond those of training, since the process began.
+    """
+
+    combines_gradients: bool = False
+    mixture_interval: int = 0
+
+    def __init__(self) -> None:
+        self.flops = 0.0
+
+    def loss_weights(self, batch: GlobalBatch) -> torch.Tensor | None:
+        """Look at a step's global batch before the backward pass.
+
+        Returns:
+            [k] what the loss of each domain's tokens counts, or None for 1. The loss that is
+            trained on is the sum over tokens of weight times loss, over the number of tokens.
+        """
+        return None
+
+    def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
+        """Look at the gradient of each domain's mean loss, after the backward pass.
+
+        Returns:
+            [k] the weights by which the gradients are summed to the one that is trained by.
+        """
+        raise NotImplementedError(f"{type(self).__name__} combines gradients without saying how")
+
+    def new_mixture(self, step: int, model: Sequence[torch.nn.Module]) -> Sequence[float] | None:
+        """Decide on the mixture after ``step`` steps, before the next batch is drawn.
+
+        Args:
+            step: steps done; a multiple of ``mixture_interval``, not 0.
+            model: this rank's chunks of the model, which may be run forward.
+
+        Returns:
+            Weights of the domains from here on, or None to leave them as they are.
+        """
+        return None
+
+    def metrics(self) -> dict[str, Any]:
+        """What goes to metrics.jsonl at every log interval, as JSON values."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a continued run needs, as JSON values; saved with each checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""

@@ -1,0 +1,110 @@
+"""Micro-batches read ahead by a thread, so that the GPU does not wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+
+from megatron_chameleon.blend.sampler import Batch
+
+READ_AHEAD = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """What follows the last batch: the error that ended the reading, if it was one."""
+
+    error: BaseException | None
+
+
+class Prefetcher(Iterator[Batch]):
+    """The batches of another iterator, the same and in the same order, on ``device``.
+
+    A thread reads up to ``depth`` of them ahead into pinned memory, from which they are copied
+    while the device computes. What the other iterator raises is raised here, in the place of the
+    batch that could not be read. Close it before its samples change or go away.
+
+    Args:
+        batches: read by the thread alone from now on.
+        device: where the batches are wanted.
+        depth: batches read ahead.
+    """
+
+    def __init__(
+        self, batches: Iterator[Batch], device: torch.device, depth: int = READ_AHEAD
+    ) -> None:
+        assert depth >= 1
+        self._batches, self._device = batches, device
+        self._ready: queue.SimpleQueue[Batch | _End] = queue.SimpleQueue()
+        self._free = threading.Semaphore(depth)
+        self._stopping = False
+        self._end: _End | None = None
+        self._thread = threading.Thread(target=self._read, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Batch:
+        item = self._end or self._ready.get()
+        if isinstance(item, _End):
+            self._end = item
+            raise item.error or StopIteration
+        self._free.release()
+        return {name: part.to(self._device, non_blocking=True) for name, part in item.items()}
+
+    def close(self) -> None:
+        """Stop reading and wait for the thread; there are no batches afterwards."""
+        self._stopping = True
+        self._free.release()
+        self._thread.join()
+        self._end = _End(None)
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _where: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a new thread begins at the first one
+            while self._may_go_on():
+                batch = next(self._batches)
+                self._ready.put(self._pinned(batch))
+        except StopIteration:
+            self._ready.put(_End(None))
+        except BaseException as error:  # told where the batch is missed
+            self._ready.put(_End(error))
+
+    def _may_go_on(self) -> bool:
+        self._free.acquire()
+        return not self._stopping
+
+    def _pinned(self, batch: Batch) -> Batch:
+        if self._device.type != "cuda":
+            return batch
+        return {name: part.pin_memory() for name, part in batch.items()}
+
+
+@contextlib.contextmanager
+def read_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Iterator[Batch]]:
+    """``batches`` read ahead for the block where ``device`` is a GPU.
+
+    On the CPU they are read as they are asked for: a thread would take its time from the cores that
+    compute, and a batch takes thousands of times less than a step.
+    """
+    if device.type != "cuda":
+        yield batches
+        return
+    with Prefetcher(batches, device) as ahead:
+        yield ahead

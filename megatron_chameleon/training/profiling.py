@@ -1,0 +1,52 @@
+"""A trace of some steps by torch's profiler, on the first rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.options.profiling import ProfilingOptions
+from megatron_chameleon.parallel.layout import Layout
+
+FOLDER_NAME = "profile"
+
+
+class StepProfiler:
+    """Records the steps that the options name, and writes the trace when they are done."""
+
+    def __init__(self, options: ProfilingOptions, run_dir: Path, layout: Layout) -> None:
+        self._options, self._folder = options, run_dir / FOLDER_NAME
+        self._wanted = options.profile and layout.is_main
+        self._on_gpu = layout.device.type == "cuda"
+        self._running: torch.profiler.profile | None = None
+
+    def before_step(self, steps_done: int) -> None:
+        """Begin the trace if it is time."""
+        if not self._wanted or steps_done != self._options.profile_step_start:
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._running = torch.profiler.profile(activities=activities)
+        self._running.start()
+
+    def after_step(self, steps_done: int) -> Path | None:
+        """End the trace if it is time; the file that it was written to."""
+        if self._running is None or steps_done < self._options.profile_step_end:
+            return None
+        return self.finish(steps_done)
+
+    def finish(self, steps_done: int) -> Path | None:
+        """End the trace whatever the step, if one is being made; the file."""
+        if self._running is None:
+            return None
+        self._running.stop()
+        first = self._options.profile_step_start + 1
+        path = self._folder / f"steps-{first}-to-{steps_done}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            self._running.export_chrome_trace(os.fspath(temporary))
+        self._running = None
+        return path

@@ -1,0 +1,175 @@
+"""The loss on the valid split of every domain, during training and in training's own layout."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
+from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.blend.token_data import DomainData, TokenData, corpus_tokens
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows
+from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.losses import domain_sums
+from megatron_chameleon.training.metrics import mean_losses, sum_over_ranks
+from megatron_chameleon.training.passes import Passes
+from megatron_chameleon.training.plan import TrainingPlan
+
+# Fewer tokens than these predict nothing.
+LEAST_TOKENS = 2
+
+
+class Validation:
+    """Windows of every domain's valid split, the same ones at every validation.
+
+    They are packed without regard to document boundaries and predicted as tools/evaluate.py
+    predicts them. Nothing here draws random numbers or reads training's samples.
+
+    Args:
+        texts: the windows of each domain; None where it has no text.
+        names: of the domains.
+        passes: of the model that is trained. A global batch of windows has the shape of a global
+            batch of training.
+        layout: of the ranks.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[HeldOutText | None],
+        names: Sequence[str],
+        passes: Passes,
+        layout: Layout,
+    ) -> None:
+        self._texts, self._names, self._passes, self._layout = texts, names, passes, layout
+        self._rows = [
+            (domain, window)
+            for domain, text in enumerate(texts)
+            if text is not None
+            for window in range(len(text.windows))
+        ]
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches of one validation."""
+        shape = self._passes.shape
+        size = shape.num_microbatches * shape.micro_batch_size * self._layout.data_size
+        return math.ceil(len(self._rows) / size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that one validation predicts."""
+        return sum(text.num_predictions for text in self._texts if text is not None)
+
+    def losses(self) -> dict[str, float]:
+        """Domain -> mean negative log-likelihood of its tokens, in nats. Every rank calls this.
+
+        The same windows give the same losses in every layout, but for rounding.
+        """
+        for chunk in self._passes.model:
+            chunk.eval()
+        sums = torch.zeros(len(self._names), 3, dtype=torch.float64, device=self._passes.device)
+        for number in range(self.num_batches):
+            sums += self._sums(self.micro_batches(number))
+        for chunk in self._passes.model:
+            chunk.train()
+        losses, tokens, _ = sum_over_ranks(sums, self._layout).cpu().T.tolist()
+        return mean_losses(self._names, losses, tokens)
+
+    def micro_batches(self, number: int) -> list[Batch]:
+        """This rank's part of global batch ``number``; rows beyond the last window predict nothing.
+
+        Micro-batches are dealt out to data-parallel ranks in turn.
+        """
+        shape, layout = self._passes.shape, self._layout
+        turns = [number * shape.num_microbatches + turn for turn in range(shape.num_microbatches)]
+        firsts = [
+            (turn * layout.data_size + layout.data_rank) * shape.micro_batch_size for turn in turns
+        ]
+        return [self._batch(self._rows[first : first + shape.micro_batch_size]) for first in firsts]
+
+    def _sums(self, batches: list[Batch]) -> torch.Tensor:
+        """[k, 3] float64 as :func:`domain_sums`; zero but on the last pipeline stage."""
+        device, num_domains = self._passes.device, len(self._names)
+        sums = torch.zeros(num_domains, 3, dtype=torch.float64, device=device)
+        losses = self._passes.token_losses(batches)
+        for batch, token_losses in zip(batches, losses, strict=bool(losses)):
+            on_device = {name: part.to(device) for name, part in batch.items()}
+            sums += domain_sums(on_device, num_domains, token_losses * on_device["loss_mask"])
+        return sums
+
+    def _batch(self, rows: Sequence[tuple[int, int]]) -> Batch:
+        """The windows of ``rows``, as :meth:`BlendedTokens.batch` gives samples."""
+        size, length = self._passes.shape.micro_batch_size, self._passes.shape.seq_length
+        batch = {
+            "tokens": torch.zeros(size, length, dtype=torch.int64),
+            "labels": torch.zeros(size, length, dtype=torch.int64),
+            "loss_mask": torch.zeros(size, length),
+            "position_ids": torch.arange(length).repeat(size, 1),
+            "domain": torch.zeros(size, dtype=torch.int64),
+        }
+        for place, (domain, window) in enumerate(rows):
+            text = self._texts[domain]
+            assert text is not None
+            parts = text.batch(window, window + 1)
+            for name, part in zip(("tokens", "labels", "loss_mask"), parts, strict=True):
+                batch[name][place] = part[0]
+            batch["domain"][place] = domain
+        return batch
+
+
+def open_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:
+    """The validation that the run asks for; None if it has none before its end.
+
+    A domain without text in its valid split is left out, with a warning.
+
+    Raises:
+        UserError: if files are damaged, or no domain has such text.
+    """
+    options = plan.options
+    interval = options.validation.eval_interval
+    if not 0 < interval <= options.train_iters:
+        return None
+    data = valid_tokens(plan)
+    windows = options.validation.eval_iters * options.global_batch_size // len(data.domains)
+    texts = [held_out_text(d, options.seq_length, max(windows, 1)) for d in data.domains]
+    empty = [name for name, text in zip(data.names, texts, strict=True) if text is None]
+    if len(empty) == len(texts):
+        raise UserError(
+            f"--eval-interval {interval}: {data.where} has nothing in its valid split; give it "
+            "some (--split), or --eval-interval 0"
+        )
+    if empty:
+        warnings.warn(f"no validation of {', '.join(empty)}: no valid split", stacklevel=2)
+    return Validation(texts, data.names, passes, layout)
+
+
+def valid_tokens(plan: TrainingPlan) -> TokenData:
+    """The valid split of what the run is trained on, with its domains in the same order.
+
+    Raises:
+        UserError: if --split leaves nothing for it.
+    """
+    options = plan.options
+    if options.corpus is not None:
+        return corpus_tokens(Corpus.load(options.corpus), "valid")
+    assert options.data.data_path is not None
+    path = DataPath.parse(options.data.data_path)
+    try:
+        return data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid")
+    except UserError as error:
+        raise UserError(f"{error}; or give --eval-interval 0") from error
+
+
+def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
+    """Windows spread evenly over the text of ``domain``; None if there is none to predict."""
+    if domain.tokens < LEAST_TOKENS:
+        return None
+    file = domain.open()
+    start = int(file.pointers[domain.first]) // file.dtype.itemsize
+    stream = file.tokens[start : start + domain.tokens]
+    return choose_windows(stream, window_length, max_windows * window_length)

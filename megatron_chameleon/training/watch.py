@@ -1,0 +1,95 @@
+"""A hook in its place in the loop: what it is asked, when, and where it is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_chameleon.artifacts.checkpoint import HookState
+from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.hook import TrainingHook
+from megatron_chameleon.training.hooked_passes import HookedPasses
+from megatron_chameleon.training.passes import Passes
+from megatron_chameleon.training.plan import TrainingPlan
+from megatron_chameleon.training.records import RunRecords
+from megatron_chameleon.training.resume import Progress
+
+MakeHook = Callable[[TrainingPlan, Layout], TrainingHook]
+
+
+def make_hook(
+    make: MakeHook | None, plan: TrainingPlan, layout: Layout, progress: Progress
+) -> TrainingHook | None:
+    """The hook of a run, as it was when the run's last checkpoint was written.
+
+    Raises:
+        UserError: if the checkpoint was watched by another hook, or the hook changes the mixture
+            and the run's order of samples does not allow it.
+    """
+    hook = make(plan, layout) if make else None
+    saved = progress.checkpoint.hook if progress.checkpoint else None
+    if progress.checkpoint and (saved and saved.name) != (hook and _name(hook)):
+        raise UserError(
+            f"{progress.checkpoint.root} was written by a run of "
+            f"{saved.name if saved else 'plain training'}, not of "
+            f"{_name(hook) if hook else 'plain training'}; choose another --run-dir, or give "
+            "--overwrite to start anew"
+        )
+    if hook is None:
+        return None
+    if hook.mixture_interval and plan.options.data.permutation == "megatron":
+        raise UserError(
+            f"{_name(hook)} changes the mixture, which Megatron's order of samples does not allow; "
+            "give --permutation epoch"
+        )
+    if saved:
+        hook.load_state_dict(saved.state)
+    return hook
+
+
+class Watch:
+    """Asks a hook what it has to say of each step.
+
+    Args:
+        hook: which watches.
+        passes: of the model that is trained.
+        records: of the run; the hook's cost is added to its.
+    """
+
+    def __init__(self, hook: TrainingHook, passes: Passes, records: RunRecords) -> None:
+        self._hook, self._passes, self._records = hook, passes, records
+        self._hooked = HookedPasses(hook, passes, records.plan.shape, records.layout)
+        self._flops_counted = hook.flops
+
+    def forward_backward(self, batches: Iterator[Batch], step: int) -> torch.Tensor:
+        """As :meth:`Passes.forward_backward`; ``step`` steps are done before it."""
+        self._change_mixture(step)
+        sums = self._hooked.forward_backward(batches, step)
+        self._records.extra_flops += self._hook.flops - self._flops_counted
+        self._flops_counted = self._hook.flops
+        return sums
+
+    def metrics(self) -> dict[str, Any]:
+        """What the hook has for the log."""
+        return self._hook.metrics()
+
+    def state(self) -> HookState:
+        """What a checkpoint keeps of the hook."""
+        return HookState(_name(self._hook), self._hook.state_dict())
+
+    def _change_mixture(self, step: int) -> None:
+        """Before the step and not after the one before: a checkpoint in between has neither."""
+        interval = self._hook.mixture_interval
+        if not interval or not step or step % interval:
+            return
+        weights = self._hook.new_mixture(step, self._passes.model)
+        if weights is not None:
+            self._records.samples.change_weights(self._records.samples_at(step), weights)
+
+
+def _name(hook: TrainingHook) -> str:
+    return type(hook).__name__

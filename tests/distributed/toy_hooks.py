@@ -1,0 +1,73 @@
+"""Three methods that need, between them, all that a hook can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.domain_gradients import DomainGradients
+from megatron_chameleon.training.global_batch import GlobalBatch
+from megatron_chameleon.training.hook import TrainingHook
+from megatron_chameleon.training.plan import TrainingPlan
+
+
+class RememberingHook(TrainingHook):
+    """Weights [k] that are multiplied by what each step shows, and sum to 1."""
+
+    def __init__(self, plan: TrainingPlan, _layout: Layout) -> None:
+        super().__init__()
+        k = len(plan.data.names)
+        self.weights = torch.full((k,), 1.0 / k, dtype=torch.float64)
+
+    def learn(self, evidence: torch.Tensor) -> None:
+        self.weights = torch.softmax(self.weights.log() + evidence.cpu(), dim=0)
+
+    def metrics(self) -> dict[str, Any]:
+        return {"weights": self.weights.tolist(), "flops": self.flops}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = torch.tensor(state["weights"], dtype=torch.float64)
+
+
+class LossWeigher(RememberingHook):
+    """Lets the domains count more whose tokens' losses are high, token by token."""
+
+    bound = 5.0
+
+    def loss_weights(self, batch: GlobalBatch) -> torch.Tensor:
+        excess = [(losses - self.bound).clamp(min=0.0) for losses in batch.token_losses()]
+        self.learn(batch.domain_sums(excess) / batch.domain_tokens.clamp(min=1.0))
+        return self.weights * batch.num_domains
+
+
+class GradientCombiner(RememberingHook):
+    """Lets the domains count more whose gradients agree with all the others'."""
+
+    combines_gradients = True
+
+    def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
+        self.learn(0.1 * gradients.dot_products().sum(1))
+        return self.weights
+
+
+class MixtureChanger(RememberingHook):
+    """Draws more of the domains whose losses were high, from every fourth step on."""
+
+    mixture_interval = 4
+
+    def loss_weights(self, batch: GlobalBatch) -> None:
+        losses = batch.domain_sums(batch.token_losses()) / batch.domain_tokens.clamp(min=1.0)
+        self.learn(0.1 * losses)
+
+    def new_mixture(self, step: int, model: Sequence[torch.nn.Module]) -> Sequence[float]:
+        assert step % self.mixture_interval == 0
+        return [round(weight, 6) for weight in self.weights.tolist()]
+
+
+HOOKS = {"weigher": LossWeigher, "combiner": GradientCombiner, "changer": MixtureChanger}

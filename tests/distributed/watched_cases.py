@@ -1,0 +1,28 @@
+"""Runs that validate, and in which one rank's gradient is not finite for two steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_chameleon.options.guards import GuardOptions
+from megatron_chameleon.options.training import PretrainOptions
+from megatron_chameleon.options.validation import ValidationOptions
+from tests.distributed.layout_cases import RUNS, Places, training_options
+
+WATCHED = {
+    f"{name}-watched": RUNS[name]
+    for name in ("one", "tp2", "tp2-pp2", "vpp2", "dp2", "dp2-sharded-overlapped")
+}
+"""Each repeats the run of its name up to its first bad step."""
+
+EVAL_INTERVAL = 4
+BAD_STEPS = (6, 7)
+"""The first is one at which a checkpoint would be due."""
+
+
+def watched_options(places: Places, name: str) -> PretrainOptions:
+    return dataclasses.replace(
+        training_options(places, name, WATCHED[name]),
+        guards=GuardOptions(max_consecutive_skipped_steps=3),
+        validation=ValidationOptions(eval_interval=EVAL_INTERVAL, eval_iters=3),
+    )

@@ -1,0 +1,76 @@
+"""The bytes of tensors that a training step holds at most, as torch's CPU allocator counts them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron_chameleon.model.memory import TrainingSetup
+    from megatron_chameleon.parallel.layout import Layout
+
+STEPS = 2  # the first makes the optimizer's moments, the second has them from its beginning
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Most bytes of CPU tensors made within ``work`` that were alive at one time.
+
+    torch's profiler sees every allocation and release of its allocator, those of autograd and of
+    views included.
+    """
+    gc.collect()  # what is released later but was not seen to be made would count as negative
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    assert profile.profiler is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+def peak_of_training(setup: TrainingSetup, layout: Layout) -> int:
+    """Measured bytes on this rank, from building the model to the end of the second step."""
+    return peak_bytes(lambda: _train(setup, layout))
+
+
+def _train(setup: TrainingSetup, layout: Layout) -> None:
+    from megatron_chameleon.model.gpt import build_model_chunks
+    from megatron_chameleon.options.training import OptimizerOptions
+    from megatron_chameleon.training.optimizer import (
+        build_optimizer,
+        build_scheduler,
+        data_parallel,
+    )
+    from megatron_chameleon.training.passes import BatchShape, Passes
+    from megatron_chameleon.training.step import train_step
+
+    options = OptimizerOptions(lr_warmup_iters=1)
+    chunks = build_model_chunks(
+        setup.shape, layout, 0, bf16=setup.bf16, recompute=setup.parallel.recompute
+    )
+    model = data_parallel(chunks, layout, bf16=setup.bf16)
+    optimizer = build_optimizer(model, options, layout, bf16=setup.bf16)
+    scheduler = build_scheduler(optimizer, options, train_iters=10)
+    length = setup.shape.max_sequence_length
+    passes = Passes(
+        model, BatchShape(setup.num_microbatches, setup.micro_batch_size, length), num_domains=1
+    )
+    batches = (_batch(setup) for _ in range(STEPS * setup.num_microbatches))
+    for _ in range(STEPS):
+        train_step(model, optimizer, scheduler, lambda: passes.forward_backward(batches))
+
+
+def _batch(setup: TrainingSetup) -> dict[str, torch.Tensor]:
+    rows, length = setup.micro_batch_size, setup.shape.max_sequence_length
+    text = torch.randint(setup.shape.vocab_size, (rows, length + 1))
+    return {
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "loss_mask": torch.ones(rows, length),
+        "position_ids": torch.arange(length).expand(rows, length).contiguous(),
+        "domain": torch.zeros(rows, dtype=torch.int64),
+    }

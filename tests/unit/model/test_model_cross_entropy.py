@@ -1,0 +1,218 @@
+"""The chunked cross entropy against torch's own, and what it holds in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_chameleon.model import cross_entropy as chunked
+from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def case(shape=(7, 3), columns=40, vocab_size=37, dtype=torch.float32, spread=3.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (spread * torch.randn(*shape, columns, generator=generator)).to(dtype)
+    labels = torch.randint(vocab_size, shape, generator=generator)
+    of_losses = torch.rand(shape, generator=generator) - 0.3
+    return logits, labels, of_losses
+
+
+def ours(logits, labels, of_losses, vocab_size, group=None):
+    leaf = logits.clone().requires_grad_()
+    losses = chunked_cross_entropy(leaf * 1, labels, vocab_size, group)
+    (gradient,) = torch.autograd.grad(losses, leaf, of_losses)
+    return losses.detach(), gradient
+
+
+def expected(logits, labels, of_losses, vocab_size):
+    """torch's cross entropy over the columns there are, in float64."""
+    leaf = logits.double().requires_grad_()
+    flat = leaf[..., :vocab_size].flatten(0, -2)
+    losses = cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
+    (gradient,) = torch.autograd.grad(losses, leaf, of_losses.double())
+    return losses.detach(), gradient
+
+
+@pytest.mark.parametrize("vocab_size", [1, 37, 40])
+@pytest.mark.parametrize("chunk", [1, 40, 41, 200, 1 << 20])
+def test_losses_and_gradients_are_torchs_whatever_the_chunk(vocab_size, chunk, monkeypatch):
+    monkeypatch.setattr(chunked, "CHUNK_ON_CPU", chunk)
+    logits, labels, of_losses = case(vocab_size=vocab_size)
+    for mine, right in zip(
+        ours(logits, labels, of_losses, vocab_size),
+        expected(logits, labels, of_losses, vocab_size),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine.double(), right, atol=2e-6, rtol=0)
+
+
+def test_it_is_as_near_to_float64_as_torchs_float32():
+    """At a real vocabulary; the error of torch's own float32 cross entropy sets the bound."""
+    logits, labels, of_losses = case((64,), 50_304, 50_257)
+    right, right_gradient = expected(logits, labels, of_losses, 50_257)
+    losses, gradient = ours(logits, labels, of_losses, 50_257)
+    torchs = cross_entropy(logits[:, :50_257], labels, reduction="none")
+    bound = 2 * (torchs - right).abs().max()
+    assert (losses - right).abs().max() <= bound < 1e-5
+    torch.testing.assert_close(gradient.double(), right_gradient, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 3.0, 1e4])
+def test_bf16_logits_give_float32_losses_and_bf16_gradients(spread):
+    logits, labels, of_losses = case(dtype=torch.bfloat16, spread=spread)
+    losses, gradient = ours(logits, labels, of_losses, 37)
+    right, right_gradient = expected(logits, labels, of_losses, 37)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), right, atol=3e-6, rtol=1e-6)
+    assert gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(gradient.double(), right_gradient, atol=1e-30, rtol=2**-8)
+
+
+def test_padding_may_hold_anything_and_gets_no_gradient():
+    logits, labels, of_losses = case()
+    clean = ours(logits, labels, of_losses, 37)
+    for rubbish in (torch.nan, torch.inf, 1e30):
+        logits[..., 37:] = rubbish
+        losses, gradient = ours(logits, labels, of_losses, 37)
+        assert torch.equal(losses, clean[0])
+        assert torch.equal(gradient[..., :37], clean[1][..., :37])
+        assert (gradient[..., 37:] == 0).all()
+
+
+def test_the_gradient_lies_where_the_logits_lay():
+    logits, labels, of_losses = case()
+    made = logits.clone().requires_grad_() * 1
+    losses = chunked_cross_entropy(made, labels, 37)
+    (gradient,) = torch.autograd.grad(losses, made, of_losses)
+    assert gradient.data_ptr() == made.data_ptr()
+
+
+def test_a_graph_that_is_kept_can_be_walked_again():
+    logits, labels, of_losses = case()
+    leaf = logits.clone().requires_grad_()
+    made = leaf * 1
+    losses = chunked_cross_entropy(made, labels, 37)
+    (first,) = torch.autograd.grad(losses, leaf, of_losses, retain_graph=True)
+    assert torch.equal(made, logits)
+    (second,) = torch.autograd.grad(losses, leaf, 2 * of_losses, retain_graph=True)
+    torch.testing.assert_close(second, 2 * first)
+
+
+def test_whoever_needs_the_overwritten_logits_is_told():
+    logits, labels, of_losses = case()
+    made = logits.clone().requires_grad_() * 1
+    reader = made.square().sum()  # saves the logits
+    chunked_cross_entropy(made, labels, 37).backward(of_losses)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        reader.backward()
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Elements of the largest float32 tensor that any operation made while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, _types, arguments=(), more=None):
+        result = function(*arguments, **(more or {}))
+        for made in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+                self.elements = max(self.elements, made.numel())
+        return result
+
+
+def test_float32_is_never_that_of_the_whole_batch():
+    logits, labels, of_losses = case((256,), 50_304, 50_257, torch.bfloat16)
+    with LargestFloat32() as ours_makes:
+        ours(logits, labels, of_losses, 50_257)
+    assert 0 < ours_makes.elements <= chunked.CHUNK_ON_CPU < logits.numel() / 10
+    with LargestFloat32() as torchs_makes:  # the measure sees what it should
+        cross_entropy(logits.float(), labels)
+    assert torchs_makes.elements == logits.numel()
+
+
+def test_without_gradients_the_logits_stay():
+    logits, labels, _ = case()
+    before = logits.clone()
+    with torch.no_grad():
+        losses = chunked_cross_entropy(logits, labels, 37)
+    assert torch.equal(logits, before)
+    right = cross_entropy(before[..., :37].flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(losses.flatten(), right)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 20, 33, 40])
+def test_halves_of_the_vocabulary_add_up_to_the_whole(vocab_size, monkeypatch):
+    """Both ranks of a group of two, with the sums over ranks done by hand."""
+    logits, labels, of_losses = case(vocab_size=vocab_size)
+    rows, flat = logits.flatten(0, 1), labels.flatten()
+    right, right_gradient = expected(logits, labels, of_losses, vocab_size)
+    halves = [half.contiguous() for half in rows.split(20, dim=1)]
+    kept = [min(20, vocab_size), max(0, vocab_size - 20)]
+    parts = [chunked.log_sum_exp(half, n) for half, n in zip(halves, kept, strict=True)]
+    denominator = torch.logaddexp(*parts)
+    predicted = sum(
+        chunked._logits_of(half, flat - 20 * rank, kept[rank]) for rank, half in enumerate(halves)
+    )
+    torch.testing.assert_close(
+        (denominator - predicted).double(), right.flatten(), atol=2e-6, rtol=0
+    )
+    for rank, half in enumerate(halves):
+        labels_here = flat - 20 * rank
+        chunked.write_gradient(
+            half, labels_here, denominator, of_losses.flatten(), kept[rank], half
+        )
+    gradient = torch.cat(halves, dim=1).view_as(logits)
+    torch.testing.assert_close(gradient.double(), right_gradient, atol=2e-6, rtol=0)
+
+
+def test_the_kernels_compute_the_same_in_tritons_interpreter():
+    """In a process of its own: Triton reads the variable when a kernel is defined."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.model.cross_entropy_kernel_checks"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    checked = json.loads(done.stdout)
+    assert len(checked) == 24
+    assert max(checked.values()) < 2e-6
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile_for_gpus(capability):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_chameleon.model import cross_entropy_kernels as kernels
+
+    signatures = {
+        kernels.log_sum_exp_kernel: ("*bf16", "*fp32", "i32", "i32"),
+        kernels.gradient_kernel: ("*bf16", "*i64", "*fp32", "*fp32", "*bf16", "i32", "i32", "i32"),
+    }
+    for kernel, types in signatures.items():
+        names = [name for name in kernel.arg_names if name != "BLOCK"]
+        signature = dict(zip(names, types, strict=True)) | {"BLOCK": "constexpr"}
+        source = ASTSource(kernel, signature, constexprs={"BLOCK": kernels.BLOCK})
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernels.WARPS}
+        )
+        assert f".target sm_{capability}" in compiled.asm["ptx"]
+        assert "st.local" not in compiled.asm["ptx"]

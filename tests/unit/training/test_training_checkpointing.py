@@ -1,0 +1,233 @@
+"""Checkpoints of a run on one rank: beside training, a few of them, and on a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import time
+from functools import partial
+
+import pytest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun, find_checkpoint
+from megatron_chameleon.artifacts.checkpoint import (
+    FOLDER_NAME,
+    CheckpointWarning,
+    checkpoint_folders,
+    step_folder,
+)
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.checkpointing import CheckpointingOptions
+from megatron_chameleon.options.logging import LoggingOptions
+from megatron_chameleon.training import loop
+from megatron_chameleon.training.loop import pretrain
+from tests.full_disk import largest_file_size
+
+ASYNC = CheckpointingOptions(async_save=True)
+WRITE = "write_preloaded_data_multiproc"
+SMALLER_THAN_ANY_FILE = 100
+SMALLER_THAN_THE_WEIGHTS = 50_000
+"""Bytes; records, metrics and what megatron calls common are smaller."""
+
+
+@pytest.fixture
+def options_for(pretrain_options, tmp_path):
+    """``options_for(**changes)``: a run in an empty folder that says every step."""
+
+    def options(**changes):
+        settings = {"log_interval": 1, "logging": LoggingOptions(tensorboard=False), **changes}
+        return pretrain_options(tmp_path / "run", **settings)
+
+    return options
+
+
+def losses_of(run_dir):
+    return {line["step"]: line["loss"] for line in read_metrics(run_dir / METRICS_NAME)}
+
+
+def hash_of(run_dir, at):
+    record = CheckpointRecord.load(step_folder(run_dir, at))
+    record.verify()
+    return record.hash
+
+
+def names_in(run_dir):
+    return sorted(path.name for path in (run_dir / FOLDER_NAME).iterdir())
+
+
+def before_step(monkeypatch, number, act):
+    """Have ``act`` called before the step of this number, in the next run."""
+    steps = itertools.count(1)
+    real = vars(loop)["train_step"]  # which may do so before another step already
+
+    def train_step(*arguments):
+        if next(steps) == number:
+            act()
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+
+def write_late(monkeypatch, run_dir, logged):
+    """Writing waits until the run has logged a step."""
+    real = getattr(FileSystemWriterAsync, WRITE)
+
+    def write(*arguments):
+        give_up = time.monotonic() + 20
+        while max(losses_of(run_dir), default=0) < logged and time.monotonic() < give_up:
+            time.sleep(0.01)
+        real(*arguments)
+
+    monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(write))
+
+
+def test_what_is_written_beside_training_is_what_it_was_at_its_step(
+    options_for, finished_run, tmp_path, monkeypatch
+):
+    """The writing begins two steps later, when every tensor of the model has changed."""
+    run_dir = tmp_path / "run"
+    write_late(monkeypatch, run_dir, logged=5)
+    before_step(monkeypatch, 6, lambda: monkeypatch.undo())
+    pretrain(options_for(checkpointing=ASYNC))
+    assert hash_of(run_dir, 3) == hash_of(finished_run, 3)
+    assert hash_of(run_dir, 6) == hash_of(finished_run, 6)
+    assert {s: v for s, v in losses_of(run_dir).items() if s == 3} == {
+        3: losses_of(finished_run)[3]
+    }
+
+
+def test_until_it_is_complete_the_checkpoint_before_is_the_latest(options_for, monkeypatch):
+    run_dir, found = run_to_step_2(options_for), []
+    write_late(monkeypatch, run_dir, logged=5)
+    # The third step from here, the fifth of the run: the checkpoint of step 4 is under way.
+    before_step(monkeypatch, 3, lambda: found.append((names_in(run_dir), checkpoints_in(run_dir))))
+    pretrain(options_for(save_interval=2, checkpointing=ASYNC))
+    (temporary, *others), checkpoints = found[0]
+    assert re.fullmatch(r"\.step-00000004\.\w+\.tmp", temporary)
+    assert others == ["latest", "step-00000002"]
+    assert checkpoints == ["checkpoints/step-00000002"]
+    assert names_in(run_dir) == ["latest", "step-00000002", "step-00000004", "step-00000006"]
+
+
+def run_to_step_2(options_for):
+    """The folder of a run that was killed after the checkpoint of step 2."""
+    options = options_for(save_interval=2)
+    pretrain(options)
+    for number in (4, 6):
+        shutil.rmtree(step_folder(options.run_dir, number))
+    return options.run_dir
+
+
+def checkpoints_in(run_dir):
+    return TrainingRun.load(run_dir).checkpoints
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_last_few_are_kept(options_for, tmp_path, async_save):
+    checkpointing = CheckpointingOptions(async_save=async_save, keep_last_checkpoints=2)
+    pretrain(options_for(save_interval=1, checkpointing=checkpointing))
+    assert names_in(tmp_path / "run") == ["latest", "step-00000005", "step-00000006"]
+    assert checkpoints_in(tmp_path / "run") == [
+        "checkpoints/step-00000005",
+        "checkpoints/step-00000006",
+    ]
+    assert find_checkpoint(tmp_path / "run").name == "step-00000006"
+
+
+def test_all_are_kept_for_0(options_for, tmp_path):
+    pretrain(
+        options_for(save_interval=1, checkpointing=CheckpointingOptions(keep_last_checkpoints=0))
+    )
+    assert len(checkpoint_folders(tmp_path / "run")) == 6
+
+
+def test_a_number_below_0_is_refused(options_for):
+    with pytest.raises(UserError, match="--keep-last-checkpoints -1: give 0 for all"):
+        pretrain(options_for(checkpointing=CheckpointingOptions(keep_last_checkpoints=-1)))
+
+
+@pytest.fixture
+def fill_disk(monkeypatch, capsys):  # capsys: what is printed goes to no file
+    """``fill_disk(size, first, until)``: in the next run, files cannot grow beyond ``size`` bytes
+    from before the step ``first`` until before the step ``until``."""
+    with contextlib.ExitStack() as full:
+
+        def fill(size, first, until):
+            begin = partial(full.enter_context, largest_file_size(size))
+            before_step(monkeypatch, first, begin)
+            before_step(monkeypatch, until, full.close)
+            return full
+
+        yield fill
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("size", [SMALLER_THAN_ANY_FILE, SMALLER_THAN_THE_WEIGHTS])
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+    options_for, finished_run, fill_disk, size, async_save
+):
+    run_dir = run_to_step_2(options_for)
+    fill_disk(size, first=2, until=4)  # before steps 4 and 6 of the run
+    checkpointing = CheckpointingOptions(async_save=async_save)
+    with pytest.warns(CheckpointWarning) as warned:
+        pretrain(options_for(save_interval=2, checkpointing=checkpointing))
+    (told,) = (str(w.message) for w in warned if w.category is CheckpointWarning)
+    assert told.startswith(f"cannot write the checkpoint {step_folder(run_dir, 4)} (")
+    assert f"{step_folder(run_dir, 2)} is the last one: free space" in told
+    assert "\n" not in told
+    run = TrainingRun.load(run_dir)
+    assert (run.status, [failed.step for failed in run.failed_saves]) == ("finished", [4])
+    assert names_in(run_dir) == ["latest", "step-00000002", "step-00000006"]
+    assert hash_of(run_dir, 6) == hash_of(finished_run, 6)
+    assert list(losses_of(run_dir)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_that_cannot_be_written_costs_no_more(options_for, tmp_path, monkeypatch):
+    """A file in the place of the folder: to the superuser every folder can be written."""
+    folder = tmp_path / "run" / FOLDER_NAME
+    before_step(monkeypatch, 2, folder.touch)
+    told = r"Not a directory\); .* no checkpoint is the last"
+    with (
+        pytest.warns(CheckpointWarning, match=told),
+        pytest.raises(UserError, match="Not a directory"),
+    ):
+        pretrain(options_for())
+    assert [failed.step for failed in TrainingRun.load(tmp_path / "run").failed_saves] == [3]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_can_go_on(
+    options_for, finished_run, fill_disk, async_save
+):
+    run_dir = run_to_step_2(options_for)
+    checkpointing = CheckpointingOptions(async_save=async_save)
+    full = fill_disk(SMALLER_THAN_THE_WEIGHTS, first=4, until=99)
+    told = r"step-00000006 \(.*\); free space and run .* goes on from .*/step-00000002$"
+    with pytest.raises(UserError, match=told):
+        pretrain(options_for(checkpointing=checkpointing, save_interval=10))
+    full.close()
+    assert TrainingRun.load(run_dir).status == "failed"
+    assert names_in(run_dir) == ["latest", "step-00000002"]
+    pretrain(options_for(checkpointing=checkpointing))
+    assert hash_of(run_dir, 6) == hash_of(finished_run, 6)
+
+
+def test_writers_that_are_killed_cost_no_more(options_for, tmp_path, monkeypatch):
+    real = getattr(FileSystemWriterAsync, WRITE)
+
+    def killed_once(*arguments):
+        if not checkpoint_folders(tmp_path / "run"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(*arguments)
+
+    before_step(monkeypatch, 6, monkeypatch.undo)
+    monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(killed_once))
+    with pytest.warns(CheckpointWarning, match=r"step-00000003 \(rank 0: .*\); training goes on"):
+        pretrain(options_for(checkpointing=ASYNC))
+    assert names_in(tmp_path / "run") == ["latest", "step-00000006"]

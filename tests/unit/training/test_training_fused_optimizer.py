@@ -1,0 +1,154 @@
+"""torch's fused kernels in megatron's optimizer: the same numbers, and one wait for the device."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_chameleon.model.gpt import build_model_chunks
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.options.training import OptimizerOptions
+from megatron_chameleon.training import fused_optimizer
+from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
+from megatron_chameleon.training.passes import BatchShape, Passes
+from megatron_chameleon.training.step import train_step
+
+SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
+OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=0, clip_grad=0.1)
+
+
+class ReadsOfValues(TorchDispatchMode):
+    """Counts operations whose result the host has to wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, _types, arguments=(), more=None):
+        self.count += function in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten.equal.default,
+        )
+        return function(*arguments, **(more or {}))
+
+
+def device_reads(step, monkeypatch):
+    """How often the host would wait for a GPU during ``step``.
+
+    ``torch.tensor`` reads tensors that it is given one by one, unseen by dispatch.
+    """
+    constructed: list[torch.Tensor] = []
+    construct = torch.tensor
+
+    def counting(data, **more):
+        constructed.extend(leaf for leaf in tree_leaves(data) if isinstance(leaf, torch.Tensor))
+        return construct(data, **more)
+
+    with monkeypatch.context() as patched, ReadsOfValues() as read:
+        patched.setattr(torch, "tensor", counting)
+        step()
+    return len(constructed) + read.count
+
+
+def micro_batches(count):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        text = torch.randint(100, (2, 17), generator=generator)
+        yield {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "loss_mask": torch.ones(2, 16),
+            "position_ids": torch.arange(16).repeat(2, 1),
+            "domain": torch.zeros(2, dtype=torch.int64),
+        }
+
+
+def stepper(layout, *, bf16=False):
+    chunks = data_parallel(build_model_chunks(SHAPE, layout, 0, bf16=bf16), layout, bf16=bf16)
+    optimizer = build_optimizer(chunks, OPTIONS, layout, bf16=bf16)
+    scheduler = build_scheduler(optimizer, OPTIONS, 100)
+    passes = Passes(chunks, BatchShape(2, 2, 16), num_domains=1)
+    batches = micro_batches(100)
+
+    def step():
+        return train_step(
+            chunks, optimizer, scheduler, lambda: passes.forward_backward(batches)
+        ).grad_norm
+
+    return step, optimizer, chunks
+
+
+def test_a_step_waits_for_the_device_once(one_rank, monkeypatch):
+    """For the gradient's norm, whatever the number of parameters and micro-batches."""
+    for bf16 in (False, True):
+        step, _, _ = stepper(one_rank, bf16=bf16)
+        step()
+        assert device_reads(step, monkeypatch) == 1, bf16
+
+
+def test_megatrons_own_functions_wait_for_every_parameter(one_rank, monkeypatch):
+    """Or the test above could not fail."""
+    step, _, chunks = stepper(one_rank)
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    assert device_reads(step, monkeypatch) > len(list(chunks[0].parameters()))
+
+
+def test_every_group_is_fused_and_stays_so_after_a_load(one_rank):
+    step, optimizer, _ = stepper(one_rank)
+    step()
+    (part,) = optimizer.chained_optimizers
+    assert all(group["fused"] for group in part.optimizer.param_groups)
+    saved = part.optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["fused"] = None  # as a checkpoint may say that was made without it
+    part.optimizer.load_state_dict(saved)
+    assert all(group["fused"] for group in part.optimizer.param_groups)
+    step()
+    steps = {float(state["step"]) for state in part.optimizer.state.values()}
+    assert steps == {2.0}
+
+
+def test_the_fused_update_is_that_of_plain_adamw(one_rank):
+    weights = []
+    for fused in (True, False):
+        step, optimizer, chunks = stepper(one_rank)
+        for group in optimizer.chained_optimizers[0].optimizer.param_groups:
+            assert group["fused"]
+            group["fused"] = fused
+        for _ in range(5):
+            step()
+        weights.append([p.detach() for p in chunks[0].parameters()])
+    for mine, right in zip(*weights, strict=True):
+        # Far below the 0.05 that weights move, also where gradients are rounding alone.
+        torch.testing.assert_close(mine, right, atol=5e-5, rtol=0)
+
+
+def tensors(*sizes):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+def test_the_norm_is_megatrons():
+    given = tensors((3, 4), (5,), (1,), (64, 64))
+    mine, _ = fused_optimizer.l2_norm(1, torch.zeros(1), [given], False)
+    right, _ = local_multi_tensor_l2_norm(1, torch.zeros(1), [given], False)
+    assert mine.shape == right.shape
+    torch.testing.assert_close(mine, right)
+
+
+def test_scaling_is_megatrons_in_place_and_to_other_tensors():
+    for in_place in (True, False):
+        mine, right = tensors((3, 4), (5,)), tensors((3, 4), (5,))
+        targets = [mine if in_place else [torch.empty_like(t) for t in mine], right]
+        for function, sources, to in zip(
+            (fused_optimizer.scale, local_multi_tensor_scale), (mine, right), targets, strict=True
+        ):
+            function(1, torch.zeros(1), [sources, to], 0.3)
+        for a, b in zip(*targets, strict=True):
+            assert torch.equal(a, b)
+        if not in_place:
+            assert torch.equal(mine[0], tensors((3, 4))[0])  # what was read is as it was

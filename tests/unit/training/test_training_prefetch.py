@@ -1,0 +1,109 @@
+"""Reading ahead changes no batch, hides no error and leaves no thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_chameleon.blend.sampler import MicroBatchIterator
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.training.prefetch import Prefetcher, read_ahead
+
+CPU = torch.device("cpu")
+
+
+class Samples:
+    """Numbered samples; notes which are read, and on which thread."""
+
+    def __init__(self, count, broken_from=None):
+        self.count, self.broken_from = count, broken_from
+        self.read, self.threads = [], set()
+
+    def __len__(self):
+        return self.count
+
+    def batch(self, indices):
+        if self.broken_from is not None and indices[0] >= self.broken_from:
+            raise UserError(f"sample {indices[0]} cannot be read")
+        self.read.append(list(indices))
+        self.threads.add(threading.current_thread())
+        return {"tokens": torch.tensor(indices)[:, None] * torch.arange(1, 5)}
+
+
+def batches_of(samples, start_step=0):
+    return MicroBatchIterator(samples, 6, 2, start_step=start_step)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 50])
+def test_the_batches_are_the_same_in_the_same_order(depth):
+    expected = list(batches_of(Samples(24), start_step=1))
+    assert len(expected) == 9
+    samples = Samples(24)
+    with Prefetcher(batches_of(samples, start_step=1), CPU, depth) as ahead:
+        read = list(ahead)
+    for mine, right in zip(read, expected, strict=True):
+        assert mine.keys() == right.keys()
+        assert torch.equal(mine["tokens"], right["tokens"])
+    assert threading.current_thread() not in samples.threads
+
+
+def test_it_reads_as_far_ahead_as_asked_and_no_further():
+    samples = Samples(600)
+    with Prefetcher(batches_of(samples), CPU, depth=3) as ahead:
+        wait_until(lambda: len(samples.read) == 3)
+        next(ahead)
+        wait_until(lambda: len(samples.read) == 4)
+        time.sleep(0.05)
+        assert len(samples.read) == 4
+
+
+def test_an_error_is_raised_in_the_place_of_its_batch():
+    with Prefetcher(batches_of(Samples(24, broken_from=8)), CPU) as ahead:
+        for number in range(4):
+            assert next(ahead)["tokens"][0, 0] == 2 * number
+        for _ in range(2):
+            with pytest.raises(UserError, match="sample 8 cannot be read"):
+                next(ahead)
+
+
+def test_the_end_stays_the_end():
+    with Prefetcher(batches_of(Samples(6)), CPU) as ahead:
+        assert len(list(ahead)) == 3
+        assert list(ahead) == []
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_closing_stops_the_thread_wherever_it_is(taken):
+    before = threading.active_count()
+    ahead = Prefetcher(batches_of(Samples(600)), CPU, depth=2)
+    for _ in range(taken):
+        next(ahead)
+    ahead.close()
+    assert threading.active_count() == before
+    assert list(ahead) == []
+    ahead.close()
+
+
+def test_an_error_in_the_block_stops_the_thread_too():
+    before = threading.active_count()
+    with pytest.raises(KeyError), Prefetcher(batches_of(Samples(600)), CPU) as ahead:
+        raise KeyError(next(ahead)["tokens"][0, 0])
+    assert threading.active_count() == before
+
+
+def test_on_the_cpu_nothing_is_read_ahead():
+    samples = Samples(24)
+    with read_ahead(batches_of(samples), CPU) as batches:
+        assert samples.read == []
+        next(batches)
+        assert samples.threads == {threading.current_thread()}

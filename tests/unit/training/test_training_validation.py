@@ -1,0 +1,117 @@
+"""Validation against plain torch, window by window."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.evaluation.held_out import choose_windows
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.training.passes import BatchShape, Passes
+from megatron_chameleon.training.validation import Validation, held_out_text
+from tests.small_corpus import VOCAB_SIZE
+
+SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
+NAMES = ["a", "empty", "b"]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    rng = np.random.default_rng(0)
+    streams = [rng.integers(0, VOCAB_SIZE, length) for length in (150, 75)]
+    first, second = (choose_windows(stream, 32) for stream in streams)
+    return [first, None, second]
+
+
+@pytest.fixture
+def validation(texts, one_rank):
+    model = build_model(SHAPE, one_rank, seed=0)
+    return Validation(texts, NAMES, Passes([model], BatchShape(3, 2, 32), 3), one_rank), model
+
+
+def plain_losses(model, text):
+    """Mean over the predicted tokens, by the model's logits one window at a time."""
+    losses = []
+    for window in text.windows:
+        piece = torch.tensor(text.stream[window * 32 : window * 32 + 33])
+        positions = torch.arange(len(piece) - 1)[None]
+        with torch.no_grad():
+            logits = model(piece[None, :-1], positions, None)[0, :, :VOCAB_SIZE]
+        losses.append(torch.nn.functional.cross_entropy(logits, piece[1:], reduction="none"))
+    return torch.cat(losses).double().mean().item()
+
+
+def test_losses_are_means_over_every_predicted_token(validation, texts):
+    found, model = validation
+    losses = found.losses()
+    assert list(losses) == ["a", "b"]
+    assert losses["a"] == pytest.approx(plain_losses(model, texts[0]), abs=1e-5)
+    assert losses["b"] == pytest.approx(plain_losses(model, texts[2]), abs=1e-5)
+    assert found.num_tokens == 149 + 74
+    assert found.num_batches == 2  # 5 + 3 windows in batches of 6
+
+
+def test_nothing_of_training_is_touched(validation):
+    found, model = validation
+    before = torch.get_rng_state()
+    first = found.losses()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert found.losses() == first
+
+
+def test_ranks_share_the_windows_without_a_gap(texts, one_rank):
+    shape = BatchShape(2, 2, 32)
+    model = torch.nn.Linear(1, 1)
+    seen = []
+    for rank in range(2):
+        layout = dataclasses.replace(one_rank, data_rank=rank, data_size=2)
+        part = Validation(texts, NAMES, Passes([model], shape, 3), layout)
+        assert part.num_batches == 1
+        seen += [
+            (int(domain), tuple(row[mask > 0].tolist()))
+            for batch in part.micro_batches(0)
+            for domain, row, mask in zip(
+                batch["domain"], batch["labels"], batch["loss_mask"], strict=True
+            )
+        ]
+    expected = [
+        (domain, tuple(text.stream[window * 32 + 1 : window * 32 + 33].tolist()))
+        for domain, text in enumerate(texts)
+        if text is not None
+        for window in text.windows
+    ]
+    assert sorted(seen) == sorted(expected)
+
+
+def test_the_text_is_that_of_the_valid_split(corpus):
+    for name, domain in zip(corpus.names, corpus_tokens(corpus, "valid").domains, strict=True):
+        text = held_out_text(domain, 32, max_windows=1000)
+        assert text is not None
+        stream = np.fromfile(corpus.prefix(name, "valid").with_suffix(".bin"), np.uint16)
+        assert np.array_equal(text.stream, stream)
+        few = held_out_text(domain, 32, max_windows=2)
+        assert few is not None
+        assert len(few.windows) == 2
+
+
+def test_a_domain_that_begins_within_a_file_is_read_from_there(corpus):
+    (whole, *_) = corpus_tokens(corpus, "train").domains
+    lengths = whole.open().lengths
+    tokens = int(lengths[10:25].sum())
+    part = dataclasses.replace(whole, first=10, stop=25, tokens=tokens)
+    text = held_out_text(part, 32, max_windows=1000)
+    assert text is not None
+    skipped = int(lengths[:10].sum())
+    assert np.array_equal(text.stream, whole.open().tokens[skipped : skipped + tokens])
+
+
+def test_a_domain_without_text_has_none(corpus):
+    (whole, *_) = corpus_tokens(corpus, "valid").domains
+    assert held_out_text(dataclasses.replace(whole, tokens=1), 32, max_windows=5) is None

@@ -1,0 +1,30 @@
+#!/usr/bin/env python3
+"""Convert a checkpoint to a Hugging Face GPT-2 folder, or such a folder to a checkpoint."""
+
+from __future__ import annotations
+
+from megatron_chameleon.cli import run_subcommand
+from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
+
+
+def to_huggingface(options: ToHuggingFaceOptions) -> None:
+    """Write a Hugging Face GPT-2 folder."""
+    from megatron_chameleon.checkpoint.convert import convert_to_huggingface
+
+    convert_to_huggingface(options)
+
+
+def from_huggingface(options: FromHuggingFaceOptions) -> None:
+    """Write a checkpoint."""
+    from megatron_chameleon.checkpoint.convert import convert_from_huggingface
+
+    convert_from_huggingface(options)
+
+
+if __name__ == "__main__":
+    run_subcommand(
+        {
+            "to-huggingface": (to_huggingface, ToHuggingFaceOptions),
+            "from-huggingface": (from_huggingface, FromHuggingFaceOptions),
+        }
+    )
