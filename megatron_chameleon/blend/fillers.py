@@ -33,7 +33,7 @@ MANY_DOMAINS = 512
 LEARNING_SAMPLES, LEARNING_TIMES = 16384, 64
 
 # Parts are small enough that threads which are slowed down leave some to the others.
-PARTS_PER_THREAD = 4
+PARTS_PER_THREAD = 2
 SMALLEST_PART = 1 << 18
 # Samples filled again before it is looked whether that was enough; twice as many each time.
 FIRST_PIECE = 1 << 14
@@ -175,7 +175,11 @@ def checkpoints(
     num_blocks = num_samples // block_size
     rows = np.empty((num_blocks + 1, filler.weights.size), np.int64)
     smallest = -(-SMALLEST_PART // block_size)
-    parts = [range(num_blocks)] if filler.plain else _parts(num_blocks, smallest, num_threads)
+    # Blocks are counted in all lanes at once: parts that leave some over would waste lanes.
+    together = LANES if filler.lanes is not None else 1
+    parts = (
+        [range(num_blocks)] if filler.plain else _parts(num_blocks, smallest, num_threads, together)
+    )
     ends = [filler.guess(part.start * block_size) for part in parts]
 
     def count_part(number: int) -> None:
@@ -231,9 +235,13 @@ def _count_again(
     return counts
 
 
-def _parts(size: int, smallest: int, num_threads: int) -> list[range]:
+def _parts(size: int, smallest: int, num_threads: int, multiple: int = 1) -> list[range]:
+    """``range(size)`` in parts for the threads, all but the last of a multiple of ``multiple``."""
     number = PARTS_PER_THREAD * num_threads if num_threads > 1 else 1
-    return even_ranges(size, max(1, min(number, size // smallest)))
+    units = size // multiple
+    parts = even_ranges(units, max(1, min(number, size // smallest)))
+    scaled = [range(part.start * multiple, part.stop * multiple) for part in parts]
+    return [*scaled[:-1], range(scaled[-1].start, size)]
 
 
 def _cut(outputs: Outputs, part: range) -> Outputs:
