@@ -16,7 +16,7 @@ from megatron_chameleon.errors import UserError
 
 _CHUNK = 1 << 20
 # What a write says when the disk is full, the quota is used up or the file may not grow.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
         _put_in_place(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             raise cannot_write(path, error) from error
         raise
     except BaseException:

@@ -40,6 +40,7 @@ from megatron_chameleon.training.resume import (
     resumed_schedule,
 )
 from megatron_chameleon.training.run_log import RunLog, Standing
+from megatron_chameleon.training.say import say
 from megatron_chameleon.training.skipped import SkippedStep, streak_message
 from megatron_chameleon.training.step import StepResult, train_step
 from megatron_chameleon.training.stopping import StopRequests
@@ -241,7 +242,7 @@ class Trainer:
         self.streak.append(step)
         self.skipped_since_log.append(step)
         if self.layout.is_main:
-            print(step.line(), flush=True)
+            say(step.line())
 
     def _log_and_save(self) -> None:
         """Log, validate and save where the step asks for it.
