@@ -12,7 +12,7 @@ from typing import Any
 from megatron_chameleon.options.data import DataOptions, Permutation
 from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
-from megatron_chameleon.options.parallel import TrainingParallelOptions
+from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.options.recompute import RecomputeOptions
 from megatron_chameleon.options.training import (
     DocumentBoundaryOptions,
@@ -297,6 +297,12 @@ def data_options(places: Places, case: Case) -> DataOptions:
     return DataOptions(mixture_change=(changes,), permutation=case.permutation)
 
 
+def reading_layout(case: Case) -> ParallelOptions:
+    """The part of a case's layout that tools which only read a model have."""
+    fields = dataclasses.fields(ParallelOptions)
+    return ParallelOptions(**{field.name: getattr(case.parallel, field.name) for field in fields})
+
+
 def mixture_options(places: Places, name: str, layer: int) -> MixtureOptions:
     """The mixture that the run 'one' gives, by one reading of one layer."""
     reading = READINGS[name]
@@ -308,7 +314,7 @@ def mixture_options(places: Places, name: str, layer: int) -> MixtureOptions:
             layer=layer, num_windows=NUM_WINDOWS, embedding_batch_size=reading.batch_size
         ),
         weighting=RecipeOptions(bootstrap_resamples=20),
-        parallel=reading.case.parallel,
+        parallel=reading_layout(reading.case),
     )
 
 
@@ -320,5 +326,5 @@ def perplexity_options(places: Places, name: str) -> PerplexityOptions:
         checkpoint=places.run("one"),
         output=places.evaluation(name),
         evaluation_batch_size=reading.batch_size,
-        parallel=reading.case.parallel,
+        parallel=reading_layout(reading.case),
     )

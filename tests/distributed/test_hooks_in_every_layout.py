@@ -24,7 +24,7 @@ def figures(results: Results, run: str) -> dict[str, np.ndarray]:
 
 def assert_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(found[name], values, TOLERANCE, TOLERANCE, err_msg=name)
 
 
 @pytest.mark.parametrize("run", [name for name in HOOKED if not name.endswith("-one")])
