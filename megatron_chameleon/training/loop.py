@@ -15,6 +15,7 @@ from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator, check_ba
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops
+from megatron_chameleon.model.memory_advice import describe_out_of_memory
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.parallel.layout import (
     Layout,
@@ -169,6 +170,10 @@ class Trainer:
         except KeyboardInterrupt:
             self.record("interrupted")
             raise
+        except torch.OutOfMemoryError as error:
+            self.record("failed")
+            advice = describe_out_of_memory(self.options, self.plan.shape, self.layout)
+            raise UserError(advice) from error
         except Exception:
             self.record("failed")
             raise

@@ -194,6 +194,16 @@ def test_what_was_drawn_is_told_of_the_step_it_was_logged_at(
     assert asked == pytest.approx(got)
 
 
+def test_out_of_memory_is_told_with_the_flags_that_help(pretrain_options, tmp_path, monkeypatch):
+    def step_without_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loop, "train_step", step_without_memory)
+    with pytest.raises(UserError, match=r"out of memory: .* most likely to fix it: --\S+ .* or --"):
+        pretrain(pretrain_options(tmp_path / "run", micro_batch_size=2))
+    assert TrainingRun.load(tmp_path / "run").status == "failed"
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_distributed_optimizer_goes_on_as_if_nothing_had_happened(
     pretrain_options, tmp_path, bf16
