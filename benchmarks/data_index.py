@@ -15,7 +15,7 @@ from megatron_chameleon.blend.index import BlendedIndex, build_blending_indices
 from megatron_chameleon.blend.sample_index import build_sample_index
 from megatron_chameleon.blend.shuffle import shuffle
 
-REPEATS = 7
+REPEATS = 15
 # Domains -> repeats, and times faster on one thread and on two: what it must be, and the goal.
 BLENDS = {
     7: (REPEATS, (6.0, 10.0), (8.0, 15.0)),

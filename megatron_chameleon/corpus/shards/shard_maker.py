@@ -16,7 +16,7 @@ from megatron_chameleon.artifacts import SPLITS, Stopwatch
 from megatron_chameleon.corpus.reading.documents import Document
 from megatron_chameleon.corpus.reading.readers import DocumentReader
 from megatron_chameleon.corpus.shards.plan import Plan
-from megatron_chameleon.corpus.shards.read_ahead import read_ahead
+from megatron_chameleon.corpus.shards.read_ahead import quick_turns, read_ahead
 from megatron_chameleon.corpus.shards.shard import (
     DOCUMENT,
     Shard,
@@ -82,6 +82,7 @@ class ShardMaker:
         writer = ShardWriter(folder, dtype, apart=len(plan.shards) == 1)
         empty: Counter[int] = Counter()  # the reading thread counts its own
         with (
+            quick_turns(),
             contextlib.closing(read_ahead(batches, _BATCHES_AHEAD)) as ready,
             concurrent.futures.ThreadPoolExecutor(1, "write") as pool,
         ):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
 
 import pytest
 
-from megatron_chameleon.corpus.shards.read_ahead import read_ahead
+from megatron_chameleon.corpus.shards.read_ahead import quick_turns, read_ahead
 
 
 def test_the_items_come_in_their_order():
@@ -52,3 +54,11 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_threads_take_quick_turns_in_the_block_alone():
+    before = sys.getswitchinterval()
+    with contextlib.suppress(KeyError), quick_turns():
+        assert sys.getswitchinterval() == pytest.approx(5e-4)
+        raise KeyError
+    assert sys.getswitchinterval() == before
