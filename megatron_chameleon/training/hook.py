@@ -47,9 +47,10 @@ class TrainingHook:
         """Look at the gradient of each domain's mean loss, after the backward pass.
 
         Returns:
-            [k] the weights by which the gradients are summed to the one that is trained by.
+            [k] the weights by which the gradients are summed to the one that is trained by; unless
+            overridden, the domains' shares of the batch's tokens, which give the plain gradient.
         """
-        raise NotImplementedError(f"{type(self).__name__} combines gradients without saying how")
+        return gradients.domain_tokens / gradients.domain_tokens.sum().clamp(min=1.0)
 
     def new_mixture(self, step: int, model: Sequence[torch.nn.Module]) -> Sequence[float] | None:
         """Decide on the mixture after ``step`` steps, before the next batch is drawn.

@@ -15,6 +15,8 @@ from tests.distributed.layout_cases import (
 )
 
 TOLERANCE = 1e-6
+LEAST_DIFFERENCE = 1e-3
+"""Between the losses of runs that are not the same."""
 # A gradient's norm moves more by rounding than the loss does: up to 7e-7 in these runs.
 NORM_TOLERANCE = 5e-6
 BF16_TOLERANCE = 5e-3
@@ -32,7 +34,7 @@ def test_the_run_is_one_in_which_an_error_would_show(results):
     moves = [abs(after - before) for before, after in itertools.pairwise(losses)]
     assert len(steps) == TRAIN_ITERS >= 12
     assert losses[0] - losses[-1] > 1.0  # it learns, so the updates matter
-    assert min(moves) > 1e-3 > 50 * TOLERANCE
+    assert min(moves) > LEAST_DIFFERENCE
     assert min(step["grad_norm"] for step in steps) > 1.0  # every gradient is clipped
 
 
@@ -42,7 +44,7 @@ def test_runs_that_keep_documents_apart_are_other_runs(results):
     assert all(few < all_of_them for all_of_them, few in zip(*tokens, strict=True))
     assert len(set(tokens[1])) > 1  # so the steps' batches, and their parts, are unequal
     for one, other in zip(plain, apart, strict=True):
-        assert abs(one["loss"] - other["loss"]) > 100 * TOLERANCE
+        assert abs(one["loss"] - other["loss"]) > LEAST_DIFFERENCE
 
 
 @pytest.mark.parametrize("name", ONE_RANK)

@@ -17,6 +17,8 @@ from tests.distributed.layout_cases import (
 )
 
 TOLERANCE = 1e-6
+LEAST_DIFFERENCE = 1e-3
+"""In some step's loss, where the optimizer does not go on as it was."""
 # A gradient's norm moves more by rounding than the loss does: up to 7e-7 in these runs.
 NORM_TOLERANCE = 5e-6
 SAME_LAYOUT = [name for name, (origin, _) in RESUMED.items() if name == f"{origin}-to-{origin}"]
@@ -83,7 +85,7 @@ def test_without_the_adamw_repairs_a_sharded_optimizer_does_not_continue(results
     if not failure.exists():
         whole, resumed = results.metrics("dp2-sharded"), results.metrics(name)
         errors = [abs(a["loss"] - b["loss"]) for a, b in zip(whole, resumed, strict=True)]
-        assert max(errors) > 100 * TOLERANCE
+        assert max(errors) > LEAST_DIFFERENCE
         return
     # These are megatron's words for a step count that it looks for in vain.
     assert failure.read_text().startswith(("AssertionError", "KeyError: 'step'"))

@@ -31,9 +31,9 @@ from megatron_chameleon.options.tokenizer import EncoderChoice
 
 Encode = Callable[[bytes], NDArray[np.uint32]]
 
-_SAMPLE_CHARACTERS = 1 << 18
+_SAMPLE_CHARACTERS = 1 << 20
 # The sample is the beginnings and middles of texts, so that it is of many.
-_SAMPLE_PIECE = 1 << 11
+_SAMPLE_PIECE = 1 << 13
 # One text in so many characters is encoded by both libraries, or a piece from its middle: about
 # 1% of the time that gigatoken takes for the rest.
 _COMPARE_EVERY = 1 << 22

@@ -55,13 +55,16 @@ def done(folder):
 
 def test_all_numbers_are_done_once_and_all_bytes_told(tmp_path):
     told: list[int] = []
+    before = set(psutil.Process().children())
     work_in_processes(Writing(tmp_path), list(range(40)), 2, told.append)
     assert done(tmp_path) == set(range(40))
     workers = {int((tmp_path / f"{number}").read_text()) for number in range(40)}
     assert len(workers) == 2
     assert os.getpid() not in workers
     assert sum(told) == sum(range(40))
-    assert not workers & {child.pid for child in psutil.Process().children()}
+    left = set(psutil.Process().children()) - before
+    assert not workers & {child.pid for child in left}
+    assert len(left) <= 1  # multiprocessing's own helper may stay
 
 
 @pytest.mark.parametrize(
