@@ -18,7 +18,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from megatron_chameleon.blend import greedy
-from megatron_chameleon.blend.lane_kernels import ARGUMENTS, Kernel
+from megatron_chameleon.blend.float_kernel import ARGUMENTS, Kernel
 from megatron_chameleon.blend.tiles import TILE, finish_writing, write_tile
 from megatron_chameleon.blend.vectors import (
     LANES,
@@ -92,13 +92,8 @@ def fixed_point_kernel(keep: bool) -> Kernel:
             _leave(counts, given, seen, extra)
             if keep:
                 write_tile(domains, numbers, start, length, dataset_index, dataset_sample_index)
-            for lane in range(LANES):
-                if extra[lane] != 0:
-                    begin = lane * length + start
-                    index = dataset_index[begin : begin + TILE]
-                    sample_index = dataset_sample_index[begin : begin + TILE]
-                    _fill_anew(weights, counts, lane, first + begin, index, sample_index)
-                    anew += 1
+            outputs = dataset_index, dataset_sample_index
+            anew += _fill_anew(weights, counts, extra, first, length, start, outputs)
         if keep:
             finish_writing()
         return anew
@@ -209,13 +204,23 @@ def _leave(
 def _fill_anew(
     weights: NDArray[np.float64],
     counts: NDArray[np.float64],
-    lane: int,
-    sample: int,
-    dataset_index: NDArray[np.int16],
-    dataset_sample_index: NDArray[np.int64],
-) -> None:
-    """Fill a lane's tile by the rule itself."""
-    own = counts[lane::LANES].copy()
-    outputs = dataset_index, dataset_sample_index
-    greedy.fill(weights, own, sample, sample + TILE, *outputs, np.empty(0, np.float64))
-    counts[lane::LANES] = own
+    extra: NDArray[np.int32],
+    first: int,
+    length: int,
+    start: int,
+    outputs: tuple[NDArray[np.int16], NDArray[np.int64]],
+) -> int:
+    """Fill the tile at ``start`` by the rule itself in the lanes that are not right; how many."""
+    anew = 0
+    for lane in range(LANES):
+        if extra[lane] == 0:
+            continue
+        begin = lane * length + start
+        index, sample_index = outputs[0][begin : begin + TILE], outputs[1][begin : begin + TILE]
+        own = counts[lane::LANES].copy()
+        samples = first + begin, first + begin + TILE
+        no_tops = np.empty(0, np.float64)
+        greedy.fill(weights, own, samples[0], samples[1], index, sample_index, no_tops)
+        counts[lane::LANES] = own
+        anew += 1
+    return anew

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.blend import calendar_queue, greedy
 from megatron_chameleon.blend.fixed_point import MOST_SAMPLES, fixed_point_kernel, suits
-from megatron_chameleon.blend.lane_kernels import BLOCK, float_kernel
+from megatron_chameleon.blend.float_kernel import BLOCK, float_kernel
 from megatron_chameleon.blend.tiles import LINE_BYTES, TILE
 from megatron_chameleon.blend.vectors import LANES
 
