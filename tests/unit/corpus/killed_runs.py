@@ -71,7 +71,7 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, shard_bytes: int) -> None:
     """Compare with the uninterrupted run after a kill at each of some moments."""
     inputs = tuple(str(path) for path in sorted(folder.glob("*.jsonl")))
     options = PreprocessOptions(
@@ -81,7 +81,7 @@ def main(folder: Path) -> None:
         domains=DomainOptions(domain_key="set"),
         encoding=EncoderOptions(encoder="own"),  # without the time that comparing takes
         split="60,20,20",
-        shard_bytes=4000,
+        shard_bytes=shard_bytes,
     )
     killed = dataclasses.replace(options, output=folder / "killed")
 
@@ -128,4 +128,4 @@ def without_work(output: Path, moment: int) -> Corpus:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
