@@ -53,7 +53,9 @@ def embed_windows(
         hidden = reader.hidden_states(batch.to(layout.device), layer)
         if hidden is not None:
             spoken = True
-            vectors[first : first + len(rows)] = masked_mean(hidden, lengths.to(layout.device))
+            vectors[first : first + len(rows)] = masked_mean(
+                hidden, lengths=lengths.to(layout.device)
+            )
     whole = reader.sum_over_ranks(vectors, spoken=spoken)
     finite = torch.isfinite(whole).all(dim=1)
     if not finite.all():

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -15,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_chameleon.model import cross_entropy as chunked
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.kernel_checks import CAPABILITIES, interpreted, ptx
 
 
 def case(shape=(7, 3), columns=40, vocab_size=37, dtype=torch.float32, spread=3.0, seed=0):
@@ -178,41 +171,25 @@ def test_halves_of_the_vocabulary_add_up_to_the_whole(vocab_size, monkeypatch):
 
 
 def test_the_kernels_compute_the_same_in_tritons_interpreter():
-    """In a process of its own: Triton reads the variable when a kernel is defined."""
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.model.cross_entropy_kernel_checks"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    checked = json.loads(done.stdout)
+    checked = interpreted("tests.unit.model.cross_entropy_kernel_checks")
     assert len(checked) == 24
     assert max(checked.values()) < 2e-6
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_kernels_compile_for_gpus(capability):
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from megatron_chameleon.model import cross_entropy_kernels as kernels
 
     signatures = {
         kernels.log_sum_exp_kernel: ("*bf16", "*fp32", "i32", "i32"),
         kernels.gradient_kernel: ("*bf16", "*i64", "*fp32", "*fp32", "*bf16", "i32", "i32", "i32"),
     }
+    constants = {"BLOCK": kernels.BLOCK}
     for kernel, types in signatures.items():
-        names = [name for name in kernel.arg_names if name != "BLOCK"]
-        signature = dict(zip(names, types, strict=True)) | {"BLOCK": "constexpr"}
-        source = ASTSource(kernel, signature, constexprs={"BLOCK": kernels.BLOCK})
-        compiled = triton.compile(
-            source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernels.WARPS}
+        names = [name for name in kernel.arg_names if name not in constants]
+        text = ptx(
+            kernel, dict(zip(names, types, strict=True)), constants, capability, kernels.WARPS
         )
-        assert f".target sm_{capability}" in compiled.asm["ptx"]
-        assert "st.local" not in compiled.asm["ptx"]
+        assert "st.local" not in text

@@ -1,0 +1,175 @@
+"""Triton kernels of the masked mean: each valid hidden state is read once, padding never.
+
+``pooling.py`` says what they compute, and has the same in plain torch. The positions of a sequence
+are cut into chunks. A program of the first kernel sums one chunk of one sequence, one of the second
+adds up the chunks; each in a fixed order, so that the result is the same in every run, which it
+would not be with atomic additions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 128
+"""Positions that one program sums."""
+# Elements that a program holds at once; a fused layer norm needs whole rows, a plain sum does not.
+TILE_ELEMENTS = 4096
+WIDEST_TILE = 512
+WARPS = 4
+ADDING_TILE = 256
+
+
+@triton.jit
+def chunk_sums_kernel(  # type: ignore[no-untyped-def]
+    hidden,
+    counts,
+    mask,
+    sums,
+    length,
+    width,
+    position_stride,
+    batch_stride,
+    epsilon,
+    HAS_MASK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """sums[chunk, row, :] = sum of the row's valid states in a chunk, normalised if asked for.
+
+    Without a mask [b, s] of bytes, the first counts[row] positions are valid.
+    """
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    chunk = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)  # row * stride passes 2**31
+    inside = columns < width
+    total = tl.zeros([COLUMNS], tl.float32)
+    first = chunk * CHUNK
+    stop = tl.minimum(first + CHUNK, length)
+    if not HAS_MASK:
+        stop = tl.minimum(stop, tl.load(counts + row).to(tl.int32))
+    while first < stop:
+        positions = first + tl.arange(0, ROWS)
+        valid = positions < stop
+        if HAS_MASK:
+            valid = tl.load(mask + row * length + positions, mask=valid, other=0) != 0
+        read = valid[:, None] & inside[None, :]
+        places = positions.to(tl.int64)[:, None] * position_stride + columns[None, :]
+        states = tl.load(hidden + row * batch_stride + places, mask=read, other=0.0)
+        states = states.to(tl.float32)
+        if NORMALIZE:
+            mean = tl.sum(states, 1) / width
+            centred = tl.where(read, states - mean[:, None], 0.0)
+            variance = tl.sum(centred * centred, 1) / width
+            states = centred / tl.sqrt(variance + epsilon)[:, None]
+        total += tl.sum(states, 0)
+        first += ROWS
+    rows = tl.num_programs(2).to(tl.int64)
+    tl.store(sums + (chunk * rows + row) * width + columns, total, mask=inside)
+
+
+@triton.jit
+def add_chunks_kernel(  # type: ignore[no-untyped-def]
+    sums,
+    counts,
+    weight,
+    bias,
+    means,
+    chunks,
+    width,
+    HAS_MASK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """means[row, :] = the row's chunks, added up and divided; scaled and shifted if normalised."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1).to(tl.int64)
+    rows = tl.num_programs(1).to(tl.int64)
+    inside = columns < width
+    count = tl.load(counts + row)
+    if not HAS_MASK:
+        chunks = tl.minimum(chunks, (count.to(tl.int32) + CHUNK - 1) // CHUNK)
+    total = tl.zeros([COLUMNS], tl.float32)
+    chunk = 0
+    while chunk < chunks:
+        total += tl.load(sums + (chunk * rows + row) * width + columns, mask=inside, other=0.0)
+        chunk += 1
+    mean = total / tl.maximum(count, 1).to(tl.float32)
+    if NORMALIZE:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.where(count > 0, mean * scale + shift, 0.0)
+    tl.store(means + row * width + columns, mean, mask=inside)
+
+
+def launch_masked_mean(
+    hidden_states: torch.Tensor,
+    counts: torch.Tensor,
+    mask: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """[b, h] float32 from ``hidden_states`` [s, b, h], see ``pooling.masked_mean``.
+
+    Args:
+        hidden_states: of any strides but the last, which is 1.
+        counts: [b] int64, how many positions are valid.
+        mask: [b, s] bool, which those are, contiguous; the first ones unless given.
+        weight: [h] of the layer norm, if there is to be one.
+        bias: [h], the same.
+        epsilon: of the layer norm.
+    """
+    length, rows, width = hidden_states.shape
+    assert hidden_states.stride(2) == 1
+    normalize = weight is not None
+    chunks = max(1, triton.cdiv(length, CHUNK))
+    sums = hidden_states.new_empty((chunks, rows, width), dtype=torch.float32)
+    means = hidden_states.new_empty((rows, width), dtype=torch.float32)
+    if means.numel() == 0:
+        return means
+    tile_rows, columns = tile(width, normalize)
+    chunk_sums_kernel[(triton.cdiv(width, columns), chunks, rows)](
+        hidden_states,
+        counts,
+        counts if mask is None else mask.view(torch.uint8),
+        sums,
+        length,
+        width,
+        hidden_states.stride(0),
+        hidden_states.stride(1),
+        epsilon,
+        HAS_MASK=mask is not None,
+        NORMALIZE=normalize,
+        CHUNK=CHUNK,
+        ROWS=tile_rows,
+        COLUMNS=columns,
+        num_warps=WARPS,
+    )
+    add_chunks_kernel[(triton.cdiv(width, ADDING_TILE), rows)](
+        sums,
+        counts,
+        sums if weight is None else weight,
+        sums if bias is None else bias,
+        means,
+        chunks,
+        width,
+        HAS_MASK=mask is not None,
+        NORMALIZE=normalize,
+        CHUNK=CHUNK,
+        COLUMNS=ADDING_TILE,
+        num_warps=WARPS,
+    )
+    return means
+
+
+def tile(width: int, normalize: bool) -> tuple[int, int]:
+    """Positions and columns that a program has in its registers at once, powers of two."""
+    columns = triton.next_power_of_2(width)
+    if not normalize:
+        columns = min(columns, WIDEST_TILE)
+    return max(1, min(CHUNK, TILE_ELEMENTS // columns)), columns

@@ -1,0 +1,73 @@
+"""The pooling kernels in the interpreter against float64; prints the largest errors as JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import torch
+
+from megatron_chameleon.embedding.pooling import FinalNorm, plain_masked_mean
+from megatron_chameleon.embedding.pooling_kernels import CHUNK, launch_masked_mean
+
+SHAPES = ((1, 1), (CHUNK - 1, 50), (2 * CHUNK + 5, 50), (9, 768), (5, 1200), (3, 1600))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EPSILON = 1e-5
+
+
+class Case:
+    """Hidden states [s, b, h] with rubbish in their padding, and what is valid of them."""
+
+    def __init__(self, length: int, width: int, dtype: torch.dtype) -> None:
+        self.generator = torch.Generator().manual_seed(length * width)
+        self.dtype = dtype
+        states = 3.0 + torch.randn(length, 4, width, generator=self.generator)
+        self.counts = torch.tensor([0, 1, length // 2, length])
+        self.first = torch.arange(length)[:, None] < self.counts
+        self.scattered = torch.rand(length, 4, generator=self.generator) < 0.3
+        self.scattered[:, 0] = False
+        self.states = states.to(dtype)
+        self.norm = FinalNorm(self.random(width), self.random(width), EPSILON)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Of the case's type."""
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def error(self, *, masked: bool, normalized: bool, batch_first: bool) -> float:
+        """The largest one, of values around 3."""
+        valid = self.scattered if masked else self.first
+        counts = valid.sum(0)
+        states = self.states.clone()
+        rubbish = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=self.dtype)
+        states[~valid] = rubbish[torch.arange(int((~valid).sum())) % 3, None]
+        if batch_first:
+            states = states.transpose(0, 1).contiguous().transpose(0, 1)
+        norm = self.norm if normalized else None
+        arguments = (
+            counts,
+            valid.t().contiguous() if masked else None,
+            None if norm is None else norm.weight,
+            None if norm is None else norm.bias,
+            EPSILON,
+        )
+        made, again = (launch_masked_mean(states, *arguments) for _ in range(2))
+        assert torch.equal(made, again)
+        assert made.dtype == torch.float32
+        assert (made[counts == 0] == 0).all()
+        right = plain_masked_mean(states.double(), valid, norm)
+        return float((made.double() - right).abs().max())
+
+
+def main() -> None:
+    """Every combination of length, width, type, mask, norm and order of dimensions."""
+    checked = {}
+    for (length, width), dtype in itertools.product(SHAPES, DTYPES):
+        case = Case(length, width, dtype)
+        for masked, normalized in ((False, False), (True, False), (False, True), (True, True)):
+            error = case.error(masked=masked, normalized=normalized, batch_first=masked)
+            checked[f"{length} x {width} {dtype}, mask {masked}, norm {normalized}"] = error
+    print(json.dumps(checked))
+
+
+if __name__ == "__main__":
+    main()
