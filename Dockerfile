@@ -18,7 +18,7 @@ RUN python -m pip list --format freeze \
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_chameleon/__init__.py megatron_chameleon/__init__.py
 RUN python -m pip install --no-cache-dir --constraint /etc/container-pins.txt \
-    --editable '.[eval,hf,plots]'
+    --editable '.[data,eval,hf,plots]'
 
 COPY . .
 RUN python -m pip install --no-cache-dir --no-deps --editable . \

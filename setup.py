@@ -71,7 +71,6 @@ setup(
         "hf": ["transformers>=4.46"],
         "plots": ["matplotlib>=3.8"],
         "wandb": ["wandb>=0.17"],
-        "docs": ["mkdocs-material>=9.5"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1",

@@ -47,10 +47,7 @@ def interleaved(
 
 
 def compared(what: str, seconds: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
-    """A row of results: medians in seconds, and how many times faster each is than "theirs".
-
-    ``must`` and ``goal`` among ``more`` are mappings of contestant -> times.
-    """
+    """A row of results: medians in seconds, and how many times faster each is than "theirs"."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return {
         "what": what,
@@ -65,12 +62,7 @@ def compared(what: str, seconds: Mapping[str, Sequence[float]], **more: Any) -> 
 
 def told(row: Mapping[str, Any]) -> str:
     """A row on one line."""
-    must, goal = row.get("must", {}), row.get("goal", {})
-    parts = [
-        f"{name} {times:.1f}x"
-        + (f" (must {must[name]:g}x, goal {goal[name]:g}x)" if name in must else "")
-        for name, times in row["times_faster"].items()
-    ]
+    parts = [f"{name} {times:.1f}x" for name, times in row["times_faster"].items()]
     return f"{row['what']}: {', '.join(parts)}; theirs {row['seconds']['theirs']:.3g} s"
 
 
@@ -96,9 +88,20 @@ def _version(package: str) -> str | None:
         return None
 
 
+def read_rows(name: str) -> list[dict[str, Any]]:
+    """The rows of results/``name``.json; none where it is not there."""
+    path = RESULTS / f"{name}.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return rows
+
+
+def today() -> str:
+    """The date, as results have it."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def write_results(name: str, rows: list[dict[str, Any]], on: dict[str, Any]) -> Path:
     """Write ``rows`` to results/``name``.json with the machine ``on`` and the date."""
     path = RESULTS / f"{name}.json"
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    write_json(path, json.loads(json.dumps({"date": date, "machine": on, "rows": rows})))
+    write_json(path, json.loads(json.dumps({"date": today(), "machine": on, "rows": rows})))
     return path

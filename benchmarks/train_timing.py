@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,28 +64,37 @@ def best_micro_batch(
     return max(speeds, key=speeds.__getitem__), speeds
 
 
-def timed_alone(
-    make: Make, case: Case, micro_batch_size: int, peak: float | None, repeats: int
+def timed_at_its_best(
+    make: Make, case: Case, tokens: tuple[int, ...], peak: float | None, repeats: int
 ) -> dict[str, Any]:
-    """Figures of one contestant; its micro-batch is halved for as long as it does not fit."""
-    while True:
-        try:
-            torch.cuda.reset_peak_memory_stats()
-            contestant = make()
-            seconds = step_seconds(contestant, micro_batch_size, warm_up=2, repeats=repeats)
-            memory = torch.cuda.max_memory_allocated() / 1e9
-            return figures(case, micro_batch_size, seconds, peak) | {"peak_memory_gb": memory}
-        except torch.OutOfMemoryError:
-            if micro_batch_size == 1:
-                return {"out_of_memory": True}
-        finally:
-            contestant = None  # type: ignore[assignment]
-            free_memory()
-        micro_batch_size //= 2
+    """Figures of one contestant at the micro-batch that is best for it, and those it tried."""
+    contestant = make()
+    try:
+        size, speeds = best_micro_batch(contestant, case, tokens)
+        seconds, memory = _with_peak(partial(step_seconds, contestant, size, 2, repeats))
+    except torch.OutOfMemoryError:
+        return {"out_of_memory": True}
+    finally:
+        del contestant
+        free_memory()
+    measured = {"peak_memory_gb": memory, "tokens_per_second_by_micro_batch": speeds}
+    return figures(case, size, seconds, peak) | measured
+
+
+def _with_peak(run: Callable[[], list[float]]) -> tuple[list[float], float | None]:
+    """What ``run`` gives, and the most GB that it held on the device; None on a CPU."""
+    if not torch.cuda.is_available():
+        return run(), None
+    torch.cuda.reset_peak_memory_stats()
+    return run(), torch.cuda.max_memory_allocated() / 1e9
 
 
 def timed_in_turn(
-    contestants: Mapping[str, Contestant], case: Case, micro_batch_size: int, repeats: int
+    contestants: Mapping[str, Contestant],
+    case: Case,
+    micro_batch_size: int,
+    peak: float | None,
+    repeats: int,
 ) -> dict[str, dict[str, Any]]:
     """Figures of all contestants, a step of each in turn: what else runs then troubles all."""
     for contestant in contestants.values():
@@ -95,7 +105,7 @@ def timed_in_turn(
             begin = time.perf_counter()
             contestant.run(micro_batch_size, 1, lambda: None)
             seconds[name].append(time.perf_counter() - begin)
-    return {name: figures(case, micro_batch_size, s, None) for name, s in seconds.items()}
+    return {name: figures(case, micro_batch_size, s, peak) for name, s in seconds.items()}
 
 
 def figures(

@@ -79,9 +79,13 @@ def _own_tokenizer(options: PreprocessOptions) -> Tokenizer:
 
 def _check_numbers(options: PreprocessOptions) -> None:
     parse_split(options.split)
-    for flag, value in (("workers", options.workers), ("shard-bytes", options.shard_bytes)):
-        if value is not None and value < 1:
-            raise UserError(f"--{flag} {value}: a number from 1 on is expected")
+    for flag, value, least in (
+        ("workers", options.workers, 1),
+        ("shard-bytes", options.shard_bytes, 1),
+        ("min-tokens-per-split", options.min_tokens_per_split, 0),
+    ):
+        if value is not None and value < least:
+            raise UserError(f"--{flag} {value}: a number from {least} on is expected")
 
 
 @contextlib.contextmanager

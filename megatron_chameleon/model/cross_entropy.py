@@ -39,7 +39,8 @@ def chunked_cross_entropy(
     Args:
         logits: [..., columns], contiguous. Under ``group`` each rank has the columns of its part
             of the vocabulary, equally many, in the order of ranks.
-        labels: [...] int64, over the whole vocabulary.
+        labels: [...] int64, over the whole vocabulary; one outside of it is not found out, and its
+            loss means nothing.
         vocab_size: real columns over all ranks. Those from there on only pad: they take no part in
             the softmax, and their gradient is zero.
         group: tensor-parallel ranks that share the vocabulary; all of them call this.
@@ -82,6 +83,8 @@ class _CrossEntropy(torch.autograd.Function):
         out = torch.empty_like(rows) if is_kept else rows
         scale = of_losses.flatten().float()
         write_gradient(rows, own_labels, denominator, scale, ctx.columns, out)
+        # A kernel writes past torch, which could then not tell that saved logits have changed.
+        torch.autograd.graph.increment_version(out)
         return out.view_as(logits), None, None, None
 
 

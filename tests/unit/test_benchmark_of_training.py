@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import measure, train
 from benchmarks.plain_gpt import PlainGPT
 from benchmarks.train_contestants import Case, Contestant, Ours, Plain
-from benchmarks.train_timing import best_micro_batch, figures, timed_in_turn
+from benchmarks.train_timing import (
+    best_micro_batch,
+    figures,
+    timed_at_its_best,
+    timed_in_turn,
+)
 from megatron_chameleon.model.flops import training_flops
 
 CASE = Case("nano", 32, False, tokens_per_step=128)
@@ -26,7 +32,7 @@ def test_both_are_timed_on_steps_of_the_same_tokens(one_rank):
         "ours": Ours(CASE, one_rank),
         "plain": Plain(CASE, one_rank),
     }
-    found = timed_in_turn(contestants, CASE, micro_batch_size=2, repeats=1)
+    found = timed_in_turn(contestants, CASE, micro_batch_size=2, peak=None, repeats=1)
     assert found.keys() == contestants.keys()
     for entry in found.values():
         assert entry["tokens_per_step"] == 128
@@ -63,3 +69,23 @@ def test_the_search_ends_where_memory_does(one_rank):  # whose device can be wai
     assert set(speeds) <= {1, 2}
     with pytest.raises(torch.OutOfMemoryError):
         best_micro_batch(OutOfMemoryFrom(1), CASE, (32, 64))
+
+
+def test_each_is_timed_at_its_best_micro_batch(one_rank):
+    found = timed_at_its_best(lambda: OutOfMemoryFrom(4), CASE, (32, 64, 128), None, 5)
+    assert found["micro_batch_size"] in found["tokens_per_second_by_micro_batch"]
+    assert len(found["seconds"]) == 5
+    found = timed_at_its_best(lambda: OutOfMemoryFrom(1), CASE, (32, 64), None, 5)
+    assert found == {"out_of_memory": True}
+
+
+def test_rows_that_are_measured_again_take_the_place_of_the_old_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    on = {"device": "Some Device", "packages": {"torch": "2"}}
+    put = train.results_writer("Some Device", on)
+    put({"what": "b", "speed": 1})
+    put({"what": "a", "speed": 2})
+    train.results_writer("Some Device", on)({"what": "b", "speed": 3})
+    rows = measure.read_rows("train-some-device")
+    assert [(row["what"], row["speed"]) for row in rows] == [("a", 2), ("b", 3)]
+    assert all(row["date"] and row["packages"] == {"torch": "2"} for row in rows)

@@ -73,7 +73,7 @@ def test_setup_keeps_the_torch_that_is_there(requirements):
 
 def test_extras_are_the_documented_ones(setup_arguments):
     extras = set(setup_arguments["extras_require"])
-    assert extras == {"data", "eval", "hf", "plots", "wandb", "docs", "dev"}
+    assert extras == {"data", "eval", "hf", "plots", "wandb", "dev"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = re.search(r"Extras:(.*?)\n\n", readme, re.DOTALL)
     assert listed is not None

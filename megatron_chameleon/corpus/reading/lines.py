@@ -125,16 +125,19 @@ def _blocks(
 def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
     new_decompressor = _DECOMPRESSORS[_suffix(path)]
     decompressor, inside, size = new_decompressor(), False, _FEWEST_BYTES
+    # What tapes and block devices fill a file up with; gzip takes it after a whole member.
+    padding = b""
     try:
         for block in blocks:
             rest = block
-            while rest:
+            while rest := rest if inside else rest.lstrip(padding):
                 text = decompressor.decompress(rest[:size])
                 yield text
                 inside, rest = not decompressor.eof, decompressor.unused_data + rest[size:]
                 size = _next_size(size, len(text))
                 if not inside:
                     decompressor = new_decompressor()
+                    padding = b"\0" if _suffix(path) == ".gz" else b""
     except (zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path} is damaged: {error}; fetch or pack it again") from error
     # Neither library says so when a file ends in the middle.

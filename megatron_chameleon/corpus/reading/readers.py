@@ -62,6 +62,10 @@ class DocumentReader:
                 f"--max-malformed-share {options.max_malformed_share}: a share of all lines, "
                 "from 0 to 1, is expected"
             )
+        if options.max_document_bytes < 1:
+            raise UserError(
+                f"--max-document-bytes {options.max_document_bytes}: a number from 1 on is expected"
+            )
         self.malformed = MalformedLines()
         self.hashes: dict[Piece, str] = {}
         self.on_bytes = on_bytes

@@ -3,6 +3,8 @@
     OUTPUT/.partial/plan.json        what all who work here have agreed on
     OUTPUT/.partial/shards/000012    a finished shard
     OUTPUT/.partial/desks/HOST-xyz   what a process is writing; renamed when it is whole
+    OUTPUT/.partial/published        hash of the corpus.json that the shards were joined to: where a
+                                     run ended before it removed them, the next one can tell
 
 Renames are what several machines can rely on, on any disk they share. The locks are a courtesy to
 the person who starts the same work twice on one machine.
@@ -20,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_chameleon.artifacts.corpus import FILE_NAME
-from megatron_chameleon.artifacts.files import flush_to_disk, writing
+from megatron_chameleon.artifacts.files import flush_to_disk, sha256_of_files, writing
 from megatron_chameleon.corpus.shards.desk import desk_in, try_lock
 from megatron_chameleon.corpus.shards.plan import Plan
 from megatron_chameleon.corpus.tokenization.file import FILE_NAMES as TOKENIZER_NAMES
@@ -36,7 +38,7 @@ _OWN_FILES = (
     *TOKENIZER_NAMES.values(),
     SOURCES_NAME,
 )
-_SHARDS_NAME, _DESKS_NAME = "shards", "desks"
+_SHARDS_NAME, _DESKS_NAME, _PUBLISHED_NAME = "shards", "desks", "published"
 
 
 class CorpusFolder:
@@ -103,11 +105,21 @@ class CorpusFolder:
             (self.root / FILE_NAME).unlink(missing_ok=True)
             for old in [path for pattern in _OWN_FILES for path in self.root.glob(pattern)]:
                 old.unlink(missing_ok=True)
+            published = self.desk / _PUBLISHED_NAME
+            published.write_text(sha256_of_files(made / FILE_NAME))
+            os.replace(published, self.partial / _PUBLISHED_NAME)
             for file in files:
                 target = self.root / file.relative_to(made)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, target)
         self.remove_work()
+
+    def remove_published_work(self) -> None:
+        """Remove the shards of the corpus that is here, where a run ended before it could."""
+        published, corpus = self.partial / _PUBLISHED_NAME, self.root / FILE_NAME
+        is_there = published.exists() and corpus.exists()
+        if is_there and published.read_text() == sha256_of_files(corpus):
+            self.remove_work()
 
     def remove_work(self) -> None:
         """Remove all shards and the plan."""
@@ -115,6 +127,7 @@ class CorpusFolder:
             # To the desk first, at once: half of the shards would be taken for finished ones.
             os.rename(self.partial / _SHARDS_NAME, self.desk / "joined")
         (self.partial / Plan.FILE_NAME).unlink(missing_ok=True)
+        (self.partial / _PUBLISHED_NAME).unlink(missing_ok=True)
         shutil.rmtree(self.desk / "joined", ignore_errors=True)
 
 
@@ -138,12 +151,14 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
     with _held(root, shared):
         try:
             with desk_in(root / PARTIAL_NAME / _DESKS_NAME) as desk:
+                folder = CorpusFolder(root, desk)
+                folder.remove_published_work()
                 if (root / FILE_NAME).exists() and not overwrite:
                     raise UserError(
                         f"{root} already holds a corpus; choose another --output or pass "
                         "--overwrite"
                     )
-                yield CorpusFolder(root, desk)
+                yield folder
         finally:
             _remove_if_unused(root / PARTIAL_NAME)
             if made:
@@ -180,7 +195,8 @@ def _remove_if_unused(partial: Path) -> None:
         (partial / _SHARDS_NAME).rmdir()
     except OSError:
         return  # one of them is not empty
-    (partial / Plan.FILE_NAME).unlink(missing_ok=True)
+    for name in (Plan.FILE_NAME, _PUBLISHED_NAME):
+        (partial / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # somebody has begun anew
         partial.rmdir()
 

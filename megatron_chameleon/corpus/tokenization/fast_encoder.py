@@ -1,6 +1,6 @@
 """The gigatoken package in the place of a tokenizer's own library, where it gives the same ids.
 
-It is a hundred times faster than the ``tokenizers`` library on one thread. What could make it
+On one core it is some fifty times faster than the ``tokenizers`` library. What could make it
 differ is looked at before and all along: a sample of the text and awkward strings are compared
 before it is used, a document now and then while it is, and texts with characters that only some
 releases of Unicode know (which is where it is known to differ) are left to the own library.
@@ -268,7 +268,7 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
     Args:
         tokenizer: as it was loaded.
         choice: see EncoderOptions.
-        texts: of what is to be encoded, in which the two libraries are compared; about 250,000
+        texts: of what is to be encoded, in which the two libraries are compared; about a million
             characters are taken of the first ones.
 
     Raises:

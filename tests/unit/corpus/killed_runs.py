@@ -17,15 +17,18 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.corpus.preprocess import preprocess_data
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.source import DomainOptions, SourceOptions
 from megatron_chameleon.options.tokenizer import EncoderOptions
 from tests.unit.corpus.corpus_making import assert_same
 
 _CHANGES = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
-_MOMENTS = 24
+_MOMENTS, _LAST_MOMENTS = 24, 12
 
 
 def kill_at(moment: int, output: Path) -> Callable[[], int]:
@@ -92,7 +95,10 @@ def main(folder: Path, shard_bytes: int) -> None:
 
     assert in_child(count) == 0
     changes = int((folder / "changes").read_text())
-    moments = sorted({1 + i * (changes - 1) // (_MOMENTS - 1) for i in range(_MOMENTS)})
+    spread = {1 + i * (changes - 1) // (_MOMENTS - 1) for i in range(_MOMENTS)}
+    # All of those at which the corpus is put in its place and what it was made of is removed.
+    last = range(changes - _LAST_MOMENTS + 1, changes + 1)
+    moments = sorted(spread.union(last))
 
     def work_until(moment: int) -> Callable[[], None]:
         def work() -> None:
@@ -101,7 +107,7 @@ def main(folder: Path, shard_bytes: int) -> None:
 
         return work
 
-    resumed = most = 0
+    resumed = most = cleaned = 0
     for moment in moments:
         shutil.rmtree(killed.output, ignore_errors=True)
         assert in_child(work_until(moment)) == -signal.SIGKILL, moment
@@ -114,17 +120,21 @@ def main(folder: Path, shard_bytes: int) -> None:
             in_child(work_until(moment // 3 + 1))  # and once more, somewhere in what is left
         if not (killed.output / "corpus.json").exists():
             assert in_child(lambda: preprocess_data(killed)) == 0, moment
-        assert_same(Corpus.load(options.output), without_work(killed.output, moment))
-    print(f"{changes} changes, killed at {len(moments)} of them, {resumed} runs were gone on with")
+        elif (killed.output / ".partial").exists():
+            cleaned += 1
+            assert in_child(lambda: find_it_done(killed)) == 0, moment
+        assert not (killed.output / ".partial").exists(), moment
+        assert_same(Corpus.load(options.output), Corpus.load(killed.output))
+    print(
+        f"{changes} changes, killed at {len(moments)} of them, {resumed} runs were gone on with, "
+        f"{cleaned} cleaned up"
+    )
 
 
-def without_work(output: Path, moment: int) -> Corpus:
-    """The corpus there; where only the cleaning up was cut off, what is left of that is removed."""
-    partial = output / ".partial"
-    if partial.exists():
-        assert not (partial / "shards").exists() or not (partial / "plan.json").exists(), moment
-        shutil.rmtree(partial)
-    return Corpus.load(output)
+def find_it_done(options: PreprocessOptions) -> None:
+    """The same command on a corpus that is whole, which removes what is left beside it."""
+    with pytest.raises(UserError, match="already holds a corpus"):
+        preprocess_data(options)
 
 
 if __name__ == "__main__":

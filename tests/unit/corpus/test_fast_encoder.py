@@ -197,16 +197,19 @@ def test_one_that_disagrees_is_not_taken(disagreeing, texts, monkeypatch):
 
 
 def test_the_sample_is_no_more_than_is_needed(json_tokenizer):
+    text = "some words " * 5_000
     asked = 0
 
     def endless():
         nonlocal asked
         while True:
             asked += 1
-            yield "some words " * 5_000
+            yield text
 
     with_encoder(json_tokenizer, "auto", endless())
-    assert asked == 2**18 / (2 * 2**11)  # the beginning and the middle of each
+    taken = 2 * fast_encoder._SAMPLE_PIECE  # the beginning and the middle of each
+    assert taken < len(text)
+    assert asked * taken == fast_encoder._SAMPLE_CHARACTERS == 1 << 20
 
 
 def test_a_difference_that_shows_later_ends_the_run(disagreeing, monkeypatch):

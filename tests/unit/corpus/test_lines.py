@@ -137,6 +137,17 @@ def test_a_file_cut_short_is_refused_wherever_it_is_cut(tmp_path, suffix):
             lines_of(path)
 
 
+@pytest.mark.parametrize("zeros", [1, 511, 1 << 20])
+def test_zeros_that_fill_a_gz_file_up_are_passed_over(tmp_path, zeros):
+    path = tmp_path / "a.jsonl.gz"
+    member = gzip.compress(b"one\n")
+    path.write_bytes(member + bytes(zeros) + member + bytes(zeros))
+    assert lines_of(path) == lines_reference(b"one\none\n")
+    path.write_bytes(bytes(zeros) + member)
+    with pytest.raises(UserError, match="is damaged"):
+        lines_of(path)
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_damaged_file_is_refused(tmp_path, suffix):
     path = tmp_path / f"a.jsonl{suffix}"

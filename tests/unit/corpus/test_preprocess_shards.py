@@ -329,6 +329,7 @@ def test_a_shard_that_is_cut_short_is_refused_and_made_again_once_removed(one_do
     [
         ({"workers": 0}, "--workers 0: a number from 1 on"),
         ({"shard_bytes": 0}, "--shard-bytes 0: a number from 1 on"),
+        ({"min_tokens_per_split": -1}, "--min-tokens-per-split -1: a number from 0 on"),
         ({"shard": "3/2"}, "--shard 3/2: i/n is expected"),
     ],
 )
@@ -336,6 +337,19 @@ def test_numbers_that_make_no_sense_are_refused(one_domain, changes, problem):
     with pytest.raises(UserError, match=problem):
         preprocess_data(dataclasses.replace(one_domain, **changes))
     assert not one_domain.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"max_document_bytes": 0}, "--max-document-bytes 0: a number from 1 on"),
+        ({"max_malformed_share": 1.5}, "--max-malformed-share 1.5: a share of all lines"),
+    ],
+)
+def test_limits_of_the_source_that_make_no_sense_are_refused(one_domain, changes, problem):
+    source = dataclasses.replace(one_domain.source, **changes)
+    with pytest.raises(UserError, match=problem):
+        preprocess_data(dataclasses.replace(one_domain, source=source))
 
 
 def test_shards_so_small_that_they_are_too_many_are_refused(one_domain, tmp_path):

@@ -110,6 +110,19 @@ def test_whoever_needs_the_overwritten_logits_is_told():
         reader.backward()
 
 
+def test_whoever_needs_them_is_told_of_a_kernel_that_writes_past_torch_too(monkeypatch):
+    def write(rows, labels, denominator, scale, columns, out):
+        out.detach().numpy()[:] = 0.5
+
+    monkeypatch.setattr(chunked, "write_gradient", write)
+    logits, labels, of_losses = case()
+    made = logits.clone().requires_grad_() * 1
+    reader = made.square().sum()
+    chunked_cross_entropy(made, labels, 37).backward(of_losses)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        reader.backward()
+
+
 class LargestFloat32(TorchDispatchMode):
     """Elements of the largest float32 tensor that any operation made while it is active."""
 
