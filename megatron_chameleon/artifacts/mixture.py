@@ -38,6 +38,9 @@ class Mixture:
         affinity: the k x k domain affinity matrix, in the order of ``weights``.
         token_budget: tokens of training for which ``epochs`` was worked out.
         epochs: domain -> how often its training tokens are gone through within that budget.
+        max_epochs: what no domain's epochs exceed.
+        unconstrained: domain -> its weight if there were no such limit.
+        capped: the domains whose epochs are that limit.
     """
 
     weights: dict[str, float]
@@ -49,6 +52,9 @@ class Mixture:
     affinity: list[list[float]] | None = None
     token_budget: int | None = None
     epochs: dict[str, float] | None = None
+    max_epochs: float | None = None
+    unconstrained: dict[str, float] | None = None
+    capped: list[str] | None = None
     provenance: Provenance | None = None
     cost: Cost = dataclasses.field(default_factory=Cost)
 

@@ -19,7 +19,6 @@ from megatron_chameleon.artifacts import (
     EmbeddingStore,
     Mixture,
     Stopwatch,
-    implied_epochs,
     provenance,
 )
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
@@ -27,7 +26,8 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.reader import open_reader, require_tokenizer, shape_of
 from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.table import mixture_table
+from megatron_chameleon.methods.epoch_limit import EpochLimit
+from megatron_chameleon.methods.table import limit_words, mixture_table
 from megatron_chameleon.mixture import (
     DegenerateScoreWarning,
     Recipe,
@@ -80,7 +80,7 @@ def compute_mixture(options: MixtureOptions) -> None:
                 f"Chameleon, {options.mode} weights, recipe {plan.recipe.name}, layer "
                 f"{plan.embedding.layer} of {plan.shape.size.num_layers}, "
                 f"{len(plan.corpus.names) - len(missing)} domains reused from {plan.store}\n"
-                f"{mixture_table(mixture)}"
+                f"{mixture_table(mixture)}{limit_words(mixture)}"
             )
             print(
                 f"embedding {len(missing)} domains took "
@@ -105,6 +105,7 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
     extraction = options.extraction
     check_numbers(options)
     check_text(corpus)
+    EpochLimit(corpus, options.token_budget, options.max_epochs).check()
     embedding = EmbeddingRecipe(
         model_hash=checkpoint.hash,
         layer=check_layer(shape, extraction.layer),
@@ -132,7 +133,6 @@ def check_numbers(options: MixtureOptions) -> None:
         ("--num-windows", options.extraction.num_windows, 1),
         ("--embedding-batch-size", options.extraction.embedding_batch_size, 1),
         ("--extraction-seed", options.extraction.extraction_seed, 0),
-        ("--token-budget", options.token_budget, 1),
     ):
         if value is not None and value < least:
             raise UserError(f"{flag} {value}: give a whole number from {least} on")
@@ -195,18 +195,18 @@ def weigh(plan: MixturePlan, store: EmbeddingStore, num_devices: int) -> Mixture
         # Told below, by the domains' names instead of their positions.
         warnings.simplefilter("ignore", DegenerateScoreWarning)
         result = chameleon_weights(means, options.mode, plan.recipe)
+    limit = EpochLimit(plan.corpus, options.token_budget, options.max_epochs)
+    unlimited = chameleon_weight_fn(options.mode, plan.recipe)
     bootstrap = bootstrap_weights(
         vectors,
-        chameleon_weight_fn(options.mode, plan.recipe),
+        lambda means: limit.apply(unlimited(means)).weights,
         num_resamples=options.weighting.bootstrap_resamples,
         seed=options.extraction.extraction_seed,
         confidence=options.weighting.confidence,
     )
     warn_of_degenerate(names, result)
-    weights = dict(zip(names, result.weights.tolist(), strict=True))
-    budget = options.token_budget
     return Mixture(
-        weights=weights,
+        **limit.fields(result.weights),
         method=f"chameleon-{options.mode}",
         parameters={
             "mode": options.mode,
@@ -225,8 +225,6 @@ def weigh(plan: MixturePlan, store: EmbeddingStore, num_devices: int) -> Mixture
         },
         confidence=bootstrap.confidence,
         affinity=result.affinity.tolist(),
-        token_budget=budget,
-        epochs=implied_epochs(plan.corpus.train_tokens, weights, budget) if budget else None,
         provenance=plan.provenance,
         cost=stopwatch.cost(num_devices=num_devices),
     )

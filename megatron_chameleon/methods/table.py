@@ -14,6 +14,8 @@ def mixture_table(mixture: Mixture) -> str:
         columns.append(("windows", lambda name: f"{windows[name]}"))
     if scores := mixture.scores:
         columns.append(("score", lambda name: f"{scores[name]:.3g}"))
+    if unconstrained := mixture.unconstrained:
+        columns.append(("without limit", lambda name: f"{unconstrained[name]:.4f}"))
     columns.append(("weight", lambda name: f"{mixture.weights[name]:.4f}"))
     if intervals := mixture.intervals:
         heading = f"{100 * (mixture.confidence or 0):g}% interval"
@@ -26,3 +28,13 @@ def mixture_table(mixture: Mixture) -> str:
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     )
+
+
+def limit_words(mixture: Mixture) -> str:
+    """A line, after a line's end, of what a limit of epochs did; empty without one."""
+    if mixture.max_epochs is None:
+        return ""
+    limit = f"{mixture.max_epochs:g} epochs"
+    if not mixture.capped:
+        return f"\nno domain comes to the limit of {limit}"
+    return f"\nheld at the limit of {limit}: {', '.join(mixture.capped)}"

@@ -1,6 +1,7 @@
 """The maths of data mixing: vectors or losses in, weights out. numpy and scipy only."""
 
 from megatron_chameleon.mixture.affinity import affinity_matrix, center_embeddings
+from megatron_chameleon.mixture.caps import CappedWeights, capped_weights
 from megatron_chameleon.mixture.chameleon import (
     WeightResult,
     chameleon_weight_fn,
@@ -24,12 +25,14 @@ __all__ = [
     "DEFAULT_RECIPE",
     "RECIPES",
     "BootstrapResult",
+    "CappedWeights",
     "DegenerateScoreWarning",
     "Mode",
     "Recipe",
     "WeightResult",
     "affinity_matrix",
     "bootstrap_weights",
+    "capped_weights",
     "center_embeddings",
     "chameleon_weight_fn",
     "chameleon_weights",

@@ -61,6 +61,9 @@ class MixtureOptions:
     """Embedding store to use and fill; 'embeddings' beside the output unless given."""
     token_budget: int | None = None
     """Tokens of the training to come: the implied epochs per domain are then told and stored."""
+    max_epochs: float | None = None
+    """Go through no domain's training tokens more often within --token-budget. The mixture is then
+    the nearest one that does not (smallest Kullback-Leibler divergence)."""
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
     weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)

@@ -170,6 +170,9 @@ def sample_mixture() -> Mixture:
         affinity=[[1.0, -0.5], [-0.5, 1.0]],
         token_budget=10**12,
         epochs={"a": 0.1, "ü/..": 3.3},
+        max_epochs=3.3,
+        unconstrained={"a": 0.1, "ü/..": 0.9},
+        capped=["ü/.."],
         provenance=PROVENANCE,
         cost=COST,
     )

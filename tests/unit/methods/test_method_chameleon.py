@@ -158,6 +158,31 @@ def test_a_budget_gives_the_implied_epochs(compute, corpus, capsys):
         assert line.endswith(f" {expected:.2f}")
 
 
+def test_no_domain_is_repeated_more_than_is_allowed(compute, corpus, capsys):
+    free = compute(token_budget=100_000)
+    assert free.max_epochs is free.unconstrained is free.capped is None
+    most = 0.97 * max(free.epochs.values())
+    capsys.readouterr()
+    mixture = compute(token_budget=100_000, max_epochs=most)
+    said = capsys.readouterr().out
+    assert mixture.unconstrained == free.weights
+    assert mixture.max_epochs == most
+    assert mixture.capped
+    assert set(mixture.capped) < set(DOMAINS)
+    assert f"held at the limit of {most:g} epochs: {', '.join(mixture.capped)}" in said
+    for name in DOMAINS:
+        share = most * corpus.domains[name].train.tokens / 100_000
+        if name in mixture.capped:
+            assert mixture.weights[name] == pytest.approx(share)
+            assert mixture.epochs[name] == pytest.approx(most)
+            assert mixture.intervals[name][1] <= share * (1 + 1e-12)
+        else:
+            assert mixture.epochs[name] < most
+    assert sum(mixture.weights.values()) == pytest.approx(1, abs=1e-12)
+    compute(token_budget=100_000, max_epochs=1e6)
+    assert "no domain comes to the limit of 1e+06 epochs" in capsys.readouterr().out
+
+
 def test_the_recipe_and_each_of_its_knobs_reach_the_weights(compute, options):
     compute()
     means = means_of(store_beside(options))
@@ -311,6 +336,12 @@ MISTAKES = [
     ({"extraction": ExtractionOptions(embedding_batch_size=0)}, "--embedding-batch-size 0: "),
     ({"extraction": ExtractionOptions(extraction_seed=-1)}, "--extraction-seed -1: .* from 0 on"),
     ({"token_budget": 0}, "--token-budget 0: give a whole number from 1 on"),
+    ({"max_epochs": 4.0}, "--max-epochs limits the epochs of a --token-budget: give that too"),
+    ({"max_epochs": 0.0, "token_budget": 9}, "--max-epochs 0.0: give a finite number above 0"),
+    (
+        {"max_epochs": 2.0, "token_budget": 10**9},
+        "--max-epochs 2: .* 1,000,000,000;",
+    ),
     ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere: neither a checkpoint nor a run"),
     ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist; tools/preprocess_data"),
     ({"parallel": ParallelOptions(3)}, r"1 rank\(s\) cannot be laid out as tensor 3"),

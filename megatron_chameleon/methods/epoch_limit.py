@@ -1,0 +1,80 @@
+"""The weights of a mixture, none of which repeats its domain more often than is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from megatron_chameleon.artifacts import Corpus, implied_epochs
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.mixture import CappedWeights, capped_weights
+from megatron_chameleon.mixture.checks import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochLimit:
+    """At most ``max_epochs`` passes over a domain's training tokens in ``token_budget`` tokens.
+
+    Without ``max_epochs`` there is no limit; without ``token_budget`` epochs are not told either.
+    """
+
+    corpus: Corpus
+    token_budget: int | None
+    max_epochs: float | None
+
+    def check(self) -> None:
+        """Raises UserError for numbers that mean nothing or leave the budget unfilled."""
+        if self.token_budget is not None and self.token_budget < 1:
+            raise UserError(f"--token-budget {self.token_budget}: give a whole number from 1 on")
+        if self.max_epochs is None:
+            return
+        if not 0 < self.max_epochs < math.inf:
+            raise UserError(f"--max-epochs {self.max_epochs}: give a finite number above 0")
+        if self.token_budget is None:
+            raise UserError("--max-epochs limits the epochs of a --token-budget: give that too")
+        available = self.max_epochs * sum(self.corpus.train_tokens.values())
+        if available < self.token_budget:
+            raise UserError(
+                f"--max-epochs {self.max_epochs:g}: so many epochs of all domains are "
+                f"{available:,.0f} tokens, fewer than the --token-budget of "
+                f"{self.token_budget:,}; allow more, or train on fewer tokens"
+            )
+
+    def apply(self, weights: Array) -> CappedWeights:
+        """The nearest weights within the limit.
+
+        Args:
+            weights: [num_domains] float64, in the order of the corpus's domains.
+
+        Raises:
+            UserError: if the domains that have a weight cannot fill the budget.
+        """
+        if self.max_epochs is None or self.token_budget is None:
+            return CappedWeights(weights, (), 0.0)
+        tokens = [self.corpus.train_tokens[name] for name in self.corpus.names]
+        caps = np.array(tokens, np.float64) * (self.max_epochs / self.token_budget)
+        try:
+            return capped_weights(weights, caps)
+        except ValueError as error:
+            raise UserError(f"--max-epochs {self.max_epochs:g}: {error}") from error
+
+    def fields(self, wanted: Array) -> dict[str, Any]:
+        """The fields of a Mixture: its weights, their epochs, and what the limit did to them."""
+        names = self.corpus.names
+        limited = self.apply(wanted)
+        weights = dict(zip(names, limited.weights.tolist(), strict=True))
+        if self.token_budget is None:
+            return {"weights": weights}
+        epochs = implied_epochs(self.corpus.train_tokens, weights, self.token_budget)
+        budget = {"weights": weights, "token_budget": self.token_budget, "epochs": epochs}
+        if self.max_epochs is None:
+            return budget
+        return {
+            **budget,
+            "max_epochs": self.max_epochs,
+            "unconstrained": dict(zip(names, wanted.tolist(), strict=True)),
+            "capped": [names[position] for position in limited.binding],
+        }

@@ -1,0 +1,83 @@
+"""The nearest mixture in which no domain has more than its share of tokens allows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_chameleon.mixture.checks import Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CappedWeights:
+    """Weights under caps, and what these did to them."""
+
+    weights: Array
+    """[k] float64, summing to 1."""
+
+    binding: tuple[int, ...]
+    """Positions of the domains whose weight is their cap."""
+
+    divergence: float
+    """KL(weights || wanted weights) in nats: 0 where no cap binds."""
+
+
+def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> CappedWeights:
+    """The mixture w with w_i <= c_i that is nearest to p, by the Kullback-Leibler divergence.
+
+    Minimising sum_i w_i log(w_i / p_i) over the simplex under the caps, the domains whose cap does
+    not bind keep their ratios: w_i = min(c_i, s p_i), with the one s for which the sum is 1 (from
+    the Karush-Kuhn-Tucker conditions; the divergence the other way round has the same minimum). The
+    more a domain wants beyond its cap, the sooner it binds, so s is found by going through the
+    domains in the order of c_i / p_i.
+
+    Args:
+        weights: p, [k], not negative, summing to 1. Domains of weight 0 keep it.
+        caps: c, [k], not negative; infinity where there is none.
+
+    Raises:
+        ValueError: not two vectors of one length, a negative or undefined entry, or caps of the
+            domains with a weight that sum to less than 1.
+    """
+    wanted, most = (np.asarray(values, dtype=np.float64) for values in (weights, caps))
+    if wanted.ndim != 1 or wanted.size == 0 or wanted.shape != most.shape:
+        raise ValueError(
+            f"weights {wanted.shape} and caps {most.shape} must be vectors of one length"
+        )
+    if not (np.isfinite(wanted).all() and (wanted >= 0).all() and wanted.sum() > 0):
+        raise ValueError("weights must be finite, not negative, and not all zero")
+    if not (most >= 0).all():  # NaN is refused as well
+        raise ValueError("caps must be numbers from 0 on, or infinite")
+    wanted = wanted / wanted.sum()
+    found = _scaled(wanted, most)
+    taken = found > 0
+    return CappedWeights(
+        weights=found,
+        binding=tuple(np.flatnonzero((wanted > 0) & (found == most)).tolist()),
+        divergence=max(0.0, float((found[taken] * np.log(found[taken] / wanted[taken])).sum())),
+    )
+
+
+def _scaled(wanted: Array, most: Array) -> Array:
+    """min(c, s p) [k] with the s for which it sums to 1."""
+    if (wanted <= most).all():
+        return wanted
+    present = np.flatnonzero(wanted)
+    if most[present].sum() < 1.0:
+        raise ValueError(
+            f"the caps of the domains with a weight sum to {most[present].sum():.6g}, less than 1: "
+            "raise them"
+        )
+    order = present[np.argsort(most[present] / wanted[present], kind="stable")]
+    # With the first n domains at their caps, s is what is left over the others' wanted weights.
+    left = 1.0 - np.concatenate([[0.0], np.cumsum(most[order])[:-1]])
+    others = np.cumsum(wanted[order][::-1])[::-1]
+    fits = left / others * wanted[order] <= most[order]
+    result = np.minimum(most, 1.0) * (wanted > 0)
+    if fits.any():
+        first = int(fits.argmax())
+        free = order[first:]
+        result[free] = wanted[free] * (left[first] / others[first])
+    return result
