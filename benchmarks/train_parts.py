@@ -41,9 +41,9 @@ def _attention(size_name: str, widths: tuple[int | None, ...]) -> dict[str, floa
         padding = (width or size.head_dim) - size.head_dim
 
         def attend(padding: int = padding) -> None:
-            parts = [pad(x, (0, padding)) if padding else x for x in (q, k, v)]
+            query, key, value = (pad(x, (0, padding)) if padding else x for x in (q, k, v))
             context = scaled_dot_product_attention(
-                *parts, is_causal=True, scale=size.head_dim**-0.5
+                query, key, value, is_causal=True, scale=size.head_dim**-0.5
             )
             context[..., : size.head_dim].sum().backward()
 
@@ -78,7 +78,11 @@ def _loss() -> dict[str, float | str]:
     }
     found: dict[str, float | str] = {}
     for name, loss in losses.items():
-        found[name] = _milliseconds(lambda loss=loss: loss(logits.requires_grad_() * 1).backward())
+
+        def both_ways(loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> None:
+            loss(logits.requires_grad_() * 1).backward()
+
+        found[name] = _milliseconds(both_ways)
         logits.grad = None
     copy = _milliseconds(lambda: logits.detach() * 1)
     found["of each: the copy that the backward pass may overwrite"] = copy

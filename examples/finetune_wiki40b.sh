@@ -23,27 +23,5 @@ CORPUS=${CORPUS:-$RUN/1-corpus}
 PRETRAINED=${PRETRAINED:-runs/pile/5-base/chameleon-pretrain-seed1}
 MIXTURE=${MIXTURE:-uniform chameleon-finetune chameleon-pretrain}
 
-choose finetune wiki40b.sh
-start_from "$PRETRAINED"
-
-say "Weights from the pretrained model: no proxy is needed"
-EMBED+=(--checkpoint "$PRETRAINED" --store "$RUN/3-embeddings")
-torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --mode finetune \
-  --output "$RUN/4-mixture/chameleon-finetune.json"
-# The embeddings are there now: the second mode is a matter of algebra, and needs no ranks.
-on_first_node python "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${ALONE[@]}" --mode pretrain \
-  --output "$RUN/4-mixture/chameleon-pretrain.json"
-
-for choice in $MIXTURE; do
-  mixture "$choice"
-  limit_time
-  say "Fine-tuning, $NAME"
-  torchrun "${RANKS[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" \
-    --mixture "$WEIGHTS" --run-dir "$RUN/5-base/$NAME-seed$SEED" "${EXTRA[@]}"
-  limit_time
-  torchrun "${RANKS[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" \
-    --checkpoint "$RUN/5-base/$NAME-seed$SEED" --output "$RUN/6-evaluation/$NAME-seed$SEED.json"
-done
-
-say "Comparison"
-on_first_node python "$TOOLS/make_report.py" "$RUN"
+source "$HERE/compare_mixtures.sh"
+compare_mixtures wiki40b.sh

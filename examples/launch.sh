@@ -32,6 +32,7 @@ if [ "$SIZE" = tiny ]; then
   [[ $LAUNCHER == finetune_* ]] || MIXTURE=${MIXTURE:-uniform}   # nothing is there to be weighed by
   NPROC=${NPROC:-2}
   export CUDA_VISIBLE_DEVICES=           # one GPU would not take two ranks
+  export TORCHDYNAMO_DISABLE=1           # only GPUs use the compiler, which takes a second to load
 fi
 SEED=${SEED:-1}
 NNODES=${NNODES:-1}

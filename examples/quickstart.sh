@@ -14,6 +14,7 @@ SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread for each of the two ranks
 export CUDA_VISIBLE_DEVICES=           # too small for a GPU; and one GPU would not take two ranks
+export TORCHDYNAMO_DISABLE=1           # only GPUs use the compiler, which takes a second to load
 CORPUS=$RUN/1-corpus
 PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
@@ -62,11 +63,11 @@ for mixture in uniform chameleon-pretrain; do
 done
 
 say "6/7 Held-out perplexity"
-for mixture in uniform chameleon-pretrain; do
-  ranks tools/evaluate.py perplexity --corpus "$CORPUS" \
-    --checkpoint "$RUN/5-base/$mixture-seed$SEED" \
-    --output "$RUN/6-evaluation/$mixture-seed$SEED.json" --max-tokens 25000
-done
+ranks tools/evaluate.py perplexity --corpus "$CORPUS" --max-tokens 25000 \
+  --checkpoint "$RUN/5-base/uniform-seed$SEED" \
+  --output "$RUN/6-evaluation/uniform-seed$SEED.json" \
+  --checkpoint "$RUN/5-base/chameleon-pretrain-seed$SEED" \
+  --output "$RUN/6-evaluation/chameleon-pretrain-seed$SEED.json"
 
 say "7/7 Tables and pictures"
 python tools/make_report.py "$RUN"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from tqdm import tqdm
@@ -29,7 +30,7 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import Reader, check_window
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.evaluation import PerplexityOptions
-from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
 
@@ -37,6 +38,7 @@ from megatron_chameleon.progress import progress_bar
 class EvaluationPlan:
     """The options with the artifacts they name, all checked."""
 
+    options: PerplexityOptions
     corpus: Corpus
     checkpoint: CheckpointRecord
     shape: ModelShape
@@ -52,28 +54,52 @@ def evaluate_perplexity(options: PerplexityOptions) -> EvaluationResult:
     Raises:
         UserError: for a mistake in the options or in what they name.
     """
-    with distributed(options.parallel, seed=0) as layout:
-        plan = from_main(lambda: plan_evaluation(options))
-        held_out = {name: _held_out(plan, name) for name in plan.corpus.names}
-        reader = open_reader(plan.checkpoint, layout)
-        stopwatch = Stopwatch()
-        domains = domain_losses(reader, plan.corpus, held_out, options.evaluation_batch_size)
-        total = sum(domain.tokens for domain in domains.values())
-        flops = forward_flops(plan.shape, total, plan.protocol.window_length)
-        result = EvaluationResult(
-            checkpoint=str(plan.checkpoint.root),
-            checkpoint_hash=plan.checkpoint.hash,
-            corpus_hash=plan.corpus.hash,
-            step=plan.checkpoint.step,
-            protocol=plan.protocol,
-            domains=domains,
-            provenance=plan.provenance,
-            cost=stopwatch.cost(flops, layout.world_size),
-        )
-        if layout.is_main:
-            result.save(options.output)
-            print_result(result)
-            print(f"written to {options.output}; next: tools/make_report.py with the run's folder")
+    (result,) = evaluate_perplexities([options])
+    return result
+
+
+def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[EvaluationResult]:
+    """As :func:`evaluate_perplexity`, several checkpoints one after the other.
+
+    Everything that is named is checked before the first of them is evaluated; each result is
+    written as soon as it is there.
+
+    Args:
+        evaluations: at least one; all in the same parallel layout.
+
+    Raises:
+        UserError: for a mistake in the options or in what they name.
+    """
+    with distributed(evaluations[0].parallel, seed=0) as layout:
+        plans = from_main(lambda: [plan_evaluation(options) for options in evaluations])
+        texts = [{name: _held_out(plan, name) for name in plan.corpus.names} for plan in plans]
+        return [
+            _evaluate(plan, held_out, layout) for plan, held_out in zip(plans, texts, strict=True)
+        ]
+
+
+def _evaluate(
+    plan: EvaluationPlan, held_out: dict[str, HeldOutText], layout: Layout
+) -> EvaluationResult:
+    reader = open_reader(plan.checkpoint, layout)
+    stopwatch = Stopwatch()
+    domains = domain_losses(reader, plan, held_out)
+    total = sum(domain.tokens for domain in domains.values())
+    flops = forward_flops(plan.shape, total, plan.protocol.window_length)
+    result = EvaluationResult(
+        checkpoint=str(plan.checkpoint.root),
+        checkpoint_hash=plan.checkpoint.hash,
+        corpus_hash=plan.corpus.hash,
+        step=plan.checkpoint.step,
+        protocol=plan.protocol,
+        domains=domains,
+        provenance=plan.provenance,
+        cost=stopwatch.cost(flops, layout.world_size),
+    )
+    if layout.is_main:
+        result.save(plan.options.output)
+        print_result(result)
+        print(f"written to {plan.options.output}; next: tools/make_report.py with the run's folder")
     return result
 
 
@@ -102,6 +128,7 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
             f"{protocol.window_length} tokens; give more, or a shorter --window-length"
         )
     return EvaluationPlan(
+        options=options,
         corpus=corpus,
         checkpoint=record,
         shape=shape,
@@ -111,7 +138,7 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
 
 
 def domain_losses(
-    reader: Reader, corpus: Corpus, held_out: dict[str, HeldOutText], batch_size: int
+    reader: Reader, plan: EvaluationPlan, held_out: dict[str, HeldOutText]
 ) -> dict[str, DomainLoss]:
     """Loss of the model, and of the unigram model, on the held-out text of every domain.
 
@@ -123,13 +150,13 @@ def domain_losses(
     with progress_bar(total, " tokens", quiet=not reader.layout.is_main) as progress:
         for name, text in held_out.items():
             progress.set_description(f"perplexity {name}")
-            loss = mean_loss(reader, text, batch_size, progress)
+            loss = mean_loss(reader, text, plan.options.evaluation_batch_size, progress)
             if not math.isfinite(loss):
                 raise UserError(
-                    f"the loss on domain '{name}' is {loss}: the model has diverged; "
-                    "evaluate an earlier checkpoint"
+                    f"{plan.checkpoint.root}: the loss on domain '{name}' is {loss}: "
+                    "the model has diverged; evaluate an earlier checkpoint"
                 )
-            unigram = from_main(functools.partial(_unigram, corpus, name, text))
+            unigram = from_main(functools.partial(_unigram, plan.corpus, name, text))
             domains[name] = DomainLoss(loss, text.num_predictions, unigram)
     return domains
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.run import get_args_parser
 
 from megatron_chameleon.cli import parse_options
-from megatron_chameleon.options.evaluation import PerplexityOptions
+from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.report import ReportOptions
 from megatron_chameleon.options.training import PretrainOptions
@@ -29,7 +29,7 @@ FINE_TUNING = [name for name in LAUNCHERS if name.startswith("finetune")]
 TOOLS = {
     "pretrain_gpt.py": PretrainOptions,
     "compute_mixture.py": MixtureOptions,
-    "evaluate.py": PerplexityOptions,
+    "evaluate.py": PerplexityToolOptions,
     "make_report.py": ReportOptions,
 }
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.options.evaluation import PerplexityOptions
+from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from megatron_chameleon.options.mixture import MixtureOptions
 from tests.unit.launched import EXAMPLES, LAUNCHERS, Launcher, write_everything
 
@@ -28,7 +28,7 @@ PAPER: dict[str, tuple[str, int, int, tuple[float, float]]] = {
     "finetune_stack": ("684m", 10000, 128, BASE_RATES),
 }
 PRETRAINING = [name for name in LAUNCHERS if name.startswith("pretrain")]
-NOT_LAUNCHERS = {"hyperparameters", "launch", "quickstart"}
+NOT_LAUNCHERS = {"compare_mixtures", "hyperparameters", "launch", "quickstart"}
 
 
 @pytest.fixture
@@ -137,11 +137,22 @@ def test_fine_tuning_compares_three_mixtures_from_one_checkpoint(launch, everyth
         str(second.output),
     ]
     assert {options.pretrained_checkpoint for options in training} == {pretrained}
-    tested = [c.options for c in launched.calls if isinstance(c.options, PerplexityOptions)]
+    *_, evaluation, report = launched.calls
+    assert isinstance(evaluation.options, PerplexityToolOptions)
+    tested = evaluation.options.one_by_one()
     assert [o.checkpoint for o in tested] == [o.run_dir for o in training]
     assert [o.output.stem for o in tested] == [o.run_dir.name for o in training]
-    assert launched.calls[-1].options.run == Path("runs/wiki40b")
-    assert launched.calls[-1].program == "python"
+    assert (report.program, report.options.run) == ("python", Path("runs/wiki40b"))
+
+
+def test_the_comparison_is_of_the_runs_that_were_chosen(launch, everything):
+    launched = launch("finetune_stack", MIXTURE="chameleon-finetune", SEED="3")
+    (training,) = launched.training()
+    (tested,) = launched.calls[-2].options.one_by_one()
+    assert (
+        tested.checkpoint == training.run_dir == Path("runs/stack/5-base/chameleon-finetune-seed3")
+    )
+    assert tested.output == Path("runs/stack/6-evaluation/chameleon-finetune-seed3.json")
 
 
 def test_other_nodes_do_not_write_what_the_first_one_writes(launch, everything):

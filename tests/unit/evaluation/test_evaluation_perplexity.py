@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from megatron_chameleon.checkpoint.reader import open_reader, shape_of
 from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.indexed_writer import IndexedWriter
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
+from megatron_chameleon.evaluation.perplexity import evaluate_perplexities, evaluate_perplexity
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.parallel import ParallelOptions
@@ -31,16 +32,17 @@ from tests.unit.poison import poison_checkpoint
 
 
 @pytest.fixture
-def evaluate(corpus, finished_run, tmp_path):
+def options(corpus, finished_run, tmp_path):
+    """One evaluation of the finished run."""
+    return PerplexityOptions(
+        corpus=corpus.root, checkpoint=finished_run, output=tmp_path / "result.json"
+    )
+
+
+@pytest.fixture
+def evaluate(options):
     """``evaluate(**changes)``: the result of one evaluation of the finished run."""
-
-    def run(**changes):
-        options = PerplexityOptions(
-            corpus=corpus.root, checkpoint=finished_run, output=tmp_path / "result.json"
-        )
-        return evaluate_perplexity(dataclasses.replace(options, **changes))
-
-    return run
+    return lambda **changes: evaluate_perplexity(dataclasses.replace(options, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,50 @@ def test_an_earlier_checkpoint_and_another_split_can_be_chosen(evaluate, finishe
     assert {d.tokens for d in result.domains.values()} == {
         domain.valid.tokens - 1 for domain in corpus.domains.values()
     }
+
+
+@pytest.fixture
+def two_checkpoints(options, finished_run, tmp_path):
+    """The evaluation of an earlier checkpoint of the finished run, and that of its last one."""
+    earlier = dataclasses.replace(
+        options,
+        checkpoint=finished_run / "checkpoints" / "step-00000003",
+        output=tmp_path / "earlier.json",
+    )
+    return [earlier, options]
+
+
+def test_several_checkpoints_get_what_each_gets_alone(two_checkpoints, capsys):
+    found = evaluate_perplexities(two_checkpoints)
+    said = capsys.readouterr().out
+    assert [result.step for result in found] == [3, 6]
+    for options, result in zip(two_checkpoints, found, strict=True):
+        assert EvaluationResult.load(options.output) == result
+        assert f"written to {options.output}; " in said
+        alone = evaluate_perplexity(options)
+        assert result.domains == alone.domains
+        assert result.provenance.options == alone.provenance.options
+        assert result.provenance.inputs == alone.provenance.inputs
+        assert result.cost.flops == alone.cost.flops
+
+
+def test_a_mistake_in_the_last_is_told_before_the_first_is_evaluated(two_checkpoints, tmp_path):
+    first, last = two_checkpoints
+    with pytest.raises(UserError, match="--checkpoint nowhere: neither a checkpoint nor a run"):
+        evaluate_perplexities([first, dataclasses.replace(last, checkpoint=Path("nowhere"))])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_evaluated_before_a_model_that_has_diverged_is_kept(
+    two_checkpoints, trained_run, tmp_path
+):
+    broken = find_checkpoint(trained_run)
+    poison_checkpoint(broken, "decoder.layers.1.mlp.linear_fc2.bias")
+    first, last = two_checkpoints
+    with pytest.raises(UserError, match=rf"{re.escape(str(broken))}: the loss on domain 'news' is"):
+        evaluate_perplexities([first, dataclasses.replace(last, checkpoint=trained_run)])
+    assert EvaluationResult.load(first.output).step == 3
+    assert not last.output.exists()
 
 
 def test_shorter_windows_predict_the_same_tokens(evaluate):

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import itertools
 import pkgutil
-from typing import TypeGuard
+from typing import TypeGuard, get_type_hints
 
 import pytest
 
@@ -16,7 +16,7 @@ import megatron_chameleon.options as options_package
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.options.doctor import DoctorOptions
-from megatron_chameleon.options.evaluation import PerplexityOptions
+from megatron_chameleon.options.evaluation import PerplexityOptions, PerplexityToolOptions
 from megatron_chameleon.options.gather import GatherOptions
 from megatron_chameleon.options.memory import EstimateMemoryOptions
 from megatron_chameleon.options.mixture import MixtureOptions
@@ -49,7 +49,8 @@ TOOLS = [
     FromHuggingFaceOptions,
     GatherOptions,
     MixtureOptions,
-    PerplexityOptions,
+    PerplexityOptions,  # of one checkpoint, made of those of the tool
+    PerplexityToolOptions,
     PreprocessOptions,
     PretrainOptions,
     ReportOptions,
@@ -75,8 +76,8 @@ def field_docstrings(options_type: type) -> dict[str, str]:
 
 
 def groups_of(options_type: type) -> dict[str, type]:
-    """Field -> dataclass, for the fields that hold options themselves."""
-    hints = inspect.get_annotations(options_type, eval_str=True)
+    """Field -> dataclass, for the fields that hold options themselves, inherited ones included."""
+    hints = get_type_hints(options_type)
     return {name: hint for name, hint in hints.items() if is_options(hint)}
 
 
@@ -85,7 +86,8 @@ def with_groups(options_type: type) -> list[type]:
 
 
 def test_every_options_class_belongs_to_a_tool():
-    assert set(ALL) == {part for tool in TOOLS for part in with_groups(tool)}
+    parts = {part for tool in TOOLS for part in with_groups(tool)}
+    assert set(ALL) == {base for part in parts for base in part.__mro__ if is_options(base)}
 
 
 @pytest.mark.parametrize("options_type", ALL, ids=lambda t: t.__name__)

@@ -1,0 +1,36 @@
+# shellcheck shell=bash
+# Sourced by the fine-tuning launchers after launch.sh, with their RUN, CORPUS, PRETRAINED and
+# MIXTURE. What it does can be interrupted anywhere: the same command goes on from there.
+
+# compare_mixtures RECIPE: weigh the domains with PRETRAINED, fine-tune it with each of MIXTURE, and
+# show the runs side by side. RECIPE in examples/data makes the corpus.
+compare_mixtures() {
+  choose finetune "$1"
+  start_from "$PRETRAINED"
+  weigh_domains
+  local choice runs=()
+  for choice in $MIXTURE; do
+    mixture "$choice"
+    limit_time
+    say "Fine-tuning, $NAME"
+    torchrun "${RANKS[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" \
+      --mixture "$WEIGHTS" --run-dir "$RUN/5-base/$NAME-seed$SEED" "${EXTRA[@]}"
+    runs+=(--checkpoint "$RUN/5-base/$NAME-seed$SEED")
+    runs+=(--output "$RUN/6-evaluation/$NAME-seed$SEED.json")
+  done
+  limit_time
+  say "Comparison"
+  torchrun "${RANKS[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
+  on_first_node python "$TOOLS/make_report.py" "$RUN"
+}
+
+# Write the weights for fine-tuning and those for pretraining into RUN/4-mixture.
+weigh_domains() {
+  say "Weights from the pretrained model: no proxy is needed"
+  EMBED+=(--checkpoint "$PRETRAINED" --store "$RUN/3-embeddings")
+  torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --mode finetune \
+    --output "$RUN/4-mixture/chameleon-finetune.json"
+  # The embeddings are there now: the second mode is a matter of algebra, and needs no ranks.
+  on_first_node python "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${ALONE[@]}" --mode pretrain \
+    --output "$RUN/4-mixture/chameleon-pretrain.json"
+}

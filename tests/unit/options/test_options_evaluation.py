@@ -1,0 +1,57 @@
+"""Which checkpoints are evaluated into which files, as the command line of the tool says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.cli import parse_options
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.evaluation import PerplexityOptions, PerplexityToolOptions
+
+
+def given(line: str) -> list[PerplexityOptions]:
+    return parse_options(PerplexityToolOptions, ["--corpus", "c", *line.split()]).one_by_one()
+
+
+def test_one_checkpoint_is_written_to_one_file():
+    (found,) = given("--checkpoint run --output r.json --split valid --max-tokens 7")
+    expected = PerplexityOptions(
+        corpus=Path("c"),
+        checkpoint=Path("run"),
+        output=Path("r.json"),
+        split="valid",
+        max_tokens=7,
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--checkpoint a --output a.json --checkpoint b --output b.json",
+        "--checkpoint a b --output a.json b.json",
+        "--output a.json --checkpoint a b --output b.json",
+    ],
+)
+def test_several_checkpoints_have_a_file_each_in_their_order(line):
+    found = given(f"{line} --evaluation-batch-size 3 --tensor-model-parallel-size 2")
+    assert [(str(o.checkpoint), str(o.output)) for o in found] == [("a", "a.json"), ("b", "b.json")]
+    assert {o.evaluation_batch_size for o in found} == {3}
+    assert {o.parallel.tensor_model_parallel_size for o in found} == {2}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--output a.json", "--checkpoint is missing: give a run folder"),
+        ("--checkpoint a", "1 --checkpoint but 0 --output: give the file to write for each"),
+        ("--checkpoint a b --output a.json", "2 --checkpoint but 1 --output"),
+        ("--checkpoint a --output a.json b.json", "1 --checkpoint but 2 --output"),
+        ("--checkpoint a b --output x.json x.json", r"--output x\.json is given twice"),
+    ],
+)
+def test_a_mistake_is_told(line, problem):
+    with pytest.raises(UserError, match=problem):
+        given(line)
