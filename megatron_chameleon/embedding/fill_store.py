@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +46,9 @@ def open_store(
     return store
 
 
-def missing_domains(store: EmbeddingStore, corpus: Corpus) -> list[str]:
-    """Domains of the corpus that the store lacks, or holds from other text."""
-    return [name for name in corpus.names if not store.holds(name, corpus.domain_hash(name))]
+def missing_domains(store: EmbeddingStore, corpus: Corpus, names: Sequence[str]) -> list[str]:
+    """Those of the corpus's domains ``names`` that the store lacks, or holds from other text."""
+    return [name for name in names if not store.holds(name, corpus.domain_hash(name))]
 
 
 def fill_store(

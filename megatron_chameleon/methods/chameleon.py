@@ -9,53 +9,30 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 
 from megatron_chameleon.artifacts import (
-    Corpus,
-    EmbeddingRecipe,
     EmbeddingStore,
     Mixture,
     Stopwatch,
-    provenance,
 )
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.checkpoint.reader import open_reader, require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.reader import open_reader
 from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.epoch_limit import EpochLimit
+from megatron_chameleon.methods.chameleon_plan import MixturePlan, limit_of, plan_mixture
 from megatron_chameleon.methods.table import limit_words, mixture_table
 from megatron_chameleon.mixture import (
     DegenerateScoreWarning,
-    Recipe,
     WeightResult,
     bootstrap_weights,
     chameleon_weight_fn,
     chameleon_weights,
-    resolve_recipe,
+    placed_weights,
 )
-from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.readout import check_layer, check_window
-from megatron_chameleon.model.sizes import ModelShape
-from megatron_chameleon.options.mixture import MixtureOptions, RecipeOptions
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.parallel.layout import distributed, from_main
-
-
-@dataclasses.dataclass(frozen=True)
-class MixturePlan:
-    """The options with the artifacts they name, all checked."""
-
-    options: MixtureOptions
-    corpus: Corpus
-    checkpoint: CheckpointRecord
-    shape: ModelShape
-    recipe: Recipe
-    embedding: EmbeddingRecipe
-    store: Path
-    provenance: Provenance
 
 
 def compute_mixture(options: MixtureOptions) -> None:
@@ -67,7 +44,7 @@ def compute_mixture(options: MixtureOptions) -> None:
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_mixture(options))
         store = from_main(lambda: _open_store(plan))
-        missing = missing_domains(store, plan.corpus)
+        missing = missing_domains(store, plan.corpus, plan.names)
         before = store.cost
         if missing:
             reader = open_reader(plan.checkpoint, layout)
@@ -79,7 +56,7 @@ def compute_mixture(options: MixtureOptions) -> None:
             print(
                 f"Chameleon, {options.mode} weights, recipe {plan.recipe.name}, layer "
                 f"{plan.embedding.layer} of {plan.shape.size.num_layers}, "
-                f"{len(plan.corpus.names) - len(missing)} domains reused from {plan.store}\n"
+                f"{len(plan.names) - len(missing)} domains reused from {plan.store}\n"
                 f"{mixture_table(mixture)}{limit_words(mixture)}"
             )
             print(
@@ -89,92 +66,6 @@ def compute_mixture(options: MixtureOptions) -> None:
                 f"written to {options.output}; next: tools/pretrain_gpt.py --corpus "
                 f"{options.corpus} --mixture {options.output} --run-dir ..."
             )
-
-
-def plan_mixture(options: MixtureOptions) -> MixturePlan:
-    """Read and check what ``options`` name; nothing is written.
-
-    Raises:
-        UserError: for the first mistake found.
-    """
-    recipe = resolve_options(options.weighting)
-    corpus = Corpus.load(options.corpus)
-    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
-    require_tokenizer(checkpoint, corpus)
-    shape = shape_of(checkpoint)
-    extraction = options.extraction
-    check_numbers(options)
-    check_text(corpus)
-    EpochLimit(corpus, options.token_budget, options.max_epochs).check()
-    embedding = EmbeddingRecipe(
-        model_hash=checkpoint.hash,
-        layer=check_layer(shape, extraction.layer),
-        window_length=check_window(shape, extraction.window_length),
-        num_windows=extraction.num_windows,
-        seed=extraction.extraction_seed,
-        tokenizer_hash=corpus.tokenizer.sha256,
-    )
-    check_model_layout(shape.size, options.parallel, embedding.window_length)
-    return MixturePlan(
-        options=options,
-        corpus=corpus,
-        checkpoint=checkpoint,
-        shape=shape,
-        recipe=recipe,
-        embedding=embedding,
-        store=options.store or options.output.parent / "embeddings",
-        provenance=provenance(options, {"corpus": corpus.hash, "checkpoint": checkpoint.hash}),
-    )
-
-
-def check_numbers(options: MixtureOptions) -> None:
-    """Raises UserError for a count below 1 or a seed below 0."""
-    for flag, value, least in (
-        ("--num-windows", options.extraction.num_windows, 1),
-        ("--embedding-batch-size", options.extraction.embedding_batch_size, 1),
-        ("--extraction-seed", options.extraction.extraction_seed, 0),
-    ):
-        if value is not None and value < least:
-            raise UserError(f"{flag} {value}: give a whole number from {least} on")
-
-
-def check_text(corpus: Corpus) -> None:
-    """Raises UserError for a domain without training text, which has no embedding."""
-    for name, domain in corpus.domains.items():
-        if domain.train.tokens == 0:
-            raise UserError(
-                f"domain '{name}' of {corpus.root} has no training tokens to embed; give it text, "
-                "or preprocess again without it"
-            )
-
-
-def resolve_options(options: RecipeOptions) -> Recipe:
-    """The recipe with the knobs that were given in place of its own.
-
-    Raises:
-        UserError: for a value that no recipe can have.
-    """
-    if options.bootstrap_resamples < 2:
-        raise UserError(f"--bootstrap-resamples {options.bootstrap_resamples}: give 2 or more")
-    if not 0 < options.confidence < 1:
-        raise UserError(f"--confidence {options.confidence}: it lies between 0 and 1, such as 0.95")
-    for flag, value in (("--ridge", options.ridge), ("--temperature", options.temperature)):
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{flag} {value}: give a finite number above 0")
-    try:
-        return resolve_recipe(
-            options.recipe,
-            center=options.center,
-            normalize=options.normalize,
-            ridge=options.ridge,
-            # A ridge or temperature that a person gives is an absolute one.
-            ridge_relative=None if options.ridge is None else False,
-            temperature_pretrain=options.temperature,
-            temperature_finetune=options.temperature,
-            temperature_relative=None if options.temperature is None else False,
-        )
-    except ValueError as error:
-        raise UserError(f"--recipe {options.recipe} and its knobs: {error}") from error
 
 
 def _open_store(plan: MixturePlan) -> EmbeddingStore:
@@ -188,25 +79,25 @@ def weigh(plan: MixturePlan, store: EmbeddingStore, num_devices: int) -> Mixture
     Runs on one rank, in float64, while ``num_devices`` are held.
     """
     stopwatch = Stopwatch()
-    options, names = plan.options, plan.corpus.names
+    options, names = plan.options, plan.names
     vectors = [store.vectors(name) for name in names]
     means = np.stack([rows.mean(axis=0, dtype=np.float64) for rows in vectors])
     with warnings.catch_warnings():
         # Told below, by the domains' names instead of their positions.
         warnings.simplefilter("ignore", DegenerateScoreWarning)
         result = chameleon_weights(means, options.mode, plan.recipe)
-    limit = EpochLimit(plan.corpus, options.token_budget, options.max_epochs)
-    unlimited = chameleon_weight_fn(options.mode, plan.recipe)
+    limit = limit_of(options, plan.corpus, names)
+    place, weigh_all = _placing(plan), chameleon_weight_fn(options.mode, plan.recipe)
     bootstrap = bootstrap_weights(
         vectors,
-        lambda means: limit.apply(unlimited(means)).weights,
+        lambda means: limit.apply(place(weigh_all(means))).weights,
         num_resamples=options.weighting.bootstrap_resamples,
         seed=options.extraction.extraction_seed,
         confidence=options.weighting.confidence,
     )
     warn_of_degenerate(names, result)
     return Mixture(
-        **limit.fields(result.weights),
+        **limit.fields(place(result.weights)),
         method=f"chameleon-{options.mode}",
         parameters={
             "mode": options.mode,
@@ -228,6 +119,15 @@ def weigh(plan: MixturePlan, store: EmbeddingStore, num_devices: int) -> Mixture
         provenance=plan.provenance,
         cost=stopwatch.cost(num_devices=num_devices),
     )
+
+
+def _placing(plan: MixturePlan) -> Callable[[Array], Array]:
+    """From the weights of all domains to those in which the old ones keep their ratios."""
+    if plan.kept is None:
+        return lambda weights: weights
+    before = np.array([plan.kept.weights.get(name, 0.0) for name in plan.names])
+    is_old = np.array([name in plan.kept.weights for name in plan.names])
+    return lambda weights: placed_weights(weights, before, is_old)
 
 
 def warn_of_degenerate(names: list[str], result: WeightResult) -> None:

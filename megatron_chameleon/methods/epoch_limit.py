@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.artifacts import Corpus, implied_epochs
+from megatron_chameleon.artifacts import implied_epochs
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.mixture import CappedWeights, capped_weights
 from megatron_chameleon.mixture.checks import Array
@@ -21,7 +22,8 @@ class EpochLimit:
     Without ``max_epochs`` there is no limit; without ``token_budget`` epochs are not told either.
     """
 
-    corpus: Corpus
+    tokens: Mapping[str, int]
+    """Domain -> its training tokens."""
     token_budget: int | None
     max_epochs: float | None
 
@@ -35,7 +37,7 @@ class EpochLimit:
             raise UserError(f"--max-epochs {self.max_epochs}: give a finite number above 0")
         if self.token_budget is None:
             raise UserError("--max-epochs limits the epochs of a --token-budget: give that too")
-        available = self.max_epochs * sum(self.corpus.train_tokens.values())
+        available = self.max_epochs * sum(self.tokens.values())
         if available < self.token_budget:
             raise UserError(
                 f"--max-epochs {self.max_epochs:g}: so many epochs of all domains are "
@@ -47,15 +49,15 @@ class EpochLimit:
         """The nearest weights within the limit.
 
         Args:
-            weights: [num_domains] float64, in the order of the corpus's domains.
+            weights: [num_domains] float64, in the order of ``tokens``.
 
         Raises:
             UserError: if the domains that have a weight cannot fill the budget.
         """
         if self.max_epochs is None or self.token_budget is None:
             return CappedWeights(weights, (), 0.0)
-        tokens = [self.corpus.train_tokens[name] for name in self.corpus.names]
-        caps = np.array(tokens, np.float64) * (self.max_epochs / self.token_budget)
+        tokens = np.array(list(self.tokens.values()), np.float64)
+        caps = tokens * (self.max_epochs / self.token_budget)
         try:
             return capped_weights(weights, caps)
         except ValueError as error:
@@ -63,12 +65,12 @@ class EpochLimit:
 
     def fields(self, wanted: Array) -> dict[str, Any]:
         """The fields of a Mixture: its weights, their epochs, and what the limit did to them."""
-        names = self.corpus.names
+        names = list(self.tokens)
         limited = self.apply(wanted)
         weights = dict(zip(names, limited.weights.tolist(), strict=True))
         if self.token_budget is None:
             return {"weights": weights}
-        epochs = implied_epochs(self.corpus.train_tokens, weights, self.token_budget)
+        epochs = implied_epochs(self.tokens, weights, self.token_budget)
         budget = {"weights": weights, "token_budget": self.token_budget, "epochs": epochs}
         if self.max_epochs is None:
             return budget

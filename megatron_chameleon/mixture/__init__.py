@@ -13,6 +13,7 @@ from megatron_chameleon.mixture.leverage import (
     leverage_scores,
     leverage_scores_direct,
 )
+from megatron_chameleon.mixture.placing import placed_weights
 from megatron_chameleon.mixture.recipes import DEFAULT_RECIPE, RECIPES, Recipe, resolve_recipe
 from megatron_chameleon.mixture.uncertainty import (
     BootstrapResult,
@@ -40,6 +41,7 @@ __all__ = [
     "feature_ridge_leverage",
     "leverage_scores",
     "leverage_scores_direct",
+    "placed_weights",
     "resampled_means_direct",
     "resolve_recipe",
 ]

@@ -59,6 +59,11 @@ class MixtureOptions:
     """'pretrain' weights broad domains up, 'finetune' distinct ones."""
     store: Path | None = None
     """Embedding store to use and fill; 'embeddings' beside the output unless given."""
+    domains: str | None = None
+    """Weigh only these domains, a,b,c; the others get no weight. All of them unless given."""
+    keep: Path | None = None
+    """A mixture whose domains keep their ratios to each other: only those that are not in it are
+    placed, each with the share that it would have among all."""
     token_budget: int | None = None
     """Tokens of the training to come: the implied epochs per domain are then told and stored."""
     max_epochs: float | None = None

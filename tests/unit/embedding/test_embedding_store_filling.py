@@ -122,7 +122,7 @@ def counted(reader, monkeypatch):
 
 def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
     store = open_store(folder, RECIPE, SHAPE.size.hidden_size, MADE)
-    return fill_store(store, corpus, reader, missing_domains(store, corpus), batch_size=8)
+    return fill_store(store, corpus, reader, missing_domains(store, corpus, corpus.names), batch_size=8)
 
 
 def test_every_domain_is_embedded_and_written(reader, corpus, counted, tmp_path):

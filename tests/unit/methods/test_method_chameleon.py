@@ -19,7 +19,8 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import compute_mixture, plan_mixture, resolve_options
+from megatron_chameleon.methods.chameleon import compute_mixture
+from megatron_chameleon.methods.chameleon_plan import plan_mixture, resolve_options
 from megatron_chameleon.mixture import (
     RECIPES,
     DegenerateScoreWarning,
@@ -183,6 +184,38 @@ def test_no_domain_is_repeated_more_than_is_allowed(compute, corpus, capsys):
     assert "no domain comes to the limit of 1e+06 epochs" in capsys.readouterr().out
 
 
+def test_some_domains_alone_are_weighed_and_embedded(compute, options, capsys):
+    names = [DOMAINS[2], DOMAINS[0]]
+    mixture = compute(domains=f"{names[0]}, {names[1]}")
+    store = store_beside(options)
+    assert set(store.domains) == set(names)
+    in_order = [name for name in DOMAINS if name in names]
+    expected = chameleon_weights(means_of(store, in_order), "pretrain", "scaled")
+    assert mixture.weights == pytest.approx(dict(zip(in_order, expected.weights, strict=True)))
+    assert "0 domains reused" in capsys.readouterr().out
+    compute()
+    assert "2 domains reused" in capsys.readouterr().out
+
+
+def test_old_domains_keep_their_ratios_and_new_ones_are_placed(compute, options, tmp_path):
+    everything = compute()
+    old = Mixture({DOMAINS[0]: 0.9, DOMAINS[1]: 0.1})
+    old.save(tmp_path / "old.json")
+    mixture = compute(keep=tmp_path / "old.json")
+    new = DOMAINS[2]
+    assert mixture.weights[new] == pytest.approx(everything.weights[new])
+    assert mixture.weights[DOMAINS[0]] / mixture.weights[DOMAINS[1]] == pytest.approx(9)
+    assert sum(mixture.weights.values()) == pytest.approx(1, abs=1e-12)
+    assert mixture.provenance.inputs["kept mixture"] == old.hash
+    assert mixture.intervals[new] == pytest.approx(everything.intervals[new])
+    low, high = mixture.intervals[DOMAINS[0]]
+    assert low < mixture.weights[DOMAINS[0]] < high
+    limited = compute(keep=tmp_path / "old.json", token_budget=10_000, max_epochs=0.9)
+    assert limited.unconstrained == mixture.weights
+    assert limited.capped == [new]
+    assert limited.weights[DOMAINS[0]] / limited.weights[DOMAINS[1]] == pytest.approx(9)
+
+
 def test_the_recipe_and_each_of_its_knobs_reach_the_weights(compute, options):
     compute()
     means = means_of(store_beside(options))
@@ -342,6 +375,9 @@ MISTAKES = [
         {"max_epochs": 2.0, "token_budget": 10**9},
         "--max-epochs 2: .* 1,000,000,000;",
     ),
+    ({"domains": "news,prose"}, "--domains news,prose: there is no domain 'prose'; those of"),
+    ({"domains": " , "}, "--domains  , : it names no domain; those of"),
+    ({"keep": Path("nowhere.json")}, r"nowhere\.json does not exist"),
     ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere: neither a checkpoint nor a run"),
     ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist; tools/preprocess_data"),
     ({"parallel": ParallelOptions(3)}, r"1 rank\(s\) cannot be laid out as tensor 3"),

@@ -1,0 +1,171 @@
+"""What tools/compute_mixture.py was asked for, with the artifacts it names, all checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, Mixture, provenance
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.epoch_limit import EpochLimit
+from megatron_chameleon.mixture import Recipe, resolve_recipe
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.readout import check_layer, check_window
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.options.mixture import MixtureOptions, RecipeOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class MixturePlan:
+    """The options with the artifacts they name, all checked."""
+
+    options: MixtureOptions
+    corpus: Corpus
+    names: list[str]
+    """The domains that are weighed."""
+    kept: Mixture | None
+    """Its domains keep their ratios."""
+    checkpoint: CheckpointRecord
+    shape: ModelShape
+    recipe: Recipe
+    embedding: EmbeddingRecipe
+    store: Path
+    provenance: Provenance
+
+
+def plan_mixture(options: MixtureOptions) -> MixturePlan:
+    """Read and check what ``options`` name; nothing is written.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    recipe = resolve_options(options.weighting)
+    corpus = Corpus.load(options.corpus)
+    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    require_tokenizer(checkpoint, corpus)
+    shape = shape_of(checkpoint)
+    extraction = options.extraction
+    check_numbers(options)
+    names = chosen_domains(options, corpus)
+    check_text(corpus, names)
+    limit_of(options, corpus, names).check()
+    kept = None if options.keep is None else kept_mixture(options.keep, names)
+    embedding = EmbeddingRecipe(
+        model_hash=checkpoint.hash,
+        layer=check_layer(shape, extraction.layer),
+        window_length=check_window(shape, extraction.window_length),
+        num_windows=extraction.num_windows,
+        seed=extraction.extraction_seed,
+        tokenizer_hash=corpus.tokenizer.sha256,
+    )
+    check_model_layout(shape.size, options.parallel, embedding.window_length)
+    return MixturePlan(
+        options=options,
+        corpus=corpus,
+        names=names,
+        kept=kept,
+        checkpoint=checkpoint,
+        shape=shape,
+        recipe=recipe,
+        embedding=embedding,
+        store=options.store or options.output.parent / "embeddings",
+        provenance=provenance(
+            options,
+            {"corpus": corpus.hash, "checkpoint": checkpoint.hash}
+            | ({} if kept is None else {"kept mixture": kept.hash}),
+        ),
+    )
+
+
+def check_numbers(options: MixtureOptions) -> None:
+    """Raises UserError for a count below 1 or a seed below 0."""
+    for flag, value, least in (
+        ("--num-windows", options.extraction.num_windows, 1),
+        ("--embedding-batch-size", options.extraction.embedding_batch_size, 1),
+        ("--extraction-seed", options.extraction.extraction_seed, 0),
+    ):
+        if value is not None and value < least:
+            raise UserError(f"{flag} {value}: give a whole number from {least} on")
+
+
+def chosen_domains(options: MixtureOptions, corpus: Corpus) -> list[str]:
+    """The domains that ``--domains`` names, in the corpus's order; all of them without it.
+
+    Raises:
+        UserError: for a name that the corpus does not have.
+    """
+    if options.domains is None:
+        return corpus.names
+    asked = [name.strip() for name in options.domains.split(",") if name.strip()]
+    unknown = [name for name in asked if name not in corpus.names]
+    if unknown or not asked:
+        problem = f"there is no domain '{unknown[0]}'" if unknown else "it names no domain"
+        raise UserError(
+            f"--domains {options.domains}: {problem}; those of {corpus.root} are "
+            f"{', '.join(corpus.names)}"
+        )
+    return [name for name in corpus.names if name in asked]
+
+
+def kept_mixture(path: Path, names: list[str]) -> Mixture:
+    """The mixture at ``path``, whose domains are to keep their ratios.
+
+    Raises:
+        UserError: if it has a weight for none of ``names``.
+    """
+    mixture = Mixture.load(path)
+    if not any(mixture.weights.get(name, 0.0) > 0 for name in names):
+        raise UserError(
+            f"--keep {path}: it has a weight for none of {', '.join(names)}; give a mixture of "
+            "some of them, or leave --keep out"
+        )
+    return mixture
+
+
+def limit_of(options: MixtureOptions, corpus: Corpus, names: list[str]) -> EpochLimit:
+    """The limit of epochs that was asked for."""
+    tokens = {name: corpus.train_tokens[name] for name in names}
+    return EpochLimit(tokens, options.token_budget, options.max_epochs)
+
+
+def check_text(corpus: Corpus, names: list[str]) -> None:
+    """Raises UserError for a domain without training text, which has no embedding."""
+    for name in names:
+        if corpus.domains[name].train.tokens == 0:
+            raise UserError(
+                f"domain '{name}' of {corpus.root} has no training tokens to embed; give it text, "
+                "or preprocess again without it"
+            )
+
+
+def resolve_options(options: RecipeOptions) -> Recipe:
+    """The recipe with the knobs that were given in place of its own.
+
+    Raises:
+        UserError: for a value that no recipe can have.
+    """
+    if options.bootstrap_resamples < 2:
+        raise UserError(f"--bootstrap-resamples {options.bootstrap_resamples}: give 2 or more")
+    if not 0 < options.confidence < 1:
+        raise UserError(f"--confidence {options.confidence}: it lies between 0 and 1, such as 0.95")
+    for flag, value in (("--ridge", options.ridge), ("--temperature", options.temperature)):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{flag} {value}: give a finite number above 0")
+    try:
+        return resolve_recipe(
+            options.recipe,
+            center=options.center,
+            normalize=options.normalize,
+            ridge=options.ridge,
+            # A ridge or temperature that a person gives is an absolute one.
+            ridge_relative=None if options.ridge is None else False,
+            temperature_pretrain=options.temperature,
+            temperature_finetune=options.temperature,
+            temperature_relative=None if options.temperature is None else False,
+        )
+    except ValueError as error:
+        raise UserError(f"--recipe {options.recipe} and its knobs: {error}") from error
