@@ -5,6 +5,7 @@ The weights are read and written by the package ``checkpoint``; this record need
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -13,7 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.artifacts.files import (
+    put_all_back,
+    put_back,
+    sha256_of_files,
+    sha256_of_json,
+)
 from megatron_chameleon.artifacts.mixture import MixturePhase
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import FolderRecord
@@ -68,7 +74,8 @@ class CheckpointRecord(FolderRecord):
         domain_tokens: domain -> training tokens seen.
         layout: the parallel layout that wrote it; another one can read it.
         files: file name -> size and hash.
-        guard: what judges the steps that follow: counts and the last losses and gradient norms.
+        guard: what judges the steps that follow: counts, the last losses and gradient norms, and the
+            steps skipped in a row up to this one.
         hook: of the method that watches the run, if one does.
     """
 
@@ -191,7 +198,7 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
 def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     """The checkpoint folder meant by ``path``: itself, or the latest of the run it holds.
 
-    Every byte of it is verified. A damaged checkpoint of a run is passed over for the one before,
+    Every byte of it is verified, and one whose replacement was cut off has its name back. A damaged checkpoint of a run is passed over for the one before,
     with a :class:`CheckpointWarning`.
 
     Args:
@@ -201,6 +208,9 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     Raises:
         UserError: if there is none, or none that is whole.
     """
+    with contextlib.suppress(OSError):  # a reader that may not write goes on with what is there
+        put_back(path)
+        put_all_back(path / FOLDER_NAME)
     if (path / FILE_NAME).is_file():
         CheckpointRecord.load(path).verify_in_threads()
         return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,12 @@ from megatron_chameleon.artifacts.checkpoint import (
     checkpoint_folders,
     step_folder,
 )
-from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.files import (
+    put_all_back,
+    put_back,
+    remove_replaced,
+    replacing,
+)
 
 UNUSED_PREFIX = "unused-"
 
@@ -30,12 +36,23 @@ def temporary_name(folder: Path, token: str) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what was left by tries to write ``folder`` that did not come to their end."""
+    """Delete what was left by tries to write ``folder`` that did not come to their end.
+
+    Where one was cut off while it replaced the folder, the old one is back.
+
+    Raises:
+        OSError: if the system refuses that.
+    """
+    put_back(folder)
+    remove_replaced(folder)
     _remove(folder.parent.glob(f".{glob.escape(folder.name)}.*tmp"))
 
 
 def remove_leftovers_of_run(run_dir: Path) -> None:
-    """Delete what was left by every save of a run that did not come to its end."""
+    """As :func:`remove_leftovers`, for every checkpoint of a run."""
+    put_all_back(run_dir / FOLDER_NAME)
+    for folder in all_checkpoint_folders(run_dir):
+        remove_replaced(folder)
     _remove((run_dir / FOLDER_NAME).glob(".step-*.tmp"))
 
 
@@ -77,14 +94,19 @@ def go_back_to(run_dir: Path, step: int) -> list[Path]:
     """
     chosen = step_folder(run_dir, step)
     newer = [folder for folder in all_checkpoint_folders(run_dir) if folder.name > chosen.name]
-    moved = [folder.with_name(UNUSED_PREFIX + folder.name) for folder in newer]
+    moved = [_free_name(folder.with_name(UNUSED_PREFIX + folder.name)) for folder in newer]
     if newer:
         with naming_latest(chosen):
             pass
     for folder, unused in zip(newer, moved, strict=True):
-        shutil.rmtree(unused, ignore_errors=True)
         os.replace(folder, unused)
     return moved
+
+
+def _free_name(folder: Path) -> Path:
+    """``folder``, or with a number after it where that is taken: what is kept is kept."""
+    names = itertools.chain([folder.name], (f"{folder.name}-{n}" for n in itertools.count(2)))
+    return next(path for path in map(folder.with_name, names) if not path.exists())
 
 
 def _remove(folders: Iterator[Path]) -> None:

@@ -32,6 +32,7 @@ class EmbeddingRecipe:
         num_windows: windows drawn per domain, at most.
         seed: of the draw.
         tokenizer_hash: of the tokenizer that made the tokens.
+        cross_documents: whether a window may run over the end of a document.
     """
 
     model_hash: str
@@ -40,6 +41,7 @@ class EmbeddingRecipe:
     num_windows: int
     seed: int
     tokenizer_hash: str
+    cross_documents: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from megatron_chameleon.errors import UserError
 
 _CHUNK = 1 << 20
+_SET_ASIDE_SUFFIX = ".replaced"
 # What a write says when the disk is full, the quota is used up or the file may not grow.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -93,6 +95,57 @@ def sha256_of_json(value: Any) -> str:
     """Hex SHA-256 of ``value`` as canonical JSON (sorted keys, no white space)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Give the folder ``new`` the name ``folder``; what has that name now is deleted.
+
+    Two folders cannot be swapped at once. The old one has another name in between, gets its own
+    back if the second step fails, and by :func:`put_back` if the process does not outlive the
+    first.
+
+    Raises:
+        OSError: if the system refuses; ``folder`` is then as it was.
+    """
+    before = _set_aside(folder)
+    try:
+        if folder.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            os.replace(folder, before)
+        os.replace(new, folder)
+    finally:
+        put_back(folder)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Undo a replacement of ``folder`` that was cut off between its two steps, if one was.
+
+    Whoever looks for the folder calls this first.
+
+    Raises:
+        OSError: if the system refuses.
+    """
+    if not folder.exists():
+        with contextlib.suppress(FileNotFoundError):  # none, or another process was faster
+            os.replace(_set_aside(folder), folder)
+
+
+def put_all_back(parent: Path) -> None:
+    """:func:`put_back`, for every folder in ``parent``."""
+    for path in parent.glob(f".*{_SET_ASIDE_SUFFIX}"):
+        put_back(path.with_name(path.name[1:].removesuffix(_SET_ASIDE_SUFFIX)))
+
+
+def remove_replaced(folder: Path) -> None:
+    """Delete what a replacement of ``folder`` was killed over deleting; call ``put_back`` first."""
+    if folder.exists():
+        shutil.rmtree(_set_aside(folder), ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> Path:
+    """What an old folder is called while a new one takes its name."""
+    return folder.with_name(f".{folder.name}{_SET_ASIDE_SUFFIX}")
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:

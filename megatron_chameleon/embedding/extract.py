@@ -77,13 +77,11 @@ def _pad(
     tokens: TokenFile, windows: Windows, rows: range, multiple: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [b, s] with zeros to the right, and lengths [b]. Causal attention sees no zero."""
-    lengths = windows.length[rows.start : rows.stop]
+    drawn = slice(rows.start, rows.stop)
+    lengths = windows.length[drawn]
     width = -(-int(lengths.max()) // multiple) * multiple
     batch = np.zeros((len(rows), width), dtype=np.int64)
-    for row, index in enumerate(rows):
-        batch[row, : lengths[row]] = tokens.get(
-            int(windows.document[index]),
-            offset=int(windows.start[index]),
-            length=int(windows.length[index]),
-        )
+    firsts = tokens.starts[windows.document[drawn]] + windows.start[drawn]
+    for row, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
+        batch[row, :length] = tokens.tokens[first : first + length]
     return torch.from_numpy(batch), torch.from_numpy(lengths)

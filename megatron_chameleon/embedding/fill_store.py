@@ -35,6 +35,7 @@ def open_store(
         ("window_length", "window length"),
         ("num_windows", "number of windows"),
         ("seed", "extraction seed"),
+        ("cross_documents", "choice of whether windows cross documents"),
         ("tokenizer_hash", "tokenizer"),
     ):
         if getattr(store.recipe, field) != getattr(recipe, field):
@@ -86,6 +87,11 @@ def _flops(reader: Reader, recipe: EmbeddingRecipe, windows: Windows) -> float:
 
 def _draw(recipe: EmbeddingRecipe, name: str, source: TokenFile) -> Windows:
     windows = draw_windows(
-        source.lengths, recipe.window_length, recipe.num_windows, recipe.seed, name
+        source.lengths,
+        recipe.window_length,
+        recipe.num_windows,
+        recipe.seed,
+        name,
+        cross_documents=recipe.cross_documents,
     )
     return windows.longest_first()

@@ -1,4 +1,4 @@
-"""Which stretches of text are embedded: windows inside documents, drawn by seed and domain."""
+"""Which stretches of text are embedded: windows drawn by seed and domain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows as half-open ranges of tokens within documents; arrays are [n] int64."""
+    """Windows as ranges of tokens: ``length`` of them from ``start`` of ``document`` on.
+
+    Arrays are [n] int64. One that crosses documents goes on in those after its own.
+    """
 
     document: NDArray[np.int64]
     start: NDArray[np.int64]
@@ -32,12 +35,15 @@ def draw_windows(
     num_windows: int,
     seed: int,
     name: str,
+    *,
+    cross_documents: bool = False,
 ) -> Windows:
     """Draw windows of at most ``window_length`` tokens, none twice.
 
     Every document is cut into the fewest windows of nearly equal length that fit, so that no
-    window crosses into another document and none is a mere rest. The draw depends on ``seed`` and
-    the domain's ``name`` alone. A domain with fewer windows than asked for gives all it has.
+    window crosses into another document and none is a mere rest; with ``cross_documents`` all of
+    them together, as if they were one. The draw depends on ``seed`` and the domain's ``name``
+    alone. A domain with fewer windows than asked for gives all it has.
 
     Args:
         document_lengths: [d] tokens per document.
@@ -45,8 +51,15 @@ def draw_windows(
         num_windows: windows to draw, at most.
         seed: of the draw.
         name: the domain.
+        cross_documents: whether windows may.
     """
     lengths = np.asarray(document_lengths, dtype=np.int64)
+    if cross_documents:
+        together = draw_windows(lengths.sum(keepdims=True), window_length, num_windows, seed, name)
+        ends = np.cumsum(lengths)
+        document = np.searchsorted(ends, together.start, side="right")
+        start = together.start - (ends[document] - lengths[document])
+        return Windows(document, start, together.length)
     per_document = -(-lengths // window_length)
     ends = np.cumsum(per_document)
     available = int(ends[-1]) if len(ends) else 0

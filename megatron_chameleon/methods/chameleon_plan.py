@@ -61,6 +61,7 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
         num_windows=extraction.num_windows,
         seed=extraction.extraction_seed,
         tokenizer_hash=corpus.tokenizer.sha256,
+        cross_documents=extraction.cross_documents,
     )
     check_model_layout(shape.size, options.parallel, embedding.window_length)
     return MixturePlan(

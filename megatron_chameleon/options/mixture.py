@@ -19,6 +19,8 @@ class ExtractionOptions:
     """Windows drawn per domain (paper: 4k)."""
     window_length: int | None = None
     """Tokens per window, at most; the proxy's sequence length unless given."""
+    cross_documents: bool = False
+    """Let windows run over the ends of documents, as in the authors' code."""
     extraction_seed: int = 0
     """Of the draw of windows."""
     embedding_batch_size: int = 32

@@ -72,6 +72,19 @@ def test_a_vector_is_the_mean_hidden_state_of_its_window_alone(
         np.testing.assert_allclose(vector, hidden[:, 0].double().mean(0).numpy(), atol=1e-6)
 
 
+def test_a_window_goes_on_in_the_next_document(reader, corpus):
+    tokens = open_tokens(corpus, corpus.names[0], "train")
+    windows = draw_windows(tokens.lengths, 32, 20, 0, "a", cross_documents=True)
+    ends = windows.start + windows.length
+    assert (ends > tokens.lengths[windows.document]).sum() > 3
+    vectors = embed(reader, corpus, windows, 7)
+    for row, vector in enumerate(vectors):
+        first = tokens.starts[windows.document[row]] + windows.start[row]
+        text = tokens.tokens[first : first + windows.length[row]].astype(np.int64)
+        hidden = reader.hidden_states(torch.from_numpy(text)[None], LAYER)
+        np.testing.assert_allclose(vector, hidden[:, 0].double().mean(0).numpy(), atol=1e-6)
+
+
 def test_no_windows_give_no_vectors(reader, corpus):
     nothing = np.zeros(0, dtype=np.int64)
     vectors = embed(reader, corpus, Windows(nothing, nothing, nothing), 8)
@@ -122,7 +135,9 @@ def counted(reader, monkeypatch):
 
 def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
     store = open_store(folder, RECIPE, SHAPE.size.hidden_size, MADE)
-    return fill_store(store, corpus, reader, missing_domains(store, corpus, corpus.names), batch_size=8)
+    return fill_store(
+        store, corpus, reader, missing_domains(store, corpus, corpus.names), batch_size=8
+    )
 
 
 def test_every_domain_is_embedded_and_written(reader, corpus, counted, tmp_path):
@@ -196,17 +211,18 @@ def test_a_deleted_file_is_made_again(reader, corpus, counted, tmp_path):
     assert sum(counted) == RECIPE.num_windows
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "told"),
-    [
-        ("model_hash", "x", "proxy"),
-        ("layer", 3, r"layer \(2, now 3\)"),
-        ("window_length", 16, r"window length \(32, now 16\)"),
-        ("num_windows", 99, r"number of windows \(20, now 99\)"),
-        ("seed", 7, r"extraction seed \(0, now 7\)"),
-        ("tokenizer_hash", "x", "tokenizer"),
-    ],
-)
+RECIPE_CHANGES = [
+    ("model_hash", "x", "proxy"),
+    ("layer", 3, r"layer \(2, now 3\)"),
+    ("window_length", 16, r"window length \(32, now 16\)"),
+    ("num_windows", 99, r"number of windows \(20, now 99\)"),
+    ("seed", 7, r"extraction seed \(0, now 7\)"),
+    ("tokenizer_hash", "x", "tokenizer"),
+    ("cross_documents", True, r"choice of whether windows cross documents"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "told"), RECIPE_CHANGES)
 def test_a_store_of_another_recipe_is_refused(reader, corpus, tmp_path, field, value, told):
     fill(tmp_path / "store", corpus, reader)
     other = dataclasses.replace(RECIPE, **{field: value})
@@ -215,7 +231,7 @@ def test_a_store_of_another_recipe_is_refused(reader, corpus, tmp_path, field, v
 
 
 def test_every_field_of_a_recipe_is_compared():
-    compared = {"model_hash", "layer", "window_length", "num_windows", "seed", "tokenizer_hash"}
+    compared = {field for field, _, _ in RECIPE_CHANGES}
     assert {field.name for field in dataclasses.fields(EmbeddingRecipe)} == compared
 
 

@@ -55,6 +55,18 @@ def test_a_documents_windows_are_few_and_nearly_equal(document_lengths, window_l
             assert parts.max() - parts.min() <= 1
 
 
+@given(documents, lengths)
+def test_across_documents_they_cover_the_text_as_if_it_were_one(document_lengths, window_length):
+    sizes = np.array(document_lengths, dtype=np.int32)
+    windows = draw_windows(sizes, window_length, 10**9, 0, "a", cross_documents=True)
+    whole = all_windows([sum(document_lengths)], window_length)
+    assert sorted(windows.length.tolist()) == sorted(whole.length.tolist())
+    before = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else np.zeros(0, int)
+    np.testing.assert_array_equal(before[windows.document] + windows.start, whole.start)
+    assert (windows.start >= 0).all()
+    assert (windows.start < sizes[windows.document]).all()
+
+
 @pytest.mark.parametrize("document_lengths", [[], [0], [0, 0, 0]])
 def test_without_tokens_there_are_no_windows(document_lengths):
     windows = draw_windows(np.array(document_lengths, dtype=np.int32), 16, 8, 0, "a")
