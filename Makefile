@@ -25,13 +25,14 @@ test test-slow test-gpu: export OMP_NUM_THREADS := 1
 # What these test has to hold without a GPU, also where there is one.
 test test-slow: export CUDA_VISIBLE_DEVICES :=
 
-.PHONY: help setup quickstart test test-slow test-gpu lint format doctor clean
+.PHONY: help setup quickstart test test-slow test-gpu measure-gpu lint format doctor clean
 
 help:
 	echo "make quickstart   the whole pipeline on real text, in under 5 minutes on 2 cores"
 	echo "make test         every test that needs no GPU"
 	echo "make test-slow    the tests left out of 'make test' for their length"
 	echo "make test-gpu     the tests that need a CUDA device"
+	echo "make measure-gpu  test-gpu, then the benchmarks that measure a CUDA device"
 	echo "make lint         ruff, mypy and the import rules"
 	echo "make format       let ruff format and mend the sources"
 	echo "make doctor       what acceleration is active here, and what is lost without the rest"
@@ -65,6 +66,10 @@ test-gpu: $(STAMP)
 	  exit 1
 	fi
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+measure-gpu: test-gpu
+	$(BIN)/python benchmarks/pooling.py
+	$(BIN)/python benchmarks/train.py --seconds 1800
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,11 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def device_file(name: str, device: str) -> str:
+    """``name`` for the results of a ``device``."""
+    return f"{name}-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import sys
 import time
 import warnings
@@ -78,9 +77,9 @@ def cudnn_version() -> int | None:
 
 def results_writer(device: str, on: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     """A function that puts a row among the device's results, in the place of an older one."""
-    from benchmarks.measure import read_rows, today, write_results
+    from benchmarks.measure import device_file, read_rows, today, write_results
 
-    name = "train-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    name = device_file("train", device)
 
     def put(row: dict[str, Any]) -> None:
         others = [other for other in read_rows(name) if other["what"] != row["what"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
+from benchmarks.device_timing import milliseconds
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.sizes import model_size
 
@@ -55,10 +55,10 @@ def _attention(size_name: str, widths: tuple[int | None, ...]) -> dict[str, floa
 
 def _with_kernel(kernel: SDPBackend | None, attend: Callable[[], None]) -> float | str:
     if kernel is None:
-        return _milliseconds(attend)
+        return milliseconds(attend)
     try:
         with sdpa_kernel(kernel):
-            return _milliseconds(attend)
+            return milliseconds(attend)
     except RuntimeError as error:  # this kernel does not take such heads
         return str(error).splitlines()[0]
 
@@ -82,22 +82,8 @@ def _loss() -> dict[str, float | str]:
         def both_ways(loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> None:
             loss(logits.requires_grad_() * 1).backward()
 
-        found[name] = _milliseconds(both_ways)
+        found[name] = milliseconds(both_ways)
         logits.grad = None
-    copy = _milliseconds(lambda: logits.detach() * 1)
+    copy = milliseconds(lambda: logits.detach() * 1)
     found["of each: the copy that the backward pass may overwrite"] = copy
     return found
-
-
-def _milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median by events on the device, after three runs that do not count."""
-    times = []
-    for number in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        if number >= 3:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)

@@ -1,0 +1,119 @@
+"""Masked means of hidden states on a GPU: the Triton kernels beside torch, and the memory's speed.
+
+    python benchmarks/pooling.py
+
+Hidden states [s, b, h] in bf16, with every position valid and with lengths drawn at random. Speeds
+are of the bytes of the valid states over the time, and their share of the fastest read that torch
+is measured with here. Results are written to benchmarks/results/pooling-DEVICE.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch.nn.functional import layer_norm
+
+from benchmarks.device_timing import milliseconds
+from benchmarks.measure import device_file, machine, write_results
+from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
+
+SHAPES = ((1024, 64, 768), (1024, 64, 1200), (512, 128, 768))
+# Elements of the tensors by which reading and copying are measured: 2 GB each, far beyond caches.
+LARGE = 1 << 30
+
+
+def main() -> None:
+    """Measure every shape, and write what was found."""
+    if not torch.cuda.is_available():
+        sys.exit("this measures CUDA kernels, and torch sees no CUDA device here")
+    device = torch.cuda.get_device_name()
+    rates = memory_rates()
+    print(f"{device}: {', '.join(f'{name} {rate:,.0f} GB/s' for name, rate in rates.items())}")
+    rows: list[dict[str, Any]] = []
+    for shape in SHAPES:
+        for full in (True, False):
+            rows.append(measure(shape, full, max(rates.values())))
+            print(told(rows[-1]), flush=True)
+    on = machine() | {"device": device, "cuda": torch.version.cuda, "gigabytes_per_second": rates}
+    print(f"written to {write_results(device_file('pooling', device), rows, on)}")
+
+
+def memory_rates() -> dict[str, float]:
+    """GB/s of reading and of copying large tensors; a copy counts what it reads and writes."""
+    source = torch.ones(LARGE, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    num_bytes = source.numel() * source.element_size()
+    times = {
+        "read": (num_bytes, source.max),
+        "copied": (2 * num_bytes, lambda: target.copy_(source)),
+    }
+    return {name: size / 1e6 / milliseconds(run) for name, (size, run) in times.items()}
+
+
+def measure(shape: tuple[int, int, int], full: bool, rate: float) -> dict[str, Any]:
+    """Times of all ways to the same means, which are compared first."""
+    length, rows, width = shape
+    torch.manual_seed(0)
+    states = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.full((rows,), length, device="cuda")
+    if not full:
+        lengths = torch.randint(1, length + 1, (rows,), device="cuda")
+    weight, bias = torch.randn(2, width, device="cuda", dtype=torch.bfloat16)
+    ways = contestants(states, lengths, weight, bias)
+    right = ways["torch"]().double(), ways["torch, norm"]().double()
+    for name, run in ways.items():
+        torch.testing.assert_close(
+            run().double(), right[name.endswith("norm")], atol=2e-2, rtol=2e-2, msg=name
+        )
+    times = {name: milliseconds(run) for name, run in ways.items()}
+    num_bytes = int(lengths.sum()) * width * states.element_size()
+    speeds = {name: num_bytes / 1e6 / time for name, time in times.items()}
+    return {
+        "what": f"{list(shape)} bf16, {'all valid' if full else 'random lengths'}",
+        "milliseconds": times,
+        "gigabytes_per_second": speeds,
+        "share_of_fastest_read": {name: speed / rate for name, speed in speeds.items()},
+    }
+
+
+def contestants(
+    states: torch.Tensor, lengths: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Ours and torch's own, without and with the final norm."""
+    width = states.size(2)
+    norm = FinalNorm(weight, bias)
+
+    def mean(hidden: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(hidden.size(0), device=hidden.device)
+        valid = (positions[:, None] < lengths)[:, :, None]
+        return torch.where(valid, hidden.float(), 0.0).sum(0) / lengths[:, None]
+
+    def normed_mean(hidden: torch.Tensor) -> torch.Tensor:
+        return mean(layer_norm(hidden, (width,), weight, bias))
+
+    compiled, normed_compiled = torch.compile(mean), torch.compile(normed_mean)
+    return {
+        "ours": lambda: masked_mean(states, lengths=lengths),
+        "torch": lambda: mean(states),
+        "torch compiled": lambda: compiled(states),
+        "ours, norm": lambda: masked_mean(states, lengths=lengths, norm=norm),
+        "torch, norm": lambda: normed_mean(states),
+        "torch compiled, norm": lambda: normed_compiled(states),
+    }
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row on one line."""
+    shares = row["share_of_fastest_read"]
+    parts = [f"{name} {ms:.3f} ms ({shares[name]:.0%})" for name, ms in row["milliseconds"].items()]
+    return f"{row['what']}: {', '.join(parts)}"
+
+
+if __name__ == "__main__":
+    main()
