@@ -74,8 +74,8 @@ class CheckpointRecord(FolderRecord):
         domain_tokens: domain -> training tokens seen.
         layout: the parallel layout that wrote it; another one can read it.
         files: file name -> size and hash.
-        guard: what judges the steps that follow: counts, the last losses and gradient norms, and the
-            steps skipped in a row up to this one.
+        guard: what judges the steps that follow: counts, the last losses and gradient norms, and
+            the steps skipped in a row up to this one.
         hook: of the method that watches the run, if one does.
     """
 
@@ -198,8 +198,8 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
 def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     """The checkpoint folder meant by ``path``: itself, or the latest of the run it holds.
 
-    Every byte of it is verified, and one whose replacement was cut off has its name back. A damaged checkpoint of a run is passed over for the one before,
-    with a :class:`CheckpointWarning`.
+    Every byte of it is verified. A damaged checkpoint of a run is passed over for the one before,
+    with a :class:`CheckpointWarning`. One that a killed save had set aside gets its name back.
 
     Args:
         path: of a checkpoint, or of a run.

@@ -35,6 +35,8 @@ class Mixture:
         scores: domain -> the method's own score, where it has one (Chameleon: leverage).
         intervals: domain -> (low, high) of the bootstrap interval of its weight.
         confidence: coverage of those intervals, between 0 and 1.
+        outweighs: (a, b, probability that a outweighs b) for each domain and the next one, in the
+            order of their weights.
         affinity: the k x k domain affinity matrix, in the order of ``weights``.
         token_budget: tokens of training for which ``epochs`` was worked out.
         epochs: domain -> how often its training tokens are gone through within that budget.
@@ -49,6 +51,7 @@ class Mixture:
     scores: dict[str, float] | None = None
     intervals: dict[str, tuple[float, float]] | None = None
     confidence: float | None = None
+    outweighs: list[tuple[str, str, float]] | None = None
     affinity: list[list[float]] | None = None
     token_budget: int | None = None
     epochs: dict[str, float] | None = None

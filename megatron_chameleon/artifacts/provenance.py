@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import platform
 import subprocess
 import sys
@@ -17,7 +18,10 @@ PACKAGES = ("megatron-chameleon", "torch", "megatron-core", "numpy", "scipy", "t
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """The command, options and software behind an artifact, and the hashes of what went in."""
+    """The command, options and software behind an artifact, and the hashes of what went in.
+
+    Paths in the options are as they were given, from the working folder on.
+    """
 
     command: list[str]
     options: dict[str, Any]
@@ -25,6 +29,7 @@ class Provenance:
     versions: dict[str, str]
     git_commit: str | None
     created: str
+    working_folder: str | None = None
 
 
 def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
@@ -41,6 +46,7 @@ def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
         versions={"python": platform.python_version(), **package_versions(PACKAGES)},
         git_commit=_git_commit(),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        working_folder=os.path.abspath("."),
     )
 
 

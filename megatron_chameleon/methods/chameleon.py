@@ -7,9 +7,10 @@ tools/pretrain_gpt.py with uniform weights; for fine-tuning it is the model to b
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -21,13 +22,17 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.checkpoint.reader import open_reader
 from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store
 from megatron_chameleon.methods.chameleon_plan import MixturePlan, limit_of, plan_mixture
-from megatron_chameleon.methods.table import limit_words, mixture_table
+from megatron_chameleon.methods.table import closing_words, mixture_table
 from megatron_chameleon.mixture import (
+    BootstrapResult,
     DegenerateScoreWarning,
     WeightResult,
     bootstrap_weights,
     chameleon_weight_fn,
     chameleon_weights,
+    is_one_hot,
+    is_within_noise_of_uniform,
+    outweighing_probability,
     placed_weights,
 )
 from megatron_chameleon.mixture.checks import Array
@@ -57,7 +62,8 @@ def compute_mixture(options: MixtureOptions) -> None:
                 f"Chameleon, {options.mode} weights, recipe {plan.recipe.name}, layer "
                 f"{plan.embedding.layer} of {plan.shape.size.num_layers}, "
                 f"{len(plan.names) - len(missing)} domains reused from {plan.store}\n"
-                f"{mixture_table(mixture)}{limit_words(mixture)}"
+                f"{mixture_table(mixture)}\n"
+                f"{closing_words(mixture, options.weighting.precision)}"
             )
             print(
                 f"embedding {len(missing)} domains took "
@@ -96,8 +102,10 @@ def weigh(plan: MixturePlan, store: EmbeddingStore, num_devices: int) -> Mixture
         confidence=options.weighting.confidence,
     )
     warn_of_degenerate(names, result)
+    warn_of_little(bootstrap)
+    fields = limit.fields(place(result.weights))
     return Mixture(
-        **limit.fields(place(result.weights)),
+        **fields,
         method=f"chameleon-{options.mode}",
         parameters={
             "mode": options.mode,
@@ -115,6 +123,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore, num_devices: int) -> Mixture
             for name, low, high in zip(names, bootstrap.low, bootstrap.high, strict=True)
         },
         confidence=bootstrap.confidence,
+        outweighs=neighbours(fields["weights"], bootstrap),
         affinity=result.affinity.tolist(),
         provenance=plan.provenance,
         cost=stopwatch.cost(num_devices=num_devices),
@@ -148,3 +157,29 @@ def _finite(knobs: dict[str, object]) -> dict[str, object]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in knobs.items()
     }
+
+
+def neighbours(
+    weights: Mapping[str, float], bootstrap: BootstrapResult
+) -> list[tuple[str, str, float]]:
+    """Each domain with the next lighter one, and how likely it is that it outweighs that."""
+    names = list(weights)
+    order = sorted(range(len(names)), key=lambda i: -weights[names[i]])
+    likely = outweighing_probability(bootstrap)
+    return [(names[i], names[j], float(likely[i, j])) for i, j in itertools.pairwise(order)]
+
+
+def warn_of_little(bootstrap: BootstrapResult) -> None:
+    """Say where the weights are within noise of uniform, or one domain takes nearly all."""
+    if len(bootstrap.low) > 1 and is_within_noise_of_uniform(bootstrap):
+        warnings.warn(
+            "the weights are within noise of uniform: take more windows (--num-windows) or a proxy "
+            "that was trained for longer, or train uniformly",
+            stacklevel=2,
+        )
+    if is_one_hot(bootstrap):
+        warnings.warn(
+            "one domain takes nearly all of the weight: a higher --temperature or --recipe scaled "
+            "gives the others more",
+            stacklevel=2,
+        )

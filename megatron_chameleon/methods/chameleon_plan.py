@@ -153,7 +153,11 @@ def resolve_options(options: RecipeOptions) -> Recipe:
         raise UserError(f"--bootstrap-resamples {options.bootstrap_resamples}: give 2 or more")
     if not 0 < options.confidence < 1:
         raise UserError(f"--confidence {options.confidence}: it lies between 0 and 1, such as 0.95")
-    for flag, value in (("--ridge", options.ridge), ("--temperature", options.temperature)):
+    for flag, value in (
+        ("--ridge", options.ridge),
+        ("--temperature", options.temperature),
+        ("--precision", options.precision),
+    ):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{flag} {value}: give a finite number above 0")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.mixture import windows_needed
 
 
 def mixture_table(mixture: Mixture) -> str:
@@ -30,11 +31,34 @@ def mixture_table(mixture: Mixture) -> str:
     )
 
 
-def limit_words(mixture: Mixture) -> str:
-    """A line, after a line's end, of what a limit of epochs did; empty without one."""
+def closing_words(mixture: Mixture, precision: float) -> str:
+    """Lines under the table: how sure the order is, what more windows would do, what limits did."""
+    return "\n".join([*_order(mixture), *_windows_for(mixture, precision), *_limit(mixture)])
+
+
+def _order(mixture: Mixture) -> list[str]:
+    if not mixture.outweighs:
+        return []
+    one, other, likely = min(mixture.outweighs, key=lambda pair: pair[2])
+    return [f"least sure of the order: {one} outweighs {other} in {likely:.0%} of the resamples"]
+
+
+def _windows_for(mixture: Mixture, precision: float) -> list[str]:
+    windows = mixture.parameters.get("windows")
+    if not (mixture.intervals and windows):
+        return []
+    half_width = max(high - low for low, high in mixture.intervals.values()) / 2
+    fewest = min(windows.values())
+    needed = windows_needed(half_width, fewest, precision)
+    verdict = "are enough" if needed <= fewest else f"are few, about {needed:,} would do"
+    wanted = f"for +-{precision:g}, {fewest:,} windows of a domain {verdict}"
+    return [f"widest interval: +-{half_width:.4f}; {wanted}"]
+
+
+def _limit(mixture: Mixture) -> list[str]:
     if mixture.max_epochs is None:
-        return ""
+        return []
     limit = f"{mixture.max_epochs:g} epochs"
     if not mixture.capped:
-        return f"\nno domain comes to the limit of {limit}"
-    return f"\nheld at the limit of {limit}: {', '.join(mixture.capped)}"
+        return [f"no domain comes to the limit of {limit}"]
+    return [f"held at the limit of {limit}: {', '.join(mixture.capped)}"]

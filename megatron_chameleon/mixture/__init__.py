@@ -14,6 +14,12 @@ from megatron_chameleon.mixture.leverage import (
     leverage_scores_direct,
 )
 from megatron_chameleon.mixture.placing import placed_weights
+from megatron_chameleon.mixture.precision import (
+    is_one_hot,
+    is_within_noise_of_uniform,
+    outweighing_probability,
+    windows_needed,
+)
 from megatron_chameleon.mixture.recipes import DEFAULT_RECIPE, RECIPES, Recipe, resolve_recipe
 from megatron_chameleon.mixture.uncertainty import (
     BootstrapResult,
@@ -39,9 +45,13 @@ __all__ = [
     "chameleon_weights",
     "domain_weights",
     "feature_ridge_leverage",
+    "is_one_hot",
+    "is_within_noise_of_uniform",
     "leverage_scores",
     "leverage_scores_direct",
+    "outweighing_probability",
     "placed_weights",
     "resampled_means_direct",
     "resolve_recipe",
+    "windows_needed",
 ]

@@ -45,6 +45,8 @@ class RecipeOptions:
     """Resamples of the windows behind the intervals."""
     confidence: float = 0.95
     """Coverage of the intervals."""
+    precision: float = 0.01
+    """Half width of an interval that would be enough: it is said how many windows that takes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,6 +167,7 @@ def sample_mixture() -> Mixture:
         scores={"a": 1e-300, "ü/..": 0.1},
         intervals={"a": (0.1, 0.2), "ü/..": (0.8, 0.9)},
         confidence=0.95,
+        outweighs=[("ü/..", "a", 0.75)],
         affinity=[[1.0, -0.5], [-0.5, 1.0]],
         token_budget=10**12,
         epochs={"a": 0.1, "ü/..": 3.3},

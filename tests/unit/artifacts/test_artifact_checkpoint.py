@@ -11,7 +11,11 @@ from megatron_chameleon.artifacts.checkpoint import (
     checkpoint_folders,
     step_folder,
 )
-from megatron_chameleon.artifacts.checkpoint_upkeep import go_back_to
+from megatron_chameleon.artifacts.checkpoint_upkeep import (
+    go_back_to,
+    remove_leftovers,
+    remove_leftovers_of_run,
+)
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import checkpoint_in
 
@@ -113,6 +117,48 @@ def test_going_back_keeps_what_is_newer_under_another_name(tmp_path):
     assert all(CheckpointRecord.load(path) for path in moved)
     assert checkpoint_folders(tmp_path) == [step_folder(tmp_path, 1)]
     assert go_back_to(tmp_path, 1) == []
+
+
+def test_a_step_that_is_set_aside_again_leaves_what_was_kept_before(tmp_path):
+    checkpoint_in(step_folder(tmp_path, 1))
+    names = []
+    for content in ("first", "second", "third"):
+        (checkpoint_in(step_folder(tmp_path, 2)).root / "mine").write_text(content)
+        (moved,) = go_back_to(tmp_path, 1)
+        names.append(moved.name)
+    assert names == [f"unused-step-00000002{number}" for number in ("", "-2", "-3")]
+    kept = [tmp_path / "checkpoints" / name / "mine" for name in names]
+    assert [path.read_text() for path in kept] == ["first", "second", "third"]
+
+
+def set_aside(folder):
+    """As a save of the same step that was killed between its two renames leaves it."""
+    folder.rename(folder.with_name(f".{folder.name}.replaced"))
+    folder.with_name(f".{folder.name}.1a2b3c4d.tmp").mkdir(exist_ok=True)
+
+
+def test_a_checkpoint_that_a_killed_save_has_set_aside_is_found(tmp_path):
+    for step in (1, 2):
+        checkpoint_in(step_folder(tmp_path, step))
+    newest = step_folder(tmp_path, 2)
+    for path in (tmp_path, newest):
+        set_aside(newest)
+        assert find_checkpoint(path) == newest
+
+
+@pytest.mark.parametrize(
+    "remove", [remove_leftovers, lambda f: remove_leftovers_of_run(f.parents[1])]
+)
+def test_clearing_up_puts_back_what_a_killed_save_has_set_aside(tmp_path, remove):
+    folder = step_folder(tmp_path, 2)
+    checkpoint_in(folder)
+    set_aside(folder)
+    remove(folder)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    CheckpointRecord.load(folder).verify()
+    checkpoint_in(folder.with_name(f".{folder.name}.replaced"))  # killed after its second rename
+    remove(folder)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_a_folder_without_checkpoints_is_refused_with_what_it_would_need(tmp_path):

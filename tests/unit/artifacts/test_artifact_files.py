@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
+import signal
 import stat
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_chameleon.artifacts.files import (
+    put_all_back,
+    put_back,
+    remove_replaced,
+    replace_folder,
     replacing,
     sha256_of_files,
     sha256_of_json,
@@ -116,3 +121,85 @@ def test_the_hash_of_json_does_not_depend_on_the_order_of_keys(body):
     backwards = dict(reversed(list(body.items())))
     assert sha256_of_json(backwards) == sha256_of_json(body)
     assert sha256_of_json({**body, "one": "more"}) != sha256_of_json({**body, "one": "less"})
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A folder with a file, and the new one that is to take its place."""
+    new, folder = tmp_path / ".[a] b.tmp", tmp_path / "[a] b"
+    for path in (new, folder):
+        path.mkdir()
+        (path / "file").write_text(path.name)
+    return new, folder
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def at_the_second_rename(monkeypatch, happens):
+    real, steps = os.replace, iter(range(10))
+    monkeypatch.setattr(os, "replace", lambda *a: happens() if next(steps) == 1 else real(*a))
+
+
+def killed_at_the_second_rename(new, folder, monkeypatch):
+    process = os.fork()
+    if process == 0:
+        at_the_second_rename(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        replace_folder(new, folder)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_is_replaced_as_a_whole(folders, is_there):
+    new, folder = folders
+    if not is_there:
+        folder.rename(folder.with_name("elsewhere"))
+    replace_folder(new, folder)
+    assert (folder / "file").read_text() == new.name
+    assert names_in(folder.parent) == ["[a] b"] + ["elsewhere"] * (not is_there)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+def test_a_replacement_that_fails_between_its_steps_is_undone(folders, monkeypatch, error):
+    def refuse():
+        raise error
+
+    new, folder = folders
+    with monkeypatch.context() as patched:
+        at_the_second_rename(patched, refuse)
+        with pytest.raises(type(error)):
+            replace_folder(new, folder)
+    assert (folder / "file").read_text() == folder.name
+    assert names_in(folder.parent) == [new.name, folder.name]
+
+
+@pytest.mark.parametrize("by", [put_back, lambda folder: put_all_back(folder.parent)])
+def test_a_replacement_that_is_killed_between_its_steps_is_undone_later(folders, monkeypatch, by):
+    new, folder = folders
+    killed_at_the_second_rename(new, folder, monkeypatch)
+    by(folder)
+    by(folder)  # as other ranks may do at the same time
+    assert (folder / "file").read_text() == folder.name
+    assert names_in(folder.parent) == [new.name, folder.name]
+
+
+def test_what_was_replaced_and_not_deleted_is_deleted_and_never_put_back(folders, monkeypatch):
+    new, folder = folders
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # as killed before it
+        replace_folder(new, folder)
+    assert len(names_in(folder.parent)) == 2
+    put_back(folder)
+    assert (folder / "file").read_text() == new.name
+    remove_replaced(folder)
+    assert names_in(folder.parent) == [folder.name]
+
+
+def test_what_is_the_only_copy_is_not_deleted(folders, monkeypatch):
+    new, folder = folders
+    killed_at_the_second_rename(new, folder, monkeypatch)
+    remove_replaced(folder)
+    put_back(folder)
+    assert (folder / "file").read_text() == folder.name

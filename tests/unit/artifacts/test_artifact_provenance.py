@@ -39,6 +39,7 @@ def test_provenance_says_what_ran_on_what(monkeypatch):
     assert made.command == ["compute_mixture.py", "--layer", "3"]
     assert made.options == plain_options(OPTIONS)
     assert made.inputs == {"corpus": "c" * 64}
+    assert made.working_folder == str(Path.cwd())
     assert set(made.versions) == {"python", *PACKAGES}
     assert made.versions["numpy"][0].isdigit()
     created = datetime.datetime.fromisoformat(made.created)

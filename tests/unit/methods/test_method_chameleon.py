@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,31 @@ def test_intervals_are_those_of_the_bootstrap_over_windows(compute, options):
     assert (low < weights).all()
     assert (weights < high).all()
     assert (high - low > 1e-4).all()
+
+
+def test_it_is_told_how_sure_the_order_is_and_what_more_windows_would_do(compute, capsys):
+    weighting = dataclasses.replace(SCALED, precision=1e-3)
+    mixture = compute(weighting=weighting)
+    ranked = sorted(DOMAINS, key=mixture.weights.get, reverse=True)
+    assert [(one, other) for one, other, _ in mixture.outweighs] == list(itertools.pairwise(ranked))
+    assert all(0.5 < likely <= 1 for _, _, likely in mixture.outweighs)
+    said = capsys.readouterr().out
+    least = min(mixture.outweighs, key=lambda pair: pair[2])
+    assert f"{least[0]} outweighs {least[1]} in {least[2]:.0%} of the resamples" in said
+    half = max(high - low for low, high in mixture.intervals.values()) / 2
+    needed = int(re.search(r"are few, about ([\d,]+) would do", said)[1].replace(",", ""))
+    assert needed == pytest.approx(WINDOWS * (half / 1e-3) ** 2, abs=1)
+    compute(weighting=dataclasses.replace(SCALED, precision=0.5))
+    assert f"for +-0.5, {WINDOWS} windows of a domain are enough" in capsys.readouterr().out
+
+
+def test_weights_that_say_little_are_called_out(compute):
+    """Two domains lie on either side of their mean, so centred ones always weigh the same."""
+    with pytest.warns(UserWarning, match="within noise of uniform"):
+        compute(domains=f"{DOMAINS[0]},{DOMAINS[1]}")
+    sharp = RecipeOptions("scaled", temperature=1e-3, bootstrap_resamples=RESAMPLES)
+    with pytest.warns(UserWarning, match="one domain takes nearly all"):
+        compute(weighting=sharp)
 
 
 def test_a_wider_confidence_gives_wider_intervals(compute):
@@ -369,6 +396,7 @@ MISTAKES = [
     ({"extraction": ExtractionOptions(num_windows=0)}, "--num-windows 0: give a whole number"),
     ({"extraction": ExtractionOptions(embedding_batch_size=0)}, "--embedding-batch-size 0: "),
     ({"extraction": ExtractionOptions(extraction_seed=-1)}, "--extraction-seed -1: .* from 0 on"),
+    ({"weighting": RecipeOptions(precision=0.0)}, "--precision 0.0: give a finite number above 0"),
     ({"token_budget": 0}, "--token-budget 0: give a whole number from 1 on"),
     ({"max_epochs": 4.0}, "--max-epochs limits the epochs of a --token-budget: give that too"),
     ({"max_epochs": 0.0, "token_budget": 9}, "--max-epochs 0.0: give a finite number above 0"),
