@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.options.training import PretrainOptions
+from megatron_chameleon.training.stopping import StopRequests
 
 
 def main(options: PretrainOptions) -> None:
     """Train, or go on training."""
-    # Not at the top: saving a checkpoint starts a process that imports this file again, and --help
-    # should not wait for torch.
+    # Before torch is imported, and never given back: a signal may come, or come again, at any time.
+    stops = StopRequests(options.stopping)
+    stops.take_signals()
+    # Not at the top: --help should not wait for torch.
     from megatron_chameleon.training.loop import pretrain
 
-    pretrain(options)
+    pretrain(options, stops=stops)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,9 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     With "epoch" and "feistel" a domain's samples are a function of the seed, its ``order_key`` and
     their number alone, so the weights can change at any sample.
 
+    One thread reads samples; others may ask for :meth:`counts` meanwhile, as a run does of itself
+    while its next batches are read ahead. Weights are changed while nobody reads.
+
     Args:
         data: where the tokens are.
         schedule: weights of the domains, in the order of ``data.domains``; scaled to sum to 1.

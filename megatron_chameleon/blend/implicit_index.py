@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,8 +22,8 @@ class ImplicitBlendingIndices:
 
     The exact counts are kept every ``block_size`` samples, and between them the greedy rule is
     followed anew. The place last read from is remembered for a few blocks, so that reading on costs
-    a step of the rule for each sample, and reading elsewhere up to ``block_size`` steps. One thread
-    reads at a time.
+    a step of the rule for each sample, and reading elsewhere up to ``block_size`` steps. Several
+    threads may read; a lock lets one of them at a time.
 
     Args:
         weights: [num_domains] float64, usually summing to 1.
@@ -50,6 +51,9 @@ class ImplicitBlendingIndices:
         self._checkpoints = checkpoints(self._filler, num_samples, block_size, threads)
         self._recent: collections.OrderedDict[int, tuple[int, NDArray[np.float64]]]
         self._recent = collections.OrderedDict()
+        # Counts that are remembered, and what the filler works in, are written in place by compiled
+        # code that gives up the interpreter's own lock.
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._num_samples
@@ -57,7 +61,8 @@ class ImplicitBlendingIndices:
     @property
     def nbytes(self) -> int:
         """Bytes of counts and weights; some more for the last few places read from."""
-        places = sum(counts.nbytes for _, counts in self._recent.values())
+        with self._lock:
+            places = sum(counts.nbytes for _, counts in self._recent.values())
         return self._checkpoints.nbytes + self._filler.weights.nbytes + places
 
     def indices(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
@@ -80,8 +85,9 @@ class ImplicitBlendingIndices:
             raise IndexError(f"samples {ascending[0]} to {ascending[-1]} of {len(self)}")
         found = np.empty(samples.size, np.int16), np.empty(samples.size, np.int64)
         edges = np.flatnonzero(np.diff(ascending // self._block_size)) + 1
-        for places in np.split(np.arange(samples.size), edges) if samples.size else []:
-            self._read(ascending[places], order[places], *found)
+        with self._lock:
+            for places in np.split(np.arange(samples.size), edges) if samples.size else []:
+                self._read(ascending[places], order[places], *found)
         return found
 
     def counts(self, sample: int) -> NDArray[np.int64]:
@@ -92,7 +98,8 @@ class ImplicitBlendingIndices:
         """
         if not 0 <= sample <= len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
-        return self._counts_before(sample).astype(np.int64)
+        with self._lock:
+            return self._counts_before(sample).astype(np.int64)
 
     def _read(
         self,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -16,12 +16,14 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.huggingface_folder import (
     CONFIG_NAME,
     check_output,
-    find_weights,
-    read_json,
-    read_tensors,
     write_folder,
 )
+from megatron_chameleon.checkpoint.huggingface_weights import HuggingFaceWeights
 from megatron_chameleon.checkpoint.reader import open_reader, shape_of
+from megatron_chameleon.checkpoint.recorded_tokenizer import (
+    DEFAULT_EOD_TOKEN,
+    RecordedTokenizer,
+)
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.corpus.tokenization.tokenizer import (
@@ -30,16 +32,8 @@ from megatron_chameleon.corpus.tokenization.tokenizer import (
     load_tokenizer,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.gpt import build_model, padded_vocab_size
-from megatron_chameleon.model.huggingface import (
-    Tensors,
-    checked_tensors,
-    config_of_shape,
-    from_huggingface,
-    read_config,
-    shape_of_config,
-    to_huggingface,
-)
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.huggingface import Tensors, config_of_shape, to_huggingface
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.options.parallel import ParallelOptions
@@ -92,16 +86,16 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     """
     output = _absolute(options.output)
     check_output(output, FILE_NAME, overwrite=options.overwrite)
-    config = read_config(read_json(options.model / CONFIG_NAME), str(options.model / CONFIG_NAME))
-    shape = shape_of_config(config)
+    found = HuggingFaceWeights.find(options.model, allow_pickle=options.allow_pickle)
     tokenizer_path = options.tokenizer_model or options.model
     tokenizer = load_tokenizer(tokenizer_path, options.eod_token, options.tiktoken_pattern)
-    _check_vocabulary(tokenizer, shape, str(options.model / CONFIG_NAME))
-    files = find_weights(options.model, allow_pickle=options.allow_pickle)
-    tensors = checked_tensors(read_tensors(files), shape, str(options.model))
+    _check_vocabulary(tokenizer, found.shape, str(found.config_file))
+    weights = dataclasses.replace(found, vocab_size=tokenizer.vocab_size)
+    shape = weights.shape
     with distributed(ParallelOptions(), seed=0) as layout:
         _require_one_rank(layout)
-        model = _model_of(tensors, shape, layout)
+        model = build_model(shape, layout, seed=0)
+        weights.load([model])
         record = CheckpointRecord(
             root=output,
             model=dataclasses.asdict(shape),
@@ -115,15 +109,15 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
             mixture_hash="",
             layout=layout.describe(),
             files={},
-            provenance=provenance(options, {STARTED_FROM: sha256_of_files(*files)}),
+            provenance=provenance(options, {STARTED_FROM: sha256_of_files(*weights.files)}),
         )
         save_checkpoint(model_state([model]), record)
-    if config.has_dropout:
-        print(f"its dropout of {config.resid_pdrop:g} is left out: models here train without")
     print(
+        *weights.left_out,
         f"{_describe(shape)}, from {options.model}\n"
         f"written to {options.output}, a checkpoint of step 0; a corpus for it is made by "
-        f"tools/preprocess_data.py --tokenizer-model {tokenizer_path}"
+        f"tools/preprocess_data.py --tokenizer-model {tokenizer_path}",
+        sep="\n",
     )
 
 
@@ -133,16 +127,15 @@ def find_tokenizer(options: ToHuggingFaceOptions, record: CheckpointRecord) -> T
     Raises:
         UserError: if it cannot be found, or what is given is another one.
     """
-    path = options.tokenizer_model or _recorded_tokenizer(record)
-    if path is None:
-        raise UserError(
-            f"{record.root} does not say where its tokenizer lies now; give it, or the corpus that "
-            "was made with it, by --tokenizer-model"
-        )
+    recorded = RecordedTokenizer.of(record)
+    path = options.tokenizer_model or _found(recorded, record)
     if Corpus.exists(path):
+        _refuse_what_a_corpus_says(options, path)
         tokenizer = corpus_tokenizer(Corpus.load(path))
     else:
-        tokenizer = load_tokenizer(path, options.eod_token, options.tiktoken_pattern)
+        eod_token = options.eod_token or _recorded_end(recorded, record)
+        pattern = options.tiktoken_pattern or recorded.tiktoken_pattern
+        tokenizer = load_tokenizer(path, eod_token, pattern)
     if tokenizer.sha256 != record.tokenizer_hash:
         raise UserError(
             f"{tokenizer.path} is not the tokenizer that {record.root} was trained with (its hash "
@@ -151,29 +144,36 @@ def find_tokenizer(options: ToHuggingFaceOptions, record: CheckpointRecord) -> T
     return tokenizer
 
 
-def _recorded_tokenizer(record: CheckpointRecord) -> Path | None:
-    """The first place that has a tokenizer by the options the checkpoint was made with."""
-    options: dict[str, Any] = record.provenance.options
-    data = options.get("data") or {}
-    places = (
-        options.get("corpus"),
-        options.get("tokenizer_model"),
-        data.get("tokenizer_model"),
-        options.get("model"),
+def _found(recorded: RecordedTokenizer, record: CheckpointRecord) -> Path:
+    """Where the tokenizer lies. Raises UserError if that is not known, or nothing is there."""
+    if recorded.place is not None and recorded.place.exists():
+        return recorded.place
+    known = "is not recorded" if recorded.place is None else f"is no longer at {recorded.place}"
+    raise UserError(
+        f"the tokenizer of {record.root} {known}; give it, or the corpus that was made with it, by "
+        "--tokenizer-model"
     )
-    return next((Path(place) for place in places if place and Path(place).exists()), None)
 
 
-def _model_of(tensors: Tensors, shape: ModelShape, layout: Layout) -> torch.nn.Module:
-    """A model with these tensors for weights, in float32."""
-    model = build_model(shape, layout, seed=0)
-    parameters = from_huggingface(tensors, shape, padded_vocab_size(shape.vocab_size, 1))
-    own = dict(model.named_parameters())
-    assert own.keys() == parameters.keys()
-    with torch.no_grad():
-        for name, tensor in parameters.items():
-            own[name].copy_(tensor)
-    return model
+def _recorded_end(recorded: RecordedTokenizer, record: CheckpointRecord) -> str:
+    """The end-of-document token; told where it is taken for granted."""
+    if recorded.eod_token is None and recorded.place is not None:
+        warnings.warn(
+            f"{record.root} does not say what ended documents in its corpus: {DEFAULT_EOD_TOKEN} "
+            "is taken; give --eod-token, or the corpus by --tokenizer-model",
+            stacklevel=2,
+        )
+    return recorded.eod_token or DEFAULT_EOD_TOKEN
+
+
+def _refuse_what_a_corpus_says(options: ToHuggingFaceOptions, corpus: Path) -> None:
+    given = {"--tiktoken-pattern": options.tiktoken_pattern, "--eod-token": options.eod_token}
+    for flag, value in given.items():
+        if value is not None:
+            raise UserError(
+                f"{flag} {value}: the corpus {corpus} says it itself; leave the option out, or "
+                "give a tokenizer's file by --tokenizer-model"
+            )
 
 
 def _in_dtype(tensors: Tensors, dtype: torch.dtype, where: Path) -> Tensors:
@@ -204,7 +204,9 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, where: str) -> No
 def _check_shard_size(size: str) -> None:
     try:
         split_torch_state_dict_into_shards({}, max_shard_size=size)
-    except ValueError as error:
+        if float(size.strip()[:-2]) <= 0:  # before the unit
+            raise ValueError("it is not above 0")
+    except (ValueError, OverflowError) as error:
         raise UserError(f"--max-shard-size {size}: {error}; give a size as in 5GB") from error
 
 

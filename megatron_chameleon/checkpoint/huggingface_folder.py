@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megatron_chameleon.artifacts import Provenance
-from megatron_chameleon.artifacts.files import cannot_write, flush_to_disk, write_json
+from megatron_chameleon.artifacts.files import (
+    cannot_write,
+    flush_to_disk,
+    put_back,
+    remove_replaced,
+    replace_folder,
+    write_json,
+    writing,
+)
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.huggingface import Tensors
@@ -32,6 +39,12 @@ CONFIG_NAME = "config.json"
 PROVENANCE_NAME = "provenance.json"
 _SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _INDEX_SUFFIX = ".index.json"
+
+
+def is_huggingface_folder(folder: Path) -> bool:
+    """Whether ``folder`` looks like a model of transformers, whole or not."""
+    names = (CONFIG_NAME, _SAFETENSORS, _SAFETENSORS + _INDEX_SUFFIX, _PICKLED)
+    return any((folder / name).is_file() for name in names)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -66,7 +79,9 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
         if name == _PICKLED and not allow_pickle:
             raise UserError(
                 f"{folder} has its weights in {_PICKLED} alone, which is a pickle and can hold "
-                f"code; get it with {_SAFETENSORS}, or give --allow-pickle to read tensors of it"
+                f"code; get it with {_SAFETENSORS}, or make a checkpoint of it by "
+                "tools/convert_checkpoint.py from-huggingface --allow-pickle, which reads tensors "
+                "of it"
             )
         return found
     raise UserError(f"{folder} holds no weights: there is no {_SAFETENSORS} in it")
@@ -126,6 +141,8 @@ def check_output(folder: Path, marker: str, *, overwrite: bool) -> None:
     Raises:
         UserError: saying what is there.
     """
+    with writing(folder):
+        put_back(folder)  # one whose replacement was cut off is there
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir() or folder.is_symlink():
@@ -201,18 +218,16 @@ def _tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def _replacing_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``folder``, which takes its place when the block ends well."""
-    temporary, old = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
+    temporary = folder.with_name(f".{folder.name}.tmp")
     try:
+        put_back(folder)
+        remove_replaced(folder)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
         for path in temporary.iterdir():
             flush_to_disk(path)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(folder, old)
-        os.replace(temporary, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(temporary, folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
     finally:

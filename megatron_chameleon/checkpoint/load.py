@@ -9,24 +9,26 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.checkpoint.adamw_repairs import prepare_for_loading
-from megatron_chameleon.checkpoint.pickled_index import check_index
+from megatron_chameleon.checkpoint.checked_reading import CheckedLoadStrategy
+from megatron_chameleon.checkpoint.pickled_index import read_index
 from megatron_chameleon.checkpoint.random_state import (
     loadable_random_states,
     set_random_states,
 )
 from megatron_chameleon.checkpoint.state import RANDOM, State, model_state, training_state
+from megatron_chameleon.checkpoint.unpickled import SmallValues, telling_of_tensors
 from megatron_chameleon.model.gpt import unwrap
 
 
 def load_weights(record: CheckpointRecord, model: Sequence[torch.nn.Module]) -> None:
     """Read the weights of ``record`` into ``model``, this rank's chunks."""
-    state = _read(record, model_state(model))
+    state = _read(record, model_state(model), read_index(record.root))
     _load_model(model, state)
 
 
@@ -42,30 +44,31 @@ def load_training(
     """
     prepare_for_loading(optimizer)
     wanted = training_state(model, optimizer, scheduler, is_loading=True)
-    wanted[RANDOM] = loadable_random_states(check_index(record.root))
-    state = _read(record, wanted)
+    index = read_index(record.root)
+    wanted[RANDOM] = loadable_random_states(index)
+    state = _read(record, wanted, index)
     _load_model(model, state)
     set_random_states(state.get(RANDOM, {}))
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
 
 
-def _read(record: CheckpointRecord, wanted: State) -> State:
+def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
     """What the checkpoint holds of ``wanted``: tensors and plain values, nothing pickled.
 
     megatron's "_extra_state" entries are left out. They are empty without Transformer Engine, and
     torch would unpickle whatever is in their place.
     """
-    check_index(record.root)
     for name, part in wanted.items():
         if name.startswith("model"):
             wanted[name] = {k: v for k, v in part.items() if not k.endswith("_extra_state")}
-    return dist_checkpointing.load(wanted, str(record.root), _strategy())
+    with telling_of_tensors(record.root):
+        return dist_checkpointing.load(wanted, str(record.root), _strategy(index), SmallValues())
 
 
-def _strategy() -> FullyParallelLoadStrategyWrapper:
+def _strategy(index: Metadata) -> FullyParallelLoadStrategyWrapper:
     return FullyParallelLoadStrategyWrapper(
-        TorchDistLoadShardedStrategy(),
+        CheckedLoadStrategy(index),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from megatron_chameleon.artifacts.checkpoint_upkeep import (
     remove_leftovers,
     temporary_name,
 )
-from megatron_chameleon.artifacts.files import flush_to_disk
+from megatron_chameleon.artifacts.files import flush_to_disk, replace_folder
 from megatron_chameleon.checkpoint.state import State
 from megatron_chameleon.checkpoint.write import HashingSaveStrategy, Shares, first_line
 from megatron_chameleon.errors import UserError
@@ -89,8 +88,8 @@ class _Save:
 
     def begin(self, common: dict[str, Any]) -> None:
         """Make the temporary folder, with the values in it that are no tensors."""
-        remove_leftovers(self.record.root)
         with self._refusing():
+            remove_leftovers(self.record.root)
             self.temporary.mkdir(parents=True)
             TorchCommonSaveStrategy("torch", 1).save_common(common, self.temporary)
 
@@ -108,15 +107,8 @@ class _Save:
                 flush_to_disk(self.temporary / name)
             flush_to_disk(self.temporary)
             with naming_latest(self.record.root) if self.is_latest else contextlib.nullcontext():
-                self._put_in_place()
+                replace_folder(self.temporary, self.record.root)
             flush_to_disk(self.record.root.parent)
-
-    def _put_in_place(self) -> None:
-        before = temporary_name(self.record.root, "old")
-        if self.record.root.exists():  # the same step, from before the run was continued
-            os.replace(self.record.root, before)
-        os.replace(self.temporary, self.record.root)
-        shutil.rmtree(before, ignore_errors=True)
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:

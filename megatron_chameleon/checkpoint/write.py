@@ -1,20 +1,23 @@
 """The part of a save that every rank does: writing its share, and hashing it where it was written.
 
 megatron plans and writes. What is added here: the files are hashed by the process that wrote them,
-beside the training where the save is asynchronous; and what fails on one rank is told to rank 0,
-and by it to all, where megatron would leave the other ranks waiting for a rank that has left.
+beside the training where the save is asynchronous; what fails on one rank is told to rank 0, and by
+it to all, where megatron would leave the other ranks waiting for a rank that has left; and no
+process is started to carry results, which would outlive a rank that is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import multiprocessing
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointFile
+from megatron_chameleon.checkpoint.handover import Handover
 from megatron_chameleon.parallel.layout import from_main
 
 Files = dict[str, CheckpointFile]
@@ -70,13 +74,19 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
         self._complete = complete
 
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path
+    ) -> AsyncRequest:
+        """As megatron's; the writing hands its results over by memory."""
+        with _results_by(Handover()):
+            return super().async_save(sharded_state_dict, checkpoint_dir)
+
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, planned: Any
     ) -> AsyncRequest:
         """What megatron asks for when it has planned: the writing, and what comes after it."""
         request = super()._get_save_and_finalize_callbacks(writer, planned)
         _, index, ranks = planned
-        receiver, sender = multiprocessing.Pipe(duplex=False)
         staged: list[Any] = []
 
         def stage() -> list[Any]:
@@ -85,17 +95,40 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
             return staged
 
         def finalize() -> None:
-            shares = ranks.gather_object(_share_of(writer, receiver))
+            shares = ranks.gather_object(_share_of(writer))
             staged.clear()
             from_main(lambda: self._complete(Shares(writer, index, shares)))
 
         if request.async_fn is None:  # this rank has nothing to write
             return request._replace(finalize_fns=[finalize])
         return request._replace(
-            async_fn=_WriteAndHash(request.async_fn, sender),
+            async_fn=_WriteAndHash(request.async_fn),
             preload_fn=stage,
             finalize_fns=[finalize],
         )
+
+
+@contextlib.contextmanager
+def _results_by(handover: Handover) -> Iterator[None]:
+    """A block in which megatron plans to hand over the results of writing by ``handover``.
+
+    It takes its queue from a variable of the module, and no other by argument. If there is none, it
+    starts a process for one, of 270 MB in every rank, which stays when the rank is killed.
+    """
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = handover
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What the process that writes has to say: megatron's results, and the hashes."""
+
+    results: Any
+    files: Files
 
 
 class _WriteAndHash:
@@ -104,17 +137,19 @@ class _WriteAndHash:
     On the CPU that copy is what keeps training from changing what is being written.
     """
 
-    def __init__(self, write: Callable[..., None], sender: Connection) -> None:
-        self._write, self._sender = write, sender
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
 
-    def __call__(self, rank: int, buckets: list[Any], queue: Any) -> None:
-        """Write, then send the hashes, or the words for what went wrong; raises nothing."""
+    def __call__(self, rank: int, buckets: list[Any], handover: Handover) -> None:
+        """Write, then hand over the hashes, or the words for what went wrong."""
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
-            self._write(rank, buckets, queue)
-            found: Files | str = hash_written([Path(path) for path, *_ in buckets])
+            self._write(rank, buckets, results)
+            files = hash_written([Path(path) for path, *_ in buckets])
+            found: _Written | str = _Written(results.get_nowait(), files)
         except Exception as error:
             found = first_line(error)
-        self._sender.send(found)
+        handover.put(found)
 
 
 def hash_written(paths: list[Path]) -> Files:
@@ -133,14 +168,19 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _share_of(writer: FileSystemWriterAsync, receiver: Connection) -> Share:
+def _share_of(writer: FileSystemWriterAsync) -> Share:
     """What this rank's processes have said, all of them having ended."""
+    if not writer.write_buckets:
+        return Share()
+    found = writer.results_queue.get()
+    if found is None:
+        return Share(problem="the process that writes has ended without a word")
+    if isinstance(found, str):
+        return Share(problem=found)
+    # megatron finds out from them whether all was written.
+    writer.results_queue = queue.SimpleQueue()
+    writer.results_queue.put(found.results)
     results = writer.retrieve_write_results()
     if isinstance(results, tuple):  # an exception and where it was raised
         return Share(problem=first_line(results[0].__cause__ or results[0]))
-    if not writer.write_buckets:
-        return Share(results)
-    if not receiver.poll():
-        return Share(problem="the process that writes has ended without a word")
-    files = receiver.recv()
-    return Share(problem=files) if isinstance(files, str) else Share(results, files)
+    return Share(results, found.files)

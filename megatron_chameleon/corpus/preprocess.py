@@ -30,7 +30,7 @@ from megatron_chameleon.corpus.shards.sources_read import write_sources
 from megatron_chameleon.corpus.shards.unchanged import check_what_was_read
 from megatron_chameleon.corpus.shards.workers import work_in_processes
 from megatron_chameleon.corpus.split import parse_split
-from megatron_chameleon.corpus.summary import closing_words, words_after_share
+from megatron_chameleon.corpus.summary import closing_words, words_after_share, words_on_left_desks
 from megatron_chameleon.corpus.tokenization.fast_encoder import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
@@ -68,7 +68,10 @@ def preprocess_data(options: PreprocessOptions) -> None:
                 print(words_after_share(share, len(plan.shards), missing))
                 return
             joined = run.join(found, stopwatch)
+            left = folder.left_elsewhere()
     corpus = Corpus.load(options.output)
+    if left:
+        print(words_on_left_desks(folder.partial, left))
     print(closing_words(corpus, joined.malformed, len(found), len(plan.shards)))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from megatron_chameleon.artifacts import SPLITS, Corpus
 from megatron_chameleon.corpus.reading.malformed import MalformedLines
@@ -59,6 +61,16 @@ def words_after_share(share: Share, shards: int, missing: Collection[int]) -> st
         f"--shard {share} is done; {len(missing)} of all {shards} shards are missing\n"
         f"next: the same command with {', '.join(others[:_SHARES_SHOWN])}{more}, and without "
         "--shard in the end"
+    )
+
+
+def words_on_left_desks(partial: Path, desks: Sequence[str]) -> str:
+    """What is said of what processes of other machines have half-written, once all is joined."""
+    more = f" and {len(desks) - 1} more" if len(desks) > 1 else ""
+    return (
+        f"{partial} still holds what processes of other machines have half-written ({desks[0]}"
+        f"{more}): when none of them is at work any more, remove it by rm -r "
+        f"{shlex.quote(str(partial))}"
     )
 
 

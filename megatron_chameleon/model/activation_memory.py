@@ -45,7 +45,7 @@ class ActivationPeak:
 
 
 def activation_peak(setup: TrainingSetup, stage: int) -> ActivationPeak:
-    """The largest of: the loss's backward pass, a layer's, and the embedding's."""
+    """The largest of: the loss, the backward passes of output layer, a layer and embedding."""
     return max(_moments_of_a_step(setup, stage), key=lambda moment: moment.total)
 
 
@@ -129,14 +129,21 @@ def _moments_of_a_step(setup: TrainingSetup, stage: int) -> list[ActivationPeak]
     if last:
         logits = setup.embedding_elements // size.hidden_size * tokens * element
         head = 2 * residual  # into and out of the final layer norm
-        rows = _float32_rows_of_loss(setup, logits)
-        moments.append(ActivationPeak(kept + head, logits, buffers + hidden + embedding + rows))
+        # The loss, and then the backward pass of the output layer.
+        for working in (_rows_of_loss(setup, logits), hidden + embedding):
+            moments.append(ActivationPeak(kept + head, logits, buffers + working))
     return moments
 
 
-def _float32_rows_of_loss(setup: TrainingSetup, logits: int) -> int:
-    """Logits that the loss has in float32 at a time, before and after; on the CPU alone."""
-    return 2 * FLOAT32_BYTES * min(CHUNK_ON_CPU, logits // setup.element_bytes) if setup.bf16 else 0
+def _rows_of_loss(setup: TrainingSetup, logits: int) -> int:
+    """What the loss computes in float32 at a time, on the CPU; a GPU's kernel holds nothing of it.
+
+    Of float32 logits these are differences, a chunk of them; of others the chunk itself too, and
+    the chunk before it, if there is one.
+    """
+    elements = logits // setup.element_bytes
+    copies = (3 if elements > CHUNK_ON_CPU else 2) if setup.bf16 else 1
+    return copies * FLOAT32_BYTES * min(CHUNK_ON_CPU, elements)
 
 
 def _tokens(setup: TrainingSetup) -> int:

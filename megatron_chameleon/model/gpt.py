@@ -131,6 +131,7 @@ def transformer_config(
     bf16: bool,
     per_token_loss: bool = False,
     recompute: RecomputeOptions = KEEP_ALL,
+    deterministic: bool = False,
 ) -> TransformerConfig:
     """The model in megatron's terms. Nothing needs Transformer Engine or Apex."""
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -155,6 +156,7 @@ def transformer_config(
         # initialize_weights then overwrites the values.
         perform_initialization=True,
         calculate_per_token_loss=per_token_loss,
+        deterministic_mode=deterministic,
         cuda_graph_scope=[],
         gradient_accumulation_fusion=False,  # needs Apex
         persist_layer_norm=False,  # needs Apex
@@ -192,6 +194,7 @@ def build_model_chunks(
     bf16: bool = False,
     per_token_loss: bool = False,
     recompute: RecomputeOptions = KEEP_ALL,
+    deterministic: bool = False,
 ) -> list[GPTModel | Float16Module]:
     """This rank's parts of the model, with their initial weights, on its device.
 
@@ -205,9 +208,15 @@ def build_model_chunks(
         per_token_loss: every token of a step that has a loss counts the same in training. Without
             it every micro-batch does, which is the same as long as no token is left out.
         recompute: which activations the backward pass computes again.
+        deterministic: let megatron choose what gives the same bits every time.
     """
     config = transformer_config(
-        shape, layout, bf16=bf16, per_token_loss=per_token_loss, recompute=recompute
+        shape,
+        layout,
+        bf16=bf16,
+        per_token_loss=per_token_loss,
+        recompute=recompute,
+        deterministic=deterministic,
     )
     return [
         _build_chunk(config, shape, layout, seed, virtual_stage)

@@ -16,10 +16,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from pydantic import NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.initialization import INIT_STD
+from megatron_chameleon.model.initialization import INIT_STD, global_name, own_part
 from megatron_chameleon.model.sizes import Activation, ModelShape, ModelSize
 
 LAYER_NORM_EPSILON = 1e-5
@@ -203,6 +204,29 @@ def from_huggingface(tensors: Mapping[str, torch.Tensor], shape: ModelShape, row
     return parameters
 
 
+@torch.no_grad()
+def load_huggingface(
+    model: GPTModel, tensors: Mapping[str, torch.Tensor], shape: ModelShape
+) -> None:
+    """Overwrite every parameter of this rank's part of a model, in whatever layout.
+
+    Args:
+        model: one chunk of the model.
+        tensors: what :func:`checked_tensors` gives, of a vocabulary as in ``shape``.
+        shape: of the whole model.
+    """
+    whole = from_huggingface(tensors, shape, model.vocab_size)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(own_part(model, parameter, whole[global_name(model, name)]))
+
+
+def with_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> Tensors:
+    """The same tensors with the embedding's first ``vocab_size`` rows alone."""
+    embedding = _PREFIX + "wte.weight"
+    assert tensors[embedding].size(0) >= vocab_size
+    return {**tensors, embedding: tensors[embedding][:vocab_size]}
+
+
 def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, where: str) -> Tensors:
     """The tensors of a GPT-2, and nothing else, by their names in a GPT2LMHeadModel.
 
@@ -210,10 +234,16 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
     the tied output layer.
 
     Raises:
-        UserError: if one is missing, too many, of another shape, not of floating point or not
-            finite, or the output layer is not the embedding.
+        UserError: if one is missing, too many, there twice, of another shape, not of floating point
+            or not finite, or the output layer is not the embedding.
     """
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    if len(found) < len(tensors):
+        twice = min(name for name in found if name in tensors and _PREFIX + name in tensors)
+        raise UserError(
+            f"{where} holds both {twice} and {_PREFIX}{twice}, which are one tensor in two "
+            "versions; get the folder again"
+        )
     found = {name: tensor for name, tensor in found.items() if not _MASK.fullmatch(name)}
     head = found.pop(_TIED_HEAD, None)
     shapes = huggingface_shapes(shape)

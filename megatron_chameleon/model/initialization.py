@@ -25,8 +25,7 @@ _WRITES_TO_RESIDUAL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weig
 @torch.no_grad()
 def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
     """Overwrite every parameter of this rank's part of the model."""
-    tensor_group = model.pg_collection.tp
-    rank, size = tensor_group.rank(), tensor_group.size()
+    size = model.pg_collection.tp.size()
     for local_name, parameter in model.named_parameters():
         name = global_name(model, local_name)
         if parameter.dim() == 1:
@@ -34,9 +33,7 @@ def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
             parameter.fill_(1.0 if is_norm_weight else 0.0)
             continue
         whole = _draw(name, parameter, shape, seed, size)
-        dimension = partition_dimension(parameter)
-        mine = whole if dimension is None else whole.chunk(size, dim=dimension)[rank]
-        parameter.copy_(mine)
+        parameter.copy_(own_part(model, parameter, whole))
 
 
 def global_name(model: GPTModel, local_name: str) -> str:
@@ -55,6 +52,15 @@ def partition_dimension(parameter: torch.nn.Parameter) -> int | None:
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     return int(parameter.partition_dim)  # type: ignore[attr-defined]
+
+
+def own_part(model: GPTModel, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of ``whole``, of which ``parameter`` holds a part or all."""
+    dimension = partition_dimension(parameter)
+    if dimension is None:
+        return whole
+    tensor_group = model.pg_collection.tp
+    return whole.chunk(tensor_group.size(), dim=dimension)[tensor_group.rank()]
 
 
 def _draw(

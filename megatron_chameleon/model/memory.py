@@ -1,7 +1,8 @@
 """What a rank's tensors take while it trains, from shapes alone: states, and the peak of a step.
 
 Bytes of tensors are counted, as torch's allocator does. What comes on top on a GPU is not: the CUDA
-context, the libraries' workspaces, NCCL's buffers and what fragmentation wastes.
+context, the libraries' workspaces, NCCL's buffers and what fragmentation wastes. Nor are, on the
+CPU, the copies that gloo makes of what it sends.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class RankMemory:
         activations: what forward passes keep for their backward passes, over all micro-batches in
             flight.
         logits: of the one micro-batch whose loss is computed.
-        working: gradients on their way through the backward pass, buffers of communication, or
-            temporaries of the optimizer, whichever are more.
+        working: gradients on their way through the backward pass, and buffers of communication.
+            The update itself is fused and takes none.
     """
 
     stage: int
@@ -125,17 +126,13 @@ def _stage_memory(setup: TrainingSetup, stage: int) -> RankMemory:
     shards = setup.data_parallel_size if setup.parallel.use_distributed_optimizer else 1
     own = -(-count // shards)  # parameters whose optimizer state lies here
     activations = activation_peak(setup, stage)
-    # torch's AdamW takes the root of all second moments at once on a GPU.
-    of_optimizer = own * FLOAT32_BYTES
-    in_backward = activations.kept + activations.logits + activations.working
-    kept = in_backward >= of_optimizer
     return RankMemory(
         stage=stage,
         parameters=count * setup.element_bytes,
         gradients=count * FLOAT32_BYTES,
         main_weights=own * FLOAT32_BYTES if setup.bf16 else 0,
         moments=2 * own * FLOAT32_BYTES,
-        activations=activations.kept if kept else 0,
-        logits=activations.logits if kept else 0,
-        working=activations.working if kept else of_optimizer,
+        activations=activations.kept,
+        logits=activations.logits,
+        working=activations.working,
     )

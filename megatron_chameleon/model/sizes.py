@@ -30,6 +30,7 @@ class ModelSize:
         return self.hidden_size // self.num_attention_heads
 
 
+DEFAULT_SIZE = "82m"
 SIZES: dict[str, ModelSize] = {
     # Chameleon (ICML 2025), appendix, table of architectures.
     "60m": ModelSize(3, 6, 768, 3072),
@@ -57,6 +58,11 @@ def model_size(name: str) -> ModelSize:
         raise UserError(
             f"--model-size {name}: there is no such size; choose from {', '.join(SIZES)}"
         ) from None
+
+
+def name_of(size: ModelSize) -> str | None:
+    """What ``size`` is called, if it has a name."""
+    return next((name for name, named in SIZES.items() if named == size), None)
 
 
 @dataclasses.dataclass(frozen=True)

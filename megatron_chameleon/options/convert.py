@@ -25,10 +25,11 @@ class ToHuggingFaceOptions:
     """The tokenizer that the model was trained with, or a corpus that was made with it; what the
     checkpoint was trained on or converted from, unless given."""
     tiktoken_pattern: str | None = None
-    """How a tiktoken file given as --tokenizer-model splits text into words, as in
-    tools/preprocess_data.py."""
-    eod_token: str = "<|endoftext|>"
-    """The end-of-document token of --tokenizer-model; a corpus knows its own."""
+    """How a tiktoken file splits text into words, as in tools/preprocess_data.py; as the checkpoint
+    was made with, unless given. A corpus knows its own."""
+    eod_token: str | None = None
+    """The tokenizer's end-of-document token; the one that the checkpoint was made with, or else
+    <|endoftext|>, unless given. A corpus knows its own."""
     overwrite: bool = False
     """Replace the model that the output folder already holds."""
 

@@ -10,10 +10,11 @@ class GuardOptions:
     """When a step is skipped: its update is left out, while data and learning rate go on."""
 
     max_consecutive_skipped_steps: int = 10
-    """Steps skipped in a row that end the run. A loss or a gradient that is not finite skips a
-    step; so does a spike, by --spike-factor."""
+    """Steps skipped in a row that end the run, also where it was stopped and continued in between.
+    A loss or a gradient that is not finite skips a step; so does a spike, by --spike-factor."""
     spike_factor: float = 0.0
     """Standard deviations above the mean of the last --spike-window steps that are a spike, in the
     loss or in the gradient's norm; 0 takes nothing for a spike (OLMo 2 trains with 6)."""
     spike_window: int = 128
-    """Steps behind the bound of --spike-factor; there is none before half of them are done."""
+    """Steps behind the bound of --spike-factor; there is none before half of them are done, since
+    the start or since the mixture changed."""

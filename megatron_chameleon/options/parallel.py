@@ -17,6 +17,9 @@ class ParallelOptions:
     """Stages that the layers are cut into; must divide the number of layers."""
     sequence_parallel: bool = False
     """Split layer norms and residuals along the sequence too; needs tensor parallelism."""
+    distributed_timeout_minutes: int = 10
+    """Minutes that ranks wait for one that is behind, before they give up; give more where the
+    first rank reads much by itself."""
 
 
 @dataclasses.dataclass(frozen=True)

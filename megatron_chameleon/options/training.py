@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.data import DataOptions
@@ -13,6 +14,8 @@ from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.profiling import ProfilingOptions
 from megatron_chameleon.options.stopping import StoppingOptions
 from megatron_chameleon.options.validation import ValidationOptions
+
+DryFirstStep = Literal["auto", "on", "off"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +63,9 @@ class PretrainOptions:
     """Folder of this run: run.json, metrics.jsonl and checkpoints go there."""
     corpus: Path | None = None
     """Folder written by tools/preprocess_data.py; or give --data-path."""
-    model_size: str = "82m"
-    """Name of a model size; a wrong one lists them all."""
+    model_size: str | None = None
+    """Name of a model size; a wrong one lists them all. Unless given, it is that of
+    --pretrained-checkpoint, or 82m."""
     mixture: str | None = None
     """'uniform' (which is what a corpus is drawn by without it), or the path of a mixture.json."""
     seq_length: int = 1024
@@ -75,8 +79,9 @@ class PretrainOptions:
     seed: int = 1234
     """Of the initial weights and of the order of samples."""
     pretrained_checkpoint: Path | None = None
-    """Start from these trained weights, a run folder (its latest checkpoint) or one checkpoint
-    folder, instead of random ones: for fine-tuning. Optimizer and schedule start anew."""
+    """Start from these trained weights, a run folder (its latest checkpoint), one checkpoint folder
+    or a Hugging Face GPT-2 folder, instead of random ones: for fine-tuning. Optimizer and schedule
+    start anew."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     compile_layers: bool = False
@@ -85,12 +90,15 @@ class PretrainOptions:
     deterministic: bool = False
     """Use only algorithms that give the same bits every time, also on a GPU, where some are slower;
     on the CPU all are such."""
+    dry_first_step: DryFirstStep = "auto"
+    """Before the first step, take the memory that a step takes, on random tokens and without a
+    trace, so that a run that is too large ends at once; auto does where there is a GPU."""
     log_interval: int = 10
     """Steps between two lines of log and metrics."""
     save_interval: int = 500
     """Steps between two checkpoints; the last step always writes one."""
     overwrite: bool = False
-    """Delete what run_dir holds and start anew."""
+    """Start anew; what run_dir holds is deleted as soon as the new run has begun."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)

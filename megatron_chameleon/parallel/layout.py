@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -88,13 +89,14 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     # Lets tensor-parallel communication overlap with computation on the GPU; megatron asks for it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = _prepare_device()
-    _init_process_group(world_size, device)
+    _init_process_group(world_size, device, options.distributed_timeout_minutes)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         # megatron takes None for a pipeline that is not interleaved.
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
@@ -118,7 +120,7 @@ def leave_groups() -> None:
 
 
 def check_degrees(options: ParallelOptions) -> None:
-    """Raises UserError for a parallel degree below 1."""
+    """Raises UserError for a parallel degree, or a time to wait, below 1."""
     for flag, value in (
         ("--tensor-model-parallel-size", options.tensor_model_parallel_size),
         ("--pipeline-model-parallel-size", options.pipeline_model_parallel_size),
@@ -126,6 +128,7 @@ def check_degrees(options: ParallelOptions) -> None:
             "--num-virtual-stages-per-pipeline-rank",
             for_training(options).num_virtual_stages_per_pipeline_rank,
         ),
+        ("--distributed-timeout-minutes", options.distributed_timeout_minutes),
     ):
         if value < 1:
             raise UserError(f"{flag} {value}: it counts from 1 on")
@@ -215,6 +218,24 @@ def from_main(make: Callable[[], T]) -> T:
     return made
 
 
+def on_every_rank(check: Callable[[], object]) -> None:
+    """Let every rank do its part of a check; what one of them refuses, all refuse.
+
+    Raises:
+        UserError: on every rank, that of the first one for which ``check`` raises it.
+    """
+    problem: UserError | None = None
+    try:
+        check()
+    except UserError as error:
+        problem = error
+    found: list[UserError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    for error_of_rank in found:
+        if error_of_rank is not None:
+            raise error_of_rank
+
+
 def device_name(device: torch.device) -> str:
     """What the device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -234,7 +255,7 @@ def _prepare_device() -> torch.device:
     return device
 
 
-def _init_process_group(world_size: int, device: torch.device) -> None:
+def _init_process_group(world_size: int, device: torch.device, timeout_minutes: int) -> None:
     on_gpu = device.type == "cuda"
     alone = "RANK" not in os.environ  # then there is no torchrun that the ranks could meet at
     dist.init_process_group(
@@ -243,6 +264,7 @@ def _init_process_group(world_size: int, device: torch.device) -> None:
         rank=0 if alone else -1,
         world_size=world_size if alone else -1,
         device_id=device if on_gpu else None,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.stopping import REASONS
+from megatron_chameleon.training.stopping import REASONS, SIGNAL_NAMES
 
 
 class StepAgreement:
@@ -35,6 +35,15 @@ class StepAgreement:
         mine = torch.cat([losses[:, :2].sum(0), self._on_device(stop_flags)])
         dist.all_reduce(mine)
         self._host.copy_(mine, non_blocking=True)
+
+    def signals(self, stop_flags: Sequence[float]) -> list[str]:
+        """Those of ``SIGNAL_NAMES`` that any rank has; every rank calls this and waits for all.
+
+        That the time is up does not count: each start of a run should get a step further.
+        """
+        mine = self._on_device(stop_flags[: len(SIGNAL_NAMES)])
+        dist.all_reduce(mine)
+        return [name for name, flag in zip(SIGNAL_NAMES, mine.tolist(), strict=True) if flag]
 
     def loss(self) -> float | None:
         """Mean loss of the step's tokens; None where none of them has one.

@@ -57,7 +57,8 @@ class Checkpointing:
                 ) from error
             self._note_failure(record, error)
             return
-        self._forget_old_ones()
+        if not record.guard.get("streak"):  # or the one from before the skipped steps might go
+            self._forget_old_ones()
 
     def poll(self) -> bool:
         """Whether the save that was under way has come to its end, well or not."""

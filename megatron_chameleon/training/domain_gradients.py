@@ -29,20 +29,19 @@ class DomainGradients:
     Args:
         model: this rank's chunks, wrapped for data parallelism.
         domain_tokens: [k] float64, tokens of each domain in the global batch that have a loss.
+
+    Attributes:
+        present: domains that the batch has tokens of, in order; the others' gradients are zero.
     """
 
     def __init__(
         self, model: Sequence[DistributedDataParallel], domain_tokens: torch.Tensor
     ) -> None:
         self.domain_tokens = domain_tokens
+        self.present = [domain for domain, tokens in enumerate(domain_tokens.tolist()) if tokens]
         self._model = model
         self._sharded = bool(model[0].ddp_config.use_distributed_optimizer)
         self._gradients: dict[int, list[torch.Tensor]] = {}
-
-    @property
-    def present(self) -> list[int]:
-        """Domains that the batch has tokens of, in order; the others' gradients are zero."""
-        return [int(domain) for domain in torch.nonzero(self.domain_tokens).flatten()]
 
     def keep(self, domain: int) -> None:
         """Take over what the gradient buffers hold as the gradient of ``domain``."""
@@ -70,10 +69,11 @@ class DomainGradients:
 
     def combine(self, weights: torch.Tensor) -> None:
         """Put the gradients' sum by ``weights`` [k] into the gradient buffers, for the update."""
+        factors: list[float] = weights.tolist()
         for number, part in enumerate(self._parts()):
             part.zero_()
             for domain in self.present:
-                part.add_(self._gradients[domain][number], alpha=float(weights[domain]))
+                part.add_(self._gradients[domain][number], alpha=factors[domain])
 
     def _parts(self) -> Iterator[torch.Tensor]:
         """What this rank holds of each gradient buffer: all of it, or its shard."""
@@ -104,25 +104,32 @@ class DomainGradients:
         return shard_buffer(data, group.size())[group.rank()] if self._sharded else data
 
 
-def rows_of_domain(
-    micro_batches: Sequence[Batch], domain: int, micro_batch_size: int, multiple_of: int
+def samples_run(count: int, multiple_of: int) -> int:
+    """Samples that go through the model where a domain has ``count``: some multiple, not 0."""
+    return max(-(-count // multiple_of), 1) * multiple_of
+
+
+def micro_batches_of_rows(
+    micro_batches: Sequence[Batch], rows: Sequence[int], micro_batch_size: int, multiple_of: int
 ) -> list[Batch]:
-    """Micro-batches of one domain's samples alone.
+    """Micro-batches of some samples alone.
 
     Args:
         micro_batches: a step's, of one rank.
-        domain: whose samples are wanted.
+        rows: which samples are wanted, counted over all of ``micro_batches``.
         micro_batch_size: samples in each; the last may have fewer.
         multiple_of: of what their samples are a multiple, from 1 on: pipelines send micro-batches
             of one shape. Samples without a loss fill them up.
     """
-    names = micro_batches[0].keys()
-    whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in names}
-    rows = torch.nonzero(whole["domain"] == domain).flatten()
-    wanted = max(-(-rows.numel() // multiple_of), 1) * multiple_of
-    filling = torch.zeros(wanted - rows.numel(), dtype=rows.dtype, device=rows.device)
-    chosen = {name: part[torch.cat([rows, filling])] for name, part in whole.items()}
-    chosen["loss_mask"][rows.numel() :] = 0.0
+    wanted = samples_run(len(rows), multiple_of)
+    filled = torch.tensor([*rows, *[0] * (wanted - len(rows))])
+    chosen = {
+        name: torch.cat([batch[name] for batch in micro_batches])[
+            filled.to(micro_batches[0][name].device, non_blocking=True)
+        ]
+        for name in micro_batches[0]
+    }
+    chosen["loss_mask"][len(rows) :] = 0.0
     return [
         {name: part[start : start + micro_batch_size] for name, part in chosen.items()}
         for start in range(0, wanted, micro_batch_size)

@@ -91,6 +91,11 @@ class GlobalBatch:
             counts.index_add_(0, batch["domain"].to(counts.device), tokens.to(counts.device))
         return self._over_ranks(counts, self._layout.is_last_stage)
 
+    def sum_over_data_ranks(self, number: int) -> int:
+        """A number that each data-parallel rank has of its own, summed; the same on every rank."""
+        mine = torch.full((1,), number, dtype=torch.int64, device=self._passes.device)
+        return int(self._over_ranks(mine, self._layout.is_last_stage))
+
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.num_domains, dtype=torch.float64, device=self._passes.device)
 

@@ -69,8 +69,17 @@ class TrainingHook:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a continued run needs, as JSON values; saved with each checkpoint."""
+        """All that a continued run needs, as JSON values.
+
+        It is asked for before each step too, after :meth:`new_mixture`, so that a step that is
+        skipped can be undone; keep it small.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Become again what gave ``state`` by :meth:`state_dict`.
+
+        That is when a run is continued, and after each step that did not update the model: what
+        :meth:`loss_weights` and :meth:`gradient_weights` learnt from its loss and gradients, which
+        may be no numbers, is undone.
+        """

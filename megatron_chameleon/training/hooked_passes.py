@@ -12,7 +12,11 @@ from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.domain_gradients import DomainGradients, rows_of_domain
+from megatron_chameleon.training.domain_gradients import (
+    DomainGradients,
+    micro_batches_of_rows,
+    samples_run,
+)
 from megatron_chameleon.training.global_batch import GlobalBatch
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.passes import Passes
@@ -57,19 +61,22 @@ class HookedPasses:
         model: Sequence[DistributedDataParallel] = self._passes.model
         gradients = DomainGradients(model, batch.domain_tokens)
         sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
-        samples = 0
+        rows = _rows_by_domain(batch)
         for domain in gradients.present:
             for chunk in model:
                 chunk.zero_grad_buffer()
-            rows = rows_of_domain(
-                batch.micro_batches, domain, self._passes.shape.micro_batch_size, self._unit()
+            parts = micro_batches_of_rows(
+                batch.micro_batches,
+                rows[domain],
+                self._passes.shape.micro_batch_size,
+                self._unit(),
             )
-            samples += sum(len(part["domain"]) for part in rows)
-            sums += self._passes.forward_backward(iter(rows), len(rows), loss_weights)
+            sums += self._passes.forward_backward(iter(parts), len(parts), loss_weights)
             gradients.keep(domain)
         gradients.combine(self._hook.gradient_weights(gradients))
-        self._spend_on_filling(samples, batch)
-        sums[:, 2] = self._drawn(batch)
+        self._spend_on_filling(batch, [len(rows[domain]) for domain in gradients.present])
+        if self._layout.is_last_stage:
+            sums[:, 2] = self._drawn([len(own) for own in rows])
         return sums
 
     def _unit(self) -> int:
@@ -81,18 +88,30 @@ class HookedPasses:
         rounds = self._layout.pipeline_size if interleaved else 1
         return self._passes.shape.micro_batch_size * rounds
 
-    def _drawn(self, batch: GlobalBatch) -> torch.Tensor:
+    def _drawn(self, samples: Sequence[int]) -> torch.Tensor:
         """[k] tokens of this rank's samples, without those that fill up."""
-        domains = torch.cat([part["domain"] for part in batch.micro_batches])
-        samples = torch.bincount(domains, minlength=batch.num_domains)
-        return samples.to(self._passes.device) * self._passes.shape.seq_length
+        tokens = torch.tensor(samples) * self._passes.shape.seq_length
+        return tokens.to(self._passes.device, non_blocking=True)
 
     def _spend(self, flops: float) -> None:
         self._hook.flops += flops
 
-    def _spend_on_filling(self, samples: int, batch: GlobalBatch) -> None:
-        """Samples without a loss cost as much as others; on other ranks about as many are run."""
+    def _spend_on_filling(self, batch: GlobalBatch, samples: Sequence[int]) -> None:
+        """Samples without a loss cost as much as others.
+
+        Args:
+            batch: the step's.
+            samples: this rank's, of each domain whose gradient is taken.
+        """
+        mine = sum(samples_run(count, self._unit()) - count for count in samples)
+        filling = batch.sum_over_data_ranks(mine)
         length = self._passes.shape.seq_length
-        own = sum(len(part["domain"]) for part in batch.micro_batches)
-        tokens = (samples - own) * length * self._layout.data_size
-        self._spend(training_flops(self._shape, tokens, length))
+        self._spend(training_flops(self._shape, filling * length, length))
+
+
+def _rows_by_domain(batch: GlobalBatch) -> list[list[int]]:
+    """For each domain, which of this rank's samples are its; one read from the device."""
+    rows: list[list[int]] = [[] for _ in range(batch.num_domains)]
+    for row, domain in enumerate(torch.cat([p["domain"] for p in batch.micro_batches]).tolist()):
+        rows[domain].append(row)
+    return rows

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_chameleon.artifacts.files import cannot_write
+from megatron_chameleon.artifacts.files import cannot_write, replacing
 from megatron_chameleon.artifacts.provenance import plain_options
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.errors import UserError
@@ -29,6 +29,8 @@ Figures = Mapping[str, Any]
 
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_NAME = "wandb-id.txt"
+STEP = "step"
+"""What W&B draws all else over."""
 
 
 class Logger(Protocol):
@@ -105,8 +107,11 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         """Close the event file."""
-        if self._writer:
-            self._writer.close()
+        try:
+            if self._writer:
+                self._writer.close()
+        except OSError as error:
+            warnings.warn(f"{cannot_write(self._folder, error)}; the last are lost", stacklevel=2)
 
     def _open(self, first_step: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
@@ -139,10 +144,13 @@ class WandbLogger:
                 f"Weights & Biases: {error}; set WANDB_MODE=offline, or unset WANDB_API_KEY and "
                 "leave --wandb-project out"
             ) from error
+        # By wandb's own count, which only rises, what a continued run does again would be left out.
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, figures: Figures) -> None:
         """Send every number that is finite; one of a domain as in 'domain_loss/news'."""
-        self._run.log(dict(scalars(figures)), step=step)
+        self._run.log({STEP: step, **dict(scalars(figures))})
 
     def close(self) -> None:
         """Send what is left."""
@@ -157,9 +165,7 @@ def open_loggers(options: PretrainOptions, first_step: int) -> list[Logger]:
     loggers: list[Logger] = [JsonLinesLogger(options.run_dir / METRICS_NAME)]
     if options.logging.tensorboard and _installed("tensorboard", "--no-tensorboard"):
         loggers.append(TensorBoardLogger(options.run_dir / TENSORBOARD_FOLDER, first_step))
-    if _wants_wandb(options.logging) and _installed(
-        "wandb", "no --wandb-project, no WANDB_API_KEY"
-    ):
+    if wants_wandb(options.logging) and _installed("wandb", "no --wandb-project, no WANDB_API_KEY"):
         loggers.append(WandbLogger(options))
     return loggers
 
@@ -182,7 +188,8 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _wants_wandb(options: LoggingOptions) -> bool:
+def wants_wandb(options: LoggingOptions) -> bool:
+    """Whether figures are sent to Weights & Biases, where that is installed."""
     return options.wandb_project is not None or bool(os.environ.get("WANDB_API_KEY"))
 
 
@@ -200,5 +207,6 @@ def _wandb_id(run_dir: Path) -> str:
     """The name by which a continued run finds itself again."""
     path = run_dir / WANDB_ID_NAME
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:8])
+        with replacing(path) as temporary:
+            temporary.write_text(uuid.uuid4().hex[:8])
     return path.read_text().strip()

@@ -22,47 +22,61 @@ from megatron_chameleon.parallel.layout import (
     check_interleaving,
     distributed,
     from_main,
+    on_every_rank,
 )
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.agreement import StepAgreement
-from megatron_chameleon.training.announcements import announce, say_finished, say_stopped
+from megatron_chameleon.training.announcements import (
+    announce,
+    say_finished,
+    say_not_begun,
+    say_stopped,
+)
 from megatron_chameleon.training.checkpointing import Checkpointing
 from megatron_chameleon.training.determinism import deterministic_algorithms
-from megatron_chameleon.training.guards import StepGuard
+from megatron_chameleon.training.dry_step import dry_first_step, is_wanted, told_out_of_memory
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan, plan_training, warn_of_repeats
-from megatron_chameleon.training.prefetch import read_ahead
+from megatron_chameleon.training.prefetch import read_ahead, steps_between_changes
 from megatron_chameleon.training.profiling import StepProfiler
 from megatron_chameleon.training.records import RunRecords
 from megatron_chameleon.training.resume import (
     Progress,
     check_same_samples,
     find_progress,
+    go_back,
     resumed_schedule,
 )
+from megatron_chameleon.training.run_folder import beginning, held_folder
 from megatron_chameleon.training.run_log import RunLog, Standing
 from megatron_chameleon.training.say import say
-from megatron_chameleon.training.skipped import SkippedStep, streak_message
-from megatron_chameleon.training.step import StepResult, train_step
+from megatron_chameleon.training.skipped_steps import SkippedSteps
+from megatron_chameleon.training.step import train_step
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trained_model import build_trained_model
 from megatron_chameleon.training.validation import open_validation
-from megatron_chameleon.training.watch import MakeHook, Watch, make_hook
+from megatron_chameleon.training.watch import MakeHook, Watch, load_hook, make_hook
 
 
-def pretrain(options: PretrainOptions, watched_by: MakeHook | None = None) -> None:
+def pretrain(
+    options: PretrainOptions,
+    watched_by: MakeHook | None = None,
+    stops: StopRequests | None = None,
+) -> None:
     """Train, or go on training, what ``options`` describe. Every rank calls this.
 
     Args:
         options: of the run.
         watched_by: makes the hook of a method that watches the run, if one does.
+        stops: what takes the signals that ask for a stop, where they are taken already; during
+            this call otherwise.
 
     Raises:
         UserError: for a mistake in the options or in what they name, before anything is written or
             deleted; later, if too many steps in a row have to be skipped.
     """
-    stops = StopRequests(options.stopping)
     with (
+        contextlib.nullcontext(stops) if stops else StopRequests(options.stopping) as stops,
         deterministic_algorithms(options.deterministic),
         distributed(options.parallel, options.seed) as layout,
     ):
@@ -75,30 +89,32 @@ def pretrain(options: PretrainOptions, watched_by: MakeHook | None = None) -> No
         if options.data.verify_corpus:
             verify_corpus(options, layout)
         samples = samples_of(plan, plan.schedule)
-        progress = find_progress(plan, layout)
-        if progress.step >= options.train_iters:
-            if layout.is_main:
-                print(f"{options.run_dir} is finished at step {progress.step}; nothing to do")
-            return
-        schedule = resumed_schedule(plan, progress.checkpoint)
-        if schedule != plan.schedule:  # weights have changed in ways that the options do not say
-            samples = samples_of(plan, schedule)
-        warn_of_repeats(plan, schedule)
-        hook = make_hook(watched_by, plan, layout, progress)
-        Trainer(plan, layout, progress, samples, stops, hook).run()
+        hook = make_hook(watched_by, plan, layout)
+        with held_folder(options.run_dir):
+            progress = find_progress(plan, layout)
+            schedule = resumed_schedule(plan, progress.checkpoint)
+            if schedule != plan.schedule:  # they have changed in ways that the options do not say
+                samples = samples_of(plan, schedule)
+            if progress.step >= options.train_iters:
+                leave_finished(plan, layout, progress, samples)
+                return
+            warn_of_repeats(plan, schedule)
+            load_hook(hook, progress)
+            Trainer(plan, layout, progress, samples, stops, hook).run()
 
 
 def verify_corpus(options: PretrainOptions, layout: Layout) -> None:
     """Compare the hashes of the corpus's token files; the ranks share the work.
 
     Raises:
-        UserError: on the rank that finds a file which is not what it was.
+        UserError: on every rank, if one of them finds a file which is not what it was.
     """
     assert options.corpus is not None
     corpus = Corpus.load(options.corpus)
-    total = corpus.share_bytes(layout.rank, layout.world_size)
+    share = layout.rank, layout.world_size
+    total = corpus.share_bytes(*share)
     with progress_bar(total, "B", "verifying the corpus", quiet=not layout.is_main) as bar:
-        corpus.verify(layout.rank, layout.world_size, bar.update)
+        on_every_rank(lambda: corpus.verify(*share, bar.update))
 
 
 def samples_of(plan: TrainingPlan, schedule: MixtureSchedule) -> BlendedTokens:
@@ -117,8 +133,20 @@ def samples_of(plan: TrainingPlan, schedule: MixtureSchedule) -> BlendedTokens:
     )
 
 
+def leave_finished(
+    plan: TrainingPlan, layout: Layout, progress: Progress, samples: BlendedTokens
+) -> None:
+    """Say that there is nothing to do; run.json may be of before the last checkpoint."""
+    assert progress.run is not None
+    if progress.run.status != "finished":
+        records = RunRecords(plan, layout, samples, progress)
+        records.write_run(progress.step, "finished", progress.guard.get("skipped", 0))
+    if layout.is_main:
+        say(f"{plan.options.run_dir} is finished at step {progress.step}; nothing to do")
+
+
 class Trainer:
-    """One rank's side of a training run."""
+    """One rank's side of a training run. Nothing is written or deleted before it runs."""
 
     def __init__(
         self,
@@ -131,7 +159,7 @@ class Trainer:
     ) -> None:
         options = plan.options
         self.plan, self.options, self.layout, self.stops = plan, options, layout, stops
-        self.hook = hook
+        self.hook, self.progress = hook, progress
         if progress.checkpoint:
             check_same_samples(samples, progress.checkpoint)
         self.records = RunRecords(plan, layout, samples, progress)
@@ -145,26 +173,50 @@ class Trainer:
             layout.data_size,
             start_step=progress.step,
         )
-        self.model = build_trained_model(plan, layout, progress, hook)
+        with told_out_of_memory(plan, layout):
+            self.model = build_trained_model(plan, layout, progress, hook)
+            if is_wanted(options.dry_first_step, layout.device):
+                dry_first_step(plan, layout, self.model)
         self.watch = Watch(hook, self.model.passes, self.records) if hook else None
         self.model.optimizer.accepts = self._judge
         self.validation = open_validation(plan, self.model.passes, layout)
         self.profiler = StepProfiler(options.profiling, options.run_dir, layout)
-        self.guard = StepGuard(options.guards, progress.guard)
         self.agreement = StepAgreement(layout)
-        self.objection: str | None = None
-        self.streak: list[SkippedStep] = []
-        self.skipped_since_log: list[SkippedStep] = []
+        self.skipped = SkippedSteps(
+            self.records,
+            self.log.meter,
+            progress.guard,
+            hook_mixes=bool(hook and hook.mixture_interval),
+        )
         self.stop_reasons: list[str] = []
         self.save_is_due = False
         self.step = progress.step
 
     def run(self) -> None:
         """Train to the last step; a run.json on disk says at any time how far it came."""
-        self.record("running")
+        asked = self.agreement.signals(self.stops.flags())
+        if asked:
+            say_not_begun(self.records, ", ".join(asked))
+            return
+        with contextlib.ExitStack() as closing:  # each is closed, whatever becomes of the other
+            closing.callback(self.log.close)
+            self._begin()
+            closing.callback(lambda: self.profiler.finish(self.step))
+            self._train()
+        self._leave()
+
+    def _begin(self) -> None:
+        """Write the first record. What an old run leaves is cut back, or replaced, by then."""
+        with beginning(self.options.run_dir, overwrite=self.options.overwrite):
+            self.log.open()
+            go_back(self.progress, self.options.run_dir)
+            self.record("running")
         announce(self.records)
+
+    def _train(self) -> None:
+        """Take the steps that are left; what ends them early is recorded."""
         try:
-            with self.stops, self._batches_ahead() as batches:
+            with self._batches_ahead() as batches:
                 self.batches = self.log.phases.timed(batches, "data")
                 self._run_steps()
         except KeyboardInterrupt:
@@ -177,14 +229,10 @@ class Trainer:
         except Exception:
             self.record("failed")
             raise
-        finally:
-            self.profiler.finish(self.step)
-            self.log.close()
-        self._leave()
 
     def _run_steps(self) -> None:
         """The steps that are left, or those until all ranks have agreed to stop."""
-        self.log.open()
+        self.log.meter.restart_clock()
         while self.step < self.options.train_iters and not self.stop_reasons:
             self._run_step()
             self._log_and_save()
@@ -192,10 +240,11 @@ class Trainer:
             self.record("running")
 
     def _batches_ahead(self) -> contextlib.AbstractContextManager[Iterator[Batch]]:
-        """None are read ahead where the mixture may change before they are trained on."""
-        if self.hook and self.hook.mixture_interval:
-            return contextlib.nullcontext(self.batches)
-        return read_ahead(self.batches, self.layout.device)
+        """Read ahead, but not across a step before which a hook may change the mixture."""
+        interval = self.hook.mixture_interval if self.hook else 0
+        steps = steps_between_changes(self.step, self.options.train_iters, interval)
+        parts = [count * self.model.passes.shape.num_microbatches for count in steps]
+        return read_ahead(self.batches, self.layout.device, parts)
 
     def _run_step(self) -> None:
         """One step, which the guard may skip.
@@ -212,14 +261,13 @@ class Trainer:
         self.profiler.after_step(self.step)
         self.log.meter.add(result)
         self.stop_reasons = self.agreement.stop_reasons()
-        if not result.skipped:
-            self.streak = []
-            return
-        self._note_skipped(result)
-        if self.guard.gives_up or (self._is_last and not self.guard.updates):
+        self.skipped.note(self.step, result)
+        if result.skipped and self.watch:
+            self.watch.take_back()
+        if self.skipped.too_many(is_last=self._is_last):
             self._write_log(validate=False)
             self.checkpoints.wait()
-            raise UserError(streak_message(self.streak, self.records.last_checkpoint()))
+            raise self.skipped.error()
 
     def _forward_backward(self) -> torch.Tensor:
         """The passes of a step; what the ranks have to agree on then goes its way."""
@@ -233,30 +281,19 @@ class Trainer:
 
     def _judge(self, grad_norm: float) -> bool:
         """Whether the step may update the model; the optimizer asks, with the norm in its hands."""
-        self.objection = self.guard.judge(self.agreement.loss(), grad_norm)
-        return self.objection is None
-
-    def _note_skipped(self, result: StepResult) -> None:
-        assert self.objection is not None
-        step = SkippedStep(
-            self.step,
-            self.objection,
-            self.records.domain_samples(self.step),
-            self.log.meter.domain_losses(result.domain_sums),
-        )
-        self.streak.append(step)
-        self.skipped_since_log.append(step)
-        if self.layout.is_main:
-            say(step.line())
+        return self.skipped.accepts(self.step, self.agreement.loss(), grad_norm)
 
     def _log_and_save(self) -> None:
         """Log, validate and save where the step asks for it.
 
-        No checkpoint is written among skipped steps, so that there is one from before them.
+        No checkpoint is written among skipped steps, so that there is one from before them; but for
+        the one that the run leaves with, which replaces none.
         """
         self.save_is_due |= self.step % self.options.save_interval == 0
         leaving = self._is_last or bool(self.stop_reasons)
-        save = (leaving and self.guard.updates > 0) or (self.save_is_due and not self.streak)
+        save = (leaving and self.skipped.updates > 0) or (
+            self.save_is_due and not self.skipped.streak
+        )
         validate = self.validation is not None and (
             self.step % self.options.validation.eval_interval == 0
         )
@@ -278,19 +315,18 @@ class Trainer:
         standing = Standing(
             self.step,
             self.model.lr,
-            self.guard.skipped,
-            self.skipped_since_log,
+            self.skipped.count,
+            self.skipped.since_log(),
             losses,
             self.watch.metrics() if self.watch else None,
         )
         self.log.write(interval, standing)
-        self.skipped_since_log = []
 
     def _save(self, *, is_last: bool) -> None:
         """Write a checkpoint, or begin to, and bring run.json up to date."""
         with self.log.phases.during("saving"):
             hook = self.watch.state() if self.watch else None
-            record = self.records.checkpoint(self.step, self.guard.state(), hook)
+            record = self.records.checkpoint(self.step, self.skipped.state(), hook)
             self.checkpoints.save(self.model.state(), record, is_last=is_last)
             self.record("running")
         self.save_is_due = False
@@ -298,7 +334,7 @@ class Trainer:
 
     def record(self, status: Status) -> None:
         """Bring run.json up to date, on rank 0."""
-        self.records.write_run(self.step, status, self.guard.skipped, self._stopped_by)
+        self.records.write_run(self.step, status, self.skipped.count, self._stopped_by)
 
     def _leave(self) -> None:
         if self._stopped_by is None:
@@ -306,7 +342,7 @@ class Trainer:
             say_finished(self.records, self.step)
             return
         self.record("interrupted")
-        say_stopped(self.records, self.step, self._stopped_by, saved=self.guard.updates > 0)
+        say_stopped(self.records, self.step, self._stopped_by, saved=self.skipped.updates > 0)
 
     @property
     def _is_last(self) -> bool:

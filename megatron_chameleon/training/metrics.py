@@ -22,7 +22,8 @@ class Interval:
 
     Losses are of the steps that were not skipped, and NaN where there is none. ``domain_tokens``
     counts the tokens that have a loss, ``domain_tokens_drawn`` all that were read, skipped steps
-    included. ``grad_norm`` is of the last step that was not skipped.
+    included. ``grad_norm`` is of the last step that was not skipped. ``memory_bytes`` is of the
+    rank that takes most.
     """
 
     loss: float
@@ -31,6 +32,7 @@ class Interval:
     domain_tokens_drawn: dict[str, int]
     grad_norm: float
     tokens_per_second: float
+    memory_bytes: int
 
 
 class IntervalMeter:
@@ -60,6 +62,7 @@ class IntervalMeter:
             domain_tokens_drawn=self._counts(drawn),
             grad_norm=self._grad_norm,
             tokens_per_second=sum(drawn) / seconds,
+            memory_bytes=most_memory_bytes(self._layout.device),
         )
         self._restart()
         return interval
@@ -102,6 +105,13 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
+
+
+def most_memory_bytes(device: torch.device) -> int:
+    """:func:`memory_bytes` of the rank that takes most; every rank calls this."""
+    mine = torch.tensor(memory_bytes(device), dtype=torch.int64, device=device)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return int(mine)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -20,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.finalize import finalize_gradients
 from megatron_chameleon.training.fused_optimizer import use_fused_kernels
 from megatron_chameleon.training.guards import GuardedOptimizer
 
@@ -94,7 +91,7 @@ def build_optimizer(
     use_fused_kernels(optimizer)
     config_of_chunks = model[0].config  # one object, whatever their number
     config_of_chunks.grad_scale_func = optimizer.scale_loss
-    config_of_chunks.finalize_model_grads_func = finalize_model_grads
+    config_of_chunks.finalize_model_grads_func = finalize_gradients
     return optimizer
 
 

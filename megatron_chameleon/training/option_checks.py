@@ -1,24 +1,32 @@
-"""What is checked of the options of saving, guards, stopping, validation and profiling."""
+"""What is checked of the options of saving, guards, stopping, validation, logs and profiling."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from megatron_chameleon.blend.data_path import DataPath
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.guards import GuardOptions
+from megatron_chameleon.options.logging import LoggingOptions
 from megatron_chameleon.options.profiling import ProfilingOptions
 from megatron_chameleon.options.stopping import StoppingOptions
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.options.validation import ValidationOptions
+from megatron_chameleon.training.loggers import wants_wandb
 
 
 def check_watching(options: PretrainOptions) -> None:
     """Raises UserError for values by which a run cannot be watched."""
     check_checkpointing(options.checkpointing)
+    check_overwrite(options)
     check_guards(options.guards)
     check_stopping(options.stopping)
-    check_validation(options.validation)
+    check_validation(options.validation, options.train_iters)
+    check_logging(options.logging)
     check_profiling(options.profiling, options.train_iters)
 
 
@@ -28,6 +36,29 @@ def check_checkpointing(options: CheckpointingOptions) -> None:
         raise UserError(
             f"--keep-last-checkpoints {options.keep_last_checkpoints}: give 0 for all, or more"
         )
+
+
+def check_overwrite(options: PretrainOptions) -> None:
+    """Raises UserError if --overwrite would delete what the run is to read."""
+    if not options.overwrite:
+        return
+    data = options.data
+    read: dict[str, Sequence[Path | str | None]] = {
+        "--corpus": [options.corpus],
+        "--pretrained-checkpoint": [options.pretrained_checkpoint],
+        "--mixture": [options.mixture],
+        "--tokenizer-model": [data.tokenizer_model],
+        "--data-path": DataPath.parse(data.data_path).prefixes if data.data_path else [],
+        "--mixture-change": [change.partition("=")[2] for change in data.mixture_changes],
+    }
+    folder = options.run_dir.resolve()
+    for flag, paths in read.items():
+        for path in paths:
+            if path and Path(path).resolve().is_relative_to(folder):
+                raise UserError(
+                    f"{flag} {path} lies in {options.run_dir}, which --overwrite deletes; choose "
+                    "another --run-dir"
+                )
 
 
 def check_guards(options: GuardOptions) -> None:
@@ -41,6 +72,8 @@ def check_guards(options: GuardOptions) -> None:
         raise UserError(f"--spike-factor {options.spike_factor}: give 0 for none, or a number")
     if options.spike_window < 2:
         raise UserError(f"--spike-window {options.spike_window}: give a whole number from 2 on")
+    if options.spike_factor == 0:
+        _require_default(options, "spike_window", "only --spike-factor has a window")
 
 
 def check_stopping(options: StoppingOptions) -> None:
@@ -50,19 +83,42 @@ def check_stopping(options: StoppingOptions) -> None:
         raise UserError(f"--exit-duration-in-mins {minutes}: give a number above 0")
 
 
-def check_validation(options: ValidationOptions) -> None:
-    """Raises UserError for counts that no validation can have."""
+def check_validation(options: ValidationOptions, train_iters: int) -> None:
+    """Raises UserError for counts that no validation can have, or if there would be none."""
     if options.eval_interval < 0:
         raise UserError(f"--eval-interval {options.eval_interval}: give 0 for never, or more")
     if options.eval_iters < 1:
         raise UserError(f"--eval-iters {options.eval_iters}: give a whole number from 1 on")
+    if not 0 < options.eval_interval <= train_iters:
+        never = f"--train-iters {train_iters} end before the first validation"
+        if options.eval_interval > 0:
+            _require_default(options, "eval_interval", never)
+        why = never if options.eval_interval else "--eval-interval 0 validates never"
+        _require_default(options, "eval_iters", why)
+
+
+def check_logging(options: LoggingOptions) -> None:
+    """Raises UserError for a name that nobody would be told."""
+    if not wants_wandb(options):
+        why = "without --wandb-project or WANDB_API_KEY nothing is sent to Weights & Biases"
+        _require_default(options, "wandb_exp_name", why)
 
 
 def check_profiling(options: ProfilingOptions, train_iters: int) -> None:
     """Raises UserError for steps that cannot be profiled."""
     start, end = options.profile_step_start, options.profile_step_end
-    if options.profile and not 0 <= start < end <= train_iters:
+    if not options.profile:
+        for field in ("profile_step_start", "profile_step_end"):
+            _require_default(options, field, "there is no trace without --profile")
+    elif not 0 <= start < end <= train_iters:
         raise UserError(
             f"--profile-step-start {start} --profile-step-end {end}: give steps from 0 to "
             f"--train-iters {train_iters}, the first below the second"
         )
+
+
+def _require_default(options: Any, field: str, why: str) -> None:
+    """Refuse a value that would do nothing, if it was given."""
+    value = getattr(options, field)
+    if value != getattr(type(options)(), field):
+        raise UserError(f"--{field.replace('_', '-')} {value}: {why}; leave it out")

@@ -21,7 +21,7 @@ from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import check_compile
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.model.sizes import DEFAULT_SIZE, ModelShape, model_size, name_of
 from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
 from megatron_chameleon.training.drawn import planned_epochs
@@ -41,7 +41,8 @@ class TrainingPlan:
     """The options with the artifacts they name.
 
     Attributes:
-        options: what was asked for.
+        options: what was asked for; ``model_size`` names the size wherever it came from, and is
+            None where that has no name.
         data: where the tokens are.
         mixture: what the run begins with.
         schedule: the weights of every sample, in the order of ``data.names``.
@@ -81,8 +82,8 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     check_optimizer(options.optimizer, options.train_iters)
     check_watching(options)
     check_cache(options.data)
-    size = model_size(options.model_size)
-    check_model_layout(size, options.parallel, options.seq_length)
+    if options.model_size is not None:
+        model_size(options.model_size)  # refuses a wrong name before anything is read
     if options.compile_layers:
         check_compile(options.parallel)
     loaded = load_data(options)
@@ -90,7 +91,11 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     schedule = load_schedule(options, data, loaded.weights)
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
-    pretrained = find_pretrained(options, size, data)
+    pretrained = find_pretrained(options, data)
+    shape = pretrained.shape if pretrained else _shape_by_name(options, data)
+    check_model_layout(shape.size, options.parallel, options.seq_length)
+    # By name where it has one, so that records agree whether the name was given or not.
+    options = dataclasses.replace(options, model_size=name_of(shape.size))
     inputs = {"corpus": data.hash, "mixture": loaded.mixture.hash}
     return TrainingPlan(
         options=options,
@@ -99,11 +104,15 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         schedule=schedule,
         by_size=loaded.by_size,
         pretrained=pretrained,
-        shape=pretrained.shape
-        if pretrained
-        else ModelShape(size, data.tokenizer.vocab_size, options.seq_length),
+        shape=shape,
         provenance=provenance(options, inputs | (pretrained.inputs() if pretrained else {})),
     )
+
+
+def _shape_by_name(options: PretrainOptions, data: TokenData) -> ModelShape:
+    """The shape of a model that starts from random weights."""
+    size = model_size(options.model_size or DEFAULT_SIZE)
+    return ModelShape(size, data.tokenizer.vocab_size, options.seq_length)
 
 
 @dataclasses.dataclass(frozen=True)

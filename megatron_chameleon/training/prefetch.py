@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from megatron_chameleon.blend.sampler import Batch
 
 READ_AHEAD = 4
+ALL_AT_ONCE = (None,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +99,41 @@ class Prefetcher(Iterator[Batch]):
 
 
 @contextlib.contextmanager
-def read_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Iterator[Batch]]:
+def read_ahead(
+    batches: Iterator[Batch], device: torch.device, parts: Sequence[int | None] = ALL_AT_ONCE
+) -> Iterator[Iterator[Batch]]:
     """``batches`` read ahead for the block where ``device`` is a GPU.
 
     On the CPU they are read as they are asked for: a thread would take its time from the cores that
     compute, and a batch takes thousands of times less than a step.
+
+    Args:
+        batches: to be read.
+        device: where they are wanted.
+        parts: batches until their samples may change, and so on to the last; none of a part is read
+            before its first one is asked for. By default they never change.
     """
     if device.type != "cuda":
         yield batches
         return
-    with Prefetcher(batches, device) as ahead:
+    with contextlib.closing(read_parts_ahead(batches, device, parts)) as ahead:
         yield ahead
+
+
+def read_parts_ahead(
+    batches: Iterator[Batch], device: torch.device, parts: Sequence[int | None]
+) -> Generator[Batch]:
+    """``batches`` as :class:`Prefetcher` gives them, by one for each of ``parts``."""
+    for count in parts:
+        with Prefetcher(itertools.islice(batches, count), device) as ahead:
+            yield from ahead
+
+
+def steps_between_changes(first_step: int, train_iters: int, interval: int) -> list[int]:
+    """The steps of each part of a run that begins at ``first_step``, in order.
+
+    A part ends where the mixture may change: at the multiples of ``interval``, or never for 0.
+    """
+    first_change = first_step - first_step % interval + interval if interval else train_iters
+    ends = [first_step, *range(first_change, train_iters, interval or 1), train_iters]
+    return [end - start for start, end in itertools.pairwise(ends)]

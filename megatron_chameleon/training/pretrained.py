@@ -3,83 +3,130 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import find_checkpoint
 from megatron_chameleon.blend.token_data import TokenData
+from megatron_chameleon.checkpoint.huggingface_folder import is_huggingface_folder
+from megatron_chameleon.checkpoint.huggingface_weights import HuggingFaceWeights
+from megatron_chameleon.checkpoint.load import load_weights
 from megatron_chameleon.checkpoint.reader import shape_of
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
 from megatron_chameleon.options.training import PretrainOptions
+from megatron_chameleon.training.pretrained_tokens import require_meaning
 
 FLAG = "--pretrained-checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A checkpoint that fits the run which starts from its weights.
+    """Trained weights that fit the run which starts from them.
 
-    The shape is the checkpoint's: its position table may be longer than the run's samples.
+    Attributes:
+        where: they lie.
+        source: what is read: a checkpoint, or what is taken of a Hugging Face folder.
+        shape: of the run's model. Its position table may be longer than the run's samples.
+        hash: hex SHA-256 of the weights, wherever they lie.
     """
 
-    checkpoint: CheckpointRecord
+    where: Path
+    source: CheckpointRecord | HuggingFaceWeights
     shape: ModelShape
+    hash: str
 
     def inputs(self) -> dict[str, str]:
         """What the run's provenance says of it."""
-        return {"pretrained checkpoint": self.checkpoint.hash}
+        return {"pretrained checkpoint": self.hash}
+
+    def load(self, model: Sequence[torch.nn.Module]) -> None:
+        """Read the weights into ``model``, this rank's chunks."""
+        if isinstance(self.source, HuggingFaceWeights):
+            self.source.load(model)
+        else:
+            load_weights(self.source, model)
+
+    @property
+    def lines(self) -> list[str]:
+        """What a run says that starts from it."""
+        is_folder = isinstance(self.source, HuggingFaceWeights)
+        more = self.source.left_out if isinstance(self.source, HuggingFaceWeights) else []
+        what = "the Hugging Face folder " if is_folder else ""
+        return [f"starting from the weights of {what}{self.where}", *more]
 
 
-def find_pretrained(
-    options: PretrainOptions, size: ModelSize, data: TokenData
-) -> Pretrained | None:
+def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | None:
     """What --pretrained-checkpoint names, if it is given.
 
     Args:
         options: of the run that starts.
-        size: what --model-size names.
         data: what the run is trained on.
 
     Raises:
-        UserError: if it is no whole checkpoint, or of another size, tokenizer or vocabulary than
-            the run, or made for shorter samples.
+        UserError: if it is no whole checkpoint and no GPT-2 folder, of another size than
+            --model-size asks for, of another tokenizer or too small a vocabulary, or made for
+            shorter samples.
     """
     path = options.pretrained_checkpoint
     if path is None:
         return None
-    checkpoint = CheckpointRecord.load(find_checkpoint(path, FLAG))
-    shape = shape_of(checkpoint)
-    _require_size(checkpoint.root, shape.size, size, options.model_size)
-    _require_tokens(checkpoint, shape, data)
-    longest = shape.max_sequence_length
+    found = _of_folder(path, options, data) if _is_folder(path) else _of_checkpoint(path, data)
+    if options.model_size is not None:
+        _require_size(found, model_size(options.model_size), options.model_size)
+    longest = found.shape.max_sequence_length
     if options.seq_length > longest:
         raise UserError(
             f"--seq-length {options.seq_length} is longer than the {longest} positions that "
-            f"{checkpoint.root} was trained with ({FLAG}); give {longest} or fewer"
+            f"{found.where} was trained with ({FLAG}); give {longest} or fewer"
         )
-    return Pretrained(checkpoint, shape)
+    if isinstance(found.source, HuggingFaceWeights):
+        found.source.read()  # refuses tensors that do not fit, before anything is written
+    return found
 
 
-def _require_size(where: Path, found: ModelSize, wanted: ModelSize, name: str) -> None:
-    for field in dataclasses.fields(ModelSize):
-        has, asked = getattr(found, field.name), getattr(wanted, field.name)
-        if has != asked:
-            raise UserError(
-                f"{where} has {field.name} {has}, --model-size {name} asks for {asked}; "
-                f"give the size that it was trained with, or another {FLAG}"
-            )
+def _is_folder(path: Path) -> bool:
+    return not (path / CheckpointRecord.FILE_NAME).is_file() and is_huggingface_folder(path)
 
 
-def _require_tokens(checkpoint: CheckpointRecord, shape: ModelShape, data: TokenData) -> None:
-    where, tokenizer = checkpoint.root, data.tokenizer
-    if checkpoint.tokenizer_hash != tokenizer.sha256:
+def _of_checkpoint(path: Path, data: TokenData) -> Pretrained:
+    checkpoint = CheckpointRecord.load(find_checkpoint(path, FLAG))
+    shape, where = shape_of(checkpoint), checkpoint.root
+    if checkpoint.tokenizer_hash != data.tokenizer.sha256:
         raise UserError(
             f"{where} was trained with another tokenizer than {data.where} was made with; "
             f"preprocess the text with that tokenizer (--tokenizer-model), or give another {FLAG}"
         )
-    if shape.vocab_size != tokenizer.vocab_size:
+    if shape.vocab_size != data.tokenizer.vocab_size:
         raise UserError(
             f"{where} has a vocabulary of {shape.vocab_size}, {data.where} one of "
-            f"{tokenizer.vocab_size}; give another {FLAG}"
+            f"{data.tokenizer.vocab_size}; give another {FLAG}"
         )
+    return Pretrained(where, checkpoint, shape, checkpoint.hash)
+
+
+def _of_folder(path: Path, options: PretrainOptions, data: TokenData) -> Pretrained:
+    weights = HuggingFaceWeights.find(path)
+    wanted, rows = data.tokenizer.vocab_size, weights.config.vocab_size
+    if rows < wanted:
+        raise UserError(
+            f"{weights.config_file}: a vocabulary of {rows} is too small for {data.where}, whose "
+            f"tokenizer has {wanted} tokens; preprocess the text with the model's own tokenizer "
+            f"(--tokenizer-model), or give another {FLAG}"
+        )
+    require_meaning(path, options, data)
+    weights = dataclasses.replace(weights, vocab_size=wanted)
+    return Pretrained(path, weights, weights.shape, weights.hash())
+
+
+def _require_size(found: Pretrained, wanted: ModelSize, name: str) -> None:
+    for field in dataclasses.fields(ModelSize):
+        has, asked = getattr(found.shape.size, field.name), getattr(wanted, field.name)
+        if has != asked:
+            raise UserError(
+                f"{found.where} has {field.name} {has}, --model-size {name} asks for {asked}; "
+                f"leave --model-size out, which takes the size from there, or give another {FLAG}"
+            )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.profiling import ProfilingOptions
 from megatron_chameleon.parallel.layout import Layout
 
@@ -39,14 +41,17 @@ class StepProfiler:
         return self.finish(steps_done)
 
     def finish(self, steps_done: int) -> Path | None:
-        """End the trace whatever the step, if one is being made; the file."""
-        if self._running is None:
+        """End the trace whatever the step, if one is being made; the file, if it can be written."""
+        trace, self._running = self._running, None
+        if trace is None:
             return None
-        self._running.stop()
+        trace.stop()
         first = self._options.profile_step_start + 1
         path = self._folder / f"steps-{first}-to-{steps_done}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            self._running.export_chrome_trace(os.fspath(temporary))
-        self._running = None
+        try:
+            with replacing(path) as temporary:
+                trace.export_chrome_trace(os.fspath(temporary))
+        except (OSError, UserError) as error:
+            warnings.warn(f"no trace of --profile: {error}", stacklevel=2)
+            return None
         return path

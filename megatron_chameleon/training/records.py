@@ -155,9 +155,12 @@ class RunRecords:
         flops = training_flops(self.plan.shape, tokens, self.plan.options.seq_length)
         return self.stopwatch.cost(flops + self.extra_flops, self.layout.world_size)
 
-    def last_checkpoint(self) -> str | None:
-        """The folder of the last checkpoint of the run, if it has one."""
+    def last_checkpoint(self, before_step: int | None = None) -> str | None:
+        """The folder of the run's last checkpoint, or of the last from before a step, if any."""
         folders = checkpoint_folders(self.plan.options.run_dir)
+        if before_step is not None:
+            end = step_folder(self.plan.options.run_dir, before_step)
+            folders = [folder for folder in folders if folder < end]
         return str(folders[-1]) if folders else None
 
     def seconds(self) -> float:

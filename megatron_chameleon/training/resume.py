@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import warnings
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts.checkpoint import (
+    FOLDER_NAME,
     CheckpointRecord,
     CheckpointWarning,
     checkpoint_folders,
 )
 from megatron_chameleon.artifacts.checkpoint_upkeep import go_back_to, remove_leftovers_of_run
-from megatron_chameleon.artifacts.files import writing
+from megatron_chameleon.artifacts.files import put_all_back, writing
 from megatron_chameleon.artifacts.provenance import plain_options
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, keep_metrics_until
 from megatron_chameleon.blend.dataset import BlendedTokens
@@ -22,7 +23,7 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.whole_checkpoint import Found, newest_whole_checkpoint
+from megatron_chameleon.training.whole_checkpoint import newest_whole_checkpoint
 
 # These may differ when a run is continued: they change nothing of what is computed. The data, the
 # first mixture and the weights that the run started from are compared by their hashes, wherever
@@ -46,6 +47,7 @@ FREE_OPTIONS = (
     "overwrite",
     "compile_layers",
     "deterministic",
+    "dry_first_step",
     "parallel",
     "checkpointing",
     "guards",
@@ -58,10 +60,14 @@ FREE_OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a run stands: its last record, if any, and the checkpoint it goes on from."""
+    """Where a run stands: its last record, if any, and the checkpoint it goes on from.
+
+    ``problems`` says what is wrong with newer checkpoints, if there are any.
+    """
 
     run: TrainingRun | None = None
     checkpoint: CheckpointRecord | None = None
+    problems: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -75,26 +81,30 @@ class Progress:
 
 
 def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
-    """Look into the run's folder and make it ready. Every rank calls this.
+    """Look into the run's folder, and change nothing. Every rank calls this.
 
-    A damaged checkpoint is passed over for the one before, with a :class:`CheckpointWarning`.
+    A damaged checkpoint is passed over for the one before. Only one that a killed save had set
+    aside gets its name back.
 
     Raises:
         UserError: on every rank, if the folder holds a run of other options, corpus or mixture, or
-            all its checkpoints are damaged. Nothing has been changed then.
+            all its checkpoints are damaged.
     """
     run = from_main(lambda: _find_run(plan))
     if run is None:
         return Progress()
     found = newest_whole_checkpoint(plan.options.run_dir, layout)
-    return from_main(lambda: _go_on(plan, run, found))
+    if found.checkpoint:
+        _require_same_optimizer(plan, found.checkpoint)
+    resumed_schedule(plan, found.checkpoint)  # refuses what does not fit
+    return Progress(run, found.checkpoint, tuple(found.problems))
 
 
 def _find_run(plan: TrainingPlan) -> TrainingRun | None:
     """The run that the folder holds; None if it is to start."""
     folder = plan.options.run_dir
     if plan.options.overwrite and TrainingRun.exists(folder):
-        shutil.rmtree(folder)
+        return None
     if not TrainingRun.exists(folder):
         if checkpoint_folders(folder):
             raise UserError(
@@ -104,27 +114,36 @@ def _find_run(plan: TrainingPlan) -> TrainingRun | None:
         return None
     run = TrainingRun.load(folder)
     _require_same(plan, run)
+    with writing(folder):
+        put_all_back(folder / FOLDER_NAME)
     return run
 
 
-def _go_on(plan: TrainingPlan, run: TrainingRun, found: Found) -> Progress:
-    """Take the run back to the checkpoint that it goes on from."""
-    folder, progress = plan.options.run_dir, Progress(run, found.checkpoint)
-    if found.checkpoint:
-        _require_same_optimizer(plan, found.checkpoint)
-    resumed_schedule(plan, found.checkpoint)  # refuses what does not fit, before anything is cut
+def go_back(progress: Progress, run_dir: Path) -> None:
+    """Take the run in ``run_dir`` back to the step of ``progress``. Every rank calls this.
+
+    What was logged later is dropped; newer checkpoints get other names, with a
+    :class:`CheckpointWarning` if they are damaged.
+
+    Raises:
+        UserError: on every rank, if the folder cannot be written.
+    """
+    if progress.run is not None:
+        from_main(lambda: _go_back(progress, run_dir))
+
+
+def _go_back(progress: Progress, folder: Path) -> None:
     with writing(folder):
-        moved = go_back_to(folder, progress.step) if found.checkpoint else []
-    if found.problems:
+        moved = go_back_to(folder, progress.step) if progress.checkpoint else []
+    if progress.problems:
         warnings.warn(
-            f"{found.problems[0]}: going on from step {progress.step}; kept as "
+            f"{progress.problems[0]}: going on from step {progress.step}; kept as "
             f"{', '.join(map(str, moved))}",
             CheckpointWarning,
             stacklevel=2,
         )
     remove_leftovers_of_run(folder)
     keep_metrics_until(folder / METRICS_NAME, progress.step)
-    return progress
 
 
 def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) -> MixtureSchedule:

@@ -14,7 +14,6 @@ from megatron_chameleon.training.metrics import (
     Interval,
     IntervalMeter,
     Speed,
-    memory_bytes,
     progress_line,
     validation_line,
 )
@@ -125,7 +124,6 @@ class RunLog:
             **({"skipped": [step.record() for step in skipped]} if skipped else {}),
             "tflops_per_second_per_device": speed.tflops,
             **({"mfu": speed.mfu} if speed.mfu is not None else {}),
-            "memory_bytes": memory_bytes(self._layout.device),
             **({"hook": dict(standing.hook)} if standing.hook else {}),
             "drawn": {
                 name: {"asked": round(d.asked), "got": d.got, "epochs": round(d.epochs, 4)}

@@ -6,6 +6,9 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
+
+from megatron_chameleon.options.data import Permutation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +31,66 @@ class SkippedStep:
         """One line a person can read."""
         return f"step {self.step} skipped: {self.reason}; {_domains([self])}"
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> dict[str, Any]:
         """The same for metrics.jsonl, where what is not finite is null."""
         return dataclasses.asdict(self)
 
+    def saved(self) -> dict[str, Any]:
+        """The same for a checkpoint, as JSON values: a loss that is not finite is null."""
+        losses = {name: _finite(loss) for name, loss in self.domain_loss.items()}
+        return {**dataclasses.asdict(self), "domain_loss": losses}
 
-def streak_message(streak: Sequence[SkippedStep], last_checkpoint: str | None) -> str:
-    """What is said where a run gives up after the steps of ``streak``."""
+    @classmethod
+    def restored(cls, saved: dict[str, Any]) -> SkippedStep:
+        """What :meth:`saved` gave, its losses NaN where they were not finite."""
+        losses = {n: math.nan if x is None else x for n, x in saved["domain_loss"].items()}
+        return cls(**{**saved, "domain_loss": losses})
+
+
+def streak_message(
+    streak: Sequence[SkippedStep],
+    checkpoint: str | None,
+    permutation: Permutation,
+    *,
+    is_newest: bool = True,
+    hook_mixes: bool = False,
+) -> str:
+    """What is said where a run gives up after the steps of ``streak``.
+
+    Args:
+        streak: steps skipped in a row.
+        checkpoint: the last one from before them, if there is one.
+        permutation: what the run's samples are ordered by.
+        is_newest: whether the run goes on from that checkpoint, and not from one among the steps.
+        hook_mixes: whether a hook decides on the mixture.
+    """
     first, last = streak[0], streak[-1]
-    saved = f"the last checkpoint before them is {last_checkpoint}"
+    saved = f"the last checkpoint before them is {checkpoint}"
+    if not is_newest:
+        saved += " (to go on from there, write its name into the file 'latest' beside it)"
     return (
         f"{len(streak)} steps in a row were skipped, {first.step} to {last.step}, the last because "
         f"{last.reason}; their samples come from {_domains(streak)}; "
-        f"{saved if last_checkpoint else 'there is no checkpoint before them'}; lower --lr or "
-        "lengthen --lr-warmup-iters in a new run, or look at these domains and draw others from "
-        f"step {first.step - 1} on (--mixture-change)"
+        f"{saved if checkpoint else 'there is no checkpoint before them'}; lower --lr or lengthen "
+        "--lr-warmup-iters in a new run, or look at these domains and draw others "
+        f"{_other_draws(first.step - 1, permutation, hook_mixes)}"
     )
+
+
+def _other_draws(step: int, permutation: Permutation, hook_mixes: bool) -> str:
+    """How other domains are drawn from ``step`` on, or from the start where the run cannot."""
+    if hook_mixes or not step:
+        return "in a new run (--mixture)"
+    if permutation == "megatron":
+        return (
+            "in a new run: from the start (--mixture), or from this step on (--permutation epoch "
+            f"--mixture-change {step}=MIXTURE)"
+        )
+    return f"from step {step} on (--mixture-change {step}=MIXTURE)"
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
 
 
 def _domains(steps: Sequence[SkippedStep]) -> str:

@@ -18,7 +18,7 @@ class StepResult:
     Attributes:
         domain_sums: [k, 3] in float64 over this rank's micro-batches: per domain, summed loss,
             tokens that have one, and tokens drawn; zero on ranks that are not in the last pipeline
-            stage.
+            stage, and the same on tensor-parallel ranks.
         grad_norm: global norm of the gradient, before clipping.
         skipped: whether the optimizer refused to update the model.
     """

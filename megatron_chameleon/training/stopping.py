@@ -11,7 +11,8 @@ from megatron_chameleon.options.stopping import StoppingOptions
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 OUT_OF_TIME = "--exit-duration-in-mins"
-REASONS = (*(number.name for number in SIGNALS), OUT_OF_TIME)
+SIGNAL_NAMES = tuple(number.name for number in SIGNALS)
+REASONS = (*SIGNAL_NAMES, OUT_OF_TIME)
 """Why a run may stop, in the order of :meth:`StopRequests.flags`."""
 # A terminal's Ctrl-C reaches a rank twice, from the terminal and from torchrun; so does what a
 # scheduler sends to all processes of a job. What comes this soon after the first is no second wish.
@@ -22,7 +23,7 @@ class StopRequests:
     """Takes the signals that ask for a stop, while it is entered, and watches the clock.
 
     The first signal is only noted: the step is finished, and all ranks leave together. A second one
-    ends this process at once, as Ctrl-C does elsewhere.
+    ends this process at once, as Ctrl-C does elsewhere. The clock runs from the making of it.
 
     It belongs to the main thread, which alone may take signals.
     """
@@ -33,9 +34,13 @@ class StopRequests:
         self._signals: dict[str, float] = {}
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Self:
+    def take_signals(self) -> None:
+        """Take them from now on, until it is exited or the process ends."""
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
+
+    def __enter__(self) -> Self:
+        self.take_signals()
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_chameleon.checkpoint.load import load_training, load_weights
+from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.state import State, training_state
 from megatron_chameleon.model.compiled_layers import compile_layers
 from megatron_chameleon.model.gpt import build_model_chunks, unwrap
@@ -53,10 +53,12 @@ def build_trained_model(
         per_token_loss=options.boundaries.eod_mask_loss
         or (hook is not None and hook.combines_gradients),
         recompute=options.parallel.recompute,
+        # On the CPU all is deterministic, and the bits are those of a run without the option.
+        deterministic=options.deterministic and layout.device.type == "cuda",
     )
     if plan.pretrained and not progress.checkpoint:
         # Before the optimizer, which takes its main weights from the model's.
-        load_weights(plan.pretrained.checkpoint, chunks)
+        plan.pretrained.load(chunks)
     if options.compile_layers:
         for chunk in chunks:
             compile_layers(unwrap(chunk))

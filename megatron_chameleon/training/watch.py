@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,34 +22,47 @@ from megatron_chameleon.training.resume import Progress
 MakeHook = Callable[[TrainingPlan, Layout], TrainingHook]
 
 
-def make_hook(
-    make: MakeHook | None, plan: TrainingPlan, layout: Layout, progress: Progress
-) -> TrainingHook | None:
-    """The hook of a run, as it was when the run's last checkpoint was written.
+def make_hook(make: MakeHook | None, plan: TrainingPlan, layout: Layout) -> TrainingHook | None:
+    """The hook of a run, as it is before the first step.
 
     Raises:
-        UserError: if the checkpoint was watched by another hook, or the hook changes the mixture
-            and the run's order of samples does not allow it.
+        UserError: if the hook changes the mixture and the run's order of samples does not allow it,
+            or the options change it too.
     """
     hook = make(plan, layout) if make else None
-    saved = progress.checkpoint.hook if progress.checkpoint else None
-    if progress.checkpoint and (saved and saved.name) != (hook and _name(hook)):
+    if hook is None or not hook.mixture_interval:
+        return hook
+    if plan.options.data.permutation == "megatron":
+        raise UserError(
+            f"{_name(hook)} changes the mixture, which Megatron's order of samples does not allow; "
+            "give --permutation epoch"
+        )
+    if plan.options.data.mixture_change:
+        raise UserError(
+            f"{_name(hook)} changes the mixture by itself, and what --mixture-change plans would "
+            "be lost; leave --mixture-change out"
+        )
+    return hook
+
+
+def load_hook(hook: TrainingHook | None, progress: Progress) -> None:
+    """Take the hook of a run to where it was when the run's last checkpoint was written.
+
+    Raises:
+        UserError: if the checkpoint was watched by another hook.
+    """
+    if progress.checkpoint is None:
+        return
+    saved = progress.checkpoint.hook
+    if (saved and saved.name) != (hook and _name(hook)):
         raise UserError(
             f"{progress.checkpoint.root} was written by a run of "
             f"{saved.name if saved else 'plain training'}, not of "
             f"{_name(hook) if hook else 'plain training'}; choose another --run-dir, or give "
             "--overwrite to start anew"
         )
-    if hook is None:
-        return None
-    if hook.mixture_interval and plan.options.data.permutation == "megatron":
-        raise UserError(
-            f"{_name(hook)} changes the mixture, which Megatron's order of samples does not allow; "
-            "give --permutation epoch"
-        )
-    if saved:
+    if hook and saved:
         hook.load_state_dict(saved.state)
-    return hook
 
 
 class Watch:
@@ -64,22 +78,47 @@ class Watch:
         self._hook, self._passes, self._records = hook, passes, records
         self._hooked = HookedPasses(hook, passes, records.plan.shape, records.layout)
         self._flops_counted = hook.flops
+        self._before_step: dict[str, Any] = {}
 
     def forward_backward(self, batches: Iterator[Batch], step: int) -> torch.Tensor:
         """As :meth:`Passes.forward_backward`; ``step`` steps are done before it."""
         self._change_mixture(step)
+        self._before_step = self._state()
         sums = self._hooked.forward_backward(batches, step)
         self._records.extra_flops += self._hook.flops - self._flops_counted
         self._flops_counted = self._hook.flops
         return sums
+
+    def take_back(self) -> None:
+        """Undo what the hook made of the last step, which did not update the model.
+
+        The loss or gradient of such a step may be no number, and the hook's state with it.
+        """
+        self._hook.load_state_dict(self._before_step)
 
     def metrics(self) -> dict[str, Any]:
         """What the hook has for the log."""
         return self._hook.metrics()
 
     def state(self) -> HookState:
-        """What a checkpoint keeps of the hook."""
-        return HookState(_name(self._hook), self._hook.state_dict())
+        """What a checkpoint keeps of the hook; later steps do not change it.
+
+        Raises:
+            UserError: on every rank, if the hook's state is not of JSON values.
+        """
+        return HookState(_name(self._hook), self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """A copy of the hook's state, as a continued run would read it."""
+        state = self._hook.state_dict()
+        try:
+            copy: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{_name(self._hook)}.state_dict() gives what a checkpoint cannot hold ({error}); "
+                "give finite numbers, texts, lists and dictionaries"
+            ) from error
+        return copy
 
     def _change_mixture(self, step: int) -> None:
         """Before the step and not after the one before: a checkpoint in between has neither."""

@@ -6,11 +6,9 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.parallel.layout import Layout, from_main
+from megatron_chameleon.parallel.layout import Layout, from_main, on_every_rank
 from megatron_chameleon.progress import progress_bar
 
 
@@ -55,13 +53,5 @@ def verify_together(checkpoint: CheckpointRecord, layout: Layout) -> None:
     share = layout.rank, layout.world_size
     total = checkpoint.share_bytes(*share)
     what = f"verifying step {checkpoint.step}"
-    problem: str | None = None
     with progress_bar(total, "B", what, quiet=not layout.is_main) as bar:
-        try:
-            checkpoint.verify(*share, bar.update)
-        except UserError as error:
-            problem = str(error)
-    found: list[str | None] = [None] * layout.world_size
-    dist.all_gather_object(found, problem)
-    if any(found):
-        raise UserError(next(filter(None, found)))
+        on_every_rank(lambda: checkpoint.verify(*share, bar.update))

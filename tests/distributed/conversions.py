@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import shutil
 from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
@@ -17,13 +22,16 @@ from megatron_chameleon.methods.chameleon import compute_mixture
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.training.loop import pretrain
 from tests.distributed.layout_cases import (
+    ADDED_ROWS,
     NARROW_MULTIPLE,
     NARROW_RUN,
     REWRITTEN,
     Places,
     mixture_options,
     perplexity_options,
+    tuning_options,
 )
 
 
@@ -32,6 +40,23 @@ def convert_run(places: Places) -> None:
     folder = places.huggingface("one")
     convert_to_huggingface(ToHuggingFaceOptions(places.run("one"), folder))
     convert_from_huggingface(FromHuggingFaceOptions(folder, places.from_huggingface("one")))
+
+
+def pad_folder(places: Places) -> None:
+    """The folder of the run 'one' with more rows than the tokenizer has tokens."""
+    shutil.copytree(places.huggingface("one"), places.padded)
+    weights, config = places.padded / "model.safetensors", places.padded / "config.json"
+    tensors = load_file(weights)
+    rows = tensors["transformer.wte.weight"]
+    padded = torch.cat([rows, torch.ones(ADDED_ROWS, rows.size(1))])
+    save_file({**tensors, "transformer.wte.weight": padded}, weights)
+    body = json.loads(config.read_text())
+    config.write_text(json.dumps({**body, "vocab_size": padded.size(0)}))
+
+
+def train_tuned(places: Places, name: str) -> None:
+    """Train from the folder, or from the checkpoint made of it."""
+    pretrain(tuning_options(places, name))
 
 
 def rewrite(places: Places, name: str) -> None:

@@ -7,8 +7,10 @@ import dataclasses
 from tests.distributed.layout_cases import (
     DP2,
     DP2_SHARDED,
+    DP2_SHARDED_OVERLAPPED,
     ONE,
     PP2,
+    PP2_DP2_OVERLAPPED,
     SP2,
     TP2_DP2_SHARDED,
     TP2_PP2,
@@ -17,14 +19,16 @@ from tests.distributed.layout_cases import (
 )
 
 _LAYOUTS = {
-    "weigher": {"one": ONE, "sp2": SP2, "tp2-pp2": TP2_PP2, "dp2": DP2},
+    "weigher": {"one": ONE, "sp2": SP2, "vpp2": VPP2, "tp2-pp2": TP2_PP2, "dp2": DP2},
     "combiner": {
         "one": ONE,
         "sp2": SP2,
         "vpp2": VPP2,
         "tp2-pp2": TP2_PP2,
         "dp2": DP2,
+        "dp2-sharded-overlapped": DP2_SHARDED_OVERLAPPED,
         "tp2-dp2-sharded": TP2_DP2_SHARDED,
+        "pp2-dp2-overlapped": PP2_DP2_OVERLAPPED,
     },
     "changer": {"one": ONE, "pp2": PP2, "dp2-sharded": DP2_SHARDED},
 }

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from typing import TYPE_CHECKING
 
+from megatron_chameleon.artifacts.files import write_json
 from megatron_chameleon.options.data import DataOptions
 from tests.distributed.hooked_cases import HOOKED, HOOKED_AGAIN
 from tests.distributed.layout_cases import SAVE_INTERVAL, Case, Places, training_options
+
+if TYPE_CHECKING:
+    from megatron_chameleon.parallel.layout import Layout
+    from megatron_chameleon.training.hook import TrainingHook
+    from megatron_chameleon.training.plan import TrainingPlan
 
 
 def train_hooked(places: Places, name: str) -> None:
@@ -30,4 +38,13 @@ def _train(places: Places, name: str, hook: str, case: Case) -> None:
     options = dataclasses.replace(
         training_options(places, name, case), data=DataOptions(permutation=case.permutation)
     )
-    pretrain(options, HOOKS[hook])
+    hooks: list[TrainingHook] = []
+
+    def make(plan: TrainingPlan, layout: Layout) -> TrainingHook:
+        hooks.append(HOOKS[hook](plan, layout))
+        return hooks[0]
+
+    pretrain(options, make)
+    folder = places.hook_flops(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{os.environ['RANK']}.json", hooks[0].flops)

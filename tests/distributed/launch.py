@@ -94,7 +94,9 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 def environment() -> Mapping[str, str]:
     """This process's environment without what a launcher set, one thread a rank, and no GPU.
 
-    There may be one, but not one for each rank; what is tested here are ranks over gloo.
+    There may be one, but not one for each rank; what is tested here are ranks over gloo. There
+    parallel/cpu.py lets nothing be compiled; torch is told before it imports its compiler, which
+    takes each rank a second.
     """
     kept = {
         name: value
@@ -104,6 +106,7 @@ def environment() -> Mapping[str, str]:
     return {
         **kept,
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPOSITORY),
     }

@@ -16,6 +16,7 @@ from megatron_chameleon.options.parallel import ParallelOptions, TrainingParalle
 from megatron_chameleon.options.recompute import RecomputeOptions
 from megatron_chameleon.options.training import (
     DocumentBoundaryOptions,
+    DryFirstStep,
     OptimizerOptions,
     PretrainOptions,
 )
@@ -35,6 +36,7 @@ class Case:
     bf16: bool = False
     permutation: Permutation = "megatron"
     """In the orders that allow it, the weights change twice."""
+    dry_first_step: DryFirstStep = "auto"
 
 
 VIRTUAL: dict[str, Any] = {
@@ -149,6 +151,14 @@ RUNS_CHANGING = {
 }
 """Runs whose weights change before and after the checkpoint in their middle."""
 
+RUNS_DRY = {
+    f"{name}-dry": dataclasses.replace(RUNS[name], dry_first_step="on")
+    for name in ("dp2-sharded", "tp2-pp2", "vpp2-dp2-overlapped-full")
+}
+"""Runs that begin with a dry step."""
+RESUMED_DRY = {f"{name}-resumed": name.removesuffix("-dry") for name in RUNS_DRY}
+"""Runs that begin with one where they go on from the middle of another of their layout."""
+
 NARROW_RUN = "tp2-narrow"
 """TP2 with an embedding padded to an even number of rows, where the others have 256."""
 NARROW_MULTIPLE = 2
@@ -184,6 +194,13 @@ UNREPAIRED = ("no-repair", "zero-state-only", "shared-step-count")
 REWRITTEN = {"tp2-pp2": TP2_PP2, "sp2": SP2, "vpp2": VPP2, NARROW_RUN: TP2}
 """Layouts that read the checkpoint made of the folder of the run 'one', and write one each; the
 last with another padding of the embedding."""
+
+
+TUNED = {"tuned": ONE, "tuned-tp2-pp2": TP2_PP2, "tuned-vpp2": VPP2}
+"""Runs that start from the folder of the run 'one', with rows added to its vocabulary."""
+TUNED_FROM_CHECKPOINT = "tuned-from-checkpoint"
+"""One that starts from the checkpoint made of that folder, without the rows."""
+ADDED_ROWS = 61
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +248,11 @@ class Places:
         """The Hugging Face folder made of a run, or of a checkpoint that a layout has rewritten."""
         return self.root / "huggingface" / name
 
+    @property
+    def padded(self) -> Path:
+        """The folder of the run 'one' with rows in its vocabulary that no token has."""
+        return self.huggingface("one-padded")
+
     def from_huggingface(self, name: str) -> Path:
         """The checkpoint made of the folder of the run 'one', as one rank or a layout wrote it."""
         return self.root / "from-huggingface" / name
@@ -253,6 +275,10 @@ class Places:
         """How a run without repairs ended, where it did not end well."""
         return self.root / "failures" / f"{name}.txt"
 
+    def hook_flops(self, run: str) -> Path:
+        """What the hook of a run has spent by each rank's count, one file a rank."""
+        return self.root / "hook-flops" / run
+
     def done(self, section: str) -> Path:
         """Marks a section of the ranks' work as done."""
         return self.root / "done" / section
@@ -273,6 +299,7 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
         global_batch_size=8,
         micro_batch_size=case.micro_batch_size,
         bf16=case.bf16,
+        dry_first_step=case.dry_first_step,
         log_interval=1,
         save_interval=SAVE_INTERVAL,
         boundaries=case.boundaries,
@@ -287,6 +314,18 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
             adam_eps=1e-4,
         ),
         parallel=case.parallel,
+    )
+
+
+def tuning_options(places: Places, name: str) -> PretrainOptions:
+    """A run from trained weights that are not those of its seed."""
+    is_folder = name in TUNED
+    return dataclasses.replace(
+        training_options(places, name, TUNED[name] if is_folder else ONE),
+        model_size=None,
+        seed=99,
+        train_iters=3,
+        pretrained_checkpoint=places.padded if is_folder else places.from_huggingface("one"),
     )
 
 

@@ -4,7 +4,7 @@ Starting ranks takes far longer than what they do here, so all sections share on
 for fewer ranks is done by the first of them while the others go ahead to the next section that
 needs them. Process groups are made and taken down by the product itself, section by section.
 
-Imports wait for their functions: saving a checkpoint starts a process that imports this file.
+Imports wait for their functions: a rank has what its sections need, when it comes to them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ from tests.distributed.layout_cases import (
     NARROW_RUN,
     READINGS,
     RESUMED,
+    RESUMED_DRY,
     REWRITTEN,
     RUNS,
     RUNS_APART,
     RUNS_BF16,
     RUNS_CHANGING,
+    RUNS_DRY,
     SAVE_INTERVAL,
     TP2,
+    TUNED,
+    TUNED_FROM_CHECKPOINT,
     UNREPAIRED,
     Case,
     Places,
@@ -46,6 +50,7 @@ from tests.distributed.layout_cases import (
     perplexity_options,
     training_options,
 )
+from tests.distributed.peak_cases import PEAKS, measure_peak
 from tests.distributed.saving_cases import SAVING
 from tests.distributed.saving_ranks import train_saving
 from tests.distributed.watched_cases import WATCHED
@@ -69,7 +74,7 @@ class Section:
 
 def all_sections(places: Places) -> Iterator[Section]:
     """Everything that the tests look at, in an order in which nothing is needed too early."""
-    for name, case in {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING}.items():
+    for name, case in {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING, **RUNS_DRY}.items():
         yield Section(name, case.ranks, partial(train, places, name, case))
     yield Section(NARROW_RUN, TP2.ranks, partial(train_narrow, places))
     for name, case in WATCHED.items():
@@ -82,6 +87,11 @@ def all_sections(places: Places) -> Iterator[Section]:
         yield Section(name, saving.case.ranks, partial(train_saving, places, name))
     for name, (origin, case) in RESUMED.items():
         yield Section(name, case.ranks, partial(resume, places, name, origin, case))
+    for name, origin in RESUMED_DRY.items():
+        case = RUNS_DRY[f"{origin}-dry"]
+        yield Section(name, case.ranks, partial(resume, places, name, origin, case))
+    for name, case in PEAKS.items():
+        yield Section(name, case.ranks, partial(measure_peak, places, name))
     for name in UNREPAIRED:
         yield Section(name, DP2_SHARDED.ranks, partial(resume_unrepaired, places, name))
     for name, reading in READINGS.items():
@@ -91,6 +101,10 @@ def all_sections(places: Places) -> Iterator[Section]:
         yield Section(f"evaluate-{name}", ranks, partial(evaluate, places, name))
     yield Section("reference", 1, partial(read_plainly, places))
     yield Section("convert-one", 1, partial(convert_run, places))
+    yield Section("pad", 1, partial(pad_folder, places))
+    for name in (*TUNED, TUNED_FROM_CHECKPOINT):
+        ranks = TUNED[name].ranks if name in TUNED else 1
+        yield Section(name, ranks, partial(train_tuned, places, name))
     for name, case in REWRITTEN.items():
         yield Section(f"rewrite-{name}", case.ranks, partial(rewrite, places, name))
         yield Section(f"convert-{name}", 1, partial(convert_rewritten, places, name))
@@ -196,6 +210,18 @@ def convert_run(places: Places) -> None:
     from tests.distributed import conversions
 
     conversions.convert_run(places)
+
+
+def pad_folder(places: Places) -> None:
+    from tests.distributed import conversions
+
+    conversions.pad_folder(places)
+
+
+def train_tuned(places: Places, name: str) -> None:
+    from tests.distributed import conversions
+
+    conversions.train_tuned(places, name)
 
 
 def rewrite(places: Places, name: str) -> None:

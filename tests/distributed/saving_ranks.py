@@ -1,16 +1,18 @@
-"""What the ranks of saving_cases.py do; as a program, what the ranks of a run that is killed do.
+"""What the ranks of saving_cases.py do; as a program, launches of a run whose ranks are killed.
 
-    torchrun saving_ranks.py ROOT NAME MOMENT
+    python saving_ranks.py ROOT NAME MOMENT...
 
-trains the run NAME below ROOT and kills rank 1, with SIGKILL, at a moment: "in-save", when it has
-written its part of the checkpoint of step 6 and before it tells so; "beside-training", before the
-tenth step, while the checkpoint of the ninth is being written; or "never".
+launches the run NAME below ROOT once for each moment, on two ranks, and kills rank 1 with SIGKILL
+then: "in-save", when it has written its part of the checkpoint of step 6 and before it tells so;
+"beside-training", before the tenth step, while the checkpoint of the ninth is being written; or
+"never". What each launch says, and what it leaves behind, lies in ROOT/NAME-MOMENT.log and .json.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import sys
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME, checkpoint_folders
+from tests.distributed.forked import launch_forked
 from tests.distributed.layout_cases import Places
 from tests.distributed.saving_cases import (
     FULL_FROM,
@@ -31,6 +35,7 @@ from tests.distributed.saving_cases import (
 )
 from tests.full_disk import largest_file_size
 
+NUM_RANKS = 2
 KILLED_RANK = 1
 SECONDS_OF_A_SLOW_WRITE = 3.0
 WRITER = "megatron_chameleon.checkpoint.write"
@@ -65,7 +70,6 @@ def before_steps(acts: dict[int, Callable[[], object]], first: int = 1) -> Itera
 
 def train_and_be_killed(places: Places, name: str, moment: str) -> None:
     """Go on with the run ``name``, and kill rank 1 at the moment."""
-    from megatron_chameleon.artifacts.checkpoint import checkpoint_folders
     from megatron_chameleon.training.loop import pretrain
 
     done = len(checkpoint_folders(places.run(name))) * 3
@@ -113,5 +117,17 @@ def slow_writes() -> Iterator[None]:
         yield
 
 
+def launch_and_tell(places: Places, name: str, moment: str) -> None:
+    """Launch the run once, and write down how that ended."""
+    log = places.root / f"{name}-{moment}.log"
+    status = launch_forked(NUM_RANKS, log, train_and_be_killed, places, name, moment)
+    left = sorted(path.name for path in (places.run(name) / FOLDER_NAME).iterdir())
+    log.with_suffix(".json").write_text(json.dumps({"status": status, "left": left}))
+
+
 if __name__ == "__main__":
-    train_and_be_killed(Places(Path(sys.argv[1])), *sys.argv[2:])
+    import megatron_chameleon.training.loop  # noqa: F401  (for all of the launches, once)
+
+    root, run, *moments = sys.argv[1:]
+    for moment in moments:
+        launch_and_tell(Places(Path(root)), run, moment)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,21 @@ def test_the_mixture_follows_the_hook(results: Results) -> None:
     changed = np.array([list(phase.weights.values()) for phase in run.mixture_phases[1:]])
     np.testing.assert_allclose(changed, weights[[3, 7]], atol=1e-6)
     assert np.ptp(changed[1]) > 0.01
+
+
+@pytest.mark.parametrize("run", HOOKED)
+def test_every_rank_counts_the_same_cost(results: Results, run: str) -> None:
+    told = results.metrics(run)[-1]["hook"]["flops"]
+    files = list(results.places.hook_flops(run).iterdir())
+    assert len(files) == HOOKED[run][1].ranks
+    assert {json.loads(file.read_text()) for file in files} == {told}
+
+
+def test_only_pipelines_have_to_fill_up(results: Results) -> None:
+    for run, (hook, case) in HOOKED.items():
+        if hook == "combiner":
+            flops = results.metrics(run)[-1]["hook"]["flops"]
+            assert (flops > 0) == (case.parallel.pipeline_model_parallel_size > 1), run
 
 
 def test_looking_at_the_losses_costs_a_forward_pass(results: Results) -> None:

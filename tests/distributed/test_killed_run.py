@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import checkpoint_folders, step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
+from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from tests.distributed.launch import (
     finish,
     flags,
@@ -22,10 +26,11 @@ from tests.distributed.launch import (
     torchrun,
     wait_for_step,
 )
-from tests.distributed.layout_cases import SAVE_INTERVAL, TP2, TRAIN_ITERS, training_options
+from tests.distributed.layout_cases import ONE, SAVE_INTERVAL, TP2, TRAIN_ITERS, training_options
 
 SECONDS = 120.0
 SECONDS_TO_BRING_ALL_DOWN = 60.0
+SECONDS_TO_BE_GONE = 10.0
 KILLED_AFTER_STEP = SAVE_INTERVAL + 2
 
 
@@ -105,3 +110,28 @@ def test_its_record_counts_every_token_once(results, continued):
     run = TrainingRun.load(continued)
     assert run.status == "finished"
     assert run.domain_tokens == TrainingRun.load(results.places.run("tp2")).domain_tokens
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_no_process_outlives_a_killed_rank(places, tmp_path, monkeypatch, async_save):
+    """Without a launcher that would end what is left; megatron's saving would leave a server."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    checkpointing = CheckpointingOptions(async_save=async_save)
+    options = dataclasses.replace(
+        training_options(places, f"killed-alone-{async_save}", ONE),
+        save_interval=2,
+        checkpointing=checkpointing,
+    )
+    log = tmp_path / "log"
+    process = start([sys.executable, "tools/pretrain_gpt.py", *flags(options)], log)
+    try:
+        wait_for_step(log, 5, process)
+        begun = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        _, left = psutil.wait_procs(begun, timeout=SECONDS_TO_BE_GONE)
+        assert [other.cmdline() for other in left] == []
+    finally:
+        kill_group(process)
+    assert checkpoint_folders(options.run_dir)  # it had saved
+    assert not list(tmp_path.glob("pymp-*"))

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from megatron_chameleon.artifacts import CheckpointRecord
-from tests.distributed.layout_cases import LAYERS, REWRITTEN
+from tests.distributed.layout_cases import LAYERS, REWRITTEN, TUNED, TUNED_FROM_CHECKPOINT
 from tests.small_corpus import VOCAB_SIZE
 
 
@@ -50,3 +50,13 @@ def test_perplexities_by_the_converted_checkpoint_are_those_by_the_run(results):
 def test_weights_by_the_converted_checkpoint_are_those_by_the_run(results, layer):
     converted, original = results.mixture("converted", layer), results.mixture("one", layer)
     assert converted.weights == original.weights
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_a_run_that_starts_from_a_folder_is_that_from_its_checkpoint(results, name):
+    expected, found = results.metrics(TUNED_FROM_CHECKPOINT), results.metrics(name)
+    trained, untrained = results.metrics("one")[-1]["loss"], results.metrics("one")[0]["loss"]
+    assert expected[0]["loss"] < (trained + untrained) / 2
+    for one, other in zip(expected, found, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=0, abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,11 @@ from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME, checkpoint_folders, step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from tests.distributed.conftest import CLOCK_FIELDS
-from tests.distributed.launch import finish, start, torchrun
+from tests.distributed.launch import finish, start
 from tests.distributed.layout_cases import SAVE_INTERVAL, TRAIN_ITERS
 from tests.distributed.saving_cases import SAVING
 
-SECONDS = 120.0
-NUM_RANKS = 2
+SECONDS = 240.0
 FULL = [name for name, case in SAVING.items() if case.full_rank is not None]
 
 
@@ -80,20 +81,20 @@ class Killed:
 @pytest.fixture(scope="module")
 def killed(places) -> dict[str, Killed]:
     """One run, killed in the middle of two saves and then left to end."""
-    return {moment: start_once(places, moment) for moment in MOMENTS}
+    log = places.root / f"{NAME}.log"
+    script = Path(__file__).with_name("saving_ranks.py")
+    command = [sys.executable, str(script), str(places.root), NAME, *MOMENTS]
+    assert finish(start(command, log), SECONDS) == 0, log.read_text()
+    return {moment: killed_then(places, moment) for moment in MOMENTS}
 
 
 MOMENTS = ("in-save", "beside-training", "never")
 NAME = "killed-in-saves"
 
 
-def start_once(places, moment: str) -> Killed:
+def killed_then(places, moment: str) -> Killed:
     log = places.root / f"{NAME}-{moment}.log"
-    script = Path(__file__).with_name("saving_ranks.py")
-    command = torchrun(NUM_RANKS, script, str(places.root), NAME, moment)
-    status = finish(start(command, log), SECONDS)
-    left = sorted(path.name for path in (places.run(NAME) / FOLDER_NAME).iterdir())
-    return Killed(status, log.read_text(), left)
+    return Killed(said=log.read_text(), **json.loads(log.with_suffix(".json").read_text()))
 
 
 @pytest.mark.parametrize(

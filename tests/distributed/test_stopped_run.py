@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from tests.distributed.launch import (
     torchrun,
     wait_for_step,
 )
-from tests.distributed.layout_cases import TP2, training_options
+from tests.distributed.layout_cases import ONE, TP2, training_options
 
 SECONDS = 120.0
 TRAIN_ITERS = 400
@@ -69,17 +72,23 @@ class StoppedRun:
 
 @pytest.fixture(scope="module")
 def stopped(places) -> dict[str, Stopped]:
-    """Three starts of one run, each ended in another way."""
+    """Four starts of one run, each ended in another way."""
     run = StoppedRun(places)
     one_rank = run.stop_by(lambda pid: os.kill(rank_process(pid, rank=1), signal.SIGUSR1), steps=2)
+    terminal = run.stop_by(lambda pid: os.killpg(pid, signal.SIGINT), steps=2)
     launcher = run.stop_by(lambda pid: os.kill(pid, signal.SIGTERM), steps=2)
     run.log.unlink()
     process = start(run.command("--exit-duration-in-mins", "0.0001"), run.log)
     duration = run.end(finish(process, SECONDS))
-    return {"SIGUSR1": one_rank, "SIGTERM": launcher, "--exit-duration-in-mins": duration}
+    return {
+        "SIGUSR1": one_rank,
+        "SIGINT": terminal,
+        "SIGTERM": launcher,
+        "--exit-duration-in-mins": duration,
+    }
 
 
-@pytest.mark.parametrize("reason", ["SIGUSR1", "SIGTERM", "--exit-duration-in-mins"])
+@pytest.mark.parametrize("reason", ["SIGUSR1", "SIGINT", "SIGTERM", "--exit-duration-in-mins"])
 def test_all_ranks_stop_at_one_step_and_save_it(stopped, reason):
     found = stopped[reason]
     assert (found.run.status, found.run.stopped_by) == ("interrupted", reason), found.said
@@ -98,11 +107,37 @@ def test_time_that_is_up_ends_with_status_0(stopped):
 
 def test_torchrun_tells_of_the_signal_by_its_own_status(stopped):
     assert stopped["SIGTERM"].status != 0
+    assert stopped["SIGINT"].status != 0
 
 
 def test_each_start_goes_on_where_the_one_before_stopped(stopped):
     steps = [found.run.step for found in stopped.values()]
-    assert 2 <= steps[0] < steps[1] == steps[2] - 1
-    assert f"continuing at step {steps[0]}:" in stopped["SIGTERM"].said
+    assert 2 <= steps[0] < steps[1] < steps[2] == steps[3] - 1
+    assert f"continuing at step {steps[0]}:" in stopped["SIGINT"].said
     lines = [line["step"] for line in stopped["--exit-duration-in-mins"].run.metrics()]
-    assert lines == list(range(1, steps[2] + 1))
+    assert lines == list(range(1, steps[3] + 1))
+
+
+def test_a_signal_that_comes_while_the_libraries_are_imported_is_not_lost(places):
+    options = training_options(places, "asked-early", ONE)
+    log = places.root / "asked-early.log"
+    process = start([sys.executable, "tools/pretrain_gpt.py", *flags(options)], log)
+    try:
+        wait_until_taken(signal.SIGUSR1, process.pid)
+        os.kill(process.pid, signal.SIGUSR1)
+    finally:
+        status = finish(process, SECONDS)
+    assert status == 0, log.read_text()
+    assert f"stopped by SIGUSR1 before step 1 of {options.train_iters}" in log.read_text()
+    assert not places.run("asked-early").exists()
+
+
+def wait_until_taken(number: int, pid: int) -> None:
+    """Wait until the process handles the signal, which would end it before."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+        if caught and int(caught[1], 16) & 1 << number - 1:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"the process does not take signal {number}")

@@ -7,7 +7,7 @@ import pytest
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import checkpoint_folders, step_folder
 from tests.distributed.layout_cases import TRAIN_ITERS
-from tests.distributed.watched_cases import BAD_STEPS, EVAL_INTERVAL, WATCHED
+from tests.distributed.watched_cases import BAD_STEPS, EVAL_INTERVAL, WATCHED, plain_run
 
 TOLERANCE = 1e-5
 MORE_FIELDS = ("validation_loss", "skipped_steps", "skipped")
@@ -15,7 +15,7 @@ MORE_FIELDS = ("validation_loss", "skipped_steps", "skipped")
 
 @pytest.mark.parametrize("name", WATCHED)
 def test_validation_leaves_the_losses_as_they_are(results, name):
-    plain, watched = results.metrics(name.removesuffix("-watched")), results.metrics(name)
+    plain, watched = results.metrics(plain_run(name)), results.metrics(name)
     for one, other in zip(plain[: BAD_STEPS[0] - 1], watched, strict=False):
         assert {k: v for k, v in other.items() if k not in MORE_FIELDS} == {
             k: v for k, v in one.items() if k not in MORE_FIELDS

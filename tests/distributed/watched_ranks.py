@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from tests.distributed.layout_cases import Places
-from tests.distributed.watched_cases import BAD_STEPS, WATCHED, watched_options
+from tests.distributed.watched_cases import BAD_STEPS, COPIES, WATCHED, watched_options
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ def train_watched(places: Places, name: str) -> None:
 
     def train_step(model: Sequence[torch.nn.Module], *others: Any) -> StepResult:
         bad = next(steps) in BAD_STEPS and on_last_rank
-        handle = poison(model[-1]) if bad else None
+        handle = poison(model[-1], is_copy=name in COPIES) if bad else None
         result = step.train_step(model, *others)
         if handle:
             handle.remove()
@@ -37,10 +37,14 @@ def train_watched(places: Places, name: str) -> None:
         pretrain(watched_options(places, name))
 
 
-def poison(model: torch.nn.Module) -> Any:
-    """Spoil the gradient of a matrix, of which each rank has its own part.
+def poison(model: torch.nn.Module, *, is_copy: bool) -> Any:
+    """Spoil the gradient of a matrix, of which each rank has its own part, or a rank's copy.
 
-    Of what tensor-parallel ranks hold alike, the norm counts the first rank's copy alone.
+    Copies are what tensor-parallel ranks hold alike; the last rank's is not the first one's.
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    return matrices[-1].register_hook(lambda gradient: gradient * float("nan"))
+    from megatron_chameleon.model.initialization import partition_dimension
+
+    own = [p for p in model.parameters() if p.dim() == 2]
+    copies = [p for p in model.parameters() if p.dim() == 1 and partition_dimension(p) is None]
+    spoiled = (copies if is_copy else own)[-1]
+    return spoiled.register_hook(lambda gradient: gradient * float("nan"))

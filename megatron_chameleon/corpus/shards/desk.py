@@ -35,6 +35,12 @@ def desk_in(folder: Path) -> Iterator[Path]:
         shutil.rmtree(desk, ignore_errors=True)
 
 
+def elsewhere_in(folder: Path) -> list[str]:
+    """Names of the desks in ``folder`` of other machines: in use, or left by killed processes."""
+    here = _prefix()
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(here))
+
+
 def try_lock(descriptor: int, kind: int) -> bool | None:
     """Lock a folder without waiting: whether it worked, None where this disk has no locks."""
     try:
@@ -46,15 +52,19 @@ def try_lock(descriptor: int, kind: int) -> bool | None:
     return True
 
 
+def _prefix() -> str:
+    """What the names of this machine's desks begin with."""
+    return f"{socket.gethostname()}-"
+
+
 def _new_desk(folder: Path) -> tuple[Path, int]:
     """A new desk and the descriptor that holds its lock, once the deserted ones are removed."""
-    host = socket.gethostname()
-    name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = f"{_prefix()}{os.getpid()}-{secrets.token_hex(4)}"
     for _ in range(_ATTEMPTS):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _opened(folder) as whole:
-                return folder / name, _made_and_locked(name, whole, f"{host}-")
+                return folder / name, _made_and_locked(name, whole, _prefix())
         except (FileNotFoundError, FileExistsError) as error:
             # Somebody who left has found the folder empty, and removed it.
             problem = error

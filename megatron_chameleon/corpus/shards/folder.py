@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron_chameleon.artifacts.corpus import FILE_NAME
 from megatron_chameleon.artifacts.files import flush_to_disk, sha256_of_files, writing
-from megatron_chameleon.corpus.shards.desk import desk_in, try_lock
+from megatron_chameleon.corpus.shards.desk import desk_in, elsewhere_in, try_lock
 from megatron_chameleon.corpus.shards.plan import Plan
 from megatron_chameleon.corpus.tokenization.file import FILE_NAMES as TOKENIZER_NAMES
 from megatron_chameleon.errors import UserError
@@ -120,6 +120,13 @@ class CorpusFolder:
         is_there = published.exists() and corpus.exists()
         if is_there and published.read_text() == sha256_of_files(corpus):
             self.remove_work()
+
+    def left_elsewhere(self) -> list[str]:
+        """Names of what processes of other machines have half-written.
+
+        Nobody here can tell whether they are at work or were killed.
+        """
+        return elsewhere_in(self.desk.parent)
 
     def remove_work(self) -> None:
         """Remove all shards and the plan."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -104,3 +106,37 @@ def test_counts_out_of_range_are_refused(sample):
 def test_refuses_what_is_no_blend(arguments, problem):
     with pytest.raises(ValueError, match=problem):
         ImplicitBlendingIndices(*arguments)
+
+
+def test_two_threads_read_what_one_does():
+    """As a prefetching thread does while the run asks how far each domain has come."""
+    num_samples, step, batch = 102_400, 128, 8
+    weights = [0.4, 0.3, 0.2, 0.1]
+    index, numbers = build_blending_indices(weights, num_samples)
+    chosen = np.arange(4) == index.reshape(-1, step)[..., None]
+    expected = np.concatenate([np.zeros((1, 4), np.int64), chosen.sum(1).cumsum(0)])
+    implicit = ImplicitBlendingIndices(weights, num_samples)
+    wrong: list[str] = []
+    read = 0
+
+    def read_all():
+        nonlocal read
+        for start in range(0, num_samples, batch):
+            samples = np.arange(start, start + batch)
+            found = implicit.indices(samples)
+            right = index[samples], numbers[samples]
+            if not np.array_equal(np.stack(found), np.stack(right)):
+                wrong.append(f"samples from {start} on")
+            read = start + batch
+
+    thread = threading.Thread(target=read_all)
+    thread.start()
+    asked = 0
+    while thread.is_alive():
+        asked, done = asked + 1, read // step
+        for steps in (max(done - 1, 0), done):
+            if not np.array_equal(implicit.counts(steps * step), expected[steps]):
+                wrong.append(f"counts before step {steps}")
+    thread.join()
+    assert asked > 100
+    assert wrong == []

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import re
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -73,6 +77,14 @@ def test_the_record_lists_every_file_and_its_hash(saved):
     record.verify()
 
 
+def test_saving_leaves_no_process_beside_this_one(one_rank, tmp_path):
+    """megatron would start a server for its results, which outlives a rank that is killed."""
+    before = psutil.Process().children(recursive=True)
+    model = build_model(SHAPE, one_rank, seed=5)
+    save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
+    assert psutil.Process().children(recursive=True) == before
+
+
 def test_weights_in_bf16_are_read_in_fp32(one_rank, tmp_path):
     model = build_model(SHAPE, one_rank, seed=5, bf16=True)
     save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
@@ -113,6 +125,28 @@ def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_clears_up(
     save_checkpoint(model_state([model]), record)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     CheckpointRecord.load(record.root).verify()
+
+
+def test_a_step_saved_again_that_cannot_be_put_in_place_leaves_the_old_one(
+    one_rank, saved, monkeypatch
+):
+    _, old = saved
+    real = os.replace
+
+    def refuse(source, target):
+        if Path(target) == old.root and Path(source).name.endswith(".tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    model = build_model(SHAPE, one_rank, seed=6)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refuse)
+        with pytest.raises(UserError, match=r"Input/output error.* earlier checkpoints are as"):
+            save_checkpoint(model_state([model]), old)
+    assert [path.name for path in old.root.parent.iterdir()] == ["step"]
+    found = CheckpointRecord.load(old.root)
+    found.verify()
+    assert found.hash == old.hash
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import resource
 import runpy
 import shutil
 import stat
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
-from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.artifacts import CheckpointRecord, provenance
 from megatron_chameleon.artifacts.checkpoint import FILE_NAME
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.convert import (
@@ -225,9 +229,7 @@ def test_a_tokenizer_that_transformers_cannot_open_is_told(folder, tmp_path, kin
         asked["tiktoken_pattern"] = "gpt2"
     convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "checkpoint", **asked))
     capsys.readouterr()
-    convert_to_huggingface(
-        ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back", **asked)
-    )
+    convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
     told = f"which AutoTokenizer does not read: encode with the package {kind}\n"
     assert told in capsys.readouterr().out
     (copy,) = (tmp_path / "back").glob("tokenizer.*")
@@ -334,6 +336,20 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path
         convert_from_huggingface(options)
 
 
+def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
+    """As of the many public models that have a round number of rows."""
+    given = tmp_path / "small.json"
+    given.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 20, EOD))
+    options = FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=given)
+    convert_from_huggingface(options)
+    assert "the last 20 of its 300 rows of embedding are left out: " in capsys.readouterr().out
+    shape = shape_of(CheckpointRecord.load(tmp_path / "checkpoint"))
+    assert shape.vocab_size == VOCAB_SIZE - 20
+    convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
+    expected = tensors_in(folder)["transformer.wte.weight"][: VOCAB_SIZE - 20]
+    assert torch.equal(tensors_in(tmp_path / "back")["transformer.wte.weight"], expected)
+
+
 def test_the_tokenizer_of_another_model_is_refused(converted, tmp_path):
     given = tmp_path / "other.json"
     given.write_bytes(byte_level_bpe(iter(TEXTS[:9]), 280, EOD))
@@ -375,6 +391,139 @@ def test_the_tokenizer_of_megatrons_own_data_sets_is_found(converted, made, tmp_
     record = made_with(converted, corpus=None, data={"tokenizer_model": str(made)})
     options = ToHuggingFaceOptions(converted.root, tmp_path / "out")
     assert find_tokenizer(options, record).sha256 == record.tokenizer_hash
+
+
+def test_an_end_of_documents_that_only_a_corpus_knows_is_told(converted, made, tmp_path):
+    record = made_with(converted, corpus=str(tmp_path / "gone"), data={"eod_token": "not of it"})
+    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=made)
+    with pytest.warns(UserWarning, match=r"<\|endoftext\|> is taken; give --eod-token"):
+        assert find_tokenizer(options, record).sha256 == record.tokenizer_hash
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find_tokenizer(dataclasses.replace(options, eod_token=EOD), record)
+
+
+@pytest.fixture
+def ended_otherwise(folder):
+    """The folder of a model whose documents end with </s>, in whose tokenizer <|endoftext|> is."""
+    tokenizer = Tokenizer.from_str(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 1, EOD).decode())
+    assert tokenizer.add_special_tokens(["</s>"]) == 1
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_the_end_of_documents_is_what_the_checkpoint_was_made_with(ended_otherwise, tmp_path):
+    checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+    convert_from_huggingface(FromHuggingFaceOptions(ended_otherwise, checkpoint, eod_token="</s>"))
+    convert_to_huggingface(ToHuggingFaceOptions(checkpoint, back))
+    assert json.loads((back / "config.json").read_text())["eos_token_id"] == VOCAB_SIZE - 1
+    assert transformers.AutoTokenizer.from_pretrained(back).eos_token == "</s>"
+    given = ToHuggingFaceOptions(checkpoint, back, eod_token=EOD, overwrite=True)
+    convert_to_huggingface(given)
+    assert transformers.AutoTokenizer.from_pretrained(back).eos_token == EOD
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_the_end_of_documents_of_megatrons_own_data_sets_is_known(
+    converted, ended_otherwise, tmp_path, is_given
+):
+    record = dataclasses.replace(
+        converted, tokenizer_hash=load_tokenizer(ended_otherwise, "</s>").sha256
+    )
+    data = {"tokenizer_model": str(ended_otherwise), "eod_token": "</s>"}
+    record = made_with(record, corpus=None, data=data)
+    given = ended_otherwise if is_given else None
+    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=given)
+    assert find_tokenizer(options, record).eod_id == VOCAB_SIZE - 1
+
+
+def test_the_pattern_of_a_tiktoken_file_is_what_the_checkpoint_was_made_with(folder, tmp_path):
+    given = write_tiktoken(folder / "tokenizer.json", tmp_path / "t.tiktoken")
+    options = FromHuggingFaceOptions(
+        folder, tmp_path / "checkpoint", tokenizer_model=given, tiktoken_pattern="gpt2"
+    )
+    convert_from_huggingface(options)
+    record = CheckpointRecord.load(options.output)
+    found = find_tokenizer(ToHuggingFaceOptions(options.output, tmp_path / "back"), record)
+    assert found.sha256 == record.tokenizer_hash
+
+
+@pytest.mark.parametrize("by", ["model", "corpus"])
+def test_a_relative_path_is_followed_from_where_it_was_given(converted, tmp_path, monkeypatch, by):
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "corpus").mkdir(parents=True)
+    here.mkdir()
+    file = word_tokenizer(there / "corpus" / "tokenizer.json")
+    corpus = write_small_corpus(there / "corpus", tokenizer_hash=sha256_of_files(file))
+    record = dataclasses.replace(converted, tokenizer_hash=corpus.tokenizer.sha256)
+    given = Path(os.path.relpath(corpus.root if by == "corpus" else file, there))
+    monkeypatch.chdir(there)
+    made_by = provenance(ToHuggingFaceOptions(Path("run"), Path("out")), {})
+    record = made_with(dataclasses.replace(record, provenance=made_by), **{by: str(given)})
+    monkeypatch.chdir(here)
+    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", eod_token=None)
+    assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256
+    there.rename(tmp_path / "moved")
+    told = f"is no longer at {there / given}; give it, .*by --tokenizer-model"
+    with pytest.raises(UserError, match=told):
+        find_tokenizer(options, record)
+    monkeypatch.chdir(tmp_path / "moved")  # all of it has moved
+    assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256
+
+
+@pytest.mark.parametrize("option", ["tiktoken_pattern", "eod_token"])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_what_a_corpus_says_itself_is_refused(converted, tmp_path, option, is_given):
+    corpus = write_small_corpus(tmp_path).root
+    record = made_with(converted, corpus=str(corpus))
+    options = ToHuggingFaceOptions(
+        converted.root, tmp_path / "out", tokenizer_model=corpus if is_given else None
+    )
+    given: dict[str, Any] = {option: "gpt2"}
+    options = dataclasses.replace(options, **given)
+    told = f"--{option.replace('_', '-')} gpt2: the corpus {corpus} says it itself; leave the"
+    with pytest.raises(UserError, match=told):
+        find_tokenizer(options, record)
+
+
+def test_a_model_whose_replacement_was_killed_is_not_replaced_unasked(converted, made, tmp_path):
+    output = tmp_path / "out"
+    back = FromHuggingFaceOptions(made, output)
+    to = ToHuggingFaceOptions(converted.root, output)
+    for convert in (lambda: convert_from_huggingface(back), lambda: convert_to_huggingface(to)):
+        convert()
+        output.rename(tmp_path / ".out.replaced")
+        with pytest.raises(UserError, match="or --overwrite to replace"):
+            convert()
+        shutil.rmtree(output)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["to", "from"])
+def test_a_replacement_that_fails_leaves_what_was_there(
+    made, converted, tmp_path, monkeypatch, command
+):
+    output = tmp_path / "out"
+    to = ToHuggingFaceOptions(converted.root, output, overwrite=True)
+    back = FromHuggingFaceOptions(made, output, overwrite=True)
+    convert = {
+        "to": lambda: convert_to_huggingface(to),
+        "from": lambda: convert_from_huggingface(back),
+    }[command]
+    convert()
+    (output / "mine").write_text("of before")
+    real = os.replace
+
+    def refuse(source, target):
+        if Path(target) == output and Path(source).name.endswith(".tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(UserError, match=f"cannot write .*{output}.*Input/output error"):
+        convert()
+    assert list(tmp_path.iterdir()) == [output]
+    assert (output / "mine").exists()
 
 
 @pytest.mark.parametrize(
@@ -454,9 +603,10 @@ def test_weights_that_cannot_be_written_are_refused_by_name(tmp_path, made, valu
     assert not (tmp_path / "out").exists()
 
 
-def test_a_size_that_is_none_is_refused(converted, exported):
-    with pytest.raises(UserError, match=r"--max-shard-size many: .* as in 5GB"):
-        exported(max_shard_size="many")
+@pytest.mark.parametrize("size", ["many", "-5GB", " 0 KB", "0.0MB", "nanGB", "infGB", "5"])
+def test_a_size_that_is_none_is_refused(converted, exported, size):
+    with pytest.raises(UserError, match=rf"--max-shard-size {size}: .* as in 5GB"):
+        exported(max_shard_size=size)
 
 
 def test_the_tool_converts_both_ways(made, tmp_path, monkeypatch, capsys):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import pickle
 
 import pytest
 import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.checkpoint.checked_reading import CheckedLoadStrategy
 from megatron_chameleon.checkpoint.load import load_training, load_weights
-from megatron_chameleon.checkpoint.pickled_index import INDEX_NAME, check_index
+from megatron_chameleon.checkpoint.pickled_index import INDEX_NAME, read_index
 from megatron_chameleon.checkpoint.reader import open_reader
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from tests.unit.checkpoint.pickled_code import PickledCode
+from tests.unit.checkpoint.pickled_code import PickledCode, index_of_two_readings
 from tests.unit.checkpoint.test_checkpoint_round_trip import OPTIONS, SHAPE, record_at, train
 
 
@@ -45,9 +49,196 @@ def test_code_in_the_index_is_refused_and_not_run(one_rank, record, tmp_path):
 def test_code_in_the_small_values_is_refused_and_not_run(one_rank, record, tmp_path):
     trace = tmp_path / "ran"
     torch.save({"scheduler": PickledCode(trace)}, record.root / "common.pt")
-    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
+    told = (
+        r"cannot read .*step/common\.pt \(.*mkdir.*\): it is damaged, or made to run code .*; use"
+    )
+    with pytest.raises(UserError, match=told) as refused:
         open_reader(record, one_rank)
+    assert "\n" not in str(refused.value)
+    assert "weights_only" not in str(refused.value)  # torch's advice is to run it
     assert not trace.exists()
+    # What would have been run otherwise:
+    torch.load(record.root / "common.pt", weights_only=False)
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"no pickle", pickle.dumps([1])])
+def test_damaged_small_values_are_told_in_one_line(one_rank, record, content):
+    (record.root / "common.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"cannot read .*common\.pt \(.+\): it is") as refused:
+        open_reader(record, one_rank)
+    assert "\n" not in str(refused.value)
+
+
+def test_small_values_that_are_gone_are_told_in_one_line(one_rank, record):
+    (record.root / "common.pt").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*common\.pt \(No such file or directory\)"):
+        open_reader(record, one_rank)
+
+
+def replace_value(record, name, content, entry=None):
+    """Make the index say that ``name`` lies in a file of its own, which holds ``content``."""
+    torch.save(content, record.root / "__9_0.distcp")
+    with (record.root / INDEX_NAME).open("rb") as stream:
+        index = pickle.load(stream)
+    size = (record.root / "__9_0.distcp").stat().st_size
+    (place,) = (place for place in index.storage_data if place.fqn == name)
+    stored = index.storage_data.pop(place)
+    if entry is not None:
+        index.state_dict_metadata[name] = entry
+        place = dataclasses.replace(place, offset=None, index=None)
+    index.storage_data[place] = dataclasses.replace(
+        stored, relative_path="__9_0.distcp", offset=0, length=size
+    )
+    (record.root / INDEX_NAME).write_bytes(pickle.dumps(index))
+
+
+def trainer_of(layout):
+    """A model, its optimizer and its schedule, after a step."""
+    model = data_parallel([build_model(SHAPE, layout, seed=1)], layout, bf16=False)
+    optimizer = build_optimizer(model, OPTIONS, layout, bf16=False)
+    trainer = model, optimizer, build_scheduler(optimizer, OPTIONS, train_iters=10)
+    train(trainer, 1, 2)
+    return trainer
+
+
+NAME = "embedding.word_embeddings.weight"
+
+
+def test_code_in_the_place_of_a_tensor_is_refused_and_not_run(one_rank, record, tmp_path):
+    trace = tmp_path / "ran"
+    replace_value(record, NAME, PickledCode(trace))
+    told = r"cannot read .*step \(it asks for posix\.mkdir\): it is damaged, or made to run code"
+    with pytest.raises(UserError, match=told) as refused:
+        open_reader(record, one_rank)
+    assert "\n" not in str(refused.value)
+    assert not trace.exists()
+
+
+def entry_of_bytes():
+    """torch unpickles bytes with all that is in them; a size makes megatron take them."""
+    entry = BytesStorageMetadata()
+    vars(entry)["size"] = torch.Size([128, SHAPE.size.hidden_size])
+    return entry
+
+
+def weights_wanted(model):
+    wanted = model_state([model])["model0"]
+    return {"model0": {name: v for name, v in wanted.items() if "_extra_state" not in name}}
+
+
+def test_an_index_that_calls_a_tensor_something_else_is_refused(one_rank, record, tmp_path):
+    trace = tmp_path / "ran"
+    replace_value(record, NAME, PickledCode(trace), entry_of_bytes())
+    model = build_model(SHAPE, one_rank, seed=0)
+    with pytest.raises(UserError, match=rf"not the index .*{NAME} is no tensor in it"):
+        load_weights(record, [model])
+    assert not trace.exists()
+    # What would have been run otherwise:
+    with contextlib.suppress(Exception, CheckpointException):
+        dist_checkpointing.load(weights_wanted(model), str(record.root))
+    assert trace.exists()
+
+
+def test_what_is_no_tensor_is_not_unpickled_whatever_the_index_says(one_rank, record, tmp_path):
+    trace = tmp_path / "ran"
+    replace_value(record, NAME, PickledCode(trace), entry_of_bytes())
+    with (record.root / INDEX_NAME).open("rb") as stream:
+        strategy = CheckedLoadStrategy(pickle.load(stream))
+    wanted = weights_wanted(build_model(SHAPE, one_rank, seed=0))
+    with pytest.raises(CheckpointException, match=f"{NAME} is no tensor in it"):
+        dist_checkpointing.load(wanted, str(record.root), strategy)
+    assert not trace.exists()
+
+
+@pytest.fixture
+def kept_layouts():
+    """What the pickle of two readings changes, as it was."""
+    changed = vars(torch.serialization._get_layout)
+    before = {**changed, "cache": dict(changed["cache"])}
+    yield
+    changed.clear()
+    changed.update(before)
+
+
+def test_an_index_that_reads_as_another_the_second_time_is_refused(
+    one_rank, record, tmp_path, kept_layouts
+):
+    trace, path = tmp_path / "ran", record.root / INDEX_NAME
+    replace_value(record, NAME, PickledCode(trace), entry_of_bytes())
+    with path.open("rb") as stream:
+        index = pickle.load(stream)
+    entry = index.state_dict_metadata.pop(NAME)
+    path.write_bytes(index_of_two_readings(index, NAME, entry))
+    model = build_model(SHAPE, one_rank, seed=0)
+    with pytest.raises(UserError, match=r"not the index .*it changes a function"):
+        load_weights(record, [model])
+    assert not trace.exists()
+    # What would have been run otherwise, though the first reading has nothing wrong in it:
+    assert NAME not in pickle.loads(path.read_bytes()).state_dict_metadata
+    with contextlib.suppress(Exception, CheckpointException):
+        dist_checkpointing.load(weights_wanted(model), str(record.root))
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("load", [load_weights, load_training])
+def test_the_index_is_read_once(one_rank, tmp_path, monkeypatch, load):
+    trainer = trainer_of(one_rank)
+    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
+
+    def read_and_gone(folder):
+        index = read_index(folder)
+        (folder / INDEX_NAME).unlink()
+        return index
+
+    monkeypatch.setattr("megatron_chameleon.checkpoint.load.read_index", read_and_gone)
+    record = CheckpointRecord.load(tmp_path / "step")
+    load(record, *(trainer if load is load_training else trainer[:1]))
+    assert not (record.root / INDEX_NAME).exists()
+
+
+METADATA = b"ctorch.distributed.checkpoint.metadata\n"
+FILLED = METADATA + b"BytesStorageMetadata\n)\x81}X\x04\x00\x00\x00sizeK\x01sb"
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "told"),
+    [
+        (METADATA + b"Metadata\n}b.", "it changes a type"),
+        (METADATA + b"_MEM_FORMAT_ENCODING\n}b.", "it changes a EnumType"),
+        (b"ctorch\nSize\n}b.", "it changes a type"),
+        (b"ctorch.serialization\n_get_layout\n}b.", "it changes a function"),
+        (b"ctorch.serialization\n_get_layout\n}}\x86b.", "it changes a function"),
+        (b"ctorch\nfloat32\n}}\x86b.", "it changes a dtype"),
+        (FILLED + b"}b.", "it changes a BytesStorageMetadata"),  # filled twice
+        (METADATA + b"BytesStorageMetadata\n)\x81N}\x86b.", "in a way of its own"),  # by slots
+        (
+            METADATA + b"BytesStorageMetadata\n)\x81}X\x0c\x00\x00\x00__setstate__K\x01sb.",
+            "in a way of its own",
+        ),
+        (b"ctorch\nload\n.", "it asks for torch.load"),
+        (b"ctorch\n_utils\n.", "it asks for torch._utils"),
+    ],
+)
+def test_a_pickle_may_fill_new_records_and_change_nothing_else(tmp_path, opcodes, told):
+    (tmp_path / INDEX_NAME).write_bytes(b"\x80\x02" + opcodes)
+    with pytest.raises(UserError, match=told):
+        read_index(tmp_path)
+
+
+def test_reading_an_index_leaves_torch_as_it_was(record, kept_layouts):
+    cache = vars(torch.serialization._get_layout)["cache"]
+    cache.clear()
+    read_index(record.root)
+    assert not cache
+
+
+def test_a_tensor_file_that_is_cut_off_is_told_in_one_line(one_rank, record):
+    for path in record.root.glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"cannot read .*step \(.+\): it is damaged") as refused:
+        open_reader(record, one_rank)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -56,21 +247,18 @@ def test_code_in_the_small_values_is_refused_and_not_run(one_rank, record, tmp_p
 def test_a_damaged_index_is_told_in_one_line(tmp_path, content):
     (tmp_path / INDEX_NAME).write_bytes(content)
     with pytest.raises(UserError, match=r"\.metadata is not the index of a checkpoint") as refused:
-        check_index(tmp_path)
+        read_index(tmp_path)
     assert "\n" not in str(refused.value)
 
 
 def test_an_index_that_is_gone_is_told_in_one_line(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*\.metadata: No such file"):
-        check_index(tmp_path)
+        read_index(tmp_path)
 
 
 @pytest.mark.parametrize("load", [load_weights, load_training])
 def test_torch_is_never_asked_to_unpickle_anything(one_rank, tmp_path, monkeypatch, load):
-    model = data_parallel([build_model(SHAPE, one_rank, seed=1)], one_rank, bf16=False)
-    optimizer = build_optimizer(model, OPTIONS, one_rank, bf16=False)
-    trainer = model, optimizer, build_scheduler(optimizer, OPTIONS, train_iters=10)
-    train(trainer, 1, 2)
+    trainer = trainer_of(one_rank)
     save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
     asked = []
     real = torch.load

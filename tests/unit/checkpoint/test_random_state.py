@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
-from megatron_chameleon.checkpoint.pickled_index import check_index
+from megatron_chameleon.checkpoint.pickled_index import read_index
 from megatron_chameleon.checkpoint.random_state import (
     loadable_random_states,
     random_states,
@@ -67,10 +67,10 @@ def test_only_what_fits_is_asked_for(one_rank, trainer, tmp_path):
         key, torch.zeros(16, dtype=torch.uint8)
     )
     save_checkpoint(state, record_at(tmp_path / "step"))
-    found = loadable_random_states(check_index(tmp_path / "step"))
+    found = loadable_random_states(read_index(tmp_path / "step"))
     assert set(found) == set(random_states()) - {name}
     save_checkpoint(model_state(trainer[0]), record_at(tmp_path / "weights"))
-    assert loadable_random_states(check_index(tmp_path / "weights")) == {}
+    assert loadable_random_states(read_index(tmp_path / "weights")) == {}
 
 
 def test_some_of_them_can_be_set(one_rank):

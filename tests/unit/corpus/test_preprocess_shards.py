@@ -357,3 +357,22 @@ def test_shards_so_small_that_they_are_too_many_are_refused(one_domain, tmp_path
         stream.truncate(10**9)
     with pytest.raises(UserError, match="--shard-bytes 256 makes 3906250 shards; give a larger"):
         preprocess_data(dataclasses.replace(one_domain, shard_bytes=256))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_what_other_machines_have_left_half_written_is_told(options, count, capsys):
+    desks = options.output / ".partial" / "desks"
+    for number in range(count):
+        (desks / f"elsewhere-{number}" / "000000").mkdir(parents=True)
+    (desks / f"{os.uname().nodename}-dead").mkdir(parents=True)  # of this machine: is removed
+    preprocess_data(options)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "half-written" in line]
+    assert len(printed) == min(count, 1)
+    if count == 0:
+        assert not (options.output / ".partial").exists()
+        return
+    more = " and 2 more" if count == 3 else ""
+    assert f"(elsewhere-0{more}): when none" in printed[0]
+    assert printed[0].endswith(f"remove it by rm -r {options.output / '.partial'}")
+    shutil.rmtree(options.output / ".partial")
+    Corpus.load(options.output).verify()

@@ -126,7 +126,9 @@ def test_it_is_told_how_sure_the_order_is_and_what_more_windows_would_do(compute
     least = min(mixture.outweighs, key=lambda pair: pair[2])
     assert f"{least[0]} outweighs {least[1]} in {least[2]:.0%} of the resamples" in said
     half = max(high - low for low, high in mixture.intervals.values()) / 2
-    needed = int(re.search(r"are few, about ([\d,]+) would do", said)[1].replace(",", ""))
+    found = re.search(r"are few, about ([\d,]+) would do", said)
+    assert found
+    needed = int(found[1].replace(",", ""))
     assert needed == pytest.approx(WINDOWS * (half / 1e-3) ** 2, abs=1)
     compute(weighting=dataclasses.replace(SCALED, precision=0.5))
     assert f"for +-0.5, {WINDOWS} windows of a domain are enough" in capsys.readouterr().out

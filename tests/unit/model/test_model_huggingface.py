@@ -209,6 +209,14 @@ def test_older_folders_are_read_too(tensors):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("name", ["wte.weight", "h.1.ln_2.weight"])
+def test_a_tensor_that_is_there_with_and_without_prefix_is_refused(tensors, name):
+    tensors[name] = tensors[f"transformer.{name}"] + 1
+    told = rf"^there holds both {name} and transformer\.{name}, which are one tensor"
+    with pytest.raises(UserError, match=told):
+        checked_tensors(tensors, SHAPE, "there")
+
+
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [

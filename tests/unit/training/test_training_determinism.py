@@ -10,13 +10,24 @@ from megatron_chameleon.training.determinism import deterministic_algorithms
 
 def test_only_deterministic_algorithms_run_within_the_block(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     with deterministic_algorithms(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["NCCL_ALGO"] == "Ring"
+        assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "1"  # the user's own choice
         with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
             torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_users_choice_of_an_algorithm_stays(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    with deterministic_algorithms(True):
+        assert os.environ["NCCL_ALGO"] == "Tree"
+        assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
 
 
 def test_the_setting_is_as_it_was_after_a_failure():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
@@ -15,64 +15,33 @@ from megatron_chameleon.training import fused_optimizer
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from megatron_chameleon.training.passes import BatchShape, Passes
 from megatron_chameleon.training.step import train_step
+from tests.device_reads import device_reads
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=0, clip_grad=0.1)
 
 
-class ReadsOfValues(TorchDispatchMode):
-    """Counts operations whose result the host has to wait for."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, _types, arguments=(), more=None):
-        self.count += function in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.nonzero.default,
-            torch.ops.aten.equal.default,
-        )
-        return function(*arguments, **(more or {}))
-
-
-def device_reads(step, monkeypatch):
-    """How often the host would wait for a GPU during ``step``.
-
-    ``torch.tensor`` reads tensors that it is given one by one, unseen by dispatch.
-    """
-    constructed: list[torch.Tensor] = []
-    construct = torch.tensor
-
-    def counting(data, **more):
-        constructed.extend(leaf for leaf in tree_leaves(data) if isinstance(leaf, torch.Tensor))
-        return construct(data, **more)
-
-    with monkeypatch.context() as patched, ReadsOfValues() as read:
-        patched.setattr(torch, "tensor", counting)
-        step()
-    return len(constructed) + read.count
-
-
-def micro_batches(count):
+def micro_batches(count, *, masked=False):
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         text = torch.randint(100, (2, 17), generator=generator)
         yield {
             "tokens": text[:, :-1].contiguous(),
             "labels": text[:, 1:].contiguous(),
-            "loss_mask": torch.ones(2, 16),
+            "loss_mask": (text[:, 1:] >= 20 * masked).float(),
             "position_ids": torch.arange(16).repeat(2, 1),
             "domain": torch.zeros(2, dtype=torch.int64),
         }
 
 
-def stepper(layout, *, bf16=False):
-    chunks = data_parallel(build_model_chunks(SHAPE, layout, 0, bf16=bf16), layout, bf16=bf16)
+def stepper(layout, *, bf16=False, masked=False):
+    """With ``masked`` losses, how many tokens have one is known on the device alone."""
+    model = build_model_chunks(SHAPE, layout, 0, bf16=bf16, per_token_loss=masked)
+    chunks = data_parallel(model, layout, bf16=bf16)
     optimizer = build_optimizer(chunks, OPTIONS, layout, bf16=bf16)
     scheduler = build_scheduler(optimizer, OPTIONS, 100)
     passes = Passes(chunks, BatchShape(2, 2, 16), num_domains=1)
-    batches = micro_batches(100)
+    batches = micro_batches(100, masked=masked)
 
     def step():
         return train_step(
@@ -84,10 +53,10 @@ def stepper(layout, *, bf16=False):
 
 def test_a_step_waits_for_the_device_once(one_rank, monkeypatch):
     """For the gradient's norm, whatever the number of parameters and micro-batches."""
-    for bf16 in (False, True):
-        step, _, _ = stepper(one_rank, bf16=bf16)
+    for bf16, masked in itertools.product((False, True), repeat=2):
+        step, _, _ = stepper(one_rank, bf16=bf16, masked=masked)
         step()
-        assert device_reads(step, monkeypatch) == 1, bf16
+        assert device_reads(step, monkeypatch) == 1, (bf16, masked)
 
 
 def test_megatrons_own_functions_wait_for_every_parameter(one_rank, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,11 +11,12 @@ from megatron_chameleon.model.flops import forward_flops, training_flops
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.options.training import OptimizerOptions
-from megatron_chameleon.training.domain_gradients import rows_of_domain
+from megatron_chameleon.training.domain_gradients import micro_batches_of_rows
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.hooked_passes import HookedPasses
 from megatron_chameleon.training.optimizer import build_optimizer, data_parallel
 from megatron_chameleon.training.passes import BatchShape, Passes
+from tests.device_reads import device_reads
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 NUM_DOMAINS, MICRO_BATCHES, ROWS = 4, 3, 2
@@ -230,18 +233,51 @@ def test_samples_that_fill_up_are_counted_as_cost(passes, micro_batches, one_ran
 
 
 @pytest.mark.parametrize("multiple_of", [1, 2, 4])
-def test_rows_of_a_domain_are_all_its_rows_and_no_others(micro_batches, multiple_of):
-    for domain in range(NUM_DOMAINS):
-        parts = rows_of_domain(micro_batches, domain, ROWS, multiple_of)
+def test_micro_batches_of_rows_have_them_all_and_no_others(micro_batches, multiple_of):
+    whole = torch.cat([batch["tokens"] for batch in micro_batches])
+    for rows in ([0, 5], [1, 2, 4], [], [3]):
+        parts = micro_batches_of_rows(micro_batches, rows, ROWS, multiple_of)
         masks = torch.cat([part["loss_mask"] for part in parts])
         tokens = torch.cat([part["tokens"] for part in parts])
-        count = DOMAINS.count(domain)
-        whole = torch.cat([batch["tokens"] for batch in micro_batches])
-        wanted = whole[torch.tensor(DOMAINS) == domain]
-        assert torch.equal(tokens[:count], wanted)
-        assert not masks[count:].any()
+        assert torch.equal(tokens[: len(rows)], whole[rows])
+        assert not masks[len(rows) :].any()
         assert len(tokens) % multiple_of == 0
-        assert 1 <= len(tokens) < count + multiple_of + (count == 0)
+        assert 1 <= len(tokens) < len(rows) + multiple_of + (not rows)
         assert all(1 <= len(part["tokens"]) <= ROWS for part in parts)
     # The micro-batches that were given keep their masks.
     assert all(batch["loss_mask"].any() for batch in micro_batches)
+
+
+def test_a_domain_without_losses_costs_nothing_and_saves_nothing(passes, micro_batches, one_rank):
+    for batch in micro_batches:
+        batch["loss_mask"][batch["domain"] == 1] = 0.0
+    hook = Combiner([1.0] * NUM_DOMAINS)
+    sums, _ = run(hook, passes, micro_batches, one_rank)
+    assert hook.present == [0, 3]
+    assert hook.flops == 0
+    assert sums[:, 2].tolist() == [2 * 16, 3 * 16, 0, 1 * 16]
+
+
+@pytest.mark.parametrize("hook", [Onlooker(), Combiner([1.0] * NUM_DOMAINS)])
+def test_sums_are_of_the_last_stage_alone(one_rank, micro_batches, hook):
+    """As the first of two stages, whose schedule gives no output."""
+
+    class NotTheLast(Passes):
+        def forward_backward(self, *arguments, **more):
+            return torch.zeros_like(super().forward_backward(*arguments, **more))
+
+    passes = build_passes(one_rank, per_token=True)
+    first = NotTheLast(passes.model, passes.shape, NUM_DOMAINS)
+    sums, _ = run(hook, first, micro_batches, dataclasses.replace(one_rank, pipeline_size=2))
+    assert not sums.any()
+
+
+def test_gradients_of_domains_are_read_from_the_device_once(
+    passes, micro_batches, one_rank, monkeypatch
+):
+    """Whatever the domains, the buckets and the micro-batches."""
+    hook = Combiner([1.0] * NUM_DOMAINS)
+    run(hook, passes, micro_batches, one_rank)
+    reads = device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch)
+    # The domains of the samples, their tokens, the hook's weights, and what fills up.
+    assert reads == 4

@@ -14,6 +14,7 @@ from megatron_chameleon.options.logging import LoggingOptions
 from megatron_chameleon.training.loggers import (
     JsonLinesLogger,
     TensorBoardLogger,
+    WandbLogger,
     finite,
     open_loggers,
     scalars,
@@ -166,4 +167,20 @@ def test_weights_and_biases_takes_the_figures(pretrain_options, tmp_path, monkey
     ids = {path.name.rsplit("-", 1)[1] for path in runs}
     assert ids == {(tmp_path / "wandb-id.txt").read_text()}  # the second one goes on with the first
     assert any(b"domain_loss/news" in file.read_bytes() for file in runs[0].glob("*.wandb"))
+    shutil.rmtree(tmp_path / "wandb")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is an extra")
+def test_weights_and_biases_takes_the_steps_that_a_continued_run_does_again(
+    pretrain_options, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    options = pretrain_options(tmp_path, logging=LoggingOptions(False, wandb_project="mixtures"))
+    logger = open_loggers(options, 0)[1]
+    assert isinstance(logger, WandbLogger)
+    for step, loss in ((5, 3.0), (10, 2.0), (5, 1.0)):
+        logger.log(step, {"loss": loss})
+    last = dict(logger._run.summary)  # by wandb's own count it would be of step 10
+    assert (last.get("step"), last.get("loss")) == (5, 1.0)
+    logger.close()
     shutil.rmtree(tmp_path / "wandb")

@@ -111,7 +111,9 @@ def test_the_memory_is_that_of_this_process():
         assert 24 << 20 < memory_bytes(torch.device("cpu")) - before < 256 << 20
 
 
-INTERVAL = Interval(3.14159, {}, {}, {}, grad_norm=0.987, tokens_per_second=12_345.6)
+INTERVAL = Interval(
+    3.14159, {}, {}, {}, grad_norm=0.987, tokens_per_second=12_345.6, memory_bytes=1 << 30
+)
 
 
 def test_the_line_for_people():

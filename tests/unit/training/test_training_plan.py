@@ -15,8 +15,12 @@ from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.options.data import DataOptions, Permutation
+from megatron_chameleon.options.guards import GuardOptions
+from megatron_chameleon.options.logging import LoggingOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
+from megatron_chameleon.options.profiling import ProfilingOptions
 from megatron_chameleon.options.training import OptimizerOptions
+from megatron_chameleon.options.validation import ValidationOptions
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
 from tests.unit.blend.token_files import write_file
@@ -226,6 +230,22 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
         )
         for permutation in FREE
     ),
+    *(
+        ({"profiling": options}, rf"--{flag} 3: there is no trace without --profile; leave it out")
+        for options, flag in (
+            (ProfilingOptions(profile_step_start=3), "profile-step-start"),
+            (ProfilingOptions(profile_step_end=3), "profile-step-end"),
+        )
+    ),
+    ({"validation": ValidationOptions(7)}, "--eval-interval 7: --train-iters 6 end before the fir"),
+    ({"validation": ValidationOptions(0, 7)}, "--eval-iters 7: --eval-interval 0 validates never"),
+    ({"validation": ValidationOptions(eval_iters=7)}, "--eval-iters 7: --train-iters 6 end before"),
+    ({"guards": GuardOptions(spike_window=9)}, "--spike-window 9: only --spike-factor has a wind"),
+    ({"logging": LoggingOptions(wandb_exp_name="x")}, "--wandb-exp-name x: without --wandb-proj"),
+    (
+        {"parallel": TrainingParallelOptions(distributed_timeout_minutes=0)},
+        "--distributed-timeout-minutes 0: it counts from 1 on",
+    ),
     ({"parallel": TrainingParallelOptions(0)}, "--tensor-model-parallel-size 0: .* from 1 on"),
     ({"parallel": TrainingParallelOptions(3)}, "3 does not divide 4 attention heads; 1, 2, 4 do"),
     ({"parallel": TrainingParallelOptions(1, 3)}, "3 does not divide 4 layers; 1, 2, 4 do"),
@@ -262,11 +282,35 @@ BAD_OPTIMIZERS: list[tuple[dict[str, Any], str]] = [
         ),
     ],
 )
-def test_every_bad_option_has_one_clear_line(plan, tmp_path, changes, problem):
+def test_every_bad_option_has_one_clear_line(plan, tmp_path, monkeypatch, changes, problem):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(UserError, match=problem) as refused:
         plan(**changes)
     assert "\n" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_do_something_are_taken(plan, monkeypatch):
+    plan(guards=GuardOptions(spike_factor=6.0, spike_window=9))
+    plan(validation=ValidationOptions(eval_interval=6, eval_iters=1))
+    plan(validation=ValidationOptions(eval_interval=0))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    plan(logging=LoggingOptions(wandb_exp_name="x"))
+
+
+@pytest.mark.parametrize(
+    "change", [{"corpus": "."}, {"pretrained_checkpoint": "run"}, {"mixture": "run/m.json"}]
+)
+def test_what_the_run_reads_is_not_overwritten(plan, tmp_path, monkeypatch, change):
+    monkeypatch.chdir(tmp_path)
+    ((name, path),) = change.items()
+    given = path if name == "mixture" else Path(path)
+    if path == ".":  # not where the run is, but above it: that is not deleted
+        with pytest.raises(UserError, match="does not exist"):
+            plan(overwrite=True, **{name: given})
+        return
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} {path} lies in .*/run, which"):
+        plan(overwrite=True, **{name: given})
 
 
 @pytest.mark.parametrize(

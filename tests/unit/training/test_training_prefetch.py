@@ -8,9 +8,15 @@ import time
 import pytest
 import torch
 
-from megatron_chameleon.blend.sampler import MicroBatchIterator
+from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.training.prefetch import Prefetcher, read_ahead
+from megatron_chameleon.training.prefetch import (
+    READ_AHEAD,
+    Prefetcher,
+    read_ahead,
+    read_parts_ahead,
+    steps_between_changes,
+)
 
 CPU = torch.device("cpu")
 
@@ -107,3 +113,50 @@ def test_on_the_cpu_nothing_is_read_ahead():
         assert samples.read == []
         next(batches)
         assert samples.threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("first_step", [0, 1, 3])
+def test_parts_are_read_ahead_one_by_one(first_step):
+    """Whoever asks for the first batch of a part may have changed what there is to read."""
+    expected = list(batches_of(Samples(24), first_step))
+    samples, count = Samples(24), threading.active_count()
+    parts = [3 * steps for steps in steps_between_changes(first_step, 4, 3)]
+    ahead = read_parts_ahead(batches_of(samples, first_step), CPU, parts)
+    read: list[Batch] = []
+    for part in parts:
+        assert len(samples.read) == len(read)
+        read.append(next(ahead))
+        end = len(read) + min(part - 1, READ_AHEAD)
+        wait_until(lambda end=end: len(samples.read) == end)
+        read += [next(ahead) for _ in range(part - 1)]
+    assert list(ahead) == []
+    assert [batch["tokens"].tolist() for batch in read] == [
+        batch["tokens"].tolist() for batch in expected
+    ]
+    assert threading.active_count() == count
+
+
+def test_a_part_that_is_left_stops_its_thread():
+    before = threading.active_count()
+    ahead = read_parts_ahead(batches_of(Samples(600)), CPU, [30, 30])
+    next(ahead)
+    ahead.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("first_step", "interval", "steps"),
+    [
+        (0, 0, [10]),
+        (7, 0, [3]),
+        (0, 4, [4, 4, 2]),
+        (3, 4, [1, 4, 2]),
+        (4, 4, [4, 2]),
+        (9, 4, [1]),
+        (8, 2, [2]),
+        (0, 10, [10]),
+        (0, 99, [10]),
+    ],
+)
+def test_parts_end_where_the_mixture_may_change(first_step, interval, steps):
+    assert steps_between_changes(first_step, 10, interval) == steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -21,9 +22,11 @@ from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.guards import GuardOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.training import DocumentBoundaryOptions, OptimizerOptions
+from megatron_chameleon.options.validation import ValidationOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training import loop, step
 from megatron_chameleon.training.loop import pretrain
+from tests.distributed.toy_hooks import LossWeigher, MixtureChanger
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer, write_small_corpus
 
 SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
@@ -333,10 +336,71 @@ def test_a_mistake_writes_nothing(pretrain_options, tmp_path, changes, problem):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_mistake_with_overwrite_deletes_nothing(pretrain_options, trained_run):
-    with pytest.raises(UserError, match="multiple of 3"):
-        pretrain(pretrain_options(trained_run, overwrite=True, micro_batch_size=3))
-    assert TrainingRun.load(trained_run).status == "finished"
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_mistake_with_overwrite_deletes_nothing(pretrain_options, trained_run, corpus, tmp_path):
+    def refused(problem, watched_by=None, **changes):
+        with pytest.raises(UserError, match=problem):
+            pretrain(pretrain_options(trained_run, overwrite=True, **changes), watched_by)
+        assert contents(trained_run) == before
+
+    before = contents(trained_run)
+    refused("multiple of 3", micro_batch_size=3)
+    refused("MixtureChanger changes the mixture", MixtureChanger)
+    refused("run.json lies in .* which --overwrite deletes", mixture=str(trained_run / "run.json"))
+    refused("trained lies in .* --overwrite deletes", pretrained_checkpoint=trained_run)
+    no_valid_text = DataOptions(
+        data_path=" ".join(str(corpus.prefix(name, "train")) for name in DOMAINS),
+        split="1,0,0",
+        tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json"),
+    )
+    validation = ValidationOptions(eval_interval=2)
+    refused("or give --eval-interval 0", corpus=None, data=no_valid_text, validation=validation)
+    damaged = shutil.copytree(trained_run, tmp_path / "damaged")
+    for weights in damaged.glob("checkpoints/step-*/*.distcp"):
+        weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    refused("has changed since it was written", pretrained_checkpoint=damaged)
+    changed = shutil.copytree(corpus.root, tmp_path / "corpus")
+    tokens = changed / corpus.prefix("code", "valid").relative_to(corpus.root).with_suffix(".bin")
+    tokens.write_bytes(b"\0" + tokens.read_bytes()[1:])
+    refused("has changed", corpus=changed, data=DataOptions(verify_corpus=True))
+
+
+def test_a_mistake_cuts_nothing_of_a_run_that_goes_on(pretrain_options, trained_run):
+    (trained_run / "checkpoints" / "latest").write_text("step-00000003\n")
+    before = contents(trained_run)
+    with pytest.raises(UserError, match="was written by a run of plain training, not of LossWeigh"):
+        pretrain(pretrain_options(trained_run), LossWeigher)
+    assert contents(trained_run) == before
+
+
+def test_a_run_killed_after_its_last_checkpoint_is_finished_by_the_same_command(
+    pretrain_options, trained_run, finished_run, capsys
+):
+    finished = TrainingRun.load(finished_run)
+    first = finished.checkpoints[:1]
+    dataclasses.replace(
+        TrainingRun.load(trained_run), status="running", step=4, tokens=1024, checkpoints=first
+    ).save()
+    pretrain(pretrain_options(trained_run))
+    assert capsys.readouterr().out == f"{trained_run} is finished at step 6; nothing to do\n"
+    run = TrainingRun.load(trained_run)
+    for field in ("status", "step", "tokens", "checkpoints", "domain_tokens", "mixture_phases"):
+        assert getattr(run, field) == getattr(finished, field)
+    assert run.cost.flops == finished.cost.flops
+
+
+def test_standard_output_on_a_full_disk_costs_nothing_but_the_lines(
+    pretrain_options, finished_run, tmp_path
+):
+    run_dir = tmp_path / "run"
+    with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
+        pretrain(pretrain_options(run_dir))
+        pretrain(pretrain_options(run_dir))
+    assert TrainingRun.load(run_dir).status == "finished"
+    assert losses_of(run_dir) == losses_of(finished_run)
 
 
 def test_a_folder_that_cannot_be_made_is_told(pretrain_options, tmp_path):

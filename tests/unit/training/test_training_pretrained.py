@@ -158,7 +158,7 @@ def test_a_run_that_started_from_random_weights_is_refused(
         ),
         (
             {"model_size": "tiny"},
-            r"step-00000006 has hidden_size 64, --model-size tiny asks for 128; give the size",
+            r"step-00000006 has hidden_size 64, --model-size tiny asks for 128; leave --mod",
         ),
         (
             {"pretrained_checkpoint": Path("nowhere")},

@@ -357,7 +357,7 @@ def test_a_checkpoint_at_which_the_domains_stand_elsewhere_is_refused(
 
 def test_overwrite_starts_anew_whatever_was_there(progress_of, trained_run):
     assert progress_of(trained_run, overwrite=True, seed=7) == Progress()
-    assert not trained_run.exists()
+    assert list(trained_run.iterdir()) == []
 
 
 def test_a_bad_option_deletes_nothing(progress_of, trained_run):
@@ -445,6 +445,15 @@ def test_what_killed_saves_have_left_is_removed(progress_of, trained_run):
     left.mkdir()
     progress_of(trained_run)
     assert not left.exists()
+
+
+def test_a_checkpoint_that_a_killed_save_had_set_aside_is_gone_on_from(progress_of, trained_run):
+    newest = step_folder(trained_run, 6)
+    newest.rename(newest.with_name(f".{newest.name}.replaced"))
+    newest.with_name(f".{newest.name}.1a2b3c4d.tmp").mkdir()
+    assert progress_of(trained_run).step == 6
+    names = sorted(path.name for path in newest.parent.iterdir())
+    assert names == ["latest", "step-00000003", "step-00000006"]
 
 
 def test_the_optimizers_form_cannot_change(progress_of, trained_run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -18,11 +19,16 @@ from megatron_chameleon.options.guards import GuardOptions
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.options.profiling import ProfilingOptions
 from megatron_chameleon.options.stopping import StoppingOptions
+from megatron_chameleon.options.training import DocumentBoundaryOptions
 from megatron_chameleon.options.validation import ValidationOptions
 from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.training import loop, step
+from megatron_chameleon.training import loop
 from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.resume import find_progress
+from megatron_chameleon.training.run_log import RunLog
+from tests.device_reads import device_reads
 from tests.small_corpus import DOMAINS
+from tests.unit.training.bad_steps import before_steps, poison
 
 TOKENS_PER_STEP = 8 * 32
 
@@ -41,30 +47,6 @@ def weights_of(checkpoint):
     with distributed(ParallelOptions(), seed=0) as layout:
         reader = open_reader(CheckpointRecord.load(checkpoint), layout)
         return [parameter.detach().clone() for parameter in reader.model.parameters()]
-
-
-def before_steps(patched, actions):
-    """Call ``actions[step](model)`` before these steps, the first being 1."""
-    steps = iter(range(1, 1000))
-
-    def train_step(model, *arguments, **more):
-        actions.get(next(steps), lambda _model: None)(model)
-        return step.train_step(model, *arguments, **more)
-
-    patched.setattr(loop, "train_step", train_step)
-
-
-def poison(factor):
-    """Something that multiplies the next gradient of the first parameter by ``factor``."""
-
-    def register(model):
-        def multiply(gradient):
-            handle.remove()
-            return gradient * factor
-
-        handle = next(model[0].parameters()).register_hook(multiply)
-
-    return register
 
 
 def test_a_gradient_that_is_infinite_in_the_last_step_is_left_out(
@@ -137,7 +119,9 @@ def test_validation_changes_nothing_and_is_what_evaluation_finds(
     assert [s for s, record in records.items() if "validation_loss" in record] == [2, 4, 6]
     assert "validation" in records[6]["phase_seconds"]
     result = evaluate_perplexity(
-        PerplexityOptions(corpus.root, run_dir, tmp_path / "valid.json", split="valid")
+        PerplexityOptions(
+            corpus=corpus.root, checkpoint=run_dir, output=tmp_path / "valid.json", split="valid"
+        )
     )
     assert isinstance(result, EvaluationResult)
     found = records[6]["validation_loss"]
@@ -163,6 +147,44 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     run = TrainingRun.load(run_dir)
     assert (run.status, run.stopped_by) == ("finished", None)
     assert losses_of(run_dir) == losses_of(finished_run)
+
+
+def test_a_signal_that_comes_again_while_the_run_leaves_changes_nothing(
+    pretrain_options, tmp_path, monkeypatch
+):
+    """As torchrun's copy of what a scheduler has sent to all processes."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the tools take it
+    close = RunLog.close
+
+    def close_log(log):
+        os.kill(os.getpid(), signal.SIGTERM)
+        close(log)
+
+    try:
+        before_steps(monkeypatch, {4: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
+        monkeypatch.setattr(RunLog, "close", close_log)
+        pretrain(pretrain_options(tmp_path / "run"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert TrainingRun.load(tmp_path / "run").status == "interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_leaves_the_folder_as_it_was(
+    pretrain_options, trained_run, tmp_path, monkeypatch, capsys, number
+):
+    def signalled(*arguments):
+        os.kill(os.getpid(), number)
+        return find_progress(*arguments)
+
+    monkeypatch.setattr(loop, "find_progress", signalled)
+    before = {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()}
+    pretrain(pretrain_options(trained_run, overwrite=True))
+    assert f"stopped by {number.name} before step 1 of 6" in capsys.readouterr().out
+    after = {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()}
+    assert after == before
+    pretrain(pretrain_options(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_leaves_when_its_time_is_up(pretrain_options, tmp_path, capsys):
@@ -191,6 +213,25 @@ def test_a_deterministic_run_with_a_trace_is_the_same_run(pretrain_options, fini
     assert (run_dir / "profile" / "steps-2-to-2.json").stat().st_size > 10_000
 
 
+def test_a_trace_that_cannot_be_written_costs_the_trace_alone(pretrain_options, tmp_path):
+    profiling = ProfilingOptions(profile=True, profile_step_start=1, profile_step_end=2)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "profile").write_text("no folder")
+    with pytest.warns(UserWarning, match=r"no trace of --profile: cannot write .*profile"):
+        pretrain(pretrain_options(run_dir, profiling=profiling))
+    assert TrainingRun.load(run_dir).status == "finished"
+
+
+def test_a_run_that_is_past_the_steps_of_the_trace_says_so(pretrain_options, trained_run, capsys):
+    shutil.rmtree(step_folder(trained_run, 6))
+    profiling = ProfilingOptions(profile=True, profile_step_start=2, profile_step_end=3)
+    pretrain(pretrain_options(trained_run, profiling=profiling))
+    said = capsys.readouterr().out
+    assert "no --profile: the run is past --profile-step-start 2; give 3 or more" in said
+    assert not (trained_run / "profile").exists()
+
+
 def test_figures_tell_speed_memory_and_where_the_time_went(finished_run):
     records = metrics_of(finished_run)
     for record in records.values():
@@ -201,3 +242,19 @@ def test_figures_tell_speed_memory_and_where_the_time_went(finished_run):
         assert "mfu" not in record  # nobody knows a CPU's peak
     assert "saving" in records[4]["phase_seconds"]
     assert list((finished_run / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_step_of_a_run_waits_for_the_device_once(pretrain_options, tmp_path, monkeypatch, masked):
+    """The data, the guard and what the ranks agree on included."""
+    waits, run_step = [], loop.Trainer._run_step
+
+    def counting(trainer):
+        host = [trainer.agreement._host]
+        waits.append(device_reads(lambda: run_step(trainer), monkeypatch, on_host=host))
+
+    monkeypatch.setattr(loop.Trainer, "_run_step", counting)
+    boundaries = DocumentBoundaryOptions(eod_mask_loss=masked)
+    guards = GuardOptions(spike_factor=6.0)
+    pretrain(pretrain_options(tmp_path / "run", boundaries=boundaries, guards=guards))
+    assert waits == [1] * 6

@@ -1,0 +1,213 @@
+"""The dry first step: it takes what a step takes, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+
+from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.checkpoint.random_state import random_states
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.activation_memory import chunks_in_flight
+from megatron_chameleon.model.memory_advice import training_setup
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.options.parallel import TrainingParallelOptions
+from megatron_chameleon.options.training import DocumentBoundaryOptions, PretrainOptions
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.training import dry_step, passes, trained_model
+from megatron_chameleon.training.dry_step import dry_first_step, is_wanted, microbatches_to_peak
+from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.resume import Progress, find_progress
+from megatron_chameleon.training.step import train_step
+from megatron_chameleon.training.trained_model import build_trained_model
+from tests.peak_memory import peak_bytes
+
+TOLERANCE = 0.01
+SHARDED = TrainingParallelOptions(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+)
+APART = DocumentBoundaryOptions(reset_attention_mask=True, eod_mask_loss=True)
+
+
+def run_out(*_arguments, **_more):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def state_of(model):
+    """All that a step changes, by name."""
+    found: dict[str, Any] = {f"random {name}": state for name, state in random_states().items()}
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            found[f"weight {name}"] = parameter.detach()
+            found[f"gradient {name}"] = parameter.main_grad
+            found[f"own gradient {name}"] = parameter.grad
+        for number, group in enumerate(chunk.bucket_groups):
+            for field, value in vars(group).items():
+                if not isinstance(value, (list, set)) and "bucket" not in field:
+                    found[f"{field} {number}"] = value.copy() if isinstance(value, dict) else value
+    for part in model.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                state = part.optimizer.state.get(parameter, {})
+                found |= {f"{key} {number} {group['wd_mult']}": v for key, v in state.items()}
+                found[f"main gradient {number} {group['wd_mult']}"] = parameter.grad
+        found["states"] = len(part.optimizer.state)
+    found["accepts"] = model.optimizer.accepts
+    found["schedule"] = model.scheduler.state_dict()
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
+
+
+def same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def peak_of_steps(model, batches):
+    """Most bytes that two real steps take beside a model and its optimizer."""
+
+    def two_steps():
+        for _ in range(2):
+            train_step(
+                model.chunks,
+                model.optimizer,
+                model.scheduler,
+                lambda: model.passes.forward_backward(batches),
+            )
+
+    return peak_bytes(two_steps)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "bf16"), [(TrainingParallelOptions(), True), (SHARDED, False), (SHARDED, True)]
+)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_nothing_is_left_of_it(pretrain_options, tmp_path, parallel, bf16, resumed):
+    options = pretrain_options(tmp_path / "run", bf16=bf16, parallel=parallel)
+    if resumed:
+        pretrain(dataclasses.replace(options, train_iters=6))
+        shutil.rmtree(step_folder(options.run_dir, 6))
+    plan = plan_training(options)
+    with distributed(parallel, seed=0) as layout:
+        progress = find_progress(plan, layout) if resumed else Progress()
+        model = build_trained_model(plan, layout, progress)
+        before = state_of(model)
+        dry_first_step(plan, layout, model)
+        after = state_of(model)
+    assert after.keys() == before.keys()
+    assert [name for name in before if not same(before[name], after[name])] == []
+    assert (before["states"] > 0) == resumed
+
+
+@pytest.mark.parametrize("boundaries", [DocumentBoundaryOptions(), APART])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_it_takes_what_real_steps_take(pretrain_options, tmp_path, bf16, boundaries):
+    options = pretrain_options(tmp_path / "run", bf16=bf16, boundaries=boundaries)
+    plan = plan_training(options)
+    with distributed(TrainingParallelOptions(), seed=0) as layout:
+        dry, real = (build_trained_model(plan, layout, Progress()) for _ in range(2))
+        taken = peak_bytes(lambda: dry_first_step(plan, layout, dry))
+        batches = dry_step._random_batches(plan, 2 * real.passes.shape.num_microbatches)
+        assert taken == pytest.approx(peak_of_steps(real, batches), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+@pytest.mark.parametrize("rounds", [1, 2, 8])
+def test_the_fewest_micro_batches_fill_the_pipeline(pretrain_options, pipeline, virtual, rounds):
+    if pipeline == 1 < virtual:
+        return
+    parallel = TrainingParallelOptions(
+        pipeline_model_parallel_size=pipeline, num_virtual_stages_per_pipeline_rank=virtual
+    )
+    options = PretrainOptions(
+        run_dir=Path("run"),
+        parallel=parallel,
+        micro_batch_size=1,
+        global_batch_size=pipeline * rounds,
+    )
+    setup = training_setup(options, ModelShape(model_size("82m"), 1000, 32), pipeline)
+    count = microbatches_to_peak(setup)
+    assert count <= setup.num_microbatches
+    assert virtual == 1 or count % pipeline == 0
+    fewer = dataclasses.replace(setup, num_microbatches=count)
+    assert chunks_in_flight(fewer, 0) == chunks_in_flight(setup, 0)
+    if count > (pipeline if virtual > 1 else 1):
+        fewest = dataclasses.replace(setup, num_microbatches=count - (count - 1) % pipeline - 1)
+        assert chunks_in_flight(fewest, 0) < chunks_in_flight(setup, 0)
+
+
+def test_a_run_that_begins_with_it_has_the_same_losses(pretrain_options, finished_run, tmp_path):
+    pretrain(pretrain_options(tmp_path / "run", dry_first_step="on"))
+    with_it, without = (TrainingRun.load(run).metrics() for run in (tmp_path / "run", finished_run))
+    for one, other in zip(with_it, without, strict=True):
+        for field in ("loss", "domain_loss", "grad_norm", "domain_tokens", "lr"):
+            assert one[field] == other[field]
+
+
+def test_where_it_is_done():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert is_wanted("auto", gpu)
+    assert not is_wanted("auto", cpu)
+    assert is_wanted("on", cpu)
+    assert not is_wanted("off", gpu)
+
+
+def test_a_run_without_it_does_none(pretrain_options, tmp_path, monkeypatch):
+    monkeypatch.setattr(dry_step, "_random_batches", run_out)
+    pretrain(pretrain_options(tmp_path / "run", train_iters=3))
+    assert TrainingRun.load(tmp_path / "run").status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "parallel", "number"),
+    [
+        (trained_model, "data_parallel", TrainingParallelOptions(), 1),  # makes the gradients
+        (passes, "mean_loss", TrainingParallelOptions(), 1),
+        (torch, "zeros_like", TrainingParallelOptions(), 1),  # makes the moments
+        (layers, "prepare_input_tensors_for_wgrad_compute", SHARDED, 2),
+    ],
+    ids=["building", "loss", "moments", "backward"],
+)
+def test_out_of_memory_ends_the_command_before_anything_is_written(
+    pretrain_options, tmp_path, monkeypatch, capsys, where, name, parallel, number
+):
+    """While the model is built, in moments, loss, or where some gradients are ready to be sent."""
+    options = pretrain_options(tmp_path / "run", dry_first_step="on", parallel=parallel)
+    original, calls = getattr(where, name), itertools.count(1)
+
+    def call(*arguments, **more):
+        return original(*arguments, **more) if next(calls) < number else run_out()
+
+    def start(_options):
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, call)
+            pretrain(options)
+
+    with pytest.raises(SystemExit) as left:
+        run_tool(start, PretrainOptions, ["--run-dir", str(options.run_dir)])
+    said = capsys.readouterr().err.splitlines()[-1]  # behind warnings of torch
+    assert left.value.code == 2
+    assert said.startswith("error: out of memory: a rank of pipeline stage 0 needs about")
+    assert "most likely to fix it: --" in said
+    assert said.count(" GB)") == 2
+    assert not options.run_dir.exists()
+
+
+def test_out_of_memory_leaves_a_run_that_is_continued_as_it_was(
+    pretrain_options, trained_run, monkeypatch
+):
+    shutil.rmtree(step_folder(trained_run, 6))
+    before = (trained_run / "run.json").read_bytes()
+    monkeypatch.setattr(passes, "mean_loss", run_out)
+    with pytest.raises(UserError, match=r"out of memory: .* or --"):
+        pretrain(pretrain_options(trained_run, dry_first_step="on"))
+    assert (trained_run / "run.json").read_bytes() == before

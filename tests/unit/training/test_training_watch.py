@@ -1,0 +1,189 @@
+"""Runs that a hook watches: what a skipped step, a checkpoint and a planned mixture mean for it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+
+import pytest
+
+from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.checkpointing import CheckpointingOptions
+from megatron_chameleon.options.data import DataOptions
+from megatron_chameleon.options.guards import GuardOptions
+from megatron_chameleon.training import loop
+from megatron_chameleon.training.global_batch import GlobalBatch
+from megatron_chameleon.training.hook import TrainingHook
+from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.prefetch import read_parts_ahead
+from tests.distributed.toy_hooks import GradientCombiner, LossWeigher, MixtureChanger
+from tests.unit.training.bad_steps import before_steps, poison
+
+
+class Counter(TrainingHook):
+    """Counts steps, in a state that it hands out and goes on with."""
+
+    def __init__(self, *_run):
+        super().__init__()
+        self.counts = {"steps": 0}
+
+    def loss_weights(self, batch):
+        self.counts["steps"] += 1
+
+    def state_dict(self):
+        return self.counts
+
+    def load_state_dict(self, state):
+        self.counts = state
+
+
+def hook_states(run_dir):
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    records = map(CheckpointRecord.load, folders)
+    return {record.step: record.hook.state for record in records if record.hook}
+
+
+def nan_losses(monkeypatch, bad_step):
+    """Every loss that a hook looks at in one step is NaN, as of a bad batch."""
+    token_losses = GlobalBatch.token_losses
+
+    def losses(batch, *arguments):
+        factor = math.nan if batch.step + 1 == bad_step else 1.0
+        return [factor * part for part in token_losses(batch, *arguments)]
+
+    monkeypatch.setattr(GlobalBatch, "token_losses", losses)
+
+
+def test_losses_that_are_no_numbers_cost_a_hook_that_step_alone(
+    pretrain_options, tmp_path, monkeypatch
+):
+    nan_losses(monkeypatch, bad_step=3)
+    run_dir = tmp_path / "run"
+    pretrain(pretrain_options(run_dir, log_interval=1, save_interval=2), LossWeigher)
+    run = TrainingRun.load(run_dir)
+    assert (run.status, run.step, run.skipped_steps) == ("finished", 6, 1)
+    weights = [record["hook"]["weights"] for record in run.metrics()]
+    assert weights[2] == weights[1]
+    assert weights[3] != weights[2]
+    assert hook_states(run_dir)[6]["weights"] == weights[5]
+    # Looking at the losses that were no numbers was not for nothing.
+    flops = [record["hook"]["flops"] for record in run.metrics()]
+    assert flops == [step * flops[0] for step in range(1, 7)]
+
+
+def test_gradients_that_are_no_numbers_cost_a_hook_that_step_alone(
+    pretrain_options, tmp_path, monkeypatch
+):
+    run_dir = tmp_path / "run"
+    before_steps(monkeypatch, {3: poison(math.nan)})
+    pretrain(pretrain_options(run_dir, log_interval=1), GradientCombiner)
+    run = TrainingRun.load(run_dir)
+    assert (run.status, run.skipped_steps) == ("finished", 1)
+    weights = [record["hook"]["weights"] for record in run.metrics()]
+    assert weights[2] == weights[1]
+    assert len({tuple(part) for part in weights}) == 5
+
+
+def test_a_hook_does_not_count_a_step_that_was_skipped(pretrain_options, tmp_path, monkeypatch):
+    before_steps(monkeypatch, {2: poison(math.inf)})
+    pretrain(pretrain_options(tmp_path / "run"), Counter)
+    assert hook_states(tmp_path / "run") == {3: {"steps": 2}, 6: {"steps": 5}}
+
+
+def test_what_is_saved_beside_training_is_of_its_own_step(pretrain_options, tmp_path):
+    run_dir = tmp_path / "run"
+    checkpointing = CheckpointingOptions(async_save=True, keep_last_checkpoints=0)
+    pretrain(
+        pretrain_options(run_dir, train_iters=20, save_interval=5, checkpointing=checkpointing),
+        Counter,
+    )
+    assert hook_states(run_dir) == {step: {"steps": step} for step in (5, 10, 15, 20)}
+
+
+@pytest.mark.parametrize("bad", [{1, 2}, math.nan])
+def test_a_state_that_no_checkpoint_holds_is_told_at_once(pretrain_options, tmp_path, bad):
+    class Unsavable(TrainingHook):
+        def __init__(self, *_run):
+            super().__init__()
+
+        def state_dict(self):
+            return {"weights": bad}
+
+    with pytest.raises(UserError, match=r"Unsavable\.state_dict\(\) gives what a checkpoint"):
+        pretrain(pretrain_options(tmp_path / "run"), Unsavable)
+    assert TrainingRun.load(tmp_path / "run").step == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (DataOptions(permutation="epoch", mixture_change=(("4=uniform",),)), "leave --mixture-ch"),
+        (DataOptions(), "give --permutation epoch"),
+    ],
+)
+def test_a_hook_alone_changes_the_mixture_or_nothing_is_touched(
+    pretrain_options, trained_run, data, said
+):
+    before = sorted(path.stat().st_mtime_ns for path in trained_run.rglob("*"))
+    with pytest.raises(UserError, match=said):
+        pretrain(pretrain_options(trained_run, data=data, overwrite=True), MixtureChanger)
+    assert sorted(path.stat().st_mtime_ns for path in trained_run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("hook", [None, Counter])
+def test_a_run_goes_on_with_the_hook_that_it_began_with(
+    pretrain_options, tmp_path, monkeypatch, hook
+):
+    options = pretrain_options(tmp_path / "run")
+    before_steps(monkeypatch, {2: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
+    pretrain(options, LossWeigher)
+    with pytest.raises(UserError, match="was written by a run of LossWeigher, not of "):
+        pretrain(options, hook)
+
+
+def test_reading_ahead_draws_by_the_mixture_that_the_hook_has_chosen(
+    pretrain_options, tmp_path, monkeypatch
+):
+    """Also where the run goes on at the step before which it is changed."""
+    data = DataOptions(permutation="epoch")
+    plain, ahead = (
+        pretrain_options(tmp_path / name, train_iters=10, log_interval=1, data=data)
+        for name in ("plain", "ahead")
+    )
+    pretrain(plain, MixtureChanger)
+    parts = []
+
+    def read_ahead(batches, device, given):  # as on a GPU
+        parts.append(given)
+        return contextlib.closing(read_parts_ahead(batches, device, given))
+
+    monkeypatch.setattr(loop, "read_ahead", read_ahead)
+    with monkeypatch.context() as patched:
+        before_steps(patched, {4: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
+        pretrain(ahead, MixtureChanger)
+    pretrain(ahead, MixtureChanger)
+    assert parts == [[8, 8, 4], [8, 4]]  # two micro-batches a step
+    drawn, losses = (
+        [
+            [record[name] for record in TrainingRun.load(options.run_dir).metrics()]
+            for options in (plain, ahead)
+        ]
+        for name in ("domain_tokens_drawn", "domain_loss")
+    )
+    assert drawn[0] == drawn[1]
+    assert losses[0] == losses[1]
+    assert drawn[0][-1] != drawn[0][0]
+
+
+def test_where_the_mixture_changes_is_where_the_guard_begins_anew(pretrain_options, tmp_path):
+    run_dir, guards = tmp_path / "run", GuardOptions(spike_factor=6.0)
+    options = pretrain_options(
+        run_dir, save_interval=5, data=DataOptions(permutation="epoch"), guards=guards
+    )
+    pretrain(options, MixtureChanger)
+    guard = CheckpointRecord.load(step_folder(run_dir, 5)).guard
+    assert (guard["phase"], len(guard["loss"]), guard["updates"]) == (4 * 8, 1, 5)
