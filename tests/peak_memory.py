@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -45,8 +46,12 @@ def _with_children(events: Iterable[Any]) -> Iterator[Any]:
 
 def _held() -> set[int]:
     """The addresses of all tensors."""
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    addresses = set()
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor):
+            with contextlib.suppress(RuntimeError):  # what the compiler leaves behind has none
+                addresses.add(found.untyped_storage().data_ptr())
+    return addresses
 
 
 def _changes(events: list[Any], held: set[int]) -> dict[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
-from megatron_chameleon.model.sizes import SIZES
+from megatron_chameleon.model.sizes import DEFAULT_SIZE, SIZES
 from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
 from tests.unit.launched import EXAMPLES, LAUNCHERS, Launcher, write_everything
@@ -41,7 +41,8 @@ def test_what_they_and_the_options_have_in_common_agrees(tmp_path):
     (options,) = Launcher(tmp_path)("pretrain_82m_proxy").training()
     default = PretrainOptions(run_dir=options.run_dir)
     assert options.optimizer == OptimizerOptions()
-    for field in ("model_size", "seq_length", "train_iters", "global_batch_size"):
+    assert options.model_size == DEFAULT_SIZE
+    for field in ("seq_length", "train_iters", "global_batch_size"):
         assert getattr(options, field) == getattr(default, field), field
     assert options.micro_batch_size == default.micro_batch_size
 
