@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
-
-import psutil
 
 from megatron_chameleon.errors import UserError
 
@@ -47,11 +47,18 @@ def run(command: Sequence[str]) -> Run:
 
 
 def _resident_bytes(pid: int) -> int:
-    total = 0
+    """Of a process and all below it. Read from /proc alone: to look must not take a core's time."""
     try:
-        parent = psutil.Process(pid)
-        for process in [parent, *parent.children(recursive=True)]:
-            total += process.memory_info().rss
-    except psutil.NoSuchProcess:  # it has just ended
-        pass
-    return total
+        own = _pages(pid)
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = " ".join((thread / "children").read_text() for thread in threads).split()
+        # A child that has yet to become the program it was made for has its parent's memory.
+        others = [child for child in map(int, children) if _pages(child) != own]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return 0
+    return own[1] * resource.getpagesize() + sum(map(_resident_bytes, others))
+
+
+def _pages(pid: int) -> list[int]:
+    """Of its address space, those that are resident, and more."""
+    return list(map(int, Path(f"/proc/{pid}/statm").read_text().split()))
