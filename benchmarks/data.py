@@ -2,8 +2,8 @@
 
     python benchmarks/data.py [--only index batches build preprocess]
 
-Prints a line for each row. Where all were run it writes them, with the machine described, to
-benchmarks/results/data.json. Let nothing else run meanwhile.
+Prints a line for each row, and writes it to benchmarks/results/data.json in the place of an older
+one, with the machine described. Let nothing else run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,16 +25,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, help="rows to run")
     only = parser.parse_args().only
     warnings.filterwarnings("ignore", message=".*not installed.*")
-    from benchmarks.measure import machine, write_results
+    from benchmarks.measure import machine, put_row
 
     on = machine()
     print(", ".join(f"{name} {value}" for name, value in on.items() if name != "packages"))
-    rows: list[dict[str, Any]] = []
     for name in ROWS:
         if name in only:
-            rows += importlib.import_module(f"benchmarks.data_{name}").measure()
-    if set(only) == set(ROWS):
-        print(f"written to {write_results('data', rows, on)}")
+            for row in importlib.import_module(f"benchmarks.data_{name}").measure():
+                path = put_row("data", on, row)
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -101,13 +101,19 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def today() -> str:
-    """The date, as results have it."""
+def put_row(name: str, on: Mapping[str, Any], row: dict[str, Any]) -> Path:
+    """Put ``row``, with the date, among results/``name``.json, in the place of an older one."""
+    others = [other for other in read_rows(name) if other["what"] != row["what"]]
+    dated = {"date": _today(), "packages": on["packages"], **row}
+    return write_results(name, sorted([*others, dated], key=lambda row: str(row["what"])), on)
+
+
+def _today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def write_results(name: str, rows: list[dict[str, Any]], on: dict[str, Any]) -> Path:
+def write_results(name: str, rows: list[dict[str, Any]], on: Mapping[str, Any]) -> Path:
     """Write ``rows`` to results/``name``.json with the machine ``on`` and the date."""
     path = RESULTS / f"{name}.json"
-    write_json(path, json.loads(json.dumps({"date": today(), "machine": on, "rows": rows})))
+    write_json(path, json.loads(json.dumps({"date": _today(), "machine": on, "rows": rows})))
     return path

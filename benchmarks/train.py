@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     import torch
 
-    from benchmarks.measure import machine
+    from benchmarks.measure import device_file, machine, put_row
     from megatron_chameleon.options.parallel import TrainingParallelOptions
     from megatron_chameleon.parallel.layout import device_name, distributed
 
@@ -49,7 +50,9 @@ def main() -> None:
         on = machine() | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn_version()}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads")
         measure = on_gpu if layout.device.type == "cuda" else on_cpu
-        measure(layout, Settings.of(arguments, name), results_writer(name, on))
+        measure(
+            layout, Settings.of(arguments, name), partial(put_row, device_file("train", name), on)
+        )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -73,20 +76,6 @@ def cudnn_version() -> int | None:
     import torch
 
     return torch.backends.cudnn.version() if torch.cuda.is_available() else None
-
-
-def results_writer(device: str, on: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """A function that puts a row among the device's results, in the place of an older one."""
-    from benchmarks.measure import device_file, read_rows, today, write_results
-
-    name = device_file("train", device)
-
-    def put(row: dict[str, Any]) -> None:
-        others = [other for other in read_rows(name) if other["what"] != row["what"]]
-        dated = {"date": today(), "packages": on["packages"], **row}
-        write_results(name, sorted([*others, dated], key=lambda row: row["what"]), on)
-
-    return put
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import measure, train
+from benchmarks import measure
 from benchmarks.plain_gpt import PlainGPT
 from benchmarks.train_contestants import Case, Contestant, Ours, Plain
 from benchmarks.train_timing import (
@@ -82,10 +82,9 @@ def test_each_is_timed_at_its_best_micro_batch(one_rank):
 def test_rows_that_are_measured_again_take_the_place_of_the_old_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     on = {"device": "Some Device", "packages": {"torch": "2"}}
-    put = train.results_writer("Some Device", on)
-    put({"what": "b", "speed": 1})
-    put({"what": "a", "speed": 2})
-    train.results_writer("Some Device", on)({"what": "b", "speed": 3})
+    name = measure.device_file("train", "Some Device")
+    for row in ({"what": "b", "speed": 1}, {"what": "a", "speed": 2}, {"what": "b", "speed": 3}):
+        measure.put_row(name, on, row)
     rows = measure.read_rows("train-some-device")
     assert [(row["what"], row["speed"]) for row in rows] == [("a", 2), ("b", 3)]
     assert all(row["date"] and row["packages"] == {"torch": "2"} for row in rows)

@@ -9,6 +9,7 @@ releases of Unicode know (which is where it is known to differ) are left to the 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -120,26 +121,29 @@ class GigatokenEncoder:
         self._look_after(texts)
         return encoded
 
-    def first_difference(
-        self, texts: Sequence[str], by_own: Callable[[], Sequence[NDArray[np.uint32]]]
-    ) -> str | None:
-        """The first of ``texts`` that ``by_own`` has other ids for, None if there is none.
+    def comparison(
+        self, texts: Sequence[str]
+    ) -> Callable[[Sequence[NDArray[np.uint32]]], str | None]:
+        """Encode ``texts`` now; return what compares that with the ids which the own library gives.
 
-        That is called last, so that it may be at work in another thread meanwhile.
+        That gives the first of the texts for which they differ, None if there is none.
         """
         taken = [number for number, text in enumerate(texts) if self._takes(text)]
         tokens = self._encode([texts[number] for number in taken])
-        expected = by_own()
-        start = 0
-        for number in taken:
-            end = start + expected[number].size
-            if not (
-                np.array_equal(tokens[start:end], expected[number])
-                and np.array_equal(tokens[end : end + 1], [self._eod_id])
-            ):
-                return texts[number]
-            start = end + 1
-        return None
+
+        def first_difference(by_own: Sequence[NDArray[np.uint32]]) -> str | None:
+            start = 0
+            for number in taken:
+                end = start + by_own[number].size
+                if not (
+                    np.array_equal(tokens[start:end], by_own[number])
+                    and np.array_equal(tokens[end : end + 1], [self._eod_id])
+                ):
+                    return texts[number]
+                start = end + 1
+            return None
+
+        return first_difference
 
     def _takes(self, text: str) -> bool:
         return self._settled.all_in(text) and _END not in text
@@ -174,7 +178,7 @@ class GigatokenEncoder:
     def _compare(self, text: str) -> None:
         start = max(0, (len(text) - _COMPARE_CHARACTERS) // 2)
         texts = [text[start : start + _COMPARE_CHARACTERS]]
-        differing = self.first_difference(texts, lambda: self._own.encode_batch(texts))
+        differing = self.comparison(texts)(self._own.encode_batch(texts))
         if differing is not None:
             raise UserError(
                 f"gigatoken and {self._own.kind} encode {differing[:40]!r}... otherwise: remove "
@@ -260,10 +264,10 @@ def with_gigatoken(tokenizer: Tokenizer) -> Tokenizer:
     return dataclasses.replace(tokenizer, stand_in=stand_in)
 
 
-def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[str]) -> Tokenizer:
-    """``tokenizer`` with the library in it that ``choice`` asks for.
+class EncoderTrial:
+    """The library that ``choice`` asks for, used while it is compared with the tokenizer's own.
 
-    Warns, on one line, where gigatoken could not be taken although it was allowed.
+    Comparing takes a quarter of a second, in a thread of its own.
 
     Args:
         tokenizer: as it was loaded.
@@ -271,35 +275,68 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
         texts: of what is to be encoded, in which the two libraries are compared; about a million
             characters are taken of the first ones.
 
-    Raises:
-        UserError: if ``choice`` is gigatoken and it cannot be used.
+    Attributes:
+        tokenizer: the one to use meanwhile. What it encodes counts only if :meth:`settle` gives it.
     """
-    if choice == "own":
-        return dataclasses.replace(tokenizer, stand_in=None)
+
+    def __init__(self, tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[str]) -> None:
+        self._own = dataclasses.replace(tokenizer, stand_in=None)
+        self._choice = choice
+        self._differing: Callable[[], str | None] = lambda: None
+        self._cannot: CannotEncodeError | None = None
+        self.tokenizer = self._own
+        if choice == "own":
+            return
+        own = tokenizer.encoder
+        sample = [*awkward_texts(own.special_tokens()), *_sample(texts)]
+        with _closing_later() as pool:
+            by_own = pool.submit(own.encode_batch, sample)
+            try:
+                stand_in = GigatokenEncoder(tokenizer.file, own, tokenizer.eod_id)
+                differing = stand_in.comparison(sample)
+            except (CannotEncodeError, UserError) as error:
+                self._cannot = CannotEncodeError(str(error))
+                return
+        self._differing = lambda: differing(by_own.result())
+        self.tokenizer = dataclasses.replace(tokenizer, stand_in=stand_in)
+
+    def settle(self) -> Tokenizer:
+        """Wait for the comparison, and return the tokenizer to use from now on.
+
+        Warns, on one line, where gigatoken could not be taken although it was allowed.
+
+        Raises:
+            UserError: if ``choice`` is gigatoken and it cannot be used.
+        """
+        differing = self._differing()
+        if differing is not None:
+            self._cannot = CannotEncodeError(
+                f"gigatoken and {self._own.encoder.kind} encode {differing[:40]!r} otherwise"
+            )
+        self._differing = lambda: None
+        if self._cannot is None:
+            return self.tokenizer
+        if self._choice == "gigatoken":
+            raise UserError(f"--encoder gigatoken: {self._cannot}; give --encoder own")
+        kind = self._own.encoder.kind
+        warnings.warn(f"{self._cannot}: {kind} encodes, which takes longer", stacklevel=2)
+        self.tokenizer, self._cannot = self._own, None
+        return self._own
+
+
+@contextlib.contextmanager
+def _closing_later() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """A pool whose work goes on after the block."""
+    pool = concurrent.futures.ThreadPoolExecutor(1, "compare")
     try:
-        stand_in = _agreeing(tokenizer, texts)
-    except CannotEncodeError as error:
-        if choice == "gigatoken":
-            raise UserError(f"--encoder gigatoken: {error}; give --encoder own") from error
-        kind = tokenizer.encoder.kind
-        warnings.warn(f"{error}: {kind} encodes, which takes longer", stacklevel=2)
-        return dataclasses.replace(tokenizer, stand_in=None)
-    return dataclasses.replace(tokenizer, stand_in=stand_in)
+        yield pool
+    finally:
+        pool.shutdown(wait=False)
 
 
-def _agreeing(tokenizer: Tokenizer, texts: Iterable[str]) -> GigatokenEncoder:
-    own = tokenizer.encoder
-    sample = [*awkward_texts(own.special_tokens()), *_sample(texts)]
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        by_own = pool.submit(own.encode_batch, sample)
-        stand_in = GigatokenEncoder(tokenizer.file, own, tokenizer.eod_id)
-        try:
-            differing = stand_in.first_difference(sample, by_own.result)
-        except UserError as error:
-            raise CannotEncodeError(str(error)) from error
-    if differing is not None:
-        raise CannotEncodeError(f"gigatoken and {own.kind} encode {differing[:40]!r} otherwise")
-    return stand_in
+def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[str]) -> Tokenizer:
+    """``tokenizer`` with the library in it that ``choice`` asks for; see :class:`EncoderTrial`."""
+    return EncoderTrial(tokenizer, choice, texts).settle()
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:

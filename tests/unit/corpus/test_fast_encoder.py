@@ -13,6 +13,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_chameleon.corpus import preprocess
 from megatron_chameleon.corpus.tokenization import fast_encoder
 from megatron_chameleon.corpus.tokenization.awkward_texts import awkward_texts
 from megatron_chameleon.corpus.tokenization.fast_encoder import (
@@ -25,6 +26,10 @@ from megatron_chameleon.corpus.tokenization.long_texts import LONGEST_PART
 from megatron_chameleon.corpus.tokenization.tiktoken_file import PATTERNS
 from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.preprocess import PreprocessOptions
+from megatron_chameleon.options.tokenizer import EncoderOptions
+from tests.unit.corpus.corpus_making import files_of, made
+from tests.unit.corpus.corpus_making import given as given_inputs
 from tests.unit.corpus.tokenizer_samples import (
     awkward_text,
     write_gpt2_files,
@@ -210,6 +215,38 @@ def test_the_sample_is_no_more_than_is_needed(json_tokenizer):
     taken = 2 * fast_encoder._SAMPLE_PIECE  # the beginning and the middle of each
     assert taken < len(text)
     assert asked * taken == fast_encoder._SAMPLE_CHARACTERS == 1 << 20
+
+
+@pytest.mark.parametrize("shard_bytes", [256, 1 << 20])
+def test_a_shard_that_was_encoded_before_they_were_found_to_disagree_is_made_anew(
+    disagreeing, monkeypatch, tmp_path, shard_bytes
+):
+    monkeypatch.setattr(fast_encoder, "awkward_texts", lambda special_tokens: [])
+    monkeypatch.setattr(preprocess, "_own_tokenizer", lambda options: disagreeing)
+    lines = [json.dumps({"text": f"here is a Q and {i}"}) + "\n" for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+
+    def options(encoder, output):
+        return PreprocessOptions(
+            given_inputs(f"a={tmp_path / 'a.jsonl'}"),
+            tmp_path / output,
+            tmp_path / "not-read.json",
+            encoding=EncoderOptions(encoder=encoder),
+            split="60,20,20",
+            workers=1,
+            shard_bytes=shard_bytes,
+        )
+
+    own = made(options("own", "own"))
+    with pytest.warns(UserWarning, match="encode 'here is a Q and .*otherwise: tokenizers encodes"):
+        trusted = made(options("auto", "auto"))
+    files = [{k: v for k, v in files_of(c).items() if "tokens" in k} for c in (own, trusted)]
+    assert len(files[0]) == 6
+    assert files[0] == files[1]
+    assert own.domains == trusted.domains
+    with pytest.raises(UserError, match=r"--encoder gigatoken: .* otherwise; give --encoder own"):
+        made(options("gigatoken", "gigatoken"))
+    assert not (tmp_path / "gigatoken" / "corpus.json").exists()
 
 
 def test_a_difference_that_shows_later_ends_the_run(disagreeing, monkeypatch):
