@@ -33,7 +33,8 @@ from megatron_chameleon.corpus.shards.unchanged import check_what_was_read
 from megatron_chameleon.corpus.shards.workers import work_in_processes
 from megatron_chameleon.corpus.split import parse_split
 from megatron_chameleon.corpus.summary import closing_words, words_after_share, words_on_left_desks
-from megatron_chameleon.corpus.tokenization.fast_encoder import EncoderTrial, with_gigatoken
+from megatron_chameleon.corpus.tokenization.encoder_trial import EncoderTrial
+from megatron_chameleon.corpus.tokenization.fast_encoder import with_gigatoken
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions

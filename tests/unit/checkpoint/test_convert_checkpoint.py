@@ -499,17 +499,22 @@ def test_a_model_whose_replacement_was_killed_is_not_replaced_unasked(converted,
         assert not list(tmp_path.iterdir())
 
 
+def overwriting(made, converted, output):
+    """Conversions to and from Hugging Face that replace what ``output`` holds."""
+    to = ToHuggingFaceOptions(converted.root, output, overwrite=True)
+    back = FromHuggingFaceOptions(made, output, overwrite=True)
+    return {
+        "to": lambda: convert_to_huggingface(to),
+        "from": lambda: convert_from_huggingface(back),
+    }
+
+
 @pytest.mark.parametrize("command", ["to", "from"])
 def test_a_replacement_that_fails_leaves_what_was_there(
     made, converted, tmp_path, monkeypatch, command
 ):
     output = tmp_path / "out"
-    to = ToHuggingFaceOptions(converted.root, output, overwrite=True)
-    back = FromHuggingFaceOptions(made, output, overwrite=True)
-    convert = {
-        "to": lambda: convert_to_huggingface(to),
-        "from": lambda: convert_from_huggingface(back),
-    }[command]
+    convert = overwriting(made, converted, output)[command]
     convert()
     (output / "mine").write_text("of before")
     real = os.replace
@@ -563,12 +568,7 @@ def test_a_full_disk_leaves_what_was_there(made, converted, tmp_path, command):
     marker = "config.json" if command == "to" else FILE_NAME
     output.mkdir()
     (output / marker).write_text("of before")
-    to = ToHuggingFaceOptions(converted.root, output, overwrite=True)
-    back = FromHuggingFaceOptions(made, output, overwrite=True)
-    convert = {
-        "to": lambda: convert_to_huggingface(to),
-        "from": lambda: convert_from_huggingface(back),
-    }[command]
+    convert = overwriting(made, converted, output)[command]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # A file that may not grow fails as one on a full disk does: in the middle of a write.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
