@@ -66,10 +66,6 @@ class CheckedLoadStrategy(TorchDistLoadShardedStrategy):
         with _reading_by(self._index):
             return super().load_sharded_metadata(checkpoint_dir)
 
-    def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Not done: it would unpickle the index."""
-        raise NotImplementedError
-
 
 @contextlib.contextmanager
 def _reading_by(index: Metadata) -> Iterator[None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ from pathlib import Path
 from megatron_chameleon.artifacts import Corpus, Cost, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.corpus.reading.domain_names import DomainNames
-from megatron_chameleon.corpus.reading.pieces import Piece
 from megatron_chameleon.corpus.reading.readers import DocumentReader
 from megatron_chameleon.corpus.reading.sources import find_sources
 from megatron_chameleon.corpus.shards.domain_checks import check_domains
@@ -33,8 +31,7 @@ from megatron_chameleon.corpus.shards.unchanged import check_what_was_read
 from megatron_chameleon.corpus.shards.workers import work_in_processes
 from megatron_chameleon.corpus.split import parse_split
 from megatron_chameleon.corpus.summary import closing_words, words_after_share, words_on_left_desks
-from megatron_chameleon.corpus.tokenization.encoder_trial import EncoderTrial
-from megatron_chameleon.corpus.tokenization.fast_encoder import with_gigatoken
+from megatron_chameleon.corpus.tokenization.fast_encoder import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.preprocess import PreprocessOptions
@@ -126,54 +123,24 @@ class ShardWork:
     def __call__(self, on_bytes: Callable[[int], object]) -> Callable[[int], object]:
         """Open the tokenizer; return what makes the shard of a number."""
         tokenizer = _own_tokenizer(self.options)
-        known = with_gigatoken(tokenizer) if self.gigatoken else tokenizer
-        return self.with_tokenizer(known, lambda: known, on_bytes)
+        return self.with_tokenizer(
+            with_gigatoken(tokenizer) if self.gigatoken else tokenizer, on_bytes
+        )
 
     def with_tokenizer(
-        self,
-        tokenizer: Tokenizer,
-        settle: Callable[[], Tokenizer],
-        on_bytes: Callable[[int], object],
+        self, tokenizer: Tokenizer, on_bytes: Callable[[int], object]
     ) -> Callable[[int], object]:
-        """The same with a tokenizer that is open.
-
-        A shard gets its place once ``settle`` gives the tokenizer that it was made with; where it
-        gives another one, the shard is made anew with that.
-        """
+        """The same with a tokenizer that is open."""
+        maker = ShardMaker(self.options, self.plan, self.plan_hash, tokenizer)
 
         def make(number: int) -> None:
-            nonlocal tokenizer
-            read = 0
-
-            def count(size: int) -> None:
-                nonlocal read
-                read += size
-                on_bytes(size)
-
-            used = tokenizer
-            try:
-                self._write(number, used, count)
-            except UserError:
-                if settle() is used:
-                    raise
-            tokenizer = settle()
-            if tokenizer is not used:
-                on_bytes(-read)
-                self._write(number, tokenizer, on_bytes)
-            self.folder.put_shard(self._written(number), number)
+            written = self.folder.desk / f"{number:06d}"
+            with writing(written):
+                written.mkdir()
+            maker.make(number, written, on_bytes)
+            self.folder.put_shard(written, number)
 
         return make
-
-    def _write(self, number: int, tokenizer: Tokenizer, on_bytes: Callable[[int], object]) -> None:
-        written = self._written(number)
-        with writing(written):
-            shutil.rmtree(written, ignore_errors=True)
-            written.mkdir()
-        maker = ShardMaker(self.options, self.plan, self.plan_hash, tokenizer)
-        maker.make(number, written, on_bytes)
-
-    def _written(self, number: int) -> Path:
-        return self.folder.desk / f"{number:06d}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,18 +173,18 @@ class _Run:
         if not missing:
             return
         total = sum(map(self.plan.shard_bytes, missing))
-        num_workers = self._num_workers(missing)
-        trial = EncoderTrial(self.tokenizer, self.options.encoding.encoder, self._sample(missing))
-        if num_workers > 1 or any(map(self._is_pipe, self._pieces(missing))):
-            trial.settle()  # a pipe gives its text only once
-        gigatoken = trial.tokenizer.stand_in is not None
+        tokenizer = with_encoder(
+            self.tokenizer, self.options.encoding.encoder, self._sample(missing)
+        )
+        gigatoken = tokenizer.stand_in is not None
         work = ShardWork(self.options, self.plan, self.plan_hash, self.folder, gigatoken)
         with progress_bar(total, "B", "tokenizing") as bar:
+            num_workers = self._num_workers(missing)
             if num_workers > 1:
-                del trial  # the workers have tokenizers of their own; its memory is theirs
+                del tokenizer  # the workers have their own; its memory is theirs
                 work_in_processes(work, missing, num_workers, bar.update)
                 return
-            make = work.with_tokenizer(trial.tokenizer, trial.settle, bar.update)
+            make = work.with_tokenizer(tokenizer, bar.update)
             for number in missing:
                 make(number)
 
@@ -264,15 +231,10 @@ class _Run:
     def _sample(self, shards: Sequence[int]) -> Iterator[str]:
         """The first texts of ``shards``; none of a pipe, which gives its text only once."""
         reader = DocumentReader(self.options.source, self.plan.sources, self.options.domains)
-        for piece in self._pieces(shards):
-            if not self._is_pipe(piece):
-                yield from (document.text for document in reader.read(piece))
-
-    def _pieces(self, shards: Sequence[int]) -> list[Piece]:
-        return [piece for number in shards for piece in self.plan.shards[number]]
-
-    def _is_pipe(self, piece: Piece) -> bool:
-        return Path(self.plan.sources[piece.source].path).is_fifo()
+        for number in shards:
+            for piece in self.plan.shards[number]:
+                if not Path(self.plan.sources[piece.source].path).is_fifo():
+                    yield from (document.text for document in reader.read(piece))
 
     def _load(self, number: int) -> Shard:
         shard = Shard.load(self.folder.shard_folder(number))
@@ -287,7 +249,7 @@ class _Run:
     def _num_workers(self, missing: Sequence[int]) -> int:
         if self.options.workers is not None:
             return min(self.options.workers, len(missing))
-        pieces = self._pieces(missing)
+        pieces = [piece for number in missing for piece in self.plan.shards[number]]
         unknown = any(self.plan.sources[piece.source].kind == "dataset" for piece in pieces)
         worth = unknown or sum(piece.bytes for piece in pieces) >= _BYTES_WORTH_A_PROCESS
         # Each reads and encodes at the same time, which keeps more than a core busy.

@@ -165,8 +165,9 @@ def neighbours(
     """Each domain with the next lighter one, and how likely it is that it outweighs that."""
     names = list(weights)
     order = sorted(range(len(names)), key=lambda i: -weights[names[i]])
-    likely = outweighing_probability(bootstrap)
-    return [(names[i], names[j], float(likely[i, j])) for i, j in itertools.pairwise(order)]
+    likely = outweighing_probability(bootstrap, order[:-1], order[1:]).tolist()
+    pairs = itertools.pairwise(names[i] for i in order)
+    return [(one, other, share) for (one, other), share in zip(pairs, likely, strict=True)]
 
 
 def warn_of_little(bootstrap: BootstrapResult) -> None:

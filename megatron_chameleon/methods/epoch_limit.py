@@ -55,7 +55,7 @@ class EpochLimit:
             UserError: if the domains that have a weight cannot fill the budget.
         """
         if self.max_epochs is None or self.token_budget is None:
-            return CappedWeights(weights, (), 0.0)
+            return CappedWeights(weights, ())
         tokens = np.array(list(self.tokens.values()), np.float64)
         caps = tokens * (self.max_epochs / self.token_budget)
         try:

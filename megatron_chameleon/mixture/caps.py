@@ -20,9 +20,6 @@ class CappedWeights:
     binding: tuple[int, ...]
     """Positions of the domains whose weight is their cap."""
 
-    divergence: float
-    """KL(weights || wanted weights) in nats: 0 where no cap binds."""
-
 
 def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> CappedWeights:
     """The mixture w with w_i <= c_i that is nearest to p, by the Kullback-Leibler divergence.
@@ -52,12 +49,8 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> CappedWeights
         raise ValueError("caps must be numbers from 0 on, or infinite")
     wanted = wanted / wanted.sum()
     found = _scaled(wanted, most)
-    taken = found > 0
-    return CappedWeights(
-        weights=found,
-        binding=tuple(np.flatnonzero((wanted > 0) & (found == most)).tolist()),
-        divergence=max(0.0, float((found[taken] * np.log(found[taken] / wanted[taken])).sum())),
-    )
+    binding = np.flatnonzero((wanted > 0) & (found == most))
+    return CappedWeights(found, tuple(binding.tolist()))
 
 
 def _scaled(wanted: Array, most: Array) -> Array:

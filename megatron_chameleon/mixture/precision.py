@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array, check_positive
 from megatron_chameleon.mixture.uncertainty import BootstrapResult
@@ -13,17 +14,25 @@ from megatron_chameleon.mixture.uncertainty import BootstrapResult
 ONE_HOT = 0.95
 
 
-def outweighing_probability(resampled: BootstrapResult) -> Array:
-    """P[i, j], [k, k]: the share of the resamples in which domain i weighs more than domain j.
+def outweighing_probability(
+    resampled: BootstrapResult, one: npt.ArrayLike, other: npt.ArrayLike
+) -> Array:
+    """The share of the resamples in which a domain weighs more than another; ties count half.
 
-    Ties count half, so that P[i, j] + P[j, i] is 1.
+    Args:
+        resampled: the weights over resamples.
+        one: [n] positions of domains.
+        other: [n] positions of those that they are compared with.
+
+    Returns:
+        [n] float64; with ``one`` and ``other`` exchanged, 1 less it.
     """
     weights = resampled.weights
-    probabilities = np.empty((weights.shape[1], weights.shape[1]))
-    for domain, column in enumerate(weights.T):
-        others = column[:, None] - weights
-        probabilities[domain] = (others > 0).mean(axis=0) + (others == 0).mean(axis=0) / 2
-    return probabilities
+    difference = (
+        weights[:, np.asarray(one, dtype=np.intp)] - weights[:, np.asarray(other, dtype=np.intp)]
+    )
+    likely: Array = (difference > 0).mean(axis=0) + (difference == 0).mean(axis=0) / 2
+    return likely
 
 
 def windows_needed(half_width: float, num_windows: int, precision: float) -> int:

@@ -11,6 +11,8 @@ from tests.distributed.layout_cases import DP2_SHARDED, TP2, Case, Places, train
 SAVING_INTERVAL = 3
 FULL_FROM, FULL_UNTIL = 6, 9
 """One rank cannot write from before the first step until before the second: one save fails."""
+KILLED_RANK = 1
+KILLS_ITSELF = f"rank {KILLED_RANK} kills itself"
 SMALLER_THAN_WEIGHTS = 50_000
 
 

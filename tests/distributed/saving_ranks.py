@@ -29,6 +29,8 @@ from tests.distributed.layout_cases import Places
 from tests.distributed.saving_cases import (
     FULL_FROM,
     FULL_UNTIL,
+    KILLED_RANK,
+    KILLS_ITSELF,
     SAVING,
     SMALLER_THAN_WEIGHTS,
     saving_options,
@@ -36,7 +38,6 @@ from tests.distributed.saving_cases import (
 from tests.full_disk import largest_file_size
 
 NUM_RANKS = 2
-KILLED_RANK = 1
 SECONDS_OF_A_SLOW_WRITE = 3.0
 WRITER = "megatron_chameleon.checkpoint.write"
 
@@ -84,6 +85,7 @@ def train_and_be_killed(places: Places, name: str, moment: str) -> None:
 
 
 def kill_myself() -> None:
+    print(KILLS_ITSELF, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

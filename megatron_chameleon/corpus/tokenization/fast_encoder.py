@@ -8,8 +8,10 @@ releases of Unicode know (which is where it is known to differ) are left to the 
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,15 +20,20 @@ import orjson
 import psutil
 from numpy.typing import NDArray
 
+from megatron_chameleon.corpus.tokenization.awkward_texts import awkward_texts
 from megatron_chameleon.corpus.tokenization.encoders import Encoder, is_panic
 from megatron_chameleon.corpus.tokenization.file import TokenizerFile
 from megatron_chameleon.corpus.tokenization.settled import SettledCharacters
 from megatron_chameleon.corpus.tokenization.tiktoken_file import PATTERNS
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.tokenizer import EncoderChoice
 
 Encode = Callable[[bytes], NDArray[np.uint32]]
 
+_SAMPLE_CHARACTERS = 1 << 20
+# The sample is the beginnings and middles of texts, so that it is of many.
+_SAMPLE_PIECE = 1 << 13
 # One text in so many characters is encoded by both libraries, or a piece from its middle: about
 # 1% of the time that gigatoken takes for the rest.
 _COMPARE_EVERY = 1 << 22
@@ -113,29 +120,26 @@ class GigatokenEncoder:
         self._look_after(texts)
         return encoded
 
-    def comparison(
-        self, texts: Sequence[str]
-    ) -> Callable[[Sequence[NDArray[np.uint32]]], str | None]:
-        """Encode ``texts`` now; return what compares that with the ids which the own library gives.
+    def first_difference(
+        self, texts: Sequence[str], by_own: Callable[[], Sequence[NDArray[np.uint32]]]
+    ) -> str | None:
+        """The first of ``texts`` that ``by_own`` has other ids for, None if there is none.
 
-        That gives the first of the texts for which they differ, None if there is none.
+        That is called last, so that it may be at work in another thread meanwhile.
         """
         taken = [number for number, text in enumerate(texts) if self._takes(text)]
         tokens = self._encode([texts[number] for number in taken])
-
-        def first_difference(by_own: Sequence[NDArray[np.uint32]]) -> str | None:
-            start = 0
-            for number in taken:
-                end = start + by_own[number].size
-                if not (
-                    np.array_equal(tokens[start:end], by_own[number])
-                    and np.array_equal(tokens[end : end + 1], [self._eod_id])
-                ):
-                    return texts[number]
-                start = end + 1
-            return None
-
-        return first_difference
+        expected = by_own()
+        start = 0
+        for number in taken:
+            end = start + expected[number].size
+            if not (
+                np.array_equal(tokens[start:end], expected[number])
+                and np.array_equal(tokens[end : end + 1], [self._eod_id])
+            ):
+                return texts[number]
+            start = end + 1
+        return None
 
     def _takes(self, text: str) -> bool:
         return self._settled.all_in(text) and _END not in text
@@ -170,7 +174,7 @@ class GigatokenEncoder:
     def _compare(self, text: str) -> None:
         start = max(0, (len(text) - _COMPARE_CHARACTERS) // 2)
         texts = [text[start : start + _COMPARE_CHARACTERS]]
-        differing = self.comparison(texts)(self._own.encode_batch(texts))
+        differing = self.first_difference(texts, lambda: self._own.encode_batch(texts))
         if differing is not None:
             raise UserError(
                 f"gigatoken and {self._own.kind} encode {differing[:40]!r}... otherwise: remove "
@@ -254,3 +258,57 @@ def with_gigatoken(tokenizer: Tokenizer) -> Tokenizer:
     except CannotEncodeError as error:
         raise UserError(f"{error}; give --encoder own") from error
     return dataclasses.replace(tokenizer, stand_in=stand_in)
+
+
+def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[str]) -> Tokenizer:
+    """``tokenizer`` with the library in it that ``choice`` asks for.
+
+    Warns, on one line, where gigatoken could not be taken although it was allowed.
+
+    Args:
+        tokenizer: as it was loaded.
+        choice: see EncoderOptions.
+        texts: of what is to be encoded, in which the two libraries are compared; about a million
+            characters are taken of the first ones.
+
+    Raises:
+        UserError: if ``choice`` is gigatoken and it cannot be used.
+    """
+    if choice == "own":
+        return dataclasses.replace(tokenizer, stand_in=None)
+    try:
+        stand_in = _agreeing(tokenizer, texts)
+    except CannotEncodeError as error:
+        if choice == "gigatoken":
+            raise UserError(f"--encoder gigatoken: {error}; give --encoder own") from error
+        kind = tokenizer.encoder.kind
+        warnings.warn(f"{error}: {kind} encodes, which takes longer", stacklevel=2)
+        return dataclasses.replace(tokenizer, stand_in=None)
+    return dataclasses.replace(tokenizer, stand_in=stand_in)
+
+
+def _agreeing(tokenizer: Tokenizer, texts: Iterable[str]) -> GigatokenEncoder:
+    own = tokenizer.encoder
+    sample = [*awkward_texts(own.special_tokens()), *_sample(texts)]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        by_own = pool.submit(own.encode_batch, sample)
+        stand_in = GigatokenEncoder(tokenizer.file, own, tokenizer.eod_id)
+        try:
+            differing = stand_in.first_difference(sample, by_own.result)
+        except UserError as error:
+            raise CannotEncodeError(str(error)) from error
+    if differing is not None:
+        raise CannotEncodeError(f"gigatoken and {own.kind} encode {differing[:40]!r} otherwise")
+    return stand_in
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    taken = 0
+    for text in texts:
+        middle = max(_SAMPLE_PIECE, (len(text) - _SAMPLE_PIECE) // 2)
+        for start in (0, middle):
+            piece = text[start : start + _SAMPLE_PIECE]
+            taken += len(piece)
+            yield piece
+        if taken >= _SAMPLE_CHARACTERS:
+            return

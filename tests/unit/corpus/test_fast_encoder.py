@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_chameleon.corpus import preprocess
-from megatron_chameleon.corpus.tokenization import encoder_trial, fast_encoder
+from megatron_chameleon.corpus.tokenization import fast_encoder
 from megatron_chameleon.corpus.tokenization.awkward_texts import awkward_texts
-from megatron_chameleon.corpus.tokenization.encoder_trial import with_encoder
 from megatron_chameleon.corpus.tokenization.fast_encoder import (
     GigatokenEncoder,
     gigatoken_for,
+    with_encoder,
     with_gigatoken,
 )
 from megatron_chameleon.corpus.tokenization.long_texts import LONGEST_PART
@@ -193,7 +193,7 @@ def disagreeing(tokenizer_json):
 def test_one_that_disagrees_is_not_taken(disagreeing, texts, monkeypatch):
     with pytest.warns(UserWarning, match="gigatoken and tokenizers encode .* otherwise: tokeni"):
         assert with_encoder(disagreeing, "auto", texts(5)).stand_in is None
-    monkeypatch.setattr(encoder_trial, "awkward_texts", lambda special_tokens: [])
+    monkeypatch.setattr(fast_encoder, "awkward_texts", lambda special_tokens: [])
     assert with_encoder(disagreeing, "auto", texts(5)).stand_in is not None
     with pytest.warns(UserWarning, match="encode 'here is a Q' otherwise"):
         assert with_encoder(disagreeing, "auto", [*texts(5), "here is a Q"]).stand_in is None
@@ -212,16 +212,16 @@ def test_the_sample_is_no_more_than_is_needed(json_tokenizer):
             yield text
 
     with_encoder(json_tokenizer, "auto", endless())
-    taken = 2 * encoder_trial._SAMPLE_PIECE  # the beginning and the middle of each
+    taken = 2 * fast_encoder._SAMPLE_PIECE  # the beginning and the middle of each
     assert taken < len(text)
-    assert asked * taken == encoder_trial._SAMPLE_CHARACTERS == 1 << 20
+    assert asked * taken == fast_encoder._SAMPLE_CHARACTERS == 1 << 20
 
 
 @pytest.mark.parametrize("shard_bytes", [256, 1 << 20])
-def test_a_shard_that_was_encoded_before_they_were_found_to_disagree_is_made_anew(
+def test_a_corpus_whose_text_they_encode_otherwise_is_that_of_the_own_library(
     disagreeing, monkeypatch, tmp_path, shard_bytes
 ):
-    monkeypatch.setattr(encoder_trial, "awkward_texts", lambda special_tokens: [])
+    monkeypatch.setattr(fast_encoder, "awkward_texts", lambda special_tokens: [])
     monkeypatch.setattr(preprocess, "_own_tokenizer", lambda options: disagreeing)
     lines = [json.dumps({"text": f"here is a Q and {i}"}) + "\n" for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
