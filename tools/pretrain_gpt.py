@@ -14,7 +14,7 @@ def main(options: PretrainOptions) -> None:
     stops = StopRequests(options.stopping)
     stops.take_signals()
     # Not at the top: --help should not wait for torch.
-    from megatron_chameleon.training.loop import pretrain
+    from megatron_chameleon.training.pretrain import pretrain
 
     pretrain(options, stops=stops)
 

@@ -17,8 +17,8 @@ from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.parallel.layout import Layout, distributed
 from megatron_chameleon.training.agreement import StepAgreement
-from megatron_chameleon.training.loop import verify_corpus
 from megatron_chameleon.training.metrics import memory_bytes, most_memory_bytes
+from megatron_chameleon.training.pretrain import verify_corpus
 
 NUM_RANKS = 2
 TIMEOUT_MINUTES = 3

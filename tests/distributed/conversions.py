@@ -22,7 +22,7 @@ from megatron_chameleon.methods.chameleon import compute_mixture
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.pretrain import pretrain
 from tests.distributed.layout_cases import (
     ADDED_ROWS,
     NARROW_MULTIPLE,

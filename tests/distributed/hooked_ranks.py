@@ -32,7 +32,7 @@ def resume_hooked(places: Places, name: str) -> None:
 
 
 def _train(places: Places, name: str, hook: str, case: Case) -> None:
-    from megatron_chameleon.training.loop import pretrain
+    from megatron_chameleon.training.pretrain import pretrain
     from tests.distributed.toy_hooks import HOOKS
 
     options = dataclasses.replace(

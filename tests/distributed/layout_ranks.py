@@ -114,7 +114,7 @@ def all_sections(places: Places) -> Iterator[Section]:
 
 
 def train(places: Places, name: str, case: Case) -> None:
-    from megatron_chameleon.training.loop import pretrain
+    from megatron_chameleon.training.pretrain import pretrain
 
     pretrain(training_options(places, name, case))
 

@@ -44,7 +44,7 @@ WRITER = "megatron_chameleon.checkpoint.write"
 
 def train_saving(places: Places, name: str) -> None:
     """Train; where the case asks for it, one rank's disk is full for some of the steps."""
-    from megatron_chameleon.training.loop import pretrain
+    from megatron_chameleon.training.pretrain import pretrain
 
     case = SAVING[name]
     full = contextlib.ExitStack()
@@ -71,7 +71,7 @@ def before_steps(acts: dict[int, Callable[[], object]], first: int = 1) -> Itera
 
 def train_and_be_killed(places: Places, name: str, moment: str) -> None:
     """Go on with the run ``name``, and kill rank 1 at the moment."""
-    from megatron_chameleon.training.loop import pretrain
+    from megatron_chameleon.training.pretrain import pretrain
 
     done = len(checkpoint_folders(places.run(name))) * 3
     with contextlib.ExitStack() as stack:
@@ -128,7 +128,7 @@ def launch_and_tell(places: Places, name: str, moment: str) -> None:
 
 
 if __name__ == "__main__":
-    import megatron_chameleon.training.loop  # noqa: F401  (for all of the launches, once)
+    import megatron_chameleon.training.pretrain  # noqa: F401  (for all of the launches, once)
 
     root, run, *moments = sys.argv[1:]
     for moment in moments:

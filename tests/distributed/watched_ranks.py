@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def train_watched(places: Places, name: str) -> None:
     """Train, with a gradient that is not a number on the last rank alone, in two steps."""
     from megatron_chameleon.training import step
-    from megatron_chameleon.training.loop import pretrain
+    from megatron_chameleon.training.pretrain import pretrain
 
     steps = itertools.count(1)
     on_last_rank = int(os.environ["RANK"]) == WATCHED[name].ranks - 1

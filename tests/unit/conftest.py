@@ -75,7 +75,7 @@ def finished_run(
     pretrain_options: Callable[..., PretrainOptions], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The folder of a run with checkpoints of steps 3 and 6, for reading only."""
-    from megatron_chameleon.training.loop import pretrain
+    from megatron_chameleon.training.pretrain import pretrain
 
     run_dir = tmp_path_factory.mktemp("run") / "nano"
     pretrain(pretrain_options(run_dir))

@@ -9,7 +9,7 @@ import pytest
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.training import DocumentBoundaryOptions
-from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.pretrain import pretrain
 
 OPTIONS = [field.name for field in dataclasses.fields(DocumentBoundaryOptions)]
 

@@ -26,7 +26,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.logging import LoggingOptions
 from megatron_chameleon.training import loop
-from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.pretrain import pretrain
 from tests.full_disk import largest_file_size
 
 ASYNC = CheckpointingOptions(async_save=True)

@@ -25,8 +25,8 @@ from megatron_chameleon.options.training import DocumentBoundaryOptions, Pretrai
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training import dry_step, passes, trained_model
 from megatron_chameleon.training.dry_step import dry_first_step, is_wanted, microbatches_to_peak
-from megatron_chameleon.training.loop import pretrain
 from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.pretrain import pretrain
 from megatron_chameleon.training.resume import Progress, find_progress
 from megatron_chameleon.training.step import train_step
 from megatron_chameleon.training.trained_model import build_trained_model

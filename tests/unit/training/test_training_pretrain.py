@@ -25,7 +25,7 @@ from megatron_chameleon.options.training import DocumentBoundaryOptions, Optimiz
 from megatron_chameleon.options.validation import ValidationOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training import loop, step
-from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.pretrain import pretrain
 from tests.distributed.toy_hooks import LossWeigher, MixtureChanger
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer, write_small_corpus
 

@@ -17,8 +17,8 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.training.loop import pretrain
 from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.pretrain import pretrain
 from tests.small_corpus import write_small_corpus
 from tests.unit.training.progress import progress_of_run
 

@@ -22,8 +22,8 @@ from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.training.loop import pretrain
 from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.pretrain import pretrain
 from tests.small_corpus import VOCAB_SIZE, word_tokenizer, write_small_corpus
 from tests.unit.training.progress import progress_of_run
 

@@ -32,8 +32,8 @@ from megatron_chameleon.options.training import (
     PretrainOptions,
 )
 from megatron_chameleon.training import plan as plan_module
-from megatron_chameleon.training.loop import pretrain, samples_of
 from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.pretrain import pretrain, samples_of
 from megatron_chameleon.training.resume import (
     FREE_OPTIONS,
     Progress,

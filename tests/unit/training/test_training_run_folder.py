@@ -13,7 +13,7 @@ import pytest
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import run_folder
-from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.pretrain import pretrain
 from megatron_chameleon.training.run_folder import LOCK_NAME
 from tests.full_disk import largest_file_size
 

@@ -16,7 +16,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.guards import GuardOptions
-from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.pretrain import pretrain
 from tests.small_corpus import DOMAINS
 from tests.unit.training.bad_steps import before_steps, poison
 

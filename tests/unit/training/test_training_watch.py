@@ -18,8 +18,8 @@ from megatron_chameleon.options.guards import GuardOptions
 from megatron_chameleon.training import loop
 from megatron_chameleon.training.global_batch import GlobalBatch
 from megatron_chameleon.training.hook import TrainingHook
-from megatron_chameleon.training.loop import pretrain
 from megatron_chameleon.training.prefetch import read_parts_ahead
+from megatron_chameleon.training.pretrain import pretrain
 from tests.distributed.toy_hooks import GradientCombiner, LossWeigher, MixtureChanger
 from tests.unit.training.bad_steps import before_steps, poison
 

@@ -23,7 +23,7 @@ from megatron_chameleon.options.training import DocumentBoundaryOptions
 from megatron_chameleon.options.validation import ValidationOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training import loop
-from megatron_chameleon.training.loop import pretrain
+from megatron_chameleon.training.pretrain import pretrain
 from megatron_chameleon.training.resume import find_progress
 from megatron_chameleon.training.run_log import RunLog
 from tests.device_reads import device_reads
@@ -177,7 +177,7 @@ def test_a_signal_before_the_first_step_leaves_the_folder_as_it_was(
         os.kill(os.getpid(), number)
         return find_progress(*arguments)
 
-    monkeypatch.setattr(loop, "find_progress", signalled)
+    monkeypatch.setattr(f"{pretrain.__module__}.find_progress", signalled)
     before = {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()}
     pretrain(pretrain_options(trained_run, overwrite=True))
     assert f"stopped by {number.name} before step 1 of 6" in capsys.readouterr().out
