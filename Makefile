@@ -69,6 +69,9 @@ test-gpu: $(STAMP)
 
 measure-gpu: test-gpu
 	$(BIN)/python benchmarks/pooling.py
+	$(BIN)/python benchmarks/embedding.py --windows 2048 --window-length 1024
+	$(BIN)/python benchmarks/mixture_cost.py --seq-length 1024
+	$(BIN)/python benchmarks/mixture_cost.py --seq-length 512
 	$(BIN)/python benchmarks/train.py --seconds 1800
 
 lint: $(STAMP)

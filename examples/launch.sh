@@ -7,7 +7,8 @@
 #   NNODES       nodes; on each the launcher is started, with its own NODE_RANK (SLURM says it) and
 #                with the first one's MASTER_ADDR (1)
 #   STOP_AT      Unix time at which to save and leave, to go on later by the same command (never)
-# and, after --, any flag of tools/pretrain_gpt.py.
+# and, after --, any flag of tools/pretrain_gpt.py; launchers that train nothing take those of the
+# tool that they start.
 HERE=$(dirname "${BASH_SOURCE[0]}")
 TOOLS=$HERE/../tools
 LAUNCHER=$(basename "$0" .sh)
@@ -29,6 +30,7 @@ if [ "$SIZE" = tiny ]; then
   RUN=${RUN:-runs/tiny/$LAUNCHER}
   CORPUS=${CORPUS:-runs/quickstart/1-corpus}
   PRETRAINED=${PRETRAINED:-runs/tiny/pretrain_684m_pile/5-base/uniform-seed1}
+  PROXY=${PROXY:-runs/tiny/pretrain_82m_proxy/2-proxy/tiny-seed1}
   [[ $LAUNCHER == finetune_* ]] || MIXTURE=${MIXTURE:-uniform}   # nothing is there to be weighed by
   NPROC=${NPROC:-2}
   export CUDA_VISIBLE_DEVICES=           # one GPU would not take two ranks

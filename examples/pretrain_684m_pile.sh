@@ -1,10 +1,7 @@
 #!/usr/bin/env bash
 # A 684M base model on the 17 domains of the Pile, in batches of 512: with each MIXTURE, a column of
 # the paper's tables for the Pile (section "Scalable to Pile"). The weights come from the proxy that
-# was trained on SlimPajama:
-#   torchrun tools/compute_mixture.py --corpus runs/pile/1-corpus \
-#     --checkpoint runs/slimpajama/2-proxy/82m-seed1 --store runs/pile/3-embeddings \
-#     --output runs/pile/4-mixture/chameleon-pretrain.json
+# was trained on SlimPajama: examples/transfer_pile.sh makes them.
 #
 #   bash examples/pretrain_684m_pile.sh                      # with Chameleon's weights
 #   MIXTURE=uniform bash examples/pretrain_684m_pile.sh      # not in the paper's tables

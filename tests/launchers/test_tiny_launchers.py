@@ -27,6 +27,11 @@ pytestmark = pytest.mark.timeout(3 * SECONDS)
 
 MIXTURES = ("uniform", "chameleon-finetune", "chameleon-pretrain")
 FINE_TUNING = ("finetune_wiki40b", "finetune_stack")
+WEIGHING = {
+    "transfer_pile": ("chameleon-pretrain",),
+    "mixture_stack": ("chameleon-finetune", "chameleon-pretrain"),
+    "mixture_wiki40b": ("chameleon-finetune", "chameleon-pretrain"),
+}
 # What SLURM's programs would do with two nodes, of which both are this machine.
 SLURM = {
     "srun": """
@@ -130,6 +135,8 @@ def launched(launchers: Launchers) -> dict[str, Launched]:
         }
         for name in FINE_TUNING:
             found[name] = pool.submit(fine_tune, launchers, name, pile)
+        for name in WEIGHING:
+            found[name] = pool.submit(weigh, launchers, name, pile)
         found |= {
             "pretrain_60m_proxy": pool.submit(run, "pretrain_60m_proxy", TP="2"),
             "pretrain_82m_proxy": pool.submit(run, "pretrain_82m_proxy", PP="2"),
@@ -141,9 +148,18 @@ def launched(launchers: Launchers) -> dict[str, Launched]:
 
 def fine_tune(launchers: Launchers, name: str, pile: Future[Launched]) -> Launched:
     """Fine-tune what the launcher for the Pile has trained, once it has."""
+    return launchers.run(name, PRETRAINED=trained_by(launchers, pile))
+
+
+def weigh(launchers: Launchers, name: str, pile: Future[Launched]) -> Launched:
+    """Embed with it."""
+    trained = trained_by(launchers, pile)
+    return launchers.run(name, PRETRAINED=trained, PROXY=trained)
+
+
+def trained_by(launchers: Launchers, pile: Future[Launched]) -> str:
     pile.result()
-    trained = launchers.folder("pretrain_684m_pile") / "5-base/uniform-seed1"
-    return launchers.run(name, PRETRAINED=str(trained))
+    return str(launchers.folder("pretrain_684m_pile") / RUNS["pretrain_684m_pile"])
 
 
 RUNS = {
@@ -221,6 +237,16 @@ def test_fine_tuning_prints_the_perplexities_of_its_runs(launchers, launched, na
         assert shown == pytest.approx(printed, abs=0.011)
 
 
+@pytest.mark.parametrize("name", WEIGHING)
+def test_a_launcher_weighs_domains_and_says_what_that_took(launchers, launched, name):
+    assert launched[name].status == 0, launched[name].said
+    assert re.search(r"embedding 3 domains took \d\.\d\de\+\d\d FLOPs", launched[name].said)
+    for mixture in WEIGHING[name]:
+        found = Mixture.load(launchers.folder(name) / f"4-mixture/{mixture}.json")
+        assert found.method == mixture
+        assert list(found.weights) == list(DOMAINS)
+
+
 def test_a_job_on_two_nodes_goes_back_into_the_queue_until_it_is_done(launchers):
     """The last launcher, by way of SLURM; its run leaves at its first step."""
     name, margin = "pretrain_124m_proxy", 600
@@ -241,6 +267,6 @@ def test_a_job_on_two_nodes_goes_back_into_the_queue_until_it_is_done(launchers)
 
 def test_every_launcher_was_run(launched):
     script = REPOSITORY / "examples"
-    there = {path.stem for path in script.glob("pretrain_*.sh")}
-    there |= {path.stem for path in script.glob("finetune_*.sh")}
+    kinds = ("pretrain", "finetune", "mixture", "transfer")
+    there = {path.stem for kind in kinds for path in script.glob(f"{kind}_*.sh")}
     assert there == {*launched, "pretrain_124m_proxy"}

@@ -25,6 +25,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LAUNCHERS = sorted(
     path.stem for stage in ("pretrain", "finetune") for path in EXAMPLES.glob(f"{stage}_*.sh")
 )
+WEIGHING = ["mixture_stack", "mixture_wiki40b", "transfer_pile"]
 FINE_TUNING = [name for name in LAUNCHERS if name.startswith("finetune")]
 TOOLS = {
     "pretrain_gpt.py": PretrainOptions,
@@ -33,7 +34,8 @@ TOOLS = {
     "make_report.py": ReportOptions,
 }
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'
-CHOICES = ("CORPUS", "MIXTURE", "RUN", "SIZE", "PRETRAINED", "SEED", "TP", "PP", "NPROC", "STOP_AT")
+CHOICES = ("CORPUS", "MIXTURE", "RUN", "SIZE", "PRETRAINED", "PROXY", "SEED", "TP", "PP", "NPROC")
+CHOICES += ("STOP_AT",)
 NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NODEID")
 
 
@@ -110,3 +112,5 @@ def write_everything(folder: Path) -> None:
             (folder / f"runs/{name}/4-mixture/{mixture}.json").touch()
     (folder / "runs/pile/5-base/chameleon-pretrain-seed1").mkdir(parents=True)
     (folder / "runs/tiny/pretrain_684m_pile/5-base/uniform-seed1").mkdir(parents=True)
+    (folder / "runs/slimpajama/2-proxy/82m-seed1").mkdir(parents=True)
+    (folder / "runs/tiny/pretrain_82m_proxy/2-proxy/tiny-seed1").mkdir(parents=True)

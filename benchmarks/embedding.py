@@ -1,0 +1,237 @@
+"""Windows embedded per second, beside the way of Chameleon's authors, on the same weights.
+
+    python benchmarks/embedding.py [--windows 64] [--window-length 512] [--repeats 3]
+
+Theirs: transformers' GPT2Model with all hidden states, in fp32 and batches of 64, of windows that
+are decoded to text and tokenised again, padded to the longest. Ours: what tools/compute_mixture.py
+does. Both draw the same windows of real text of this machine, and their vectors are compared. The
+model has the shape of the 82m and random weights: speed does not depend on them. Results are
+written to benchmarks/results/embedding-DEVICE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+VOCAB_SIZE = 50_257
+EOD_TOKEN = "<|endoftext|>"
+SIZE = "82m"
+THEIR_BATCH = 64
+TEXT_BYTES, TRAINING_BYTES = 20_000_000, 5_000_000
+# Of a vector of one, whose entries are about 0.1, to that of the other.
+TOLERANCE = 1e-4
+
+
+def main() -> None:
+    """Make what both need, time them in turn, compare the vectors, and write what was found."""
+    arguments = parse_arguments()
+    warnings.filterwarnings("ignore")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    import torch
+
+    from benchmarks.measure import compared, device_file, interleaved, machine, put_row, told
+    from megatron_chameleon.options.parallel import ParallelOptions
+    from megatron_chameleon.parallel.layout import device_name, distributed
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        task = prepare(folder, arguments.windows, arguments.window_length)
+        layout = stack.enter_context(distributed(ParallelOptions(), seed=0))
+        name = device_name(layout.device)
+        on = machine() | {"device": name, "cuda": torch.version.cuda}
+        print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads", flush=True)
+        our_vectors, their_vectors = ours(task, layout), theirs(task, layout.device)
+        agreement = compare(our_vectors(), *their_vectors())
+        contestants = {"ours": our_vectors, "theirs": their_vectors}
+        seconds = interleaved(contestants, arguments.repeats)
+        row = compared(
+            f"{SIZE}, {len(task.windows)} windows of up to {arguments.window_length} tokens",
+            seconds,
+            tokens=int(task.windows.length.sum()),
+            all_seconds=seconds,
+            vectors=agreement,
+        )
+        row["windows_per_second"] = {
+            name: len(task.windows) / seconds for name, seconds in row["seconds"].items()
+        }
+        print(told(row))
+        speeds = ", ".join(f"{name} {each:.2f}" for name, each in row["windows_per_second"].items())
+        print(
+            f"windows per second: {speeds}; {agreement['same_tokens']} of the windows have the "
+            f"same tokens, whose vectors differ by {agreement['largest_difference']:.1e} at most"
+        )
+        print(f"written to {put_row(device_file('embedding', name), on, row)}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; more windows where there is a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, default=64, help="windows of each run")
+    parser.add_argument("--window-length", type=int, default=512, help="tokens, at most")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each, in turn")
+    return parser.parse_args()
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What both embed, and with what."""
+
+    source: Any
+    """TokenFile: the domain's training documents."""
+    windows: Any
+    """Windows, in the order of the draw."""
+    model: Path
+    """A Hugging Face GPT-2 folder with its tokenizer."""
+    checkpoint: Path
+    """The same weights as our checkpoint."""
+
+
+def prepare(folder: Path, num_windows: int, window_length: int) -> Task:
+    """Write text, tokenizer, weights and corpus; draw the windows."""
+    from benchmarks.real_text import train_tokenizer_on, write_real_text
+    from megatron_chameleon.artifacts import Corpus
+    from megatron_chameleon.checkpoint.convert import convert_from_huggingface
+    from megatron_chameleon.corpus.indexed_reader import open_tokens
+    from megatron_chameleon.corpus.preprocess import preprocess_data
+    from megatron_chameleon.embedding.windows import draw_windows
+    from megatron_chameleon.options.convert import FromHuggingFaceOptions
+    from megatron_chameleon.options.preprocess import PreprocessOptions
+    from megatron_chameleon.options.source import SourceOptions
+
+    text, model, corpus = folder / "text.jsonl", folder / "model", folder / "corpus"
+    write_real_text(text, TEXT_BYTES)
+    write_model(model)
+    train_tokenizer_on(text, TRAINING_BYTES, VOCAB_SIZE, model / "tokenizer.json")
+    with contextlib.redirect_stdout(io.StringIO()):
+        preprocess_data(
+            PreprocessOptions(
+                source=SourceOptions(input=((f"text={text}",),)),
+                tokenizer_model=model / "tokenizer.json",
+                output=corpus,
+            )
+        )
+        convert_from_huggingface(FromHuggingFaceOptions(model=model, output=folder / "checkpoint"))
+    source = open_tokens(Corpus.load(corpus), "text", "train")
+    windows = draw_windows(source.lengths, window_length, num_windows, 0, "text")
+    return Task(source, windows, model, folder / "checkpoint")
+
+
+def write_model(folder: Path) -> None:
+    """Write a GPT-2 of random weights, with the shape of the 82m."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from megatron_chameleon.model.sizes import model_size
+
+    size = model_size(SIZE)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_positions=1024,
+        n_layer=size.num_layers,
+        n_embd=size.hidden_size,
+        n_head=size.num_attention_heads,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+def ours(task: Task, layout: Any) -> Callable[[], NDArray[np.float32]]:
+    """Embeds as tools/compute_mixture.py does, windows of one length side by side."""
+    import numpy as np
+
+    from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+    from megatron_chameleon.checkpoint.reader import open_reader
+    from megatron_chameleon.embedding.extract import embed_windows
+    from megatron_chameleon.options.mixture import ExtractionOptions
+    from megatron_chameleon.progress import progress_bar
+
+    reader = open_reader(CheckpointRecord.load(find_checkpoint(task.checkpoint)), layout)
+    sorted_windows = task.windows.longest_first()
+    order = np.argsort(-task.windows.length, kind="stable")
+    layer = reader.shape.size.num_layers // 2
+    batch_size = ExtractionOptions.embedding_batch_size
+
+    def run() -> NDArray[np.float32]:
+        with progress_bar(len(sorted_windows), " windows", quiet=True) as bar:
+            found = embed_windows(reader, task.source, sorted_windows, layer, batch_size, bar)
+        vectors = np.empty_like(found)
+        vectors[order] = found
+        return vectors
+
+    return run
+
+
+def theirs(task: Task, device: Any) -> Callable[[], tuple[NDArray[np.float32], NDArray[np.bool_]]]:
+    """Embeds as the authors do; returns the vectors, and which windows kept their tokens."""
+    import numpy as np
+    import torch
+    from transformers import GPT2Model, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(task.model / "tokenizer.json"), pad_token=EOD_TOKEN
+    )
+    model = GPT2Model.from_pretrained(task.model).eval().to(device)
+    windows, source = task.windows, task.source
+    firsts = source.starts[windows.document] + windows.start
+    tokens = [
+        source.tokens[first : first + length].tolist()
+        for first, length in zip(firsts, windows.length, strict=True)
+    ]
+
+    @torch.no_grad()
+    def run() -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        vectors, same = [], []
+        for first in range(0, len(tokens), THEIR_BATCH):
+            rows = tokens[first : first + THEIR_BATCH]
+            batch = tokenizer(
+                tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False),
+                padding=True,
+                truncation=True,
+                max_length=max(map(len, rows)),
+                return_tensors="pt",
+            ).to(device)
+            hidden = model(**batch, output_hidden_states=True).hidden_states
+            mask = batch["attention_mask"][:, :, None]
+            means = (hidden[len(hidden) // 2] * mask).sum(1) / mask.sum(1)
+            vectors.append(means.cpu().numpy())
+            for row, ids, kept in zip(rows, batch["input_ids"], mask[:, :, 0], strict=True):
+                same.append(ids[kept.bool()].tolist() == row)
+        return np.concatenate(vectors), np.array(same)
+
+    return run
+
+
+def compare(
+    ours: NDArray[np.float32], theirs: NDArray[np.float32], same: NDArray[np.bool_]
+) -> dict[str, float]:
+    """Vectors of the windows whose text gave the same tokens again are to be the same.
+
+    Raises:
+        AssertionError: if they are not.
+    """
+    import numpy as np
+
+    assert same.any(), "no window's text gives its tokens again"
+    largest = float(np.abs(ours[same] - theirs[same]).max())
+    assert largest < TOLERANCE, f"vectors differ by {largest}"
+    return {"same_tokens": int(same.sum()), "largest_difference": largest}
+
+
+if __name__ == "__main__":
+    main()

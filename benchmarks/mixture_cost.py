@@ -1,0 +1,216 @@
+"""What a mixture costs from beginning to end: an 82m proxy, 2000 steps of 128, then embeddings.
+
+    python benchmarks/mixture_cost.py [--seq-length 512] [--work FOLDER]
+
+Both tools are run as commands and timed as they are, start-up and saving included. The text is
+gathered from the installed packages, as in the quickstart, in seven domains; there is little of it,
+so the run goes through it many times, which changes no time and is said. A domain that has fewer
+windows than 4096 is embedded as far as it goes, and the rest is added at the same speed. With
+--work the text, and a run that was cut off, are gone on with; the time then counts from there.
+
+On a CPU a few small steps and windows are timed, and the whole is projected from their FLOPs per
+second. The paper needed 0.8 hours on an H100. Results are written to
+benchmarks/results/mixture-cost-DEVICE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_chameleon.artifacts import Corpus, EmbeddingStore, Mixture, TrainingRun
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+SIZE = "82m"
+VOCAB_SIZE = 50_257
+NUM_DOMAINS, BYTES_PER_DOMAIN = 7, 16_000_000
+STEPS, BATCH, WINDOWS = 2000, 128, 4096
+"""The paper's."""
+PAPER_HOURS = 0.8
+ASSUMED_RATES = (400e12, 500e12)
+"""FLOP/s that a device might keep up, for a projection: about 40 and 50% of an H100's peak."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How much of the whole is run."""
+
+    steps: int
+    batch: int
+    micro_batch: int
+    windows: int
+    flags: tuple[str, ...]
+
+    @classmethod
+    def of_device(cls, *, has_gpu: bool, micro_batch: int) -> Scale:
+        """All of it on a GPU, and enough to tell a speed without one."""
+        if has_gpu:
+            return cls(STEPS, BATCH, micro_batch, WINDOWS, ("--bf16", "--compile-layers"))
+        return cls(6, 4, 2, 8, ())
+
+
+def main() -> None:
+    """Run both tools, add up what they took, and write it down."""
+    import torch
+
+    from benchmarks.measure import device_file, machine, put_row
+    from megatron_chameleon.parallel.layout import device_name
+
+    arguments = parse_arguments()
+    has_gpu = torch.cuda.is_available()
+    name = device_name(torch.device("cuda" if has_gpu else "cpu"))
+    on = machine() | {"device": name, "cuda": torch.version.cuda}
+    scale = Scale.of_device(has_gpu=has_gpu, micro_batch=arguments.micro_batch_size)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = arguments.work or Path(temporary)
+        prepare(work)
+        row = measure(work, arguments.seq_length, scale)
+    print(told(row))
+    print(f"written to {put_row(device_file('mixture-cost', name), on, row)}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seq-length", type=int, default=1024, help="of samples and windows")
+    parser.add_argument("--micro-batch-size", type=int, default=64, help="on a GPU")
+    parser.add_argument("--work", type=Path, help="folder to work in, and to go on in")
+    return parser.parse_args()
+
+
+def prepare(work: Path) -> None:
+    """Write text, tokenizer and corpus, unless they are there. Not a part of the cost."""
+    text, tokenizer, corpus = work / "text", work / "tokenizer.json", work / "corpus"
+    if not (text / "gathered.json").exists():
+        counts = ("--num-domains", str(NUM_DOMAINS))
+        most = ("--max-bytes-per-domain", str(BYTES_PER_DOMAIN))
+        run("gather_installed_text.py", "--output-dir", str(text), *counts, *most)
+    inputs = [f"--input={path.stem}={path}" for path in sorted(text.glob("*.jsonl"))]
+    if not tokenizer.exists():
+        vocabulary = ("--vocab-size", str(VOCAB_SIZE))
+        run("train_tokenizer.py", *inputs, "--output", str(tokenizer), *vocabulary)
+    if not (corpus / "corpus.json").exists():
+        made_with = ("--tokenizer-model", str(tokenizer), "--split", "98,1,1")
+        run("preprocess_data.py", *inputs, "--output", str(corpus), *made_with)
+
+
+def run(tool: str, *arguments: str) -> float:
+    """Run a tool of this project as a command on one rank; returns its wall seconds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    begin = time.perf_counter()
+    subprocess.run(
+        [*command, "--nproc-per-node", "1", str(TOOLS / tool), *arguments],
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())},
+    )
+    return time.perf_counter() - begin
+
+
+def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
+    """Time both commands, and work out what the whole takes at their speed."""
+    from megatron_chameleon.model.flops import embedding_flops, training_flops
+    from megatron_chameleon.model.sizes import ModelShape, model_size
+
+    corpus, proxy = work / "corpus", work / f"proxy-{seq_length}"
+    output = work / f"mixture-{seq_length}.json"
+    store_folder = work / f"embeddings-{seq_length}"
+    train = run("pretrain_gpt.py", *training_flags(corpus, proxy, seq_length, scale))
+    weigh = run(
+        *("compute_mixture.py", "--corpus", str(corpus), "--checkpoint", str(proxy)),
+        *("--store", str(store_folder), "--output", str(output)),
+        *("--num-windows", str(scale.windows), "--embedding-batch-size", str(scale.micro_batch)),
+    )
+    trained, store = TrainingRun.load(proxy), EmbeddingStore.load(store_folder)
+    names = Corpus.load(corpus).names
+    shape = ModelShape(model_size(SIZE), VOCAB_SIZE, seq_length)
+    step = seconds_of_a_step(trained, scale.batch * seq_length)
+    rates = {
+        "training": training_flops(shape, scale.batch * seq_length, seq_length) / step,
+        "embedding": store.cost.flops / store.cost.wall_seconds,
+    }
+    wanted = {
+        "training": training_flops(shape, STEPS * BATCH * seq_length, seq_length),
+        "embedding": embedding_flops(
+            shape, store.recipe.layer, len(names) * WINDOWS * seq_length, seq_length
+        ),
+    }
+    around = {
+        "training": train - scale.steps * step,
+        "embedding": weigh - store.cost.wall_seconds,
+    }
+    seconds = {part: around[part] + wanted[part] / rates[part] for part in wanted}
+    return {
+        "what": f"{SIZE}, sequence {seq_length}, {STEPS} steps of {BATCH}, "
+        f"{len(names)} domains of {WINDOWS} windows",
+        "hours": sum(seconds.values()) / 3600,
+        "paper_hours": PAPER_HOURS,
+        "is_projected": scale.steps < STEPS,
+        "seconds": seconds,
+        "seconds_outside_of_steps_and_windows": around,
+        "flops": wanted,
+        "flops_per_second": rates,
+        "measured": dataclasses.asdict(scale) | {"training": train, "embedding": weigh},
+        "hours_at": {
+            f"{rate:.0e}": (sum(wanted.values()) / rate + sum(around.values())) / 3600
+            for rate in ASSUMED_RATES
+        },
+        "epochs_of_the_whole": epochs(corpus, seq_length),
+        "weights": Mixture.load(output).weights,
+    }
+
+
+def training_flags(corpus: Path, proxy: Path, seq_length: int, scale: Scale) -> Sequence[str]:
+    """What tools/pretrain_gpt.py is given: the paper's proxy, or as much of it as ``scale`` is."""
+    return [
+        *("--corpus", str(corpus), "--run-dir", str(proxy), "--model-size", SIZE),
+        *("--seq-length", str(seq_length), "--train-iters", str(scale.steps)),
+        *("--global-batch-size", str(scale.batch), "--micro-batch-size", str(scale.micro_batch)),
+        *("--lr-warmup-iters", str(min(500, scale.steps // 2))),
+        *("--log-interval", str(max(1, scale.steps // 100))),
+        *scale.flags,
+    ]
+
+
+def seconds_of_a_step(trained: TrainingRun, tokens: int) -> float:
+    """Median over the lines of the log, of which the first has the start-up in it."""
+    speeds = [line["tokens_per_second"] for line in trained.metrics()]
+    return tokens / statistics.median(speeds[1:])
+
+
+def epochs(corpus: Path, seq_length: int) -> dict[str, float]:
+    """How often the whole run goes through each domain, drawn uniformly."""
+    tokens = Corpus.load(corpus).train_tokens
+    share = STEPS * BATCH * seq_length / len(tokens)
+    return {name: share / count for name, count in tokens.items()}
+
+
+def told(row: dict[str, Any]) -> str:
+    """What came out, for people."""
+    seconds, rates = row["seconds"], row["flops_per_second"]
+    kind = "projected from a few steps and windows" if row["is_projected"] else "measured"
+    weights = ", ".join(f"{name} {weight:.3f}" for name, weight in row["weights"].items())
+    most = max(row["epochs_of_the_whole"].values())
+    at = ", ".join(f"{hours:.3f} at {rate}" for rate, hours in row["hours_at"].items())
+    return (
+        f"\n{row['what']}: {row['hours']:.3f} hours, {kind} (paper: {row['paper_hours']})\n"
+        f"  training {seconds['training']:.0f} s at {rates['training']:.2e} FLOP/s, "
+        f"embedding {seconds['embedding']:.0f} s at {rates['embedding']:.2e} FLOP/s\n"
+        f"  hours at other speeds, in FLOP/s: {at}\n"
+        f"  the run goes through a domain's text up to {most:.0f} times\n"
+        f"  weights: {weights}"
+    )
+
+
+if __name__ == "__main__":
+    main()
