@@ -86,8 +86,9 @@ mixture() {
     uniform | */* | *.json) WEIGHTS=$1 ;;
     *) WEIGHTS=$RUN/4-mixture/$1.json ;;
   esac
-  [ "$WEIGHTS" = uniform ] || [ -e "$WEIGHTS" ] || refuse "there is no mixture $WEIGHTS:" \
-    "'bash $HERE/pretrain_82m_proxy.sh --help' says how it is made; or give MIXTURE=uniform"
+  # The other nodes may be here before the first one has made it; torchrun lets them wait for it.
+  [ "$WEIGHTS" = uniform ] || [ -e "$WEIGHTS" ] || [ "$NODE_RANK" != 0 ] ||
+    refuse "there is no mixture $WEIGHTS:" "'bash $HERE/pretrain_82m_proxy.sh --help' says how it is made; or give MIXTURE=uniform"
 }
 
 # start_from CHECKPOINT: train from its weights.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -181,8 +182,12 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 
 def all_checkpoint_folders(run_dir: Path) -> list[Path]:
-    """Complete checkpoints in the folder of a run, oldest first, whether in use or not."""
-    return sorted(path.parent for path in (run_dir / FOLDER_NAME).glob(f"step-*/{FILE_NAME}"))
+    """Complete checkpoints in the folder of a run, oldest first, whether in use or not.
+
+    A copy that somebody has made of one, under a name of their own, is none of them.
+    """
+    folders = (path.parent for path in (run_dir / FOLDER_NAME).glob(f"step-*/{FILE_NAME}"))
+    return sorted(folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name))
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:

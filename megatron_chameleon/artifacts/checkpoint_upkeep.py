@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +45,9 @@ def remove_leftovers(folder: Path) -> None:
     """
     put_back(folder)
     remove_replaced(folder)
-    _remove(folder.parent.glob(f".{glob.escape(folder.name)}.*tmp"))
+    # A longer name, such as that of another folder with a dot in it, is somebody else's.
+    ours = re.compile(rf"\.{re.escape(folder.name)}\.[^.]+\.tmp")
+    _remove(path for path in folder.parent.glob(".*.tmp") if ours.fullmatch(path.name))
 
 
 def remove_leftovers_of_run(run_dir: Path) -> None:

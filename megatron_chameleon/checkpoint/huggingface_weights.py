@@ -77,9 +77,10 @@ class HuggingFaceWeights:
                 f"the last {rows} of its {self.config.vocab_size} rows of embedding are left out: "
                 f"the tokenizer has {self.vocab_size} tokens"
             )
-        if self.config.has_dropout:
+        if self.config.largest_dropout:
             lines.append(
-                f"its dropout of {self.config.resid_pdrop:g} is left out: models here train without"
+                f"its dropout of {self.config.largest_dropout:g} is left out: models here train "
+                "without"
             )
         return lines
 

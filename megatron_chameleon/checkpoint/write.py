@@ -3,13 +3,15 @@
 megatron plans and writes. What is added here: the files are hashed by the process that wrote them,
 beside the training where the save is asynchronous; what fails on one rank is told to rank 0, and by
 it to all, where megatron would leave the other ranks waiting for a rank that has left; and no
-process is started to carry results, which would outlive a rank that is killed.
+process is started to carry results, which would outlive a rank that is killed, nor one for each
+file, which megatron would wait for without end if it is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,7 +104,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         if request.async_fn is None:  # this rank has nothing to write
             return request._replace(finalize_fns=[finalize])
         return request._replace(
-            async_fn=_WriteAndHash(request.async_fn),
+            async_fn=_WriteAndHash([writer.transforms]),
             preload_fn=stage,
             finalize_fns=[finalize],
         )
@@ -137,19 +139,53 @@ class _WriteAndHash:
     On the CPU that copy is what keeps training from changing what is being written.
     """
 
-    def __init__(self, write: Callable[..., None]) -> None:
-        self._write = write
+    def __init__(self, transforms: list[Any]) -> None:
+        self._transforms = transforms
 
     def __call__(self, rank: int, buckets: list[Any], handover: Handover) -> None:
         """Write, then hand over the hashes, or the words for what went wrong."""
-        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
-            self._write(rank, buckets, results)
+            results = self._write(buckets)
             files = hash_written([Path(path) for path, *_ in buckets])
-            found: _Written | str = _Written(results.get_nowait(), files)
+            found: _Written | str = _Written(results, files)
         except Exception as error:
             found = first_line(error)
         handover.put(found)
+
+    def _write(self, buckets: list[Any]) -> dict[int, Any]:
+        """Write each file in a thread, by megatron's function for a process.
+
+        Raises:
+            Exception: what it was given by that function for the first file that has none.
+        """
+        done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        begun: queue.Queue[int] = queue.Queue()  # megatron counts by it, as it would processes
+
+        def write(number: int) -> None:
+            begun.put(number)
+            FileSystemWriterAsync.write_preloaded_data(
+                self._transforms, number, buckets[number], done, begun, use_fsync=True
+            )
+
+        # In a forked process, collecting what the first one has on a GPU would be an error.
+        with _without_collection(), ThreadPoolExecutor(len(buckets)) as pool:
+            list(pool.map(write, range(len(buckets))))
+        outcomes = dict(sorted(done.get_nowait() for _ in buckets))
+        for outcome in outcomes.values():
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def hash_written(paths: list[Path]) -> Files:

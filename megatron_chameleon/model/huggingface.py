@@ -79,9 +79,9 @@ class GPT2Config:
     tie_word_embeddings: Literal[True] = True
 
     @property
-    def has_dropout(self) -> bool:
-        """Whether it was to be trained with dropout, which no model here has."""
-        return any((self.resid_pdrop, self.embd_pdrop, self.attn_pdrop))
+    def largest_dropout(self) -> float:
+        """The largest share that it was to be trained with; no model here has dropout."""
+        return max(self.resid_pdrop, self.embd_pdrop, self.attn_pdrop)
 
 
 def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:

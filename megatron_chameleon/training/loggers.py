@@ -92,7 +92,11 @@ class TensorBoardLogger:
     def __init__(self, folder: Path, first_step: int) -> None:
         """Write to ``folder``; what it holds of steps after ``first_step`` is no longer shown."""
         self._folder = folder
-        self._writer: SummaryWriter | None = self._open(first_step)
+        self._writer: SummaryWriter | None = None
+        try:
+            self._writer = self._open(first_step)
+        except OSError as error:
+            self._leave_out(error)
 
     def log(self, step: int, figures: Figures) -> None:
         """Write every number that is finite; one of a domain as in 'domain_loss/news'."""
@@ -102,8 +106,7 @@ class TensorBoardLogger:
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
         except OSError as error:  # which has ended the writer's thread
-            self._writer = None
-            warnings.warn(f"{cannot_write(self._folder, error)}; left out till then", stacklevel=2)
+            self._leave_out(error)
 
     def close(self) -> None:
         """Close the event file."""
@@ -112,6 +115,10 @@ class TensorBoardLogger:
                 self._writer.close()
         except OSError as error:
             warnings.warn(f"{cannot_write(self._folder, error)}; the last are lost", stacklevel=2)
+
+    def _leave_out(self, error: OSError) -> None:
+        self._writer = None
+        warnings.warn(f"{cannot_write(self._folder, error)}; left out till then", stacklevel=3)
 
     def _open(self, first_step: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter

@@ -48,6 +48,7 @@ def check_overwrite(options: PretrainOptions) -> None:
         "--pretrained-checkpoint": [options.pretrained_checkpoint],
         "--mixture": [options.mixture],
         "--tokenizer-model": [data.tokenizer_model],
+        "--data-cache-path": [data.data_cache_path],
         "--data-path": DataPath.parse(data.data_path).prefixes if data.data_path else [],
         "--mixture-change": [change.partition("=")[2] for change in data.mixture_changes],
     }

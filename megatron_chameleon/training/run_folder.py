@@ -120,17 +120,33 @@ def _beginning(folder: Path, overwrite: bool) -> Iterator[None]:
 
 
 def _set_aside(folder: Path) -> None:
-    aside = folder / _BEING_MOVED
-    aside.mkdir()
-    for path in _contents(folder):
-        os.replace(path, aside / path.name)
-    os.replace(aside, folder / _REPLACED)
+    """Move all that the folder holds of runs, or nothing.
+
+    Raises:
+        UserError: if the rest of a run that was replaced before cannot be deleted.
+        OSError: if the system refuses.
+    """
+    aside, replaced = folder / _BEING_MOVED, folder / _REPLACED
+    if replaced.exists():
+        raise UserError(
+            f"{replaced}, what is left of a run that was overwritten, cannot be deleted: is one of "
+            "its files still open, by TensorBoard perhaps? Delete it, then start again"
+        )
+    try:
+        aside.mkdir()
+        for path in _contents(folder):
+            os.replace(path, aside / path.name)
+        os.replace(aside, replaced)
+    except BaseException:
+        _put_back(folder)
+        raise
 
 
 def _put_back(folder: Path) -> None:
     """Bring back what was set aside for a run that did not begin; delete it if that one did."""
     aside, replaced = folder / _BEING_MOVED, folder / _REPLACED
-    if replaced.exists():
+    # With both, what was replaced is a rest of before, which could not be deleted.
+    if replaced.exists() and not aside.exists():
         if TrainingRun.exists(folder):
             shutil.rmtree(replaced, ignore_errors=True)
             return

@@ -251,7 +251,7 @@ def test_a_job_on_two_nodes_goes_back_into_the_queue_until_it_is_done(launchers)
     """The last launcher, by way of SLURM; its run leaves at its first step."""
     name, margin = "pretrain_124m_proxy", 600
     folder = launchers.folder(name) / "2-proxy/tiny-seed1"
-    first = launchers.submit(name, margin + 3, "--", "--exit-duration-in-mins", "0.001")
+    first = launchers.submit(name, margin + 6, "--", "--exit-duration-in-mins", "0.001")
     assert first.status == 0, first.said
     step = TrainingRun.load(folder).step
     assert 0 < step < 12

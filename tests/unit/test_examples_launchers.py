@@ -161,6 +161,14 @@ def test_other_nodes_do_not_write_what_the_first_one_writes(launch, everything):
     assert {call.program for call in launched.calls} == {"torchrun"}
 
 
+def test_other_nodes_wait_for_the_weights_that_the_first_one_makes(launch, everything, tmp_path):
+    (tmp_path / "runs/stack/4-mixture/chameleon-pretrain.json").unlink()
+    choices = {"MIXTURE": "chameleon-pretrain", "NNODES": "2", "MASTER_ADDR": "first"}
+    launched = launch("finetune_stack", NODE_RANK="1", **choices)
+    assert launched.status == 0, launched.errors
+    assert launch("finetune_stack", NODE_RANK="0", **choices).status == 2
+
+
 def test_a_run_leaves_in_time(launch, everything):
     limit = str(int(time.time()) + 90 * 60)
     for options in launch("finetune_stack", STOP_AT=limit).training():

@@ -13,11 +13,16 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = {
     "srun": """
 printf '%s\\n' "$@" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$STOP_AT" > "$SAID/srun.txt"
+echo "$LASTS" > "$SAID/later"
 exit "$STATUS"
 """,
     "squeue": """
 echo "$@" > "$SAID/squeue.txt"
 date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S
+""",
+    "date": """
+[ "$*" = +%s ] || exec /bin/date "$@"
+echo $(($(/bin/date +%s) + $(cat "$SAID/later" 2> /dev/null || echo 0)))
 """,
     "scontrol": """
 case $1 in
@@ -30,7 +35,10 @@ esac
 
 @pytest.fixture
 def job(tmp_path):
-    """``job(left, *arguments, **environment)``: the script as a job with ``left`` seconds to go."""
+    """``job(left, *arguments, **environment)``: the script as a job with ``left`` seconds to go.
+
+    What it starts lasts LASTS seconds by the clock that the script sees.
+    """
     for name, body in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -41,6 +49,7 @@ def job(tmp_path):
             "SAID": str(tmp_path),
             "ENDS": str(round(time.time()) + left),
             "STATUS": "0",
+            "LASTS": "0",
             "SLURM_JOB_ID": "31234",
             "SLURM_JOB_NODELIST": "n[5-7]",
             "SLURM_JOB_NUM_NODES": "3",
@@ -70,19 +79,39 @@ def test_a_launcher_is_started_on_every_node_with_one_rendezvous(job, tmp_path):
     assert not (tmp_path / "queue.txt").exists()
 
 
-@pytest.mark.parametrize(("left", "again"), [(500, True), (700, False)])
-@pytest.mark.parametrize("status", [0, 3])
-def test_only_a_job_whose_time_is_up_goes_back_into_the_queue(job, tmp_path, left, again, status):
-    done = job(left, LAUNCHER, STATUS=str(status))
+@pytest.mark.parametrize(("lasts", "status"), [(7000, 0), (6000, 0), (7000, 3), (6000, 3)])
+def test_only_a_run_that_leaves_because_its_time_is_up_is_queued_again(
+    job, tmp_path, lasts, status
+):
+    done = job(7200, LAUNCHER, LASTS=str(lasts), STATUS=str(status))
     assert done.returncode == status
+    queued = tmp_path / "queue.txt"
+    assert queued.exists() == (lasts > 7200 - 600 and status == 0)
+    if queued.exists():
+        assert queued.read_text() == "requeue 31234\n"
+
+
+@pytest.mark.parametrize(("minutes", "again"), [("15", True), ("5", False)])
+def test_the_time_to_save_can_be_chosen(job, tmp_path, minutes, again):
+    assert job(7200, LAUNCHER, LASTS="6500", SAVE_MINUTES=minutes).returncode == 0
     assert (tmp_path / "queue.txt").exists() == again
-    if again:
-        assert (tmp_path / "queue.txt").read_text() == "requeue 31234\n"
 
 
-def test_the_time_to_save_can_be_chosen(job, tmp_path):
-    assert job(700, LAUNCHER, SAVE_MINUTES="15").returncode == 0
-    assert (tmp_path / "queue.txt").exists()
+def test_a_job_that_is_too_short_is_refused_and_not_queued_again(job, tmp_path):
+    done = job(500, LAUNCHER)
+    assert (done.returncode, (tmp_path / "srun.txt").exists()) == (2, False)
+    assert not (tmp_path / "queue.txt").exists()
+    assert "error: the job ends within SAVE_MINUTES=10; give it a longer --time" in done.stderr
+
+
+@pytest.mark.parametrize(("restarts", "kept"), [(None, True), ("0", True), ("1", False)])
+def test_a_job_that_comes_back_overwrites_nothing(job, tmp_path, restarts, kept):
+    count = {} if restarts is None else {"SLURM_RESTART_COUNT": restarts}
+    done = job(7200, LAUNCHER, "--", "--overwrite", "--seed", "3", **count)
+    assert done.returncode == 0, done.stderr
+    command = (tmp_path / "srun.txt").read_text().splitlines()
+    assert ("--overwrite" in command) == kept
+    assert command[command.index("--seed") + 1] == "3"
 
 
 @pytest.mark.parametrize("arguments", [(), ("examples/nothing.sh",)])

@@ -13,6 +13,7 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.artifacts.checkpoint_upkeep import (
     go_back_to,
+    keep_last,
     remove_leftovers,
     remove_leftovers_of_run,
 )
@@ -167,3 +168,19 @@ def test_a_folder_without_checkpoints_is_refused_with_what_it_would_need(tmp_pat
         with pytest.raises(UserError, match=r"--checkpoint .*neither a checkpoint nor a run") as no:
             find_checkpoint(path)
         assert f"{path}/checkpoints/step-*/checkpoint.json" in str(no.value)
+
+
+def test_a_copy_that_somebody_has_made_of_a_checkpoint_is_left_alone(tmp_path):
+    for name in ("step-00000001", "step-00000001-good", "step-00000002", "step-00000003.bak"):
+        checkpoint_in(tmp_path / "checkpoints" / name)
+    keep_last(tmp_path, 1)
+    go_back_to(tmp_path, 2)
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()}
+    assert left == {"step-00000001-good", "step-00000002", "step-00000003.bak"}
+
+
+def test_what_others_are_writing_beside_is_not_cleared_up(tmp_path):
+    for name in (".gpt2.1a2b3c4d.tmp", ".gpt2.v2.1a2b3c4d.tmp", ".gpt2.old.tmp"):
+        (tmp_path / name).mkdir()
+    remove_leftovers(tmp_path / "gpt2")
+    assert [path.name for path in tmp_path.iterdir()] == [".gpt2.v2.1a2b3c4d.tmp"]

@@ -155,7 +155,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     assert shape_of_config(defaults) == ModelShape(
         ModelSize(12, 12, 768, 3072), 50_257, 1024, "gelu_tanh"
     )
-    assert defaults.has_dropout
+    assert defaults.largest_dropout == 0.1
 
 
 def test_layer_norms_have_the_epsilon_that_is_asked_for(one_rank):

@@ -30,7 +30,7 @@ from megatron_chameleon.training.pretrain import pretrain
 from tests.full_disk import largest_file_size
 
 ASYNC = CheckpointingOptions(async_save=True)
-WRITE = "write_preloaded_data_multiproc"
+WRITE = "write_preloaded_data"
 SMALLER_THAN_ANY_FILE = 100
 SMALLER_THAN_THE_WEIGHTS = 50_000
 """Bytes; records, metrics and what megatron calls common are smaller."""
@@ -78,11 +78,11 @@ def write_late(monkeypatch, run_dir, logged):
     """Writing waits until the run has logged a step."""
     real = getattr(FileSystemWriterAsync, WRITE)
 
-    def write(*arguments):
+    def write(*arguments, **more):
         give_up = time.monotonic() + 20
         while max(losses_of(run_dir), default=0) < logged and time.monotonic() < give_up:
             time.sleep(0.01)
-        real(*arguments)
+        real(*arguments, **more)
 
     monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(write))
 
@@ -221,10 +221,10 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_can_go_on(
 def test_writers_that_are_killed_cost_no_more(options_for, tmp_path, monkeypatch):
     real = getattr(FileSystemWriterAsync, WRITE)
 
-    def killed_once(*arguments):
+    def killed_once(*arguments, **more):
         if not checkpoint_folders(tmp_path / "run"):
             os.kill(os.getpid(), signal.SIGKILL)
-        real(*arguments)
+        real(*arguments, **more)
 
     before_step(monkeypatch, 6, monkeypatch.undo)
     monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(killed_once))

@@ -80,6 +80,20 @@ def test_tensorboard_goes_on_in_a_new_file_once_there_is_room(tmp_path):
     assert shown(tmp_path)["loss"] == [(1, 1.0), (3, 3.0)]
 
 
+def test_tensorboard_begins_once_its_folder_can_be_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "tensorboard"
+    folder.write_text("a file in its place")
+    with pytest.warns(UserWarning, match=r"cannot write .*tensorboard.*; left out till then"):
+        logger = TensorBoardLogger(folder, 0)
+    with pytest.warns(UserWarning, match="left out till then"):
+        logger.log(1, {"loss": 1.0})
+    folder.unlink()
+    logger.log(2, {"loss": 2.0})
+    logger.close()
+    assert shown(folder)["loss"] == [(2, 2.0)]
+
+
 def test_scalars_are_finite_numbers_under_joined_names():
     assert dict(scalars(FIGURES)) == {
         "loss": 3.5,

@@ -351,6 +351,8 @@ def test_a_mistake_with_overwrite_deletes_nothing(pretrain_options, trained_run,
     refused("MixtureChanger changes the mixture", MixtureChanger)
     refused("run.json lies in .* which --overwrite deletes", mixture=str(trained_run / "run.json"))
     refused("trained lies in .* --overwrite deletes", pretrained_checkpoint=trained_run)
+    cache = DataOptions(data_cache_path=trained_run / "cache")
+    refused("--data-cache-path .*cache lies in .* --overwrite deletes", data=cache)
     no_valid_text = DataOptions(
         data_path=" ".join(str(corpus.prefix(name, "train")) for name in DOMAINS),
         split="1,0,0",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,3 +168,43 @@ def test_a_folder_behind_a_link_is_overwritten_where_it_lies(
     assert not (trained_run / "notes.txt").exists()
     hidden = [path.name for path in trained_run.iterdir() if path.name.startswith(".")]
     assert hidden == []
+
+
+def test_a_rest_that_cannot_be_deleted_is_named_and_the_run_stays_where_it_is(
+    trained_run, monkeypatch
+):
+    """As where a disk of the network keeps a file that another process has open."""
+    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **options: None)
+    (trained_run / ".replaced").mkdir()
+    (trained_run / ".replaced" / ".nfs0001").touch()
+    before = contents(trained_run)
+    for _ in range(2):
+        with (
+            run_folder._held(trained_run),
+            pytest.raises(
+                UserError, match=r"\.replaced, what is left .* cannot be deleted: is one"
+            ),
+            run_folder._beginning(trained_run, overwrite=True),
+        ):
+            pytest.fail("nothing begins")
+        assert contents(trained_run) == before
+
+
+@pytest.mark.parametrize("refused_at", [1, 2, 4])
+def test_a_run_that_cannot_be_set_aside_is_put_back_at_once(trained_run, monkeypatch, refused_at):
+    before, original, calls = contents(trained_run), os.replace, []
+
+    def replace(*arguments):
+        calls.append(arguments)
+        if len(calls) == refused_at:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        original(*arguments)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with (
+        run_folder._held(trained_run),
+        pytest.raises(UserError, match="cannot write"),
+        run_folder._beginning(trained_run, overwrite=True),
+    ):
+        pytest.fail("nothing begins")
+    assert contents(trained_run) == before
