@@ -17,6 +17,7 @@ from megatron_chameleon.cli import parse_options
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.options.doctor import DoctorOptions
 from megatron_chameleon.options.evaluation import PerplexityOptions, PerplexityToolOptions
+from megatron_chameleon.options.export import ExportOptions
 from megatron_chameleon.options.gather import GatherOptions
 from megatron_chameleon.options.memory import EstimateMemoryOptions
 from megatron_chameleon.options.mixture import MixtureOptions
@@ -46,6 +47,7 @@ ALL = dataclasses_of_the_package()
 TOOLS = [
     DoctorOptions,
     EstimateMemoryOptions,
+    ExportOptions,
     FromHuggingFaceOptions,
     GatherOptions,
     MixtureOptions,

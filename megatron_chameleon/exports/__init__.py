@@ -1,0 +1,1 @@
+"""A mixture in the forms that other trainers read: one module a trainer."""

@@ -1,0 +1,131 @@
+"""What other trainers draw by our exports, each with its own package in an environment of its own.
+
+Nothing of theirs is a dependency of ours, so they are installed here, from the index that pip is
+set up with; what is not on it is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.small_corpus import EOD, STATES
+
+READERS = Path(__file__).parent / "readers"
+SEQUENCE_LENGTH = 32
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """``environment(package)``: the python of a fresh virtual environment that has the package."""
+    folder = tmp_path_factory.mktemp("readers")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    constraints = folder / "constraints.txt"
+    # The torch that is installed here, lest every package brings another.
+    torch = importlib.metadata.version("torch").partition("+")[0]
+    constraints.write_text(f"torch=={torch}\n")
+    installed: set[str] = set()
+
+    def install(package):
+        if package in installed:
+            return
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        done = subprocess.run(
+            [*pip, "--constraint", constraints, package], capture_output=True, text=True
+        )
+        if f"No matching distribution found for {package}" in done.stderr:
+            pytest.skip(f"{package} is not on the package index")
+        assert done.returncode == 0, done.stderr
+        installed.add(package)
+
+    def with_package(package):
+        install("torch")
+        install(package)
+        return python
+
+    return with_package
+
+
+@pytest.fixture
+def draw(environment, export, tmp_path):
+    """``draw(package, reader, format, **options)``: the samples that the reader draws."""
+
+    def drawn_samples(package, reader, chosen, **options):
+        python = environment(package)
+        exported = tmp_path / "export.json"
+        exported.write_text(export(chosen, **options))
+        command = [python, READERS / reader, exported, tmp_path, str(SEQUENCE_LENGTH)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / "drawn.json").read_text())
+
+    return drawn_samples
+
+
+def domain_tokens(corpus, name):
+    return np.fromfile(f"{corpus.prefix(name, 'train')}.bin", np.uint16)
+
+
+def shares(samples, corpus):
+    """Domain -> its share of the samples, told by the tokens that are frequent in it alone."""
+    frequent = {
+        name: {token for token, _ in Counter(domain_tokens(corpus, name)).most_common(STATES + 1)}
+        - {EOD}
+        for name in corpus.names
+    }
+    origins = Counter(
+        max(frequent, key=lambda name: sum(token in frequent[name] for token in sample))
+        for sample in samples
+    )
+    return {name: count / len(samples) for name, count in origins.items()}
+
+
+def documents(corpus, name):
+    """The token ids of each document, its end included."""
+    tokens = domain_tokens(corpus, name)
+    return [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == EOD) + 1)[:-1]]
+
+
+def test_olmo_core_draws_our_tokens_by_the_exported_weights(draw, corpus, drawn, tmp_path):
+    budget = 4 * sum(corpus.train_tokens.values())
+    (tmp_path / "token_budget.json").write_text(json.dumps(budget))
+    samples = draw("ai2-olmo-core", "olmo_core_reads.py", "olmo-core", token_budget=budget)
+    assert len(samples) * SEQUENCE_LENGTH == pytest.approx(budget, rel=0.01)
+    assert shares(samples, corpus) == pytest.approx(drawn, abs=0.01)
+    windows = {
+        tuple(window)
+        for name in drawn
+        for window in np.lib.stride_tricks.sliding_window_view(
+            domain_tokens(corpus, name), SEQUENCE_LENGTH
+        ).tolist()
+    }
+    assert all(tuple(sample) in windows for sample in samples)
+
+
+# 2,000 independent draws: 0.04 is nearly four standard deviations of a share.
+def test_litdata_draws_by_the_exported_weights(draw, corpus, drawn, tmp_path):
+    for name in corpus.names:
+        # Eight times over: it ends as soon as one data set does, which is not to be before the end.
+        tokens = domain_tokens(corpus, name).tolist() * 8
+        (tmp_path / f"{name}.json").write_text(json.dumps(tokens))
+    samples = draw("litdata", "litdata_reads.py", "litgpt")
+    assert len(samples) == 2000
+    assert shares(samples, corpus) == pytest.approx(drawn, abs=0.04)
+
+
+def test_torchtitan_draws_by_the_exported_weights(draw, corpus, drawn, tmp_path):
+    for name in corpus.names:
+        texts = [{"text": " ".join(map(str, ids))} for ids in documents(corpus, name)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    samples = draw("torchtitan", "torchtitan_reads.py", "torchtitan")
+    assert len(samples) == 2000
+    assert shares(samples, corpus) == pytest.approx(drawn, abs=0.04)

@@ -1,0 +1,18 @@
+#!/usr/bin/env python3
+"""Write a mixture in the form that another trainer reads."""
+
+from __future__ import annotations
+
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.options.export import ExportOptions
+
+
+def main(options: ExportOptions) -> None:
+    """Write or print it."""
+    from megatron_chameleon.exports.formats import export_mixture
+
+    export_mixture(options)
+
+
+if __name__ == "__main__":
+    run_tool(main, ExportOptions)
