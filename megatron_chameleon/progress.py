@@ -9,13 +9,19 @@ from tqdm import tqdm
 SECONDS_BETWEEN_LOG_LINES = 10.0
 
 
-def progress_bar(total: int, unit: str, description: str = "", *, quiet: bool = False) -> tqdm:
-    """A bar on stderr with the time left; ``quiet`` shows none (ranks other than the first)."""
+def progress_bar(
+    total: int, unit: str, description: str = "", *, quiet: bool = False, delay: float = 0.0
+) -> tqdm:
+    """A bar on stderr with the time left; ``quiet`` shows none (ranks other than the first).
+
+    What is over within ``delay`` seconds shows none either.
+    """
     return tqdm(
         total=total,
         unit=unit,
         unit_scale=True,
         desc=description,
         disable=quiet,
+        delay=delay,
         mininterval=0.2 if sys.stderr.isatty() else SECONDS_BETWEEN_LOG_LINES,
     )

@@ -16,7 +16,12 @@ def main(options: PretrainOptions) -> None:
     # Not at the top: --help should not wait for torch.
     from megatron_chameleon.training.pretrain import pretrain
 
-    pretrain(options, stops=stops)
+    if options.online.online_interval is None:
+        pretrain(options, stops=stops)
+        return
+    from megatron_chameleon.methods.online_chameleon import OnlineChameleon
+
+    pretrain(options, watched_by=OnlineChameleon, stops=stops)
 
 
 if __name__ == "__main__":

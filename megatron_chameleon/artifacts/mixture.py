@@ -18,6 +18,8 @@ from megatron_chameleon.errors import UserError
 FORMAT_VERSION = 1
 MADE_BY = "tools/compute_mixture.py writes it"
 SUM_TOLERANCE = 1e-6
+# 256 x 256 numbers are about 1.3 MB of text.
+MAX_AFFINITY_DOMAINS = 256
 
 
 class MixtureWarning(UserWarning):
@@ -37,7 +39,8 @@ class Mixture:
         confidence: coverage of those intervals, between 0 and 1.
         outweighs: (a, b, probability that a outweighs b) for each domain and the next one, in the
             order of their weights.
-        affinity: the k x k domain affinity matrix, in the order of ``weights``.
+        affinity: the k x k domain affinity matrix, in the order of ``weights``; none for more
+            than ``MAX_AFFINITY_DOMAINS`` domains, whose k^2 numbers would fill the file.
         token_budget: tokens of training for which ``epochs`` was worked out.
         epochs: domain -> how often its training tokens are gone through within that budget.
         max_epochs: what no domain's epochs exceed.
@@ -97,7 +100,8 @@ class Mixture:
         Raises:
             UserError: for a weight on a domain that is not among them.
         """
-        unknown = [name for name in self.weights if name not in names]
+        there = set(names)
+        unknown = [name for name in self.weights if name not in there]
         if unknown:
             raise UserError(
                 f"the mixture has a weight for '{unknown[0]}', which is not a domain of {where}; "

@@ -21,6 +21,7 @@ def embed_windows(
     layer: int,
     batch_size: int,
     progress: tqdm,
+    name: str | None = None,
 ) -> NDArray[np.float32]:
     """Embed ``windows``: the mean over tokens of the hidden states after ``layer`` layers.
 
@@ -34,12 +35,13 @@ def embed_windows(
         layer: from 1 to num_layers.
         batch_size: windows per forward pass and rank.
         progress: a bar that counts windows.
+        name: what messages call the domain; the path of its tokens unless given.
 
     Returns:
         [n, h] float32, row i for window i, on every rank.
 
     Raises:
-        UserError: if the proxy's hidden states are not finite.
+        UserError: if the proxy's hidden states are not finite, with the domain and the window.
     """
     layout = reader.layout
     vectors = torch.zeros(len(windows), reader.shape.size.hidden_size, device=layout.device)
@@ -57,15 +59,24 @@ def embed_windows(
                 hidden, lengths=lengths.to(layout.device)
             )
     whole = reader.sum_over_ranks(vectors, spoken=spoken)
-    finite = torch.isfinite(whole).all(dim=1)
-    if not finite.all():
-        raise UserError(
-            f"hidden states after layer {layer} are not finite in {int((~finite).sum())} of "
-            f"{len(windows)} windows (first: window {int((~finite).nonzero()[0])}); "
-            "the proxy has diverged: use an earlier checkpoint or a lower learning rate"
-        )
     result: NDArray[np.float32] = whole.cpu().numpy()
+    _check_finite(result, windows, layer, name or str(tokens.prefix))
     return result
+
+
+def _check_finite(vectors: NDArray[np.float32], windows: Windows, layer: int, name: str) -> None:
+    """Raises UserError naming the first window, as the text goes, whose vector is not finite."""
+    broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if not broken.size:
+        return
+    first = broken[np.lexsort((windows.start[broken], windows.document[broken]))[0]]
+    start, length = int(windows.start[first]), int(windows.length[first])
+    raise UserError(
+        f"domain '{name}': hidden states after layer {layer} are not finite in {broken.size} of "
+        f"{len(windows)} windows (first: tokens {start} to {start + length - 1} of document "
+        f"{int(windows.document[first])}, counted from 0); the proxy has diverged: use an earlier "
+        "checkpoint or a lower learning rate"
+    )
 
 
 def _multiple(reader: Reader) -> int:

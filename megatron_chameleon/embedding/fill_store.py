@@ -15,6 +15,7 @@ from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import embedding_flops
 from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.progress import progress_bar
 
 
@@ -61,31 +62,37 @@ def fill_store(
     """
     layout = reader.layout
     sources = {name: open_tokens(corpus, name, "train") for name in names}
-    windows = {name: _draw(store.recipe, name, source) for name, source in sources.items()}
+    windows = {name: drawn_windows(store.recipe, name, source) for name, source in sources.items()}
     total = sum(map(len, windows.values()))
     with progress_bar(total, " windows", quiet=not layout.is_main) as progress:
         for name in names:
             progress.set_description(f"embedding {name}")
             stopwatch = Stopwatch()
             vectors = embed_windows(
-                reader, sources[name], windows[name], store.recipe.layer, batch_size, progress
+                reader, sources[name], windows[name], store.recipe.layer, batch_size, progress, name
             )
-            cost = stopwatch.cost(_flops(reader, store.recipe, windows[name]), layout.world_size)
+            cost = stopwatch.cost(
+                windows_flops(reader.shape, store.recipe.layer, windows[name]), layout.world_size
+            )
             if layout.is_main:
                 store = store.with_domain(name, vectors, corpus.domain_hash(name), cost)
     return store
 
 
-def _flops(reader: Reader, recipe: EmbeddingRecipe, windows: Windows) -> float:
-    """Windows are of several lengths, and attention costs more per token in the longer ones."""
+def windows_flops(shape: ModelShape, layer: int, windows: Windows) -> float:
+    """FLOPs of embedding ``windows`` by the first ``layer`` layers, over all ranks.
+
+    Windows are of several lengths, and attention costs more per token in the longer ones.
+    """
     lengths, counts = np.unique(windows.length, return_counts=True)
     return sum(
-        embedding_flops(reader.shape, recipe.layer, int(count * length), int(length))
+        embedding_flops(shape, layer, int(count * length), int(length))
         for length, count in zip(lengths, counts, strict=True)
     )
 
 
-def _draw(recipe: EmbeddingRecipe, name: str, source: TokenFile) -> Windows:
+def drawn_windows(recipe: EmbeddingRecipe, name: str, source: TokenFile) -> Windows:
+    """The windows of ``source`` that ``recipe`` draws for a domain called ``name``."""
     windows = draw_windows(
         source.lengths,
         recipe.window_length,

@@ -8,10 +8,13 @@ from pathlib import Path
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, Mixture, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.epoch_limit import EpochLimit
+from megatron_chameleon.methods.table import listed
+from megatron_chameleon.methods.target import Target, resolve_target
 from megatron_chameleon.mixture import Recipe, resolve_recipe
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
@@ -29,6 +32,8 @@ class MixturePlan:
     """The domains that are weighed."""
     kept: Mixture | None
     """Its domains keep their ratios."""
+    target: Target | None
+    """What the mixture is for."""
     checkpoint: CheckpointRecord
     shape: ModelShape
     recipe: Recipe
@@ -54,6 +59,7 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
     check_text(corpus, names)
     limit_of(options, corpus, names).check()
     kept = None if options.keep is None else kept_mixture(options.keep, names)
+    target = resolve_target(options.target, options.target_strength, names)
     embedding = EmbeddingRecipe(
         model_hash=checkpoint.hash,
         layer=check_layer(shape, extraction.layer),
@@ -69,17 +75,26 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
         corpus=corpus,
         names=names,
         kept=kept,
+        target=target,
         checkpoint=checkpoint,
         shape=shape,
         recipe=recipe,
         embedding=embedding,
         store=options.store or options.output.parent / "embeddings",
-        provenance=provenance(
-            options,
-            {"corpus": corpus.hash, "checkpoint": checkpoint.hash}
-            | ({} if kept is None else {"kept mixture": kept.hash}),
-        ),
+        provenance=provenance(options, _inputs(corpus, checkpoint, kept, target)),
     )
+
+
+def _inputs(
+    corpus: Corpus, checkpoint: CheckpointRecord, kept: Mixture | None, target: Target | None
+) -> dict[str, str]:
+    """Name of each thing that the weights come from -> its hash."""
+    inputs = {"corpus": corpus.hash, "checkpoint": checkpoint.hash}
+    if kept is not None:
+        inputs["kept mixture"] = kept.hash
+    if target is not None and target.text is not None:
+        inputs["target text"] = sha256_of_files(target.text)
+    return inputs
 
 
 def check_numbers(options: MixtureOptions) -> None:
@@ -102,14 +117,16 @@ def chosen_domains(options: MixtureOptions, corpus: Corpus) -> list[str]:
     if options.domains is None:
         return corpus.names
     asked = [name.strip() for name in options.domains.split(",") if name.strip()]
-    unknown = [name for name in asked if name not in corpus.names]
+    there = set(corpus.names)
+    unknown = [name for name in asked if name not in there]
     if unknown or not asked:
         problem = f"there is no domain '{unknown[0]}'" if unknown else "it names no domain"
         raise UserError(
             f"--domains {options.domains}: {problem}; those of {corpus.root} are "
-            f"{', '.join(corpus.names)}"
+            f"{listed(corpus.names)}"
         )
-    return [name for name in corpus.names if name in asked]
+    chosen = set(asked)
+    return [name for name in corpus.names if name in chosen]
 
 
 def kept_mixture(path: Path, names: list[str]) -> Mixture:
@@ -121,7 +138,7 @@ def kept_mixture(path: Path, names: list[str]) -> Mixture:
     mixture = Mixture.load(path)
     if not any(mixture.weights.get(name, 0.0) > 0 for name in names):
         raise UserError(
-            f"--keep {path}: it has a weight for none of {', '.join(names)}; give a mixture of "
+            f"--keep {path}: it has a weight for none of {listed(names)}; give a mixture of "
             "some of them, or leave --keep out"
         )
     return mixture
@@ -129,7 +146,8 @@ def kept_mixture(path: Path, names: list[str]) -> Mixture:
 
 def limit_of(options: MixtureOptions, corpus: Corpus, names: list[str]) -> EpochLimit:
     """The limit of epochs that was asked for."""
-    tokens = {name: corpus.train_tokens[name] for name in names}
+    available = corpus.train_tokens
+    tokens = {name: available[name] for name in names}
     return EpochLimit(tokens, options.token_budget, options.max_epochs)
 
 

@@ -8,6 +8,7 @@ from megatron_chameleon.mixture.chameleon import (
     chameleon_weights,
 )
 from megatron_chameleon.mixture.checks import Mode
+from megatron_chameleon.mixture.grouping import group_size, grouped_windows
 from megatron_chameleon.mixture.leverage import (
     feature_ridge_leverage,
     leverage_scores,
@@ -21,6 +22,8 @@ from megatron_chameleon.mixture.precision import (
     windows_needed,
 )
 from megatron_chameleon.mixture.recipes import DEFAULT_RECIPE, RECIPES, Recipe, resolve_recipe
+from megatron_chameleon.mixture.similarity import correlations, nearest_rows
+from megatron_chameleon.mixture.target import similarity_shares, target_prior
 from megatron_chameleon.mixture.uncertainty import (
     BootstrapResult,
     bootstrap_weights,
@@ -43,15 +46,21 @@ __all__ = [
     "center_embeddings",
     "chameleon_weight_fn",
     "chameleon_weights",
+    "correlations",
     "domain_weights",
     "feature_ridge_leverage",
+    "group_size",
+    "grouped_windows",
     "is_one_hot",
     "is_within_noise_of_uniform",
     "leverage_scores",
     "leverage_scores_direct",
+    "nearest_rows",
     "outweighing_probability",
     "placed_weights",
     "resampled_means_direct",
     "resolve_recipe",
+    "similarity_shares",
+    "target_prior",
     "windows_needed",
 ]

@@ -61,11 +61,25 @@ def affinity_matrix(embeddings: npt.ArrayLike, center: bool) -> Array:
 
 def gram_matrix(features: Array) -> Array:
     """X X^T of features [k, h] that are already checked and, where wanted, centred."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        affinity: Array = features @ features.T
-    if not np.isfinite(affinity).all():
+    squared_norms(features)
+    affinity: Array = features @ features.T
+    return affinity
+
+
+def squared_norms(features: Array) -> Array:
+    """The diagonal [k] of X X^T for checked features [k, h].
+
+    No inner product is larger than the largest of them (Cauchy-Schwarz).
+
+    Raises:
+        ValueError: if they are too large to add up.
+    """
+    with np.errstate(over="ignore"):
+        norms: Array = np.einsum("ij,ij->i", features, features)
+        total = norms.sum()
+    if not np.isfinite(total):
         raise ValueError(
             f"embeddings reach {float(np.abs(features).max()):.3g}, too large for their inner "
             "products: divide them all by a constant"
         )
-    return affinity
+    return norms

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from megatron_chameleon.mixture.affinity import center_embeddings, gram_matrix
+from megatron_chameleon.mixture.affinity import center_embeddings, gram_matrix, squared_norms
 from megatron_chameleon.mixture.checks import Array, Mode, as_embeddings, check_mode
 from megatron_chameleon.mixture.leverage import feature_ridge_leverage, leverage_scores
 from megatron_chameleon.mixture.recipes import DEFAULT_RECIPE, Recipe, resolve_recipe
+from megatron_chameleon.mixture.target import scaled_prior
 from megatron_chameleon.mixture.weights import degenerate_positions, domain_weights
 
 
@@ -25,8 +28,8 @@ class WeightResult:
     scores: Array
     """[k] float64 leverage scores in [0, 1), before normalisation and limits."""
 
-    affinity: Array
-    """[k, k] float64, centred if the recipe says so."""
+    features: Array
+    """[k, h] float64 domain embeddings, centred if the recipe says so."""
 
     effective_ridge: float
     """lambda in the units of the affinity."""
@@ -43,6 +46,14 @@ class WeightResult:
     recipe: Recipe
     """The recipe after overrides."""
 
+    prior: Array | None
+    """[k] float64 of mean 1; None where all domains have the same."""
+
+    @functools.cached_property
+    def affinity(self) -> Array:
+        """K = X X^T of ``features``, [k, k] float64, made when first asked for."""
+        return gram_matrix(self.features)
+
     @property
     def effective_dimension(self) -> float:
         """Sum of the scores: how many independent directions the domains span at this ridge."""
@@ -53,22 +64,29 @@ def chameleon_weights(
     embeddings: npt.ArrayLike,
     mode: Mode,
     recipe: str | Recipe = DEFAULT_RECIPE,
+    *,
+    prior: npt.ArrayLike | None = None,
     **overrides: Any,
 ) -> WeightResult:
     """Domain weights from domain embeddings (Chameleon, Algorithm 1, from its third step on).
+
+    Costs k^3, or k h^2 where there are more domains than features.
 
     Args:
         embeddings: [k, h], one row per domain, any real dtype; float64 inside.
         mode: "pretrain" (inverse scores) or "finetune" (scores).
         recipe: a name in ``RECIPES`` or a ``Recipe``.
+        prior: eta, [k], above 0, on any scale: how much the mixture is for each domain (see
+            ``megatron_chameleon.mixture.target``). Centring and ridge are as without it, and equal
+            priors give the very weights that none gives.
         overrides: single knobs of the recipe, by field name; None keeps the recipe's value.
 
     Returns:
         The weights with scores, affinity and the ridge and temperature that were applied.
 
     Raises:
-        ValueError: see ``affinity_matrix``, ``leverage_scores``, ``domain_weights`` and
-            ``resolve_recipe``.
+        ValueError: see ``affinity_matrix``, ``leverage_scores``, ``domain_weights``,
+            ``scaled_prior`` and ``resolve_recipe``.
 
     Warns:
         DegenerateScoreWarning: a score was held at a limit (see ``domain_weights``).
@@ -76,47 +94,59 @@ def chameleon_weights(
     settings = resolve_recipe(recipe, **overrides)
     check_mode(mode)
     features = center_embeddings(embeddings) if settings.center else as_embeddings(embeddings)
-    affinity = gram_matrix(features)
-    ridge = settings.effective_ridge(affinity)
-    num_domains, num_features = features.shape
-    # The two forms are equal; the smaller matrix is the one to factor.
-    if num_features < num_domains:
-        scores = feature_ridge_leverage(features, ridge)
-    else:
-        scores = leverage_scores(affinity, ridge)
+    num_domains = len(features)
+    ridge = settings.effective_ridge(float(squared_norms(features).sum()) / num_domains)
+    eta = None if prior is None else scaled_prior(prior, num_domains)
+    scores = _scores(features if eta is None else np.sqrt(eta)[:, None] * features, ridge)
     temperature = settings.effective_temperature(mode, num_domains)
-    limits = (settings.score_floor, settings.score_ceiling)
     weights = domain_weights(
         scores,
         mode,
         temperature,
         settings.normalize,
+        prior=eta,
         score_floor=settings.score_floor,
         score_ceiling=settings.score_ceiling,
     )
+    limits = (settings.score_floor, settings.score_ceiling)
     return WeightResult(
         weights=weights,
         scores=scores,
-        affinity=affinity,
+        features=features,
         effective_ridge=ridge,
         effective_temperature=temperature,
-        degenerate=degenerate_positions(scores, mode, *limits),
+        degenerate=degenerate_positions(scores, mode, *limits, eta),
         mode=mode,
         recipe=settings,
+        prior=eta,
     )
 
 
+def _scores(features: Array, ridge: float) -> Array:
+    """Ridge leverage scores of [k, h]. The two forms are equal; the smaller matrix is factored."""
+    num_domains, num_features = features.shape
+    if num_features < num_domains:
+        return feature_ridge_leverage(features, ridge)
+    return leverage_scores(gram_matrix(features), ridge)
+
+
 def chameleon_weight_fn(
-    mode: Mode, recipe: str | Recipe = DEFAULT_RECIPE, **overrides: Any
+    mode: Mode,
+    recipe: str | Recipe = DEFAULT_RECIPE,
+    *,
+    prior: Callable[[Array], Array] | None = None,
+    **overrides: Any,
 ) -> Callable[[Array], Array]:
     """The map from embeddings [k, h] to weights [k] alone, for ``bootstrap_weights``.
 
-    The recipe is resolved, and its errors raised, here rather than at the first call.
+    ``prior`` maps embeddings to the prior [k], which may depend on them. The recipe is resolved,
+    and its errors raised, here rather than at the first call.
     """
     settings = resolve_recipe(recipe, **overrides)
     check_mode(mode)
 
     def weigh(embeddings: Array) -> Array:
-        return chameleon_weights(embeddings, mode, settings).weights
+        eta = None if prior is None else prior(embeddings)
+        return chameleon_weights(embeddings, mode, settings, prior=eta).weights
 
     return weigh

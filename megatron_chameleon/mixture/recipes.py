@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron_chameleon.mixture.checks import Array, Mode, check_mode, check_positive
+from megatron_chameleon.mixture.checks import Mode, check_mode, check_positive
 from megatron_chameleon.mixture.weights import SCORE_FLOOR, check_score_limits
 
 
@@ -63,11 +63,10 @@ class Recipe:
                 "normalize: set normalize to true or temperature_relative to false"
             )
 
-    def effective_ridge(self, affinity: Array) -> float:
-        """Ridge in the units of K [k, k]. Where K is 0 every ridge gives the same scores."""
+    def effective_ridge(self, mean_eigenvalue: float) -> float:
+        """Ridge in the units of K, whose trace(K) / k is given; where K is 0 any will do."""
         if not self.ridge_relative:
             return self.ridge
-        mean_eigenvalue = float(affinity.trace()) / affinity.shape[0]
         return self.ridge * mean_eigenvalue or self.ridge
 
     def effective_temperature(self, mode: Mode, num_domains: int) -> float:

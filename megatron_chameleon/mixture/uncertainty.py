@@ -12,8 +12,9 @@ import numpy.typing as npt
 from megatron_chameleon.mixture.checks import Array, as_matrix
 from megatron_chameleon.mixture.weights import DegenerateScoreWarning
 
-# Values held at once in the means of a block of resamples and in one domain's counts (64 MiB each).
-BLOCK_VALUES = 1 << 23
+# Values held at once in the means of a block of resamples and in one domain's counts, 256 MiB each:
+# every block goes through all domains, so where these are many small blocks cost dearly.
+BLOCK_VALUES = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

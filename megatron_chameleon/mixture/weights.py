@@ -26,6 +26,7 @@ def domain_weights(
     temperature: float,
     normalize: bool,
     *,
+    prior: Array | None = None,
     score_floor: float = SCORE_FLOOR,
     score_ceiling: float = math.inf,
 ) -> Array:
@@ -42,11 +43,15 @@ def domain_weights(
     The floor matters to 1 / S only, so fine-tuning warns only if every score is 0 (the weights
     are then equal).
 
+    With a prior eta, z = eta / S for pretraining (see ``megatron_chameleon.mixture.target``), and
+    the limits hold S / eta against the mean of S; z = S for fine-tuning, as without.
+
     Args:
         scores: S, [k], not negative.
         mode: "pretrain" or "finetune".
         temperature: tau > 0, in the units of z.
         normalize: divide the scores by their sum before anything else, as the authors' code does.
+        prior: eta, [k], above 0, of mean 1; the scores are then those of the affinity that has it.
         score_floor: lowest score let through, as a share of the mean score; in (0, 1).
         score_ceiling: highest score let through, as a multiple of the mean score; above 1.
 
@@ -61,11 +66,12 @@ def domain_weights(
     check_mode(mode)
     tau = check_positive(temperature, "temperature")
     check_score_limits(score_floor, score_ceiling)
-    degenerate = degenerate_positions(vector, mode, score_floor, score_ceiling)
+    degenerate = degenerate_positions(vector, mode, score_floor, score_ceiling, prior)
+    ratios, mean = _per_prior(vector, mode, prior), float(vector.mean())
     if degenerate:
-        message = _describe(vector, degenerate, score_floor, score_ceiling)
+        message = _describe(ratios, mean, degenerate, score_floor, score_ceiling)
         warnings.warn(message, DegenerateScoreWarning, stacklevel=2)
-    limited = _limited(vector, mode, score_floor, score_ceiling)
+    limited = _limited(ratios, mean, mode, score_floor, score_ceiling)
     if normalize:
         # Divided by the sum before the limits: afterwards one huge outlier, held at the ceiling,
         # would lift all others and so undo the ceiling.
@@ -91,7 +97,11 @@ def check_score_limits(score_floor: float, score_ceiling: float) -> None:
 
 
 def degenerate_positions(
-    scores: Array, mode: Mode, score_floor: float, score_ceiling: float
+    scores: Array,
+    mode: Mode,
+    score_floor: float,
+    score_ceiling: float,
+    prior: Array | None = None,
 ) -> tuple[int, ...]:
     """Positions of the scores [k] that ``domain_weights`` holds at a limit and warns about.
 
@@ -100,10 +110,16 @@ def degenerate_positions(
     if scores.size == 1:
         return ()
     mean = float(scores.mean())
-    outside = scores > score_ceiling * mean if mean > 0.0 else np.ones(scores.size, dtype=bool)
+    ratios = _per_prior(scores, mode, prior)
+    outside = ratios > score_ceiling * mean if mean > 0.0 else np.ones(scores.size, dtype=bool)
     if mode == "pretrain":
-        outside |= scores < _lowest(mean, score_floor)
+        outside |= ratios < _lowest(mean, score_floor)
     return tuple(int(i) for i in np.flatnonzero(outside))
+
+
+def _per_prior(scores: Array, mode: Mode, prior: Array | None) -> Array:
+    """What is inverted in pretraining, S / eta; S itself in fine-tuning or without a prior."""
+    return scores if prior is None or mode == "finetune" else scores / prior
 
 
 def _lowest(mean: float, score_floor: float) -> float:
@@ -111,18 +127,22 @@ def _lowest(mean: float, score_floor: float) -> float:
     return max(score_floor * mean, float(np.finfo(np.float64).tiny))
 
 
-def _limited(scores: Array, mode: Mode, score_floor: float, score_ceiling: float) -> Array:
-    mean = float(scores.mean())
+def _limited(
+    ratios: Array, mean: float, mode: Mode, score_floor: float, score_ceiling: float
+) -> Array:
     if mean == 0.0:
-        return np.ones_like(scores)
+        return np.ones_like(ratios)
     lowest = _lowest(mean, score_floor) if mode == "pretrain" else 0.0
-    return np.clip(scores, lowest, max(score_ceiling * mean, lowest))
+    return np.clip(ratios, lowest, max(score_ceiling * mean, lowest))
 
 
 def _describe(
-    scores: Array, positions: tuple[int, ...], score_floor: float, score_ceiling: float
+    scores: Array,
+    mean: float,
+    positions: tuple[int, ...],
+    score_floor: float,
+    score_ceiling: float,
 ) -> str:
-    mean = float(scores.mean())
     low = [i for i in positions if scores[i] <= mean]
     high = [i for i in positions if scores[i] > mean]
     parts = []

@@ -7,6 +7,7 @@ of the one before, runs its layers, and sends on only what a later stage still n
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,19 @@ from megatron_chameleon.parallel.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A model in evaluation mode and this rank's place in its layout."""
+    """A model in evaluation mode and this rank's place in its layout.
+
+    Attributes:
+        model: this rank's part of it.
+        shape: of the whole.
+        layout: of which this rank has a part.
+        later_chunks: this rank's further parts, where pipeline stages are interleaved.
+    """
 
     model: GPTModel
     shape: ModelShape
     layout: Layout
+    later_chunks: Sequence[GPTModel] = ()
 
     @torch.no_grad()
     def hidden_states(self, tokens: torch.Tensor, layer: int) -> torch.Tensor | None:
@@ -39,18 +48,17 @@ class Reader:
         Returns:
             [s, b, h] on the ranks of the stage that holds ``layer``, None on the others.
         """
-        mine = [block for block in self.model.decoder.layers if block.layer_number <= layer]
-        if not mine:
-            return None  # this stage begins after the layer asked for: nothing is sent to it
-        hidden = self._embed(tokens) if self.layout.is_first_stage else self._receive(tokens.shape)
-        for block in mine:
-            hidden, _ = block(hidden_states=hidden, attention_mask=None)
-        if mine[-1].layer_number < layer:
+        for chunk in (self.model, *self.later_chunks):
+            mine = [block for block in chunk.decoder.layers if block.layer_number <= layer]
+            if not mine:
+                return None  # it begins after the layer asked for: nothing is sent to it
+            hidden = self._embed(tokens) if chunk.pre_process else self._receive(tokens.shape)
+            for block in mine:
+                hidden, _ = block(hidden_states=hidden, attention_mask=None)
+            if mine[-1].layer_number == layer:
+                return self._whole(hidden)
             self._send(hidden)
-            return None
-        if self.layout.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden)
-        return hidden.detach()  # megatron's layers mark their output as requiring gradients
+        return None
 
     @torch.no_grad()
     def token_losses(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
@@ -59,6 +67,7 @@ class Reader:
         Returns:
             [b, s] in float32 on the last stage, None on the others.
         """
+        assert not self.later_chunks, "only training interleaves its stages"
         if not self.layout.is_first_stage:
             self.model.set_input_tensor(self._receive(tokens.shape))
         output = self.model(tokens, self._positions(tokens), None, labels=labels)
@@ -66,6 +75,12 @@ class Reader:
             return output.detach().float()
         self._send(output)
         return None
+
+    def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] of what sequence parallelism may have cut up."""
+        if self.layout.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        return hidden.detach()  # megatron's layers mark their output as requiring gradients
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model.embedding(input_ids=tokens, position_ids=self._positions(tokens))
@@ -100,8 +115,8 @@ class Reader:
         return values
 
 
-def check_layer(shape: ModelShape, layer: int | None) -> int:
-    """The layer asked for, or the middle one (num_layers // 2, as in the authors' code).
+def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> int:
+    """The layer that ``flag`` asks for, or the middle one (num_layers // 2, as the authors' code).
 
     Raises:
         UserError: if the model has no such layer.
@@ -110,7 +125,7 @@ def check_layer(shape: ModelShape, layer: int | None) -> int:
         return max(1, shape.size.num_layers // 2)
     if not 1 <= layer <= shape.size.num_layers:
         raise UserError(
-            f"--layer {layer}: the model has layers 1 to {shape.size.num_layers}; "
+            f"{flag} {layer}: the model has layers 1 to {shape.size.num_layers}; "
             f"the middle is {max(1, shape.size.num_layers // 2)}"
         )
     return layer

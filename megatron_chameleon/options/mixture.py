@@ -73,6 +73,15 @@ class MixtureOptions:
     max_epochs: float | None = None
     """Go through no domain's training tokens more often within --token-budget. The mixture is then
     the nearest one that does not (smallest Kullback-Leibler divergence)."""
+    target: str | None = None
+    """What the mixture is for: domains, a,b or with shares a=2,b=1, or a text (.txt, or .jsonl with
+    documents under "text"), which is embedded as the domains are and counts those nearest to it.
+    Pretraining feels it at a small ridge, fine-tuning at a large one."""
+    target_strength: float | None = None
+    """From 0 (all domains alike) to 1 (--target alone), both excluded; 0.5 unless given."""
+    explain: bool = False
+    """Print what is behind the weights: how alike the domains are, their scores, and what each knob
+    would do."""
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
     weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)

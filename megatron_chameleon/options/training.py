@@ -10,6 +10,7 @@ from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.guards import GuardOptions
 from megatron_chameleon.options.logging import LoggingOptions
+from megatron_chameleon.options.online import OnlineOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.profiling import ProfilingOptions
 from megatron_chameleon.options.stopping import StoppingOptions
@@ -100,6 +101,7 @@ class PretrainOptions:
     overwrite: bool = False
     """Start anew; what run_dir holds is deleted as soon as the new run has begun."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
+    online: OnlineOptions = dataclasses.field(default_factory=OnlineOptions)
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)

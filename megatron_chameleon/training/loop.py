@@ -166,6 +166,8 @@ class Trainer:
     def _forward_backward(self) -> torch.Tensor:
         """The passes of a step; what the ranks have to agree on then goes its way."""
         if self.watch:
+            if self.watch.change_mixture(self.step):
+                self.log.phases.lap("mixture")
             sums = self.watch.forward_backward(self.batches, self.step)
         else:
             sums = self.model.passes.forward_backward(self.batches)

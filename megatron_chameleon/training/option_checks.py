@@ -1,4 +1,4 @@
-"""What is checked of the options of saving, guards, stopping, validation, logs and profiling."""
+"""What is checked of the options of all that goes on beside the steps of a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.guards import GuardOptions
 from megatron_chameleon.options.logging import LoggingOptions
+from megatron_chameleon.options.online import OnlineOptions
 from megatron_chameleon.options.profiling import ProfilingOptions
 from megatron_chameleon.options.stopping import StoppingOptions
 from megatron_chameleon.options.training import PretrainOptions
@@ -28,6 +29,7 @@ def check_watching(options: PretrainOptions) -> None:
     check_validation(options.validation, options.train_iters)
     check_logging(options.logging)
     check_profiling(options.profiling, options.train_iters)
+    check_online(options.online, options.train_iters)
 
 
 def check_checkpointing(options: CheckpointingOptions) -> None:
@@ -115,6 +117,30 @@ def check_profiling(options: ProfilingOptions, train_iters: int) -> None:
         raise UserError(
             f"--profile-step-start {start} --profile-step-end {end}: give steps from 0 to "
             f"--train-iters {train_iters}, the first below the second"
+        )
+
+
+def check_online(options: OnlineOptions, train_iters: int) -> None:
+    """Raises UserError for a mixture that would never be computed anew, or not at all."""
+    interval, windows, kept = (
+        options.online_interval,
+        options.online_windows,
+        options.online_smoothing,
+    )
+    if interval is None:
+        for field in ("online_windows", "online_layer", "online_recipe", "online_smoothing"):
+            _require_default(options, field, "without --online-interval the mixture stays")
+        return
+    if not 1 <= interval < train_iters:
+        raise UserError(
+            f"--online-interval {interval}: give steps from 1 to {train_iters - 1}, one less than "
+            "--train-iters, or leave it out"
+        )
+    if windows < 1:
+        raise UserError(f"--online-windows {windows}: give a whole number from 1 on")
+    if not 0 <= kept < 1:
+        raise UserError(
+            f"--online-smoothing {kept}: give 0 for none, or a share of the old weights below 1"
         )
 
 

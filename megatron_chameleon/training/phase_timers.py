@@ -53,9 +53,10 @@ class DeviceClock:
 class PhaseTimers:
     """Adds up the seconds of each phase of training until they are read.
 
-    forward_backward and optimizer are phases of the device's work. data is what this process spends
-    on making batches; a GPU may compute meanwhile, and if it does not, the wait is within
-    forward_backward too. The others are phases in which this process does nothing else.
+    forward_backward, optimizer and mixture (a hook's work on changing it) are phases of the
+    device's work. data is what this process spends on making batches; a GPU may compute meanwhile,
+    and if it does not, the wait is within forward_backward too. The others are phases in which this
+    process does nothing else.
     """
 
     def __init__(self, device: torch.device) -> None:

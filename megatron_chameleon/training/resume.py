@@ -27,7 +27,8 @@ from megatron_chameleon.training.whole_checkpoint import newest_whole_checkpoint
 
 # These may differ when a run is continued: they change nothing of what is computed. The data, the
 # first mixture and the weights that the run started from are compared by their hashes, wherever
-# they lie; changes of the mixture that lie ahead may be others than were planned.
+# they lie; changes of the mixture that lie ahead may be others than were planned, but for whether a
+# hook makes them, which checkpoints tell.
 FREE_OPTIONS = (
     "corpus",
     "data_path",
@@ -39,6 +40,7 @@ FREE_OPTIONS = (
     "verify_corpus",
     "mixture",
     "mixture_change",
+    "online",
     "pretrained_checkpoint",
     "run_dir",
     "micro_batch_size",

@@ -80,9 +80,21 @@ class Watch:
         self._flops_counted = hook.flops
         self._before_step: dict[str, Any] = {}
 
+    def change_mixture(self, step: int) -> bool:
+        """Let the hook change the mixture after ``step`` steps; whether it was asked.
+
+        Before the step and not after the one before: a checkpoint in between has neither.
+        """
+        interval = self._hook.mixture_interval
+        if not interval or not step or step % interval:
+            return False
+        weights = self._hook.new_mixture(step, self._passes.model)
+        if weights is not None:
+            self._records.samples.change_weights(self._records.samples_at(step), weights)
+        return True
+
     def forward_backward(self, batches: Iterator[Batch], step: int) -> torch.Tensor:
         """As :meth:`Passes.forward_backward`; ``step`` steps are done before it."""
-        self._change_mixture(step)
         self._before_step = self._state()
         sums = self._hooked.forward_backward(batches, step)
         self._records.extra_flops += self._hook.flops - self._flops_counted
@@ -119,15 +131,6 @@ class Watch:
                 "give finite numbers, texts, lists and dictionaries"
             ) from error
         return copy
-
-    def _change_mixture(self, step: int) -> None:
-        """Before the step and not after the one before: a checkpoint in between has neither."""
-        interval = self._hook.mixture_interval
-        if not interval or not step or step % interval:
-            return
-        weights = self._hook.new_mixture(step, self._passes.model)
-        if weights is not None:
-            self._records.samples.change_weights(self._records.samples_at(step), weights)
 
 
 def _name(hook: TrainingHook) -> str:

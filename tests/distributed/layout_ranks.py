@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from tests.distributed.discover_cases import DISCOVERING, discover_options
 from tests.distributed.hooked_cases import HOOKED, HOOKED_AGAIN
 from tests.distributed.hooked_ranks import resume_hooked, train_hooked
 from tests.distributed.layout_cases import (
@@ -50,6 +51,8 @@ from tests.distributed.layout_cases import (
     perplexity_options,
     training_options,
 )
+from tests.distributed.online_cases import ONLINE, ONLINE_AGAIN
+from tests.distributed.online_ranks import resume_online, train_online
 from tests.distributed.peak_cases import PEAKS, measure_peak
 from tests.distributed.saving_cases import SAVING
 from tests.distributed.saving_ranks import train_saving
@@ -83,6 +86,10 @@ def all_sections(places: Places) -> Iterator[Section]:
         yield Section(name, case.ranks, partial(train_hooked, places, name))
     for name, (_, (_, case)) in HOOKED_AGAIN.items():
         yield Section(name, case.ranks, partial(resume_hooked, places, name))
+    for name, case in ONLINE.items():
+        yield Section(name, case.ranks, partial(train_online, places, name))
+    for name, (_, case) in ONLINE_AGAIN.items():
+        yield Section(name, case.ranks, partial(resume_online, places, name))
     for name, saving in SAVING.items():
         yield Section(name, saving.case.ranks, partial(train_saving, places, name))
     for name, (origin, case) in RESUMED.items():
@@ -99,6 +106,8 @@ def all_sections(places: Places) -> Iterator[Section]:
         for layer in LAYERS:
             yield Section(f"embed-{name}-{layer}", ranks, partial(embed, places, name, layer))
         yield Section(f"evaluate-{name}", ranks, partial(evaluate, places, name))
+    for name, case in DISCOVERING.items():
+        yield Section(f"discover-{name}", case.ranks, partial(discover, places, name))
     yield Section("reference", 1, partial(read_plainly, places))
     yield Section("convert-one", 1, partial(convert_run, places))
     yield Section("pad", 1, partial(pad_folder, places))
@@ -192,6 +201,12 @@ def embed(places: Places, name: str, layer: int) -> None:
     from megatron_chameleon.methods.chameleon import compute_mixture
 
     compute_mixture(mixture_options(places, name, layer))
+
+
+def discover(places: Places, name: str) -> None:
+    from megatron_chameleon.methods.discover import discover_domains
+
+    discover_domains(discover_options(places, name))
 
 
 def evaluate(places: Places, name: str) -> None:

@@ -53,7 +53,7 @@ def windows(corpus):
 def embed(reader, corpus, windows, batch_size, layer=LAYER):
     tokens = open_tokens(corpus, corpus.names[0], "train")
     with tqdm(total=len(windows), disable=True) as progress:
-        return embed_windows(reader, tokens, windows, layer, batch_size, progress)
+        return embed_windows(reader, tokens, windows, layer, batch_size, progress, "prose")
 
 
 @pytest.mark.parametrize("layer", [1, 4])
@@ -98,9 +98,20 @@ def test_a_proxy_that_has_diverged_is_told_with_the_layer(one_rank, corpus, wind
         model.decoder.layers[1].mlp.linear_fc2.bias[5] = poison
     broken = Reader(model, SHAPE, one_rank)
     assert np.isfinite(embed(broken, corpus, windows, 16, layer=1)).all()
-    problem = r"after layer 2 are not finite in 45 of 45 windows \(first: window 0\); .* diverged"
+    problem = (
+        r"domain 'prose': hidden states after layer 2 are not finite in 45 of 45 windows "
+        r"\(first: tokens \d+ to \d+ of document \d+, counted from 0\); the proxy has diverged"
+    )
     with pytest.raises(UserError, match=problem):
         embed(broken, corpus, windows, 16, layer=2)
+
+
+def test_filling_a_store_names_the_domain_of_a_diverged_proxy(one_rank, corpus, tmp_path):
+    model = build_model(SHAPE, one_rank, seed=3)
+    with torch.no_grad():
+        model.decoder.layers[1].mlp.linear_fc2.bias[5] = float("nan")
+    with pytest.raises(UserError, match=f"domain '{corpus.names[0]}': hidden states after layer"):
+        fill(tmp_path / "store", corpus, Reader(model, SHAPE, one_rank))
 
 
 def test_a_proxy_broken_for_one_token_names_the_windows_that_hold_it(one_rank, corpus, windows):
@@ -114,7 +125,12 @@ def test_a_proxy_broken_for_one_token_names_the_windows_that_hold_it(one_rank, c
     held = [row for row, text in enumerate(texts) if rare in text]
     with torch.no_grad():
         model.embedding.word_embeddings.weight[rare] = float("nan")
-    problem = rf"in {len(held)} of 45 windows \(first: window {held[0]}\)"
+    document, start, length = min(
+        (int(windows.document[row]), int(windows.start[row]), int(windows.length[row]))
+        for row in held
+    )
+    told = f"tokens {start} to {start + length - 1} of document {document}"
+    problem = rf"domain 'prose': .* in {len(held)} of 45 windows \(first: {told}, counted"
     with pytest.raises(UserError, match=problem):
         embed(Reader(model, SHAPE, one_rank), corpus, windows, 16)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +124,10 @@ def test_the_steps_are_those_of_the_recipe(recipe, mode, k):
     np.testing.assert_allclose(
         result.scores, leverage_scores_direct(affinity, result.effective_ridge), atol=1e-10
     )
-    limits = {"score_floor": settings_.score_floor, "score_ceiling": settings_.score_ceiling}
+    limits: dict[str, Any] = {
+        "score_floor": settings_.score_floor,
+        "score_ceiling": settings_.score_ceiling,
+    }
     expected = domain_weights(
         result.scores, mode, result.effective_temperature, settings_.normalize, **limits
     )

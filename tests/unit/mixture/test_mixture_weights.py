@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_no_warning_where_nothing_is_held():
 def test_score_limits_bound_the_odds():
     scores = np.array([1e-6, 1.0, 1.0, 1.0, 100.0])
     floor, ceiling = 0.02 * scores.mean(), 3.0 * scores.mean()
-    limits = {"score_floor": 0.02, "score_ceiling": 3.0}
+    limits: dict[str, Any] = {"score_floor": 0.02, "score_ceiling": 3.0}
     # Fine-tuning has no floor: position 0 is not named.
     with pytest.warns(DegenerateScoreWarning, match="are above 3 times the mean .* position 4 "):
         weights = domain_weights(scores, "finetune", 7.0, False, **limits)

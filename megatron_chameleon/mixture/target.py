@@ -1,0 +1,124 @@
+"""A prior over the domains: what a mixture is for, in place of the identity in the ridge.
+
+The paper leaves targets to future work ("modifying the identity matrix within the KRLS to emphasize
+relevant domains"; Chameleon, Xie, Tonin and Cevher, ICML 2025, last section). Its appendix has what
+that takes, the regularised Christoffel function with a prior eta_j > 0 (Pauwels, Bach and Vert,
+NeurIPS 2018):
+
+    C(x_i) = min_g  sum_j eta_j / k * g(x_j)^2 + lambda |g|^2   subject to  g(x_i) = 1
+           = eta_i / k * 1 / S_i,   S = diag(K (K + k lambda diag(eta)^-1)^-1).
+
+With D = diag(sqrt(eta)), K + k lambda D^-2 = D^-1 (D K D + k lambda I) D^-1, and so
+
+    S = diag(D^-1 (D K D) (D K D + k lambda I)^-1 D) = diag((D K D) (D K D + k lambda I)^-1):
+
+the scores are the ridge leverage scores of the features scaled by sqrt(eta_i), at the same ridge.
+
+Fine-tuning takes S. Raising eta_i, with the others held or scaled down, raises S_i and lowers
+every other S_j: S_i never falls against another, nor its weight where scores are not normalised.
+
+Pretraining takes z_i = k C(x_i) = eta_i / S_i; 1 / S_i alone would give the target less. Let
+q_i = x_i^T (k lambda I + sum_{j != i} eta_j x_j x_j^T)^-1 x_i, in which eta_i is not. Then
+S_i = eta_i q_i / (1 + eta_i q_i) and z_i = eta_i + 1 / q_i: the prior is added to what the other
+domains say of this one. Where scores are divided by their sum, z_i = eta_i sum(S) / S_i: with eta
+of mean 1 the total score is kept in, and equal priors give the plain weights.
+
+How much a prior is felt hangs on the ridge. Where K is far below k lambda, 1 / q_i is near
+k lambda / K_ii and the pretraining weights forget the prior. Where K is far above and of full rank,
+S is near 1 whatever eta is, and the fine-tuning weights forget it; a centred K has a null vector,
+and S is near 1 - (1 / eta_i) / sum_j (1 / eta_j).
+
+In pretraining, a domain of more prior does not always weigh more. Raising eta_i alone raises z_i by
+as much, but another z_j by more where x_j is a fraction of x_i, and sum(S) moves too. It was so in
+a tenth of random problems with about as many domains as features.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_chameleon.mixture.affinity import center_embeddings
+from megatron_chameleon.mixture.checks import Array, as_embeddings, check_positive
+from megatron_chameleon.mixture.similarity import unit_rows
+
+DEFAULT_STRENGTH = 0.5
+
+
+def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> Array:
+    """The prior eta_i = (1 - strength) + strength * k * t_i, whose mean is 1.
+
+    It is ``strength`` parts of the target to ``1 - strength`` parts of what weighs all alike. Every
+    domain keeps some, since a prior of 0 would leave it out of the others' scores too.
+
+    Args:
+        shares: t, [k], how much of the target each domain stands for: not negative, not all 0.
+        strength: in (0, 1).
+
+    Returns:
+        [k] float64; exactly ones where all shares are equal.
+
+    Raises:
+        ValueError: shares or strength out of range.
+    """
+    wanted = np.asarray(shares, dtype=np.float64)
+    if wanted.ndim != 1 or wanted.size == 0 or not np.isfinite(wanted).all():
+        raise ValueError("shares must be a vector of finite numbers, one for each domain")
+    if wanted.min() < 0 or not wanted.max() > 0:
+        raise ValueError("shares must not be negative, nor all zero")
+    if not 0.0 < strength < 1.0:
+        raise ValueError(f"strength is {strength!r}: it must lie between 0 and 1")
+    if wanted.min() == wanted.max():
+        return np.ones_like(wanted)
+    wanted = wanted / wanted.max()  # so that their sum is finite
+    prior: Array = (1.0 - strength) + strength * wanted.size * (wanted / wanted.sum())
+    return prior
+
+
+def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array:
+    """How much of a text each domain stands for, by the direction in which its embedding lies.
+
+    t_i = max(0, cos(x_i - m, y - m))^2 with m the mean of the domain embeddings and y the target's.
+    Hidden states have a large common mean: with it in, all cosines would be near 1. The square is
+    the part of the target's squared distance from m that lies in the domain's direction; it keeps
+    many unrelated domains from outdoing a near one. Since the x_i - m sum to zero, some cosine is
+    above 0 unless the target is orthogonal to all; then, and where it lies at m, all are equal.
+
+    Args:
+        embeddings: x, [k, h], any real dtype; float64 inside.
+        target: y, [h], of the same proxy, layer and length of windows.
+
+    Returns:
+        [k] float64, not negative, not all zero.
+
+    Raises:
+        ValueError: shapes that do not fit, or values that are not finite.
+    """
+    domains = as_embeddings(embeddings)
+    wanted = as_embeddings(np.asarray(target, dtype=np.float64)[None])
+    if wanted.shape[1] != domains.shape[1]:
+        raise ValueError(
+            f"target has {wanted.shape[1]} features but the domains have {domains.shape[1]}: "
+            "embed both with one proxy and layer"
+        )
+    direction = unit_rows(wanted - domains.mean(axis=0))[0]
+    shares: Array = np.square(np.maximum(unit_rows(center_embeddings(domains)) @ direction, 0.0))
+    return shares if shares.max() > 0 else np.ones_like(shares)
+
+
+def scaled_prior(prior: npt.ArrayLike, num_domains: int) -> Array | None:
+    """The prior [k] scaled to mean 1, or None where all are equal: that is no prior.
+
+    Raises:
+        ValueError: not [k], or a value that is not a finite number above 0.
+    """
+    given = np.asarray(prior, dtype=np.float64)
+    if given.shape != (num_domains,):
+        raise ValueError(f"prior has shape {given.shape}, but there are {num_domains} domains")
+    for value in (given.min(), given.max()):  # NaN is either
+        check_positive(float(value), "prior")
+    if given.min() == given.max():
+        return None
+    relative = given / given.max()
+    scaled: Array = relative / relative.mean()
+    return scaled
