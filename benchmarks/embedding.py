@@ -4,7 +4,8 @@
 
 Theirs: transformers' GPT2Model with all hidden states, in fp32 and batches of 64, of windows that
 are decoded to text and tokenised again, padded to the longest. Ours: what tools/compute_mixture.py
-does. Both draw the same windows of real text of this machine, and their vectors are compared. The
+does, in fp32 and with --embedding-dtype bfloat16. All embed the same windows of real text of this
+machine, and their vectors are compared: those in fp32 have to be the same. The
 model has the shape of the 82m and random weights: speed does not depend on them. Results are
 written to benchmarks/results/embedding-DEVICE.json.
 """
@@ -58,7 +59,9 @@ def main() -> None:
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads", flush=True)
         our_vectors, their_vectors = ours(task, layout), theirs(task, layout.device)
         agreement = compare(our_vectors(), *their_vectors())
-        contestants = {"ours": our_vectors, "theirs": their_vectors}
+        rounded = ours(task, layout, bf16=True)
+        agreement["bf16_largest_relative_difference"] = distance(rounded(), our_vectors())
+        contestants = {"ours": our_vectors, "ours, bf16": rounded, "theirs": their_vectors}
         seconds = interleaved(contestants, arguments.repeats)
         row = compared(
             f"{SIZE}, {len(task.windows)} windows of up to {arguments.window_length} tokens",
@@ -151,7 +154,7 @@ def write_model(folder: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(folder)
 
 
-def ours(task: Task, layout: Any) -> Callable[[], NDArray[np.float32]]:
+def ours(task: Task, layout: Any, *, bf16: bool = False) -> Callable[[], NDArray[np.float32]]:
     """Embeds as tools/compute_mixture.py does, windows of one length side by side."""
     import numpy as np
 
@@ -161,7 +164,8 @@ def ours(task: Task, layout: Any) -> Callable[[], NDArray[np.float32]]:
     from megatron_chameleon.options.mixture import ExtractionOptions
     from megatron_chameleon.progress import progress_bar
 
-    reader = open_reader(CheckpointRecord.load(find_checkpoint(task.checkpoint)), layout)
+    record = CheckpointRecord.load(find_checkpoint(task.checkpoint))
+    reader = open_reader(record, layout, bf16=bf16)
     sorted_windows = task.windows.longest_first()
     order = np.argsort(-task.windows.length, kind="stable")
     layer = reader.shape.size.num_layers // 2
@@ -231,6 +235,14 @@ def compare(
     largest = float(np.abs(ours[same] - theirs[same]).max())
     assert largest < TOLERANCE, f"vectors differ by {largest}"
     return {"same_tokens": int(same.sum()), "largest_difference": largest}
+
+
+def distance(rounded: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
+    """The largest difference of a window's vector from the exact one, in parts of its length."""
+    import numpy as np
+
+    lengths = np.linalg.norm(exact, axis=1)
+    return float((np.linalg.norm(rounded - exact, axis=1) / lengths).max())
 
 
 if __name__ == "__main__":

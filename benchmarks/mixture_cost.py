@@ -51,13 +51,16 @@ class Scale:
     micro_batch: int
     windows: int
     flags: tuple[str, ...]
+    dtype: str
+    """What windows are embedded in."""
 
     @classmethod
     def of_device(cls, *, has_gpu: bool, micro_batch: int) -> Scale:
         """All of it on a GPU, and enough to tell a speed without one."""
         if has_gpu:
-            return cls(STEPS, BATCH, micro_batch, WINDOWS, ("--bf16", "--compile-layers"))
-        return cls(6, 4, 2, 8, ())
+            flags = ("--bf16", "--compile-layers")
+            return cls(STEPS, BATCH, micro_batch, WINDOWS, flags, "bfloat16")
+        return cls(6, 4, 2, 8, (), "float32")
 
 
 def main() -> None:
@@ -130,6 +133,7 @@ def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
         *("compute_mixture.py", "--corpus", str(corpus), "--checkpoint", str(proxy)),
         *("--store", str(store_folder), "--output", str(output)),
         *("--num-windows", str(scale.windows), "--embedding-batch-size", str(scale.micro_batch)),
+        *("--embedding-dtype", scale.dtype),
     )
     trained, store = TrainingRun.load(proxy), EmbeddingStore.load(store_folder)
     names = Corpus.load(corpus).names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ class EmbeddingRecipe:
         seed: of the draw.
         tokenizer_hash: of the tokenizer that made the tokens.
         cross_documents: whether a window may run over the end of a document.
+        dtype: what the proxy computed in.
     """
 
     model_hash: str
@@ -42,6 +44,7 @@ class EmbeddingRecipe:
     seed: int
     tokenizer_hash: str
     cross_documents: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,14 +39,14 @@ def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
         )
 
 
-def open_reader(record: CheckpointRecord, layout: Layout) -> Reader:
+def open_reader(record: CheckpointRecord, layout: Layout, *, bf16: bool = False) -> Reader:
     """Build the model for this rank and read its weights.
 
     In float32, whatever it was trained in, so that embeddings and losses agree on every layout and
-    device.
+    device; or in bfloat16, where speed counts for more.
     """
     shape = shape_of(record)
-    model = build_model(shape, layout, seed=0)
+    model = build_model(shape, layout, seed=0, bf16=bf16)
     load_weights(record, [model])
     model.eval()
     return Reader(model=unwrap(model), shape=shape, layout=layout)

@@ -38,6 +38,7 @@ def open_store(
         ("seed", "extraction seed"),
         ("cross_documents", "choice of whether windows cross documents"),
         ("tokenizer_hash", "tokenizer"),
+        ("dtype", "data type"),
     ):
         if getattr(store.recipe, field) != getattr(recipe, field):
             raise UserError(

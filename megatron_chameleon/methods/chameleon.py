@@ -62,7 +62,7 @@ def _embed(
     """The proxy's part: the domains that the store lacks, and the target's text."""
     if not missing and text is None:
         return store, None
-    reader = open_reader(plan.checkpoint, layout)
+    reader = open_reader(plan.checkpoint, layout, bf16=plan.embedding.dtype == "bfloat16")
     batch_size = plan.options.extraction.embedding_batch_size
     target = None if text is None else embed_target(text, plan.embedding, reader, batch_size)
     if missing:

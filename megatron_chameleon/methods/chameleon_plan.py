@@ -68,6 +68,7 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
         seed=extraction.extraction_seed,
         tokenizer_hash=corpus.tokenizer.sha256,
         cross_documents=extraction.cross_documents,
+        dtype=extraction.embedding_dtype,
     )
     check_model_layout(shape.size, options.parallel, embedding.window_length)
     return MixturePlan(

@@ -235,6 +235,7 @@ RECIPE_CHANGES = [
     ("seed", 7, r"extraction seed \(0, now 7\)"),
     ("tokenizer_hash", "x", "tokenizer"),
     ("cross_documents", True, r"choice of whether windows cross documents"),
+    ("dtype", "bfloat16", r"data type"),
 ]
 
 

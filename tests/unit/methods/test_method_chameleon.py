@@ -90,6 +90,19 @@ def test_weights_are_those_of_the_mean_embeddings(compute, options, mode):
     np.testing.assert_allclose(mixture.affinity, expected.affinity, rtol=1e-9, atol=1e-12)
 
 
+def test_embeddings_in_bfloat16_are_those_in_float32_rounded(compute, options, tmp_path):
+    exact = compute()
+    exact_means = means_of(store_beside(options))
+    in_bf16 = ExtractionOptions(num_windows=WINDOWS, embedding_dtype="bfloat16")
+    other = {"output": tmp_path / "rounded.json", "store": tmp_path / "rounded"}
+    rounded = compute(extraction=in_bf16, **other)
+    means = means_of(EmbeddingStore.load(other["store"]))
+    distances = np.linalg.norm(means - exact_means, axis=1) / np.linalg.norm(exact_means, axis=1)
+    assert 1e-5 < distances.max() < 2e-2
+    assert rounded.weights == pytest.approx(exact.weights, abs=0.02)
+    assert rounded.parameters["embedding"]["dtype"] == "bfloat16"
+
+
 def test_the_two_modes_order_the_domains_the_other_way_round(compute):
     pretrain, finetune = compute().weights, compute(mode="finetune").weights
     assert sorted(DOMAINS, key=pretrain.get) == sorted(DOMAINS, key=finetune.get, reverse=True)
@@ -160,6 +173,7 @@ def test_the_file_says_how_it_was_found(compute, options, corpus, finished_run):
     assert embedding == {
         "model_hash": record.hash,
         "cross_documents": False,
+        "dtype": "float32",
         "layer": 2,  # the middle of four
         "window_length": 32,  # the proxy's
         "num_windows": WINDOWS,
