@@ -28,13 +28,14 @@ class EmbeddingRecipe:
 
     Attributes:
         model_hash: of the proxy's weights.
-        layer: hidden states after this many transformer layers, before the final layer norm.
+        layer: hidden states after this many transformer layers.
         window_length: tokens in a window, at most.
         num_windows: windows drawn per domain, at most.
         seed: of the draw.
         tokenizer_hash: of the tokenizer that made the tokens.
         cross_documents: whether a window may run over the end of a document.
         dtype: what the proxy computed in.
+        final_norm: whether the proxy's final layer norm was applied to the hidden states.
     """
 
     model_hash: str
@@ -45,6 +46,7 @@ class EmbeddingRecipe:
     tokenizer_hash: str
     cross_documents: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
+    final_norm: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron_chameleon.corpus.indexed_reader import TokenFile
-from megatron_chameleon.embedding.pooling import masked_mean
+from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
 from megatron_chameleon.embedding.windows import Windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.readout import Reader
@@ -22,6 +22,8 @@ def embed_windows(
     batch_size: int,
     progress: tqdm,
     name: str | None = None,
+    *,
+    final_norm: bool = False,
 ) -> NDArray[np.float32]:
     """Embed ``windows``: the mean over tokens of the hidden states after ``layer`` layers.
 
@@ -36,6 +38,7 @@ def embed_windows(
         batch_size: windows per forward pass and rank.
         progress: a bar that counts windows.
         name: what messages call the domain; the path of its tokens unless given.
+        final_norm: apply the model's final layer norm to the hidden states first.
 
     Returns:
         [n, h] float32, row i for window i, on every rank.
@@ -45,6 +48,7 @@ def embed_windows(
     """
     layout = reader.layout
     vectors = torch.zeros(len(windows), reader.shape.size.hidden_size, device=layout.device)
+    norm = _final_norm(reader) if final_norm else None
     spoken = False
     for number, first in enumerate(range(0, len(windows), batch_size)):
         rows = range(first, min(first + batch_size, len(windows)))
@@ -56,12 +60,17 @@ def embed_windows(
         if hidden is not None:
             spoken = True
             vectors[first : first + len(rows)] = masked_mean(
-                hidden, lengths=lengths.to(layout.device)
+                hidden, lengths=lengths.to(layout.device), norm=norm
             )
     whole = reader.sum_over_ranks(vectors, spoken=spoken)
     result: NDArray[np.float32] = whole.cpu().numpy()
     _check_finite(result, windows, layer, name or str(tokens.prefix))
     return result
+
+
+def _final_norm(reader: Reader) -> FinalNorm:
+    (weight, bias), epsilon = reader.final_norm()
+    return FinalNorm(weight, bias, epsilon)
 
 
 def _check_finite(vectors: NDArray[np.float32], windows: Windows, layer: int, name: str) -> None:

@@ -39,6 +39,7 @@ def open_store(
         ("cross_documents", "choice of whether windows cross documents"),
         ("tokenizer_hash", "tokenizer"),
         ("dtype", "data type"),
+        ("final_norm", "choice of whether the final norm is applied"),
     ):
         if getattr(store.recipe, field) != getattr(recipe, field):
             raise UserError(
@@ -70,7 +71,14 @@ def fill_store(
             progress.set_description(f"embedding {name}")
             stopwatch = Stopwatch()
             vectors = embed_windows(
-                reader, sources[name], windows[name], store.recipe.layer, batch_size, progress, name
+                reader,
+                sources[name],
+                windows[name],
+                store.recipe.layer,
+                batch_size,
+                progress,
+                name,
+                final_norm=store.recipe.final_norm,
             )
             cost = stopwatch.cost(
                 windows_flops(reader.shape, store.recipe.layer, windows[name]), layout.world_size

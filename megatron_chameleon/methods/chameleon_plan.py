@@ -69,6 +69,7 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
         tokenizer_hash=corpus.tokenizer.sha256,
         cross_documents=extraction.cross_documents,
         dtype=extraction.embedding_dtype,
+        final_norm=extraction.final_norm,
     )
     check_model_layout(shape.size, options.parallel, embedding.window_length)
     return MixturePlan(

@@ -72,7 +72,14 @@ def embed_target(
     quiet = not reader.layout.is_main
     with progress_bar(len(windows), " windows", "embedding --target", quiet=quiet) as progress:
         vectors = embed_windows(
-            reader, tokens, windows, recipe.layer, batch_size, progress, DRAWN_AS
+            reader,
+            tokens,
+            windows,
+            recipe.layer,
+            batch_size,
+            progress,
+            DRAWN_AS,
+            final_norm=recipe.final_norm,
         )
     flops = windows_flops(reader.shape, recipe.layer, windows)
     return EmbeddedTarget(

@@ -103,6 +103,19 @@ class Reader:
     def _send(self, hidden: torch.Tensor) -> None:
         dist.send(hidden.contiguous(), dst=parallel_state.get_pipeline_model_parallel_next_rank())
 
+    def final_norm(self) -> tuple[torch.Tensor, float]:
+        """Weight and bias of the final layer norm, [2, h] float32 on every rank, and its epsilon.
+
+        The last pipeline stage alone holds them. Every rank calls this.
+        """
+        norm = (self.model, *self.later_chunks)[-1].decoder.final_layernorm
+        values = torch.zeros(2, self.shape.size.hidden_size, device=self.layout.device)
+        spoken = self.layout.is_last_stage and self.layout.data_rank == 0
+        if spoken:
+            values = torch.stack([norm.weight.detach(), norm.bias.detach()]).float()
+        whole = self.sum_over_ranks(values, spoken=spoken)
+        return whole, self.model.config.layernorm_epsilon
+
     def sum_over_ranks(self, values: torch.Tensor, *, spoken: bool) -> torch.Tensor:
         """Sum of ``values`` over all ranks that have something to say, on every rank.
 

@@ -14,7 +14,10 @@ class ExtractionOptions:
     """Which windows of text are embedded, and how. Hashed with the embedding store."""
 
     layer: int | None = None
-    """Hidden states after this many layers, before the final norm; the middle unless given."""
+    """Hidden states after this many layers; the middle unless given."""
+    final_norm: bool = False
+    """Apply the proxy's final layer norm to the hidden states before they are averaged; the
+    authors' code does not."""
     num_windows: int = 4096
     """Windows drawn per domain (paper: 4k)."""
     window_length: int | None = None

@@ -233,6 +233,8 @@ READINGS = {
 NUM_WINDOWS = 48
 LAYERS = (1, 3)
 """Layers embedded by every reading: of the first and of the last pipeline stage."""
+NORMED_LAYER = 1
+"""Here the final norm is applied, which the last pipeline stage alone holds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,7 +361,10 @@ def mixture_options(places: Places, name: str, layer: int) -> MixtureOptions:
         checkpoint=places.run("one"),
         output=places.mixture(name, layer),
         extraction=ExtractionOptions(
-            layer=layer, num_windows=NUM_WINDOWS, embedding_batch_size=reading.batch_size
+            layer=layer,
+            final_norm=layer == NORMED_LAYER,
+            num_windows=NUM_WINDOWS,
+            embedding_batch_size=reading.batch_size,
         ),
         weighting=RecipeOptions(bootstrap_resamples=20),
         parallel=reading_layout(reading.case),

@@ -14,7 +14,7 @@ from megatron_chameleon.checkpoint.reader import open_reader
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.parallel.layout import distributed
-from tests.distributed.layout_cases import LAYERS, NUM_WINDOWS, Places
+from tests.distributed.layout_cases import LAYERS, NORMED_LAYER, NUM_WINDOWS, Places
 
 
 def write_plain_readout(places: Places) -> None:
@@ -68,6 +68,8 @@ def embed(
     for document, start, count in zip(windows.document, windows.start, windows.length, strict=True):
         tokens = documents.get(int(document), offset=int(start), length=int(count))
         states = hooked_states(model, torch.from_numpy(tokens.astype(np.int64))[None], layer)
+        if layer == NORMED_LAYER:
+            states = model.decoder.final_layernorm(states)
         vectors.append(states[:, 0].double().mean(dim=0).numpy())
     return np.stack(vectors)
 

@@ -50,10 +50,10 @@ def windows(corpus):
     return draw_windows(lengths, 32, 45, seed=1, name="a")
 
 
-def embed(reader, corpus, windows, batch_size, layer=LAYER):
+def embed(reader, corpus, windows, batch_size, layer=LAYER, **more):
     tokens = open_tokens(corpus, corpus.names[0], "train")
     with tqdm(total=len(windows), disable=True) as progress:
-        return embed_windows(reader, tokens, windows, layer, batch_size, progress, "prose")
+        return embed_windows(reader, tokens, windows, layer, batch_size, progress, "prose", **more)
 
 
 @pytest.mark.parametrize("layer", [1, 4])
@@ -70,6 +70,20 @@ def test_a_vector_is_the_mean_hidden_state_of_its_window_alone(
         text = tokens.get(int(windows.document[row]), start, length).astype(np.int64)
         hidden = reader.hidden_states(torch.from_numpy(text)[None], layer)  # [s, 1, h]
         np.testing.assert_allclose(vector, hidden[:, 0].double().mean(0).numpy(), atol=1e-6)
+
+
+def test_the_final_norm_is_applied_to_every_state_by_option(reader, corpus, windows):
+    norm = reader.model.decoder.final_layernorm
+    with torch.no_grad():  # otherwise it is one of ones and zeros
+        norm.weight.add_(torch.linspace(-0.5, 0.5, norm.weight.numel()))
+        norm.bias.add_(torch.linspace(1.0, -1.0, norm.bias.numel()))
+    vectors = embed(reader, corpus, windows, 7, final_norm=True)
+    tokens = open_tokens(corpus, corpus.names[0], "train")
+    for row, vector in enumerate(vectors):
+        start, length = windows.start[row], windows.length[row]
+        text = tokens.get(int(windows.document[row]), start, length).astype(np.int64)
+        states = norm(reader.hidden_states(torch.from_numpy(text)[None], LAYER))
+        np.testing.assert_allclose(vector, states[:, 0].double().mean(0).detach(), atol=2e-6)
 
 
 def test_a_window_goes_on_in_the_next_document(reader, corpus):
@@ -236,6 +250,7 @@ RECIPE_CHANGES = [
     ("tokenizer_hash", "x", "tokenizer"),
     ("cross_documents", True, r"choice of whether windows cross documents"),
     ("dtype", "bfloat16", r"data type"),
+    ("final_norm", True, r"choice of whether the final norm is applied"),
 ]
 
 

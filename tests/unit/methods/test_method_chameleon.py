@@ -174,6 +174,7 @@ def test_the_file_says_how_it_was_found(compute, options, corpus, finished_run):
         "model_hash": record.hash,
         "cross_documents": False,
         "dtype": "float32",
+        "final_norm": False,
         "layer": 2,  # the middle of four
         "window_length": 32,  # the proxy's
         "num_windows": WINDOWS,
