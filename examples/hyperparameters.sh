@@ -6,8 +6,9 @@
 # A later line overrides an earlier one, and what is given after -- overrides all of them.
 # The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/sizes.py.
 #
-# hyperparameters EXPERIMENT SIZE fills three arrays of flags: TRAIN for tools/pretrain_gpt.py,
-# EMBED for tools/compute_mixture.py and EVALUATE for tools/evaluate.py perplexity.
+# hyperparameters EXPERIMENT SIZE fills four arrays of flags: TRAIN for tools/pretrain_gpt.py, EMBED
+# for tools/compute_mixture.py, EVALUATE for tools/evaluate.py perplexity and, beside the first two,
+# SWEEP for tools/sweep_mixture.py.
 hyperparameters() {
   TRAIN=(
     --model-size "$2"
@@ -27,6 +28,12 @@ hyperparameters() {
   )
   EVALUATE=(
     --split test               # paper: tables of perplexity, "held-out test dataset"
+  )
+  SWEEP=(
+    --sweep-train-iters 1000 2000 5000 10000   # paper: appendix, "Domain weights at different steps"
+    --sweep-model-size 60m 82m 124m 210m       # paper: appendix, table after that
+    --sweep-ridge 1 10 100                     # paper: the same table
+    --sweep-num-windows 2048 4096 8192         # paper: the same table, "2k", "4k" and "8k"
   )
 
   case $1 in                   # the cosine schedule is the paper's too, and the only one there is
@@ -88,6 +95,11 @@ hyperparameters() {
       )
       EVALUATE+=(
         --max-tokens 2048          # tiny: seconds
+      )
+      SWEEP+=(
+        --sweep-train-iters 4 12   # tiny: above --lr-warmup-iters, and the centre
+        --sweep-model-size nano tiny   # tiny: seconds
+        --sweep-num-windows 32 64  # tiny: seconds
       )
       ;;
     *) refuse "SIZE=$2: no such size; choose from 60m, 82m, 124m, 210m, 684m, 1.2b, tiny" ;;

@@ -26,6 +26,7 @@ from megatron_chameleon.artifacts.mixture import (
     normalized,
 )
 from megatron_chameleon.artifacts.provenance import Provenance, provenance
+from megatron_chameleon.artifacts.sweep import KnobValue, Sweep, SweepPoint
 from megatron_chameleon.artifacts.training_run import DrawnTokens, TrainingRun
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "EmbeddingRecipe",
     "EmbeddingStore",
     "EvaluationResult",
+    "KnobValue",
     "Mixture",
     "MixturePhase",
     "MixtureWarning",
@@ -48,6 +50,8 @@ __all__ = [
     "Provenance",
     "Split",
     "Stopwatch",
+    "Sweep",
+    "SweepPoint",
     "TokenizerIdentity",
     "TrainingRun",
     "find_checkpoint",

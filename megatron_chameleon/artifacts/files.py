@@ -65,6 +65,19 @@ def writing(path: Path) -> Iterator[None]:
         raise cannot_write(path, error) from error
 
 
+def link_or_copy(path: Path, target: Path) -> None:
+    """Give the file ``path``, which nobody changes any more, a second name.
+
+    Raises:
+        UserError: if the disk does not take it.
+    """
+    with writing(target):
+        try:
+            os.link(path, target)
+        except OSError:  # another disk, or one without hard links
+            shutil.copyfile(path, target)
+
+
 def cannot_write(path: Path, error: OSError) -> UserError:
     """What to say when the system refuses to write ``path``."""
     return UserError(

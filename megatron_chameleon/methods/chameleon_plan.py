@@ -55,7 +55,7 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
     shape = shape_of(checkpoint)
     extraction = options.extraction
     check_numbers(options)
-    names = chosen_domains(options, corpus)
+    names = chosen_domains(options.domains, corpus)
     check_text(corpus, names)
     limit_of(options, corpus, names).check()
     kept = None if options.keep is None else kept_mixture(options.keep, names)
@@ -110,22 +110,21 @@ def check_numbers(options: MixtureOptions) -> None:
             raise UserError(f"{flag} {value}: give a whole number from {least} on")
 
 
-def chosen_domains(options: MixtureOptions, corpus: Corpus) -> list[str]:
-    """The domains that ``--domains`` names, in the corpus's order; all of them without it.
+def chosen_domains(given: str | None, corpus: Corpus) -> list[str]:
+    """The domains that ``given``, of --domains, names, in the corpus's order; all if it is None.
 
     Raises:
         UserError: for a name that the corpus does not have.
     """
-    if options.domains is None:
+    if given is None:
         return corpus.names
-    asked = [name.strip() for name in options.domains.split(",") if name.strip()]
+    asked = [name.strip() for name in given.split(",") if name.strip()]
     there = set(corpus.names)
     unknown = [name for name in asked if name not in there]
     if unknown or not asked:
         problem = f"there is no domain '{unknown[0]}'" if unknown else "it names no domain"
         raise UserError(
-            f"--domains {options.domains}: {problem}; those of {corpus.root} are "
-            f"{listed(corpus.names)}"
+            f"--domains {given}: {problem}; those of {corpus.root} are {listed(corpus.names)}"
         )
     chosen = set(asked)
     return [name for name in corpus.names if name in chosen]

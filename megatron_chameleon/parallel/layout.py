@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
@@ -258,14 +260,26 @@ def _prepare_device() -> torch.device:
 def _init_process_group(world_size: int, device: torch.device, timeout_minutes: int) -> None:
     on_gpu = device.type == "cuda"
     alone = "RANK" not in os.environ  # then there is no torchrun that the ranks could meet at
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=torch._C._distributed_c10d.HashStore() if alone else None,
-        rank=0 if alone else -1,
-        world_size=world_size if alone else -1,
+        store=torch._C._distributed_c10d.HashStore() if alone else _store_of_this_start(timeout),
+        rank=0 if alone else int(os.environ["RANK"]),
+        world_size=world_size,
         device_id=device if on_gpu else None,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
+        timeout=timeout,
     )
+
+
+def _store_of_this_start(timeout: datetime.timedelta) -> Store:
+    """The part of torchrun's store that is for the groups that are set up now.
+
+    In the store itself, a process that sets up groups again would find the addresses of the ones
+    that it has taken down. Every rank counts its starts there, and all have the same number.
+    """
+    store, rank, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return PrefixStore(f"start-{store.add(f'starts-of-rank-{rank}', 1)}", store)
 
 
 def _current_layout(options: ParallelOptions, device: torch.device) -> Layout:

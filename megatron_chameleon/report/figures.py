@@ -43,6 +43,13 @@ def png(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
+def pdf(figure: Figure) -> bytes:
+    """The figure as PDF; equal figures give equal bytes."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="pdf", metadata={"CreationDate": None})
+    return stream.getvalue()
+
+
 def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
     """Bars of the weight per domain, a group per domain with one bar for each mixture.
 
@@ -54,13 +61,13 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
     names = list(dict.fromkeys(name for mixture in mixtures.values() for name in mixture.weights))
     names.sort(key=lambda name: -first.weights.get(name, 0.0))
     thickness = 0.8 / len(mixtures)
-    figure = _figure(8.0, 1.6 + len(names) * max(0.34, 0.19 * len(mixtures)))
+    figure = new_figure(8.0, 1.6 + len(names) * max(0.34, 0.19 * len(mixtures)))
     axes = figure.add_subplot()
     handles: list[Artist] = []
     for i, mixture in enumerate(mixtures.values()):
         positions = np.arange(len(names)) + (i + 0.5) * thickness - 0.4
         weights = [mixture.weights.get(name, 0.0) for name in names]
-        handles.append(axes.barh(positions, weights, thickness * 0.92, color=_color(i))[0])
+        handles.append(axes.barh(positions, weights, thickness * 0.92, color=color_of(i))[0])
         _draw_intervals(axes, mixture, names, positions)
     uniform = 1 / len(names)
     handles.append(axes.axvline(uniform, color=REFERENCE_COLOR, linestyle="--", linewidth=1.2))
@@ -69,8 +76,8 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
     axes.set_xlim(left=0)
     axes.set_xlabel(f"weight (share of training tokens){_whiskers(mixtures)}")
     axes.grid(axis="x", color=GRID_COLOR)
-    _tidy(axes)
-    _legend_above(figure, handles, [*mixtures, f"uniform (1/{len(names)})"])
+    tidy(axes)
+    legend_above(figure, handles, [*mixtures, f"uniform (1/{len(names)})"])
     return figure
 
 
@@ -83,7 +90,7 @@ def affinity_figure(affinity: NDArray[np.float64], names: Sequence[str]) -> Figu
     count = len(names)
     span = color_span(affinity)
     side = float(np.clip(2.4 + 0.42 * count, 5.0, 14.0))
-    figure = _figure(side + 1.2, side)
+    figure = new_figure(side + 1.2, side)
     axes = figure.add_subplot()
     image = axes.imshow(affinity, cmap=DIVERGING, vmin=-span, vmax=span, interpolation="nearest")
     every = -(-count // NAMES_ON_AN_AXIS)
@@ -129,7 +136,7 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
     names = list(dict.fromkeys(name for run in runs for name in (*run.domains, *run.validation)))
     columns = min(5, max(3, round(len(names) ** 0.5)))
     rows = -(-len(names) // columns)
-    figure = _figure(9.5, 4.2 + 1.75 * rows)
+    figure = new_figure(9.5, 4.2 + 1.75 * rows)
     grid = figure.add_gridspec(1 + rows, columns, height_ratios=[2.0] + [1.0] * rows)
     axes = figure.add_subplot(grid[0, :])
     handles = _draw_total(axes, runs, proxies)
@@ -147,7 +154,7 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
     if any(run.validation for run in runs):
         handles.append(Line2D([], [], color=REFERENCE_COLOR, marker="o", linestyle="none", ms=4))
     labels = [*(run.label for run in (*runs, *proxies)), "held-out text"]
-    _legend_above(figure, handles, labels[: len(handles)])
+    legend_above(figure, handles, labels[: len(handles)])
     return figure
 
 
@@ -157,7 +164,7 @@ def _draw_total(
     handles = []
     for i, run in enumerate(runs):
         style = LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)]
-        handles.append(_draw_curve(axes, run.total, _color(i), style))
+        handles.append(_draw_curve(axes, run.total, color_of(i), style))
     for i, run in enumerate(proxies):
         style = LINE_STYLES[(i + 1) % len(LINE_STYLES)]
         handles.append(_draw_curve(axes, run.total, PROXY_COLOR, style))
@@ -166,7 +173,7 @@ def _draw_total(
     axes.set_title(f"Training loss, all domains{bold}", fontsize=11, loc="left")
     axes.grid(color=GRID_COLOR)
     axes.margins(x=0.01)
-    _tidy(axes)
+    tidy(axes)
     return handles
 
 
@@ -174,15 +181,15 @@ def _draw_domain(axes: Axes, name: str, runs: Sequence[RunCurves]) -> None:
     for i, run in enumerate(runs):
         style = LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)]
         if name in run.domains:
-            _draw_curve(axes, _after_the_start(run.domains[name]), _color(i), style, width=1.4)
+            _draw_curve(axes, _after_the_start(run.domains[name]), color_of(i), style, width=1.4)
         if name in run.validation:
             points = _after_the_start(run.validation[name])
-            axes.plot(points.steps, points.losses, "o", color=_color(i), markersize=3.5)
+            axes.plot(points.steps, points.losses, "o", color=color_of(i), markersize=3.5)
     axes.set_title(shortened(name, NAME_LIMIT), fontsize=9, loc="left", parse_math=False)
     axes.tick_params(labelsize=8)
     axes.grid(color=GRID_COLOR)
     axes.set_xlim(left=0)
-    _tidy(axes)
+    tidy(axes)
 
 
 def _draw_curve(
@@ -242,13 +249,14 @@ def _write_cells(axes: Axes, affinity: NDArray[np.float64], span: float) -> None
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches, white."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
+def legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
     """A legend outside of all axes, so that it covers no data."""
     plain = [f"{i}" for i in range(len(labels))]  # matplotlib gives some names a meaning
     legend = figure.legend(
@@ -259,10 +267,12 @@ def _legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[st
         text.set_text(shortened(label, 40))
 
 
-def _color(index: int) -> str:
+def color_of(index: int) -> str:
+    """The colour of the series at ``index``; they come round again."""
     return COLORS[index % len(COLORS)]
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
+    """No frame but the two axes, and the grid behind the data."""
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -16,6 +16,13 @@ from megatron_chameleon.report.comparison import BASELINE_METHOD, run_labels
 from megatron_chameleon.report.curves import run_curves
 from megatron_chameleon.report.names import markdown
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
+from megatron_chameleon.report.stability import (
+    CAPTION,
+    PICTURE,
+    StabilityAxis,
+    stability_axes,
+    stability_table,
+)
 from megatron_chameleon.report.tables import (
     cost_table,
     fine_tuning_tables,
@@ -55,13 +62,20 @@ def make_report(run: Path, baseline: str | None = None) -> Path:
         UserError: if an artifact that a table needs is missing or damaged, if evaluations cannot
             be compared, or if matplotlib is not installed.
     """
-    figures = _load_figures()
+    figures = load_figures()
     folder = RunFolder.load(run)
-    tables = [perplexity_table(folder, baseline), *fine_tuning_tables(folder), cost_table(folder)]
+    swept = [] if folder.sweep is None else stability_axes(folder.sweep)
+    tables = [
+        perplexity_table(folder, baseline),
+        *fine_tuning_tables(folder),
+        *map(stability_table, swept),
+        cost_table(folder),
+    ]
     pictures = [
         _weights_picture(figures, folder),
         _affinity_picture(figures, folder),
         _loss_picture(figures, folder),
+        *([_stability_picture(figures, swept)] if swept else []),
     ]
     report = folder.root / REPORT
     _write(report, markdown_page(folder.root.resolve().name, tables, pictures), pictures)
@@ -138,6 +152,12 @@ def _loss_picture(figures: ModuleType, folder: RunFolder) -> Picture:
     return dataclasses.replace(picture, content=figures.png(figures.loss_figure(runs, proxies)))
 
 
+def _stability_picture(figures: ModuleType, swept: list[StabilityAxis]) -> Picture:
+    from megatron_chameleon.report.stability_figure import stability_figure
+
+    return Picture(f"{PICTURE}.png", CAPTION, figures.png(stability_figure(swept)))
+
+
 def _write(report: Path, page: str, pictures: list[Picture]) -> None:
     for picture in pictures:
         if picture.content is None:
@@ -150,7 +170,7 @@ def _write(report: Path, page: str, pictures: list[Picture]) -> None:
         temporary.write_text(page, encoding="utf-8")
 
 
-def _load_figures() -> ModuleType:
+def load_figures() -> ModuleType:
     """The module that needs matplotlib, which is an extra."""
     try:
         from megatron_chameleon.report import figures

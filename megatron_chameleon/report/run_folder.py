@@ -11,6 +11,7 @@ from megatron_chameleon.artifacts import (
     EmbeddingStore,
     EvaluationResult,
     Mixture,
+    Sweep,
     TrainingRun,
 )
 from megatron_chameleon.errors import UserError
@@ -42,6 +43,7 @@ class RunFolder:
     mixtures: dict[str, Mixture]
     base_runs: dict[str, TrainingRun]
     evaluations: dict[str, EvaluationResult]
+    sweep: Sweep | None
 
     @classmethod
     def load(cls, root: Path) -> RunFolder:
@@ -63,6 +65,7 @@ class RunFolder:
             evaluations={
                 path.stem: EvaluationResult.load(path) for path in _json_files(root / EVALUATION)
             },
+            sweep=Sweep.load(root) if Sweep.exists(root) else None,
         )
         if not folder.costs():
             raise UserError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.agreeing_ranks import MORE_BYTES, NUM_RANKS, TIMEOUT_MINUTES
+from tests.distributed.agreeing_ranks import LATER_GROUPS, MORE_BYTES, NUM_RANKS, TIMEOUT_MINUTES
 from tests.distributed.launch import finish, start, torchrun
 from tests.small_corpus import write_small_corpus
 
@@ -43,3 +43,8 @@ def test_memory_is_told_of_the_rank_that_takes_most(told):
 
 def test_ranks_wait_for_each_other_as_long_as_was_asked_for(told):
     assert [found["timeout"] for found in told] == [60.0 * TIMEOUT_MINUTES] * 2
+
+
+def test_ranks_find_each_other_again_after_their_groups_were_taken_down(told):
+    said = [10 * number for number in range(LATER_GROUPS)]
+    assert [found["later groups"] for found in told] == [said, said]

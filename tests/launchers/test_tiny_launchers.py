@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
+from megatron_chameleon.artifacts import EvaluationResult, Mixture, Sweep, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from tests.distributed.launch import REPOSITORY, finish, start
 from tests.small_corpus import DOMAINS, write_small_corpus
@@ -141,6 +141,7 @@ def launched(launchers: Launchers) -> dict[str, Launched]:
             "pretrain_60m_proxy": pool.submit(run, "pretrain_60m_proxy", TP="2"),
             "pretrain_82m_proxy": pool.submit(run, "pretrain_82m_proxy", PP="2"),
             "pretrain_210m_proxy": pool.submit(run, "pretrain_210m_proxy"),
+            "sweep_stability": pool.submit(run, "sweep_stability"),
             "pretrain_1_2b": pool.submit(run, "pretrain_1_2b", "--", "--train-iters", "7"),
         }
         return {name: future.result() for name, future in found.items()}
@@ -247,6 +248,32 @@ def test_a_launcher_weighs_domains_and_says_what_that_took(launchers, launched, 
         assert list(found.weights) == list(DOMAINS)
 
 
+def test_a_sweep_trains_what_it_needs_once_and_shows_how_far_the_weights_lie_apart(
+    launchers, launched
+):
+    assert launched["sweep_stability"].status == 0, launched["sweep_stability"].said
+    folder = launchers.folder("sweep_stability")
+    sweep = Sweep.load(folder)
+    assert sweep.axes == {
+        "train_iters": [4, 12],
+        "model_size": ["nano", "tiny"],
+        "ridge": [1.0, 10.0, 100.0],
+        "num_windows": [32, 64],
+    }
+    assert [len(sweep.along(knob)) for knob in sweep.axes] == [2, 2, 3, 2]
+    assert len(sweep.points) == 6
+    for point in sweep.points:
+        assert list(sweep.load_mixture(point).weights) == list(DOMAINS)
+    runs = sorted(path.name for path in (folder / "2-proxy").iterdir())
+    assert runs == ["nano-12steps-seed1", "tiny-12steps-seed1", "tiny-4steps-seed1"]
+    for name in runs:
+        run = TrainingRun.load(folder / "2-proxy" / name)
+        assert run.status == "finished"
+        assert CheckpointRecord.load(find_checkpoint(run.root)).layout["data_parallel_size"] == 2
+    assert "point 6 of 6: " in launched["sweep_stability"].said
+    assert (folder / "7-report/stability.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_job_on_two_nodes_goes_back_into_the_queue_until_it_is_done(launchers):
     """The last launcher, by way of SLURM; its run leaves at its first step."""
     name, margin = "pretrain_124m_proxy", 600
@@ -267,6 +294,6 @@ def test_a_job_on_two_nodes_goes_back_into_the_queue_until_it_is_done(launchers)
 
 def test_every_launcher_was_run(launched):
     script = REPOSITORY / "examples"
-    kinds = ("pretrain", "finetune", "mixture", "transfer")
+    kinds = ("pretrain", "finetune", "mixture", "transfer", "sweep")
     there = {path.stem for kind in kinds for path in script.glob(f"{kind}_*.sh")}
     assert there == {*launched, "pretrain_124m_proxy"}

@@ -19,6 +19,7 @@ from megatron_chameleon.cli import parse_options
 from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.report import ReportOptions
+from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.options.training import PretrainOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -26,16 +27,18 @@ LAUNCHERS = sorted(
     path.stem for stage in ("pretrain", "finetune") for path in EXAMPLES.glob(f"{stage}_*.sh")
 )
 WEIGHING = ["mixture_stack", "mixture_wiki40b", "transfer_pile"]
+SWEEPING = ["sweep_stability"]
 FINE_TUNING = [name for name in LAUNCHERS if name.startswith("finetune")]
 TOOLS = {
     "pretrain_gpt.py": PretrainOptions,
     "compute_mixture.py": MixtureOptions,
     "evaluate.py": PerplexityToolOptions,
     "make_report.py": ReportOptions,
+    "sweep_mixture.py": SweepOptions,
 }
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'
-CHOICES = ("CORPUS", "MIXTURE", "RUN", "SIZE", "PRETRAINED", "PROXY", "SEED", "TP", "PP", "NPROC")
-CHOICES += ("STOP_AT",)
+CHOICES: tuple[str, ...] = ("CORPUS", "MIXTURE", "RUN", "SIZE", "PRETRAINED", "PROXY", "SEED")
+CHOICES += ("TP", "PP", "NPROC", "STOP_AT")
 NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NODEID")
 
 

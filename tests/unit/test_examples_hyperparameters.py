@@ -10,8 +10,8 @@ from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
 from tests.unit.launched import EXAMPLES, LAUNCHERS, Launcher, write_everything
 
-# One line of examples/hyperparameters.sh: flag, value, mark.
-LINE = re.compile(r"^ +(--[a-z0-9-]+)(?: ([^ #]+))? +# (paper|assumed|tiny): \S")
+# One line of examples/hyperparameters.sh: flag, value or values, mark.
+LINE = re.compile(r"^ +(--[a-z0-9-]+)(?: ([^#]+?))? +# (paper|assumed|tiny): \S")
 
 
 def marked_lines() -> list[tuple[str, str | None, str]]:

@@ -12,7 +12,14 @@ import pytest
 
 from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from megatron_chameleon.options.mixture import MixtureOptions
-from tests.unit.launched import EXAMPLES, LAUNCHERS, WEIGHING, Launcher, write_everything
+from tests.unit.launched import (
+    EXAMPLES,
+    LAUNCHERS,
+    SWEEPING,
+    WEIGHING,
+    Launcher,
+    write_everything,
+)
 
 # launcher -> size, steps and batch of what it reproduces, and the size's rates (paper).
 PROXY_RATES, BASE_RATES = (5e-4, 1e-4), (1.5e-4, 5e-5)
@@ -44,7 +51,8 @@ def everything(tmp_path):
 
 
 def test_there_is_a_launcher_for_every_experiment_and_no_other():
-    assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*PAPER, *WEIGHING, *NOT_LAUNCHERS}
+    there = {path.stem for path in EXAMPLES.glob("*.sh")}
+    assert there == {*PAPER, *WEIGHING, *SWEEPING, *NOT_LAUNCHERS}
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_chameleon.artifacts.corpus import FILE_NAME
+from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import flush_to_disk, sha256_of_files, writing
 from megatron_chameleon.corpus.shards.desk import desk_in, elsewhere_in, try_lock
 from megatron_chameleon.corpus.shards.plan import Plan
@@ -37,6 +38,8 @@ _OWN_FILES = (
     f"{TOKENS_NAME}/*.idx",
     *TOKENIZER_NAMES.values(),
     SOURCES_NAME,
+    DiscoveredDomains.FILE_NAME,
+    CENTROIDS_NAME,
 )
 _SHARDS_NAME, _DESKS_NAME, _PUBLISHED_NAME = "shards", "desks", "published"
 

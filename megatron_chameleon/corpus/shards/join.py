@@ -6,7 +6,6 @@ Of a corpus of one shard they are not even copied, where nothing is left out.
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import SPLITS, Domain, DomainSplit, NotWritten, Split
 from megatron_chameleon.artifacts.corpus import file_name_of
-from megatron_chameleon.artifacts.files import writing
+from megatron_chameleon.artifacts.files import link_or_copy, writing
 from megatron_chameleon.corpus.indexed_writer import IndexedWriter, TokenType
 from megatron_chameleon.corpus.reading.malformed import MalformedLines
 from megatron_chameleon.corpus.shards.folder import TOKENS_NAME
@@ -121,7 +120,7 @@ class _SplitFiles:
         for path in part.paths(shard.root):
             target = self._folder / f"{self._prefix}{path.suffix}"
             target.unlink(missing_ok=True)
-            _link_or_copy(path, target)
+            link_or_copy(path, target)
         counts = (part.documents, part.tokens, part.text_bytes, part.sha256)
         self._taken = DomainSplit(self._prefix, *counts)
 
@@ -218,14 +217,6 @@ class _Writers:
 
 def _is_kept(reasons: NDArray[np.uint8], drop_duplicates: bool) -> NDArray[np.bool_]:
     return reasons == KEPT if drop_duplicates else (reasons == KEPT) | (reasons == DUPLICATE)
-
-
-def _link_or_copy(path: Path, target: Path) -> None:
-    with writing(target):
-        try:
-            os.link(path, target)
-        except OSError:  # a disk without hard links
-            shutil.copyfile(path, target)
 
 
 def _joined(

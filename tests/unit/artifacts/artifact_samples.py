@@ -18,10 +18,13 @@ from megatron_chameleon.artifacts import (
     EmbeddingRecipe,
     EmbeddingStore,
     EvaluationResult,
+    KnobValue,
     Mixture,
     MixturePhase,
     Protocol,
     Provenance,
+    Sweep,
+    SweepPoint,
     TokenizerIdentity,
     TrainingRun,
 )
@@ -58,10 +61,11 @@ def write_samples(root: Path) -> dict[str, Sample]:
     store = EmbeddingStore(
         root / "e", RECIPE, 8, {"a": DomainEmbeddings("a.safetensors", 3, "h")}, PROVENANCE, COST
     )
-    mixture, result = sample_mixture(), sample_result()
+    mixture, result, sweep = sample_mixture(), sample_result(), sample_sweep(root / "s")
     corpus.save()
     run.save()
     store.save()
+    sweep.save()
     mixture.save(root / "mixture.json")
     result.save(root / "result.json")
     samples = [
@@ -88,11 +92,20 @@ def write_samples(root: Path) -> dict[str, Sample]:
             result,
             lambda: EvaluationResult.load(root / "result.json"),
         ),
+        Sample("sweep", root / "s/sweep.json", sweep, lambda: Sweep.load(root / "s")),
     ]
     return {sample.kind: sample for sample in samples}
 
 
-KINDS = ("corpus", "training run", "checkpoint", "embedding store", "mixture", "evaluation")
+KINDS = (
+    "corpus",
+    "training run",
+    "checkpoint",
+    "embedding store",
+    "mixture",
+    "evaluation",
+    "sweep",
+)
 
 
 def corpus_in(root: Path, names: tuple[str, ...] = ("a", "ü/.."), content: int = 7) -> Corpus:
@@ -187,6 +200,23 @@ def sample_result() -> EvaluationResult:
         step=3,
         protocol=Protocol(split="valid", window_length=32, max_tokens=1000),
         domains={"a": DomainLoss(3.25, 1000, 5.5), "b": DomainLoss(1 / 3, 10, 0.0)},
+        provenance=PROVENANCE,
+        cost=COST,
+    )
+
+
+def sample_sweep(root: Path) -> Sweep:
+    """Two axes around one centre, whose mixtures are not there."""
+    centre: dict[str, KnobValue] = {"model_size": "82m", "train_iters": 2000, "ridge": 10.0}
+    points = [centre, {**centre, "train_iters": 5000}, {**centre, "ridge": 1.0}]
+    return Sweep(
+        root=root,
+        method="chameleon",
+        axes={"train_iters": [2000, 5000], "ridge": [1.0, 10.0]},
+        points=[
+            SweepPoint(knobs, f"4-mixture/sweep/{i}.json", f"{i}", ["2-proxy/ü", "3-embeddings/b"])
+            for i, knobs in enumerate(points)
+        ],
         provenance=PROVENANCE,
         cost=COST,
     )

@@ -18,6 +18,7 @@ REQUIRED_FIELD = {
     "embedding store": "recipe",
     "mixture": "weights",
     "evaluation": "protocol",
+    "sweep": "points",
 }
 
 

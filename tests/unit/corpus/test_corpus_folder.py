@@ -110,6 +110,7 @@ def test_a_shard_that_is_there_stays(tmp_path):
 
 def test_a_corpus_is_replaced_only_when_asked(tmp_path):
     old = ["tokens/a-train.bin", "tokens/old-train.idx", "tokenizer.model", "sources.json"]
+    old += ["discovered.json", "discovered.safetensors"]
     write_corpus(tmp_path, [*old, "tokenizer.tiktoken"])
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UserError, match=r"already holds a corpus; .* --overwrite"):

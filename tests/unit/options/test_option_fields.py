@@ -15,6 +15,7 @@ import pytest
 import megatron_chameleon.options as options_package
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
+from megatron_chameleon.options.discover import DiscoverOptions
 from megatron_chameleon.options.doctor import DoctorOptions
 from megatron_chameleon.options.evaluation import PerplexityOptions, PerplexityToolOptions
 from megatron_chameleon.options.export import ExportOptions
@@ -23,6 +24,7 @@ from megatron_chameleon.options.memory import EstimateMemoryOptions
 from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.report import ReportOptions
+from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.options.tokenizer import TrainTokenizerOptions
 from megatron_chameleon.options.training import PretrainOptions
 
@@ -45,6 +47,7 @@ def dataclasses_of_the_package() -> list[type]:
 
 ALL = dataclasses_of_the_package()
 TOOLS = [
+    DiscoverOptions,
     DoctorOptions,
     EstimateMemoryOptions,
     ExportOptions,
@@ -56,6 +59,7 @@ TOOLS = [
     PreprocessOptions,
     PretrainOptions,
     ReportOptions,
+    SweepOptions,
     ToHuggingFaceOptions,
     TrainTokenizerOptions,
 ]

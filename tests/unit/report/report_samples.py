@@ -17,9 +17,12 @@ from megatron_chameleon.artifacts import (
     EmbeddingRecipe,
     EmbeddingStore,
     EvaluationResult,
+    KnobValue,
     Mixture,
     Protocol,
     Provenance,
+    Sweep,
+    SweepPoint,
     TokenizerIdentity,
     TrainingRun,
 )
@@ -167,3 +170,29 @@ def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Pat
         result = evaluation(names, shifted, corpus_hash=corpus.hash)
         result.save(root / "6-evaluation" / f"{name}.json")
     return root
+
+
+def write_sweep(root: Path, mixtures: dict[str, list[Mixture]], **changes: Any) -> Sweep:
+    """A sweep of the knobs of ``mixtures`` at 1, 2, ...; in the centre all are at 1."""
+    centre: dict[str, KnobValue] = dict.fromkeys(mixtures, 1)
+    points: dict[str, SweepPoint] = {}
+    for knob, along in mixtures.items():
+        for value, mixture in enumerate(along, start=1):
+            knobs = {**centre, knob: value}
+            if knobs == centre and points:
+                continue
+            file = f"4-mixture/sweep/{knob}-{value}.json"
+            mixture.save(root / file)
+            read = Mixture.load(root / file).hash  # of weights that were divided by their sum
+            points[file] = SweepPoint(knobs, file, read, ["2-proxy/tiny-seed1"])
+    sweep = Sweep(
+        root=root,
+        method="chameleon",
+        axes={knob: list(range(1, len(along) + 1)) for knob, along in mixtures.items()},
+        points=list(points.values()),
+        provenance=PROVENANCE,
+        cost=Cost(3e12, 7200.0, 3600.0, 2),
+    )
+    sweep = dataclasses.replace(sweep, **changes)
+    sweep.save()
+    return sweep

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_chameleon.artifacts import Cost
+from megatron_chameleon.artifacts import Cost, Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.report_samples import (
@@ -12,6 +12,7 @@ from tests.unit.report.report_samples import (
     random_weights,
     write_corpus,
     write_run_folder,
+    write_sweep,
     write_training_run,
 )
 
@@ -25,6 +26,7 @@ def test_every_stage_is_collected_under_its_name(tmp_path):
     assert list(folder.mixtures) == ["chameleon-finetune", "chameleon-pretrain"]
     assert list(folder.base_runs) == ["chameleon-pretrain-seed1", "uniform-seed1"]
     assert list(folder.evaluations) == list(folder.base_runs)
+    assert folder.sweep is None
 
 
 def test_costs_are_listed_in_the_order_of_the_stages(tmp_path):
@@ -51,6 +53,13 @@ def test_a_store_may_lie_in_a_folder_of_its_own(tmp_path, place):
     folder = RunFolder.load(root)
     assert list(folder.embeddings) == [place]
     assert folder.costs()[place] == Cost(4e11, 5.0, 2.5, 2)
+
+
+def test_a_sweep_is_collected_and_its_mixtures_are_not_taken_for_others(tmp_path):
+    sweep = write_sweep(write_run_folder(tmp_path / "run"), {"ridge": [Mixture.uniform(NAMES)] * 2})
+    folder = RunFolder.load(tmp_path / "run")
+    assert folder.sweep == sweep
+    assert list(folder.mixtures) == ["chameleon-finetune", "chameleon-pretrain"]
 
 
 def test_stages_that_have_not_been_run_are_empty(tmp_path):

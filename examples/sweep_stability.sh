@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The paper's stable domain weights (section "Stability and Practicality", and its appendix): those of
+# SlimPajama over proxy steps, proxy sizes, ridges and numbers of windows, each varied around the
+# 82M proxy of 2,000 steps. Seven proxies are trained, the longest for 10,000 steps.
+#
+#   bash examples/sweep_stability.sh                 # on every GPU of this machine
+#   SIZE=tiny bash examples/sweep_stability.sh       # tries it out on 2 CPU ranks
+#   bash examples/sweep_stability.sh -- --sweep-ridge 0.1 1 10 100 1000
+#
+# The same command goes on with what was interrupted. Tables and RUN/7-report/stability.png show how
+# far the weights lie apart.
+#
+#   SIZE         model size of the proxy in the centre (82m)
+#   RUN          folder of the experiment (runs/slimpajama)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+set -euo pipefail
+SIZE=${SIZE:-82m}
+source "$(dirname "$0")/launch.sh"
+RUN=${RUN:-runs/slimpajama}
+CORPUS=${CORPUS:-$RUN/1-corpus}
+
+choose proxy slimpajama_627b.sh
+limit_time
+exec torchrun "${RANKS[@]}" "$TOOLS/sweep_mixture.py" "${TRAIN[@]}" "${EMBED[@]}" "${SWEEP[@]}" \
+  "${LIMIT[@]}" --output "$RUN" "${EXTRA[@]}"

@@ -1,0 +1,143 @@
+"""What tools/discover_domains.py was asked for, with the artifacts it names, all checked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_chameleon.artifacts import SPLITS, Corpus, provenance
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
+from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
+from megatron_chameleon.embedding.documents import DocumentRecipe, DocumentVectors
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon_plan import chosen_domains
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.readout import check_layer, check_window
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.options.discover import DiscoverOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class DiscoverPlan:
+    """The options with the artifacts they name, all checked."""
+
+    options: DiscoverOptions
+    corpus: Corpus
+    names: list[str]
+    """The domains that are divided."""
+    numbers: list[int]
+    """Of clusters, each to be tried, rising."""
+    checkpoint: CheckpointRecord
+    shape: ModelShape
+    vectors: DocumentVectors
+    provenance: Provenance
+
+
+def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
+    """Read and check what ``options`` name; nothing is written.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    _check_counts(options)
+    numbers = cluster_numbers(options.discover)
+    if Corpus.exists(options.output):
+        raise UserError(f"{options.output} already holds a corpus; choose another --output")
+    corpus = Corpus.load(options.corpus)
+    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    require_tokenizer(checkpoint, corpus)
+    names = chosen_domains(options.domains, corpus)
+    _check_names(options, corpus, names, numbers)
+    _check_documents(corpus, names, numbers)
+    corpus_tokenizer(corpus)  # it is needed in the end: a missing file shows at once
+    shape = shape_of(checkpoint)
+    embedding = options.embedding
+    recipe = DocumentRecipe(
+        model_hash=checkpoint.hash,
+        layer=check_layer(shape, embedding.layer),
+        window_length=check_window(shape, embedding.window_length),
+        windows_per_document=embedding.windows_per_document,
+    )
+    check_model_layout(shape.size, options.parallel, recipe.window_length)
+    store = options.store or options.output.with_name(f"{options.output.name}.embeddings")
+    inputs = {"corpus": corpus.hash, "checkpoint": checkpoint.hash}
+    return DiscoverPlan(
+        options=options,
+        corpus=corpus,
+        names=names,
+        numbers=numbers,
+        checkpoint=checkpoint,
+        shape=shape,
+        vectors=DocumentVectors(store, corpus, recipe, shape.size.hidden_size),
+        provenance=provenance(options, inputs),
+    )
+
+
+def cluster_numbers(given: str) -> list[int]:
+    """The numbers in ``given``, such as 4,8,16, each once and rising.
+
+    Raises:
+        UserError: unless they are whole numbers from 2 on.
+    """
+    try:
+        numbers = sorted({int(part) for part in given.split(",")})
+    except ValueError:
+        raise UserError(
+            f"--discover {given}: give a number of clusters, or several as in 4,8,16"
+        ) from None
+    if numbers[0] < 2:
+        raise UserError(
+            f"--discover {given}: {numbers[0]} divides nothing; give 2 or more clusters"
+        )
+    return numbers
+
+
+def _check_counts(options: DiscoverOptions) -> None:
+    for flag, value, least in (
+        ("--windows-per-document", options.embedding.windows_per_document, 1),
+        ("--fit-windows", options.embedding.fit_windows, 2),
+        ("--embedding-batch-size", options.embedding.embedding_batch_size, 1),
+        ("--restarts", options.restarts, 1),
+        ("--seed", options.seed, 0),
+        ("--min-tokens-per-split", options.min_tokens_per_split, 0),
+    ):
+        if value < least:
+            raise UserError(f"{flag} {value}: give a whole number from {least} on")
+
+
+def _check_names(
+    options: DiscoverOptions, corpus: Corpus, names: list[str], numbers: list[int]
+) -> None:
+    new = set(cluster_names(options.cluster_name, numbers[-1]))
+    taken = [name for name in corpus.names if name in new and name not in names]
+    if taken:
+        raise UserError(
+            f"--cluster-name {options.cluster_name}: the corpus keeps a domain '{taken[0]}'; give "
+            "another name"
+        )
+
+
+def cluster_names(name: str, count: int) -> list[str]:
+    """``name-00``, ``name-01`` and so on, with as many digits as the last one needs, 2 at least."""
+    digits = max(2, len(str(count - 1)))
+    return [f"{name}-{number:0{digits}d}" for number in range(count)]
+
+
+def _check_documents(corpus: Corpus, names: list[str], numbers: list[int]) -> None:
+    """Every cluster could have a document, and every document a window."""
+    documents = sum(corpus.domains[name].train.documents for name in names)
+    if numbers[-1] > documents:
+        raise UserError(
+            f"--discover {numbers[-1]}: there are {documents} training documents to divide; give "
+            "fewer clusters"
+        )
+    for name in names:
+        for split in SPLITS:
+            lengths = open_tokens(corpus, name, split).lengths
+            if len(lengths) and lengths.min() == 0:
+                raise UserError(
+                    f"{corpus.prefix(name, split)}.idx has a document without tokens, which has no "
+                    "embedding; preprocess again"
+                )

@@ -1,0 +1,97 @@
+"""Which mixtures a sweep consists of: the centre, and along each axis one changed knob."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_chameleon.artifacts import KnobValue
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.options.sweep import AxisOptions, SweepOptions
+from megatron_chameleon.training.stopping import StopRequests
+
+Knobs = dict[str, KnobValue]
+"""Knob -> where it stands. A knob has the name of the option that sets it at the centre."""
+
+_TOLD = {
+    "model_size": "{}",
+    "train_iters": "{:,} steps",
+    "num_windows": "{:,} windows",
+    "ridge": "ridge {:g}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PointFiles:
+    """Where the artifacts of a point lie: the mixture, and the folders that it was made from."""
+
+    mixture: Path
+    made_from: tuple[Path, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SweptMethod:
+    """What a sweep has to know of a method.
+
+    Attributes:
+        centre: the knobs that the method has, where the options put them.
+        check: raises UserError if the mixture at these knobs could not be found.
+        compute: finds and writes the mixture at these knobs; False if it was asked to stop. Every
+            rank calls it.
+        files: where it writes.
+    """
+
+    centre: Callable[[SweepOptions], Knobs]
+    check: Callable[[SweepOptions, Knobs], None]
+    compute: Callable[[SweepOptions, Knobs, StopRequests], bool]
+    files: Callable[[SweepOptions, Knobs], PointFiles]
+
+
+def told(knobs: Knobs) -> str:
+    """``knobs`` for a message: '82m, 2,000 steps, 4,096 windows, ridge 10'."""
+    return ", ".join(form.format(knobs[knob]) for knob, form in _TOLD.items() if knob in knobs)
+
+
+def axes_of(options: AxisOptions, centre: Knobs, method: str) -> dict[str, list[KnobValue]]:
+    """Knob -> its values in order, each once, the centre's among them; for the knobs to vary.
+
+    Raises:
+        UserError: if no knob is to be varied, one without a value, or one that ``method`` does
+            not have at ``centre``.
+    """
+    axes = {}
+    for field in dataclasses.fields(options):
+        values, knob = getattr(options, field.name), field.name.removeprefix("sweep_")
+        if values is None:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        if not values:
+            raise UserError(f"{flag}: give the values to try, or leave it out")
+        if knob not in centre:
+            raise UserError(
+                f"{flag}: {method} has no such knob, or none that stands at a number by these "
+                f"options; leave it out, or give --{knob.replace('_', '-')} for the centre"
+            )
+        axes[knob] = _in_order(knob, [centre[knob], *values])
+    if not axes:
+        flags = (f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))
+        raise UserError(f"there is nothing to vary: give at least one of {', '.join(flags)}")
+    return axes
+
+
+def points_of(axes: dict[str, list[KnobValue]], centre: Knobs) -> list[Knobs]:
+    """The centre, then the other points axis by axis; no point twice."""
+    points = [centre]
+    for knob, values in axes.items():
+        points += [{**centre, knob: value} for value in values if value != centre[knob]]
+    return points
+
+
+def _in_order(knob: str, values: Sequence[KnobValue]) -> list[KnobValue]:
+    """Numbers by size, models by their parameters without the embedding, each once."""
+    once = list(dict.fromkeys(values))
+    if knob == "model_size":
+        return sorted(once, key=lambda name: ModelShape(model_size(str(name)), 0, 0).num_parameters)
+    return sorted(once, key=float)

@@ -1,0 +1,373 @@
+"""tools/discover_domains.py on one rank: from text without labels to a corpus of domains."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from megatron_chameleon.artifacts import SPLITS, CheckpointRecord, Corpus, Mixture, find_checkpoint
+from megatron_chameleon.artifacts.corpus import Domain, DomainSplit
+from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.corpus.indexed_reader import open_split, open_tokens
+from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.embedding import documents as document_vectors
+from megatron_chameleon.embedding.documents import DocumentVectors
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods import discover_vectors
+from megatron_chameleon.methods.chameleon import compute_mixture
+from megatron_chameleon.methods.discover import discover_domains, visible
+from megatron_chameleon.methods.discover_plan import cluster_names
+from megatron_chameleon.options.discover import DiscoverOptions, DocumentEmbeddingOptions
+from megatron_chameleon.options.mixture import MixtureOptions, RecipeOptions
+from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.training import OptimizerOptions
+from megatron_chameleon.training.pretrain import pretrain
+from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
+
+HASH_OF_ANOTHER = "9" * 64
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """Three kinds of text, each a domain, with the tokenizer beside them.
+
+    Of the small corpus's domains, those whose step has no divisor in common with the ring: every
+    document goes around all of it, and there are no kinds within a kind.
+    """
+    root = tmp_path_factory.mktemp("labelled")
+    tokenizer = word_tokenizer(root / "tokenizer.json")
+    steps = {1: DOMAINS[0], 5: DOMAINS[1], 7: DOMAINS[2]}
+    names = [steps.get(step, f"step {step}") for step in range(1, 8)]
+    corpus = write_small_corpus(root, names, tokenizer_hash=sha256_of_files(tokenizer))
+    chosen = {name: corpus.domains[name] for name in steps.values()}
+    dataclasses.replace(corpus, domains=chosen).save()
+    return Corpus.load(root)
+
+
+def written(corpus, root, kinds):
+    """The same documents as one domain 'web', in an order by their hashes.
+
+    ``kinds(name, split)`` says which kinds are in which split.
+    """
+    root.mkdir(parents=True)
+    shutil.copy(corpus.root / "tokenizer.json", root)
+    splits = {}
+    for split in SPLITS:
+        mixed = [
+            text
+            for name in corpus.names
+            if kinds(name, split)
+            for text in texts_of(corpus, name, split)
+        ]
+        mixed.sort(key=lambda text: hashlib.sha256(text).digest())
+        writer = IndexedWriter(root / f"web-{split}", corpus.dtype)
+        for text in mixed:
+            writer.add(np.frombuffer(text, corpus.dtype))
+        digest = writer.finish()
+        counts = (writer.documents, writer.tokens, 5 * writer.tokens)
+        splits[split] = DomainSplit(f"web-{split}", *counts, digest)
+    dataclasses.replace(corpus, root=root, domains={"web": Domain(**splits)}).save()
+    return Corpus.load(root)
+
+
+def texts_of(corpus, name, split):
+    """The documents of one split of a domain, by Megatron's own reader."""
+    return [item.tobytes() for item in open_split(corpus, name, split)]
+
+
+@pytest.fixture(scope="module")
+def web(labelled, tmp_path_factory):
+    """The same text without labels."""
+    return written(labelled, tmp_path_factory.mktemp("web") / "corpus", lambda name, split: True)
+
+
+@pytest.fixture(scope="module")
+def proxy(web, pretrain_options, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("proxy") / "nano"
+    optimizer = OptimizerOptions(lr=3e-3, lr_warmup_iters=2)
+    pretrain(pretrain_options(run_dir, corpus=web.root, train_iters=12, optimizer=optimizer))
+    return run_dir
+
+
+@pytest.fixture
+def options(web, proxy, tmp_path):
+    """``options(**changes)``: those of the tool, for three clusters."""
+
+    def make(**changes):
+        made = DiscoverOptions(
+            corpus=web.root,
+            checkpoint=proxy,
+            discover="3",
+            output=tmp_path / "found",
+            embedding=DocumentEmbeddingOptions(fit_windows=200),
+        )
+        return dataclasses.replace(made, **changes)
+
+    return make
+
+
+@pytest.fixture
+def discover(options):
+    """``discover(**changes)``: run the tool and read the corpus that it wrote."""
+
+    def run(**changes):
+        given = options(**changes)
+        discover_domains(given)
+        found = Corpus.load(given.output)
+        found.verify()
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def kind_of(labelled):
+    """Document -> its kind and split."""
+    return {
+        text: (name, split)
+        for name in labelled.names
+        for split in SPLITS
+        for text in texts_of(labelled, name, split)
+    }
+
+
+def test_kinds_of_text_are_found_again_and_every_document_is_there_once(
+    discover, kind_of, labelled
+):
+    found = discover()
+    assert found.names == ["cluster-00", "cluster-01", "cluster-02"]
+    kinds: dict[str, Counter[str]] = {name: Counter() for name in found.names}
+    documents = []
+    for name in found.names:
+        for split in SPLITS:
+            for text in texts_of(found, name, split):
+                kind, of_split = kind_of[text]
+                assert of_split == split
+                kinds[name][kind] += 1
+                documents.append(text)
+    assert sorted(documents) == sorted(kind_of)
+    assert {kind for each in kinds.values() for kind in each} == set(DOMAINS)
+    assert all(len(each) == 1 for each in kinds.values()), kinds
+    sizes = [sum(found.domains[name].split(s).tokens for s in SPLITS) for name in found.names]
+    assert sizes == sorted(sizes, reverse=True)
+    assert found.tokenizer == labelled.tokenizer
+    bytes_ = [d.split(s).text_bytes for d in found.domains.values() for s in SPLITS]
+    assert sum(bytes_) == 5 * sum(sizes)
+
+
+def test_the_clusters_are_described(discover, options, web, proxy, kind_of, capsys):
+    found = discover()
+    said = capsys.readouterr().out
+    record = DiscoveredDomains.load(found.root)
+    checkpoint = CheckpointRecord.load(find_checkpoint(proxy))
+    assert record.provenance.inputs == {"corpus": web.hash, "checkpoint": checkpoint.hash}
+    assert found.provenance == record.provenance
+    assert (record.num_clusters, record.dissolved, record.divided) == (3, 0, ["web"])
+    assert (record.layer, record.window_length, record.windows_per_document) == (2, 32, 4)
+    assert record.fitted_windows == 200
+    assert record.cost.flops > 0
+    assert list(record.domains) == found.names
+    for name, domain in record.domains.items():
+        splits = found.domains[name]
+        assert domain.documents == sum(splits.split(split).documents for split in SPLITS)
+        assert domain.tokens == {split: splits.split(split).tokens for split in SPLITS}
+        assert domain.shares == {"web": 1.0}
+        own = texts_of(found, name, "train")
+        assert len(domain.nearest) == 3
+        assert [near.distance for near in domain.nearest] == sorted(
+            near.distance for near in domain.nearest
+        )
+        for near in domain.nearest:
+            tokens = open_tokens(web, near.domain, "train").get(near.document)
+            assert tokens.tobytes() in own
+            assert near.text == " ".join(map(str, tokens[:-1].tolist()))[:100]
+            assert near.text in said
+        assert f"{name}: 100% web" in said
+    assert f"3: {record.silhouettes[3]:.3f}" in said
+    assert f"tools/compute_mixture.py --corpus {found.root} --checkpoint {proxy}" in said
+    arrays = load_file(found.root / CENTROIDS_NAME)
+    assert arrays["centroids"].shape == (3, 64)
+    assert arrays["mean"].shape == arrays["deviation"].shape == (64,)
+
+
+def test_what_is_written_can_be_weighed(discover, proxy, tmp_path):
+    found = discover()
+    mixture = tmp_path / "mixture.json"
+    weighting = RecipeOptions(recipe="scaled", bootstrap_resamples=20)
+    compute_mixture(MixtureOptions(found.root, proxy, mixture, weighting=weighting))
+    assert list(Mixture.load(mixture).weights) == found.names
+
+
+def test_of_several_numbers_the_one_of_the_best_silhouette_is_taken(discover, capsys):
+    found = discover(discover="5, 2,3")
+    record = DiscoveredDomains.load(found.root)
+    assert list(record.silhouettes) == [2, 3, 5]
+    best = max(record.silhouettes, key=lambda k: record.silhouettes[k])
+    assert best == record.num_clusters == len(found.names) == 3
+    said = capsys.readouterr().out
+    assert ", ".join(f"{k}: {score:.3f}" for k, score in record.silhouettes.items()) in said
+
+
+def test_the_seed_alone_decides_and_other_numbers_take_no_embedding(
+    discover, tmp_path, monkeypatch
+):
+    first = discover()
+
+    def no_proxy(*_):
+        raise AssertionError("the proxy is not needed")
+
+    again = discover(output=tmp_path / "anew")  # with embeddings of its own
+    assert again.hash == first.hash
+    monkeypatch.setattr(discover_vectors, "open_reader", no_proxy)
+    store = tmp_path / "found.embeddings"
+    other = discover(output=tmp_path / "other", discover="2", store=store)
+    assert len(other.names) == 2
+    with pytest.raises(AssertionError, match="not needed"):
+        discover(output=tmp_path / "third", store=store, seed=1)
+
+
+def test_a_run_that_was_killed_goes_on(discover, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(document_vectors, "BLOCK_DOCUMENTS", 50)
+    whole = discover(output=tmp_path / "whole")
+    write = DocumentVectors.write
+    written_blocks: list[Path] = []
+
+    def killed(self, block, vectors):
+        if len(written_blocks) == 2:
+            raise KeyboardInterrupt
+        write(self, block, vectors)
+        written_blocks.append(self.path(block))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DocumentVectors, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            discover_domains(options())
+    assert not options().output.exists()
+    before = [path.stat().st_mtime_ns for path in written_blocks]
+    found = discover()
+    assert [path.stat().st_mtime_ns for path in written_blocks] == before
+    assert found.hash == whole.hash
+    assert [path.name for path in found.root.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_run_that_ends_while_it_writes_leaves_no_corpus(discover, options, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(DiscoveredDomains, "save", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            discover_domains(options())
+    assert not options().output.exists()
+    assert len(discover().names) == 3
+
+
+def test_some_domains_are_divided_and_the_others_stay(discover, labelled):
+    found = discover(corpus=labelled.root, domains="news, poems", discover="2", cluster_name="kind")
+    assert found.names == ["code", "kind-00", "kind-01"]
+    assert found.domain_hash("code") == labelled.domain_hash("code")
+    record = DiscoveredDomains.load(found.root)
+    assert record.divided == ["news", "poems"]
+    shares = {name: domain.shares for name, domain in record.domains.items()}
+    assert sorted(map(tuple, shares.values())) == [("news",), ("poems",)]
+
+
+def test_a_cluster_without_held_out_text_is_dissolved(labelled, discover, tmp_path):
+    lacking = written(
+        labelled, tmp_path / "lacking", lambda name, split: (name, split) != ("code", "valid")
+    )
+    with pytest.warns(UserWarning, match=r"1 of 3 clusters had too little text in train, valid"):
+        found = discover(corpus=lacking.root)
+    record = DiscoveredDomains.load(found.root)
+    assert (record.num_clusters, record.dissolved, len(found.names)) == (3, 1, 2)
+    before, after = (
+        sum(d.split(s).documents for d in each.domains.values() for s in SPLITS)
+        for each in (lacking, found)
+    )
+    assert before == after
+    assert all(found.domains[name].valid.tokens for name in found.names)
+
+
+def test_too_little_text_for_two_clusters_is_refused(discover, options):
+    with pytest.raises(UserError, match="fewer than two clusters have 100000 tokens in each of"):
+        discover(min_tokens_per_split=100_000)
+    assert not options().output.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"discover": "1"}, "--discover 1: 1 divides nothing; give 2 or more"),
+        ({"discover": "4,0"}, "--discover 4,0: 0 divides nothing"),
+        ({"discover": "many"}, "--discover many: give a number of clusters, or several"),
+        ({"discover": "3,181"}, "--discover 181: there are 180 training documents"),
+        ({"domains": "web,net"}, "--domains web,net: there is no domain 'net'"),
+        ({"domains": ","}, "--domains ,: it names no domain"),
+        ({"restarts": 0}, "--restarts 0: give a whole number from 1 on"),
+        ({"seed": -1}, "--seed -1: give a whole number from 0 on"),
+        (
+            {"embedding": DocumentEmbeddingOptions(windows_per_document=0)},
+            "--windows-per-document 0: give",
+        ),
+        ({"embedding": DocumentEmbeddingOptions(layer=9)}, "--layer 9: the model has layers 1"),
+        (
+            {"embedding": DocumentEmbeddingOptions(window_length=33)},
+            "--window-length 33: the model",
+        ),
+        (
+            {"parallel": ParallelOptions(tensor_model_parallel_size=2)},
+            "1 rank(s) cannot be laid out",
+        ),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_written(options, changes, message, tmp_path):
+    with pytest.raises(UserError) as refused:
+        discover_domains(options(**changes))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_clusters_than_windows_are_refused(discover):
+    few = DocumentEmbeddingOptions(fit_windows=4)
+    with pytest.raises(UserError, match=r"--discover 5, fitted to 4 windows: .*--fit-windows"):
+        discover(discover="5", embedding=few)
+
+
+def test_a_corpus_that_is_there_is_not_touched(discover, options):
+    found = discover()
+    with pytest.raises(UserError, match="already holds a corpus; choose another --output"):
+        discover_domains(options(discover="2"))
+    assert Corpus.load(found.root) == found
+
+
+def test_names_that_are_taken_are_refused(options, labelled, tmp_path):
+    root = tmp_path / "named"
+    shutil.copytree(labelled.root, root)
+    corpus = Corpus.load(root)
+    domains = {"x-01": corpus.domains["code"], "news": corpus.domains["news"]}
+    dataclasses.replace(corpus, domains=domains).save()
+    changes = {"corpus": root, "domains": "news", "discover": "2"}
+    with pytest.raises(UserError, match="keeps a domain 'x-01'; give another name"):
+        discover_domains(options(**changes, cluster_name="x"))
+
+
+def test_text_of_another_tokenizer_is_refused(options, tmp_path):
+    other = write_small_corpus(tmp_path / "other", tokenizer_hash=HASH_OF_ANOTHER)
+    with pytest.raises(UserError, match="was trained with another tokenizer"):
+        discover_domains(options(corpus=other.root))
+
+
+def test_what_does_not_print_is_shown():
+    assert visible("a\tb\n\x1b[31m ü\u202e\\n") == r"a\tb\n\x1b[31m ü\u202e\\n"
+
+
+def test_names_have_as_many_digits_as_they_need():
+    assert cluster_names("c", 3) == ["c-00", "c-01", "c-02"]
+    assert cluster_names("c", 101)[100] == "c-100"
+    assert cluster_names("c", 101)[7] == "c-007"

@@ -1,0 +1,23 @@
+#!/usr/bin/env python3
+"""See what a mixture depends on: torchrun --nproc-per-node N tools/sweep_mixture.py ..."""
+
+from __future__ import annotations
+
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.options.sweep import SweepOptions
+
+
+def main(options: SweepOptions) -> None:
+    """Find the mixtures, then show how far they lie apart."""
+    from megatron_chameleon.methods.sweep import sweep_mixture
+    from megatron_chameleon.report.page import load_figures
+    from megatron_chameleon.report.stability import report_stability
+
+    load_figures()  # what is missing is told before the proxies are trained
+    sweep = sweep_mixture(options)
+    if sweep is not None:
+        report_stability(sweep)
+
+
+if __name__ == "__main__":
+    run_tool(main, SweepOptions)
