@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -76,15 +81,29 @@ class EmbeddingStore(FolderRecord):
     def with_domain(
         self, name: str, vectors: NDArray[np.float32], corpus_hash: str, cost: Cost
     ) -> EmbeddingStore:
-        """Write the window ``vectors`` [n, h] of a domain and return the store that lists them."""
+        """Write the window ``vectors`` [n, h] of a domain and return the store that lists them.
+
+        What another process has written to the same store meanwhile is kept, and is in it too.
+
+        Raises:
+            UserError: if another process has made it a store of another recipe, or the disk is
+                full.
+        """
         file = f"{file_name_of(name)}.safetensors"
         with replacing(self.root / file) as temporary:
             save_file({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)}, temporary)
         entry = DomainEmbeddings(file=file, windows=len(vectors), corpus_hash=corpus_hash)
-        store = dataclasses.replace(
-            self, domains={**self.domains, name: entry}, cost=self.cost + cost
-        )
-        store.save()
+        with _one_at_a_time(self.root):
+            now = EmbeddingStore.load(self.root) if EmbeddingStore.exists(self.root) else self
+            if now.recipe != self.recipe:
+                raise UserError(
+                    f"another command has filled {self.root} by another recipe meanwhile; give "
+                    "another --store"
+                )
+            store = dataclasses.replace(
+                now, domains={**now.domains, name: entry}, cost=now.cost + cost
+            )
+            store.save()
         return store
 
     def holds(self, name: str, corpus_hash: str) -> bool:
@@ -114,3 +133,15 @@ class EmbeddingStore(FolderRecord):
                 f"{(entry.windows, self.hidden_size)}; delete it and run again"
             )
         return vectors
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """A block that one process enters at a time, where the disk has locks of folders."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -100,3 +100,31 @@ def test_a_file_of_another_tensor_is_refused(empty):
     save_file({"weights": vectors_of(0)}, store.root / store.domains["a"].file)
     with pytest.raises(UserError, match=r"cannot read .*'vectors'.*; delete it and run again"):
         store.vectors("a")
+
+
+def test_two_processes_that_fill_a_store_at_once_lose_nothing(empty):
+    names = {"one": [f"one {i}" for i in range(25)], "other": [f"other {i}" for i in range(25)]}
+    child = os.fork()
+    mine = names["other" if child == 0 else "one"]
+    try:
+        store = empty
+        for seed, name in enumerate(mine):
+            store = store.with_domain(name, vectors_of(seed), f"hash of {name}", COST)
+    finally:
+        if child == 0:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    read = EmbeddingStore.load(empty.root)
+    assert sorted(read.domains) == sorted([*names["one"], *names["other"]])
+    assert read.cost.flops == pytest.approx(50 * COST.flops)
+    for name, entry in read.domains.items():
+        assert entry.corpus_hash == f"hash of {name}"
+        assert np.array_equal(read.vectors(name), vectors_of(int(name.split()[1])))
+
+
+def test_a_store_that_another_process_has_made_by_another_recipe_is_left_alone(empty):
+    other = dataclasses.replace(empty, recipe=dataclasses.replace(RECIPE, seed=99))
+    made = other.with_domain("a", vectors_of(0), "h", COST)
+    with pytest.raises(UserError, match=r"has filled .*store by another recipe meanwhile"):
+        empty.with_domain("b", vectors_of(1), "h", COST)
+    assert EmbeddingStore.load(empty.root) == made
