@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.cost import Cost
-from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.files import replacing, writing
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.errors import UserError
@@ -90,9 +90,9 @@ class EmbeddingStore(FolderRecord):
                 full.
         """
         file = f"{file_name_of(name)}.safetensors"
-        with replacing(self.root / file) as temporary:
-            save_file({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)}, temporary)
         entry = DomainEmbeddings(file=file, windows=len(vectors), corpus_hash=corpus_hash)
+        with writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(self.root):
             now = EmbeddingStore.load(self.root) if EmbeddingStore.exists(self.root) else self
             if now.recipe != self.recipe:
@@ -100,6 +100,8 @@ class EmbeddingStore(FolderRecord):
                     f"another command has filled {self.root} by another recipe meanwhile; give "
                     "another --store"
                 )
+            with replacing(self.root / file) as temporary:
+                save_file({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)}, temporary)
             store = dataclasses.replace(
                 now, domains={**now.domains, name: entry}, cost=now.cost + cost
             )

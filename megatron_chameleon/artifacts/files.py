@@ -73,7 +73,7 @@ def link_or_copy(path: Path, target: Path) -> None:
     """
     with writing(target):
         try:
-            os.link(path, target)
+            os.link(path.resolve(), target)  # of the file itself, if the path is a symbolic link
         except OSError:  # another disk, or one without hard links
             shutil.copyfile(path, target)
 

@@ -66,7 +66,8 @@ class IndexedWriter:
         self._index_begun = False
         self.documents = 0
         self.tokens = 0
-        _append(self._bin_path, b"")
+        with writing(self._bin_path), self._bin_path.open("xb"):
+            pass  # never one that is there: it may be another name of somebody else's
 
     @property
     def waiting_bytes(self) -> int:

@@ -23,6 +23,7 @@ Labels = Mapping[tuple[str, Split], NDArray[np.integer]]
 _BLOCK_DOCUMENTS = 1 << 16
 # What all files together may hold before it is written.
 _WAITING_BYTES = 1 << 26
+_PIECE_TOKENS = 1 << 22
 
 
 def regroup(
@@ -55,6 +56,7 @@ def regroup(
     with writing(folder):
         (folder / TOKENS_NAME).mkdir()
     divided = {name for name, _ in labels}
+    assert not (set(corpus.names) - divided) & set(names), "a name is taken"
     kept = {name: _kept(corpus, name, folder) for name in corpus.names if name not in divided}
     sizes = token_bytes(tokenizer)
     parts = [[_Part(folder, corpus, name, split) for name in names] for split in SPLITS]
@@ -114,13 +116,15 @@ def _copy(
     lasts = np.append(begins[1:], len(targets)) - 1
     written = 0
     for begin, last in zip(begins.tolist(), lasts.tolist(), strict=True):
-        stretch = tokens.tokens[int(ends[begin]) - int(lengths[begin]) : int(ends[last])]
-        files[int(targets[begin])].add_tokens(stretch)
-        on_bytes(stretch.nbytes)
-        written += stretch.nbytes
-        if written > _WAITING_BYTES:
-            _flush(files)
-            written = 0
+        first, stop = int(ends[begin]) - int(lengths[begin]), int(ends[last])
+        for start in range(first, stop, _PIECE_TOKENS):
+            piece = tokens.tokens[start : min(start + _PIECE_TOKENS, stop)]
+            files[int(targets[begin])].add_tokens(piece)
+            on_bytes(piece.nbytes)
+            written += piece.nbytes
+            if written > _WAITING_BYTES:
+                _flush(files)
+                written = 0
     for number in np.unique(targets).tolist():
         here = targets == number
         files[number].add(lengths[here], int(text_bytes[here].sum()))

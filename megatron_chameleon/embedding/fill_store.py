@@ -30,6 +30,12 @@ def open_store(
     if not EmbeddingStore.exists(folder):
         return EmbeddingStore(folder, recipe, hidden_size, {}, made, Cost())
     store = EmbeddingStore.load(folder)
+    require_recipe(folder, store.recipe, recipe)
+    return store
+
+
+def require_recipe(folder: Path, there: EmbeddingRecipe, wanted: EmbeddingRecipe) -> None:
+    """Raises UserError if the recipe ``there``, of the store in ``folder``, is not ``wanted``."""
     for field, name in (
         ("model_hash", "proxy"),
         ("layer", "layer"),
@@ -41,13 +47,12 @@ def open_store(
         ("dtype", "data type"),
         ("final_norm", "choice of whether the final norm is applied"),
     ):
-        if getattr(store.recipe, field) != getattr(recipe, field):
+        if getattr(there, field) != getattr(wanted, field):
             raise UserError(
                 f"{folder} holds embeddings of another {name} "
-                f"({getattr(store.recipe, field)}, now {getattr(recipe, field)}); "
+                f"({getattr(there, field)}, now {getattr(wanted, field)}); "
                 "give another --store, or delete this one"
             )
-    return store
 
 
 def missing_domains(store: EmbeddingStore, corpus: Corpus, names: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ def compute_mixture(options: MixtureOptions) -> None:
         plan = from_main(lambda: plan_mixture(options))
         store = from_main(lambda: _open_store(plan))
         text = from_main(lambda: _target_tokens(plan))
-        missing = missing_domains(store, plan.corpus, plan.names)
+        missing = from_main(lambda: missing_domains(store, plan.corpus, plan.names))
         before = store.cost
         store, target = _embed(plan, store, missing, text, layout)
         if layout.is_main:

@@ -19,7 +19,7 @@ from megatron_chameleon.mixture import Recipe, resolve_recipe
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape
-from megatron_chameleon.options.mixture import MixtureOptions, RecipeOptions
+from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +53,14 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
     checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     require_tokenizer(checkpoint, corpus)
     shape = shape_of(checkpoint)
-    extraction = options.extraction
     check_numbers(options)
     names = chosen_domains(options.domains, corpus)
     check_text(corpus, names)
     limit_of(options, corpus, names).check()
     kept = None if options.keep is None else kept_mixture(options.keep, names)
     target = resolve_target(options.target, options.target_strength, names)
-    embedding = EmbeddingRecipe(
-        model_hash=checkpoint.hash,
-        layer=check_layer(shape, extraction.layer),
-        window_length=check_window(shape, extraction.window_length),
-        num_windows=extraction.num_windows,
-        seed=extraction.extraction_seed,
-        tokenizer_hash=corpus.tokenizer.sha256,
-        cross_documents=extraction.cross_documents,
-        dtype=extraction.embedding_dtype,
-        final_norm=extraction.final_norm,
+    embedding = embedding_recipe(
+        options.extraction, shape, checkpoint.hash, corpus.tokenizer.sha256
     )
     check_model_layout(shape.size, options.parallel, embedding.window_length)
     return MixturePlan(
@@ -84,6 +75,27 @@ def plan_mixture(options: MixtureOptions) -> MixturePlan:
         embedding=embedding,
         store=options.store or options.output.parent / "embeddings",
         provenance=provenance(options, _inputs(corpus, checkpoint, kept, target)),
+    )
+
+
+def embedding_recipe(
+    options: ExtractionOptions, shape: ModelShape, model_hash: str, tokenizer_hash: str
+) -> EmbeddingRecipe:
+    """What the vectors depend on.
+
+    Raises:
+        UserError: for a layer or a window that the model does not have.
+    """
+    return EmbeddingRecipe(
+        model_hash=model_hash,
+        layer=check_layer(shape, options.layer),
+        window_length=check_window(shape, options.window_length),
+        num_windows=options.num_windows,
+        seed=options.extraction_seed,
+        tokenizer_hash=tokenizer_hash,
+        cross_documents=options.cross_documents,
+        dtype=options.embedding_dtype,
+        final_norm=options.final_norm,
     )
 
 

@@ -71,7 +71,7 @@ def _write(
     plan: DiscoverPlan, clusters: Clusters, embedding: Cost, stopwatch: Stopwatch
 ) -> DiscoveredDomains:
     """Write the corpus with its record, all under their names at once; return the record."""
-    names = cluster_names(plan.options.cluster_name, len(clusters.centroids))
+    names = cluster_names(plan.options.cluster_name, len(clusters.centroids), plan.numbers[-1])
     tokenizer = corpus_tokenizer(plan.corpus)
     total = int(clusters.tokens.sum()) * plan.corpus.token_bytes
     with corpus_folder(plan.options.output, overwrite=False, shared=False) as folder:

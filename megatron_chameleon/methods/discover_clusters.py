@@ -123,7 +123,7 @@ def assign_documents(plan: DiscoverPlan, fitted: Fitted) -> Clusters:
             _labels_of(labels, block)[:], _ = nearest_centroids(scaled, fitted.centroids)
             bar.update(len(scaled))
     left = np.arange(len(fitted.centroids))
-    least = max(1, plan.options.min_tokens_per_split)
+    least = plan.options.min_tokens_per_split
     while (smallest := _too_small(plan, labels, left, least)) is not None:
         left = left[left != smallest]
         if len(left) < 2:
@@ -175,12 +175,15 @@ def _too_small(
     left: NDArray[np.intp],
     least: int,
 ) -> int | None:
-    """Of the clusters with fewer than ``least`` tokens in a split the smallest; None without one.
+    """The smallest of the clusters with fewer than ``least`` tokens in a split, or none in train.
+
+    None if there is no such cluster.
 
     One at a time: what is dissolved may be enough for another.
     """
     tokens = _token_counts(plan, labels, int(left[-1]) + 1).sum(axis=1)[left]
-    small = np.flatnonzero(tokens.min(axis=1) < least)
+    is_small = (tokens.min(axis=1) < least) | (tokens[:, SPLITS.index("train")] == 0)
+    small = np.flatnonzero(is_small)
     if not small.size:
         return None
     return int(left[small[np.argmin(tokens[small].sum(axis=1))]])

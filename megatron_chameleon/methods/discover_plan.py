@@ -9,6 +9,7 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_check
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
 from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.reading.domain_names import is_domain_name
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.documents import DocumentRecipe, DocumentVectors
 from megatron_chameleon.errors import UserError
@@ -51,6 +52,12 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
     names = chosen_domains(options.domains, corpus)
     _check_names(options, corpus, names, numbers)
     _check_documents(corpus, names, numbers)
+    _check_tokens(corpus, names, options.min_tokens_per_split)
+    if numbers[-1] > options.embedding.fit_windows:
+        raise UserError(
+            f"--fit-windows {options.embedding.fit_windows}: fewer than the {numbers[-1]} clusters "
+            "of --discover; give more"
+        )
     corpus_tokenizer(corpus)  # it is needed in the end: a missing file shows at once
     shape = shape_of(checkpoint)
     embedding = options.embedding
@@ -110,7 +117,13 @@ def _check_counts(options: DiscoverOptions) -> None:
 def _check_names(
     options: DiscoverOptions, corpus: Corpus, names: list[str], numbers: list[int]
 ) -> None:
-    new = set(cluster_names(options.cluster_name, numbers[-1]))
+    name = options.cluster_name
+    if not is_domain_name(name) or not name.isprintable() or "," in name:
+        raise UserError(
+            f"--cluster-name {options.cluster_name!r}: give a name of a domain, on one line and "
+            "without commas"
+        )
+    new = set(cluster_names(options.cluster_name, numbers[-1], numbers[-1]))
     taken = [name for name in corpus.names if name in new and name not in names]
     if taken:
         raise UserError(
@@ -119,9 +132,12 @@ def _check_names(
         )
 
 
-def cluster_names(name: str, count: int) -> list[str]:
-    """``name-00``, ``name-01`` and so on, with as many digits as the last one needs, 2 at least."""
-    digits = max(2, len(str(count - 1)))
+def cluster_names(name: str, count: int, most: int) -> list[str]:
+    """``name-00``, ``name-01`` and so on, with the digits that ``most`` of them need, 2 at least.
+
+    Of those that are checked before anything is embedded, whatever number is left in the end.
+    """
+    digits = max(2, len(str(most - 1)))
     return [f"{name}-{number:0{digits}d}" for number in range(count)]
 
 
@@ -141,3 +157,14 @@ def _check_documents(corpus: Corpus, names: list[str], numbers: list[int]) -> No
                     f"{corpus.prefix(name, split)}.idx has a document without tokens, which has no "
                     "embedding; preprocess again"
                 )
+
+
+def _check_tokens(corpus: Corpus, names: list[str], least: int) -> None:
+    """Two clusters could have ``least`` tokens in each split."""
+    for split in SPLITS:
+        tokens = sum(corpus.domains[name].split(split).tokens for name in names)
+        if tokens < 2 * least:
+            raise UserError(
+                f"--min-tokens-per-split {least}: the text to divide has {tokens} {split} tokens, "
+                "too few for two clusters; give a smaller number, or a corpus with more"
+            )

@@ -6,12 +6,18 @@ import dataclasses
 import gc
 from pathlib import Path
 
-from megatron_chameleon.artifacts import Corpus, TrainingRun
+from megatron_chameleon.artifacts import Corpus, EmbeddingStore, TrainingRun
+from megatron_chameleon.embedding.fill_store import require_recipe
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import compute_mixture
-from megatron_chameleon.methods.chameleon_plan import check_numbers, check_text, resolve_options
+from megatron_chameleon.methods.chameleon_plan import (
+    check_numbers,
+    check_text,
+    embedding_recipe,
+    resolve_options,
+)
 from megatron_chameleon.methods.sweep_points import Knobs, PointFiles, SweptMethod
-from megatron_chameleon.model.readout import check_layer, check_window
+from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.options.sweep import ProxyOptions, SweepOptions
@@ -97,10 +103,17 @@ def check(options: SweepOptions, knobs: Knobs) -> None:
     shape = plan_training(training_options(options, knobs)).shape
     weighing = mixture_options(options, knobs)
     check_numbers(weighing)
-    check_layer(shape, weighing.extraction.layer)
-    check_window(shape, weighing.extraction.window_length)
     resolve_options(weighing.weighting)
     corpus = Corpus.load(options.corpus)
+    recipe = embedding_recipe(weighing.extraction, shape, "", corpus.tokenizer.sha256)
+    check_model_layout(shape.size, weighing.parallel, recipe.window_length)
+    assert weighing.store is not None
+    if EmbeddingStore.exists(weighing.store):
+        there = EmbeddingStore.load(weighing.store).recipe
+        # Which proxy it is of shows when that is trained.
+        require_recipe(
+            weighing.store, there, dataclasses.replace(recipe, model_hash=there.model_hash)
+        )
     check_text(corpus, corpus.names)
 
 
@@ -112,9 +125,7 @@ def compute(options: SweepOptions, knobs: Knobs, stops: StopRequests) -> bool:
         with stops:  # while embedding, a signal ends the process: what is embedded is kept
             pretrain(training, stops=stops)
     except UserError as error:
-        raise UserError(
-            f"{error}; in a sweep --run-dir is {run_dir}: delete it, or give another --output"
-        ) from error
+        raise UserError(f"{error} (in a sweep, --run-dir is {run_dir})") from error
     gc.collect()  # a trainer and its model refer to each other, and the next model needs the room
     with distributed(weighing.parallel, seed=0):
         finished = from_main(lambda: _is_finished(run_dir))

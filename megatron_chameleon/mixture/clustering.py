@@ -120,7 +120,7 @@ def silhouette(vectors: Array, labels: npt.NDArray[np.integer], seed: int) -> fl
 
     Of a vector: (b - a) / max(a, b), with a the mean distance to the others of its cluster and b
     the least mean distance to those of another one; 0 where it is alone. 1 is as well apart as can
-    be, 0 is none. With fewer vectors it is exact.
+    be, 0 is none. With fewer vectors it is exact; where all of the sample are of one cluster, 0.
 
     Args:
         vectors: [n, h] float64.
@@ -130,12 +130,14 @@ def silhouette(vectors: Array, labels: npt.NDArray[np.integer], seed: int) -> fl
     Raises:
         ValueError: if there is one cluster alone.
     """
+    if len(labels) and (labels == labels[0]).all():
+        raise ValueError("labels are all alike, but a silhouette compares clusters: take 2 or more")
     if len(vectors) > SILHOUETTE_ROWS:
         rows = np.random.default_rng(seed).choice(len(vectors), SILHOUETTE_ROWS, replace=False)
         vectors, labels = vectors[np.sort(rows)], labels[np.sort(rows)]
     present, labels = np.unique(labels, return_inverse=True)
     if len(present) < 2:
-        raise ValueError("labels are all alike, but a silhouette compares clusters: take 2 or more")
+        return 0.0
     members = np.eye(len(present))[labels]  # [n, k]
     sizes = members.sum(axis=0)
     sums = cdist(vectors, vectors) @ members  # to all of each cluster

@@ -69,7 +69,7 @@ def embed(
         tokens = documents.get(int(document), offset=int(start), length=int(count))
         states = hooked_states(model, torch.from_numpy(tokens.astype(np.int64))[None], layer)
         if layer == NORMED_LAYER:
-            states = model.decoder.final_layernorm(states)
+            states = model.decoder.final_layernorm(states).detach()
         vectors.append(states[:, 0].double().mean(dim=0).numpy())
     return np.stack(vectors)
 

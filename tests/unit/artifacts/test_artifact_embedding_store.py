@@ -126,5 +126,6 @@ def test_a_store_that_another_process_has_made_by_another_recipe_is_left_alone(e
     other = dataclasses.replace(empty, recipe=dataclasses.replace(RECIPE, seed=99))
     made = other.with_domain("a", vectors_of(0), "h", COST)
     with pytest.raises(UserError, match=r"has filled .*store by another recipe meanwhile"):
-        empty.with_domain("b", vectors_of(1), "h", COST)
+        empty.with_domain("a", vectors_of(1), "h", COST)
     assert EmbeddingStore.load(empty.root) == made
+    assert np.array_equal(made.vectors("a"), vectors_of(0))

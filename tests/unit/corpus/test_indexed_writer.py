@@ -74,8 +74,9 @@ def test_megatrons_reader_gives_the_documents_back(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_full_disk_is_told_in_one_line(tmp_path, suffix):
-    (tmp_path / f"a{suffix}").symlink_to("/dev/full")
     writer = IndexedWriter(tmp_path / "a", "uint16")
+    (tmp_path / f"a{suffix}").unlink(missing_ok=True)
+    (tmp_path / f"a{suffix}").symlink_to("/dev/full")
     writer.add(np.arange(10))
     with pytest.raises(UserError, match=rf"cannot write .*a{suffix}: No space left on device"):
         writer.finish()
@@ -137,3 +138,10 @@ def test_no_file_stays_open(tmp_path):
         writer.add(np.arange(1000))
         writer.flush()
     assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_a_file_that_is_there_is_never_written_to(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"somebody else's")
+    with pytest.raises(UserError, match=r"cannot write .*a\.bin"):
+        IndexedWriter(tmp_path / "a", "uint16")
+    assert (tmp_path / "a.bin").read_bytes() == b"somebody else's"

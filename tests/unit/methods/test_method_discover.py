@@ -294,9 +294,23 @@ def test_a_cluster_without_held_out_text_is_dissolved(labelled, discover, tmp_pa
 
 
 def test_too_little_text_for_two_clusters_is_refused(discover, options):
-    with pytest.raises(UserError, match="fewer than two clusters have 100000 tokens in each of"):
+    with pytest.raises(UserError, match=r"--min-tokens-per-split 100000: the text to divide has"):
         discover(min_tokens_per_split=100_000)
     assert not options().output.exists()
+
+
+@pytest.mark.parametrize("name", ["", "a,b", "a\nb"])
+def test_what_is_no_name_of_a_domain_is_refused_for_clusters(discover, name):
+    with pytest.raises(UserError, match=r"--cluster-name .*: give a name of a domain"):
+        discover(cluster_name=name)
+
+
+def test_a_name_of_any_of_the_numbers_tried_may_be_taken(discover, labelled, tmp_path):
+    """The names have the digits of the largest number, whichever is chosen."""
+    first = discover(corpus=labelled.root, domains="news,poems", discover="2")
+    assert "cluster-00" in first.names
+    with pytest.raises(UserError, match="the corpus keeps a domain 'cluster-00'"):
+        discover(corpus=first.root, domains="code", discover="2", output=tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -335,7 +349,7 @@ def test_mistakes_are_refused_before_anything_is_written(options, changes, messa
 
 def test_more_clusters_than_windows_are_refused(discover):
     few = DocumentEmbeddingOptions(fit_windows=4)
-    with pytest.raises(UserError, match=r"--discover 5, fitted to 4 windows: .*--fit-windows"):
+    with pytest.raises(UserError, match=r"--fit-windows 4: fewer than the 5 clusters"):
         discover(discover="5", embedding=few)
 
 
@@ -368,6 +382,6 @@ def test_what_does_not_print_is_shown():
 
 
 def test_names_have_as_many_digits_as_they_need():
-    assert cluster_names("c", 3) == ["c-00", "c-01", "c-02"]
-    assert cluster_names("c", 101)[100] == "c-100"
-    assert cluster_names("c", 101)[7] == "c-007"
+    assert cluster_names("c", 3, 3) == ["c-00", "c-01", "c-02"]
+    assert cluster_names("c", 101, 101)[100] == "c-100"
+    assert cluster_names("c", 8, 101)[7] == "c-007"

@@ -280,7 +280,7 @@ def test_proxies_of_other_options_are_refused_with_the_way_out(swept, options, t
     folder = tmp_path / "run/2-proxy" / PROXIES[1]
     with pytest.raises(UserError, match="--global-batch-size 4, not 8") as refused:
         sweep_mixture(options(global_batch_size=8))
-    assert f"in a sweep --run-dir is {folder}: delete it, or give another" in str(refused.value)
+    assert f"(in a sweep, --run-dir is {folder})" in str(refused.value)
 
 
 def test_the_record_says_how_it_was_made(swept, options, corpus, tmp_path):

@@ -127,6 +127,15 @@ def test_of_many_vectors_a_sample_tells_the_silhouette(monkeypatch):
     assert silhouette(vectors, labels, seed=0) == sampled
 
 
+def test_a_sample_of_one_cluster_alone_tells_nothing():
+    vectors = np.random.default_rng(0).normal(size=(20_000, 2))
+    labels = np.zeros(20_000, dtype=int)
+    labels[7] = 1
+    assert silhouette(vectors, labels, seed=0) == 0.0
+    with pytest.raises(ValueError, match="labels are all alike"):
+        silhouette(vectors, np.zeros(20_000, dtype=int), seed=0)
+
+
 def test_the_silhouette_knows_the_number_of_clusters():
     vectors, _ = blobs(count=4)
     scores = {k: silhouette(vectors, kmeans(vectors, k, 0, 10).labels, seed=0) for k in range(2, 7)}
