@@ -26,8 +26,9 @@ from megatron_chameleon.report.stability import StabilityAxis
 MARKERS, LINE_STYLES = "os^", ("solid", "dashed", "dotted")
 # Of more domains than there are colours and markers, those of the largest weights have them.
 MOST_LINES = len(COLORS) * len(MARKERS)
-# All lines of a value lie within this part of the way to the next one, so that bars do not overlap.
-SPREAD = 0.36
+# So that bars do not overlap, lines are this part of the way to the next value apart; many lines
+# share what they may take in all.
+STEP, MOST_SPREAD = 0.04, 0.36
 TICK_LIMIT = 14
 
 
@@ -65,7 +66,8 @@ def _draw_axis(
     positions = np.arange(len(axis.values), dtype=np.float64)
     for k in others:
         panel.plot(positions, axis.weights[:, k], color=PROXY_COLOR, linewidth=0.6, alpha=0.5)
-    shifts = np.linspace(-SPREAD / 2, SPREAD / 2, len(named)) if len(named) > 1 else np.zeros(1)
+    spread = min(MOST_SPREAD, STEP * (len(named) - 1))
+    shifts = np.linspace(-spread / 2, spread / 2, len(named))
     handles: list[Artist] = [
         _draw_domain(panel, axis, k, positions + shift, number)
         for number, (k, shift) in enumerate(zip(named, shifts, strict=True))
