@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.measure import compared, interleaved, told
-from benchmarks.process_tree import Run, run
+from benchmarks.process_tree import peak_bytes_of, seconds_of
 from benchmarks.real_text import RealText, read_texts, train_tokenizer_on, write_real_text
 from megatron_chameleon.artifacts import SPLITS, Corpus
 from megatron_chameleon.corpus.indexed_writer import HEADER, TYPE_CODES
@@ -44,24 +44,24 @@ def measure(
     Args:
         num_bytes: of text.
         training_bytes: of it, that the tokenizer is trained on.
-        repeats: runs of each, in turn.
+        repeats: timed runs of each, in turn; one more of each is looked at for its memory.
         folder: where to work; text and tokenizer that lie there from before are used again.
     """
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary) if folder is None else folder
         text = _prepare(work, num_bytes, training_bytes)
         commands = {"ours": _our_command, "theirs": _their_command}
-        runs: dict[str, list[Run]] = {name: [] for name in commands}
+        seconds: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(repeats):
             for name, command in commands.items():
-                runs[name].append(run(command(work)))
+                seconds[name].append(seconds_of(command(work)))
+        peaks = {name: peak_bytes_of(command(work)) for name, command in commands.items()}
         tokens = compare(work / "corpus", work / "megatron-text")
         encoding = encoding_alone(work, text.text_bytes // 20)
-    seconds = {name: [run.seconds for run in found] for name, found in runs.items()}
     row = compared(
         f"JSONL to .bin/.idx, {text.text_bytes / 1e6:.0f} MB of text, {VOCAB_SIZE} BPE",
         seconds,
-        peak_mb={name: max(run.peak_bytes for run in runs[name]) / 1e6 for name in runs},
+        peak_mb={name: peak / 1e6 for name, peak in peaks.items()},
         all_seconds=seconds,
         documents=text.documents,
         text_bytes=text.text_bytes,

@@ -8,42 +8,53 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_chameleon.errors import UserError
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 
 
-class Run(NamedTuple):
-    """One run: wall seconds, and the peak of the resident bytes added up over all processes.
-
-    Pages that processes share are counted in each of them.
-    """
-
-    seconds: float
-    peak_bytes: int
-
-
-def run(command: Sequence[str]) -> Run:
-    """Run a Python script (``command`` begins with its path) to its end.
+def seconds_of(command: Sequence[str]) -> float:
+    """Wall seconds of a Python script (``command`` begins with its path), which nobody looks at.
 
     Raises:
         UserError: if it fails, with the end of what it wrote.
     """
     begin = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = _started(command)
+    output = process.communicate()[0]
+    seconds = time.perf_counter() - begin
+    _check(process, command, output)
+    return seconds
+
+
+def peak_bytes_of(command: Sequence[str]) -> int:
+    """The peak of the resident bytes added up over all processes of a Python script.
+
+    Pages that processes share are counted in each of them. To look takes a few percent of a core,
+    so a run is looked at or timed.
+
+    Raises:
+        UserError: if it fails, with the end of what it wrote.
+    """
+    process = _started(command)
     peak = 0
     while process.poll() is None:
         peak = max(peak, _resident_bytes(process.pid))
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    seconds = time.perf_counter() - begin
-    output = process.communicate()[0]
+    _check(process, command, process.communicate()[0])
+    return peak
+
+
+def _started(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _check(process: subprocess.Popen[str], command: Sequence[str], output: str) -> None:
     if process.returncode:
         raise UserError(f"{' '.join(command)} failed: {output[-2000:]}")
-    return Run(seconds, peak)
 
 
 def _resident_bytes(pid: int) -> int:

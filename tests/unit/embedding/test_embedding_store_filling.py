@@ -222,6 +222,33 @@ def test_only_the_new_domain_is_embedded(reader, counted, tmp_path):
     assert list(store.domains) == ["a", "b", "c"]
 
 
+class Killed(BaseException):
+    """In the place of a signal that cannot be caught: nothing handles it."""
+
+
+def test_a_fill_that_ends_between_domains_goes_on_with_those_that_are_left(
+    reader, corpus, counted, monkeypatch, tmp_path
+):
+    whole = fill(tmp_path / "whole", corpus, reader)
+
+    def killed_at_the_second(store, *arguments):
+        if store.domains:
+            raise Killed
+        return original(store, *arguments)
+
+    original = EmbeddingStore.with_domain
+    with monkeypatch.context() as patched:
+        patched.setattr(EmbeddingStore, "with_domain", killed_at_the_second)
+        with pytest.raises(Killed):
+            fill(tmp_path / "killed", corpus, reader)
+    assert list(EmbeddingStore.load(tmp_path / "killed").domains) == corpus.names[:1]
+    counted.clear()
+    found = fill(tmp_path / "killed", corpus, reader)
+    assert sum(counted) == sum(whole.domains[name].windows for name in corpus.names[1:])
+    for name in corpus.names:
+        np.testing.assert_array_equal(found.vectors(name), whole.vectors(name))
+
+
 def test_a_domain_whose_text_changed_is_embedded_again(reader, counted, tmp_path):
     before = fill(tmp_path / "store", write_small_corpus(tmp_path / "one", ("a",)), reader)
     old = before.vectors("a")
