@@ -62,15 +62,19 @@ def missing_domains(store: EmbeddingStore, corpus: Corpus, names: Sequence[str])
 
 def fill_store(
     store: EmbeddingStore, corpus: Corpus, reader: Reader, names: list[str], batch_size: int
-) -> EmbeddingStore:
+) -> tuple[EmbeddingStore, Cost]:
     """Embed the domains ``names`` and write them to the store, one after another.
 
     Every rank calls this; rank 0 writes. A run that is killed keeps the domains it finished.
+
+    Returns:
+        The store, which on rank 0 has the domains, and what these cost; others may have added to
+        the store's own cost meanwhile.
     """
     layout = reader.layout
     sources = {name: open_tokens(corpus, name, "train") for name in names}
     windows = {name: drawn_windows(store.recipe, name, source) for name, source in sources.items()}
-    total = sum(map(len, windows.values()))
+    total, spent = sum(map(len, windows.values())), Cost()
     with progress_bar(total, " windows", quiet=not layout.is_main) as progress:
         for name in names:
             progress.set_description(f"embedding {name}")
@@ -88,9 +92,10 @@ def fill_store(
             cost = stopwatch.cost(
                 windows_flops(reader.shape, store.recipe.layer, windows[name]), layout.world_size
             )
+            spent += cost
             if layout.is_main:
                 store = store.with_domain(name, vectors, corpus.domain_hash(name), cost)
-    return store
+    return store, spent
 
 
 def windows_flops(shape: ModelShape, layer: int, windows: Windows) -> float:

@@ -33,10 +33,8 @@ def compute_mixture(options: MixtureOptions) -> None:
         store = from_main(lambda: _open_store(plan))
         text = from_main(lambda: _target_tokens(plan))
         missing = from_main(lambda: missing_domains(store, plan.corpus, plan.names))
-        before = store.cost
-        store, target = _embed(plan, store, missing, text, layout)
+        store, spent, target = _embed(plan, store, missing, text, layout)
         if layout.is_main:
-            spent = store.cost.flops - before.flops, store.cost.wall_seconds - before.wall_seconds
             _weigh_and_tell(plan, store, target, layout.world_size, missing, spent)
 
 
@@ -58,16 +56,17 @@ def _embed(
     missing: list[str],
     text: TokenFile | None,
     layout: Layout,
-) -> tuple[EmbeddingStore, EmbeddedTarget | None]:
-    """The proxy's part: the domains that the store lacks, and the target's text."""
+) -> tuple[EmbeddingStore, Cost, EmbeddedTarget | None]:
+    """The proxy's part: the domains that the store lacks, their cost, and the target's text."""
     if not missing and text is None:
-        return store, None
+        return store, Cost(), None
     reader = open_reader(plan.checkpoint, layout, bf16=plan.embedding.dtype == "bfloat16")
     batch_size = plan.options.extraction.embedding_batch_size
     target = None if text is None else embed_target(text, plan.embedding, reader, batch_size)
+    spent = Cost()
     if missing:
-        store = fill_store(store, plan.corpus, reader, missing, batch_size)
-    return store, target
+        store, spent = fill_store(store, plan.corpus, reader, missing, batch_size)
+    return store, spent, target
 
 
 def _weigh_and_tell(
@@ -76,9 +75,9 @@ def _weigh_and_tell(
     target: EmbeddedTarget | None,
     num_devices: int,
     missing: list[str],
-    spent: tuple[float, float],
+    spent: Cost,
 ) -> None:
-    """Write the mixture and print it, with what embedding ``missing`` cost: FLOPs and seconds."""
+    """Write the mixture and print it, with what embedding ``missing`` cost."""
     stopwatch, options = Stopwatch(), plan.options
     windows = read_windows(store, plan.names, options.extraction.extraction_seed)
     mixture = weigh(plan, windows, target)
@@ -91,9 +90,9 @@ def _weigh_and_tell(
         print(f"\n{explanation(plan.names, windows, options.mode, plan.recipe, prior)}")
         changed = options.keep is not None or options.max_epochs is not None
         print("The knobs' weights are those before --keep and --max-epochs.\n" if changed else "")
-    flops, seconds = spent
     print(
-        f"embedding {len(missing)} domains took {flops:.2e} FLOPs and {seconds:.1f} s\n"
+        f"embedding {len(missing)} domains took {spent.flops:.2e} FLOPs and "
+        f"{spent.wall_seconds:.1f} s\n"
         f"written to {options.output}; next: tools/pretrain_gpt.py --corpus "
         f"{options.corpus} --mixture {options.output} --run-dir ..."
     )

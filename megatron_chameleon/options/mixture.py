@@ -29,8 +29,8 @@ class ExtractionOptions:
     embedding_batch_size: int = 32
     """Windows per forward pass and rank; does not change the result."""
     embedding_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the proxy computes in. 'bfloat16' is many times faster on a GPU, and rounds; means over
-    tokens and windows are taken in float32 either way."""
+    """What the proxy computes in. 'bfloat16' is faster on devices that compute in it, and rounds;
+    means over tokens and windows are taken in float32 either way."""
 
 
 @dataclasses.dataclass(frozen=True)

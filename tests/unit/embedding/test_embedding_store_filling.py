@@ -165,9 +165,11 @@ def counted(reader, monkeypatch):
 
 def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
     store = open_store(folder, RECIPE, SHAPE.size.hidden_size, MADE)
-    return fill_store(
-        store, corpus, reader, missing_domains(store, corpus, corpus.names), batch_size=8
-    )
+    missing = missing_domains(store, corpus, corpus.names)
+    before = store.cost
+    filled, spent = fill_store(store, corpus, reader, missing, batch_size=8)
+    assert filled.cost == before + spent
+    return filled
 
 
 def test_every_domain_is_embedded_and_written(reader, corpus, counted, tmp_path):
