@@ -90,6 +90,66 @@ def run_subcommand(
     run_tool(function, options_type, sys.argv[2:], prog=f"{tool} {name}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A flag whose value chooses what a tool does, and with it all its other flags.
+
+    Attributes:
+        flag: such as ``--method``.
+        default: its value where it is not given.
+        commands: value -> what is called, with options of which type.
+        listing_flag: prints what the values mean.
+        listing: what it prints.
+    """
+
+    flag: str
+    default: str
+    commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]]
+    listing_flag: str
+    listing: Callable[[], str]
+
+
+def run_choice(choice: Choice) -> NoReturn:
+    """Like :func:`run_tool` for a tool with a flag that chooses its command."""
+    rank = int(os.environ.get("RANK", "0"))
+    names, argv = take_values(choice.flag, sys.argv[1:])
+    tool = os.path.basename(sys.argv[0])
+    if choice.listing_flag in argv:
+        if rank == 0:
+            print(choice.listing())
+        sys.exit(0)
+    name = names[-1] if names else choice.default
+    if name not in choice.commands:
+        _refuse(
+            f"{choice.flag} {name}: there is none of that name; {choice.listing_flag} tells of "
+            f"{', '.join(choice.commands)}",
+            rank,
+        )
+    if not names and rank == 0 and {"-h", "--help"} & set(argv):
+        print(
+            f"{choice.flag} {{{','.join(choice.commands)}}} chooses ({choice.default} unless given)"
+            f": each has flags of its own, which --help shows beside it; {choice.listing_flag} "
+            "tells of them\n"
+        )
+    function, options_type = choice.commands[name]
+    run_tool(function, options_type, argv, prog=f"{tool} {choice.flag} {name}")
+
+
+def take_values(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values that ``argv`` gives ``flag``, and what is left of it."""
+    values: list[str] = []
+    rest: list[str] = []
+    given = iter(argv)
+    for argument in given:
+        if argument == flag:
+            values.append(next(given, ""))
+        elif argument.startswith(f"{flag}="):
+            values.append(argument.removeprefix(f"{flag}="))
+        else:
+            rest.append(argument)
+    return values, rest
+
+
 def parse_options(
     options_type: type[Options], argv: Sequence[str], rank: int = 0, prog: str | None = None
 ) -> Options:

@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
-"""Find a mixture: torchrun --nproc-per-node N tools/compute_mixture.py ..."""
+"""Find a mixture: torchrun --nproc-per-node N tools/compute_mixture.py [--method M] ..."""
 
 from __future__ import annotations
 
-from megatron_chameleon.cli import run_tool
-from megatron_chameleon.options.mixture import MixtureOptions
-
-
-def main(options: MixtureOptions) -> None:
-    """Embed the domains and weigh them."""
-    from megatron_chameleon.methods.chameleon import compute_mixture
-
-    compute_mixture(options)
-
+from megatron_chameleon.cli import Choice, run_choice
+from megatron_chameleon.methods.common.registry import (
+    DEFAULT_METHOD,
+    find_methods,
+    methods_listed,
+)
 
 if __name__ == "__main__":
-    run_tool(main, MixtureOptions)
+    run_choice(
+        Choice(
+            flag="--method",
+            default=DEFAULT_METHOD,
+            commands={name: (m.compute, m.options) for name, m in find_methods().items()},
+            listing_flag="--list-methods",
+            listing=methods_listed,
+        )
+    )

@@ -9,7 +9,7 @@ from megatron_chameleon.options.discover import DiscoverOptions
 
 def main(options: DiscoverOptions) -> None:
     """Cluster documents and write the corpus of the clusters."""
-    from megatron_chameleon.methods.discover import discover_domains
+    from megatron_chameleon.methods.discovery.discover import discover_domains
 
     discover_domains(options)
 

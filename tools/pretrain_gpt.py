@@ -19,7 +19,7 @@ def main(options: PretrainOptions) -> None:
     if options.online.online_interval is None:
         pretrain(options, stops=stops)
         return
-    from megatron_chameleon.methods.online_chameleon import OnlineChameleon
+    from megatron_chameleon.methods.leverage.online import OnlineChameleon
 
     pretrain(options, watched_by=OnlineChameleon, stops=stops)
 

@@ -9,7 +9,7 @@ from megatron_chameleon.options.sweep import SweepOptions
 
 def main(options: SweepOptions) -> None:
     """Find the mixtures, then show how far they lie apart."""
-    from megatron_chameleon.methods.sweep import sweep_mixture
+    from megatron_chameleon.methods.sweeps.sweep import sweep_mixture
     from megatron_chameleon.report.page import load_figures
     from megatron_chameleon.report.stability import report_stability
 

@@ -1,1 +1,1 @@
-"""One file a mixing method: what it runs to feed its maths in ``mixture``."""
+"""One file a mixing method, found by being there; the folders beside them are their machinery."""

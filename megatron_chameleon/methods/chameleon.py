@@ -1,117 +1,62 @@
-"""Chameleon: proxy -> domain embeddings -> kernel ridge leverage scores -> mixture.
+"""Chameleon: kernel ridge leverage scores of the domains' embeddings, inverted for pretraining.
 
-Xie, Tonin, Cevher: Chameleon, ICML 2025, Algorithm 1. The proxy is trained before, by
-tools/pretrain_gpt.py with uniform weights; for fine-tuning it is the model to be tuned.
+Xie, Tonin, Cevher: Chameleon, ICML 2025.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Literal
 
-from megatron_chameleon.artifacts import Cost, EmbeddingStore, Mixture, Stopwatch
-from megatron_chameleon.checkpoint.reader import open_reader
-from megatron_chameleon.corpus.indexed_reader import TokenFile
-from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store
-from megatron_chameleon.methods.chameleon_plan import MixturePlan, plan_mixture
-from megatron_chameleon.methods.domain_windows import read_windows
-from megatron_chameleon.methods.explain import explanation
-from megatron_chameleon.methods.table import closing_words, mixture_table
-from megatron_chameleon.methods.target_text import EmbeddedTarget, embed_target, read_target
-from megatron_chameleon.methods.weighing import prior_of, weigh
-from megatron_chameleon.options.mixture import MixtureOptions
-from megatron_chameleon.parallel.layout import Layout, distributed, from_main
+from megatron_chameleon.methods.common.method import Method
+from megatron_chameleon.options.mixture import ExtractionOptions, MethodOptions, RecipeOptions
+from megatron_chameleon.options.parallel import ParallelOptions
 
 
-def compute_mixture(options: MixtureOptions) -> None:
-    """Embed what the store lacks, weigh the domains and write the mixture. Every rank calls this.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChameleonOptions(MethodOptions):
+    """Embed every domain with a proxy model and turn leverage scores into sampling weights."""
 
-    Raises:
-        UserError: for a mistake in the options or in what they name.
-    """
-    with distributed(options.parallel, seed=0) as layout:
-        plan = from_main(lambda: plan_mixture(options))
-        store = from_main(lambda: _open_store(plan))
-        text = from_main(lambda: _target_tokens(plan))
-        missing = from_main(lambda: missing_domains(store, plan.corpus, plan.names))
-        store, spent, target = _embed(plan, store, missing, text, layout)
-        if layout.is_main:
-            _weigh_and_tell(plan, store, target, layout.world_size, missing, spent)
-
-
-def _open_store(plan: MixturePlan) -> EmbeddingStore:
-    hidden_size = plan.shape.size.hidden_size
-    return open_store(plan.store, plan.embedding, hidden_size, plan.provenance)
-
-
-def _target_tokens(plan: MixturePlan) -> TokenFile | None:
-    """The text of ``--target``, before anything is embedded, so that a mistake shows at once."""
-    if plan.target is None or plan.target.text is None:
-        return None
-    return read_target(plan.target.text, plan.corpus)
-
-
-def _embed(
-    plan: MixturePlan,
-    store: EmbeddingStore,
-    missing: list[str],
-    text: TokenFile | None,
-    layout: Layout,
-) -> tuple[EmbeddingStore, Cost, EmbeddedTarget | None]:
-    """The proxy's part: the domains that the store lacks, their cost, and the target's text."""
-    if not missing and text is None:
-        return store, Cost(), None
-    reader = open_reader(plan.checkpoint, layout, bf16=plan.embedding.dtype == "bfloat16")
-    batch_size = plan.options.extraction.embedding_batch_size
-    target = None if text is None else embed_target(text, plan.embedding, reader, batch_size)
-    spent = Cost()
-    if missing:
-        store, spent = fill_store(store, plan.corpus, reader, missing, batch_size)
-    return store, spent, target
+    checkpoint: Path
+    """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
+    mode: Literal["pretrain", "finetune"] = "pretrain"
+    """'pretrain' weights broad domains up, 'finetune' distinct ones."""
+    store: Path | None = None
+    """Embedding store to use and fill; 'embeddings' beside the output unless given."""
+    domains: str | None = None
+    """Weigh only these domains, a,b,c; the others get no weight. All of them unless given."""
+    keep: Path | None = None
+    """A mixture whose domains keep their ratios to each other: only those that are not in it are
+    placed, each with the share that it would have among all."""
+    target: str | None = None
+    """What the mixture is for: domains, a,b or with shares a=2,b=1, or a text (.txt, or .jsonl with
+    documents under "text"), which is embedded as the domains are and counts those nearest to it.
+    Pretraining feels it at a small ridge, fine-tuning at a large one."""
+    target_strength: float | None = None
+    """From 0 (all domains alike) to 1 (--target alone), both excluded; 0.5 unless given."""
+    explain: bool = False
+    """Print what is behind the weights: how alike the domains are, their scores, and what each knob
+    would do."""
+    extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
+    weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
+    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
 
 
-def _weigh_and_tell(
-    plan: MixturePlan,
-    store: EmbeddingStore,
-    target: EmbeddedTarget | None,
-    num_devices: int,
-    missing: list[str],
-    spent: Cost,
-) -> None:
-    """Write the mixture and print it, with what embedding ``missing`` cost."""
-    stopwatch, options = Stopwatch(), plan.options
-    windows = read_windows(store, plan.names, options.extraction.extraction_seed)
-    mixture = weigh(plan, windows, target)
-    cost = stopwatch.cost(num_devices=num_devices) + (Cost() if target is None else target.cost)
-    mixture = dataclasses.replace(mixture, cost=cost)
-    mixture.save(options.output)
-    print(f"{_heading(plan, len(missing))}\n{mixture_table(mixture)}\n{_closing(plan, mixture)}")
-    if options.explain:
-        prior = prior_of(plan, target)
-        print(f"\n{explanation(plan.names, windows, options.mode, plan.recipe, prior)}")
-        changed = options.keep is not None or options.max_epochs is not None
-        print("The knobs' weights are those before --keep and --max-epochs.\n" if changed else "")
-    print(
-        f"embedding {len(missing)} domains took {spent.flops:.2e} FLOPs and "
-        f"{spent.wall_seconds:.1f} s\n"
-        f"written to {options.output}; next: tools/pretrain_gpt.py --corpus "
-        f"{options.corpus} --mixture {options.output} --run-dir ..."
-    )
+def compute(options: ChameleonOptions) -> None:
+    """Embed the domains and weigh them."""
+    from megatron_chameleon.methods.leverage.compute import compute_mixture
+
+    compute_mixture(options)
 
 
-def _heading(plan: MixturePlan, num_missing: int) -> str:
-    heading = (
-        f"Chameleon, {plan.options.mode} weights, recipe {plan.recipe.name}, layer "
-        f"{plan.embedding.layer} of {plan.shape.size.num_layers}, "
-        f"{len(plan.names) - num_missing} domains reused from {plan.store}"
-    )
-    if plan.target is None:
-        return heading
-    return f"{heading}\ntowards {plan.target.given}, with strength {plan.target.strength:g}"
-
-
-def _closing(plan: MixturePlan, mixture: Mixture) -> str:
-    words = closing_words(mixture, plan.options.weighting.precision)
-    group = mixture.parameters["bootstrap_group"]
-    if group == 1:
-        return words
-    return f"{words}\nfor so many domains the intervals resample means of {group} windows each"
+METHOD = Method(
+    name="chameleon",
+    options=ChameleonOptions,
+    compute=compute,
+    summary="inverse leverage scores of the domains' embeddings",
+    needs="a proxy trained by uniform weights (--checkpoint)",
+    cost="the proxy, once; then forward passes over each new domain",
+    good_for="domains that come and go; fine-tuning (--mode finetune)",
+    source="Xie, Tonin, Cevher: Chameleon, ICML 2025",
+)

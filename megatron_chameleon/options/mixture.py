@@ -1,12 +1,10 @@
-"""Options of tools/compute_mixture.py."""
+"""Options of tools/compute_mixture.py that more than one method or tool has."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 from typing import Literal
-
-from megatron_chameleon.options.parallel import ParallelOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,39 +53,16 @@ class RecipeOptions:
     """Half width of an interval that would be enough: it is said how many windows that takes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class MixtureOptions:
-    """Embed every domain with a proxy model and turn leverage scores into sampling weights."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    """What every method is told: whose mixture it finds, and for how much training."""
 
     corpus: Path
     """Folder written by tools/preprocess_data.py."""
-    checkpoint: Path
-    """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
     output: Path
     """The mixture.json to write."""
-    mode: Literal["pretrain", "finetune"] = "pretrain"
-    """'pretrain' weights broad domains up, 'finetune' distinct ones."""
-    store: Path | None = None
-    """Embedding store to use and fill; 'embeddings' beside the output unless given."""
-    domains: str | None = None
-    """Weigh only these domains, a,b,c; the others get no weight. All of them unless given."""
-    keep: Path | None = None
-    """A mixture whose domains keep their ratios to each other: only those that are not in it are
-    placed, each with the share that it would have among all."""
     token_budget: int | None = None
     """Tokens of the training to come: the implied epochs per domain are then told and stored."""
     max_epochs: float | None = None
     """Go through no domain's training tokens more often within --token-budget. The mixture is then
     the nearest one that does not (smallest Kullback-Leibler divergence)."""
-    target: str | None = None
-    """What the mixture is for: domains, a,b or with shares a=2,b=1, or a text (.txt, or .jsonl with
-    documents under "text"), which is embedded as the domains are and counts those nearest to it.
-    Pretraining feels it at a small ridge, fine-tuning at a large one."""
-    target_strength: float | None = None
-    """From 0 (all domains alike) to 1 (--target alone), both excluded; 0.5 unless given."""
-    explain: bool = False
-    """Print what is behind the weights: how alike the domains are, their scores, and what each knob
-    would do."""
-    extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
-    weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
-    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)

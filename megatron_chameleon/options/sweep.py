@@ -6,18 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from megatron_chameleon.options.checkpointing import CheckpointingOptions
-from megatron_chameleon.options.guards import GuardOptions
-from megatron_chameleon.options.logging import LoggingOptions
 from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
-from megatron_chameleon.options.parallel import TrainingParallelOptions
-from megatron_chameleon.options.stopping import StoppingOptions
-from megatron_chameleon.options.training import (
-    DocumentBoundaryOptions,
-    DryFirstStep,
-    OptimizerOptions,
-)
-from megatron_chameleon.options.validation import ValidationOptions
+from megatron_chameleon.options.proxy import ProxyOptions
 
 Method = Literal["chameleon"]
 
@@ -35,44 +25,6 @@ class AxisOptions:
     """Values of --ridge (paper: 1 10 100). Nothing is trained or embedded for them."""
     sweep_num_windows: tuple[int, ...] | None = None
     """Values of --num-windows (paper: 2k 4k 8k)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ProxyOptions:
-    """How a proxy is trained, as by tools/pretrain_gpt.py: from random weights, by uniform ones."""
-
-    model_size: str = "82m"
-    """Name of the model size of the centre; a wrong one lists them all."""
-    train_iters: int = 2000
-    """Optimizer steps of the centre's proxy (paper: 2000)."""
-    seq_length: int = 1024
-    """Tokens per sample (the paper's cost figures imply 1024)."""
-    global_batch_size: int = 128
-    """Sequences per step, over all ranks (paper: 128)."""
-    micro_batch_size: int = 8
-    """Sequences per forward pass and rank."""
-    seed: int = 1234
-    """Of the initial weights and of the order of samples, for all proxies."""
-    bf16: bool = False
-    """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
-    compile_layers: bool = False
-    """Compile the transformer layers with torch.compile, on a GPU."""
-    deterministic: bool = False
-    """Use only algorithms that give the same bits every time."""
-    dry_first_step: DryFirstStep = "auto"
-    """Take the memory of a step before the first one; auto does where there is a GPU."""
-    log_interval: int = 10
-    """Steps between two lines of log and metrics."""
-    save_interval: int = 500
-    """Steps between two checkpoints; the last step always writes one."""
-    boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
-    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
-    checkpointing: CheckpointingOptions = dataclasses.field(default_factory=CheckpointingOptions)
-    guards: GuardOptions = dataclasses.field(default_factory=GuardOptions)
-    stopping: StoppingOptions = dataclasses.field(default_factory=StoppingOptions)
-    validation: ValidationOptions = dataclasses.field(default_factory=ValidationOptions)
-    logging: LoggingOptions = dataclasses.field(default_factory=LoggingOptions)
-    parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
 
 
 @dataclasses.dataclass(frozen=True)

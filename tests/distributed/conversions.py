@@ -18,7 +18,7 @@ from megatron_chameleon.checkpoint.reader import shape_of
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
-from megatron_chameleon.methods.chameleon import compute_mixture
+from megatron_chameleon.methods.leverage.compute import compute_mixture
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.parallel.layout import distributed

@@ -9,9 +9,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.options.data import DataOptions, Permutation
 from megatron_chameleon.options.evaluation import PerplexityOptions
-from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
+from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.options.recompute import RecomputeOptions
 from megatron_chameleon.options.training import (
@@ -353,10 +354,10 @@ def reading_layout(case: Case) -> ParallelOptions:
     return ParallelOptions(**{field.name: getattr(case.parallel, field.name) for field in fields})
 
 
-def mixture_options(places: Places, name: str, layer: int) -> MixtureOptions:
+def mixture_options(places: Places, name: str, layer: int) -> ChameleonOptions:
     """The mixture that the run 'one' gives, by one reading of one layer."""
     reading = READINGS[name]
-    return MixtureOptions(
+    return ChameleonOptions(
         corpus=places.corpus,
         checkpoint=places.run("one"),
         output=places.mixture(name, layer),

@@ -198,13 +198,13 @@ def share_step_count(optimizer: MegatronOptimizer) -> None:
 
 
 def embed(places: Places, name: str, layer: int) -> None:
-    from megatron_chameleon.methods.chameleon import compute_mixture
+    from megatron_chameleon.methods.leverage.compute import compute_mixture
 
     compute_mixture(mixture_options(places, name, layer))
 
 
 def discover(places: Places, name: str) -> None:
-    from megatron_chameleon.methods.discover import discover_domains
+    from megatron_chameleon.methods.discovery.discover import discover_domains
 
     discover_domains(discover_options(places, name))
 

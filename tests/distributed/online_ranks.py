@@ -21,7 +21,7 @@ def resume_online(places: Places, name: str) -> None:
 
 
 def _train(places: Places, name: str, case: Case) -> None:
-    from megatron_chameleon.methods.online_chameleon import OnlineChameleon
+    from megatron_chameleon.methods.leverage.online import OnlineChameleon
     from megatron_chameleon.training.pretrain import pretrain
 
     pretrain(online_options(places, name, case), OnlineChameleon)

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.distributed.run import get_args_parser
 
-from megatron_chameleon.cli import parse_options
+from megatron_chameleon.cli import parse_options, take_values
+from megatron_chameleon.methods.common.registry import DEFAULT_METHOD, find_methods
 from megatron_chameleon.options.evaluation import PerplexityToolOptions
-from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.report import ReportOptions
 from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.options.training import PretrainOptions
@@ -31,7 +31,6 @@ SWEEPING = ["sweep_stability"]
 FINE_TUNING = [name for name in LAUNCHERS if name.startswith("finetune")]
 TOOLS = {
     "pretrain_gpt.py": PretrainOptions,
-    "compute_mixture.py": MixtureOptions,
     "evaluate.py": PerplexityToolOptions,
     "make_report.py": ReportOptions,
     "sweep_mixture.py": SweepOptions,
@@ -63,6 +62,10 @@ class Call:
         name = Path(tool).name
         if name == "evaluate.py":
             assert flags.pop(0) == "perplexity"
+        if name == "compute_mixture.py":
+            methods, flags = take_values("--method", flags)
+            chosen = find_methods()[methods[-1] if methods else DEFAULT_METHOD].options
+            return cls(program, ranks, parse_options(chosen, flags))
         return cls(program, ranks, parse_options(TOOLS[name], flags))
 
 

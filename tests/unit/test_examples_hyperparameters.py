@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 
+from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.model.sizes import DEFAULT_SIZE, SIZES
-from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
 from tests.unit.launched import EXAMPLES, LAUNCHERS, Launcher, write_everything
 
@@ -52,7 +52,7 @@ def test_the_options_name_the_same_origin():
     helped = " ".join(docstrings(PretrainOptions).values())
     assert "(paper" in helped
     assert "(assumed" in helped
-    for cls in (PretrainOptions, OptimizerOptions, MixtureOptions):
+    for cls in (PretrainOptions, OptimizerOptions, ChameleonOptions):
         for name, text in docstrings(cls).items():
             marks = {mark for flag, _, mark in marked_lines() if flag == f"--{name}"} - {"tiny"}
             if "(paper" in text:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.options.evaluation import PerplexityToolOptions
-from megatron_chameleon.options.mixture import MixtureOptions
 from tests.unit.launched import (
     EXAMPLES,
     LAUNCHERS,
@@ -133,7 +133,7 @@ def test_several_nodes_meet_on_the_first(launch, everything):
 def test_fine_tuning_compares_three_mixtures_from_one_checkpoint(launch, everything):
     launched = launch("finetune_wiki40b")
     pretrained = Path("runs/pile/5-base/chameleon-pretrain-seed1")
-    first, second = (c.options for c in launched.calls if isinstance(c.options, MixtureOptions))
+    first, second = (c.options for c in launched.calls if isinstance(c.options, ChameleonOptions))
     assert (first.mode, second.mode) == ("finetune", "pretrain")
     assert first.checkpoint == second.checkpoint == pretrained
     assert first.store == second.store

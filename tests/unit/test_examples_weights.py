@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.options.mixture import MixtureOptions
+from megatron_chameleon.methods.chameleon import ChameleonOptions
 from tests.unit.launched import WEIGHING, Launcher, write_everything
 
 FROM_A_BASE_MODEL = ["mixture_stack", "mixture_wiki40b"]
@@ -25,7 +25,7 @@ def everything(tmp_path):
 def test_the_proxy_of_slimpajama_weighs_the_pile(launch, everything):
     (call,) = launch("transfer_pile").calls
     options = call.options
-    assert isinstance(options, MixtureOptions)
+    assert isinstance(options, ChameleonOptions)
     assert (call.program, options.mode) == ("torchrun", "pretrain")
     assert options.corpus == Path("runs/pile/1-corpus")
     assert options.checkpoint == Path("runs/slimpajama/2-proxy/82m-seed1")

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 from megatron_chameleon.artifacts.provenance import PACKAGES, plain_options, provenance
-from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions
+from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.options.mixture import ExtractionOptions
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.source import SourceOptions
 
-OPTIONS = MixtureOptions(
+OPTIONS = ChameleonOptions(
     corpus=Path("corpus"),
     checkpoint=Path("run"),
     output=Path("mixture.json"),

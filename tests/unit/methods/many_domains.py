@@ -20,10 +20,10 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.embedding_store import DomainEmbeddings
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.methods.chameleon_plan import MixturePlan, resolve_options
-from megatron_chameleon.methods.target import resolve_target
+from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.leverage.plan import MixturePlan, resolve_options
+from megatron_chameleon.methods.leverage.target import resolve_target
 from megatron_chameleon.model.sizes import ModelShape, model_size
-from megatron_chameleon.options.mixture import MixtureOptions
 
 MADE = Provenance([], {}, {}, {}, None, "2026-01-01")
 RECIPE = EmbeddingRecipe("m" * 64, 2, 32, 64, seed=0, tokenizer_hash="t" * 64)
@@ -49,7 +49,7 @@ def with_entries(store: EmbeddingStore, entries: dict[str, DomainEmbeddings]) ->
     return EmbeddingStore(store.root, RECIPE, store.hidden_size, entries, MADE, Cost())
 
 
-def made_plan(options: MixtureOptions, names: Sequence[str], run: Path) -> MixturePlan:
+def made_plan(options: ChameleonOptions, names: Sequence[str], run: Path) -> MixturePlan:
     """The plan of ``options`` for domains of 1000 tokens each; ``run`` has a checkpoint."""
     split = DomainSplit("none", 10, 1000, 1000, "0" * 64)
     tokenizer = TokenizerIdentity("tokenizers", "tokenizer.json", "t" * 64, 251, 250)

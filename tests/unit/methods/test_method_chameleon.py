@@ -21,8 +21,9 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import compute_mixture
-from megatron_chameleon.methods.chameleon_plan import plan_mixture, resolve_options
+from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.leverage.compute import compute_mixture
+from megatron_chameleon.methods.leverage.plan import plan_mixture, resolve_options
 from megatron_chameleon.mixture import (
     RECIPES,
     DegenerateScoreWarning,
@@ -30,7 +31,7 @@ from megatron_chameleon.mixture import (
     chameleon_weight_fn,
     chameleon_weights,
 )
-from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
+from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 from megatron_chameleon.options.parallel import ParallelOptions
 from tests.small_corpus import DOMAINS, write_small_corpus
 from tests.unit.poison import poison_checkpoint
@@ -46,7 +47,7 @@ def options(corpus, finished_run, tmp_path):
 
     def make(**changes):
         extraction = ExtractionOptions(num_windows=WINDOWS)
-        made = MixtureOptions(
+        made = ChameleonOptions(
             corpus=corpus.root,
             checkpoint=finished_run,
             output=tmp_path / "out" / "mixture.json",

@@ -21,12 +21,13 @@ from megatron_chameleon.corpus.indexed_writer import IndexedWriter
 from megatron_chameleon.embedding import documents as document_vectors
 from megatron_chameleon.embedding.documents import DocumentVectors
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods import discover_vectors
-from megatron_chameleon.methods.chameleon import compute_mixture
-from megatron_chameleon.methods.discover import discover_domains, visible
-from megatron_chameleon.methods.discover_plan import cluster_names
+from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.discovery import vectors
+from megatron_chameleon.methods.discovery.discover import discover_domains, visible
+from megatron_chameleon.methods.discovery.plan import cluster_names
+from megatron_chameleon.methods.leverage.compute import compute_mixture
 from megatron_chameleon.options.discover import DiscoverOptions, DocumentEmbeddingOptions
-from megatron_chameleon.options.mixture import MixtureOptions, RecipeOptions
+from megatron_chameleon.options.mixture import RecipeOptions
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.training.pretrain import pretrain
@@ -202,7 +203,9 @@ def test_what_is_written_can_be_weighed(discover, proxy, tmp_path):
     found = discover()
     mixture = tmp_path / "mixture.json"
     weighting = RecipeOptions(recipe="scaled", bootstrap_resamples=20)
-    compute_mixture(MixtureOptions(found.root, proxy, mixture, weighting=weighting))
+    compute_mixture(
+        ChameleonOptions(corpus=found.root, checkpoint=proxy, output=mixture, weighting=weighting)
+    )
     assert list(Mixture.load(mixture).weights) == found.names
 
 
@@ -226,7 +229,7 @@ def test_the_seed_alone_decides_and_other_numbers_take_no_embedding(
 
     again = discover(output=tmp_path / "anew")  # with embeddings of its own
     assert again.hash == first.hash
-    monkeypatch.setattr(discover_vectors, "open_reader", no_proxy)
+    monkeypatch.setattr(vectors, "open_reader", no_proxy)
     store = tmp_path / "found.embeddings"
     other = discover(output=tmp_path / "other", discover="2", store=store)
     assert len(other.names) == 2

@@ -9,9 +9,9 @@ import warnings
 import numpy as np
 import pytest
 
-from megatron_chameleon.methods.domain_windows import DomainWindows
-from megatron_chameleon.methods.explain import explanation
-from megatron_chameleon.methods.table import share_of_tokens
+from megatron_chameleon.methods.common.table import share_of_tokens
+from megatron_chameleon.methods.leverage.domain_windows import DomainWindows
+from megatron_chameleon.methods.leverage.explain import explanation
 from megatron_chameleon.mixture import (
     RECIPES,
     DegenerateScoreWarning,

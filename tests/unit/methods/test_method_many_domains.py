@@ -10,9 +10,8 @@ import pytest
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
-from megatron_chameleon.methods.domain_windows import read_windows
-from megatron_chameleon.methods.explain import explanation
-from megatron_chameleon.methods.table import (
+from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.common.table import (
     HEAVIEST,
     LIGHTEST,
     MOST_ROWS,
@@ -20,9 +19,11 @@ from megatron_chameleon.methods.table import (
     mixture_table,
     share_of_tokens,
 )
-from megatron_chameleon.methods.weighing import weigh
+from megatron_chameleon.methods.leverage.domain_windows import read_windows
+from megatron_chameleon.methods.leverage.explain import explanation
+from megatron_chameleon.methods.leverage.weighing import weigh
 from megatron_chameleon.mixture import chameleon_weights, grouping
-from megatron_chameleon.options.mixture import MixtureOptions, RecipeOptions
+from megatron_chameleon.options.mixture import RecipeOptions
 from tests.unit.methods.many_domains import made_plan, made_store
 
 WIDTH, WINDOWS = 12, 64
@@ -36,8 +37,12 @@ def weighed(finished_run, tmp_path):
         names = [f"domain-{number:04}" for number in range(count)]
         store = made_store(tmp_path / f"store-{count}", names, WINDOWS, WIDTH)
         weighting = RecipeOptions("scaled", bootstrap_resamples=20)
-        options = MixtureOptions(
-            finished_run, finished_run, tmp_path / "m.json", weighting=weighting, **changes
+        options = ChameleonOptions(
+            corpus=finished_run,
+            checkpoint=finished_run,
+            output=tmp_path / "m.json",
+            weighting=weighting,
+            **changes,
         )
         windows = read_windows(store, names, seed=0)
         plan = made_plan(options, names, finished_run)

@@ -22,12 +22,13 @@ from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.checkpoint.random_state import random_states
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import compute_mixture
-from megatron_chameleon.methods.online_chameleon import OnlineChameleon, largest_moves
+from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.leverage.compute import compute_mixture
+from megatron_chameleon.methods.leverage.online import OnlineChameleon, largest_moves
 from megatron_chameleon.mixture import DegenerateScoreWarning
 from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.options.data import DataOptions
-from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
+from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 from megatron_chameleon.options.online import OnlineOptions
 from megatron_chameleon.training import pretrain as pretrain_module
 from megatron_chameleon.training.pretrain import pretrain
@@ -61,9 +62,9 @@ def weighed(corpus, tmp_path):
 
     def weigh(checkpoint, **changes):
         extraction = ExtractionOptions(num_windows=WINDOWS, extraction_seed=SEED, **changes)
-        given = MixtureOptions(
-            corpus.root,
-            checkpoint,
+        given = ChameleonOptions(
+            corpus=corpus.root,
+            checkpoint=checkpoint,
             output=tmp_path / "weighed" / "mixture.json",
             extraction=extraction,
             weighting=RecipeOptions("scaled", bootstrap_resamples=2),

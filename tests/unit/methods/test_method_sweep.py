@@ -21,19 +21,20 @@ from megatron_chameleon.artifacts import (
     find_checkpoint,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import compute_mixture
-from megatron_chameleon.methods.sweep import plan_sweep, sweep_mixture
-from megatron_chameleon.methods.sweep_chameleon import (
+from megatron_chameleon.methods.common.proxy_run import forward_only
+from megatron_chameleon.methods.leverage.compute import compute_mixture
+from megatron_chameleon.methods.sweeps.chameleon import (
     centre_of,
-    forward_only,
     mixture_options,
-    training_options,
+    run_options,
 )
-from megatron_chameleon.methods.sweep_points import Knobs, axes_of, points_of, told
+from megatron_chameleon.methods.sweeps.points import Knobs, axes_of, points_of, told
+from megatron_chameleon.methods.sweeps.sweep import plan_sweep, sweep_mixture
 from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
+from megatron_chameleon.options.proxy import ProxyOptions
 from megatron_chameleon.options.stopping import StoppingOptions
-from megatron_chameleon.options.sweep import AxisOptions, ProxyOptions, SweepOptions
+from megatron_chameleon.options.sweep import AxisOptions, SweepOptions
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.training.pretrain import pretrain
 from tests.small_corpus import DOMAINS
@@ -235,7 +236,7 @@ def test_a_point_is_what_the_two_tools_give_one_after_the_other(swept, options, 
     """The second proxy that a process trains is the same as the first of another would be."""
     given = dataclasses.replace(options(), output=tmp_path / "alone")
     knobs = swept.points[1].knobs
-    pretrain(training_options(given, knobs))
+    pretrain(run_options(given, knobs))
     compute_mixture(mixture_options(given, knobs))
     alone = Mixture.load(mixture_options(given, knobs).output)
     assert swept.load_mixture(swept.points[1]).weights == alone.weights
@@ -280,7 +281,7 @@ def test_proxies_of_other_options_are_refused_with_the_way_out(swept, options, t
     folder = tmp_path / "run/2-proxy" / PROXIES[1]
     with pytest.raises(UserError, match="--global-batch-size 4, not 8") as refused:
         sweep_mixture(options(global_batch_size=8))
-    assert f"(in a sweep, --run-dir is {folder})" in str(refused.value)
+    assert f"(the proxy's --run-dir is {folder})" in str(refused.value)
 
 
 def test_the_record_says_how_it_was_made(swept, options, corpus, tmp_path):

@@ -23,11 +23,12 @@ from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.tokenization.file import recorded_tokenizer_file
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import compute_mixture
-from megatron_chameleon.methods.target import resolve_target
-from megatron_chameleon.methods.target_text import read_target
+from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.leverage.compute import compute_mixture
+from megatron_chameleon.methods.leverage.target import resolve_target
+from megatron_chameleon.methods.leverage.target_text import read_target
 from megatron_chameleon.mixture import chameleon_weights, similarity_shares, target_prior
-from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
+from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 
 WEIGHTING = RecipeOptions("reference", ridge=0.01, bootstrap_resamples=100)
@@ -55,7 +56,7 @@ def compute(spelt_corpus, trained_run, tmp_path):
     dataclasses.replace(record, tokenizer_hash=spelt_corpus.tokenizer.sha256).save()
 
     def run(**changes):
-        options = MixtureOptions(
+        options = ChameleonOptions(
             corpus=spelt_corpus.root,
             checkpoint=trained_run,
             output=tmp_path / "out" / "mixture.json",

@@ -14,6 +14,7 @@ import pytest
 
 import megatron_chameleon.options as options_package
 from megatron_chameleon.cli import parse_options
+from megatron_chameleon.methods.common.registry import find_methods
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.options.discover import DiscoverOptions
 from megatron_chameleon.options.doctor import DoctorOptions
@@ -21,7 +22,6 @@ from megatron_chameleon.options.evaluation import PerplexityOptions, PerplexityT
 from megatron_chameleon.options.export import ExportOptions
 from megatron_chameleon.options.gather import GatherOptions
 from megatron_chameleon.options.memory import EstimateMemoryOptions
-from megatron_chameleon.options.mixture import MixtureOptions
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.report import ReportOptions
 from megatron_chameleon.options.sweep import SweepOptions
@@ -53,7 +53,6 @@ TOOLS = [
     ExportOptions,
     FromHuggingFaceOptions,
     GatherOptions,
-    MixtureOptions,
     PerplexityOptions,  # of one checkpoint, made of those of the tool
     PerplexityToolOptions,
     PreprocessOptions,
@@ -62,6 +61,7 @@ TOOLS = [
     SweepOptions,
     ToHuggingFaceOptions,
     TrainTokenizerOptions,
+    *(method.options for method in find_methods().values()),
 ]
 
 

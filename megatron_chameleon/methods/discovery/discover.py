@@ -19,16 +19,16 @@ from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.regroup import regroup
 from megatron_chameleon.corpus.shards.folder import corpus_folder
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, corpus_tokenizer
-from megatron_chameleon.methods.discover_clusters import (
+from megatron_chameleon.methods.common.table import aligned
+from megatron_chameleon.methods.discovery.clusters import (
     Clusters,
     Near,
     assign_documents,
     fit_clusters,
     nearest_documents,
 )
-from megatron_chameleon.methods.discover_plan import DiscoverPlan, cluster_names, plan_discovery
-from megatron_chameleon.methods.discover_vectors import embed_missing
-from megatron_chameleon.methods.table import aligned
+from megatron_chameleon.methods.discovery.plan import DiscoverPlan, cluster_names, plan_discovery
+from megatron_chameleon.methods.discovery.vectors import embed_missing
 from megatron_chameleon.options.discover import DiscoverOptions
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar

@@ -12,8 +12,8 @@ from megatron_chameleon.artifacts import SPLITS, Split
 from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.embedding.documents import DocumentBlock
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.discover_plan import DiscoverPlan
-from megatron_chameleon.methods.discover_vectors import all_blocks, fit_vectors
+from megatron_chameleon.methods.discovery.plan import DiscoverPlan
+from megatron_chameleon.methods.discovery.vectors import all_blocks, fit_vectors
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.clustering import (
     Clustering,

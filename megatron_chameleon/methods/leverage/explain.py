@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_chameleon.methods.domain_windows import DomainWindows
-from megatron_chameleon.methods.table import aligned, share_of_tokens
+from megatron_chameleon.methods.common.table import aligned, share_of_tokens
+from megatron_chameleon.methods.leverage.domain_windows import DomainWindows
 from megatron_chameleon.mixture import (
     DegenerateScoreWarning,
     Mode,

@@ -23,8 +23,9 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.sweep_chameleon import CHAMELEON, forward_only
-from megatron_chameleon.methods.sweep_points import (
+from megatron_chameleon.methods.common.proxy_run import forward_only
+from megatron_chameleon.methods.sweeps.chameleon import CHAMELEON
+from megatron_chameleon.methods.sweeps.points import (
     Knobs,
     SweptMethod,
     axes_of,

@@ -24,7 +24,7 @@ from megatron_chameleon.embedding.documents import (
 from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.fill_store import windows_flops
 from megatron_chameleon.embedding.windows import Windows, draw_windows
-from megatron_chameleon.methods.discover_plan import DiscoverPlan
+from megatron_chameleon.methods.discovery.plan import DiscoverPlan
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.progress import progress_bar

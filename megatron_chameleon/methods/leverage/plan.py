@@ -12,21 +12,22 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.epoch_limit import EpochLimit
-from megatron_chameleon.methods.table import listed
-from megatron_chameleon.methods.target import Target, resolve_target
+from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.common.epoch_limit import limit_of
+from megatron_chameleon.methods.common.table import listed
+from megatron_chameleon.methods.leverage.target import Target, resolve_target
 from megatron_chameleon.mixture import Recipe, resolve_recipe
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape
-from megatron_chameleon.options.mixture import ExtractionOptions, MixtureOptions, RecipeOptions
+from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 
 
 @dataclasses.dataclass(frozen=True)
 class MixturePlan:
     """The options with the artifacts they name, all checked."""
 
-    options: MixtureOptions
+    options: ChameleonOptions
     corpus: Corpus
     names: list[str]
     """The domains that are weighed."""
@@ -42,7 +43,7 @@ class MixturePlan:
     provenance: Provenance
 
 
-def plan_mixture(options: MixtureOptions) -> MixturePlan:
+def plan_mixture(options: ChameleonOptions) -> MixturePlan:
     """Read and check what ``options`` name; nothing is written.
 
     Raises:
@@ -111,7 +112,7 @@ def _inputs(
     return inputs
 
 
-def check_numbers(options: MixtureOptions) -> None:
+def check_numbers(options: ChameleonOptions) -> None:
     """Raises UserError for a count below 1 or a seed below 0."""
     for flag, value, least in (
         ("--num-windows", options.extraction.num_windows, 1),
@@ -155,13 +156,6 @@ def kept_mixture(path: Path, names: list[str]) -> Mixture:
             "some of them, or leave --keep out"
         )
     return mixture
-
-
-def limit_of(options: MixtureOptions, corpus: Corpus, names: list[str]) -> EpochLimit:
-    """The limit of epochs that was asked for."""
-    available = corpus.train_tokens
-    tokens = {name: available[name] for name in names}
-    return EpochLimit(tokens, options.token_budget, options.max_epochs)
 
 
 def check_text(corpus: Corpus, names: list[str]) -> None:

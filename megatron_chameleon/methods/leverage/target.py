@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.table import listed
+from megatron_chameleon.methods.common.table import listed
 from megatron_chameleon.mixture import similarity_shares, target_prior
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.target import DEFAULT_STRENGTH

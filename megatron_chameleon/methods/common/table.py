@@ -77,7 +77,7 @@ def _shown(mixture: Mixture) -> tuple[list[str], list[str]]:
 
 def closing_words(mixture: Mixture, precision: float) -> str:
     """Lines under the table: how sure the order is, what more windows would do, what limits did."""
-    return "\n".join([*_order(mixture), *_windows_for(mixture, precision), *_limit(mixture)])
+    return "\n".join([*_order(mixture), *_windows_for(mixture, precision), *limit_told(mixture)])
 
 
 def _order(mixture: Mixture) -> list[str]:
@@ -99,7 +99,8 @@ def _windows_for(mixture: Mixture, precision: float) -> list[str]:
     return [f"widest interval: +-{share_of_tokens(half_width)}; {wanted}"]
 
 
-def _limit(mixture: Mixture) -> list[str]:
+def limit_told(mixture: Mixture) -> list[str]:
+    """What the limit of epochs did, in a line, if there is one."""
     if mixture.max_epochs is None:
         return []
     limit = f"{mixture.max_epochs:g} epochs"

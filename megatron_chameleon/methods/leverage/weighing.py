@@ -13,10 +13,11 @@ import numpy as np
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
-from megatron_chameleon.methods.chameleon_plan import MixturePlan, limit_of
-from megatron_chameleon.methods.domain_windows import DomainWindows
-from megatron_chameleon.methods.table import listed
-from megatron_chameleon.methods.target_text import EmbeddedTarget
+from megatron_chameleon.methods.common.epoch_limit import limit_of
+from megatron_chameleon.methods.common.table import listed
+from megatron_chameleon.methods.leverage.domain_windows import DomainWindows
+from megatron_chameleon.methods.leverage.plan import MixturePlan
+from megatron_chameleon.methods.leverage.target_text import EmbeddedTarget
 from megatron_chameleon.mixture import (
     BootstrapResult,
     DegenerateScoreWarning,

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-from pathlib import Path
 
-from megatron_chameleon.artifacts import Corpus, EmbeddingStore, TrainingRun
+from megatron_chameleon.artifacts import Corpus, EmbeddingStore
 from megatron_chameleon.embedding.fill_store import require_recipe
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import compute_mixture
-from megatron_chameleon.methods.chameleon_plan import (
+from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.common.proxy_run import (
+    forward_only,
+    train_proxy,
+    training_options,
+)
+from megatron_chameleon.methods.leverage.compute import compute_mixture
+from megatron_chameleon.methods.leverage.plan import (
     check_numbers,
     check_text,
     embedding_recipe,
     resolve_options,
 )
-from megatron_chameleon.methods.sweep_points import Knobs, PointFiles, SweptMethod
+from megatron_chameleon.methods.sweeps.points import Knobs, PointFiles, SweptMethod
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.options.mixture import MixtureOptions
-from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.options.sweep import ProxyOptions, SweepOptions
+from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.options.training import PretrainOptions
-from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.pretrain import pretrain
 from megatron_chameleon.training.stopping import StopRequests
 
 # The mixtures have a folder of their own: a report shows those beside it as ones to train by.
@@ -58,29 +57,24 @@ def files_of(options: SweepOptions, knobs: Knobs) -> PointFiles:
     )
 
 
-def training_options(options: SweepOptions, knobs: Knobs) -> PretrainOptions:
+def run_options(options: SweepOptions, knobs: Knobs) -> PretrainOptions:
     """The run of the proxy."""
-    fields = {f.name: getattr(options.proxy, f.name) for f in dataclasses.fields(ProxyOptions)}
-    return PretrainOptions(
-        run_dir=files_of(options, knobs).made_from[0],
-        corpus=options.corpus,
-        mixture="uniform",
-        **{
-            **fields,
-            "model_size": str(knobs["model_size"]),
-            "train_iters": int(knobs["train_iters"]),
-        },
+    proxy = dataclasses.replace(
+        options.proxy,
+        model_size=str(knobs["model_size"]),
+        train_iters=int(knobs["train_iters"]),
     )
+    return training_options(proxy, options.corpus, files_of(options, knobs).made_from[0])
 
 
-def mixture_options(options: SweepOptions, knobs: Knobs) -> MixtureOptions:
+def mixture_options(options: SweepOptions, knobs: Knobs) -> ChameleonOptions:
     """What finds the weights with that proxy."""
     files = files_of(options, knobs)
     run_dir, store = files.made_from
     weighting = options.weighting
     if "ridge" in knobs:
         weighting = dataclasses.replace(weighting, ridge=float(knobs["ridge"]))
-    return MixtureOptions(
+    return ChameleonOptions(
         corpus=options.corpus,
         checkpoint=run_dir,
         output=files.mixture,
@@ -92,15 +86,9 @@ def mixture_options(options: SweepOptions, knobs: Knobs) -> MixtureOptions:
     )
 
 
-def forward_only(options: ParallelOptions) -> ParallelOptions:
-    """How the ranks share a model that is only read; interleaved stages are for training."""
-    names = [field.name for field in dataclasses.fields(ParallelOptions)]
-    return ParallelOptions(**{name: getattr(options, name) for name in names})
-
-
 def check(options: SweepOptions, knobs: Knobs) -> None:
     """Raises UserError for what would end the point after the proxy has been trained, or before."""
-    shape = plan_training(training_options(options, knobs)).shape
+    shape = plan_training(run_options(options, knobs)).shape
     weighing = mixture_options(options, knobs)
     check_numbers(weighing)
     resolve_options(weighing.weighting)
@@ -119,24 +107,11 @@ def check(options: SweepOptions, knobs: Knobs) -> None:
 
 def compute(options: SweepOptions, knobs: Knobs, stops: StopRequests) -> bool:
     """Train the proxy unless it is there, embed what is not, and write the weights."""
-    training, weighing = training_options(options, knobs), mixture_options(options, knobs)
-    run_dir = training.run_dir
-    try:
-        with stops:  # while embedding, a signal ends the process: what is embedded is kept
-            pretrain(training, stops=stops)
-    except UserError as error:
-        raise UserError(f"{error} (in a sweep, --run-dir is {run_dir})") from error
-    gc.collect()  # a trainer and its model refer to each other, and the next model needs the room
-    with distributed(weighing.parallel, seed=0):
-        finished = from_main(lambda: _is_finished(run_dir))
+    # While embedding, a signal ends the process: what is embedded is kept.
+    finished = train_proxy(run_options(options, knobs), stops)
     if finished:
-        compute_mixture(weighing)
+        compute_mixture(mixture_options(options, knobs))
     return finished
-
-
-def _is_finished(run_dir: Path) -> bool:
-    """Whether the proxy has been trained to its end; one that was stopped at once has no record."""
-    return TrainingRun.exists(run_dir) and TrainingRun.load(run_dir).status == "finished"
 
 
 CHAMELEON = SweptMethod(centre=centre_of, check=check, compute=compute, files=files_of)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.artifacts import implied_epochs
+from megatron_chameleon.artifacts import Corpus, implied_epochs
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.mixture import CappedWeights, capped_weights
 from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.options.mixture import MethodOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,3 +81,10 @@ class EpochLimit:
             "unconstrained": dict(zip(names, wanted.tolist(), strict=True)),
             "capped": [names[position] for position in limited.binding],
         }
+
+
+def limit_of(options: MethodOptions, corpus: Corpus, names: Sequence[str]) -> EpochLimit:
+    """The limit of epochs that was asked for, over the domains ``names`` of ``corpus``."""
+    available = corpus.train_tokens
+    tokens = {name: available[name] for name in names}
+    return EpochLimit(tokens, options.token_budget, options.max_epochs)

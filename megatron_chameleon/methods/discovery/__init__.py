@@ -1,0 +1,1 @@
+"""Domains for text without labels: clusters of document embeddings."""
