@@ -37,7 +37,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_chameleon", "megatron_chameleon.*"]),
-    package_data={"megatron_chameleon": ["py.typed"]},
+    package_data={"megatron_chameleon": ["py.typed", "methods/published/columns.json"]},
     install_requires=[
         # The model, its parallelism, its data files and its checkpoints.
         "torch>=2.9.0a0",
@@ -48,6 +48,8 @@ setup(
         "numpy>=1.26",
         "scipy>=1.11",
         "numba>=0.60",
+        # The regression of RegMix.
+        "lightgbm>=4.3",
         # Text in, tokens out.
         "tokenizers>=0.20",
         "sentencepiece>=0.2",
@@ -66,12 +68,15 @@ setup(
     extras_require={
         # Parquet, data sets by name, tiktoken's files, and the fast encoder.
         "data": ["pyarrow>=17", "datasets>=4", "tiktoken>=0.8", "gigatoken>=0.10"],
-        "eval": ["lm-eval>=0.4.9"],
+        # Its ways to load tasks are those of 0.4.13.
+        "eval": ["lm-eval>=0.4.13,<0.5"],
         # To open the Hugging Face folders that tools/convert_checkpoint.py writes; it needs none.
         "hf": ["transformers>=4.46"],
         "plots": ["matplotlib>=3.8"],
         "wandb": ["wandb>=0.17"],
         "dev": [
+            # lm-eval's own model for transformers, beside which ours is tested.
+            "accelerate>=1.0",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "mypy>=1.13",

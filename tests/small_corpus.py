@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,20 +33,37 @@ DOCUMENTS: dict[Split, int] = {"train": 60, "valid": 4, "test": 6}
 STATES, NOISE = 12, 0.1
 
 
+def ring_document(number: int, rng: np.random.Generator) -> NDArray[np.integer]:
+    """A walk around a ring of ``STATES`` tokens, ``number`` + 1 at a time.
+
+    Now and then it jumps to any token. The rings lie scattered over the whole vocabulary.
+    """
+    length = int(rng.integers(20, 200))
+    state = (int(rng.integers(STATES)) + np.arange(length) * (number + 1)) % STATES
+    ring = (number * 7 + state * 20) % EOD
+    jumps = rng.random(length) < NOISE
+    return np.where(jumps, rng.integers(0, EOD, length), ring)
+
+
+Document = Callable[[int, np.random.Generator], NDArray[np.integer]]
+
+
 def write_small_corpus(
     root: Path,
     domains: Sequence[str] = DOMAINS,
     seed: int = 0,
     tokenizer_hash: str = TOKENIZER_HASH,
+    document: Document = ring_document,
 ) -> Corpus:
     """Write a corpus to ``root`` and return it as loaded from there.
 
-    A document of domain k walks around a ring of ``STATES`` tokens, k + 1 at a time, and now and
-    then jumps to any token. The rings lie scattered over the whole vocabulary.
+    ``document`` makes one of the domain of a number.
     """
     rng = np.random.default_rng(seed)
     found = {
-        name: Domain(**{split: _write_split(root, name, split, number, rng) for split in SPLITS})
+        name: Domain(
+            **{split: _write_split(root, name, split, number, rng, document) for split in SPLITS}
+        )
         for number, name in enumerate(domains)
     }
     made_by = provenance(PreprocessOptions(SourceOptions(()), root, Path("tokenizer.json")), {})
@@ -65,20 +82,17 @@ def word_tokenizer(path: Path) -> Path:
 
 
 def _write_split(
-    root: Path, name: str, split: Split, number: int, rng: np.random.Generator
+    root: Path,
+    name: str,
+    split: Split,
+    number: int,
+    rng: np.random.Generator,
+    document: Document,
 ) -> DomainSplit:
     prefix = root / split / name
     prefix.parent.mkdir(parents=True, exist_ok=True)
     writer = IndexedWriter(prefix, "uint16")
     for _ in range(DOCUMENTS[split]):
-        writer.add(np.append(_document(number, rng), EOD))
+        writer.add(np.append(document(number, rng), EOD))
     digest = writer.finish()
     return DomainSplit(f"{split}/{name}", writer.documents, writer.tokens, writer.tokens, digest)
-
-
-def _document(number: int, rng: np.random.Generator) -> NDArray[np.integer]:
-    length = int(rng.integers(20, 200))
-    state = (int(rng.integers(STATES)) + np.arange(length) * (number + 1)) % STATES
-    ring = (number * 7 + state * 20) % EOD
-    jumps = rng.random(length) < NOISE
-    return np.where(jumps, rng.integers(0, EOD, length), ring)

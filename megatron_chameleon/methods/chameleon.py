@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_chameleon.methods.common.method import Method
-from megatron_chameleon.options.mixture import ExtractionOptions, MethodOptions, RecipeOptions
+from megatron_chameleon.options.mixture import (
+    ChosenDomainsOptions,
+    ExtractionOptions,
+    RecipeOptions,
+)
 from megatron_chameleon.options.parallel import ParallelOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChameleonOptions(MethodOptions):
+class ChameleonOptions(ChosenDomainsOptions):
     """Embed every domain with a proxy model and turn leverage scores into sampling weights."""
 
     checkpoint: Path
@@ -24,8 +28,6 @@ class ChameleonOptions(MethodOptions):
     """'pretrain' weights broad domains up, 'finetune' distinct ones."""
     store: Path | None = None
     """Embedding store to use and fill; 'embeddings' beside the output unless given."""
-    domains: str | None = None
-    """Weigh only these domains, a,b,c; the others get no weight. All of them unless given."""
     keep: Path | None = None
     """A mixture whose domains keep their ratios to each other: only those that are not in it are
     placed, each with the share that it would have among all."""

@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_chameleon.model.sizes import ModelShape
 
 INIT_STD = 0.02
-_EMBEDDING = "embedding.word_embeddings.weight"
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _WRITES_TO_RESIDUAL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 
 
@@ -39,7 +39,7 @@ def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
 def global_name(model: GPTModel, local_name: str) -> str:
     """The name of a parameter in the whole model: layers counted over all stages, one embedding."""
     if local_name == "output_layer.weight":
-        return _EMBEDDING  # the last stage's copy of the tied embedding
+        return WORD_EMBEDDINGS  # the last stage's copy of the tied embedding
     match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
     if match is None:
         return local_name
@@ -66,17 +66,22 @@ def own_part(model: GPTModel, parameter: torch.nn.Parameter, whole: torch.Tensor
 def _draw(
     name: str, parameter: torch.nn.Parameter, shape: ModelShape, seed: int, tensor_size: int
 ) -> torch.Tensor:
-    """The whole tensor [rows, columns] in float32; rows that pad the vocabulary are zero."""
+    """The whole tensor of which ``parameter`` is this rank's part."""
     sizes = list(parameter.shape)
     dimension = partition_dimension(parameter)
     if dimension is not None:
         sizes[dimension] *= tensor_size
+    return draw_matrix(name, sizes[0], sizes[1], shape, seed)
+
+
+def draw_matrix(name: str, rows: int, columns: int, shape: ModelShape, seed: int) -> torch.Tensor:
+    """A whole matrix [rows, columns] in float32; rows that pad the vocabulary are zero."""
     std = INIT_STD
     if name.endswith(_WRITES_TO_RESIDUAL):
         std /= math.sqrt(2 * shape.size.num_layers)
-    drawn_rows = shape.vocab_size if name == _EMBEDDING else sizes[0]
+    drawn_rows = shape.vocab_size if name == WORD_EMBEDDINGS else rows
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    drawn = torch.randn(drawn_rows, sizes[1], generator=generator) * std
-    padding = drawn.new_zeros(sizes[0] - drawn_rows, sizes[1])
+    drawn = torch.randn(drawn_rows, columns, generator=generator) * std
+    padding = drawn.new_zeros(rows - drawn_rows, columns)
     return torch.cat([drawn, padding])

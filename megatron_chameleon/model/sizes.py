@@ -39,6 +39,8 @@ SIZES: dict[str, ModelSize] = {
     "210m": ModelSize(24, 16, 768, 3072),
     "684m": ModelSize(36, 24, 1200, 4800),
     "1.2b": ModelSize(36, 25, 1600, 6400),
+    # RegMix (ICLR 2025): the smallest proxy, of 1M parameters without embeddings.
+    "1m": ModelSize(2, 8, 256, 512),
     # Ours: for tests, and for the quickstart on two CPU cores.
     "nano": ModelSize(4, 4, 64, 256),
     "tiny": ModelSize(4, 4, 128, 512),

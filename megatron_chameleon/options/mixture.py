@@ -66,3 +66,11 @@ class MethodOptions:
     max_epochs: float | None = None
     """Go through no domain's training tokens more often within --token-budget. The mixture is then
     the nearest one that does not (smallest Kullback-Leibler divergence)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChosenDomainsOptions(MethodOptions):
+    """Of a method that can weigh some of a corpus's domains alone."""
+
+    domains: str | None = None
+    """Weigh only these domains, a,b,c; the others get no weight. All of them unless given."""

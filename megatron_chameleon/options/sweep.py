@@ -6,10 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from megatron_chameleon.options.doge import DogeRule
+from megatron_chameleon.options.doremi import DoremiRule
 from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 from megatron_chameleon.options.proxy import ProxyOptions
 
-Method = Literal["chameleon"]
+Method = Literal["chameleon", "doge", "doremi"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +51,5 @@ class SweepOptions:
     proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
     weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
+    doge: DogeRule = dataclasses.field(default_factory=DogeRule)
+    doremi: DoremiRule = dataclasses.field(default_factory=DoremiRule)

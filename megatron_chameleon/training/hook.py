@@ -46,6 +46,8 @@ class TrainingHook:
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
         """Look at the gradient of each domain's mean loss, after the backward pass.
 
+        ``gradients.learning_rate`` is that of the update to come.
+
         Returns:
             [k] the weights by which the gradients are summed to the one that is trained by; unless
             overridden, the domains' shares of the batch's tokens, which give the plain gradient.

@@ -14,10 +14,12 @@ from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.domain_gradients import (
     DomainGradients,
+    Split,
     micro_batches_of_rows,
-    samples_run,
+    split_samples,
 )
 from megatron_chameleon.training.global_batch import GlobalBatch
+from megatron_chameleon.training.gradient_rows import GradientRows
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.passes import Passes
 
@@ -37,13 +39,17 @@ class HookedPasses:
         self, hook: TrainingHook, passes: Passes, shape: ModelShape, layout: Layout
     ) -> None:
         self._hook, self._passes, self._shape, self._layout = hook, passes, shape, layout
+        self._rows: GradientRows | None = None
 
-    def forward_backward(self, batches: Iterator[Batch], step: int) -> torch.Tensor:
+    def forward_backward(
+        self, batches: Iterator[Batch], step: int, learning_rate: float
+    ) -> torch.Tensor:
         """As :meth:`Passes.forward_backward`, over the next global batch.
 
         Args:
             batches: this rank's micro-batches.
             step: steps done before this one.
+            learning_rate: of the update that the passes are for.
         """
         num_microbatches = self._passes.shape.num_microbatches
         micro_batches = list(itertools.islice(batches, num_microbatches))
@@ -52,41 +58,42 @@ class HookedPasses:
         )
         weights = self._hook.loss_weights(batch)
         if self._hook.combines_gradients:
-            return self._combined(batch, weights)
+            return self._combined(batch, weights, learning_rate)
         return self._passes.forward_backward(iter(micro_batches), loss_weights=weights)
 
-    def _combined(self, batch: GlobalBatch, loss_weights: torch.Tensor | None) -> torch.Tensor:
+    def _combined(
+        self, batch: GlobalBatch, loss_weights: torch.Tensor | None, learning_rate: float
+    ) -> torch.Tensor:
         """Each domain's gradient on its own, then their sum by the hook's weights."""
         # Chunks that are trained are wrapped for data parallelism.
         model: Sequence[DistributedDataParallel] = self._passes.model
-        gradients = DomainGradients(model, batch.domain_tokens)
+        self._rows = self._rows or GradientRows(model)
+        gradients = DomainGradients(self._rows, batch.domain_tokens, learning_rate)
         sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
         rows = _rows_by_domain(batch)
-        for domain in gradients.present:
+        splits = {domain: self._split(len(rows[domain])) for domain in gradients.present}
+        for domain, split in splits.items():
             for chunk in model:
                 chunk.zero_grad_buffer()
-            parts = micro_batches_of_rows(
-                batch.micro_batches,
-                rows[domain],
-                self._passes.shape.micro_batch_size,
-                self._unit(),
+            parts = micro_batches_of_rows(batch.micro_batches, rows[domain], split)
+            sums += self._passes.forward_backward(
+                iter(parts), split.count, loss_weights, split.size
             )
-            sums += self._passes.forward_backward(iter(parts), len(parts), loss_weights)
             gradients.keep(domain)
         gradients.combine(self._hook.gradient_weights(gradients))
-        self._spend_on_filling(batch, [len(rows[domain]) for domain in gradients.present])
+        self._spend_on_filling(
+            batch, [(split, len(rows[domain])) for domain, split in splits.items()]
+        )
         if self._layout.is_last_stage:
             sums[:, 2] = self._drawn([len(own) for own in rows])
         return sums
 
-    def _unit(self) -> int:
-        """Of what the samples of a domain have to be a multiple."""
-        if self._layout.pipeline_size == 1:
-            return 1
-        # Interleaved stages take turns over as many micro-batches as there are stages.
+    def _split(self, samples: int) -> Split:
+        """How so many samples of one domain go through this layout's stages."""
+        stages = self._layout.pipeline_size
         interleaved = len(self._passes.model) > 1
-        rounds = self._layout.pipeline_size if interleaved else 1
-        return self._passes.shape.micro_batch_size * rounds
+        largest = self._passes.shape.micro_batch_size
+        return split_samples(samples, largest, stages, stages if interleaved else 1)
 
     def _drawn(self, samples: Sequence[int]) -> torch.Tensor:
         """[k] tokens of this rank's samples, without those that fill up."""
@@ -96,14 +103,15 @@ class HookedPasses:
     def _spend(self, flops: float) -> None:
         self._hook.flops += flops
 
-    def _spend_on_filling(self, batch: GlobalBatch, samples: Sequence[int]) -> None:
+    def _spend_on_filling(self, batch: GlobalBatch, splits: Sequence[tuple[Split, int]]) -> None:
         """Samples without a loss cost as much as others.
 
         Args:
             batch: the step's.
-            samples: this rank's, of each domain whose gradient is taken.
+            splits: for each domain whose gradient is taken, how its samples on this rank are cut,
+                and how many they are.
         """
-        mine = sum(samples_run(count, self._unit()) - count for count in samples)
+        mine = sum(split.filled - samples for split, samples in splits)
         filling = batch.sum_over_data_ranks(mine)
         length = self._passes.shape.seq_length
         self._spend(training_flops(self._shape, filling * length, length))

@@ -11,7 +11,6 @@ from megatron_chameleon.artifacts.training_run import Status
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.model.memory_advice import describe_out_of_memory
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.agreement import StepAgreement
@@ -168,7 +167,7 @@ class Trainer:
         if self.watch:
             if self.watch.change_mixture(self.step):
                 self.log.phases.lap("mixture")
-            sums = self.watch.forward_backward(self.batches, self.step)
+            sums = self.watch.forward_backward(self.batches, self.step, self.model.lr)
         else:
             sums = self.model.passes.forward_backward(self.batches)
         self.log.phases.lap("forward_backward")
@@ -206,8 +205,7 @@ class Trainer:
         if validate and self.validation:
             with self.log.phases.during("validation"):
                 losses = self.validation.losses()
-            options, tokens = self.options, self.validation.num_tokens
-            self.records.extra_flops += forward_flops(self.plan.shape, tokens, options.seq_length)
+            self.records.extra_flops += self.validation.flops(self.plan.shape)
         standing = Standing(
             self.step,
             self.model.lr,

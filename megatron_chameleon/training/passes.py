@@ -51,6 +51,7 @@ class Passes:
         batches: Iterator[Batch],
         num_microbatches: int | None = None,
         loss_weights: torch.Tensor | None = None,
+        micro_batch_size: int | None = None,
     ) -> torch.Tensor:
         """Add the gradient of the mean loss to the gradient buffers, reduced over the ranks.
 
@@ -59,6 +60,8 @@ class Passes:
                 has to be built with ``per_token_loss``.
             num_microbatches: how many to take; by default those of a step.
             loss_weights: [k] what a token's loss counts, by its domain; by default 1.
+            micro_batch_size: samples of each; by default those of a step's. One stage alone takes
+                fewer too.
 
         Returns:
             [k, 3] float64 over this rank's micro-batches: per domain, summed loss, tokens that have
@@ -70,7 +73,9 @@ class Passes:
             num_domains=self.num_domains,
             loss_weights=loss_weights,
         )
-        outputs = self._run(batches, num_microbatches, loss, forward_only=False)
+        outputs = self._run(
+            batches, num_microbatches, loss, forward_only=False, micro_batch_size=micro_batch_size
+        )
         sums = torch.zeros(self.num_domains, 3, dtype=torch.float64, device=self.device)
         for output in outputs:  # empty but on the last pipeline stage
             sums += output["domain_sums"]
@@ -97,6 +102,7 @@ class Passes:
         loss: Callable[..., Any],
         *,
         forward_only: bool,
+        micro_batch_size: int | None = None,
     ) -> list[Any]:
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward_step, loss),
@@ -104,7 +110,7 @@ class Passes:
             model=list(self.model),
             num_microbatches=num_microbatches or self.shape.num_microbatches,
             seq_length=self.shape.seq_length,
-            micro_batch_size=self.shape.micro_batch_size,
+            micro_batch_size=micro_batch_size or self.shape.micro_batch_size,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )

@@ -46,7 +46,9 @@ def train_step(
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    # Before the update, so that the first step does not run at rate 0; and before the passes, which
+    # a method may watch that asks for the rate of their update.
+    scheduler.step(1)
     domain_sums = forward_backward()
-    scheduler.step(1)  # before the update, so that the first step does not run at rate 0
     updated, grad_norm, _ = optimizer.step()
     return StepResult(domain_sums, float(grad_norm or 0.0), skipped=not updated)

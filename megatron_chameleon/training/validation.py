@@ -14,6 +14,8 @@ from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.blend.token_data import DomainData, TokenData, corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows
+from megatron_chameleon.evaluation.token_losses import reading_flops
+from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.losses import domain_sums
 from megatron_chameleon.training.metrics import mean_losses, sum_over_ranks
@@ -64,6 +66,10 @@ class Validation:
     def num_tokens(self) -> int:
         """Tokens that one validation predicts."""
         return sum(text.num_predictions for text in self._texts if text is not None)
+
+    def flops(self, shape: ModelShape) -> float:
+        """Forward FLOPs of one validation by a model of that shape, over all ranks."""
+        return sum(reading_flops(shape, text) for text in self._texts if text is not None)
 
     def losses(self) -> dict[str, float]:
         """Domain -> mean negative log-likelihood of its tokens, in nats. Every rank calls this.

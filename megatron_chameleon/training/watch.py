@@ -93,10 +93,12 @@ class Watch:
             self._records.samples.change_weights(self._records.samples_at(step), weights)
         return True
 
-    def forward_backward(self, batches: Iterator[Batch], step: int) -> torch.Tensor:
-        """As :meth:`Passes.forward_backward`; ``step`` steps are done before it."""
+    def forward_backward(
+        self, batches: Iterator[Batch], step: int, learning_rate: float
+    ) -> torch.Tensor:
+        """As :meth:`HookedPasses.forward_backward`; what the hook spends goes to the run's cost."""
         self._before_step = self._state()
-        sums = self._hooked.forward_backward(batches, step)
+        sums = self._hooked.forward_backward(batches, step, learning_rate)
         self._records.extra_flops += self._hook.flops - self._flops_counted
         self._flops_counted = self._hook.flops
         return sums

@@ -24,6 +24,10 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from tests.distributed.discover_cases import DISCOVERING, discover_options
+from tests.distributed.doge_cases import DOGE, DOGE_AGAIN
+from tests.distributed.doge_ranks import find_doge, resume_doge
+from tests.distributed.doremi_cases import DOREMI, DOREMI_AGAIN
+from tests.distributed.doremi_ranks import find_doremi, resume_doremi
 from tests.distributed.hooked_cases import HOOKED, HOOKED_AGAIN
 from tests.distributed.hooked_ranks import resume_hooked, train_hooked
 from tests.distributed.layout_cases import (
@@ -47,6 +51,7 @@ from tests.distributed.layout_cases import (
     UNREPAIRED,
     Case,
     Places,
+    by_document_options,
     mixture_options,
     perplexity_options,
     training_options,
@@ -90,6 +95,14 @@ def all_sections(places: Places) -> Iterator[Section]:
         yield Section(name, case.ranks, partial(train_online, places, name))
     for name, (_, case) in ONLINE_AGAIN.items():
         yield Section(name, case.ranks, partial(resume_online, places, name))
+    for name, case in DOREMI.items():
+        yield Section(name, case.ranks, partial(find_doremi, places, name))
+    for name, (_, case) in DOREMI_AGAIN.items():
+        yield Section(name, case.ranks, partial(resume_doremi, places, name))
+    for name, (case, _) in DOGE.items():
+        yield Section(name, case.ranks, partial(find_doge, places, name))
+    for name, (_, case) in DOGE_AGAIN.items():
+        yield Section(name, case.ranks, partial(resume_doge, places, name))
     for name, saving in SAVING.items():
         yield Section(name, saving.case.ranks, partial(train_saving, places, name))
     for name, (origin, case) in RESUMED.items():
@@ -210,9 +223,9 @@ def discover(places: Places, name: str) -> None:
 
 
 def evaluate(places: Places, name: str) -> None:
-    from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
+    from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
 
-    evaluate_perplexity(perplexity_options(places, name))
+    evaluate_perplexities([perplexity_options(places, name), by_document_options(places, name)])
 
 
 def read_plainly(places: Places) -> None:

@@ -85,7 +85,10 @@ def test_constraints_are_exact_and_cover_what_make_installs(setup_arguments, pin
         assert [part.operator for part in pin.specifier] == ["=="], f"{pin} is not a pin"
         assert "+" not in str(pin), f"{pin}: a local tag ties the pin to one build"
     extras = setup_arguments["extras_require"]
-    asked = [*setup_arguments["install_requires"], *extras["dev"], *extras["data"], *extras["hf"]]
+    asked = [
+        *setup_arguments["install_requires"],
+        *(line for extra in ("dev", "data", "eval", "hf") for line in extras[extra]),
+    ]
     for requirement in map(Requirement, asked):
         (pinned,) = pins[canonicalize_name(requirement.name)].specifier
         assert requirement.specifier.contains(pinned.version), f"{requirement} excludes its pin"
@@ -96,3 +99,13 @@ def test_every_package_folder_is_installed(setup_arguments):
     folders = {path.parent for path in (ROOT / "megatron_chameleon").rglob("*.py")}
     expected = {re.sub("/", ".", folder.relative_to(ROOT).as_posix()) for folder in folders}
     assert set(setup_arguments["packages"]) == expected
+
+
+def test_every_data_file_is_installed(setup_arguments):
+    package = ROOT / "megatron_chameleon"
+    kinds = {".py", ".pyc", ".nbi", ".nbc"}  # sources, and what interpreters leave beside them
+    files = {p for p in package.rglob("*") if p.is_file() and p.suffix not in kinds}
+    patterns = setup_arguments["package_data"]["megatron_chameleon"]
+    installed = {path for pattern in patterns for path in package.glob(pattern)}
+    assert files == installed
+    assert any(path.suffix == ".json" for path in files)

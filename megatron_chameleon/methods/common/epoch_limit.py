@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.artifacts import Corpus, implied_epochs
+from megatron_chameleon.artifacts import Corpus, MixtureWarning, implied_epochs
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.table import listed
 from megatron_chameleon.mixture import CappedWeights, capped_weights
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.options.mixture import MethodOptions
@@ -65,7 +67,10 @@ class EpochLimit:
             raise UserError(f"--max-epochs {self.max_epochs:g}: {error}") from error
 
     def fields(self, wanted: Array) -> dict[str, Any]:
-        """The fields of a Mixture: its weights, their epochs, and what the limit did to them."""
+        """The fields of a Mixture: its weights, their epochs, and what the limit did to them.
+
+        Where the limit holds a domain, a warning says so.
+        """
         names = list(self.tokens)
         limited = self.apply(wanted)
         weights = dict(zip(names, limited.weights.tolist(), strict=True))
@@ -75,12 +80,29 @@ class EpochLimit:
         budget = {"weights": weights, "token_budget": self.token_budget, "epochs": epochs}
         if self.max_epochs is None:
             return budget
+        unconstrained = dict(zip(names, wanted.tolist(), strict=True))
+        capped = [names[position] for position in limited.binding]
+        self._warn_of_capped(capped, unconstrained)
         return {
             **budget,
             "max_epochs": self.max_epochs,
-            "unconstrained": dict(zip(names, wanted.tolist(), strict=True)),
-            "capped": [names[position] for position in limited.binding],
+            "unconstrained": unconstrained,
+            "capped": capped,
         }
+
+    def _warn_of_capped(self, capped: Sequence[str], wanted: Mapping[str, float]) -> None:
+        if not capped:
+            return
+        assert self.token_budget is not None
+        epochs = implied_epochs(self.tokens, wanted, self.token_budget)
+        most = max(capped, key=lambda name: epochs[name])
+        warnings.warn(
+            f"--max-epochs {self.max_epochs:g} holds {listed(capped)} down, and the other domains "
+            f"get more: without it '{most}' would be gone through {epochs[most]:.2f} times in "
+            f"{self.token_budget:,} tokens",
+            MixtureWarning,
+            stacklevel=3,
+        )
 
 
 def limit_of(options: MethodOptions, corpus: Corpus, names: Sequence[str]) -> EpochLimit:

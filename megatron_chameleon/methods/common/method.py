@@ -22,7 +22,7 @@ class Method:
         needs: what has to be there before, beside the corpus.
         cost: what it spends.
         good_for: when to choose it.
-        source: the paper.
+        source: the paper; empty without one.
     """
 
     name: str

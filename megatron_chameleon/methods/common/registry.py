@@ -17,10 +17,11 @@ def find_methods() -> dict[str, Method]:
 
     A file is one by being there, so that a new method is listed nowhere else.
     """
-    found = {}
+    found: dict[str, Method] = {}
     for module in pkgutil.iter_modules(methods.__path__):
         if not module.ispkg:
-            method = importlib.import_module(f"{methods.__name__}.{module.name}").METHOD
+            method: Method = importlib.import_module(f"{methods.__name__}.{module.name}").METHOD
+            assert method.name not in found, f"{module.name}.py: '{method.name}' is there already"
             found[method.name] = method
     return dict(sorted(found.items(), key=lambda item: (item[0] != DEFAULT_METHOD, item[0])))
 
@@ -31,15 +32,17 @@ def methods_listed(width: int = 100) -> str:
     Args:
         width: characters of a line, at most.
     """
-    entries = []
-    for method in find_methods().values():
-        lines = [f"{method.name}: {method.summary}"]
-        for heading in ("needs", "cost", "good_for", "source"):
-            lines += textwrap.wrap(
-                getattr(method, heading),
-                width,
-                initial_indent=f"  {heading.replace('_', ' '):<10}",
-                subsequent_indent=" " * 12,
-            )
-        entries.append("\n".join(lines))
-    return "\n\n".join(entries)
+    entries = [_entry(method, width) for method in find_methods().values()]
+    return "\n\n".join([*entries, "--method NAME --help shows the flags of one of them."])
+
+
+def _entry(method: Method, width: int) -> str:
+    lines = [f"{method.name}: {method.summary}"]
+    for field in ("needs", "cost", "good_for", "source"):
+        lines += textwrap.wrap(
+            getattr(method, field),
+            width,
+            initial_indent=f"  {field.replace('_', ' '):<10}",
+            subsequent_indent=" " * 12,
+        )
+    return "\n".join(lines)

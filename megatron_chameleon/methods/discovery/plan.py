@@ -13,7 +13,7 @@ from megatron_chameleon.corpus.reading.domain_names import is_domain_name
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.documents import DocumentRecipe, DocumentVectors
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.leverage.plan import chosen_domains
+from megatron_chameleon.methods.common.chosen import chosen_domains
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape

@@ -13,6 +13,7 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.common.chosen import chosen_domains
 from megatron_chameleon.methods.common.epoch_limit import limit_of
 from megatron_chameleon.methods.common.table import listed
 from megatron_chameleon.methods.leverage.target import Target, resolve_target
@@ -121,26 +122,6 @@ def check_numbers(options: ChameleonOptions) -> None:
     ):
         if value is not None and value < least:
             raise UserError(f"{flag} {value}: give a whole number from {least} on")
-
-
-def chosen_domains(given: str | None, corpus: Corpus) -> list[str]:
-    """The domains that ``given``, of --domains, names, in the corpus's order; all if it is None.
-
-    Raises:
-        UserError: for a name that the corpus does not have.
-    """
-    if given is None:
-        return corpus.names
-    asked = [name.strip() for name in given.split(",") if name.strip()]
-    there = set(corpus.names)
-    unknown = [name for name in asked if name not in there]
-    if unknown or not asked:
-        problem = f"there is no domain '{unknown[0]}'" if unknown else "it names no domain"
-        raise UserError(
-            f"--domains {given}: {problem}; those of {corpus.root} are {listed(corpus.names)}"
-        )
-    chosen = set(asked)
-    return [name for name in corpus.names if name in chosen]
 
 
 def kept_mixture(path: Path, names: list[str]) -> Mixture:

@@ -32,6 +32,7 @@ from megatron_chameleon.mixture import (
 )
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.recipes import SCALED
+from megatron_chameleon.model.paper_flops import PaperSettings, paper_flops
 from megatron_chameleon.progress import progress_bar
 
 # A shorter bootstrap shows no bar.
@@ -78,6 +79,7 @@ def weigh(plan: MixturePlan, windows: DomainWindows, target: EmbeddedTarget | No
             "windows": dict(zip(names, windows.counts, strict=True)),
             "bootstrap_resamples": options.weighting.bootstrap_resamples,
             "bootstrap_group": windows.group,
+            "paper_flops": _paper_flops(plan, windows),
             **_target_parameters(plan, target, eta, without_target),
         },
         scores=dict(zip(names, result.scores.tolist(), strict=True)),
@@ -90,6 +92,16 @@ def weigh(plan: MixturePlan, windows: DomainWindows, target: EmbeddedTarget | No
         affinity=result.affinity.tolist() if keep_affinity else None,
         provenance=plan.provenance,
     )
+
+
+def _paper_flops(plan: MixturePlan, windows: DomainWindows) -> float:
+    """With the proxy's training, whether or not it was trained for this mixture alone."""
+    settings = PaperSettings(
+        model_size=plan.shape.size,
+        trained_tokens=sum(plan.checkpoint.domain_tokens.values()),
+        embedded_tokens=sum(windows.counts) * plan.embedding.window_length,
+    )
+    return paper_flops("chameleon", settings)
 
 
 def prior_of(plan: MixturePlan, target: EmbeddedTarget | None) -> Callable[[Array], Array] | None:

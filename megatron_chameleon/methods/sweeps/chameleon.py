@@ -114,4 +114,10 @@ def compute(options: SweepOptions, knobs: Knobs, stops: StopRequests) -> bool:
     return finished
 
 
-CHAMELEON = SweptMethod(centre=centre_of, check=check, compute=compute, files=files_of)
+CHAMELEON = SweptMethod(
+    centre=centre_of,
+    check=check,
+    compute=compute,
+    files=files_of,
+    groups=("extraction", "weighting"),
+)

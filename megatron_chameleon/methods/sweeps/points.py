@@ -15,6 +15,8 @@ from megatron_chameleon.training.stopping import StopRequests
 Knobs = dict[str, KnobValue]
 """Knob -> where it stands. A knob has the name of the option that sets it at the centre."""
 
+# Groups of options that every method reads.
+FOR_ALL = ("axes", "proxy")
 _TOLD = {
     "model_size": "{}",
     "train_iters": "{:,} steps",
@@ -41,17 +43,34 @@ class SweptMethod:
         compute: finds and writes the mixture at these knobs; False if it was asked to stop. Every
             rank calls it.
         files: where it writes.
+        groups: the groups of a sweep's options that it reads, beside those that all methods do.
     """
 
     centre: Callable[[SweepOptions], Knobs]
     check: Callable[[SweepOptions, Knobs], None]
     compute: Callable[[SweepOptions, Knobs, StopRequests], bool]
     files: Callable[[SweepOptions, Knobs], PointFiles]
+    groups: tuple[str, ...]
 
 
 def told(knobs: Knobs) -> str:
     """``knobs`` for a message: '82m, 2,000 steps, 4,096 windows, ridge 10'."""
     return ", ".join(form.format(knobs[knob]) for knob, form in _TOLD.items() if knob in knobs)
+
+
+def check_groups(options: SweepOptions, method: SweptMethod) -> None:
+    """Raises UserError for an option that the method does not read."""
+    for group in dataclasses.fields(SweepOptions):
+        given = getattr(options, group.name)
+        if group.name in (*FOR_ALL, *method.groups) or not dataclasses.is_dataclass(given):
+            continue
+        for field in dataclasses.fields(given):
+            value = getattr(given, field.name)
+            if value != field.default:
+                raise UserError(
+                    f"--{field.name.replace('_', '-')} {value}: --method {options.method} has no "
+                    "use for it; leave it out"
+                )
 
 
 def axes_of(options: AxisOptions, centre: Knobs, method: str) -> dict[str, list[KnobValue]]:

@@ -25,10 +25,13 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.proxy_run import forward_only
 from megatron_chameleon.methods.sweeps.chameleon import CHAMELEON
+from megatron_chameleon.methods.sweeps.doge import DOGE
+from megatron_chameleon.methods.sweeps.doremi import DOREMI
 from megatron_chameleon.methods.sweeps.points import (
     Knobs,
     SweptMethod,
     axes_of,
+    check_groups,
     points_of,
     told,
 )
@@ -37,7 +40,7 @@ from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.training.say import say
 from megatron_chameleon.training.stopping import StopRequests
 
-METHODS: dict[Method, SweptMethod] = {"chameleon": CHAMELEON}
+METHODS: dict[Method, SweptMethod] = {"chameleon": CHAMELEON, "doge": DOGE, "doremi": DOREMI}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ def plan_sweep(options: SweepOptions) -> SweepPlan:
         UserError: for the first mistake found.
     """
     method, name = METHODS[options.method], options.method
+    check_groups(options, method)
     centre = method.centre(options)
     axes = axes_of(options.axes, centre, name)
     points = points_of(axes, centre)

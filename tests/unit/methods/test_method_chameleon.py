@@ -31,6 +31,7 @@ from megatron_chameleon.mixture import (
     chameleon_weight_fn,
     chameleon_weights,
 )
+from megatron_chameleon.model.paper_flops import paper_parameters
 from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 from megatron_chameleon.options.parallel import ParallelOptions
 from tests.small_corpus import DOMAINS, write_small_corpus
@@ -189,6 +190,9 @@ def test_the_file_says_how_it_was_found(compute, options, corpus, finished_run):
     assert mixture.parameters["effective_ridge"] == pytest.approx(expected.effective_ridge)
     assert mixture.parameters["effective_temperature"] == expected.effective_temperature
     assert mixture.parameters["effective_dimension"] == pytest.approx(expected.effective_dimension)
+    trained, embedded = sum(record.domain_tokens.values()), WINDOWS * len(DOMAINS) * 32
+    per_parameter = 6 * trained + 2 * embedded
+    assert mixture.parameters["paper_flops"] == paper_parameters("nano") * per_parameter
 
 
 def test_a_budget_gives_the_implied_epochs(compute, corpus, capsys):

@@ -11,7 +11,11 @@ from megatron_chameleon.model.flops import forward_flops, training_flops
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.options.training import OptimizerOptions
-from megatron_chameleon.training.domain_gradients import micro_batches_of_rows
+from megatron_chameleon.training.domain_gradients import (
+    Split,
+    micro_batches_of_rows,
+    split_samples,
+)
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.hooked_passes import HookedPasses
 from megatron_chameleon.training.optimizer import build_optimizer, data_parallel
@@ -20,6 +24,7 @@ from tests.device_reads import device_reads
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 NUM_DOMAINS, MICRO_BATCHES, ROWS = 4, 3, 2
+RATE = 0.25
 # Domain 2 has no sample.
 DOMAINS = [0, 1, 1, 3, 1, 0]
 
@@ -84,7 +89,7 @@ def run(hook, passes, micro_batches, layout):
     for chunk in passes.model:
         chunk.zero_grad_buffer()
     hooked = HookedPasses(hook, passes, SHAPE, layout)
-    sums = hooked.forward_backward(iter(micro_batches), step=5)
+    sums = hooked.forward_backward(iter(micro_batches), step=5, learning_rate=RATE)
     return sums, gradient(passes)
 
 
@@ -116,7 +121,7 @@ class Combiner(TrainingHook):
 
     def gradient_weights(self, gradients):
         self.products = gradients.dot_products()
-        self.present = gradients.present
+        self.present, self.rate = gradients.present, gradients.learning_rate
         return torch.tensor(self.weights, dtype=torch.float64)
 
 
@@ -196,7 +201,7 @@ def test_gradients_of_domains_are_those_of_their_mean_losses(passes, micro_batch
         gradients[domain] = expected_gradient(
             passes, micro_batches, [mask / num_tokens for mask in masks]
         )
-    assert hook.present == [0, 1, 3]
+    assert (hook.present, hook.rate) == ([0, 1, 3], RATE)
     expected = gradients.double() @ gradients.double().T
     torch.testing.assert_close(hook.products, expected, atol=1e-6, rtol=1e-4)
     combined = 0.25 * gradients[0] - 1.5 * gradients[1] + 3.0 * gradients[3]
@@ -223,29 +228,62 @@ def test_samples_that_fill_up_are_counted_as_cost(passes, micro_batches, one_ran
     assert hook.flops == 0
 
     class OnTwoStages(HookedPasses):
-        def _unit(self):
-            return ROWS
+        def _split(self, samples):
+            return split_samples(samples, ROWS, pipeline=2)
 
     hooked = OnTwoStages(hook, passes, SHAPE, one_rank)
-    hooked.forward_backward(iter(micro_batches), step=0)
-    # Domains 0, 1 and 3 have two, three and one samples.
-    assert hook.flops == training_flops(SHAPE, 2 * 16, 16)
+    hooked.forward_backward(iter(micro_batches), step=0, learning_rate=RATE)
+    # Domains 0, 1 and 3 have two, three and one samples: one fills up the second one's.
+    assert hook.flops == training_flops(SHAPE, 16, 16)
 
 
-@pytest.mark.parametrize("multiple_of", [1, 2, 4])
-def test_micro_batches_of_rows_have_them_all_and_no_others(micro_batches, multiple_of):
+@pytest.mark.parametrize(
+    ("arguments", "split"),
+    [
+        ((8, 8), Split(1, 8, 8)),
+        ((9, 8), Split(2, 5, 9)),
+        ((3, 8), Split(1, 3, 3)),
+        ((0, 8), Split(1, 1, 1)),
+        # Stages send each other micro-batches of one shape,
+        ((9, 8, 2), Split(2, 5, 10)),
+        ((17, 8, 2), Split(3, 6, 18)),
+        ((0, 8, 2), Split(1, 1, 1)),
+        # and interleaved ones take turns over as many as there are stages.
+        ((9, 8, 4, 4), Split(4, 3, 12)),
+        ((8, 8, 2, 2), Split(2, 4, 8)),
+        ((0, 8, 2, 2), Split(2, 1, 2)),
+    ],
+)
+def test_samples_are_cut_into_few_micro_batches_of_about_one_size(arguments, split):
+    assert split_samples(*arguments) == split
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_micro_batches_of_rows_have_them_all_and_no_others(micro_batches, pipeline):
     whole = torch.cat([batch["tokens"] for batch in micro_batches])
-    for rows in ([0, 5], [1, 2, 4], [], [3]):
-        parts = micro_batches_of_rows(micro_batches, rows, ROWS, multiple_of)
+    for rows in ([0, 5], [1, 2, 4], [], [3], [5, 4, 3, 1, 0]):
+        split = split_samples(len(rows), ROWS, pipeline)
+        parts = micro_batches_of_rows(micro_batches, rows, split)
         masks = torch.cat([part["loss_mask"] for part in parts])
         tokens = torch.cat([part["tokens"] for part in parts])
         assert torch.equal(tokens[: len(rows)], whole[rows])
         assert not masks[len(rows) :].any()
-        assert len(tokens) % multiple_of == 0
-        assert 1 <= len(tokens) < len(rows) + multiple_of + (not rows)
-        assert all(1 <= len(part["tokens"]) <= ROWS for part in parts)
+        sizes = [len(part["tokens"]) for part in parts]
+        assert (len(sizes), max(sizes), sum(sizes)) == (split.count, split.size, split.filled)
+        assert max(sizes) - min(sizes) <= (pipeline == 1)
+        assert 1 <= min(sizes) <= max(sizes) <= ROWS
     # The micro-batches that were given keep their masks.
     assert all(batch["loss_mask"].any() for batch in micro_batches)
+
+
+def test_without_losses_the_gradient_is_zero(passes, micro_batches, one_rank):
+    for batch in micro_batches:
+        batch["loss_mask"][:] = 0.0
+    hook = Combiner([1.0] * NUM_DOMAINS)
+    _, found = run(hook, passes, micro_batches, one_rank)
+    assert hook.present == []
+    assert not hook.products.any()
+    assert not found.any()
 
 
 def test_a_domain_without_losses_costs_nothing_and_saves_nothing(passes, micro_batches, one_rank):
@@ -279,5 +317,5 @@ def test_gradients_of_domains_are_read_from_the_device_once(
     hook = Combiner([1.0] * NUM_DOMAINS)
     run(hook, passes, micro_batches, one_rank)
     reads = device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch)
-    # The domains of the samples, their tokens, the hook's weights, and what fills up.
-    assert reads == 4
+    # The domains of the samples, their tokens, and what fills up.
+    assert reads == 3

@@ -37,8 +37,8 @@ def validation(texts, one_rank):
 def plain_losses(model, text):
     """Mean over the predicted tokens, by the model's logits one window at a time."""
     losses = []
-    for window in text.windows:
-        piece = torch.tensor(text.stream[window * 32 : window * 32 + 33])
+    for begin, end in zip(text.windows.begin, text.windows.end, strict=True):
+        piece = torch.tensor(text.stream[begin - 1 : end])
         positions = torch.arange(len(piece) - 1)[None]
         with torch.no_grad():
             logits = model(piece[None, :-1], positions, None)[0, :, :VOCAB_SIZE]
@@ -82,10 +82,10 @@ def test_ranks_share_the_windows_without_a_gap(texts, one_rank):
             )
         ]
     expected = [
-        (domain, tuple(text.stream[window * 32 + 1 : window * 32 + 33].tolist()))
+        (domain, tuple(text.stream[begin:end].tolist()))
         for domain, text in enumerate(texts)
         if text is not None
-        for window in text.windows
+        for begin, end in zip(text.windows.begin, text.windows.end, strict=True)
     ]
     assert sorted(seen) == sorted(expected)
 

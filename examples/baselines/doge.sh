@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# DoGE's mixture of SlimPajama as the baseline of Chameleon's paper (section "Experimental setup"): an
+# 82M proxy of 10,000 steps, towards all domains alike.
+#
+#   bash examples/baselines/doge.sh                # on every GPU of this machine
+#   SIZE=tiny bash examples/baselines/doge.sh      # tries it out on 2 CPU ranks
+#   bash examples/baselines/doge.sh -- --target book --output runs/slimpajama/4-mixture/doge-book.json
+#
+# The same command goes on with what was interrupted. The proxy is in RUN/4-mixture/doge.
+#
+#   SIZE         model size of the proxy (82m)
+#   RUN          folder of the experiment (runs/slimpajama)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+set -euo pipefail
+SIZE=${SIZE:-82m}
+source "$(dirname "$0")/../launch.sh"
+RUN=${RUN:-runs/slimpajama}
+CORPUS=${CORPUS:-$RUN/1-corpus}
+
+DOGE=(
+  --doge-eps 0                 # assumed: DoGE's paper
+  --doge-dw-min 0              # assumed: DoGE's code
+  --doge-dw-max 5              # assumed: DoGE's code
+  --doge-max-norm 5            # assumed: DoGE's code
+)
+choose proxy slimpajama_627b.sh
+if [ "$SIZE" != tiny ]; then
+  DOGE+=(
+    --train-iters 10000        # paper: training setup, "10k iterations"
+  )
+fi
+limit_time
+exec torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" --method doge "${TRAIN[@]}" \
+  "${DOGE[@]}" "${LIMIT[@]}" --output "$RUN/4-mixture/doge.json" "${EXTRA[@]}"

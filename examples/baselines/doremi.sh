@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# DoReMi's mixture of SlimPajama as the baseline of Chameleon's paper (section "Experimental setup"):
+# an 82M reference by uniform weights, then an 82M proxy, of 10,000 steps each.
+#
+#   bash examples/baselines/doremi.sh                # on every GPU of this machine
+#   SIZE=tiny bash examples/baselines/doremi.sh      # tries it out on 2 CPU ranks
+#   bash examples/baselines/doremi.sh -- --doremi-variant fork --doremi-eta 0.1 --doremi-eps 0
+#
+# The same command goes on with what was interrupted. The runs are in RUN/4-mixture/doremi.
+#
+#   SIZE         model size of reference and proxy (82m)
+#   RUN          folder of the experiment (runs/slimpajama)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+set -euo pipefail
+SIZE=${SIZE:-82m}
+source "$(dirname "$0")/../launch.sh"
+RUN=${RUN:-runs/slimpajama}
+CORPUS=${CORPUS:-$RUN/1-corpus}
+
+DOREMI=(
+  --reference-mixture uniform  # assumed: the baselines' code
+  --doremi-variant original    # assumed: DoReMi's paper and code; the baselines' code is 'fork'
+  --doremi-eta 1.0             # assumed: DoReMi's paper and code
+  --doremi-eps 1e-3            # assumed: DoReMi's launch script; its code's default is 1e-4
+)
+choose proxy slimpajama_627b.sh
+if [ "$SIZE" != tiny ]; then
+  DOREMI+=(
+    --train-iters 10000        # paper: training setup, "10k iterations"
+  )
+fi
+limit_time
+exec torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" --method doremi "${TRAIN[@]}" \
+  "${DOREMI[@]}" "${LIMIT[@]}" --output "$RUN/4-mixture/doremi.json" "${EXTRA[@]}"

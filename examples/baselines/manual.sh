@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# The paper's printed weights for SlimPajama (appendix, "Final domain weights"), a mixture each: what
+# its base models of 684M and 1.2B were trained by. Nothing is trained, and no GPU is needed.
+#
+#   bash examples/baselines/manual.sh
+#   RUN=runs/pile PUBLISHED="pile/human pile/doremi" bash examples/baselines/manual.sh
+#   SIZE=tiny bash examples/baselines/manual.sh       # tries it out on a small corpus
+#
+# RUN/4-mixture/printed-COLUMN.json is what pretrain_684m.sh takes as MIXTURE=printed-COLUMN. With
+# SIZE=tiny no column fits the corpus: uniform weights are written to a file and taken from there.
+#
+#   SIZE         of the model that will be trained by it (684m)
+#   RUN          folder of the experiment (runs/slimpajama)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   PUBLISHED    columns; a wrong name lists them (slimpajama/ doremi, doge, chameleon and regmix)
+set -euo pipefail
+SIZE=${SIZE:-684m}
+source "$(dirname "$0")/../launch.sh"
+RUN=${RUN:-runs/slimpajama}
+CORPUS=${CORPUS:-$RUN/1-corpus}
+PUBLISHED=${PUBLISHED:-slimpajama/doremi slimpajama/doge slimpajama/chameleon slimpajama/regmix}
+
+MANUAL=(
+  --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
+)
+if [ "$SIZE" = tiny ]; then
+  MANUAL+=(
+    --token-budget 6144          # tiny: 12 steps of 8 x 64 tokens
+  )
+fi
+
+# given NAME FLAG...: write RUN/4-mixture/NAME.json from the weights that FLAGs give.
+given() {
+  on_first_node python "$TOOLS/compute_mixture.py" --method manual --corpus "$CORPUS" \
+    "${@:2}" "${MANUAL[@]}" --output "$RUN/4-mixture/$1.json" "${EXTRA[@]}"
+}
+
+choose base slimpajama_627b.sh
+if [ "$SIZE" = tiny ]; then
+  on_first_node python "$TOOLS/compute_mixture.py" --method uniform --corpus "$CORPUS" \
+    --output "$RUN/4-mixture/uniform.json"
+  given printed-uniform --weights "$RUN/4-mixture/uniform.json"
+  exit
+fi
+for column in $PUBLISHED; do
+  say "$column"
+  given "printed-${column#*/}" --published "$column"
+done

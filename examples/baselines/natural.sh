@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# SlimPajama's domains as they come: each weighs its share of the tokens. The paper has no such
+# column; users ask for it beside Uniform. Nothing is trained, and no GPU is needed.
+#
+#   bash examples/baselines/natural.sh
+#   SIZE=tiny bash examples/baselines/natural.sh      # tries it out on a small corpus
+#   bash examples/baselines/natural.sh -- --temperature 2
+#
+#   SIZE         of the model that will be trained by it (684m)
+#   RUN          folder of the experiment (runs/slimpajama)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+set -euo pipefail
+SIZE=${SIZE:-684m}
+source "$(dirname "$0")/../launch.sh"
+RUN=${RUN:-runs/slimpajama}
+CORPUS=${CORPUS:-$RUN/1-corpus}
+
+NATURAL=(
+  --temperature 1                # assumed: the proportions as they are
+  --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
+)
+if [ "$SIZE" = tiny ]; then
+  NATURAL+=(
+    --token-budget 6144          # tiny: 12 steps of 8 x 64 tokens
+  )
+fi
+
+choose base slimpajama_627b.sh
+on_first_node python "$TOOLS/compute_mixture.py" --method natural --corpus "$CORPUS" \
+  "${NATURAL[@]}" --output "$RUN/4-mixture/natural.json" "${EXTRA[@]}"

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# UniMax for SlimPajama's seven domains: as uniform as four passes over each of them allow. The paper
+# has no such column; of 1.3 billion tokens no domain of SlimPajama is repeated, so that it is Uniform
+# there, and differs on smaller corpora. Nothing is trained, and no GPU is needed.
+#
+#   bash examples/baselines/unimax.sh
+#   SIZE=tiny bash examples/baselines/unimax.sh       # tries it out on a small corpus
+#   bash examples/baselines/unimax.sh -- --token-budget 300000000000
+#
+#   SIZE         of the model that will be trained by it (684m)
+#   RUN          folder of the experiment (runs/slimpajama)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+set -euo pipefail
+SIZE=${SIZE:-684m}
+source "$(dirname "$0")/../launch.sh"
+RUN=${RUN:-runs/slimpajama}
+CORPUS=${CORPUS:-$RUN/1-corpus}
+
+UNIMAX=(
+  --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
+  --max-epochs 4                 # assumed: Muennighoff et al. 2023, up to 4 cost little
+)
+if [ "$SIZE" = tiny ]; then
+  UNIMAX+=(
+    --token-budget 6144          # tiny: 12 steps of 8 x 64 tokens
+  )
+fi
+
+choose base slimpajama_627b.sh
+on_first_node python "$TOOLS/compute_mixture.py" --method unimax --corpus "$CORPUS" \
+  "${UNIMAX[@]}" --output "$RUN/4-mixture/unimax.json" "${EXTRA[@]}"

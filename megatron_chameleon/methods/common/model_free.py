@@ -1,0 +1,82 @@
+"""The way of every method that trains nothing: corpus in, weights out, on the first rank alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, provenance
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.chosen import chosen_domains
+from megatron_chameleon.methods.common.epoch_limit import limit_of
+from megatron_chameleon.methods.common.finish import write_and_tell
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.options.mixture import ChosenDomainsOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Assigned:
+    """Weights that a method has found, before any limit of epochs.
+
+    Attributes:
+        weights: [k] float64, summing to 1, in the order of the domains it was given.
+        heading: what the weights are, for the line above the table.
+        parameters: the method's settings, for the mixture.
+        inputs: name of each artifact read, the corpus apart -> its hash.
+        closing: lines under the table.
+    """
+
+    weights: Array
+    heading: str
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    closing: Sequence[str] = ()
+
+
+def write_model_free(
+    method: str,
+    options: ChosenDomainsOptions,
+    assign: Callable[[Corpus, list[str]], Assigned],
+) -> None:
+    """Write and tell the mixture that ``assign`` finds. Every rank may call this.
+
+    No process groups are made, since nothing is shared: ranks other than the first just leave.
+
+    Args:
+        method: its name.
+        options: what was asked for.
+        assign: from the corpus and the domains that are weighed to their weights.
+
+    Raises:
+        UserError: for a mistake in the options or in what they name.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    stopwatch = Stopwatch()
+    corpus = Corpus.load(options.corpus)
+    names = chosen_domains(options.domains, corpus)
+    limit = limit_of(options, corpus, names)
+    limit.check()
+    assigned = assign(corpus, names)
+    fields = limit.fields(assigned.weights)
+    check_text(corpus, fields["weights"])
+    mixture = Mixture(
+        **fields,
+        method=method,
+        parameters={**assigned.parameters, "paper_flops": 0.0},
+        provenance=provenance(options, {"corpus": corpus.hash, **assigned.inputs}),
+        cost=stopwatch.cost(),
+    )
+    write_and_tell(mixture, options, assigned.heading, *assigned.closing)
+
+
+def check_text(corpus: Corpus, weights: Mapping[str, float]) -> None:
+    """Raises UserError for a domain that has a weight and no training text."""
+    for name, weight in weights.items():
+        if weight > 0 and corpus.domains[name].train.tokens == 0:
+            raise UserError(
+                f"domain '{name}' of {corpus.root} has no training tokens to draw; leave it out "
+                "(--domains), give it text, or preprocess again without it"
+            )

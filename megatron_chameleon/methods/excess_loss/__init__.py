@@ -1,0 +1,1 @@
+"""DoReMi's machinery: a reference, a proxy that is watched, and the mixture they give."""

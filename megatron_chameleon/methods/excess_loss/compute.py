@@ -1,0 +1,74 @@
+"""DoReMi from beginning to end: the reference's run, the proxy's, and the mixture.
+
+Xie et al.: DoReMi, NeurIPS 2023, Algorithm 1. The base model that is trained by the mixture comes
+after it, by tools/pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+from megatron_chameleon.methods.common.proxy_run import forward_only, train_proxy
+from megatron_chameleon.methods.doremi import DoremiOptions
+from megatron_chameleon.methods.excess_loss.hook import ExcessLossReweighting
+from megatron_chameleon.methods.excess_loss.outcome import write_mixture
+from megatron_chameleon.methods.excess_loss.plan import (
+    DoremiPlan,
+    Reference,
+    find_reference,
+    plan_doremi,
+    write_natural,
+)
+from megatron_chameleon.options.training import PretrainOptions
+from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.training.say import say
+from megatron_chameleon.training.stopping import StopRequests
+from megatron_chameleon.training.watch import MakeHook
+
+
+def compute_doremi(options: DoremiOptions, stops: StopRequests | None = None) -> bool:
+    """Train what is not trained yet, and write the mixture. Every rank calls this.
+
+    Args:
+        options: what was asked for.
+        stops: what takes the signals that ask for a stop, where there is more to do than this.
+
+    Returns:
+        Whether it came to its end; False if it was asked to stop.
+
+    Raises:
+        UserError: for a mistake in the options or in what they name, before anything is trained;
+            later, for what training refuses.
+    """
+    stops = stops or StopRequests(options.proxy.stopping)
+    parallel = forward_only(options.proxy.parallel)
+    with distributed(parallel, seed=0) as layout:
+        plan, is_main = from_main(lambda: plan_doremi(options)), layout.is_main
+        from_main(lambda: write_natural(plan))
+    if plan.reference_run and not _train(plan.reference_run, "reference", stops, None, is_main):
+        return False
+    with distributed(parallel, seed=0):
+        reference = from_main(lambda: find_reference(plan))
+    if not _train(plan.proxy_run, "proxy", stops, _hook_of(plan, reference), is_main):
+        return False
+    with distributed(parallel, seed=0):
+        from_main(lambda: write_mixture(plan, reference))
+    return True
+
+
+def _hook_of(plan: DoremiPlan, reference: Reference) -> MakeHook:
+    return lambda run, layout: ExcessLossReweighting(run, layout, reference, plan.recipe)
+
+
+def _train(
+    options: PretrainOptions,
+    what: str,
+    stops: StopRequests,
+    watched_by: MakeHook | None,
+    is_main: bool,
+) -> bool:
+    """Train one of the two; whether it came to its end."""
+    if is_main:
+        say(f"\nDoReMi's {what}, in {options.run_dir}")
+    finished = train_proxy(options, stops, watched_by)
+    if not finished and is_main:
+        say(f"stopped in the {what}; the same command goes on")
+    return finished

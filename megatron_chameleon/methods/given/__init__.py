@@ -1,0 +1,1 @@
+"""Weights that a person has, brought to the domains of a corpus."""

@@ -1,0 +1,1 @@
+"""DoGE's machinery: a proxy whose gradient is watched domain by domain, and its mixture."""

@@ -1,0 +1,1 @@
+"""Mixtures as papers print them."""

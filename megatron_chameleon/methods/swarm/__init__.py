@@ -1,0 +1,1 @@
+"""Many small proxies trained at once in each process: stacked weights, one mixture a member."""

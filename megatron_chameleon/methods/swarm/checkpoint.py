@@ -1,0 +1,80 @@
+"""The state of members in flight: one file, written at once, from which their group goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.errors import UserError
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupState:
+    """How far a group has come, without its tensors.
+
+    Attributes:
+        step: steps taken.
+        members: the numbers of those that are left [E].
+        micro_batch_size: sequences of a pass and member, which later steps have to keep to be the
+            same to the bit.
+        steps: when held-out losses were measured.
+        losses: [len(steps)][E][k] what they were; None for a domain without held-out text.
+        flops: of each member [E].
+        seconds: of each member [E], its share of the device's.
+    """
+
+    step: int
+    members: list[int]
+    micro_batch_size: int
+    steps: list[int]
+    losses: list[list[list[float | None]]]
+    flops: list[float]
+    seconds: list[float]
+
+
+def save_state(path: Path, state: GroupState, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write ``state`` and its ``tensors`` to ``path``, in place of what was there."""
+    told = json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(state)})
+    with replacing(path) as temporary:
+        save_file(dict(tensors), temporary, metadata={"state": told})
+
+
+def read_state(path: Path) -> GroupState:
+    """The state without its tensors.
+
+    Raises:
+        UserError: if the file is damaged or of another release.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            told = json.loads((file.metadata() or {})["state"])
+    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}); delete it, and its members begin again"
+        ) from error
+    version = told.pop("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format_version {version}, this release reads {FORMAT_VERSION}; delete it, "
+            "and its members begin again"
+        )
+    return GroupState(**told)
+
+
+def read_tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """Name -> tensor, on ``device``.
+
+    Each is a copy in memory of its own: on a CPU the file's are mapped from where they lie, while
+    training writes to them.
+    """
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

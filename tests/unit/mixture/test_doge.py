@@ -1,0 +1,255 @@
+"""DoGE's rule: by hand, against gradients as plain vectors, and on problems with a known answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.mixture.doge import (
+    DogeRecipe,
+    DogeState,
+    Roles,
+    alignments,
+    clip_factors,
+    gradient_weights,
+    merged_products,
+)
+
+RATE = 0.1
+
+
+def everything(k):
+    return Roles(tuple(range(k)), tuple(range(k)))
+
+
+def step(state, gradients, recipe, roles, present=None, rate=RATE):
+    """The state after a batch with these gradients [k, n], and the gradient that is trained by."""
+    products = gradients @ gradients.T
+    present = range(len(gradients)) if present is None else present
+    after = state.after(products, list(present), rate, recipe, roles)
+    factors = clip_factors(products, recipe.max_norm)
+    return after, gradient_weights(after, factors, list(present), roles) @ gradients
+
+
+def plain_step(weights, gradients, recipe, roles, rate):
+    """Algorithm 1 on vectors: the new weights of the domains trained on, and the update."""
+    clipped = []
+    for gradient in gradients:
+        norm = np.linalg.norm(gradient)
+        clipped.append(gradient * (recipe.max_norm / norm if norm > recipe.max_norm else 1.0))
+    towards = sum(clipped[j] for j in roles.target)
+    mean_norm = np.mean([np.linalg.norm(clipped[i]) for i in roles.train])
+    scores = [rate * (clipped[i] @ towards) / (mean_norm + 1e-6) for i in roles.train]
+    limited = np.clip(scores, rate * recipe.dw_min, rate * recipe.dw_max)
+    grown = weights * np.exp(limited / recipe.mu)
+    new = (1 - recipe.eps) * grown / grown.sum() + recipe.eps / len(grown)
+    return new, sum(weight * clipped[i] for weight, i in zip(new, roles.train, strict=True))
+
+
+def test_a_step_by_hand():
+    """<g1, g1> = 1, <g1, g2> = 1, <g2, g2> = 2: the alignments are 2 and 3 over the mean norm."""
+    gradients = np.array([[1.0, 0.0], [1.0, 1.0]])
+    recipe, roles = DogeRecipe(mu=0.1), everything(2)
+    after, update = step(DogeState.first(2, roles), gradients, recipe, roles)
+    mean_norm = (1 + math.sqrt(2)) / 2 + 1e-6
+    assert after.alignment == pytest.approx([2 / mean_norm, 3 / mean_norm])
+    ratio = math.exp(RATE * (3 - 2) / mean_norm / 0.1)
+    assert after.weights == pytest.approx([1 / (1 + ratio), ratio / (1 + ratio)])
+    assert update == pytest.approx([1.0, ratio / (1 + ratio)])
+    assert after.mean == pytest.approx(after.weights)
+    assert after.moved == pytest.approx(ratio / (1 + ratio) - 0.5)
+
+
+@pytest.mark.parametrize(
+    "roles", [everything(4), Roles((0, 1, 2), (3,)), Roles((0, 1, 2, 3), (1, 3))]
+)
+@pytest.mark.parametrize(
+    "recipe",
+    [DogeRecipe(), DogeRecipe(0.05, 0.1, -0.5, 0.7, 1.5), DogeRecipe(mu=1.0, max_norm=0.3)],
+)
+def test_many_steps_are_those_of_gradients_as_vectors(recipe, roles):
+    rng = np.random.default_rng(0)
+    state, weights = DogeState.first(4, roles), np.full(len(roles.train), 1 / len(roles.train))
+    over_steps = []
+    for number in range(20):
+        gradients = rng.normal(size=(4, 9)) * rng.exponential(size=(4, 1)) + 0.1
+        rate = 0.2 / (1 + number)
+        state, update = step(state, gradients, recipe, roles, rate=rate)
+        weights, expected = plain_step(weights, gradients, recipe, roles, rate)
+        np.testing.assert_allclose(state.weights, weights, rtol=1e-10)
+        np.testing.assert_allclose(update, expected, rtol=1e-9, atol=1e-12)
+        over_steps.append(weights)
+    np.testing.assert_allclose(state.mean, np.mean(over_steps, axis=0), rtol=1e-10, atol=1e-30)
+    assert state.counted == 20
+    assert np.ptp(weights) > 0.005
+
+
+def test_alignment_counts_within_its_limits():
+    gradients = np.array([[100.0, 0.0], [-1.0, 0.0], [0.0, 0.1]])
+    roles = everything(3)
+    recipe = DogeRecipe(mu=1.0, dw_min=0.0, dw_max=5.0, max_norm=0.0)
+    after, _ = step(DogeState.first(3, roles), gradients, recipe, roles, rate=1.0)
+    assert after.alignment[0] > 5
+    assert after.alignment[1] < 0
+    aside = after.alignment[2]
+    expected = np.exp([5.0, 0.0, aside])
+    assert after.weights == pytest.approx(expected / expected.sum())
+
+
+def test_gradients_are_clipped_each_for_itself():
+    products = np.diag([4.0, 100.0, 0.0])
+    assert clip_factors(products, 5.0).tolist() == [1.0, 0.5, 1.0]
+    assert clip_factors(products, 0.0).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_domain_that_is_absent_keeps_its_inner_products():
+    rng = np.random.default_rng(1)
+    roles, recipe = everything(3), DogeRecipe(mu=1.0)
+    first = rng.normal(size=(3, 5))
+    state, _ = step(DogeState.first(3, roles), first, recipe, roles)
+    second = rng.normal(size=(3, 5))
+    second[1] = 0.0
+    after, update = step(state, second, recipe, roles, present=[0, 2])
+    expected = merged_products(state.products, second @ second.T, [0, 2])
+    np.testing.assert_allclose(after.products, expected)
+    assert after.products[1] == pytest.approx(state.products[1])
+    assert after.products[0, 2] == pytest.approx(second[0] @ second[2])
+    assert after.alignment == pytest.approx(alignments(expected, roles))
+    # The others' gradients count as much as all would.
+    shares = after.weights[[0, 2]] / after.weights[[0, 2]].sum()
+    assert update == pytest.approx(shares @ second[[0, 2]])
+
+
+def test_a_domain_that_was_never_there_moves_no_norm():
+    roles, recipe = everything(2), DogeRecipe(mu=1.0)
+    gradients = np.array([[2.0, 0.0], [0.0, 0.0]])
+    after, update = step(DogeState.first(2, roles), gradients, recipe, roles, present=[0])
+    assert after.alignment == pytest.approx([4 / (2 + 1e-6), 0.0])
+    assert update == pytest.approx([2.0, 0.0])
+
+
+def test_gradients_of_zero_leave_the_weights_alone():
+    roles = everything(3)
+    after, update = step(DogeState.first(3, roles), np.zeros((3, 4)), DogeRecipe(), roles)
+    assert after.weights == pytest.approx(np.full(3, 1 / 3))
+    assert not update.any()
+
+
+def test_a_batch_of_the_target_alone_trains_on_nothing():
+    roles = Roles((0, 1), (2,))
+    after, update = step(
+        DogeState.first(3, roles), np.ones((3, 4)), DogeRecipe(), roles, present=[2]
+    )
+    assert after.weights == pytest.approx([0.5, 0.5])
+    assert not update.any()
+
+
+@pytest.mark.parametrize("mu", [1e-300, 1e-12])
+def test_a_mu_that_is_far_too_small_overflows_nothing(mu):
+    rng = np.random.default_rng(2)
+    roles, recipe = everything(3), DogeRecipe(mu=mu)
+    state = DogeState.first(3, roles)
+    for _ in range(5):
+        with np.errstate(over="raise", invalid="raise"):
+            state, update = step(state, rng.normal(size=(3, 4)), recipe, roles)
+        assert np.isfinite(state.weights).all()
+        assert np.isfinite(state.log_weights).all()
+        assert np.isfinite(update).all()
+        assert state.weights.sum() == pytest.approx(1.0)
+    assert state.weights.max() == pytest.approx(1.0)
+
+
+def test_smoothing_keeps_every_domain():
+    rng = np.random.default_rng(3)
+    roles, recipe = everything(4), DogeRecipe(mu=1e-6, eps=0.2)
+    state = DogeState.first(4, roles)
+    for _ in range(5):
+        state, _ = step(state, rng.normal(size=(4, 3)), recipe, roles)
+    assert state.weights.min() == pytest.approx(0.05)
+
+
+def test_products_that_are_not_finite_are_refused():
+    roles = everything(2)
+    with pytest.raises(ValueError, match="leave out the step"):
+        DogeState.first(2, roles).after(np.full((2, 2), np.nan), [0, 1], RATE, DogeRecipe(), roles)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mu": 0.0}, "mu is 0.0"),
+        ({"mu": math.inf}, "mu is inf"),
+        ({"mu": 1e-310}, "1 / mu overflows"),
+        ({"eps": 1.0}, "eps is 1.0"),
+        ({"dw_min": 5.0}, "dw_min is 5.0: it lies below dw_max, 5"),
+        ({"dw_max": math.inf}, "give finite numbers"),
+        ({"max_norm": -1.0}, "max_norm is -1.0"),
+    ],
+)
+def test_what_the_rule_cannot_have_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(DogeRecipe(), **changes)
+
+
+class LinearDomains:
+    """Losses (w - w_i)' A_i (w - w_i) / 2, whose gradients are A_i (w - w_i)."""
+
+    def __init__(self, curvatures, optima):
+        self.curvatures, self.optima = np.array(curvatures), np.array(optima)
+
+    def gradients(self, w):
+        return np.einsum("kij,kj->ki", self.curvatures, w - self.optima)
+
+
+def test_gradients_of_a_linear_model_are_those_of_autograd():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(4)
+    halves = rng.normal(size=(3, 4, 4))
+    domains = LinearDomains(halves @ halves.transpose(0, 2, 1), rng.normal(size=(3, 4)))
+    w = torch.tensor(rng.normal(size=4), requires_grad=True)
+    found = []
+    for curvature, optimum in zip(domains.curvatures, domains.optima, strict=True):
+        off = w - torch.tensor(optimum)
+        found.append(torch.autograd.grad(off @ torch.tensor(curvature) @ off / 2, w)[0].numpy())
+    expected = domains.gradients(w.detach().numpy())
+    np.testing.assert_allclose(found, expected)
+    roles = everything(3)
+    by_hand = expected @ expected.sum(0) / (np.linalg.norm(expected, axis=1).mean() + 1e-6)
+    np.testing.assert_allclose(alignments(np.array(found) @ np.array(found).T, roles), by_hand)
+
+
+def test_noise_loses_and_a_duplicate_shares():
+    """Domain 1 is domain 0 again; 2 is learnt alone; what 3 asks for is another thing each step."""
+    rng = np.random.default_rng(5)
+    size = 8
+    first, other = np.zeros(size), np.zeros(size)
+    first[:4], other[4:] = 1.0, 1.0
+    domains = LinearDomains([np.eye(size)] * 3, [first, first, other])
+    roles, recipe = everything(4), DogeRecipe(mu=0.05)
+    state, w = DogeState.first(4, roles), np.zeros(size)
+    for _ in range(60):
+        noise = rng.normal(size=size) * 0.5
+        gradients = np.vstack([domains.gradients(w), noise])
+        state, update = step(state, gradients, recipe, roles, rate=0.02)
+        w -= 0.02 * update
+    assert state.weights[0] == pytest.approx(state.weights[1])
+    # Both pull the same way, so each gains more than the one that pulls alone.
+    assert state.mean[0] > state.mean[2] > state.mean[3]
+    assert state.weights[3] < 0.15
+
+
+def test_towards_a_target_the_domain_like_it_wins():
+    size = 6
+    target, aside = np.zeros(size), np.zeros(size)
+    target[:3], aside[3:] = 1.0, 1.0
+    domains = LinearDomains([np.eye(size)] * 3, [0.8 * target, aside, target])
+    roles, recipe = Roles((0, 1), (2,)), DogeRecipe(mu=0.05)
+    state, w = DogeState.first(3, roles), np.zeros(size)
+    for _ in range(80):
+        state, update = step(state, domains.gradients(w), recipe, roles, rate=0.05)
+        w -= 0.05 * update
+    assert state.mean[0] > 0.8
+    assert np.linalg.norm(w - target) < np.linalg.norm(w - aside)

@@ -1,0 +1,99 @@
+"""Gradients side by side: their products and sums against plain float64 arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.training.gradient_rows import (
+    CHUNK,
+    CHUNKS_AT_ONCE,
+    GradientRows,
+    span_products,
+    spans_within,
+)
+from megatron_chameleon.training.optimizer import data_parallel
+
+SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
+LENGTHS = (1, 100, CHUNK, CHUNK + 1, 3 * CHUNK - 1, CHUNK * CHUNKS_AT_ONCE + CHUNK + 7)
+
+
+def plain_products(rows):
+    return torch.tensor([[(a.double() * b.double()).sum() for b in rows] for a in rows])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_products_of_long_rows_are_those_of_float64(length):
+    generator = torch.Generator().manual_seed(length)
+    room = torch.randn(5, length + 10, generator=generator) + 0.5
+    rows = room[1:4, 3 : 3 + length]
+    expected = plain_products(rows)
+    assert (span_products(rows) - expected).abs().max() < 1e-6 * expected.diagonal().max()
+
+
+def test_a_large_row_does_not_swallow_a_small_one():
+    rows = torch.stack([torch.full((3 * CHUNK,), 1e6), torch.full((3 * CHUNK,), 1e-6)])
+    torch.testing.assert_close(span_products(rows), plain_products(rows), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("within", "origin", "found"),
+    [
+        ((0, 100), 0, [(10, 40), (50, 60)]),
+        ((15, 55), 15, [(0, 25), (35, 40)]),
+        ((15, 55), 0, [(15, 40), (50, 55)]),
+        ((40, 50), 40, []),
+    ],
+)
+def test_spans_are_cut_moved_and_joined(within, origin, found):
+    assert spans_within([(50, 60), (10, 20), (20, 40)], within, origin) == found
+
+
+@pytest.fixture
+def model(one_rank):
+    return data_parallel([build_model(SHAPE, one_rank, seed=0)], one_rank, bf16=False)
+
+
+def filled(model, rows, numbers):
+    """Let the gradients be random, keep them in rows ``numbers``, and return them."""
+    generator, kept = torch.Generator().manual_seed(0), []
+    for number in numbers:
+        for buffer in model[0].buffers:
+            buffer.grad_data.normal_(generator=generator)
+        rows.keep(number)
+        kept.append(torch.cat([buffer.grad_data for buffer in model[0].buffers]))
+    return torch.stack(kept)
+
+
+def test_rows_hold_the_gradients_and_give_their_sums(model):
+    rows = GradientRows(model)
+    rows.reserve(3)
+    kept = filled(model, rows, range(3))
+    counted = sum(parameter.numel() for parameter in model[0].parameters())
+    assert counted == kept.size(1)  # on one rank nothing is a copy, and nothing is padding
+    torch.testing.assert_close(rows.products(3), plain_products(kept), rtol=1e-6, atol=1e-3)
+    rows.write_sum(torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64))
+    found = torch.cat([buffer.grad_data for buffer in model[0].buffers])
+    torch.testing.assert_close(found, 0.5 * kept[0] - 2.0 * kept[2])
+
+
+def test_the_room_is_kept_and_grows(model):
+    rows = GradientRows(model)
+    rows.reserve(2)
+    kept = filled(model, rows, range(2))
+    rows.reserve(1)
+    torch.testing.assert_close(rows.products(2), plain_products(kept), rtol=1e-6, atol=1e-3)
+    rows.reserve(4)
+    kept = filled(model, rows, range(4))
+    torch.testing.assert_close(rows.products(4), plain_products(kept), rtol=1e-6, atol=1e-3)
+
+
+def test_the_sum_of_no_gradients_is_zero(model):
+    rows = GradientRows(model)
+    for buffer in model[0].buffers:
+        buffer.grad_data.fill_(1.0)
+    assert rows.products(0).shape == (0, 0)
+    rows.write_sum(torch.zeros(0))
+    assert not any(buffer.grad_data.any() for buffer in model[0].buffers)
