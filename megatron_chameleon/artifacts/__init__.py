@@ -1,6 +1,7 @@
 """What stages hand each other on disk. Each artifact is read, checked and written here alone."""
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.clusters import Clusters
 from megatron_chameleon.artifacts.corpus import (
     SPLITS,
     Corpus,
@@ -11,6 +12,11 @@ from megatron_chameleon.artifacts.corpus import (
     TokenizerIdentity,
 )
 from megatron_chameleon.artifacts.cost import Cost, Stopwatch
+from megatron_chameleon.artifacts.differences import (
+    Difference,
+    loss_difference,
+    mean_perplexity_difference,
+)
 from megatron_chameleon.artifacts.embedding_store import EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.evaluation_result import (
     DomainLoss,
@@ -32,8 +38,10 @@ from megatron_chameleon.artifacts.training_run import DrawnTokens, TrainingRun
 __all__ = [
     "SPLITS",
     "CheckpointRecord",
+    "Clusters",
     "Corpus",
     "Cost",
+    "Difference",
     "Domain",
     "DomainLoss",
     "DomainSplit",
@@ -56,6 +64,8 @@ __all__ = [
     "TrainingRun",
     "find_checkpoint",
     "implied_epochs",
+    "loss_difference",
+    "mean_perplexity_difference",
     "normalized",
     "provenance",
     "require_comparable",

@@ -17,12 +17,16 @@ def token_counts(stream: NDArray[np.integer], vocab_size: int) -> NDArray[np.int
 
 
 def unigram_loss(
-    training_counts: NDArray[np.int64], labels: NDArray[np.integer], vocab_size: int
+    training_counts: NDArray[np.int64], label_counts: NDArray[np.int64], vocab_size: int
 ) -> float:
-    """Mean negative log-likelihood of ``labels`` [n] in nats per token.
+    """Mean negative log-likelihood of labels in nats per token.
 
     Probabilities are the training frequencies with one added to every count (Laplace).
+
+    Args:
+        training_counts: [vocab_size] how often each token occurs in the training text.
+        label_counts: [vocab_size] how often it is predicted; not all 0.
+        vocab_size: tokens there are.
     """
     probabilities = (training_counts + 1) / (training_counts.sum() + vocab_size)
-    seen = token_counts(labels, vocab_size)
-    return float(-(seen @ np.log(probabilities)) / seen.sum())
+    return float(-(label_counts @ np.log(probabilities)) / label_counts.sum())

@@ -14,18 +14,34 @@ from megatron_chameleon.options.parallel import ParallelOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldOutOptions:
-    """Held-out perplexity per domain, over packed windows as in training."""
+    """Held-out perplexity per domain, over packed windows as in training unless asked otherwise."""
 
     corpus: Path
     """Folder written by tools/preprocess_data.py."""
     split: Literal["valid", "test"] = "test"
     """The held-out split."""
+    packing: Literal["packed", "documents"] = "packed"
+    """packed: documents one after another, in windows that run over their ends, as in training.
+    documents: every document by itself, a long one in several windows."""
     window_length: int | None = None
-    """Tokens predicted from one window; the model's sequence length unless given."""
+    """Tokens predicted from one window, at most; the model's sequence length unless given."""
+    overlap: int = 0
+    """Tokens that a window takes over from the one before as context and does not score again:
+    more context for the tokens at its beginning, and more windows."""
+    first_token: Literal["after-eod", "not-scored"] | None = None
+    """Of each document with --packing documents: predicted from an end-of-document token, which is
+    the default there, or not scored. Packed, no token stands before the first of the split, which
+    is not scored."""
+    score_end_of_document: bool = True
+    """Count the prediction of end-of-document tokens too."""
     max_tokens: int | None = None
     """Predicted tokens per domain, at most, in windows spread over the split; all unless given."""
     evaluation_batch_size: int = 32
-    """Windows per forward pass and rank; does not change the result."""
+    """Windows per forward pass and rank, more where they are shorter than --window-length; does not
+    change the result."""
+    overwrite: bool = False
+    """Evaluate again what has its result in --output already; unless given, a result of the same
+    weights, corpus and protocol is kept, so that a command that was interrupted goes on."""
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
 
 
@@ -41,7 +57,7 @@ class PerplexityOptions(HeldOutOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerplexityToolOptions(HeldOutOptions):
-    """Held-out perplexity per domain, over packed windows as in training.
+    """Held-out perplexity per domain, over packed windows as in training unless asked otherwise.
 
     Several checkpoints are evaluated one after the other, in one start.
     """

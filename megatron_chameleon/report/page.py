@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.comparison import BASELINE_METHOD, run_labels
+from megatron_chameleon.report.comparison import (
+    BASELINE_METHOD,
+    Comparison,
+    compare,
+    run_labels,
+)
+from megatron_chameleon.report.cost_tables import cost_table, mixture_cost_table
 from megatron_chameleon.report.curves import run_curves
+from megatron_chameleon.report.ledger import ledger_of
+from megatron_chameleon.report.loss_tables import bits_per_byte_table, loss_table
 from megatron_chameleon.report.names import markdown
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
 from megatron_chameleon.report.stability import (
@@ -23,12 +31,7 @@ from megatron_chameleon.report.stability import (
     stability_axes,
     stability_table,
 )
-from megatron_chameleon.report.tables import (
-    cost_table,
-    fine_tuning_tables,
-    mode_of,
-    perplexity_table,
-)
+from megatron_chameleon.report.tables import fine_tuning_tables, mode_of, perplexity_table
 from megatron_chameleon.report.text_tables import Table, markdown_table, terminal_table
 
 TABLES_NAME = "tables.md"
@@ -67,9 +70,10 @@ def make_report(run: Path, baseline: str | None = None) -> Path:
     swept = [] if folder.sweep is None else stability_axes(folder.sweep)
     tables = [
         perplexity_table(folder, baseline),
+        *_loss_tables(compare(folder, baseline)),
         *fine_tuning_tables(folder),
         *map(stability_table, swept),
-        cost_table(folder),
+        *_cost_tables(folder),
     ]
     pictures = [
         _weights_picture(figures, folder),
@@ -108,6 +112,17 @@ def weight_series(folder: RunFolder) -> dict[str, Mixture]:
         for name, mode in zip(names, shown, strict=True)
     }
     return {labels[name]: folder.mixtures[name] for name in names}
+
+
+def _loss_tables(comparison: Comparison) -> list[Table]:
+    by_byte = bits_per_byte_table(comparison)
+    return [loss_table(comparison), *([] if by_byte is None else [by_byte])]
+
+
+def _cost_tables(folder: RunFolder) -> list[Table]:
+    ledger = ledger_of(folder)
+    tables = [cost_table(ledger)]
+    return [*tables, mixture_cost_table(ledger, folder)] if ledger.mixtures else tables
 
 
 def _weights_picture(figures: ModuleType, folder: RunFolder) -> Picture:

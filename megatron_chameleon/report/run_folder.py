@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 from megatron_chameleon.artifacts import (
@@ -14,6 +15,8 @@ from megatron_chameleon.artifacts import (
     Sweep,
     TrainingRun,
 )
+from megatron_chameleon.artifacts.downstream_result import KIND as DOWNSTREAM_KIND
+from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from megatron_chameleon.errors import UserError
 
 CORPUS = "1-corpus"
@@ -31,7 +34,8 @@ class RunFolder:
     """What lies in a run folder; a stage that has not been run is None or empty.
 
     Each dictionary is sorted by name: the folder's for training runs, the file's without its suffix
-    for mixtures and evaluations; a base run and its evaluation have the same name. Embedding stores
+    for mixtures and evaluations; a base run and its evaluation have the same name. Downstream
+    accuracies, which may lie beside those, are held for their cost. Embedding stores
     go by their path below ``root``: ``3-embeddings``, or a folder in it or in ``4-mixture``, where
     tools/compute_mixture.py puts one that it is given no place for.
     """
@@ -44,6 +48,7 @@ class RunFolder:
     base_runs: dict[str, TrainingRun]
     evaluations: dict[str, EvaluationResult]
     sweep: Sweep | None
+    downstream: dict[str, DownstreamResult] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def load(cls, root: Path) -> RunFolder:
@@ -55,6 +60,8 @@ class RunFolder:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder; give the one that holds {CORPUS} and so on")
         corpus = root / CORPUS
+        evaluations = _json_files(root / EVALUATION)
+        downstream = [path for path in evaluations if _is_downstream(path)]
         folder = cls(
             root=root,
             corpus=Corpus.load(corpus) if (corpus / "corpus.json").is_file() else None,
@@ -63,9 +70,12 @@ class RunFolder:
             mixtures={path.stem: Mixture.load(path) for path in _json_files(root / MIXTURE)},
             base_runs=_training_runs(root / BASE),
             evaluations={
-                path.stem: EvaluationResult.load(path) for path in _json_files(root / EVALUATION)
+                path.stem: EvaluationResult.load(path)
+                for path in evaluations
+                if path not in downstream
             },
             sweep=Sweep.load(root) if Sweep.exists(root) else None,
+            downstream={path.stem: DownstreamResult.load(path) for path in downstream},
         )
         if not folder.costs():
             raise UserError(
@@ -82,6 +92,7 @@ class RunFolder:
             (f"{MIXTURE}/", self.mixtures),
             (f"{BASE}/", self.base_runs),
             (f"{EVALUATION}/", self.evaluations),
+            (f"{EVALUATION}/", self.downstream),
         ):
             found |= {f"{stage}{name}": artifact.cost for name, artifact in artifacts.items()}
         return found
@@ -110,3 +121,12 @@ def _folders(stage: Path) -> list[Path]:
 
 def _json_files(stage: Path) -> list[Path]:
     return sorted(path for path in stage.glob("*.json") if path.is_file())
+
+
+def _is_downstream(path: Path) -> bool:
+    """Whether a file says that it is of downstream tasks; what no one can read is told later."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(body, dict) and body.get("kind") == DOWNSTREAM_KIND

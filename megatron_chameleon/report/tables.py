@@ -1,4 +1,4 @@
-"""The tables of a report: held-out perplexity, fine-tuning weights, cost."""
+"""The tables of a report: held-out perplexity and fine-tuning weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from megatron_chameleon.artifacts import Cost, Mixture, Protocol
+from megatron_chameleon.artifacts import Mixture, Protocol, mean_perplexity_difference
 from megatron_chameleon.report.comparison import (
     Comparison,
     Evaluated,
@@ -88,6 +88,7 @@ def perplexity_table(folder: RunFolder, baseline: str | None = None) -> Table:
         summary=(average, *_domains_better(comparison, (*blank, Cell("")))),
         notes=(
             describe_protocol(comparison.runs[0].result.protocol),
+            *_left_out(comparison),
             *caveats(folder, comparison),
             *verdicts(comparison),
         ),
@@ -103,25 +104,6 @@ def fine_tuning_tables(folder: RunFolder) -> list[Table]:
     ]
 
 
-def cost_table(folder: RunFolder) -> Table:
-    """What every artifact recorded, and the sum."""
-    costs = folder.costs()
-    total = sum(costs.values(), start=Cost())
-    return Table(
-        title="Cost",
-        header=("stage", "FLOPs", "seconds", "device-seconds", "devices"),
-        rows=tuple(
-            (Cell(stage), *_cost_cells(cost), Cell(str(cost.num_devices)))
-            for stage, cost in costs.items()
-        ),
-        summary=((Cell("total"), *_cost_cells(total), Cell("")),),
-        notes=(
-            "FLOPs are counted from the model's shapes; device-seconds are seconds times the "
-            "devices (GPUs or CPU ranks) held.",
-        ),
-    )
-
-
 def verdicts(comparison: Comparison) -> list[str]:
     """One sentence per run: its average and its count of better domains against the baseline."""
     baseline = comparison.baseline
@@ -131,10 +113,12 @@ def verdicts(comparison: Comparison) -> list[str]:
     sentences = []
     for run in comparison.others:
         average = run.result.mean_perplexity
+        error = mean_perplexity_difference(run.result, baseline.result).error
+        paired = "" if error is None else f", {format_error(average - reference, error, 2)}"
         sentences.append(
             f"{run.label} has an average perplexity of {format_perplexity(average)}, "
             f"{baseline.label} of {format_perplexity(reference)} "
-            f"({average / reference - 1:+.1%}); {run.label} is lower in "
+            f"({average / reference - 1:+.1%}{paired}); {run.label} is lower in "
             f"{comparison.domains_better(run)} of {len(comparison.domains)} domains."
         )
     return sentences
@@ -149,13 +133,7 @@ def mode_of(name: str, mixture: Mixture) -> str | None:
 
 def describe_protocol(protocol: Protocol) -> str:
     """The protocol in words, as a note below a table."""
-    limit = f", at most {protocol.max_tokens:,} tokens a domain" if protocol.max_tokens else ""
-    without = "" if protocol.end_of_document else ", end-of-document tokens left out"
-    return (
-        f"On the {protocol.split} split, in {protocol.packing} windows of "
-        f"{protocol.window_length} tokens{limit}{without}. Lower is better; "
-        "the lowest of each row is marked."
-    )
+    return f"On {protocol.told()}. Lower is better; the lowest of each row is marked."
 
 
 def format_weight(weight: float) -> str:
@@ -190,6 +168,12 @@ def format_perplexity(perplexity: float) -> str:
     return f"{perplexity:.2f}" if perplexity < 1e4 else f"{perplexity:.3e}"
 
 
+def format_error(value: float, error: float | None, places: int, sign: str = "+") -> str:
+    """A figure with its standard error, like '+1.23 ± 0.04'; without one where it is not known."""
+    figure = f"{value:{sign}.{places}f}"
+    return figure if error is None else f"{figure} ± {error:.{places}f}"
+
+
 def format_flops(flops: float) -> str:
     """Floating-point operations like 1.23e+13, '-' for none."""
     return f"{flops:.2e}" if flops else MISSING
@@ -198,15 +182,6 @@ def format_flops(flops: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Seconds to a tenth, '-' for none."""
     return f"{seconds:.1f}" if seconds else MISSING
-
-
-def _cost_cells(cost: Cost) -> Row:
-    texts = (
-        format_flops(cost.flops),
-        format_seconds(cost.wall_seconds),
-        format_seconds(cost.device_seconds),
-    )
-    return tuple(Cell(text) for text in texts)
 
 
 def _marked(perplexities: list[float]) -> Row:
@@ -224,6 +199,12 @@ def _domains_better(comparison: Comparison, blank: Row) -> tuple[Row, ...]:
         for run in comparison.others
     )
     return ((Cell(f"domains better than {baseline.label}"), *blank, Cell(MISSING), *counts),)
+
+
+def _left_out(comparison: Comparison) -> list[str]:
+    """Which domains are in no row, since their split has nothing to predict."""
+    names = comparison.runs[0].result.left_out
+    return [f"Nothing to predict, and not in the average: {', '.join(names)}."] if names else []
 
 
 def _weight_columns(folder: RunFolder, comparison: Comparison) -> list[WeightColumns]:

@@ -58,6 +58,10 @@ class Results:
         self.require(f"evaluate-{reading}")
         return EvaluationResult.load(self.places.evaluation(reading))
 
+    def evaluation_by_document(self, reading: str) -> EvaluationResult:
+        self.require(f"evaluate-{reading}")
+        return EvaluationResult.load(self.places.evaluation_by_document(reading))
+
     def reference(self) -> dict[str, NDArray[np.floating]]:
         """The plain read-outs, by the names that plain_readout.py gives them."""
         self.require("reference")

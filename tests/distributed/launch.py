@@ -43,12 +43,12 @@ def flags(options: Any) -> list[str]:
     return found
 
 
-def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start ``command`` as the leader of its own process group; what it says goes to ``log``."""
+def start(command: list[str], log: Path, folder: Path = REPOSITORY) -> subprocess.Popen[bytes]:
+    """Start ``command`` in ``folder`` as the leader of its own process group, and log its words."""
     with log.open("ab") as stream:
         return subprocess.Popen(
             command,
-            cwd=REPOSITORY,
+            cwd=folder,
             env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=stream,

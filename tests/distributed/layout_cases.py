@@ -278,6 +278,9 @@ class Places:
     def evaluation(self, reading: str) -> Path:
         return self.root / "readings" / reading / "perplexity.json"
 
+    def evaluation_by_document(self, reading: str) -> Path:
+        return self.root / "readings" / reading / "by-document.json"
+
     @property
     def reference(self) -> Path:
         """Hidden states and losses of the plain model, by :mod:`plain_readout`."""
@@ -381,4 +384,17 @@ def perplexity_options(places: Places, name: str) -> PerplexityOptions:
         output=places.evaluation(name),
         evaluation_batch_size=reading.batch_size,
         parallel=reading_layout(reading.case),
+    )
+
+
+OVERLAP = 11
+
+
+def by_document_options(places: Places, name: str) -> PerplexityOptions:
+    """The same, every document by itself, in windows that overlap and end as documents do."""
+    return dataclasses.replace(
+        perplexity_options(places, name),
+        packing="documents",
+        overlap=OVERLAP,
+        output=places.evaluation_by_document(name),
     )

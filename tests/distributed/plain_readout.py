@@ -14,11 +14,14 @@ from megatron_chameleon.checkpoint.reader import open_reader
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.parallel.layout import distributed
-from tests.distributed.layout_cases import LAYERS, NORMED_LAYER, NUM_WINDOWS, Places
+from tests.distributed.layout_cases import LAYERS, NORMED_LAYER, NUM_WINDOWS, OVERLAP, Places
 
 
 def write_plain_readout(places: Places) -> None:
-    """Embeddings 'NAME/LAYER' [n, h], hidden states 'hidden/LAYER' [s, b, h], losses 'NAME'."""
+    """Embeddings 'NAME/LAYER' [n, h], hidden states 'hidden/LAYER' [s, b, h], losses 'NAME'.
+
+    And sums of losses and tokens of each document by itself, 'NAME/documents' [2, d].
+    """
     corpus = Corpus.load(places.corpus)
     record = CheckpointRecord.load(find_checkpoint(places.run("one")))
     found: dict[str, NDArray[np.floating]] = {}
@@ -29,6 +32,7 @@ def write_plain_readout(places: Places) -> None:
             for layer in LAYERS:
                 found[f"{name}/{layer}"] = embed(reader.model, corpus, name, length, layer)
             found[name] = np.array(mean_loss(reader.model, corpus, name, length))
+            found[f"{name}/documents"] = document_sums(reader.model, corpus, name, length)
         tokens = torch.randint(0, corpus.tokenizer.vocab_size, (3, length - 5))
         for layer in LAYERS:
             found[f"hidden/{layer}"] = hooked_states(reader.model, tokens, layer).numpy()
@@ -77,13 +81,32 @@ def embed(
 def mean_loss(model: GPTModel, corpus: Corpus, name: str, length: int) -> float:
     """Mean loss of a domain's test tokens but the first, window by window, in float64."""
     documents = IndexedDataset(str(corpus.prefix(name, "test")))
-    whole = np.concatenate([documents[i] for i in range(len(documents))])
-    stream = torch.from_numpy(whole.astype(np.int64))
-    total = 0.0
-    for first in range(0, len(stream) - 1, length):
-        labels = stream[first + 1 : first + 1 + length]
-        scores = logits(model, stream[first : first + len(labels)][None])[0].double()
-        kept = scores[:, : corpus.tokenizer.vocab_size]
-        chosen = kept.gather(1, labels[:, None])[:, 0]
-        total += float((kept.logsumexp(dim=1) - chosen).sum())
-    return total / (len(stream) - 1)
+    stream = np.concatenate([documents[i] for i in range(len(documents))])
+    windows = [stream[first : first + length + 1] for first in range(0, len(stream) - 1, length)]
+    return sum(token_losses(model, corpus, w).sum() for w in windows) / (len(stream) - 1)
+
+
+def document_sums(model: GPTModel, corpus: Corpus, name: str, length: int) -> NDArray[np.floating]:
+    """Sums of losses and tokens, [2, d], of test documents after an end-of-document token each."""
+    documents = IndexedDataset(str(corpus.prefix(name, "test")))
+    sums = []
+    for number in range(len(documents)):
+        text = np.concatenate([[corpus.tokenizer.eod_id], documents[number]])
+        start, done, total = 0, 0, 0.0
+        while done < len(text) - 1:
+            losses = token_losses(model, corpus, text[start : start + length + 1])
+            total += float(losses[done - start :].sum())
+            done = min(start + length, len(text) - 1)
+            start = done - OVERLAP
+        sums.append((total, len(text) - 1))
+    return np.array(sums).T
+
+
+def token_losses(
+    model: GPTModel, corpus: Corpus, window: NDArray[np.integer]
+) -> NDArray[np.floating]:
+    """Losses [n - 1] in float64 of the tokens of ``window`` [n] but the first."""
+    tokens = torch.from_numpy(window.astype(np.int64))
+    scores = logits(model, tokens[None, :-1])[0, :, : corpus.tokenizer.vocab_size].double()
+    chosen = scores.gather(1, tokens[1:, None])[:, 0]
+    return (scores.logsumexp(dim=1) - chosen).numpy()

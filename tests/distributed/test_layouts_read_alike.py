@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.distributed.layout_cases import LAYERS, NUM_WINDOWS, READINGS
+from tests.distributed.layout_cases import LAYERS, NUM_WINDOWS, OVERLAP, READINGS
 from tests.small_corpus import VOCAB_SIZE
 
 TOLERANCE = 1e-5
@@ -52,3 +52,19 @@ def test_perplexities_are_those_of_plain_windows(results, reading):
         assert domain.loss == pytest.approx(float(reference[name]), abs=TOLERANCE)
         assert domain.perplexity == pytest.approx(np.exp(reference[name]), rel=TOLERANCE)
         assert domain.loss < np.log(VOCAB_SIZE) - 1.0  # the model has learned something
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_documents_by_themselves_are_scored_alike_in_every_layout(results, reading):
+    reference = results.reference()
+    evaluation = results.evaluation_by_document(reading)
+    assert evaluation.protocol.overlap == OVERLAP
+    for name, domain in evaluation.domains.items():
+        sums, tokens = reference[f"{name}/documents"]
+        assert domain.tokens == tokens.sum()
+        assert domain.loss == pytest.approx(sums.sum() / tokens.sum(), abs=TOLERANCE)
+        assert domain.clusters is not None
+        assert domain.clusters.tokens == tokens.tolist()
+        assert domain.clusters.losses == pytest.approx(sums.tolist(), rel=TOLERANCE)
+        assert domain.text_bytes == results.evaluation_by_document("one").domains[name].text_bytes
+        assert domain.bits_per_byte is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_chameleon.artifacts import (
     CheckpointRecord,
+    Clusters,
     Corpus,
     Cost,
     Domain,
@@ -199,7 +200,11 @@ def sample_result() -> EvaluationResult:
         corpus_hash="c" * 64,
         step=3,
         protocol=Protocol(split="valid", window_length=32, max_tokens=1000),
-        domains={"a": DomainLoss(3.25, 1000, 5.5), "b": DomainLoss(1 / 3, 10, 0.0)},
+        domains={
+            "a": DomainLoss(3.25, 4, 5.5, 9, Clusters([1 / 3, 1e-300], [3, 1], [9, 0])),
+            "b": DomainLoss(1 / 3, 10, 0.0),
+        },
+        left_out=["ü/.."],
         provenance=PROVENANCE,
         cost=COST,
     )

@@ -46,16 +46,39 @@ def test_results_on_different_corpora_are_refused():
 
 
 @pytest.mark.parametrize(
-    "protocol",
+    ("protocol", "told"),
     [
-        Protocol("test", 32, max_tokens=1000),
-        Protocol("valid", 64, max_tokens=1000),
-        Protocol("valid", 32, max_tokens=None),
-        Protocol("valid", 32, max_tokens=1000, packing="documents"),
-        Protocol("valid", 32, max_tokens=1000, end_of_document=False),
+        (Protocol("test", 32, max_tokens=1000), "split test and valid"),
+        (Protocol("valid", 64, max_tokens=1000), "window_length 64 and 32"),
+        (Protocol("valid", 32, max_tokens=None), "max_tokens None and 1000"),
+        (
+            Protocol("valid", 32, "documents", max_tokens=1000, first_token="after-eod"),
+            "packing documents and packed, first_token after-eod and not-scored",
+        ),
+        (Protocol("valid", 32, max_tokens=1000, overlap=8), "overlap 8 and 0"),
+        (
+            Protocol("valid", 32, max_tokens=1000, end_of_document=False),
+            "end_of_document False and True",
+        ),
     ],
 )
-def test_results_of_different_protocols_are_refused(protocol):
+def test_results_of_different_protocols_are_refused_with_what_differs(protocol, told):
     other = dataclasses.replace(sample_result(), protocol=protocol)
-    with pytest.raises(UserError, match=r"'b' and 'a' .* different protocols .*window_length=32"):
+    with pytest.raises(UserError) as refused:
         require_comparable({"a": sample_result(), "b": other})
+    assert str(refused.value) == (
+        f"'b' and 'a' were evaluated by different protocols ({told}); evaluate both by one"
+    )
+
+
+def test_bits_per_byte_are_nats_over_the_bytes_of_the_text():
+    domain = DomainLoss(loss=2.0, tokens=10, unigram_loss=3.0, text_bytes=40)
+    assert domain.bits_per_byte == pytest.approx(20 / math.log(2) / 40)
+    assert DomainLoss(2.0, 10, 3.0).bits_per_byte is None
+
+
+def test_errors_are_none_where_no_clusters_were_kept():
+    domain = DomainLoss(2.0, 10, 3.0, 40)
+    assert domain.loss_error is domain.perplexity_error is domain.bits_per_byte_error is None
+    result = dataclasses.replace(sample_result(), domains={"a": domain})
+    assert result.mean_perplexity_error is None

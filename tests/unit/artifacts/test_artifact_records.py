@@ -10,7 +10,7 @@ from megatron_chameleon.artifacts.record import read_record
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import KINDS, Sample, write_samples
 
-FORMAT_VERSION = {"training run": 2, "checkpoint": 2}
+FORMAT_VERSION = {"training run": 2, "checkpoint": 2, "evaluation": 2}
 REQUIRED_FIELD = {
     "corpus": "domains",
     "training run": "status",
@@ -68,17 +68,20 @@ def test_another_format_version_is_refused(sample):
 
 
 @pytest.mark.parametrize(
-    ("kind", "added"),
+    ("kind", "added", "made_by"),
     [
-        ("training run", ["mixture_phases"]),
-        ("checkpoint", ["domain_samples", "mixture_phases"]),
+        ("training run", ["mixture_phases"], "pretrain_gpt.py"),
+        ("checkpoint", ["domain_samples", "mixture_phases"], "pretrain_gpt.py"),
+        ("evaluation", ["left_out"], "evaluate.py perplexity"),
     ],
 )
-def test_a_record_of_before_is_refused_by_its_version_and_not_by_a_field(samples, kind, added):
+def test_a_record_of_before_is_refused_by_its_version_and_not_by_a_field(
+    samples, kind, added, made_by
+):
     edit(samples[kind], format_version=1, **dict.fromkeys(added, ...))
     assert refusal(samples[kind]).endswith(
         ": format_version 1, this release reads 2; use the release that wrote it, or make it "
-        "again: tools/pretrain_gpt.py writes it"
+        f"again: tools/{made_by} writes it"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +19,19 @@ from megatron_chameleon.artifacts import (
     Protocol,
     find_checkpoint,
 )
+from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.reader import open_reader, shape_of
 from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.indexed_writer import IndexedWriter
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities, evaluate_perplexity
+from megatron_chameleon.evaluation.scored_text import scored_text
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.parallel.layout import distributed
-from tests.small_corpus import write_small_corpus
+from tests.small_corpus import word_tokenizer, write_small_corpus
+from tests.unit.evaluation.plain_protocol import Prediction, predictions
 from tests.unit.poison import poison_checkpoint
 
 
@@ -35,7 +39,10 @@ from tests.unit.poison import poison_checkpoint
 def options(corpus, finished_run, tmp_path):
     """One evaluation of the finished run."""
     return PerplexityOptions(
-        corpus=corpus.root, checkpoint=finished_run, output=tmp_path / "result.json"
+        corpus=corpus.root,
+        checkpoint=finished_run,
+        output=tmp_path / "result.json",
+        overwrite=True,
     )
 
 
@@ -72,6 +79,109 @@ def test_the_result_is_that_of_a_plain_loop(evaluate, corpus, expected_losses, c
         assert domain.tokens == corpus.domains[name].test.tokens - 1
         assert f"{name} " in table
         assert f"{math.exp(expected_losses[name]):.2f}" in table
+
+
+def losses_by_document(corpus, finished_run, name, protocol):
+    """Sums of losses and tokens of each test document by a plain loop over the protocol."""
+    stream = open_tokens(corpus, name, "test")
+    documents = [stream.get(i).tolist() for i in range(len(stream))]
+    sums, tokens = np.zeros(len(documents)), np.zeros(len(documents), int)
+    with distributed(ParallelOptions(), seed=0) as layout:
+        reader = open_reader(CheckpointRecord.load(find_checkpoint(finished_run)), layout)
+        eod = corpus.tokenizer.eod_id
+        for window in in_windows(predictions(documents, protocol, eod)):
+            given = window[-1].context
+            labels = torch.tensor([[*given[1:], window[-1].label]])
+            losses = reader.token_losses(torch.tensor([given]), labels)
+            assert losses is not None
+            for one in window:
+                sums[one.document] += float(losses[0, len(one.context) - 1])
+                tokens[one.document] += 1
+    return sums, tokens
+
+
+def in_windows(scored):
+    """Predictions in lists whose contexts are each the beginning of the last one's."""
+    windows: list[list[Prediction]] = []
+    for one in scored:
+        before = windows[-1][-1].context if windows else one.context
+        goes_on = windows and one.context[: len(before)] == before != one.context
+        windows[-1].append(one) if goes_on else windows.append([one])
+    return windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "protocol"),
+    [
+        ({}, Protocol("test", 32)),
+        ({"overlap": 24}, Protocol("test", 32, overlap=24)),
+        (
+            {"packing": "documents"},
+            Protocol("test", 32, packing="documents", first_token="after-eod"),
+        ),
+        (
+            {
+                "packing": "documents",
+                "overlap": 7,
+                "first_token": "not-scored",
+                "score_end_of_document": False,
+                "window_length": 20,
+            },
+            Protocol("test", 20, packing="documents", end_of_document=False, overlap=7),
+        ),
+    ],
+)
+def test_loss_and_standard_error_are_those_of_the_documents(
+    evaluate, corpus, finished_run, changes, protocol
+):
+    result = evaluate(**changes)
+    assert result.protocol == protocol
+    sums, tokens = losses_by_document(corpus, finished_run, "code", protocol)
+    domain = result.domains["code"]
+    assert domain.tokens == tokens.sum()
+    assert domain.loss == pytest.approx(sums.sum() / tokens.sum(), abs=1e-6)
+    residuals = sums - domain.loss * tokens
+    count = len(tokens)
+    variance = count / (count - 1) * (residuals**2).sum() / tokens.sum() ** 2
+    assert domain.loss_error == pytest.approx(math.sqrt(variance), rel=1e-4)
+    assert domain.perplexity_error == pytest.approx(domain.perplexity * math.sqrt(variance))
+
+
+def test_without_a_tokenizer_there_are_no_bits_per_byte_and_a_word_why(evaluate, corpus, capsys):
+    result = evaluate()
+    assert all(domain.bits_per_byte is None for domain in result.domains.values())
+    told = capsys.readouterr().out
+    assert f"no bits per byte: {corpus.root}/tokenizer.json does not exist" in told
+
+
+@pytest.mark.parametrize("place", ["in the corpus", "where the checkpoint says"])
+def test_bits_per_byte_are_by_the_bytes_of_the_text(
+    evaluate, corpus, trained_run, tmp_path, capsys, place
+):
+    """A tokenizer whose tokens are numbers: their digits, and a space before each."""
+    without = evaluate()
+    root = Path(shutil.copytree(corpus.root, tmp_path / "corpus"))
+    own = word_tokenizer(root / "tokenizer.json")
+    identity = dataclasses.replace(corpus.tokenizer, sha256=sha256_of_files(own))
+    dataclasses.replace(corpus, root=root, tokenizer=identity).save()
+    record = CheckpointRecord.load(find_checkpoint(trained_run))
+    if place == "where the checkpoint says":
+        (tmp_path / "elsewhere").mkdir()
+        own.rename(tmp_path / "elsewhere" / "tokenizer.json")
+    options = {"corpus": str(tmp_path / "elsewhere")}
+    made = dataclasses.replace(record.provenance, options=options)
+    dataclasses.replace(record, tokenizer_hash=identity.sha256, provenance=made).save()
+    capsys.readouterr()
+    result = evaluate(corpus=root, checkpoint=trained_run)
+    assert "no bits per byte" not in capsys.readouterr().out
+    for name, domain in result.domains.items():
+        first, *others = open_tokens(corpus, name, "test").tokens.tolist()
+        sizes = [0 if t == corpus.tokenizer.eod_id else len(f" {t}") for t in (first, *others)]
+        scale = corpus.domains[name].test.text_bytes / sum(sizes)
+        assert domain.loss == pytest.approx(without.domains[name].loss)
+        assert domain.text_bytes == pytest.approx(scale * sum(sizes[1:]), abs=0.5)
+        bits = domain.loss * domain.tokens / math.log(2)
+        assert domain.bits_per_byte == pytest.approx(bits / domain.text_bytes)
 
 
 def test_the_unigram_model_is_that_of_the_domains_own_training_text(evaluate, corpus):
@@ -147,6 +257,64 @@ def test_several_checkpoints_get_what_each_gets_alone(two_checkpoints, capsys):
         assert result.cost.flops == alone.cost.flops
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """The steps of the checkpoints whose models are opened from here on."""
+    opened: list[int] = []
+
+    def open_and_note(record, layout):
+        opened.append(record.step)
+        return open_reader(record, layout)
+
+    monkeypatch.setattr("megatron_chameleon.evaluation.perplexity.open_reader", open_and_note)
+    return opened
+
+
+def test_an_interrupted_command_goes_on_with_what_is_missing(two_checkpoints, calls, capsys):
+    going_on = [dataclasses.replace(options, overwrite=False) for options in two_checkpoints]
+    first = evaluate_perplexity(going_on[0])
+    again = evaluate_perplexities(going_on)
+    assert calls == [3, 6]
+    assert again[0] == first
+    assert f"{going_on[0].output} was there already; --overwrite" in capsys.readouterr().out
+    evaluate_perplexities(two_checkpoints)
+    assert calls == [3, 6, 3, 6]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"split": "valid"}, {"max_tokens": 64}, {"checkpoint": "earlier"}, {"corpus": "other"}],
+)
+def test_a_result_of_something_else_is_replaced(evaluate, finished_run, tmp_path, calls, changes):
+    evaluate()
+    places = {
+        "earlier": finished_run / "checkpoints" / "step-00000003",
+        "other": write_small_corpus(tmp_path / "other", seed=1).root,
+    }
+    changes = {key: places.get(value, value) for key, value in changes.items()}
+    found = evaluate(overwrite=False, **changes)
+    assert len(calls) == 2
+    assert EvaluationResult.load(tmp_path / "result.json") == found
+
+
+def test_a_file_that_is_no_result_is_replaced(evaluate, tmp_path):
+    (tmp_path / "result.json").write_text('{"format_version": 1}')
+    found = evaluate(overwrite=False)
+    assert EvaluationResult.load(tmp_path / "result.json") == found
+
+
+def test_checkpoints_of_one_corpus_share_what_is_known_of_its_text(two_checkpoints, monkeypatch):
+    read: list[str] = []
+
+    def note(corpus, name, *more):
+        read.append(name)
+        return scored_text(corpus, name, *more)
+
+    monkeypatch.setattr("megatron_chameleon.evaluation.held_out_corpus.scored_text", note)
+    evaluate_perplexities(two_checkpoints)
+    assert read == ["news", "code", "poems"]
+
+
 def test_a_mistake_in_the_last_is_told_before_the_first_is_evaluated(two_checkpoints, tmp_path):
     first, last = two_checkpoints
     with pytest.raises(UserError, match="--checkpoint nowhere: neither a checkpoint nor a run"):
@@ -179,6 +347,10 @@ def test_shorter_windows_predict_the_same_tokens(evaluate):
         ({"window_length": 33}, "--window-length 33: the model has positions for 1 to 32 tokens"),
         ({"window_length": 0}, "--window-length 0"),
         ({"max_tokens": 31}, "--max-tokens 31 is less than one window of 32 tokens"),
+        ({"overlap": 32}, "--overlap 32: a window of 32 tokens can take over from 0 to 31"),
+        ({"overlap": -1}, "--overlap -1: "),
+        ({"window_length": 8, "overlap": 8}, "--overlap 8: a window of 8 tokens"),
+        ({"first_token": "after-eod"}, "--first-token after-eod is for --packing documents"),
         ({"evaluation_batch_size": 0}, "--evaluation-batch-size 0: give a whole number from 1 on"),
         ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere: neither a checkpoint nor a run"),
         ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist; tools/preprocess_"),
@@ -198,25 +370,46 @@ def test_another_tokenizer_is_refused(evaluate, tmp_path):
         evaluate(corpus=other.root)
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_a_split_with_nothing_to_predict_is_told_with_its_domain(evaluate, tmp_path, left):
-    corpus = write_small_corpus(tmp_path / "corpus")
-    name = corpus.names[1]
-    prefix = corpus.prefix(name, "test")
-    for suffix in (".bin", ".idx"):
-        Path(f"{prefix}{suffix}").unlink()
-    writer = IndexedWriter(prefix, corpus.dtype)
-    for _ in range(left):
-        writer.add(np.zeros(1, np.int32))
-    writer.finish()
-    domain = corpus.domains[name]
-    empty = dataclasses.replace(domain.test, documents=left, tokens=left)
-    domains = {**corpus.domains, name: dataclasses.replace(domain, test=empty)}
+def without_test_text(root, names, left=0):
+    """A small corpus in which some domains have ``left`` tokens in their test split."""
+    corpus = write_small_corpus(root)
+    domains = dict(corpus.domains)
+    for name in names:
+        prefix = corpus.prefix(name, "test")
+        for suffix in (".bin", ".idx"):
+            Path(f"{prefix}{suffix}").unlink()
+        writer = IndexedWriter(prefix, corpus.dtype)
+        for _ in range(left):
+            writer.add(np.zeros(1, np.int32))
+        writer.finish()
+        empty = dataclasses.replace(domains[name].test, documents=left, tokens=left)
+        domains[name] = dataclasses.replace(domains[name], test=empty)
     dataclasses.replace(corpus, domains=domains).save()
-    assert Corpus.load(corpus.root).domains[name].test.tokens == left
-    problem = f"domain '{name}' has {left} tokens in its test split: nothing to predict"
-    with pytest.raises(UserError, match=problem):
+    return Corpus.load(corpus.root)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_split_with_nothing_to_predict_is_told_and_the_others_go_on(
+    evaluate, tmp_path, capsys, left
+):
+    everything = evaluate().domains
+    corpus = without_test_text(tmp_path / "corpus", ["code"], left)
+    with pytest.warns(UserWarning, match="nothing to predict in the test split of code: left out"):
+        result = evaluate(corpus=corpus.root)
+    assert result.left_out == ["code"]
+    assert result.domains == {n: everything[n] for n in ("news", "poems")}
+    assert result.mean_perplexity == pytest.approx(
+        (everything["news"].perplexity + everything["poems"].perplexity) / 2
+    )
+    assert "nothing to predict, and not in the average: code" in capsys.readouterr().out
+    assert EvaluationResult.load(tmp_path / "result.json") == result
+
+
+def test_a_corpus_with_nothing_to_predict_is_refused(evaluate, tmp_path):
+    corpus = without_test_text(tmp_path / "corpus", ["news", "code", "poems"])
+    with pytest.raises(UserError, match=r"no domain has anything to predict in its test .*--split"):
         evaluate(corpus=corpus.root)
+    assert not (tmp_path / "result.json").exists()
 
 
 def test_a_model_that_has_diverged_is_told_and_nothing_is_written(evaluate, trained_run, tmp_path):

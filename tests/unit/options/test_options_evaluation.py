@@ -42,6 +42,24 @@ def test_several_checkpoints_have_a_file_each_in_their_order(line):
     assert {o.parallel.tensor_model_parallel_size for o in found} == {2}
 
 
+def test_the_protocol_is_the_same_for_all_checkpoints():
+    found = given(
+        "--checkpoint a b --output a.json b.json --packing documents --overlap 16 "
+        "--first-token not-scored --no-score-end-of-document --window-length 64"
+    )
+    assert {(o.packing, o.overlap, o.first_token, o.window_length) for o in found} == {
+        ("documents", 16, "not-scored", 64)
+    }
+    assert not any(o.score_end_of_document for o in found)
+
+
+def test_packed_windows_as_in_training_are_the_default():
+    (found,) = given("--checkpoint a --output a.json")
+    assert (found.packing, found.overlap, found.score_end_of_document) == ("packed", 0, True)
+    assert found.first_token is None
+    assert found.max_tokens is None
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -5,10 +5,12 @@ import json
 import pytest
 
 from megatron_chameleon.artifacts import Cost, Mixture
+from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol, DownstreamResult
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.report_samples import (
     NAMES,
+    PROVENANCE,
     random_weights,
     write_corpus,
     write_run_folder,
@@ -108,3 +110,23 @@ def test_a_damaged_file_gives_its_own_error(tmp_path, file):
     path.write_text(json.dumps(body), encoding="utf-8")
     with pytest.raises(UserError, match="field cost"):
         RunFolder.load(tmp_path / "run")
+
+
+def test_downstream_results_may_lie_among_the_evaluations_and_count(tmp_path):
+    root = write_run_folder(tmp_path / "run")
+    cost = Cost(1e12, 8.0, 4.0, 2)
+    protocol = DownstreamProtocol("0.4.13", [0], None, 1234, "float32")
+    result = DownstreamResult("k", "h", 200, protocol, {}, [], PROVENANCE, cost)
+    result.save(root / "6-evaluation" / "uniform-seed1-tasks.json")
+    folder = RunFolder.load(root)
+    assert list(folder.evaluations) == list(folder.base_runs)
+    assert folder.downstream == {"uniform-seed1-tasks": result}
+    assert folder.costs()["6-evaluation/uniform-seed1-tasks"] == cost
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null"])
+def test_a_file_that_is_no_evaluation_of_any_kind_is_told(tmp_path, content):
+    root = write_run_folder(tmp_path / "run")
+    (root / "6-evaluation" / "odd.json").write_text(content)
+    with pytest.raises(UserError, match=r"6-evaluation/odd\.json"):
+        RunFolder.load(root)

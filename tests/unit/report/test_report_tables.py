@@ -9,7 +9,7 @@ import pytest
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.tables import cost_table, fine_tuning_tables, perplexity_table
+from megatron_chameleon.report.tables import fine_tuning_tables, perplexity_table
 from tests.unit.report.report_samples import (
     NAMES,
     PROTOCOL,
@@ -257,15 +257,44 @@ def test_evaluations_that_cannot_be_compared_are_refused(root, changes, told):
         perplexity_table(RunFolder.load(root))
 
 
-def test_the_protocol_is_told(root):
-    protocol = dataclasses.replace(PROTOCOL, max_tokens=20000, end_of_document=False)
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"max_tokens": 20000, "end_of_document": False},
+            "in packed windows of 64 tokens, at most 20,000 tokens a domain, end-of-document "
+            "tokens left out",
+        ),
+        (
+            {"overlap": 16},
+            "in packed windows of 64 tokens, with 16 tokens of the window before as context",
+        ),
+        (
+            {"packing": "documents"},
+            "every document by itself in windows of 64 tokens, its first token not scored",
+        ),
+        (
+            {"packing": "documents", "first_token": "after-eod"},
+            "every document by itself in windows of 64 tokens, its first token predicted from an "
+            "end-of-document token",
+        ),
+    ],
+)
+def test_the_protocol_is_told(root, changes, told):
+    protocol = dataclasses.replace(PROTOCOL, **changes)
     for name in ("uniform-seed1", CHAMELEON):
         edit_evaluation(root, name, protocol=protocol)
     note = perplexity_table(RunFolder.load(root)).notes[0]
-    assert note.startswith(
-        "On the test split, in packed windows of 64 tokens, at most 20,000 tokens a domain, "
-        "end-of-document tokens left out."
+    assert note == (
+        f"On the test split, {told}. Lower is better; the lowest of each row is marked."
     )
+
+
+def test_domains_without_held_out_text_are_named(root):
+    for name in ("uniform-seed1", CHAMELEON):
+        edit_evaluation(root, name, left_out=["empty", "void"])
+    notes = perplexity_table(RunFolder.load(root)).notes
+    assert notes[1] == "Nothing to predict, and not in the average: empty, void."
 
 
 def test_fine_tuning_weights_stand_beside_the_pretraining_weights(root):
@@ -306,18 +335,3 @@ def test_fine_tuning_weights_stand_alone_without_pretraining_weights(root):
     assert table.header[2:] == ("fine-tuning weight", "fine-tuning 95% interval")
     (root / "4-mixture/chameleon-finetune.json").unlink()
     assert fine_tuning_tables(RunFolder.load(root)) == []
-
-
-def test_the_cost_table_adds_up(root):
-    table = cost_table(RunFolder.load(root))
-    found = columns(table)
-    rows = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
-    assert rows["1-corpus"] == ["-", "4.5", "4.5", "1"]
-    assert rows["2-proxy/tiny-seed1"] == ["3.00e+12", "8.0", "16.0", "2"]
-    assert rows[f"5-base/{CHAMELEON}"] == ["1.25e+13", "30.0", "60.0", "2"]
-    *parts, total = found["device-seconds"]
-    assert float(total) == pytest.approx(sum(map(float, parts)))
-    *parts, total = found["seconds"]
-    assert float(total) == pytest.approx(sum(map(float, parts)))
-    # 2 x 1.25e13 + 3e12 + 4e11 + 2 x 2e11
-    assert found["FLOPs"][-1] == "2.88e+13"
