@@ -17,7 +17,9 @@ from torch.distributed.run import get_args_parser
 
 from megatron_chameleon.cli import parse_options, take_values
 from megatron_chameleon.methods.common.registry import DEFAULT_METHOD, find_methods
+from megatron_chameleon.options.downstream import DownstreamOptions
 from megatron_chameleon.options.evaluation import PerplexityToolOptions
+from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 from megatron_chameleon.options.report import ReportOptions
 from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.options.training import PretrainOptions
@@ -31,13 +33,17 @@ SWEEPING = ["sweep_stability"]
 FINE_TUNING = [name for name in LAUNCHERS if name.startswith("finetune")]
 TOOLS = {
     "pretrain_gpt.py": PretrainOptions,
-    "evaluate.py": PerplexityToolOptions,
     "make_report.py": ReportOptions,
+    "compare_methods.py": CompareMethodsOptions,
     "sweep_mixture.py": SweepOptions,
 }
+EVALUATIONS = {"perplexity": PerplexityToolOptions, "downstream": DownstreamOptions}
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'
 CHOICES: tuple[str, ...] = ("CORPUS", "MIXTURE", "RUN", "SIZE", "PRETRAINED", "PROXY", "SEED")
 CHOICES += ("TP", "PP", "NPROC", "STOP_AT")
+CHOICES += ("VARIANT", "BASE", "METHODS", "SEEDS", "PROXY_SEED", "JOBS_AT_ONCE", "RECORD")
+CHOICES += ("BASE_STEPS", "PROXY_STEPS", "LONG_PROXY_STEPS", "MEMBER_STEPS")
+CHOICES += ("CHECKPOINTS", "DATA_DIR")
 NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NODEID")
 
 
@@ -61,7 +67,7 @@ class Call:
         assert Path(tool).is_file(), tool
         name = Path(tool).name
         if name == "evaluate.py":
-            assert flags.pop(0) == "perplexity"
+            return cls(program, ranks, parse_options(EVALUATIONS[flags[0]], flags[1:]))
         if name == "compute_mixture.py":
             methods, flags = take_values("--method", flags)
             chosen = find_methods()[methods[-1] if methods else DEFAULT_METHOD].options

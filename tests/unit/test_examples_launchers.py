@@ -35,7 +35,8 @@ PAPER: dict[str, tuple[str, int, int, tuple[float, float]]] = {
     "finetune_stack": ("684m", 10000, 128, BASE_RATES),
 }
 PRETRAINING = [name for name in LAUNCHERS if name.startswith("pretrain")]
-NOT_LAUNCHERS = {"compare_mixtures", "hyperparameters", "launch", "quickstart"}
+NOT_LAUNCHERS = {"compare_methods", "compare_mixtures", "hyperparameters", "jobs", "launch"}
+NOT_LAUNCHERS |= {"quickstart"}
 
 
 @pytest.fixture

@@ -1,0 +1,280 @@
+#!/usr/bin/env bash
+# Every method head to head: on one corpus, the mixture of each is found, the same base model is
+# trained by each of them with several seeds, and one table shows weights, average held-out
+# perplexity with its spread over seeds, and what it took to find the mixture.
+#
+#   bash examples/compare_methods.sh                          # on 2 CPU cores, in under an hour
+#   SIZE=paper bash examples/compare_methods.sh               # the paper's setting, on every GPU
+#   SIZE=paper VARIANT=2k bash examples/compare_methods.sh    # its proxies of 2,000 steps
+#   SIZE=paper BASE=1.2b bash examples/compare_methods.sh     # its larger base model
+#   SIZE=tiny bash examples/compare_methods.sh                # tries it out, in minutes
+#   METHODS="uniform chameleon doremi" SEEDS="1 2 3 4 5" bash examples/compare_methods.sh
+#
+# The same command goes on with what was interrupted; mixtures and seeds may be added. Seeds are
+# paired: with one seed, the models of all mixtures start from the same weights and draw with the
+# same seed. Mixtures are found once, with PROXY_SEED. A mixture of equal weights (UniMax, where no
+# domain is repeated too often) has the models of uniform.
+#
+#   SIZE         mini: real text of the installed packages, nano models; paper: SlimPajama; tiny
+#                (mini)
+#   VARIANT      2k: DoReMi and DoGE with proxies of 2,000 steps, beside uniform and Chameleon
+#   BASE         model size of the base models (mini: nano; paper: 684m)
+#   METHODS      columns of the table, by the names of tools/compute_mixture.py --list-methods;
+#                doremi-2k and doge-2k have proxies of as many steps as Chameleon's (uniform
+#                natural unimax chameleon doremi doge regmix mixing-laws)
+#   SEEDS        of the base models, at least three ("1 2 3")
+#   PROXY_SEED   of the proxies (1)
+#   RUN          folder of the experiment (mini: runs/compare-mini; paper: runs/slimpajama)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus; mini makes it)
+#   JOBS_AT_ONCE processes beside each other, one rank each; 1 gives a job all ranks (mini: 2)
+#   RECORD       a .json for the table with date, machine, versions and command; Markdown beside it
+#   BASE_STEPS, PROXY_STEPS, LONG_PROXY_STEPS, MEMBER_STEPS   steps, where SIZE is mini or tiny
+set -euo pipefail
+SIZE=${SIZE:-mini}
+COMMAND_LINE=
+for choice in SIZE VARIANT BASE METHODS SEEDS PROXY_SEED RUN CORPUS JOBS_AT_ONCE BASE_STEPS \
+  PROXY_STEPS LONG_PROXY_STEPS MEMBER_STEPS TP PP NPROC; do
+  [ -z "${!choice:-}" ] || printf -v COMMAND_LINE '%s%s=%q ' "$COMMAND_LINE" "$choice" "${!choice}"
+done
+printf -v COMMAND_LINE '%sbash examples/compare_methods.sh%s' "$COMMAND_LINE" "${*:+ $*}"
+source "$(dirname "$0")/launch.sh"
+source "$HERE/jobs.sh"
+
+VARIANT=${VARIANT:-}
+SEEDS=${SEEDS:-1 2 3}
+PROXY_SEED=${PROXY_SEED:-1}
+case $VARIANT in
+  '') METHODS=${METHODS:-uniform natural unimax chameleon doremi doge regmix mixing-laws} ;;
+  2k) METHODS=${METHODS:-uniform chameleon doremi-2k doge-2k} ;;
+  *) refuse "VARIANT=$VARIANT: there is 2k, or none" ;;
+esac
+
+# Flags of SIZE=mini and tiny; the paper's stand in hyperparameters.sh and in baselines/.
+mini() {
+  RUN=${RUN:-runs/compare-mini}
+  BASE=${BASE:-nano}
+  JOBS_AT_ONCE=${JOBS_AT_ONCE:-2}      # 1.8 times as fast as one at a time on two ranks
+  SEQ_LENGTH=128 BATCH=8 WARMUP=40     # the quickstart's
+  BASE_STEPS=${BASE_STEPS:-800}
+  PROXY_STEPS=${PROXY_STEPS:-300}      # Chameleon's
+  LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # DoReMi's and DoGE's: five times, as in the paper
+  MEMBER_STEPS=${MEMBER_STEPS:-150} REGMIX_MEMBERS=48 LAWS_MEMBERS=24
+  EMBED=(--num-windows 512)            # the quickstart's
+  EVALUATE=(--max-tokens 25000)        # the quickstart's
+  EVAL_TOKENS=4096
+}
+
+# In which nothing is learned.
+tiny() {
+  BASE_STEPS=${BASE_STEPS:-12} PROXY_STEPS=${PROXY_STEPS:-8}
+  LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-12} MEMBER_STEPS=${MEMBER_STEPS:-4}
+  mini
+  SEQ_LENGTH=64 WARMUP=2 REGMIX_MEMBERS=16 LAWS_MEMBERS=12 EVAL_TOKENS=512
+  EMBED=(--num-windows 32 --bootstrap-resamples 50)
+  EVALUATE=(--max-tokens 1024)
+}
+
+# From these to the flags of proxies, swarms and base models.
+fill_in() {
+  local model=(--seq-length "$SEQ_LENGTH" --global-batch-size "$BATCH"
+    --lr-warmup-iters "$WARMUP" --lr 1e-2)
+  local run=("${model[@]}" --micro-batch-size "$BATCH" --min-lr 1e-3 --log-interval 50
+    --save-interval 200)
+  PROXY_FLAGS=(--model-size nano "${run[@]}" --seed "$PROXY_SEED")
+  SWARM=(--model-size nano "${model[@]}" --seed "$PROXY_SEED" --train-iters "$MEMBER_STEPS"
+    --eval-tokens "$EVAL_TOKENS")
+  TRAIN=(--model-size "$BASE" "${run[@]}" --train-iters "$BASE_STEPS" --corpus "$CORPUS")
+  EMBED+=(--corpus "$CORPUS")
+  EVALUATE+=(--corpus "$CORPUS")
+  BUDGET=$((BASE_STEPS * SEQ_LENGTH * BATCH))
+}
+
+SUFFIX=
+case $SIZE in
+  mini | tiny)
+    export CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1   # too small for a GPU, and its compiler
+    "$SIZE"
+    CORPUS=${CORPUS:-$RUN/1-corpus}
+    if [ "$SIZE" = mini ] && [ ! -e "$CORPUS/corpus.json" ]; then
+      say "Text of the installed packages"
+      OUTPUT=$CORPUS bash "$HERE/data/installed_text.sh"
+    fi
+    [ -e "$CORPUS/corpus.json" ] ||
+      refuse "there is no corpus in $CORPUS: $(how_to_make_it installed_text.sh)"
+    fill_in
+    PROXY=$RUN/2-proxy/nano-seed$PROXY_SEED
+    ;;
+  paper)
+    RUN=${RUN:-runs/slimpajama}
+    BASE=${BASE:-684m}
+    CORPUS=${CORPUS:-$RUN/1-corpus}
+    JOBS_AT_ONCE=${JOBS_AT_ONCE:-1}
+    SIZE=$BASE choose base slimpajama_627b.sh
+    PROXY=$RUN/2-proxy/82m-seed$PROXY_SEED
+    [ "$BASE" = 684m ] || SUFFIX=-$BASE
+    ;;
+  *) refuse "SIZE=$SIZE: choose from mini, paper, tiny" ;;
+esac
+TRAIN+=("${EXTRA[@]}")
+START=(python)
+[ "$JOBS_AT_ONCE" != 1 ] || START=(torchrun "${RANKS[@]}")
+
+# The jobs. Each is one command that takes the place of its shell, so that to end the job is to end
+# the command.
+
+train_proxy() {
+  [ "$SIZE" != paper ] || launcher pretrain_82m_proxy
+  exec "${START[@]}" "$TOOLS/pretrain_gpt.py" "${PROXY_FLAGS[@]}" --train-iters "$PROXY_STEPS" \
+    --corpus "$CORPUS" --mixture uniform --run-dir "$PROXY"
+}
+
+# launcher NAME FLAGS...: another launcher, which holds the paper's setting.
+launcher() {
+  exec env -u SIZE -u MIXTURE RUN="$RUN" CORPUS="$CORPUS" SEED="$PROXY_SEED" \
+    bash "$HERE/$1.sh" -- "${@:2}"
+}
+
+find_mixture() {
+  local name=$1 method=${1%-2k} flags=(--output "$RUN/4-mixture/$1.json") steps
+  if [ "$method" = chameleon ]; then
+    exec "${START[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${flags[@]}" \
+      --checkpoint "$PROXY" --store "$RUN/3-embeddings/${PROXY##*/}"
+  elif [ "$SIZE" = paper ]; then
+    [ "$name" = "$method" ] || flags+=(--train-iters 2000)   # paper: tab:ppl_2k, "2k steps"
+    launcher "baselines/${method//-/_}" "${flags[@]}"
+  fi
+  steps=$LONG_PROXY_STEPS
+  [ "$name" = "$method" ] || steps=$PROXY_STEPS
+  case $method in
+    doremi | doge) flags+=("${PROXY_FLAGS[@]}" --train-iters "$steps") ;;
+    regmix) flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS") ;;
+    mixing-laws) flags+=("${SWARM[@]}" --num-proxies "$LAWS_MEMBERS") ;;
+  esac
+  exec "${START[@]}" "$TOOLS/compute_mixture.py" --method "$method" --corpus "$CORPUS" \
+    --token-budget "$BUDGET" "${flags[@]}"
+}
+
+train_base() {
+  limit_time
+  exec "${START[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" --seed "$2" \
+    --mixture "$RUN/4-mixture/$1.json" --run-dir "$RUN/5-base/$1$SUFFIX-seed$2"
+}
+
+evaluate() {
+  local seed run missing=()
+  for seed in $SEEDS; do
+    run=$1$SUFFIX-seed$seed
+    [ -e "$RUN/6-evaluation/$run.json" ] ||
+      missing+=(--checkpoint "$RUN/5-base/$run" --output "$RUN/6-evaluation/$run.json")
+  done
+  exec "${START[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${missing[@]}"
+}
+
+# Whether a job has been done.
+
+is_finished() { grep -qs '"status": "finished"' "$1/run.json"; }
+
+is_found() { [ -e "$RUN/4-mixture/$1.json" ]; }
+
+is_trained() { is_finished "$RUN/5-base/$1$SUFFIX-seed$2" || is_uniform "$1"; }
+
+is_evaluated() {
+  local seed
+  is_uniform "$1" || for seed in $SEEDS; do
+    [ -e "$RUN/6-evaluation/$1$SUFFIX-seed$seed.json" ] || return 1
+  done
+}
+
+# Whether a mixture other than uniform, which is among METHODS, has its weights to nine digits.
+is_uniform() {
+  [[ $1 != uniform && " $METHODS " == *" uniform "* ]] && is_found "$1" && is_found uniform &&
+    [ "$(weights_of "$1")" = "$(weights_of uniform)" ]
+}
+
+weights_of() {
+  sed -n '/^  "weights": {/,/^  }/ s/\(\.[0-9]\{9\}\)[0-9]*/\1/p' "$RUN/4-mixture/$1.json"
+}
+
+# Seconds that a job takes, roughly: for paper on an H100, for mini on a core of a virtual machine.
+seconds_for() {
+  if [ "$SIZE" = paper ]; then
+    case $1 in
+      proxy) echo 2800 ;;
+      doremi) echo 26600 ;;
+      doge) echo 22700 ;;
+      *-2k) echo 5300 ;;
+      regmix) echo 25000 ;;
+      mixing-laws) echo 1000000 ;;
+      base) echo 201600 ;;
+      *) echo 600 ;;
+    esac
+    return
+  fi
+  case $1 in
+    proxy) echo $((PROXY_STEPS / 8 + 10)) ;;
+    doremi | doge) echo $((LONG_PROXY_STEPS / 3 + 20)) ;;
+    *-2k) echo $((PROXY_STEPS / 3 + 20)) ;;
+    regmix) echo $((MEMBER_STEPS * REGMIX_MEMBERS / 8 + 20)) ;;
+    mixing-laws) echo $((MEMBER_STEPS * LAWS_MEMBERS / 8 + 20)) ;;
+    base) echo $((BASE_STEPS / 8 + 10)) ;;
+    evaluation) echo 35 ;;
+    *) echo 20 ;;
+  esac
+}
+
+# A folder is gone on with by the settings that it was begun with.
+hold_to_settings() {
+  local file=$RUN/logs/settings$SUFFIX.txt now
+  now="base models: ${TRAIN[*]}"$'\n'"evaluation: ${EVALUATE[*]}"
+  if [ "$SIZE" != paper ]; then
+    now+=$'\n'"proxies: ${PROXY_FLAGS[*]}, $PROXY_STEPS and $LONG_PROXY_STEPS steps"
+    now+=$'\n'"swarms: ${SWARM[*]}, $REGMIX_MEMBERS and $LAWS_MEMBERS members"
+    now+=$'\n'"embeddings: ${EMBED[*]}"
+  fi
+  mkdir -p "$RUN/logs"
+  [ -e "$file" ] || printf '%s\n' "$now" > "$file"
+  [ "$(cat "$file")" = "$now" ] ||
+    refuse "$RUN was begun with other settings, which $file holds: give those, or another RUN"
+}
+
+# Every job there is, the longest first, so that none runs alone at the end.
+list_jobs() {
+  local name seed uniform= bases
+  [[ " $METHODS " != *" chameleon "* ]] ||
+    job proxy "$(seconds_for proxy)" "" "is_finished $(printf %q "$PROXY")" train_proxy
+  for name in mixing-laws regmix doremi doge $METHODS; do
+    [[ " $METHODS " == *" $name "* && -z ${EXPECTED[$name]:-} ]] || continue
+    local after=
+    [ "$name" != chameleon ] || after=proxy
+    job "$name" "$(seconds_for "$name")" "$after" "is_found $name" find_mixture "$name"
+  done
+  [[ " $METHODS " != *" uniform "* ]] || uniform=uniform   # which others may be equal to
+  for name in $METHODS; do
+    bases=
+    for seed in $SEEDS; do
+      job "$name-seed$seed" "$(seconds_for base)" "$name $uniform" "is_trained $name $seed" \
+        train_base "$name" "$seed"
+      bases+=" $name-seed$seed"
+    done
+    job "$name-evaluation" "$(seconds_for evaluation)" "$bases" "is_evaluated $name" \
+      evaluate "$name"
+  done
+}
+
+compare() {
+  local record=()
+  [ -z "${RECORD:-}" ] ||
+    record=(--record "$RECORD" --command "$COMMAND_LINE"
+      --wall-seconds "$(cat "$RUN/logs/seconds")")
+  # shellcheck disable=SC2086   # names and seeds are words
+  python "$TOOLS/compare_methods.py" --run "$RUN" --mixtures $METHODS --seeds $SEEDS \
+    --run-suffix="$SUFFIX" --name "compare_methods${VARIANT:+-$VARIANT}$SUFFIX" "${record[@]}"
+}
+
+{ # All of this is read before it begins: whoever edits this file meanwhile does no harm.
+  hold_to_settings
+  list_jobs
+  run_jobs "$JOBS_AT_ONCE"
+  on_first_node compare
+  exit
+}

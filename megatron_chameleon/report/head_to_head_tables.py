@@ -1,0 +1,107 @@
+"""The tables of a head-to-head: mixtures, perplexity and cost in one, and perplexity by domain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_chameleon.report.head_to_head import HeadToHead
+from megatron_chameleon.report.head_to_head_words import notes
+from megatron_chameleon.report.tables import format_flops, format_perplexity, format_weight
+from megatron_chameleon.report.text_tables import MISSING, Cell, Row, Table
+
+
+def comparison_table(compared: HeadToHead) -> Table:
+    """A column per mixture: weights, average perplexity over seeds, and what it cost to find."""
+    return Table(
+        title="Mixtures head to head",
+        header=("weight of", *(c.label for c in compared.contestants)),
+        rows=tuple(
+            row(name, (format_weight(c.mixture.weights.get(name, 0.0)) for c in compared))
+            for name in compared.domains
+        ),
+        summary=(*_perplexity_rows(compared), *_cost_rows(compared)),
+        notes=notes(compared),
+    )
+
+
+def domain_table(compared: HeadToHead) -> Table:
+    """Per domain: the mean of its perplexity over seeds, and its standard deviation."""
+    means = compared.perplexities.mean(axis=1)
+    deviations = compared.perplexities.std(axis=1, ddof=1)
+    return Table(
+        title="Held-out perplexity by domain",
+        header=("domain", *(c.label for c in compared.contestants)),
+        rows=tuple(
+            row(
+                name,
+                map(with_deviation, means[:, k], deviations[:, k]),
+                best=means[:, k] == means[:, k].min(),
+            )
+            for k, name in enumerate(compared.domains)
+        ),
+        notes=("Mean over seeds ± standard deviation; the lowest mean of each row is marked.",),
+    )
+
+
+def with_deviation(mean: float, deviation: float) -> str:
+    """Like "251.51 ± 3.20"."""
+    return f"{format_perplexity(mean)} ± {format_perplexity(deviation)}"
+
+
+def format_multiple(value: float, unit: float) -> str:
+    """``value`` as a multiple of ``unit``, like "9.8x"; '-' where the unit is 0."""
+    if unit == 0:
+        return MISSING
+    multiple = value / unit
+    return f"{multiple:.2f}x" if multiple < 10 else f"{multiple:.1f}x"
+
+
+def row(
+    name: str,
+    texts: Iterable[str],
+    left_out: Sequence[bool] | None = None,
+    best: Iterable[bool] | None = None,
+) -> Row:
+    """A row of a table; cells that are ``left_out`` say nothing, ``best`` ones are marked."""
+    shown = list(texts)
+    hidden = left_out if left_out is not None else [False] * len(shown)
+    marked = [bool(b) for b in best] if best is not None else [False] * len(shown)
+    cells = (
+        Cell() if is_hidden else Cell(text, is_best)
+        for text, is_hidden, is_best in zip(shown, hidden, marked, strict=True)
+    )
+    return (Cell(name), *cells)
+
+
+def _perplexity_rows(compared: HeadToHead) -> tuple[Row, ...]:
+    baseline, averages = compared.baseline, compared.averages
+    means, deviations = averages.mean(axis=1), averages.std(axis=1, ddof=1)
+    gaps = [compared.difference(c, baseline) for c in compared]
+    is_baseline = [c is baseline for c in compared]
+    better = (f"{compared.domains_better(c)} of {len(compared.domains)}" for c in compared)
+    return (
+        row("average perplexity", map(format_perplexity, means), best=means == means.min()),
+        row("  standard deviation over seeds", map(format_perplexity, deviations)),
+        row(f"  less {baseline.label}'s, paired", (f"{g.mean:+.2f}" for g in gaps), is_baseline),
+        row("  standard error of that", (f"{g.standard_error:.2f}" for g in gaps), is_baseline),
+        row(f"domains better than {baseline.label}", better, is_baseline),
+    )
+
+
+def _cost_rows(compared: HeadToHead) -> tuple[Row, ...]:
+    flops = [c.cost.flops for c in compared]
+    seconds = [c.cost.device_seconds for c in compared]
+    rows = [
+        row("FLOPs to obtain the mixture", (format_flops(f) if f else "0" for f in flops)),
+        row("device-seconds for that", (f"{s:,.1f}" for s in seconds)),
+    ]
+    if compared.reference is not None:
+        label, cost = compared.reference.label, compared.reference.cost
+        rows += [
+            row(f"FLOPs by {label}'s", (format_multiple(f, cost.flops) for f in flops)),
+            row(
+                f"device-seconds by {label}'s",
+                (format_multiple(s, cost.device_seconds) for s in seconds),
+            ),
+        ]
+    return tuple(rows)

@@ -1,0 +1,75 @@
+"""examples/compare_methods.sh run as it is with SIZE=tiny: ended on the way, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.artifacts import EvaluationResult, TrainingRun
+from tests.distributed.launch import REPOSITORY
+from tests.small_corpus import DOMAINS, write_small_corpus
+
+SECONDS = 900.0  # where others use the cores too
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("comparison")
+    write_small_corpus(root / "corpus")
+    choices = {"SIZE": "tiny", "CORPUS": str(root / "corpus"), "RUN": str(root / "run")}
+    choices |= {"METHODS": "uniform unimax chameleon", "RECORD": str(root / "record.json")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, **choices, "PATH": path}
+
+
+def start(environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = ["bash", "examples/compare_methods.sh"]
+    return subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_a_comparison_that_is_ended_goes_on_to_the_same_table(environment):
+    run = Path(environment["RUN"])
+    with start(environment) as first:
+        assert first.stdout is not None
+        for line in first.stdout:
+            if line.startswith("begun: uniform-seed2"):
+                break
+        time.sleep(1.0)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(timeout=SECONDS) == 130
+    done = [path for path in run.glob("5-base/*") if TrainingRun.exists(path)]
+    assert len(done) < 6
+    with start(environment) as second:
+        said, _ = second.communicate(timeout=SECONDS)
+    assert second.returncode == 0, said
+    assert "0 of 15 jobs are done" not in said
+    runs = {path.name: TrainingRun.load(path) for path in run.glob("5-base/*")}
+    assert set(runs) == {f"{name}-seed{s}" for name in ("uniform", "chameleon") for s in (1, 2, 3)}
+    assert {(r.status, r.step) for r in runs.values()} == {("finished", 12)}
+    record = json.loads(Path(environment["RECORD"]).read_text())
+    for name, figures in record["mixtures"].items():
+        shown = "uniform" if name == "unimax" else name
+        for seed in (1, 2, 3):
+            path = run / f"6-evaluation/{shown}-seed{seed}.json"
+            expected = {n: d.perplexity for n, d in EvaluationResult.load(path).domains.items()}
+            assert figures["perplexity"][f"seed {seed}"] == pytest.approx(expected)
+        assert list(figures["weights"]) == list(DOMAINS)
+    proxy = TrainingRun.load(run / "2-proxy/nano-seed1")
+    assert record["mixtures"]["chameleon"]["flops"] > proxy.cost.flops
+    assert (run / "7-report/compare_methods.txt").read_text() in said

@@ -1,0 +1,245 @@
+"""What is compared head to head, what it cost, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.head_to_head import HeadToHead, Selection, head_to_head, label_of
+from megatron_chameleon.report.head_to_head_figure import places_of, ticks_of
+from megatron_chameleon.report.head_to_head_page import Record, as_csv, report_head_to_head
+from megatron_chameleon.report.head_to_head_tables import (
+    comparison_table,
+    domain_table,
+    format_multiple,
+)
+from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.text_tables import Table, terminal_table
+from tests.unit.report.head_to_head_samples import AVERAGES, SEEDS, WEIGHTS, write_head_to_head
+
+SELECTION = Selection(names=tuple(WEIGHTS), seeds=SEEDS)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_head_to_head(tmp_path / "run")
+
+
+def compared_in(root: Path, **changes: object) -> HeadToHead:
+    selection = dataclasses.replace(SELECTION, **changes)  # type: ignore[arg-type]
+    return head_to_head(RunFolder.load(root), selection)
+
+
+def row_of(table: Table, name: str) -> list[str]:
+    (found,) = [row for row in (*table.rows, *table.summary) if row[0].text == name]
+    return [cell.text for cell in found[1:]]
+
+
+def change(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_averages_are_over_domains_for_every_seed(root):
+    compared = compared_in(root)
+    expected = [AVERAGES["uniform"], AVERAGES["uniform"], AVERAGES["chameleon"], AVERAGES["doremi"]]
+    np.testing.assert_allclose(compared.averages, expected)
+    assert compared.perplexities.shape == (4, 3, 3)
+
+
+def test_the_cost_of_chameleon_has_its_proxy_and_its_embeddings(root):
+    uniform, _, chameleon, doremi = compared_in(root)
+    assert (uniform.cost.flops, uniform.cost.device_seconds) == (0, 0)
+    assert chameleon.cost.flops == pytest.approx(1.2e12)
+    assert chameleon.cost.device_seconds == pytest.approx(125)
+    assert set(chameleon.made_of) == {
+        "4-mixture/chameleon",
+        "2-proxy/nano-seed1",
+        "3-embeddings/nano",
+    }
+    assert (doremi.cost.flops, doremi.cost.device_seconds) == (6e12, 500)
+
+
+def test_the_table_shows_weights_perplexity_and_cost(root):
+    table = comparison_table(compared_in(root))
+    assert table.header == ("weight of", "Uniform", "UniMax", "Chameleon", "DoReMi")
+    assert row_of(table, "code") == ["0.3333", "0.3333", "0.5000", "0.1000"]
+    assert row_of(table, "average perplexity") == ["100.00", "100.00", "90.33", "120.00"]
+    assert row_of(table, "  standard deviation over seeds") == ["4.00", "4.00", "4.51", "2.00"]
+    assert row_of(table, "  less Uniform's, paired") == ["-", "+0.00", "-9.67", "+20.00"]
+    assert row_of(table, "  standard error of that") == ["-", "0.00", "0.33", "1.15"]
+    assert row_of(table, "domains better than Uniform") == ["-", "0 of 3", "3 of 3", "0 of 3"]
+    assert row_of(table, "FLOPs to obtain the mixture") == ["0", "0", "1.20e+12", "6.00e+12"]
+    assert row_of(table, "device-seconds for that") == ["0.0", "0.0", "125.0", "500.0"]
+    assert row_of(table, "FLOPs by Chameleon's") == ["0.00x", "0.00x", "1.00x", "5.00x"]
+    assert row_of(table, "device-seconds by Chameleon's") == ["0.00x", "0.00x", "1.00x", "4.00x"]
+    (average,) = [row for row in table.summary if row[0].text == "average perplexity"]
+    assert [cell.best for cell in average[1:]] == [False, False, True, False]
+
+
+def test_the_ratio_of_spreads_is_printed_and_judged(root):
+    compared = compared_in(root)
+    text = terminal_table(comparison_table(compared))
+    # Of the three mixtures with models of their own: means 100, 90.33 and 120.
+    between = np.std([100, 271 / 3, 120], ddof=1)
+    assert compared.spread.mixtures == pytest.approx(between)
+    assert f"{between:.2f} / {compared.spread.seeds:.2f} = {compared.spread.ratio:.1f}" in text
+    assert "told apart. The first" in " ".join(text.split())
+    assert "UniMax has the weights of Uniform: the same models are shown." in text
+    assert "Chameleon < Uniform < DoReMi" in text
+
+
+def test_mixtures_within_noise_are_called_out(root):
+    for seed, average in zip(SEEDS, (96.0, 110.0, 98.0), strict=True):
+        path = root / f"6-evaluation/chameleon-seed{seed}.json"
+        result = EvaluationResult.load(path)
+        loss = {
+            name: dataclasses.replace(domain, loss=float(np.log(average)))
+            for name, domain in result.domains.items()
+        }
+        dataclasses.replace(result, domains=loss).save(path)
+    table = comparison_table(compared_in(root, names=("uniform", "chameleon")))
+    notes = " ".join(table.notes)
+    assert "so the mixtures cannot be told apart: train" in notes
+    assert "Not told apart from Uniform (the 95% interval" in notes
+    assert "holds 0): Chameleon." in notes
+    assert "Neighbours that are not told apart: Uniform and Chameleon." in notes
+
+
+def test_every_domain_has_its_spread_over_seeds(root):
+    table = domain_table(compared_in(root))
+    assert row_of(table, "code") == ["50.00 ± 2.00", "50.00 ± 2.00", "45.17 ± 2.25", "60.00 ± 1.00"]
+    assert [cell.best for cell in table.rows[0][1:]] == [False, False, True, False]
+
+
+def test_all_of_it_is_written(root, capsys):
+    compared = report_head_to_head(root, SELECTION, "table")
+    printed = capsys.readouterr().out
+    report = root / "7-report"
+    assert printed.startswith((report / "table.txt").read_text())
+    assert (report / "table.png").read_bytes().startswith(b"\x89PNG")
+    body = json.loads((report / "table.json").read_text())
+    assert body["mixtures"]["doremi"]["flops"] == 6e12
+    assert body["mixtures"]["unimax"]["same_models_as"] == "Uniform"
+    assert body["spread"]["ratio"] == pytest.approx(compared.spread.ratio)
+    lines = list(csv.DictReader((report / "table.csv").read_text().splitlines()))
+    assert [line["mixture"] for line in lines] == list(WEIGHTS)
+    assert float(lines[2]["average_perplexity_seed_2"]) == pytest.approx(95)
+    assert float(lines[2]["weight:code"]) == 0.5
+    assert lines == list(csv.DictReader(as_csv(compared).splitlines()))
+    assert (
+        "| average perplexity | 100.00 | 100.00 | **90.33** | 120.00 |"
+        in (report / "table.md").read_text()
+    )
+
+
+def test_a_record_says_when_where_and_by_which_command(root, tmp_path):
+    command = "SIZE=mini bash examples/compare_methods.sh"
+    record = Record.asked_for(tmp_path / "results/mini.json", command, 1800.0)
+    report_head_to_head(root, SELECTION, "table", record)
+    body = json.loads((tmp_path / "results/mini.json").read_text())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", body["date"])
+    assert (body["command"], body["wall_seconds"]) == (command, 1800.0)
+    assert body["machine"]["device"] == "cpu"
+    assert body["machine"]["cores"] >= 1
+    assert set(body["mixtures"]) == set(WEIGHTS)
+    page = (tmp_path / "results/mini.md").read_text()
+    assert f"Made on {body['date']} by `{command}`, in 30 minutes in all" in page
+    assert "| average perplexity |" in page
+
+
+def test_half_a_record_is_refused(tmp_path):
+    assert Record.asked_for(None, "bash", None) is None
+    with pytest.raises(UserError, match="--record also needs --command"):
+        Record.asked_for(tmp_path / "x.json", None, None)
+    with pytest.raises(UserError, match=r"give a name that ends in \.json"):
+        Record.asked_for(tmp_path / "x", "bash", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"seeds": (1, 2)}, r"--seeds 1 2: give at least 3"),
+        ({"seeds": (1, 2, 2)}, r"none of them twice"),
+        ({"names": ("uniform",)}, r"--mixtures uniform: give at least 2"),
+        ({"names": ("doremi", "chameleon")}, r"--baseline uniform is not among --mixtures"),
+        ({"names": ("uniform", "regmix")}, r"4-mixture/regmix\.json is not there; examples/comp"),
+        ({"seeds": (1, 2, 4)}, r"5-base/uniform-seed4 is not there"),
+        ({"run_suffix": "-1.2b"}, r"5-base/uniform-1\.2b-seed1 is not there"),
+    ],
+)
+def test_what_is_missing_is_told(root, changes, told):
+    with pytest.raises(UserError, match=told):
+        compared_in(root, **changes)
+
+
+def test_a_run_that_has_not_finished_is_refused(root):
+    change(root / "5-base/doremi-seed2/run.json", status="interrupted")
+    with pytest.raises(UserError, match=r"5-base/doremi-seed2 is interrupted; examples/comp"):
+        compared_in(root)
+
+
+def test_an_evaluation_of_an_earlier_step_is_refused(root):
+    change(root / "6-evaluation/doremi-seed2.json", step=100)
+    with pytest.raises(UserError, match=r"doremi-seed2\.json is of step 100, the run has 200"):
+        compared_in(root)
+
+
+def test_a_mixture_that_was_found_anew_is_refused(root):
+    Mixture(weights={"code": 1.0}).save(root / "4-mixture/doremi.json")
+    with pytest.raises(UserError, match=r"doremi\.json has changed since 5-base/doremi-seed1"):
+        compared_in(root)
+
+
+def test_runs_of_other_settings_are_refused(root):
+    run = TrainingRun.load(root / "5-base/doremi-seed3")
+    options = {**run.provenance.options, "optimizer": {"lr": 3e-3}, "log_interval": 7}
+    made_by = dataclasses.replace(run.provenance, options=options)
+    dataclasses.replace(run, provenance=made_by).save()
+    with pytest.raises(UserError, match="differ in the option optimizer"):
+        compared_in(root)
+
+
+def test_a_seed_other_than_the_name_says_is_refused(root):
+    run = TrainingRun.load(root / "5-base/doremi-seed3")
+    options = {**run.provenance.options, "seed": 1}
+    made_by = dataclasses.replace(run.provenance, options=options)
+    dataclasses.replace(run, provenance=made_by).save()
+    with pytest.raises(UserError, match="doremi-seed3 was trained with --seed 1"):
+        compared_in(root)
+
+
+def test_a_cost_that_is_not_whole_is_refused(root):
+    (root / "2-proxy/nano-seed1/run.json").unlink()
+    with pytest.raises(UserError, match=r"what \S+chameleon\.json took is not known"):
+        compared_in(root)
+
+
+def test_without_chameleon_costs_have_no_ratio(root):
+    table = comparison_table(compared_in(root, names=("uniform", "doremi")))
+    assert not [row for row in table.summary if "by Chameleon" in row[0].text]
+    assert format_multiple(3.0, 0.0) == "-"
+    assert (format_multiple(3.0, 200.0), format_multiple(394.0, 1.0)) == ("0.01x", "394.0x")
+
+
+def test_mixtures_go_by_the_names_of_the_papers():
+    names = ("mixing-laws", "doremi-2k", "doge", "mine", "a-b")
+    assert [label_of(n) for n in names] == ["Mixing laws", "DoReMi 2k", "DoGE", "mine", "a-b"]
+
+
+def test_mixtures_that_are_free_stand_left_of_all_others():
+    flops = np.array([0.0, 3e12, 0.0, 4e13])
+    places = places_of(flops)
+    assert list(places[[1, 3]]) == [3e12, 4e13]
+    assert places[0] < places[2] < 3e12
+    ticks = ticks_of(flops, places)
+    assert [text for x, text in ticks.items() if x < 1e12] == ["none"]
+    assert {"5e+12", "1e+13"} < set(ticks.values())
+    assert list(ticks_of(np.zeros(2), places_of(np.zeros(2))).values()) == ["none"]

@@ -1,0 +1,27 @@
+#!/usr/bin/env python3
+"""Write and print the head-to-head of methods, as examples/compare_methods.sh does at its end."""
+
+from __future__ import annotations
+
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.options.head_to_head import CompareMethodsOptions
+
+
+def main(options: CompareMethodsOptions) -> None:
+    """Call the report with what the command line asks for."""
+    from megatron_chameleon.report.head_to_head import Selection
+    from megatron_chameleon.report.head_to_head_page import Record, report_head_to_head
+
+    selection = Selection(
+        names=options.mixtures,
+        seeds=options.seeds,
+        run_suffix=options.run_suffix,
+        baseline=options.baseline,
+        reference=options.reference,
+    )
+    record = Record.asked_for(options.record, options.command, options.wall_seconds)
+    report_head_to_head(options.run, selection, options.name, record)
+
+
+if __name__ == "__main__":
+    run_tool(main, CompareMethodsOptions)
