@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Data Mixing Laws for SlimPajama, at the cost that Chameleon's paper counts (appendix, "Additional
+# baseline"): proxies of four sizes on 20 mixtures each. Their losses are carried to the size of the
+# base model by a law over sizes, and laws over mixtures are fitted to that. It takes hundreds of
+# times what Chameleon does.
+#
+#   bash examples/baselines/mixing_laws.sh                # on every GPU of this machine
+#   SIZE=tiny bash examples/baselines/mixing_laws.sh      # tries it out on 2 CPU ranks
+#   bash examples/baselines/mixing_laws.sh -- --max-extrapolation 0
+#
+# The same command goes on with what was interrupted. The proxies are in RUN/4-mixture/mixing-laws.
+#
+#   SIZE         of the model that will be trained by it (684m)
+#   RUN          folder of the experiment (runs/slimpajama)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+set -euo pipefail
+SIZE=${SIZE:-684m}
+source "$(dirname "$0")/../launch.sh"
+RUN=${RUN:-runs/slimpajama}
+CORPUS=${CORPUS:-$RUN/1-corpus}
+
+LAWS=(
+  --num-proxies 20                     # paper: appendix, "20 separate mixtures"
+  --model-sizes 60m 82m 124m 210m      # assumed: "4 different proxy sizes", the paper's own proxies
+  --target-size "$SIZE"                # assumed: the base model
+  --train-iters 10000                  # assumed: the paper's FLOPs for a run, those of DoReMi's proxy
+  --seq-length 1024                    # assumed: from the paper's FLOPs
+  --global-batch-size 128              # paper: experimental setup
+  --lr 5e-4                            # paper: table of architectures
+  --min-lr 1e-4                        # paper: table of architectures
+  --lr-decay-style cosine              # paper: experimental setup
+  --lr-warmup-iters 500                # assumed: the baselines' code
+  --weight-decay 0.01                  # paper: experimental setup
+  --clip-grad 1.0                      # paper: experimental setup
+  --bf16                               # assumed: usual on the paper's H100
+  --token-budget 1310720000            # assumed: the base model's 10,000 steps of 128 x 1024 tokens
+)
+if [ "$SIZE" = tiny ]; then
+  LAWS+=(
+    --num-proxies 8                    # tiny: seconds
+    --model-sizes nano 1m tiny         # tiny: seconds
+    --target-size mini                 # tiny: the next one
+    --train-iters 6                    # tiny: seconds
+    --seq-length 64                    # tiny: seconds
+    --global-batch-size 8              # tiny: seconds
+    --lr 1e-2                          # tiny: learns in a few steps
+    --min-lr 1e-3                      # tiny: a tenth
+    --lr-warmup-iters 2                # tiny: below every --train-iters that one may try
+    --eval-tokens 512                  # tiny: seconds
+    --smallest-weight 0.02             # tiny: a corpus of three domains has few mixtures
+    --no-bf16                          # tiny: slow on CPUs
+    --token-budget 6144                # tiny: 12 steps of 8 x 64 tokens
+  )
+fi
+
+choose base slimpajama_627b.sh
+limit_time
+exec torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" --method mixing-laws --corpus "$CORPUS" \
+  "${LAWS[@]}" --seed "$SEED" "${LIMIT[@]}" --output "$RUN/4-mixture/mixing-laws.json" "${EXTRA[@]}"

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# RegMix's mixture of SlimPajama as the baseline of Chameleon's paper (section "Experimental setup"):
+# 200 proxies of 1M parameters, a regression over their losses, and the mixture that it thinks best.
+#
+#   bash examples/baselines/regmix.sh                # on every GPU of this machine
+#   SIZE=tiny bash examples/baselines/regmix.sh      # tries it out on 2 CPU ranks
+#   bash examples/baselines/regmix.sh -- --target commoncrawl --num-proxies 512
+#
+# The same command goes on with what was interrupted. The proxies are in RUN/4-mixture/regmix.
+#
+#   SIZE         of the model that will be trained by it (684m)
+#   RUN          folder of the experiment (runs/slimpajama)
+#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+set -euo pipefail
+SIZE=${SIZE:-684m}
+source "$(dirname "$0")/../launch.sh"
+RUN=${RUN:-runs/slimpajama}
+CORPUS=${CORPUS:-$RUN/1-corpus}
+
+REGMIX=(
+  --num-proxies 200            # paper: table of FLOPs, 200 proxies; RegMix's paper: 512
+  --model-size 1m              # paper: table of FLOPs, 1M parameters
+  --train-iters 1000           # paper: table of FLOPs, 1B tokens
+  --seq-length 2048            # assumed: RegMix's code
+  --global-batch-size 512      # assumed: RegMix's code
+  --lr 4e-4                    # assumed: RegMix's code; constant after the warm-up
+  --lr-warmup-iters 100        # assumed: RegMix's code
+  --bf16                       # assumed: usual on the paper's H100
+  --token-budget 1310720000    # assumed: the base model's 10,000 steps of 128 x 1024 tokens
+)
+if [ "$SIZE" = tiny ]; then
+  REGMIX+=(
+    --num-proxies 16           # tiny: seconds
+    --model-size nano          # tiny: seconds
+    --train-iters 6            # tiny: seconds
+    --seq-length 64            # tiny: seconds
+    --global-batch-size 8      # tiny: seconds
+    --lr 1e-2                  # tiny: learns in a few steps
+    --lr-warmup-iters 2        # tiny: below every --train-iters that one may try
+    --eval-tokens 512          # tiny: seconds
+    --smallest-weight 0.02     # tiny: a corpus of three domains has few mixtures
+    --num-trees 50             # tiny: seconds
+    --num-draws 2000           # tiny: seconds
+    --no-bf16                  # tiny: slow on CPUs
+    --token-budget 6144        # tiny: 12 steps of 8 x 64 tokens
+  )
+fi
+
+choose base slimpajama_627b.sh
+limit_time
+exec torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" --method regmix --corpus "$CORPUS" \
+  "${REGMIX[@]}" --seed "$SEED" "${LIMIT[@]}" --output "$RUN/4-mixture/regmix.json" "${EXTRA[@]}"

@@ -1,0 +1,1 @@
+"""Losses of proxies on many mixtures, fitted: RegMix and Data Mixing Laws."""

@@ -1,0 +1,205 @@
+"""The runs that a fit is made of: those of a swarm that is trained, or a person's tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_chameleon.artifacts import Corpus, Cost, MixtureWarning
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, read_mixture_runs
+from megatron_chameleon.artifacts.run_columns import matched
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.table import listed
+from megatron_chameleon.methods.swarm.result import SwarmResult
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.mixture.mixture_draws import DrawRule, draw_mixtures
+from megatron_chameleon.options.fits import DrawOptions, FitOptions
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FittedRuns:
+    """Runs over the domains of the corpus, and where they are from.
+
+    Attributes:
+        runs: the runs, without those that diverged; their domains are the corpus's.
+        told: where they are from, in a line.
+        parameters: the same for the mixture's file.
+        inputs: name of each file that was read -> its hash.
+        cost: of the runs; nothing where it is not known.
+    """
+
+    runs: MixtureRuns
+    told: str
+    parameters: dict[str, object]
+    inputs: dict[str, str]
+    cost: Cost
+
+
+def work_dir_of(options: FitOptions) -> Path:
+    """Folder of what is trained."""
+    return options.work_dir or options.output.with_suffix("")
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that talks and writes, before and without process groups."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def check_options(options: FitOptions) -> None:
+    """Raises UserError for tables of which one is missing, or a number of proxies below 1."""
+    if (options.ratios is None) != (options.metrics is None):
+        given, missing = ("--ratios", "--metrics")
+        if options.ratios is None:
+            given, missing = missing, given
+        raise UserError(f"{given} is one of two tables: give {missing} of the same runs too")
+    if options.num_proxies < 1:
+        raise UserError(f"--num-proxies {options.num_proxies}: give a whole number from 1 on")
+
+
+def prior_of(corpus: Corpus) -> Array:
+    """[k] the domains' shares of the training tokens.
+
+    Raises:
+        UserError: if there are none.
+    """
+    tokens = np.array(list(corpus.train_tokens.values()), np.float64)
+    if tokens.sum() <= 0:
+        raise UserError(f"{corpus.root} has no training tokens; preprocess text into it")
+    shares: Array = tokens / tokens.sum()
+    return shares
+
+
+def drawn_mixtures(options: DrawOptions, count: int, corpus: Corpus) -> Array:
+    """``count`` mixtures [count, k] over the corpus's domains.
+
+    Raises:
+        UserError: for settings by which there are not so many.
+    """
+    rule = DrawRule(
+        prior_exponent=options.prior_exponent,
+        min_strength=options.min_strength,
+        max_strength=options.max_strength,
+        max_upweighting=options.max_upweighting,
+        smallest_weight=options.smallest_weight,
+    )
+    if options.mixture_seed < 0:
+        raise UserError(f"--mixture-seed {options.mixture_seed}: give a whole number from 0 on")
+    try:
+        return draw_mixtures(prior_of(corpus), count, options.mixture_seed, rule)
+    except ValueError as error:
+        raise UserError(f"--num-proxies {count} and the flags of their draw: {error}") from error
+
+
+def given_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FittedRuns:
+    """The runs of a person's tables, brought to the domains of ``corpus``.
+
+    Metrics that mean a domain get its name; others, such as tasks, keep theirs.
+
+    Raises:
+        UserError: for tables that cannot be read, or a domain that the corpus does not have.
+    """
+    read = read_mixture_runs(ratios, metrics)
+    names = matched(read.domains, corpus.names)
+    unknown = [name for name in read.domains if name not in names]
+    if unknown:
+        raise UserError(
+            f"{ratios}: '{unknown[0]}' is no domain of {corpus.root}, whose domains are "
+            f"{listed(corpus.names)}; rename the column"
+        )
+    mixtures = np.zeros((len(read.keys), len(corpus.names)))
+    for name, column in zip(read.domains, read.mixtures.T, strict=True):
+        mixtures[:, corpus.names.index(names[name])] = column
+    _tell_of_the_untrained(corpus, mixtures, ratios)
+    means = matched(read.metrics, corpus.names)
+    found = dataclasses.replace(
+        read,
+        domains=list(corpus.names),
+        mixtures=mixtures,
+        metrics=[means.get(metric, metric) for metric in read.metrics],
+    )
+    inputs = {"ratios": sha256_of_files(ratios), "metrics": sha256_of_files(metrics)}
+    parameters: dict[str, object] = {
+        "runs": len(read.keys),
+        "ratios": str(ratios),
+        "metrics": str(metrics),
+        "cost_of_runs": "unknown, not counted",
+    }
+    told = f"{len(read.keys)} runs of {ratios} and {metrics}"
+    return FittedRuns(found, told, parameters, inputs, Cost())
+
+
+def _tell_of_the_untrained(corpus: Corpus, mixtures: Array, where: Path) -> None:
+    """No run says what such domains are good for, and they get no weight."""
+    without = [n for n, c in zip(corpus.names, mixtures.T, strict=True) if not c.any()]
+    if without:
+        warnings.warn(
+            f"{where}: no run has text of {listed(without)}: nothing is known of them, and they "
+            "get weight 0",
+            MixtureWarning,
+            stacklevel=2,
+        )
+
+
+def trained_runs(result: SwarmResult, losses: Array, folder: Path) -> FittedRuns:
+    """The members of a swarm that came to their end.
+
+    Domains without held-out text have no loss and are no metric.
+
+    Args:
+        result: of the swarm.
+        losses: [n, k] what is fitted: its losses at some step, or extrapolated ones.
+        folder: of the swarm.
+
+    Raises:
+        UserError: if all members diverged, or no domain has held-out text.
+    """
+    count = len(result.mixtures)
+    kept = np.setdiff1d(np.arange(count), result.diverged)
+    tell_of_the_diverged(result.diverged, count)
+    measured = np.any(np.isfinite(losses[kept]), axis=0)
+    if not measured.any():
+        raise UserError(
+            f"no domain has held-out losses in {folder}; preprocess with text in the valid split"
+        )
+    metrics = [name for name, there in zip(result.domains, measured, strict=True) if there]
+    runs = MixtureRuns(
+        keys=[str(number) for number in kept],
+        domains=list(result.domains),
+        mixtures=result.mixtures[kept],
+        metrics=metrics,
+        losses=losses[kept][:, measured],
+    )
+    parameters: dict[str, object] = {
+        "runs": len(kept),
+        "swarm": str(folder),
+        "diverged": [int(number) for number in result.diverged],
+    }
+    told = f"{len(kept)} proxies of {folder}"
+    return FittedRuns(runs, told, parameters, {}, result.cost)
+
+
+def tell_of_the_diverged(diverged: Sequence[int], count: int) -> None:
+    """Warn of members that are left out.
+
+    Raises:
+        UserError: if none is left.
+    """
+    if not diverged:
+        return
+    if len(diverged) == count:
+        raise UserError(
+            f"all {count} proxies diverged; give a smaller --lr or more --lr-warmup-iters, and "
+            "another --work-dir"
+        )
+    warnings.warn(
+        f"{len(diverged)} of {count} proxies diverged and are left out of the fit: "
+        f"{listed([str(number) for number in diverged])}",
+        MixtureWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,152 @@
+"""How well a fit predicts losses of mixtures that it has not seen, and how far it is stretched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from scipy.stats import rankdata
+
+from megatron_chameleon.mixture.checks import Array
+
+Predict: TypeAlias = Callable[[Array], Array]
+"""Mixtures [n, k] -> predicted losses [n, m]."""
+Fit: TypeAlias = Callable[[Array, Array], Predict]
+"""Mixtures [n, k] and losses [n, m] -> what predicts."""
+
+# Of the distances between neighbours in the swarm, the share that counts as usual.
+USUAL_SHARE = 0.95
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FitQuality:
+    """Predictions for mixtures that were left out of the fit, against their losses."""
+
+    spearman: Array
+    """[m] rank correlation per loss; NaN where one side is constant."""
+    mae: Array
+    """[m] mean absolute error, in the unit of the losses."""
+    spread: Array
+    """[m] mean absolute deviation of the losses from their median: the error of the best
+    constant, which a fit has to undercut."""
+
+
+def quality_of(predicted: Array, losses: Array) -> FitQuality:
+    """The quality of ``predicted`` [n, m] against ``losses`` [n, m]."""
+    return FitQuality(
+        spearman=rank_correlations(predicted, losses),
+        mae=np.abs(predicted - losses).mean(axis=0),
+        spread=np.abs(losses - np.median(losses, axis=0)).mean(axis=0),
+    )
+
+
+def rank_correlations(one: Array, other: Array) -> Array:
+    """Spearman's rank correlation of each column of [n, m] with its like; NaN for a constant."""
+    ranks = [rankdata(values, axis=0) for values in (one, other)]
+    centered = [values - values.mean(axis=0) for values in ranks]
+    norms = np.sqrt((centered[0] ** 2).sum(axis=0) * (centered[1] ** 2).sum(axis=0))
+    products = (centered[0] * centered[1]).sum(axis=0)
+    found: Array = np.where(norms > 0, products / np.where(norms > 0, norms, 1.0), np.nan)
+    return found
+
+
+def folds_of(count: int, folds: int, seed: int) -> list[Array]:
+    """The numbers 0 to ``count`` - 1 dealt out at random to ``folds`` arrays of about one size.
+
+    Raises:
+        ValueError: for fewer than 2 folds, or more than there are numbers.
+    """
+    if not 2 <= folds <= count:
+        raise ValueError(f"{folds} folds of {count} runs: give from 2 to as many as there are runs")
+    return np.array_split(np.random.default_rng(seed).permutation(count), folds)
+
+
+def held_out_predictions(
+    fit: Fit,
+    mixtures: Array,
+    losses: Array,
+    folds: list[Array],
+    on_fold: Callable[[], object] = lambda: None,
+) -> Array:
+    """Predictions [n, m] for each run by a fit to the runs of the other folds.
+
+    Args:
+        fit: what is judged.
+        mixtures: [n, k].
+        losses: [n, m].
+        folds: positions of the runs, each in one of them.
+        on_fold: called after each fold.
+    """
+    predicted = np.empty_like(losses)
+    for held_out in folds:
+        rest = np.setdiff1d(np.arange(len(losses)), held_out)
+        predicted[held_out] = fit(mixtures[rest], losses[rest])(mixtures[held_out])
+        on_fold()
+    return predicted
+
+
+def fit_linear(mixtures: Array, losses: Array) -> Predict:
+    """Least squares of the losses on the weights and a constant: what a fit is compared with.
+
+    The weights sum to 1, so that the constant is one of their combinations: the solution of the
+    smallest norm is taken.
+    """
+    solution = np.linalg.lstsq(_with_constant(mixtures), losses, rcond=None)[0]
+
+    def predict(others: Array) -> Array:
+        predicted: Array = _with_constant(others) @ solution
+        return predicted
+
+    return predict
+
+
+def _with_constant(mixtures: Array) -> Array:
+    return np.column_stack([mixtures, np.ones(len(mixtures))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How far a mixture lies from those that were trained."""
+
+    nearest: int
+    """Position of the nearest trained mixture."""
+    distance: float
+    """To that one, in total variation: the share of the tokens that would come from elsewhere."""
+    usual: float
+    """95% of the trained mixtures have another one within this distance."""
+    outside: tuple[int, ...]
+    """Domains whose weight is above or below all that were trained."""
+
+    @property
+    def extrapolates(self) -> bool:
+        """Whether the fit is asked about what nothing near was trained for."""
+        return bool(self.outside) or self.distance > self.usual
+
+
+def reach_of(weights: Array, trained: Array) -> Reach:
+    """How far ``weights`` [k] lie from the mixtures ``trained`` [n, k]."""
+    distances = np.abs(trained - weights).sum(axis=1) / 2
+    tolerance = 1e-9
+    outside = (weights > trained.max(axis=0) + tolerance) | (
+        weights < trained.min(axis=0) - tolerance
+    )
+    return Reach(
+        nearest=int(distances.argmin()),
+        distance=float(distances.min()),
+        usual=float(np.quantile(_distances_between_neighbours(trained), USUAL_SHARE)),
+        outside=tuple(np.flatnonzero(outside).tolist()),
+    )
+
+
+def _distances_between_neighbours(trained: Array) -> Array:
+    """[n] total variation between each mixture and the nearest other one; 0 for a single one."""
+    if len(trained) < 2:
+        return np.zeros(1)
+    found = np.empty(len(trained))
+    for number, row in enumerate(trained):
+        distances = np.abs(trained - row).sum(axis=1) / 2
+        distances[number] = np.inf
+        found[number] = distances.min()
+    return found

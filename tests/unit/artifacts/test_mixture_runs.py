@@ -1,0 +1,227 @@
+"""Tables of runs on many mixtures: RegMix's form, Olmix's form, and what may be wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.artifacts.mixture_runs import (
+    MixtureRuns,
+    MixtureRunsWarning,
+    read_mixture_runs,
+    write_mixture_runs,
+)
+from megatron_chameleon.artifacts.run_columns import matched, plain_names
+from megatron_chameleon.errors import UserError
+
+REGMIX_RATIOS = """index,train_the_pile_arxiv,train_the_pile_pile_cc
+1,0.25,0.75
+2,0.5,0.5
+3,1,0
+"""
+REGMIX_METRICS = """index,metric/the_pile_arxiv_val_loss,metric/the_pile_pile_cc_val_loss
+3,3.5,5.5
+1,4.5,5.0
+2,4.0,5.25
+"""
+OLMIX_RATIOS = """run,name,index,dclm:science,dclm:sports
+a1,first,0,0.4,0.6
+b2,second,1,0.7,0.3
+"""
+OLMIX_METRICS = """run,name,index,arc_bpb,mmlu_bpb
+b2,second,0,1.1,1.4
+a1,first,1,1.0,1.5
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    """``read(ratios, metrics)`` of two texts."""
+
+    def make(ratios=REGMIX_RATIOS, metrics=REGMIX_METRICS):
+        (tmp_path / "ratios.csv").write_text(ratios)
+        (tmp_path / "metrics.csv").write_text(metrics)
+        return read_mixture_runs(tmp_path / "ratios.csv", tmp_path / "metrics.csv")
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def no_other_warnings():
+    """A test that expects none fails on one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MixtureRunsWarning)
+        yield
+
+
+def test_regmix_tables_are_matched_by_index(read):
+    runs = read()
+    assert (runs.keys, runs.domains, runs.metrics) == (
+        ["1", "2", "3"],
+        ["arxiv", "pile_cc"],
+        ["arxiv", "pile_cc"],
+    )
+    np.testing.assert_array_equal(runs.mixtures, [[0.25, 0.75], [0.5, 0.5], [1, 0]])
+    np.testing.assert_array_equal(runs.losses, [[4.5, 5.0], [4.0, 5.25], [3.5, 5.5]])
+
+
+def test_olmix_tables_are_matched_by_run_and_keep_their_names(read):
+    runs = read(OLMIX_RATIOS, OLMIX_METRICS)
+    assert (runs.keys, runs.domains, runs.metrics) == (
+        ["a1", "b2"],
+        ["dclm:science", "dclm:sports"],
+        ["arc_bpb", "mmlu_bpb"],
+    )
+    np.testing.assert_array_equal(runs.losses, [[1.0, 1.5], [1.1, 1.4]])
+
+
+def test_tables_without_an_index_are_matched_by_run_id(read):
+    def without_index(table):
+        rows = [line.split(",") for line in table.splitlines()]
+        return "\n".join(",".join([row[0], *row[3:]]) for row in rows).replace("run,", "run_id,")
+
+    runs = read(without_index(OLMIX_RATIOS), without_index(OLMIX_METRICS))
+    assert runs.keys == ["a1", "b2"]
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    rng = np.random.default_rng(0)
+    runs = MixtureRuns(
+        keys=["0", "1", "4"],
+        domains=["news", "c++", "my code, old"],
+        mixtures=rng.dirichlet(np.ones(3), 3),
+        metrics=["news", "c++"],
+        losses=rng.uniform(2, 4, (3, 2)),
+    )
+    ratios, metrics = tmp_path / "ratios.csv", tmp_path / "metrics.csv"
+    write_mixture_runs(runs, ratios, metrics)
+    assert ratios.read_text().startswith('index,train_news,train_c++,"train_my code, old"\n0,')
+    assert metrics.read_text().startswith("index,valid_news,valid_c++\n0,")
+    found = read_mixture_runs(ratios, metrics)
+    for field in dataclasses.fields(MixtureRuns):
+        before, after = (getattr(value, field.name) for value in (runs, found))
+        if isinstance(before, np.ndarray):
+            np.testing.assert_allclose(after, before, rtol=1e-15)
+        else:
+            assert after == before
+
+
+def test_a_run_in_one_table_alone_is_left_out_with_a_word(read):
+    with pytest.warns(MixtureRunsWarning, match=r"ratios.csv: 1 runs are not in .*: 4$"):
+        runs = read(REGMIX_RATIOS + "4,0.5,0.5\n")
+    assert runs.keys == ["1", "2", "3"]
+    with pytest.warns(MixtureRunsWarning, match=r"metrics.csv: 1 runs are not in .*ratios"):
+        assert read(metrics=REGMIX_METRICS + "9,1,1\n").keys == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("value", ["nan", "NaN", "", "inf", "None"])
+def test_a_run_without_a_number_is_left_out_with_a_word(read, value):
+    with pytest.warns(MixtureRunsWarning, match="1 of 3 runs lack a metric and are left out: 2"):
+        runs = read(metrics=REGMIX_METRICS.replace("5.25", value))
+    assert runs.keys == ["1", "3"]
+    assert np.isfinite(runs.losses).all()
+
+
+def test_a_metric_without_any_number_is_left_out_with_a_word(read):
+    lines = REGMIX_METRICS.splitlines()
+    table = "\n".join([lines[0] + ",extra", *(line + "," for line in lines[1:])])
+    with pytest.warns(MixtureRunsWarning, match="no number in extra: left out"):
+        runs = read(metrics=table)
+    assert (runs.keys, runs.losses.shape) == (["1", "2", "3"], (3, 2))
+
+
+def test_shares_rounded_to_three_digits_are_divided_by_their_sum(read):
+    with pytest.warns(MixtureRunsWarning, match=r"1 runs sum to 1 only within 0.004"):
+        runs = read(REGMIX_RATIOS.replace("0.25,", "0.254,"))
+    np.testing.assert_allclose(runs.mixtures.sum(axis=1), 1, atol=1e-15)
+    assert runs.mixtures[0, 0] == pytest.approx(0.254 / 1.004)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "metrics", "told"),
+    [
+        (
+            REGMIX_RATIOS.replace("0.25", "0.35"),
+            None,
+            r"ratios.csv:2: the shares sum to 1.1, not 1",
+        ),
+        (
+            REGMIX_RATIOS.replace("0.25", "-0.25"),
+            None,
+            r"ratios.csv:2: '-0.25' of train_the_pile_a",
+        ),
+        (
+            REGMIX_RATIOS.replace("0.25", ""),
+            None,
+            r"ratios.csv:2: '' of train_the_pile_arxiv is no",
+        ),
+        (REGMIX_RATIOS.replace("0.25", "much"), None, r"ratios.csv:2: 'much' of train_the_pile_ar"),
+        (None, REGMIX_METRICS.replace("5.25", "good"), r"metrics.csv:4: 'good' of metric/the_pile"),
+        (REGMIX_RATIOS + "2,0.5,0.5\n", None, r"ratios.csv:5: run '2' is there already, in line 3"),
+        (None, REGMIX_METRICS + "1,4,5\n", r"metrics.csv:5: run '1' is there already, in line 3"),
+        (REGMIX_RATIOS + "4,0.5\n", None, r"ratios.csv:5: 2 values for the 3 columns"),
+        (REGMIX_RATIOS.replace("pile_cc", "arxiv"), None, r"'train_the_pile_arxiv' is there twice"),
+        (REGMIX_RATIOS.replace("index", "number"), None, r"share no column that says which run"),
+        (OLMIX_RATIOS.replace("a1", "x").replace("b2", "y"), OLMIX_METRICS, r"no run in common"),
+        ("index,train_a\n", None, r"ratios.csv holds no runs"),
+        ("", None, r"ratios.csv holds no runs"),
+        (None, "index,valid_a\n1,\n2,\n3,\n", r"has no number for any run"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_refused_in_a_line(read, ratios, metrics, told):
+    warnings.simplefilter("ignore", MixtureRunsWarning)
+    with pytest.raises(UserError, match=told) as refused:
+        read(REGMIX_RATIOS if ratios is None else ratios, metrics or REGMIX_METRICS)
+    assert "\n" not in str(refused.value)
+
+
+def test_runs_that_all_have_gaps_are_refused(read):
+    metrics = "index,valid_a,valid_b\n1,2.0,\n2,,2.0\n3,,2.0\n"
+    with (
+        pytest.warns(MixtureRunsWarning, match="3 of 3 runs lack"),
+        pytest.raises(UserError, match="no run has a number for all metrics"),
+    ):
+        read(metrics=metrics)
+
+
+def test_a_table_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"lost.csv does not exist; give a CSV table"):
+        read_mixture_runs(tmp_path / "lost.csv", tmp_path / "lost.csv")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(UserError, match=r"cannot read .*binary"):
+        read_mixture_runs(tmp_path / "binary", tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("columns", "names"),
+    [
+        (["train_the_pile_arxiv", "train_the_pile_pile_cc"], ["arxiv", "pile_cc"]),
+        (["valid_arxiv/loss", "valid_cc/loss"], ["arxiv", "cc"]),
+        (["metric/the_pile_a_val_loss", "metric/the_pile_b_val_loss"], ["a", "b"]),
+        (["train_news"], ["news"]),
+        (["c4_en", "c4_de"], ["c4_en", "c4_de"]),
+        (["train_c4-en", "train_c4-de"], ["en", "de"]),
+        (["train_a", "valid_a"], ["train_a", "valid_a"]),
+        (["train_the_pile_arxiv", "train_github"], ["the_pile_arxiv", "github"]),
+    ],
+)
+def test_what_was_put_around_names_is_taken_off(columns, names):
+    assert plain_names(columns) == names
+
+
+@pytest.mark.parametrize(
+    ("names", "known", "found"),
+    [
+        (["arxiv", "cc"], ["cc", "arxiv"], {"arxiv": "arxiv", "cc": "cc"}),
+        (["ArXiv", "pile-cc"], ["arxiv", "pile_cc"], {"ArXiv": "arxiv", "pile-cc": "pile_cc"}),
+        (["a", "b"], ["pile_a", "pile_b", "pile_c"], {"a": "pile_a", "b": "pile_b"}),
+        (["news", "mmlu"], ["news", "code"], {"news": "news"}),
+        (["News", "news"], ["news", "code"], {"news": "news"}),
+        (["valid_news"], ["news"], {"valid_news": "news"}),
+    ],
+)
+def test_names_are_matched_to_those_of_a_corpus(names, known, found):
+    assert matched(names, known) == found

@@ -1,0 +1,145 @@
+"""RegMix's regression and the mixture that it thinks best."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.mixture.fit_quality import quality_of
+from megatron_chameleon.mixture.regmix import (
+    TreeSettings,
+    drawn_optimum,
+    fit_trees,
+    runs_in_leaf,
+)
+from tests.unit.mixture.public_results import public_results
+
+QUICK = TreeSettings(num_trees=200, learning_rate=0.05)
+
+
+def table(path):
+    return np.loadtxt(path, delimiter=",", skiprows=1)[:, 1:]
+
+
+def columns(path):
+    return [name.partition("pile_")[2] for name in path.open().readline().strip().split(",")[1:]]
+
+
+def bowls(mixtures):
+    """Losses [n, 2], each smallest at a mixture of its own."""
+    best = np.array([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]])
+    return 2.0 + ((mixtures[:, None] - best) ** 2).sum(axis=2)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    mixtures = np.random.default_rng(0).dirichlet(np.ones(3), 300)
+    return mixtures, bowls(mixtures)
+
+
+def test_trees_rank_mixtures_that_they_have_not_seen(runs):
+    others = np.random.default_rng(1).dirichlet(np.ones(3), 100)
+    quality = quality_of(fit_trees(runs[0], runs[1], QUICK)(others), bowls(others))
+    assert (quality.spearman > 0.95).all()
+    assert (quality.mae < quality.spread / 3).all()
+
+
+def test_losses_are_fitted_on_their_own(runs):
+    mixtures, losses = runs
+    both = fit_trees(mixtures, losses, QUICK)(mixtures)
+    for column in range(2):
+        alone = fit_trees(mixtures, losses[:, [column]], QUICK)(mixtures)
+        np.testing.assert_array_equal(both[:, [column]], alone)
+
+
+@pytest.mark.parametrize(("count", "leaf"), [(4, 1), (16, 2), (64, 8), (160, 20), (512, 20)])
+def test_few_runs_have_smaller_leaves(count, leaf):
+    assert runs_in_leaf(TreeSettings(), count) == leaf
+    assert runs_in_leaf(TreeSettings(min_runs_in_leaf=3), count) == 3
+
+
+def test_few_runs_are_told_apart_all_the_same():
+    mixtures = np.random.default_rng(0).dirichlet(np.ones(3), 30)
+    found = fit_trees(mixtures, bowls(mixtures), QUICK)(mixtures)
+    assert (quality_of(found, bowls(mixtures)).spearman > 0.8).all()
+    unsplit = fit_trees(mixtures, bowls(mixtures), TreeSettings(min_runs_in_leaf=20))(mixtures)
+    assert (np.ptp(unsplit, axis=0) == 0).all()
+
+
+def test_the_optimum_is_the_mean_of_the_best_draws():
+    prior, seen = np.array([2.0, 1.0, 1.0]), []
+
+    def objective(mixtures):
+        seen.append(mixtures)
+        return bowls(mixtures)[:, 0]
+
+    counted: list[int] = []
+    found = drawn_optimum(
+        objective, prior, num_draws=3500, num_best=20, seed=3, on_draws=counted.append
+    )
+    drawn = np.concatenate(seen)
+    best = drawn[np.argsort(bowls(drawn)[:, 0])[:20]]
+    np.testing.assert_allclose(found.weights, best.mean(axis=0), atol=1e-12)
+    np.testing.assert_allclose(found.spread, best.std(axis=0), atol=1e-12)
+    np.testing.assert_allclose(found.low, np.quantile(best, 0.05, axis=0), atol=1e-12)
+    np.testing.assert_allclose(drawn.mean(axis=0), prior / 4, atol=0.03)
+    assert found.predicted_best == pytest.approx(bowls(best)[:, 0].mean())
+    assert found.predicted_best < found.predicted_all
+    assert sum(counted) == 3500
+    np.testing.assert_allclose(found.weights, [0.6, 0.3, 0.1], atol=0.05)
+
+
+def test_a_domain_without_prior_gets_no_weight():
+    found = drawn_optimum(lambda m: m[:, 0], [0.5, 0.0, 0.5], num_draws=100, num_best=5)
+    assert found.weights[1] == 0
+    assert found.weights.sum() == pytest.approx(1)
+
+
+def test_more_best_draws_than_draws_are_refused():
+    with pytest.raises(ValueError, match="6 best of 5 draws"):
+        drawn_optimum(lambda m: m[:, 0], [0.5, 0.5], num_draws=5, num_best=6)
+
+
+@pytest.fixture(scope="module")
+def public():
+    folder = public_results("regmix")
+    read = {
+        f"{part}_{what}": table(folder / f"{part}_{what}_1m.csv")
+        for part in ("train", "test")
+        for what in ("mixture", "pile_loss")
+    }
+    names = [name.removesuffix("_val_loss") for name in columns(folder / "train_pile_loss_1m.csv")]
+    return read, columns(folder / "train_mixture_1m.csv"), names
+
+
+def test_public_losses_are_ranked_as_well_as_by_the_original(public):
+    """RegMix's 512 runs predict the order of its 256 held-out ones; 100 x Spearman."""
+    read, _, names = public
+    expected = {
+        "pile_cc": 99.04,
+        "arxiv": 99.6,
+        "freelaw": 99.7,
+        "github": 99.8,
+        "dm_mathematics": 97.2,
+        "ubuntu_irc": 96.9,
+    }
+    columns_of = [names.index(name) for name in expected]
+    predict = fit_trees(
+        read["train_mixture"], read["train_pile_loss"][:, columns_of], TreeSettings()
+    )
+    quality = quality_of(predict(read["test_mixture"]), read["test_pile_loss"][:, columns_of])
+    found = dict(zip(expected, 100 * quality.spearman, strict=True))
+    assert found == pytest.approx(expected, abs=0.5)
+    assert found["pile_cc"] >= 98.5
+
+
+def test_the_public_optimum_for_web_text_is_mostly_web_text(public):
+    read, domains, names = public
+    predict = fit_trees(
+        read["train_mixture"], read["train_pile_loss"][:, [names.index("pile_cc")]], TreeSettings()
+    )
+    prior = read["train_mixture"].mean(axis=0)
+    found = drawn_optimum(lambda mixtures: predict(mixtures)[:, 0], prior)
+    weights = dict(zip(domains, found.weights, strict=True))
+    assert 0.85 <= weights["pile_cc"] <= 0.92
+    assert max(weights, key=lambda name: weights[name] * (name != "pile_cc")) == "ubuntu_irc"

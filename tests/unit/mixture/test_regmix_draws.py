@@ -1,0 +1,138 @@
+"""The mixtures that a swarm is trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.mixture.mixture_draws import (
+    REGMIX_DRAWS,
+    draw_mixtures,
+    drop_near_duplicates,
+    quantized,
+)
+
+PRIOR = np.array([0.45, 0.25, 0.15, 0.08, 0.04, 0.02, 0.01])
+
+
+def drawn(count=200, seed=0, prior=PRIOR, **changes):
+    return draw_mixtures(prior, count, seed, dataclasses.replace(REGMIX_DRAWS, **changes))
+
+
+def test_every_mixture_sums_to_one_in_steps_of_the_smallest_weight():
+    mixtures = drawn()
+    assert mixtures.shape == (200, 7)
+    np.testing.assert_allclose(mixtures.sum(axis=1), 1.0, atol=1e-12)
+    steps = mixtures / REGMIX_DRAWS.smallest_weight
+    np.testing.assert_allclose(steps, np.round(steps), atol=1e-8)
+    assert (mixtures >= 0).all()
+
+
+def test_the_seed_alone_decides():
+    np.testing.assert_array_equal(drawn(seed=3), drawn(seed=3))
+    assert not np.array_equal(drawn(seed=3), drawn(seed=4))
+
+
+def test_no_two_mixtures_are_alike():
+    mixtures = drawn(count=500)
+    assert len(np.unique(mixtures, axis=0)) == 500
+
+
+def test_no_weight_is_far_above_its_prior():
+    step = REGMIX_DRAWS.smallest_weight
+    bound = 15 * PRIOR
+    assert (drawn(count=400) <= bound / (1 - 7 * step) + step).all()
+    assert (drawn(count=400, max_upweighting=1e9)[:, -1] > bound[-1] + step).any()
+
+
+def test_the_mean_lies_between_the_prior_and_uniform():
+    free = {"max_upweighting": 1e9, "min_strength": 5.0}
+    tempered = PRIOR**0.5 / (PRIOR**0.5).sum()
+    np.testing.assert_allclose(drawn(count=800, **free).mean(axis=0), tempered, atol=0.02)
+    as_it_is = drawn(count=800, prior_exponent=1.0, **free).mean(axis=0)
+    np.testing.assert_allclose(as_it_is, PRIOR, atol=0.02)
+    alike = drawn(count=800, prior_exponent=0.0, **free).mean(axis=0)
+    np.testing.assert_allclose(alike, 1 / 7, atol=0.02)
+
+
+def test_strengths_range_from_few_domains_to_many():
+    few = (drawn(max_strength=0.1, min_strength=0.1, max_upweighting=1e9) > 0).sum(axis=1).mean()
+    many = (drawn(max_strength=50.0, min_strength=50.0) > 0).sum(axis=1).mean()
+    both = (drawn() > 0).sum(axis=1)
+    assert few < 3 < 6 < many
+    assert both.min() <= 2
+    assert both.max() == 7
+
+
+def test_a_domain_without_tokens_gets_no_weight():
+    mixtures = drawn(prior=np.array([0.5, 0.0, 0.5]))
+    assert (mixtures[:, 1] == 0).all()
+    assert (mixtures[:, [0, 2]] > 0).any(axis=0).all()
+
+
+def test_fewer_mixtures_than_wanted_are_an_error():
+    with pytest.raises(
+        ValueError, match=r"only 1 different mixtures came of 200 draws .* the 2 wa"
+    ):
+        draw_mixtures([1.0], 2, 0)
+    with pytest.raises(ValueError, match=r"only \d+ different .* fewer than the 40 wanted"):
+        drawn(count=40, prior=np.ones(3), smallest_weight=0.25)
+    with pytest.raises(ValueError, match=r"200 had a weight above 1 times its prior"):
+        drawn(count=2, max_upweighting=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"count": 0}, "count is 0"),
+        ({"prior_exponent": -1.0}, "prior exponent -1"),
+        ({"min_strength": 0.0}, "min_strength is 0"),
+        ({"min_strength": 9.0}, "min_strength 9 is above max_strength 5"),
+        ({"smallest_weight": 0.0}, "smallest_weight 0"),
+        ({"max_upweighting": 0.5}, "max_upweighting 0.5"),
+        ({"prior": np.array([0.5, np.nan])}, "prior must be finite"),
+        ({"prior": np.array([0.0, 0.0])}, "not all zero"),
+        ({"prior": np.ones((2, 2))}, "must be a vector"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(changes, told):
+    with pytest.raises(ValueError, match=told):
+        drawn(**changes)
+
+
+def quantized_directly(row, smallest):
+    """Largest remainders, one weight at a time."""
+    steps = round(1 / smallest)
+    kept = [weight if weight >= smallest else 0.0 for weight in row]
+    wanted = [weight / sum(kept) * steps for weight in kept]
+    whole = [int(weight) for weight in wanted]
+    for _ in range(steps - sum(whole)):
+        left = [w - n for w, n in zip(wanted, whole, strict=True)]
+        whole[int(np.argmax(left))] += 1
+    return np.array(whole) / steps
+
+
+def test_steps_go_to_the_largest_remainders():
+    rows = np.random.default_rng(5).dirichlet(np.full(6, 0.4), size=300)
+    found = quantized(rows, 0.01)
+    for row, result in zip(rows, found, strict=True):
+        np.testing.assert_allclose(result, quantized_directly(row, 0.01), atol=1e-12)
+    assert (found[rows < 0.01] == 0).all()
+    assert np.abs(found - rows).max() < 0.07
+
+
+def test_more_domains_than_steps_leave_the_heaviest():
+    row = np.full((1, 50), 1 / 50)
+    row[0, 17] += 1e-9
+    found = quantized(row, 0.1)
+    assert found[0, 17] == 1
+    assert found.sum() == 1
+
+
+def test_near_duplicates_are_dropped():
+    rows = np.array([[0.5, 0.5], [0.2, 0.8], [0.5 + 2e-6, 0.5 - 2e-6], [0.5 + 1e-4, 0.5 - 1e-4]])
+    kept = drop_near_duplicates(rows, 1e-5)
+    assert sorted(np.round(kept[:, 0], 5).tolist()) == [0.2, 0.5, 0.5001]
+    assert drop_near_duplicates(np.empty((0, 3)), 1e-5).shape == (0, 3)
