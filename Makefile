@@ -69,6 +69,8 @@ measure-gpu: test-gpu
 	$(BIN)/python benchmarks/embedding.py --windows 2048 --window-length 1024
 	$(BIN)/python benchmarks/mixture_cost.py --seq-length 1024
 	$(BIN)/python benchmarks/mixture_cost.py --seq-length 512
+	$(BIN)/python benchmarks/doge.py
+	$(BIN)/python benchmarks/swarm.py
 	$(BIN)/python benchmarks/train.py --seconds 1800
 
 lint: $(STAMP)
@@ -126,7 +128,7 @@ $(STAMP):
 	  echo
 	}
 	$(PIP_INSTALL) torch setuptools 2>&1 | tee $(VENV)/setup.log | show_progress '1/2 torch:'
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,data,hf]' matplotlib triton 2>&1 \
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,data,eval,hf]' matplotlib triton 2>&1 \
 	  | tee -a $(VENV)/setup.log | show_progress '2/2 the rest:'
 	echo "$$made_by" > $@
 	echo "$(VENV) is ready."

@@ -4,9 +4,10 @@
 
 The proxies one after another are trained as tools/pretrain_gpt.py does it, at the micro-batch that
 is best for them; the swarm by methods/swarm, at the pass that it would choose. Both take whole
-optimizer steps on random tokens, GPT-2's vocabulary, in turn on a CPU and one after the other on a
-GPU. What counts is tokens of all members per second. Results are written to
-benchmarks/results/swarm-DEVICE.json after every row.
+optimizer steps on random tokens, GPT-2's vocabulary, in turn. What counts is tokens of all members
+per second, the median over the repeats; the spread between repeats is told beside it, and a row
+whose repeats differ by more than 1.5 times is marked as not settled: something else used the
+device. Results are written to benchmarks/results/swarm-DEVICE.json after every row.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ GPU_BATCHES = ((2048, 512), (2048, 16), (512, 8))
 CPU_BATCHES = ((128, 1), (128, 8), (512, 4))
 GPU_MICRO_BATCH_TOKENS = (16_384, 32_768, 65_536)
 CPU_MICRO_BATCH_TOKENS = (128, 512, 1024)
+# Repeats that differ by more than so many times tell of the machine, not of what is measured.
+MOST_SPREAD = 1.5
 
 
 def main() -> None:
@@ -70,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 def measured(case: Any, members: int, layout: Any, repeats: int) -> dict[str, Any]:
     """A row: tokens per second of both, and how many times the swarm's the others' are."""
     from benchmarks.train_contestants import Ours
-    from benchmarks.train_timing import best_micro_batch, free_memory, step_seconds
+    from benchmarks.train_timing import best_micro_batch, free_memory
 
     on_gpu = layout.device.type == "cuda"
     alone = Ours(case, layout)
@@ -78,11 +82,7 @@ def measured(case: Any, members: int, layout: Any, repeats: int) -> dict[str, An
     tried = tuple(tokens for tokens in tried if case.seq_length <= tokens <= case.tokens_per_step)
     size, _ = best_micro_batch(alone, case, tried or (case.seq_length,))
     swarm = SwarmSteps(case, members, layout)
-    seconds: dict[str, list[float]] = {"alone": [], "swarm": []}
-    swarm.step()
-    for _ in range(repeats):
-        seconds["alone"] += step_seconds(alone, size, warm_up=1, repeats=1)
-        seconds["swarm"].append(swarm.step())
+    seconds = seconds_in_turn(alone, size, swarm, repeats)
     tokens = {"alone": case.tokens_per_step, "swarm": members * case.tokens_per_step}
     speeds = {name: tokens[name] / statistics.median(seconds[name]) for name in seconds}
     sequences = case.tokens_per_step // case.seq_length
@@ -92,13 +92,42 @@ def measured(case: Any, members: int, layout: Any, repeats: int) -> dict[str, An
         "seconds": seconds,
         "tokens_per_second": speeds,
         "times_faster": speeds["swarm"] / speeds["alone"],
+        "spread": {name: max(times) / min(times) for name, times in seconds.items()},
         "micro_batch_size": {"alone": size, "swarm": swarm.micro_batch_size},
     }
-    told = ", ".join(f"{name} {speed:,.0f} tokens/s" for name, speed in speeds.items())
-    print(f"{row['what']}: {told}; {row['times_faster']:.2f}x", flush=True)
+    print(told(row), flush=True)
     del alone, swarm
     free_memory()
     return row
+
+
+def seconds_in_turn(
+    alone: Any, micro_batch_size: int, swarm: SwarmSteps, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of ``repeats`` steps of both, in turn, each as often first as second."""
+    from benchmarks.train_timing import step_seconds
+
+    swarm.step()
+    contestants: dict[str, Callable[[], float]] = {
+        "alone": lambda: step_seconds(alone, micro_batch_size, warm_up=1, repeats=1)[0],
+        "swarm": swarm.step,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(repeats):
+        for name in sorted(contestants, reverse=bool(number % 2)):
+            seconds[name].append(contestants[name]())
+    return seconds
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row in a line, marked where its repeats differ too much to be believed."""
+    speeds = ", ".join(
+        f"{name} {speed:,.0f} tokens/s (repeats within {row['spread'][name]:.2f}x)"
+        for name, speed in row["tokens_per_second"].items()
+    )
+    is_settled = max(row["spread"].values()) <= MOST_SPREAD
+    mark = "" if is_settled else f"; NOT SETTLED, repeats differ by over {MOST_SPREAD}x"
+    return f"{row['what']}: {speeds}; {row['times_faster']:.2f}x{mark}"
 
 
 @dataclasses.dataclass

@@ -23,6 +23,7 @@
 #                doremi-2k and doge-2k have proxies of as many steps as Chameleon's (uniform
 #                natural unimax chameleon doremi doge regmix mixing-laws)
 #   SEEDS        of the base models, at least three ("1 2 3")
+#   BASELINE     the column that the others' perplexities are compared with (uniform)
 #   PROXY_SEED   of the proxies (1)
 #   RUN          folder of the experiment (mini: runs/compare-mini; paper: runs/slimpajama)
 #   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus; mini makes it)
@@ -32,8 +33,8 @@
 set -euo pipefail
 SIZE=${SIZE:-mini}
 COMMAND_LINE=
-for choice in SIZE VARIANT BASE METHODS SEEDS PROXY_SEED RUN CORPUS JOBS_AT_ONCE BASE_STEPS \
-  PROXY_STEPS LONG_PROXY_STEPS MEMBER_STEPS TP PP NPROC; do
+for choice in SIZE VARIANT BASE METHODS SEEDS BASELINE PROXY_SEED RUN CORPUS JOBS_AT_ONCE \
+  BASE_STEPS PROXY_STEPS LONG_PROXY_STEPS MEMBER_STEPS TP PP NPROC; do
   [ -z "${!choice:-}" ] || printf -v COMMAND_LINE '%s%s=%q ' "$COMMAND_LINE" "$choice" "${!choice}"
 done
 printf -v COMMAND_LINE '%sbash examples/compare_methods.sh%s' "$COMMAND_LINE" "${*:+ $*}"
@@ -42,12 +43,42 @@ source "$HERE/jobs.sh"
 
 VARIANT=${VARIANT:-}
 SEEDS=${SEEDS:-1 2 3}
+BASELINE=${BASELINE:-uniform}
 PROXY_SEED=${PROXY_SEED:-1}
 case $VARIANT in
   '') METHODS=${METHODS:-uniform natural unimax chameleon doremi doge regmix mixing-laws} ;;
   2k) METHODS=${METHODS:-uniform chameleon doremi-2k doge-2k} ;;
   *) refuse "VARIANT=$VARIANT: there is 2k, or none" ;;
 esac
+
+# Refuse at once what the table would refuse once everything is trained.
+check_choice() {
+  local name
+  for name in $SEEDS $PROXY_SEED; do
+    [[ $name =~ ^(0|[1-9][0-9]*)$ ]] || refuse "SEEDS and PROXY_SEED: $name is no whole number"
+  done
+  comparison --check choice || exit
+  [ "$SIZE" = paper ] || return 0
+  for name in $METHODS; do
+    [ "$name" = chameleon ] || is_found "$name" || [ -e "$(baseline_launcher "$name")" ] ||
+      refuse "METHODS: there is no $(baseline_launcher "$name"), which would make $name;" \
+        "put it to $RUN/4-mixture/$name.json, or leave it out"
+  done
+}
+
+# comparison FLAGS...: tools/compare_methods.py for what is chosen.
+comparison() {
+  # shellcheck disable=SC2086   # names and seeds are words
+  python "$TOOLS/compare_methods.py" --run "$RUN" --mixtures $METHODS --seeds $SEEDS \
+    --run-suffix="$SUFFIX" --baseline "$BASELINE" "$@"
+}
+
+baseline_launcher() {
+  local method=${1%-2k}
+  echo "$HERE/baselines/${method//-/_}.sh"
+}
+
+is_found() { [ -e "$RUN/4-mixture/$1.json" ]; }
 
 # Flags of SIZE=mini and tiny; the paper's stand in hyperparameters.sh and in baselines/.
 mini() {
@@ -94,6 +125,7 @@ case $SIZE in
   mini | tiny)
     export CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1   # too small for a GPU, and its compiler
     "$SIZE"
+    check_choice
     CORPUS=${CORPUS:-$RUN/1-corpus}
     if [ "$SIZE" = mini ] && [ ! -e "$CORPUS/corpus.json" ]; then
       say "Text of the installed packages"
@@ -112,6 +144,7 @@ case $SIZE in
     SIZE=$BASE choose base slimpajama_627b.sh
     PROXY=$RUN/2-proxy/82m-seed$PROXY_SEED
     [ "$BASE" = 684m ] || SUFFIX=-$BASE
+    check_choice
     ;;
   *) refuse "SIZE=$SIZE: choose from mini, paper, tiny" ;;
 esac
@@ -123,15 +156,15 @@ START=(python)
 # the command.
 
 train_proxy() {
-  [ "$SIZE" != paper ] || launcher pretrain_82m_proxy
+  [ "$SIZE" != paper ] || launcher "$HERE/pretrain_82m_proxy.sh"
   exec "${START[@]}" "$TOOLS/pretrain_gpt.py" "${PROXY_FLAGS[@]}" --train-iters "$PROXY_STEPS" \
     --corpus "$CORPUS" --mixture uniform --run-dir "$PROXY"
 }
 
-# launcher NAME FLAGS...: another launcher, which holds the paper's setting.
+# launcher FILE FLAGS...: another launcher, which holds the paper's setting.
 launcher() {
   exec env -u SIZE -u MIXTURE RUN="$RUN" CORPUS="$CORPUS" SEED="$PROXY_SEED" \
-    bash "$HERE/$1.sh" -- "${@:2}"
+    bash "$1" -- "${@:2}"
 }
 
 find_mixture() {
@@ -141,7 +174,7 @@ find_mixture() {
       --checkpoint "$PROXY" --store "$RUN/3-embeddings/${PROXY##*/}"
   elif [ "$SIZE" = paper ]; then
     [ "$name" = "$method" ] || flags+=(--train-iters 2000)   # paper: tab:ppl_2k, "2k steps"
-    launcher "baselines/${method//-/_}" "${flags[@]}"
+    launcher "$(baseline_launcher "$name")" "${flags[@]}"
   fi
   steps=$LONG_PROXY_STEPS
   [ "$name" = "$method" ] || steps=$PROXY_STEPS
@@ -161,28 +194,28 @@ train_base() {
 }
 
 evaluate() {
-  local seed run missing=()
-  for seed in $SEEDS; do
+  local seed run runs=()
+  for seed in $SEEDS; do   # the tool keeps the results of the same weights
     run=$1$SUFFIX-seed$seed
-    [ -e "$RUN/6-evaluation/$run.json" ] ||
-      missing+=(--checkpoint "$RUN/5-base/$run" --output "$RUN/6-evaluation/$run.json")
+    runs+=(--checkpoint "$RUN/5-base/$run" --output "$RUN/6-evaluation/$run.json")
   done
-  exec "${START[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${missing[@]}"
+  exec "${START[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
 }
 
 # Whether a job has been done.
 
 is_finished() { grep -qs '"status": "finished"' "$1/run.json"; }
 
-is_found() { [ -e "$RUN/4-mixture/$1.json" ]; }
-
 is_trained() { is_finished "$RUN/5-base/$1$SUFFIX-seed$2" || is_uniform "$1"; }
 
+# An evaluation may be there that is of other weights.
 is_evaluated() {
   local seed
-  is_uniform "$1" || for seed in $SEEDS; do
+  ! is_uniform "$1" || return 0
+  for seed in $SEEDS; do
     [ -e "$RUN/6-evaluation/$1$SUFFIX-seed$seed.json" ] || return 1
   done
+  METHODS=$1 comparison --check evaluations 2>> "$RUN/logs/$1-evaluation.log"
 }
 
 # Whether a mixture other than uniform, which is among METHODS, has its weights to nine digits.
@@ -210,31 +243,47 @@ seconds_for() {
     esac
     return
   fi
-  case $1 in
-    proxy) echo $((PROXY_STEPS / 8 + 10)) ;;
-    doremi | doge) echo $((LONG_PROXY_STEPS / 3 + 20)) ;;
-    *-2k) echo $((PROXY_STEPS / 3 + 20)) ;;
-    regmix) echo $((MEMBER_STEPS * REGMIX_MEMBERS / 8 + 20)) ;;
-    mixing-laws) echo $((MEMBER_STEPS * LAWS_MEMBERS / 8 + 20)) ;;
-    base) echo $((BASE_STEPS / 8 + 10)) ;;
+  case $1 in   # a core does 8.5 steps of nano in a second, DoReMi trains two models
+    proxy) echo $((PROXY_STEPS * 10 / 85 + 10)) ;;
+    doremi) echo $((LONG_PROXY_STEPS * 27 / 85 + 20)) ;;
+    doge) echo $((LONG_PROXY_STEPS * 12 / 85 + 20)) ;;
+    doremi-2k) echo $((PROXY_STEPS * 27 / 85 + 20)) ;;
+    doge-2k) echo $((PROXY_STEPS * 12 / 85 + 20)) ;;
+    regmix) echo $((MEMBER_STEPS * REGMIX_MEMBERS * 10 / 85 + 20)) ;;
+    mixing-laws) echo $((MEMBER_STEPS * LAWS_MEMBERS * 10 / 85 + 20)) ;;
+    base) echo $((BASE_STEPS * 10 / 85 + 10)) ;;
     evaluation) echo 35 ;;
     *) echo 20 ;;
   esac
 }
 
-# A folder is gone on with by the settings that it was begun with.
+# A folder is gone on with by the settings that it was begun with; base models of another size have
+# settings of their own, and the same proxies.
 hold_to_settings() {
-  local file=$RUN/logs/settings$SUFFIX.txt now
-  now="base models: ${TRAIN[*]}"$'\n'"evaluation: ${EVALUATE[*]}"
+  local proxies="seed of the proxies: $PROXY_SEED"
   if [ "$SIZE" != paper ]; then
-    now+=$'\n'"proxies: ${PROXY_FLAGS[*]}, $PROXY_STEPS and $LONG_PROXY_STEPS steps"
-    now+=$'\n'"swarms: ${SWARM[*]}, $REGMIX_MEMBERS and $LAWS_MEMBERS members"
-    now+=$'\n'"embeddings: ${EMBED[*]}"
+    proxies+=$'\n'"proxies: ${PROXY_FLAGS[*]}, $PROXY_STEPS and $LONG_PROXY_STEPS steps"
+    proxies+=$'\n'"swarms: ${SWARM[*]}, $REGMIX_MEMBERS and $LAWS_MEMBERS members"
+    proxies+=$'\n'"embeddings: ${EMBED[*]}"
   fi
+  hold "$RUN/logs/settings-proxies.txt" "$proxies"
+  hold "$RUN/logs/settings$SUFFIX.txt" \
+    "base models: ${TRAIN[*]}"$'\n'"evaluation: ${EVALUATE[*]}"
+}
+
+# hold FILE TEXT: write it, or refuse what differs from what is there.
+hold() {
   mkdir -p "$RUN/logs"
-  [ -e "$file" ] || printf '%s\n' "$now" > "$file"
-  [ "$(cat "$file")" = "$now" ] ||
-    refuse "$RUN was begun with other settings, which $file holds: give those, or another RUN"
+  [ -e "$1" ] || printf '%s\n' "$2" > "$1"
+  [ "$(cat "$1")" = "$2" ] ||
+    refuse "$RUN was begun with other settings, which $1 holds: give those, or another RUN"
+}
+
+# METHODS by how long it takes to find their mixtures.
+longest_first() {
+  local name
+  for name in $METHODS; do echo "$(seconds_for "$name") $name"; done | sort -s -k 1,1nr |
+    cut -d ' ' -f 2
 }
 
 # Every job there is, the longest first, so that none runs alone at the end.
@@ -242,8 +291,7 @@ list_jobs() {
   local name seed uniform= bases
   [[ " $METHODS " != *" chameleon "* ]] ||
     job proxy "$(seconds_for proxy)" "" "is_finished $(printf %q "$PROXY")" train_proxy
-  for name in mixing-laws regmix doremi doge $METHODS; do
-    [[ " $METHODS " == *" $name "* && -z ${EXPECTED[$name]:-} ]] || continue
+  for name in $(longest_first); do
     local after=
     [ "$name" != chameleon ] || after=proxy
     job "$name" "$(seconds_for "$name")" "$after" "is_found $name" find_mixture "$name"
@@ -261,19 +309,24 @@ list_jobs() {
   done
 }
 
+tell_length() {
+  local name sum=0
+  for name in "${JOBS[@]}"; do sum=$((sum + EXPECTED[$name])); done
+  echo "all jobs together take about $((sum / JOBS_AT_ONCE / 60)) minutes where nothing else runs"
+}
+
 compare() {
   local record=()
   [ -z "${RECORD:-}" ] ||
     record=(--record "$RECORD" --command "$COMMAND_LINE"
       --wall-seconds "$(cat "$RUN/logs/seconds")")
-  # shellcheck disable=SC2086   # names and seeds are words
-  python "$TOOLS/compare_methods.py" --run "$RUN" --mixtures $METHODS --seeds $SEEDS \
-    --run-suffix="$SUFFIX" --name "compare_methods${VARIANT:+-$VARIANT}$SUFFIX" "${record[@]}"
+  comparison --name "compare_methods${VARIANT:+-$VARIANT}$SUFFIX" "${record[@]}"
 }
 
 { # All of this is read before it begins: whoever edits this file meanwhile does no harm.
   hold_to_settings
   list_jobs
+  [ "$SIZE" = paper ] || tell_length
   run_jobs "$JOBS_AT_ONCE"
   on_first_node compare
   exit

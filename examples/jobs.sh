@@ -9,6 +9,7 @@
 #   run_jobs COUNT   so many at a time. One at a time says on the terminal what it does, several
 #                    write RUN/logs/NAME.log. Returns once all are done, and leaves otherwise.
 JOBS=()
+STOPPED=75   # the status of a tool that was asked to stop, and can go on
 declare -A EXPECTED AFTER TEST COMMAND STATE STARTED
 
 job() {
@@ -98,7 +99,9 @@ finish_job() {
   local name=$1 status=$2 log=$RUN/logs/$1.log
   local took=$((SECONDS - STARTED[$name]))
   echo $((WALL_BEFORE + SECONDS - WALL_START)) > "$RUN/logs/seconds"
-  if [ "$status" != 0 ]; then
+  if [ "$status" = "$STOPPED" ]; then
+    leave_job "$name"
+  elif [ "$status" != 0 ]; then
     STATE[$name]=failed
     echo "failed: $name, with status $status" >&2
     [ "$AT_ONCE" = 1 ] ||
@@ -108,9 +111,14 @@ finish_job() {
     ACTUAL=$((ACTUAL + took)) FORESEEN=$((FORESEEN + EXPECTED[$name]))
     echo "done: $name, after $took s ($(count done) of ${#JOBS[@]});$(time_left)"
   else
-    STATE[$name]=left HALTED=yes   # it was asked to, as by STOP_AT
-    echo "left: $name, before its end; the same command goes on from here"
+    leave_job "$name"
   fi
+}
+
+# It was asked to, as by STOP_AT.
+leave_job() {
+  STATE[$1]=left HALTED=yes
+  echo "left: $1, before its end; the same command goes on from here"
 }
 
 # About how long the rest takes, at the speed of what this call has done so far.

@@ -24,7 +24,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
 
 Options = TypeVar("Options")
 
@@ -48,7 +48,7 @@ def run_tool(
 
     ``prog`` is what --help calls the tool. SIGTERM, by which schedulers and torchrun end a
     process, acts as Ctrl-C. Exit status: what ``function`` returns (None is 0), 2 for a user's
-    mistake, 130 if interrupted.
+    mistake, 130 if interrupted. STOPPED_STATUS is 0 under torchrun, which knows failures alone.
     """
     rank = int(os.environ.get("RANK", "0"))
     options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank, prog)
@@ -70,7 +70,10 @@ def run_tool(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_STATUS)
-    sys.exit(status or 0)
+    # torchrun would make a traceback and status 1 of it, as of a failure, and a scheduler does not
+    # queue again what has failed.
+    is_told = status != STOPPED_STATUS or "TORCHELASTIC_RUN_ID" not in os.environ
+    sys.exit(status or 0 if is_told else 0)
 
 
 def run_subcommand(
@@ -100,6 +103,8 @@ class Choice:
         commands: value -> what is called, with options of which type.
         listing_flag: prints what the values mean.
         listing: what it prints.
+        unusable: a line for each value that should be there and cannot be used; told where a value
+            is unknown, which may be one of them.
     """
 
     flag: str
@@ -107,6 +112,7 @@ class Choice:
     commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]]
     listing_flag: str
     listing: Callable[[], str]
+    unusable: Sequence[str] = ()
 
 
 def run_choice(choice: Choice) -> NoReturn:
@@ -118,13 +124,10 @@ def run_choice(choice: Choice) -> NoReturn:
         if rank == 0:
             print(choice.listing())
         sys.exit(0)
-    name = names[-1] if names else choice.default
-    if name not in choice.commands:
-        _refuse(
-            f"{choice.flag} {name}: there is none of that name; {choice.listing_flag} tells of "
-            f"{', '.join(choice.commands)}",
-            rank,
-        )
+    name = names[0] if names else choice.default
+    problem = _problem_of(choice, names, name)
+    if problem:
+        _refuse(problem, rank)
     if not names and rank == 0 and {"-h", "--help"} & set(argv):
         print(
             f"{choice.flag} {{{','.join(choice.commands)}}} chooses ({choice.default} unless given)"
@@ -133,6 +136,24 @@ def run_choice(choice: Choice) -> NoReturn:
         )
     function, options_type = choice.commands[name]
     run_tool(function, options_type, argv, prog=f"{tool} {choice.flag} {name}")
+
+
+def _problem_of(choice: Choice, given: Sequence[str], name: str) -> str:
+    """What is wrong with the values given to the flag, of which there may be one; or nothing."""
+    if any(not value or value.startswith("-") for value in given):
+        return f"{choice.flag} has no value: give it one of {', '.join(choice.commands)}"
+    if len(given) > 1:
+        return (
+            f"{choice.flag} is given {len(given)} times ({', '.join(given)}): each of them has "
+            "flags of its own; give one, and start the tool again for another"
+        )
+    if name not in choice.commands:
+        unusable = "".join(f"; {line}" for line in choice.unusable)
+        return (
+            f"{choice.flag} {name}: there is none of that name; {choice.listing_flag} tells of "
+            f"{', '.join(choice.commands)}{unusable}"
+        )
+    return ""
 
 
 def take_values(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -153,7 +174,12 @@ def take_values(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def parse_options(
     options_type: type[Options], argv: Sequence[str], rank: int = 0, prog: str | None = None
 ) -> Options:
-    """The options in ``argv``. A misspelt flag or a value of the wrong type ends with status 2."""
+    """The options in ``argv``. A misspelt flag or a value of the wrong type ends with status 2.
+
+    Of a flag that is given twice the last one counts, lists of values included: so the launchers
+    replace a value for a small try, and a person any of theirs. Fields with ``UseAppendAction``
+    gather instead.
+    """
     printed = io.StringIO()
     help_text = sys.stdout if rank == 0 else io.StringIO()
     try:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+STOPPED_STATUS = 75
+"""Exit status of a tool that was asked to stop before it made what others read; the same command
+goes on. It is EX_TEMPFAIL of sysexits.h."""
+
 
 class UserError(ValueError):
     """A mistake in what the user gave: a flag, a file, a combination of the two.

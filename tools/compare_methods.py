@@ -8,8 +8,10 @@ from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 
 
 def main(options: CompareMethodsOptions) -> None:
-    """Call the report with what the command line asks for."""
+    """Call the report with what the command line asks for, or a check of it."""
+    from megatron_chameleon.methods.common.registry import find_methods
     from megatron_chameleon.report.head_to_head import Selection
+    from megatron_chameleon.report.head_to_head_checks import require_choice, require_evaluations
     from megatron_chameleon.report.head_to_head_page import Record, report_head_to_head
 
     selection = Selection(
@@ -20,7 +22,12 @@ def main(options: CompareMethodsOptions) -> None:
         reference=options.reference,
     )
     record = Record.asked_for(options.record, options.command, options.wall_seconds)
-    report_head_to_head(options.run, selection, options.name, record)
+    if options.check == "choice":
+        require_choice(options.run, selection, find_methods())
+    elif options.check == "evaluations":
+        require_evaluations(options.run, selection)
+    else:
+        report_head_to_head(options.run, selection, options.name, record)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import os
+
 from megatron_chameleon.cli import run_tool
+from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.options.sweep import SweepOptions
 
 
-def main(options: SweepOptions) -> None:
-    """Find the mixtures, then show how far they lie apart."""
+def main(options: SweepOptions) -> int | None:
+    """Find the mixtures, then show how far they lie apart; the exit status."""
     from megatron_chameleon.methods.sweeps.sweep import sweep_mixture
     from megatron_chameleon.report.page import load_figures
     from megatron_chameleon.report.stability import report_stability
 
     load_figures()  # what is missing is told before the proxies are trained
     sweep = sweep_mixture(options)
-    if sweep is not None:
+    if sweep is None:
+        return STOPPED_STATUS
+    if int(os.environ.get("RANK", "0")) == 0:
         report_stability(sweep)
+    return None
 
 
 if __name__ == "__main__":

@@ -4,7 +4,13 @@
 #
 #   bash examples/baselines/doremi.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/doremi.sh      # tries it out on 2 CPU ranks
-#   bash examples/baselines/doremi.sh -- --doremi-variant fork --doremi-eta 0.1 --doremi-eps 0
+#   bash examples/baselines/doremi.sh -- --doremi-variant fork
+#   bash examples/baselines/doremi.sh -- --reference runs/slimpajama/2-proxy/82m-seed1
+#
+# The step size and the smoothing are the variant's own: 1 and 1e-3 of 'original', as DoReMi's paper
+# and launch script have them (its code's default is 1e-4), 0.1 and 0 of 'fork'. --doremi-eta and
+# --doremi-eps give others. The reference is trained by uniform weights (--reference-mixture), which
+# is assumed from the baselines' code; --reference takes a finished run in its place.
 #
 # The same command goes on with what was interrupted. The runs are in RUN/4-mixture/doremi.
 #
@@ -18,10 +24,7 @@ RUN=${RUN:-runs/slimpajama}
 CORPUS=${CORPUS:-$RUN/1-corpus}
 
 DOREMI=(
-  --reference-mixture uniform  # assumed: the baselines' code
   --doremi-variant original    # assumed: DoReMi's paper and code; the baselines' code is 'fork'
-  --doremi-eta 1.0             # assumed: DoReMi's paper and code
-  --doremi-eps 1e-3            # assumed: DoReMi's launch script; its code's default is 1e-4
 )
 choose proxy slimpajama_627b.sh
 if [ "$SIZE" != tiny ]; then

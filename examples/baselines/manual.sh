@@ -3,26 +3,43 @@
 # its base models of 684M and 1.2B were trained by. Nothing is trained, and no GPU is needed.
 #
 #   bash examples/baselines/manual.sh
-#   RUN=runs/pile PUBLISHED="pile/human pile/doremi" bash examples/baselines/manual.sh
+#   PUBLISHED="pile/human pile/doremi" bash examples/baselines/manual.sh    # into runs/pile
 #   SIZE=tiny bash examples/baselines/manual.sh       # tries it out on a small corpus
 #
 # RUN/4-mixture/printed-COLUMN.json is what pretrain_684m.sh takes as MIXTURE=printed-COLUMN. With
 # SIZE=tiny no column fits the corpus: uniform weights are written to a file and taken from there.
 #
 #   SIZE         of the model that will be trained by it (684m)
-#   RUN          folder of the experiment (runs/slimpajama)
+#   RUN          folder of the experiment (runs/slimpajama, or that of the columns' data set)
 #   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
-#   PUBLISHED    columns; a wrong name lists them (slimpajama/ doremi, doge, chameleon and regmix)
+#   PUBLISHED    columns, all of one data set, slimpajama/, pile/, wiki40b/ or stack/; a wrong name
+#                lists them (slimpajama/ doremi, doge, chameleon and regmix)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"
-RUN=${RUN:-runs/slimpajama}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 PUBLISHED=${PUBLISHED:-slimpajama/doremi slimpajama/doge slimpajama/chameleon slimpajama/regmix}
+DATA_SET=${PUBLISHED%%/*}
+RUN=${RUN:-runs/$DATA_SET}
+CORPUS=${CORPUS:-$RUN/1-corpus}
 
 MANUAL=(
   --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
 )
+case $DATA_SET in
+  slimpajama) EXPERIMENT=base RECIPE=slimpajama_627b.sh ;;
+  pile)
+    EXPERIMENT=base-pile RECIPE=pile.sh
+    MANUAL+=(
+      --token-budget 5242880000  # assumed: 10,000 steps, of 512 x 1024 tokens for the Pile
+    )
+    ;;
+  wiki40b | stack) EXPERIMENT=finetune RECIPE=$DATA_SET.sh ;;
+  *) refuse "PUBLISHED=$PUBLISHED: the data sets are slimpajama/, pile/, wiki40b/ and stack/" ;;
+esac
+for column in $PUBLISHED; do
+  [[ $column == "$DATA_SET"/* ]] ||
+    refuse "$column is no column of $DATA_SET/: a corpus has the domains of one data set"
+done
 if [ "$SIZE" = tiny ]; then
   MANUAL+=(
     --token-budget 6144          # tiny: 12 steps of 8 x 64 tokens
@@ -35,7 +52,7 @@ given() {
     "${@:2}" "${MANUAL[@]}" --output "$RUN/4-mixture/$1.json" "${EXTRA[@]}"
 }
 
-choose base slimpajama_627b.sh
+choose "$EXPERIMENT" "$RECIPE"
 if [ "$SIZE" = tiny ]; then
   on_first_node python "$TOOLS/compute_mixture.py" --method uniform --corpus "$CORPUS" \
     --output "$RUN/4-mixture/uniform.json"

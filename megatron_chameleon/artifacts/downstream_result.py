@@ -104,7 +104,7 @@ class Gap:
     reason: str
 
     def __str__(self) -> str:
-        at = "" if self.shots is None else f", {self.shots} shots"
+        at = "" if self.shots is None else f", {self.shots}-shot"
         return f"{self.task}{at}: {self.reason}"
 
 

@@ -37,10 +37,14 @@ from megatron_chameleon.model.huggingface import Tensors, config_of_shape, to_hu
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.tokenizer import TokenizerChoice
 from megatron_chameleon.parallel.layout import Layout, distributed
 
 STARTED_FROM = "Hugging Face folder"
 """The input in the provenance of a converted checkpoint that has its weights."""
+
+TokenizerOptions = ToHuggingFaceOptions | TokenizerChoice
+"""What a tool is told of the tokenizer of a checkpoint."""
 
 
 def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
@@ -121,7 +125,7 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     )
 
 
-def find_tokenizer(options: ToHuggingFaceOptions, record: CheckpointRecord) -> Tokenizer:
+def find_tokenizer(options: TokenizerOptions, record: CheckpointRecord) -> Tokenizer:
     """The tokenizer that made what the model of ``record`` was trained on.
 
     Raises:
@@ -166,7 +170,7 @@ def _recorded_end(recorded: RecordedTokenizer, record: CheckpointRecord) -> str:
     return recorded.eod_token or DEFAULT_EOD_TOKEN
 
 
-def _refuse_what_a_corpus_says(options: ToHuggingFaceOptions, corpus: Path) -> None:
+def _refuse_what_a_corpus_says(options: TokenizerOptions, corpus: Path) -> None:
     given = {"--tiktoken-pattern": options.tiktoken_pattern, "--eod-token": options.eod_token}
     for flag, value in given.items():
         if value is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.common.method import Method
 from megatron_chameleon.options.doge import DogeRule
 from megatron_chameleon.options.mixture import MethodOptions
@@ -33,11 +34,11 @@ class DogeOptions(MethodOptions):
     proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
 
 
-def compute(options: DogeOptions) -> None:
+def compute(options: DogeOptions) -> int | None:
     """Train the proxy and write the mixture."""
     from megatron_chameleon.methods.gradient_alignment.compute import compute_doge
 
-    compute_doge(options)
+    return None if compute_doge(options) else STOPPED_STATUS
 
 
 METHOD = Method(
@@ -45,8 +46,9 @@ METHOD = Method(
     options=DogeOptions,
     compute=compute,
     summary="mean weights of a proxy that counts the domains most whose gradients help the target",
-    needs="nothing",
-    cost="one training run, and memory for a gradient of each domain",
+    needs="nothing beside the corpus",
+    cost="one training run, whose steps take 1.7 times as long for 7 domains and 2.5 times for 17 "
+    "(by Chameleon's paper); memory for a gradient of each domain",
     good_for="one set of domains; a target domain that is not trained on (--target)",
     source="Fan, Pagliardini, Jaggi: DoGE, ICML 2024",
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.common.method import Method
 from megatron_chameleon.options.doremi import DoremiRule
 from megatron_chameleon.options.mixture import MethodOptions
@@ -35,11 +36,11 @@ class DoremiOptions(MethodOptions):
     proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
 
 
-def compute(options: DoremiOptions) -> None:
+def compute(options: DoremiOptions) -> int | None:
     """Train what is to be trained and write the mixture."""
     from megatron_chameleon.methods.excess_loss.compute import compute_doremi
 
-    compute_doremi(options)
+    return None if compute_doremi(options) else STOPPED_STATUS
 
 
 METHOD = Method(
@@ -47,7 +48,7 @@ METHOD = Method(
     options=DoremiOptions,
     compute=compute,
     summary="mean weights of a proxy that counts most where it is behind a reference",
-    needs="nothing; a finished run can be the reference (--reference)",
+    needs="nothing beside the corpus; a finished run can be the reference (--reference)",
     cost="two training runs, and two forward passes over each batch of the second",
     good_for="one set of domains, with text that a small model can still learn",
     source="Xie et al.: DoReMi, NeurIPS 2023",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from megatron_chameleon.methods.common.method import Method
 from megatron_chameleon.options.mixture import ChosenDomainsOptions
@@ -22,9 +24,14 @@ class ManualOptions(ChosenDomainsOptions):
     weight. They are divided by their sum."""
     published: str | None = None
     """A column of Chameleon's tables, such as slimpajama/doremi; a wrong name lists them all."""
-    rename: tuple[str, ...] = ()
+    rename: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """OLD=NEW: what the weights call OLD is NEW in the corpus; several OLD of one NEW add up, and
-    OLD= leaves it out."""
+    OLD= leaves it out. May be given several times, or be several."""
+
+    @property
+    def renames(self) -> list[str]:
+        """What ``--rename`` was given, over all its uses."""
+        return [rename for group in self.rename for rename in group]
 
 
 def compute(options: ManualOptions) -> None:
@@ -44,10 +51,17 @@ def assign(options: ManualOptions, corpus: Corpus, names: list[str]) -> Assigned
     from megatron_chameleon.methods.given.matching import matched
     from megatron_chameleon.methods.given.reading import read_given
 
-    given = read_given(options.weights, options.published)
-    weights, told = matched(given, options.rename, corpus.names, names)
-    parameters = {**given.parameters, "rename": list(options.rename)}
-    return Assigned(weights, f"Given by {given.where}", parameters, given.inputs, told)
+    given = read_given(options.weights, options.published, options.output)
+    weights, told = matched(given, options.renames, corpus.names, names)
+    return Assigned(
+        weights,
+        heading=f"Given by {given.where}",
+        parameters={**given.parameters, "rename": options.renames},
+        inputs=given.inputs,
+        closing=told,
+        paper_flops=given.paper_flops,
+        inherited=given.cost,
+    )
 
 
 METHOD = Method(
@@ -56,7 +70,7 @@ METHOD = Method(
     compute=compute,
     summary="weights that are given: in a line, a file, or a paper's printed column",
     needs="the weights (--weights or --published)",
-    cost="nothing here; whatever it took to find them",
+    cost="nothing here; of a mixture's file, what that has cost",
     good_for="a mixture from elsewhere, and the paper's own (--published slimpajama/doremi)",
     source="",
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.common.method import Method
 from megatron_chameleon.options.fits import FitOptions
 
@@ -51,11 +52,11 @@ class MixingLawsOptions(FitOptions):
     laws: LawOptions = dataclasses.field(default_factory=LawOptions)
 
 
-def compute(options: MixingLawsOptions) -> None:
-    """Train what is to be trained, fit it and write the mixture."""
+def compute(options: MixingLawsOptions) -> int | None:
+    """Train what is to be trained, fit it and write the mixture, unless asked to stop before."""
     from megatron_chameleon.methods.fits.mixing_laws import compute_mixing_laws
 
-    compute_mixing_laws(options)
+    return None if compute_mixing_laws(options) else STOPPED_STATUS
 
 
 METHOD = Method(
@@ -63,7 +64,7 @@ METHOD = Method(
     options=MixingLawsOptions,
     compute=compute,
     summary="what laws of the losses over the weights predict to be best for a target",
-    needs="nothing; or the results of runs on many mixtures (--ratios, --metrics)",
+    needs="nothing beside the corpus; or results of runs on many mixtures (--ratios, --metrics)",
     cost="tens of proxies (--num-proxies), for each of --model-sizes",
     good_for="few domains; predicting larger models and longer runs from small ones",
     source="Ye et al.: Data Mixing Laws, ICLR 2025",

@@ -47,7 +47,7 @@ def assign(corpus: Corpus, names: list[str], temperature: float) -> Assigned:
     except ValueError as error:
         raise UserError(f"--temperature {temperature:g} for {corpus.root}: {error}") from error
     heading = f"Natural: shares of the training tokens to the power 1/{temperature:g}"
-    return Assigned(weights, heading, {"temperature": temperature})
+    return Assigned(weights, heading, {"temperature": temperature}, paper_flops=0.0)
 
 
 METHOD = Method(

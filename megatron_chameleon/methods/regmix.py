@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.common.method import Method
 from megatron_chameleon.options.fits import FitOptions
 
@@ -44,11 +45,11 @@ class RegmixOptions(FitOptions):
     trees: TreeOptions = dataclasses.field(default_factory=TreeOptions)
 
 
-def compute(options: RegmixOptions) -> None:
-    """Train what is to be trained, fit it and write the mixture."""
+def compute(options: RegmixOptions) -> int | None:
+    """Train what is to be trained, fit it and write the mixture, unless asked to stop before."""
     from megatron_chameleon.methods.fits.regmix import compute_regmix
 
-    compute_regmix(options)
+    return None if compute_regmix(options) else STOPPED_STATUS
 
 
 METHOD = Method(
@@ -56,7 +57,7 @@ METHOD = Method(
     options=RegmixOptions,
     compute=compute,
     summary="what a regression over many tiny proxies predicts to be best for a target",
-    needs="nothing; or the results of runs on many mixtures (--ratios, --metrics)",
+    needs="nothing beside the corpus; or results of runs on many mixtures (--ratios, --metrics)",
     cost="hundreds of tiny proxies (--num-proxies), trained together",
     good_for="a known target, a few dozen domains at most; reusing runs that are there",
     source="Liu et al.: RegMix, ICLR 2025",

@@ -23,7 +23,9 @@ def compute(options: UniformOptions) -> None:
         METHOD.name,
         options,
         lambda corpus, names: Assigned(
-            np.full(len(names), 1.0 / len(names)), f"Uniform: {len(names)} domains alike"
+            np.full(len(names), 1.0 / len(names)),
+            f"Uniform: {len(names)} domains alike",
+            paper_flops=0.0,
         ),
     )
 

@@ -38,7 +38,9 @@ def compute(options: UnimaxOptions) -> None:
     write_model_free(
         METHOD.name,
         options,
-        lambda corpus, names: Assigned(np.full(len(names), 1.0 / len(names)), heading),
+        lambda corpus, names: Assigned(
+            np.full(len(names), 1.0 / len(names)), heading, paper_flops=0.0
+        ),
     )
 
 

@@ -119,25 +119,32 @@ class DogeState:
         Raises:
             ValueError: if a product is not finite.
         """
-        if not np.isfinite(products).all():
-            raise ValueError("products hold NaN or infinity: leave out the step that they are of")
-        factors = clip_factors(products, recipe.max_norm)
-        clipped = products * factors[:, None] * factors
-        known = merged_products(self.products, clipped, present)
+        known = self._products_known(products, present, recipe.max_norm)
         alignment = alignments(known, roles)
         limited = np.clip(alignment[list(roles.train)], recipe.dw_min, recipe.dw_max)
-        steps = learning_rate * limited
-        log_weights = exponentiated_step(self.log_weights, steps, 1.0 / recipe.mu, recipe.eps)
+        gains = learning_rate * limited
+        log_weights = exponentiated_step(self.log_weights, gains, 1.0 / recipe.mu, recipe.eps)
+        return self._moved_to(log_weights, known, alignment)
+
+    def _products_known(self, products: Array, present: Sequence[int], max_norm: float) -> Array:
+        """[k, k] of the clipped gradients, those of before where the batch lacks a domain."""
+        if not np.isfinite(products).all():
+            raise ValueError("products hold NaN or infinity: leave out the step that they are of")
+        factors = clip_factors(products, max_norm)
+        return merged_products(self.products, products * factors[:, None] * factors, present)
+
+    def _moved_to(self, log_weights: Array, products: Array, alignment: Array) -> DogeState:
+        """One more step in the means, at new weights."""
+        new = dataclasses.replace(
+            self, log_weights=log_weights, products=products, alignment=alignment
+        )
         counted = self.counted + 1
-        before = self.weights
-        new = dataclasses.replace(self, log_weights=log_weights, products=known)
         return dataclasses.replace(
             new,
-            alignment=alignment,
             mean=self.mean + (new.weights - self.mean) / counted,
             mean_alignment=self.mean_alignment + (alignment - self.mean_alignment) / counted,
             counted=counted,
-            moved=self.moved + total_variation(before, new.weights),
+            moved=self.moved + total_variation(self.weights, new.weights),
         )
 
 

@@ -42,6 +42,14 @@ def quality_of(predicted: Array, losses: Array) -> FitQuality:
     )
 
 
+def target_quality(predicted: Array, losses: Array, shares: Array) -> FitQuality:
+    """The quality of the one weighted sum by ``shares`` [m] of ``predicted`` and ``losses`` [n, m].
+
+    Errors of single losses do not tell it: they may cancel in the sum, as may what is predicted.
+    """
+    return quality_of((predicted @ shares)[:, None], (losses @ shares)[:, None])
+
+
 def rank_correlations(one: Array, other: Array) -> Array:
     """Spearman's rank correlation of each column of [n, m] with its like; NaN for a constant."""
     ranks = [rankdata(values, axis=0) for values in (one, other)]

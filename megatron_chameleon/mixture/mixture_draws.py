@@ -10,8 +10,12 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+from scipy.spatial import cKDTree
 
 from megatron_chameleon.mixture.checks import Array, check_positive
+
+# Mixtures that are chosen together: from the draws of their block and what earlier ones left over.
+BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,9 @@ REGMIX_DRAWS = DrawRule()
 def draw_mixtures(
     prior: npt.ArrayLike, count: int, seed: int, rule: DrawRule = REGMIX_DRAWS
 ) -> Array:
-    """``count`` different mixtures, which depend on nothing but the arguments.
+    """``count`` different mixtures; mixture i depends on ``prior``, ``seed``, ``rule`` and i alone.
+
+    So a swarm can be given more members later.
 
     Weights are quantised by the largest remainder, so that every row sums to 1; rounding each
     weight by itself, as RegMix's code does, leaves sums off by some steps.
@@ -63,21 +69,38 @@ def draw_mixtures(
     """
     shares = check_prior(prior)
     _check_rule(rule, count)
-    rng = np.random.default_rng(seed)
     present = np.flatnonzero(shares)
-    drawn = _dirichlet_draws(shares[present], count * rule.oversampling, rng, rule)
-    bounds = rule.max_upweighting * shares[present]
-    allowed = drawn[(drawn <= bounds).all(axis=1)]
-    different = drop_near_duplicates(quantized(allowed, rule.smallest_weight), rule.near_duplicate)
-    if len(different) < count:
+    chosen = left = np.empty((0, present.size))
+    num_blocks, rejected = -(-count // BLOCK), 0
+    for block in range(num_blocks):
+        rng = np.random.default_rng([seed, block])
+        drawn = _dirichlet_draws(shares[present], BLOCK * rule.oversampling, rng, rule)
+        allowed = drawn[(drawn <= rule.max_upweighting * shares[present]).all(axis=1)]
+        rejected += len(drawn) - len(allowed)
+        found = drop_near_duplicates(quantized(allowed, rule.smallest_weight), rule.near_duplicate)
+        known = np.concatenate([chosen, left])
+        left = np.concatenate([left, _not_near(found, known, rule.near_duplicate)])
+        left = left[rng.permutation(len(left))]
+        chosen, left = np.concatenate([chosen, left[:BLOCK]]), left[BLOCK:]
+    if len(chosen) < count:
         raise ValueError(
-            f"only {len(different)} different mixtures came of {len(drawn)} draws "
-            f"({len(drawn) - len(allowed)} had a weight above {rule.max_upweighting:g} times its "
-            f"prior), fewer than the {count} wanted: ask for fewer, or allow more upweighting"
+            f"only {len(chosen)} different mixtures came of "
+            f"{num_blocks * BLOCK * rule.oversampling} draws ({rejected} had a weight above "
+            f"{rule.max_upweighting:g} times its prior), fewer than the {count} wanted: ask for "
+            "fewer, or allow more upweighting"
         )
     mixtures = np.zeros((count, shares.size))
-    mixtures[:, present] = different[rng.choice(len(different), count, replace=False)]
+    mixtures[:, present] = chosen[:count]
     return mixtures
+
+
+def _not_near(mixtures: Array, known: Array, distance: float) -> Array:
+    """The rows of ``mixtures`` whose L1 distance to each of ``known`` is above ``distance``."""
+    if not len(known) or not len(mixtures):
+        return mixtures
+    beyond = np.nextafter(distance, np.inf)  # the bound itself is not searched
+    nearest, _ = cKDTree(known).query(mixtures, p=1, distance_upper_bound=beyond)
+    return mixtures[np.isinf(nearest)]
 
 
 def check_prior(prior: npt.ArrayLike) -> Array:

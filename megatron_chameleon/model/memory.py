@@ -114,6 +114,12 @@ def stage_parameters(setup: TrainingSetup, stage: int) -> int:
     return count
 
 
+def optimized_parameters(setup: TrainingSetup, stage: int) -> int:
+    """Those of them whose optimizer state and final gradient lie on that rank."""
+    shards = setup.data_parallel_size if setup.parallel.use_distributed_optimizer else 1
+    return -(-stage_parameters(setup, stage) // shards)
+
+
 def layer_parameters_of_rank(size: ModelSize, tensor: int) -> int:
     """Parameters of a layer on one of ``tensor`` ranks: layer norms and two biases are whole."""
     h, f = size.hidden_size, size.ffn_hidden_size
@@ -123,8 +129,7 @@ def layer_parameters_of_rank(size: ModelSize, tensor: int) -> int:
 
 def _stage_memory(setup: TrainingSetup, stage: int) -> RankMemory:
     count = stage_parameters(setup, stage)
-    shards = setup.data_parallel_size if setup.parallel.use_distributed_optimizer else 1
-    own = -(-count // shards)  # parameters whose optimizer state lies here
+    own = optimized_parameters(setup, stage)
     activations = activation_peak(setup, stage)
     return RankMemory(
         stage=stage,

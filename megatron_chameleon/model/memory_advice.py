@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.memory import TrainingSetup, fullest_stage
+from megatron_chameleon.model.memory import TrainingSetup, estimate_memory
 from megatron_chameleon.model.recompute import KEEP_ALL
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.memory import EstimateMemoryOptions
@@ -17,6 +17,14 @@ from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.parallel.layout import Layout
 
 GB = 1e9
+
+Beside = Callable[[TrainingSetup, int], Mapping[str, int]]
+"""Name -> bytes that each rank of a pipeline stage holds beside what training takes."""
+
+
+def nothing_beside(_setup: TrainingSetup, _stage: int) -> dict[str, int]:
+    """Of a run that is trained, and no more."""
+    return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,35 +52,60 @@ def training_setup(
     )
 
 
-def describe_out_of_memory(options: PretrainOptions, shape: ModelShape, layout: Layout) -> str:
+def describe_out_of_memory(
+    options: PretrainOptions,
+    shape: ModelShape,
+    layout: Layout,
+    beside: Beside = nothing_beside,
+) -> str:
     """One line for a run that has run out of memory: what takes it, and two flags to change."""
     setup = training_setup(options, shape, layout.world_size)
-    memory = fullest_stage(setup)
-    largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
-    parts = ", ".join(f"{name} {size / GB:.1f}".replace("_", " ") for name, size in largest)
+    stage, held = _fullest(setup, beside)
+    largest = sorted(held.items(), key=lambda part: -part[1])[:3]
+    # What is held beside the training is always told: no flag of the training is named after it.
+    told = dict(largest) | {name: held[name] for name in beside(setup, stage)}
+    parts = ", ".join(f"{name} {size / GB:.1f}".replace("_", " ") for name, size in told.items())
     return (
-        f"out of memory: a rank of pipeline stage {memory.stage} needs about "
-        f"{memory.total / GB:.1f} GB ({parts}) and what CUDA takes; {remedies_line(setup)}"
+        f"out of memory: a rank of pipeline stage {stage} needs about "
+        f"{sum(held.values()) / GB:.1f} GB ({parts}) and what CUDA takes; "
+        f"{remedies_line(setup, beside=beside)}"
     )
 
 
-def remedies_line(setup: TrainingSetup, device_bytes: float | None = None) -> str:
+def _fullest(setup: TrainingSetup, beside: Beside) -> tuple[int, dict[str, int]]:
+    """The stage that needs most, and what its ranks hold: name -> bytes."""
+    stages = {
+        memory.stage: memory.parts | dict(beside(setup, memory.stage))
+        for memory in estimate_memory(setup)
+    }
+    return max(stages.items(), key=lambda stage: sum(stage[1].values()))
+
+
+def _total(setup: TrainingSetup, beside: Beside) -> int:
+    return sum(_fullest(setup, beside)[1].values())
+
+
+def remedies_line(
+    setup: TrainingSetup, device_bytes: float | None = None, beside: Beside = nothing_beside
+) -> str:
     """The two flags most likely to help, with the estimates they give."""
-    remedies = find_remedies(setup, device_bytes)[:2]
+    remedies = find_remedies(setup, device_bytes, beside)[:2]
     if not remedies:
         return "no flag is left to change: take a smaller model, a shorter --seq-length, more ranks"
     told = " or ".join(f"{remedy.flag} ({remedy.total / GB:.1f} GB)" for remedy in remedies)
     return f"most likely to fix it: {told}"
 
 
-def find_remedies(setup: TrainingSetup, device_bytes: float | None = None) -> list[Remedy]:
+def find_remedies(
+    setup: TrainingSetup, device_bytes: float | None = None, beside: Beside = nothing_beside
+) -> list[Remedy]:
     """Changes of one flag that save memory on these ranks, best first.
 
     Where the size of a device is known, those that fit come first in the order of what they cost
     in speed; the others, and all where it is not, by what they leave.
     """
-    now = fullest_stage(setup).total
-    found = [Remedy(flag, fullest_stage(other).total) for flag, other in _changes(setup)]
+    now = _total(setup, beside)
+    found = [Remedy(flag, _total(other, beside)) for flag, other in _changes(setup)]
     saving = [remedy for remedy in found if remedy.total < now]
     limit = device_bytes or 0
     cheapest_first = [remedy for remedy in saving if remedy.total <= limit]

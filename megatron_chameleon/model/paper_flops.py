@@ -79,8 +79,17 @@ def paper_flops(method: str, settings: PaperSettings | None = None) -> float:
             training counts.
         settings: of this run; the paper's own for SlimPajama unless given. Of a swarm of several
             sizes, each size has settings of its own, and their figures add up.
+
+    Raises:
+        ValueError: without settings, for a method that the paper does not have.
     """
-    settings = PAPER[method] if settings is None else settings
+    if settings is None:
+        if method not in PAPER:
+            raise ValueError(
+                f"the paper has no '{method}', only {', '.join(PAPER)}: give the settings of the "
+                "run, or leave paper_flops out of the mixture"
+            )
+        settings = PAPER[method]
     trained = TRAININGS.get(method, 1) * settings.num_proxies * settings.trained_tokens
     per_parameter = TRAINING * trained + FORWARD * settings.embedded_tokens
     return float(paper_parameters(settings.model_size)) * per_parameter

@@ -76,6 +76,33 @@ class Reader:
         self._send(output)
         return None
 
+    @torch.no_grad()
+    def final_hidden_states(
+        self, tokens: torch.Tensor, positions: torch.Tensor, hidden_from: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """What the output layer would read: hidden states after the final layer norm.
+
+        Args:
+            tokens: [b, s] int64, as in :meth:`hidden_states`.
+            positions: [b, s] int64, of each token.
+            hidden_from: [b, 1, s, s] bool, True where the row's token may not look at the
+                column's; causal unless given. Every token has to see at least one.
+
+        Returns:
+            [s, b, h] on the last stage, None on the others.
+        """
+        assert not self.later_chunks, "only training interleaves its stages"
+        hidden = None
+        if self.layout.is_first_stage:
+            hidden = self.model.embedding(input_ids=tokens, position_ids=positions)
+        else:
+            self.model.set_input_tensor(self._receive(tokens.shape))
+        hidden = self.model.decoder(hidden_states=hidden, attention_mask=hidden_from)
+        if self.layout.is_last_stage:
+            return self._whole(hidden)
+        self._send(hidden)
+        return None
+
     def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """[s, b, h] of what sequence parallelism may have cut up."""
         if self.layout.sequence_parallel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,9 @@ class CompareMethodsOptions:
     """What stands between the mixture's name and -seedN in the names of the base runs."""
     baseline: str = "uniform"
     """The mixture that the others' perplexities are compared with."""
-    reference: str = "chameleon"
-    """The mixture that the others' costs are set in relation to."""
+    reference: str | None = None
+    """The mixture that the others' costs are set in relation to; Chameleon's, where it takes part,
+    unless given."""
     name: str = "compare_methods"
     """What the files in 7-report are called, before .txt, .md, .csv, .json and .png."""
     record: Path | None = None
@@ -34,3 +36,7 @@ class CompareMethodsOptions:
     """The command line that made all of it, for --record."""
     wall_seconds: float | None = None
     """What that took on the clock, for --record."""
+    check: Literal["choice", "evaluations"] | None = None
+    """Write nothing, but leave with status 2 where the comparison could not be made. choice: by the
+    names and seeds alone, before there is anything. evaluations: because a base run has not been
+    evaluated, or only with other weights than it ended with."""

@@ -22,9 +22,9 @@ class ProxyOptions:
     """How a proxy is trained, as by tools/pretrain_gpt.py: from random weights, by uniform ones."""
 
     model_size: str = "82m"
-    """Name of the model size of the centre; a wrong one lists them all."""
+    """Name of the proxy's model size; a wrong one lists them all."""
     train_iters: int = 2000
-    """Optimizer steps of the centre's proxy (paper: 2000)."""
+    """Optimizer steps of the proxy (paper: 2000; DoReMi and DoGE: 10000)."""
     seq_length: int = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
     global_batch_size: int = 128
@@ -32,7 +32,7 @@ class ProxyOptions:
     micro_batch_size: int = 8
     """Sequences per forward pass and rank."""
     seed: int = 1234
-    """Of the initial weights and of the order of samples, for all proxies."""
+    """Of the initial weights and of the order of samples, for all that is trained."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     compile_layers: bool = False

@@ -9,6 +9,8 @@ import dataclasses
 class StoppingOptions:
     """When a run saves and leaves with status 0, to go on later.
 
+    tools/compute_mixture.py, which has no mixture then, leaves with status 75, or 0 under torchrun.
+
     SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, sent to any rank, do so at any time.
     """
 

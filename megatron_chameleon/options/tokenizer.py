@@ -39,3 +39,18 @@ class EncoderOptions:
     """The library that encodes. The tokens are the same: 'auto' takes gigatoken, which is many
     times faster, where it gives the same ids as the tokenizer's own library on a sample of the
     text, 'own' always takes the tokenizer's own library, and 'gigatoken' nothing else."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerChoice:
+    """Which tokenizer, where the one that the checkpoint was made with is not to be found."""
+
+    tokenizer_model: Path | None = None
+    """The tokenizer that the model was trained with, or a corpus that was made with it; what the
+    checkpoint was trained on or converted from, unless given."""
+    tiktoken_pattern: str | None = None
+    """How a tiktoken file splits text into words; as the checkpoint was made with, unless given. A
+    corpus knows its own."""
+    eod_token: str | None = None
+    """The tokenizer's end-of-document token; the one that the checkpoint was made with, or else
+    <|endoftext|>, unless given. A corpus knows its own."""

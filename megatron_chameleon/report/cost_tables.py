@@ -9,6 +9,7 @@ from megatron_chameleon.report.tables import format_flops, format_seconds
 from megatron_chameleon.report.text_tables import MISSING, Cell, Row, Table
 
 SECONDS_PER_HOUR = 3600.0
+UNKNOWN = "unknown"
 
 
 def cost_table(ledger: Ledger) -> Table:
@@ -40,9 +41,8 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
     rows = tuple(
         (
             Cell(name),
-            Cell(format_flops(mixture.cost.flops)),
-            Cell(format_hours(mixture.cost.device_seconds)),
-            *(_ratio_cells(mixture.cost, reference.cost) if reference else ()),
+            *_sum_cells(mixture),
+            *(_ratio_cells(mixture, reference) if reference else ()),
             *((Cell(_paper_flops(mixture)),) if by_paper else ()),
         )
         for name, mixture in ledger.mixtures.items()
@@ -80,10 +80,21 @@ def _cost_cells(cost: Cost) -> Row:
     return tuple(Cell(text) for text in texts)
 
 
-def _ratio_cells(cost: Cost, reference: Cost) -> Row:
+def _sum_cells(mixture: MixtureCost) -> Row:
+    if not mixture.is_known:
+        return Cell(UNKNOWN), Cell(UNKNOWN)
+    cost = mixture.cost
+    return Cell(format_flops(cost.flops)), Cell(format_hours(cost.device_seconds))
+
+
+def _ratio_cells(mixture: MixtureCost, reference: MixtureCost) -> Row:
+    """Ratios of sums; of a part of a sum there is none."""
+    if not (mixture.is_known and reference.is_known):
+        return Cell(MISSING), Cell(MISSING)
+    cost, other = mixture.cost, reference.cost
     return (
-        Cell(format_ratio(cost.flops, reference.flops)),
-        Cell(format_ratio(cost.device_seconds, reference.device_seconds)),
+        Cell(format_ratio(cost.flops, other.flops)),
+        Cell(format_ratio(cost.device_seconds, other.device_seconds)),
     )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,6 +16,13 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import same_weights
+from megatron_chameleon.report.head_to_head_runs import (
+    HOW,
+    evaluation_of,
+    finished_run,
+    require_drawn_by,
+    require_same_settings,
+)
 from megatron_chameleon.report.head_to_head_statistics import (
     Array,
     Difference,
@@ -25,9 +31,8 @@ from megatron_chameleon.report.head_to_head_statistics import (
     spread,
 )
 from megatron_chameleon.report.ledger import Ledger, MixtureCost, ledger_of
-from megatron_chameleon.report.run_folder import BASE, EVALUATION, MIXTURE, RunFolder
+from megatron_chameleon.report.run_folder import EVALUATION, MIXTURE, RunFolder
 
-HOW = "examples/compare_methods.sh goes on with what is missing"
 LABELS = {
     "uniform": "Uniform",
     "natural": "Natural",
@@ -39,28 +44,27 @@ LABELS = {
     "mixing-laws": "Mixing laws",
 }
 LEAST_SEEDS = 3
-# Options of a base run that may differ between those that are compared: where it is, what is
-# compared, and what changes no result.
-MAY_DIFFER = {"run_dir", "mixture", "seed", "micro_batch_size", "compile_layers", "parallel"}
-MAY_DIFFER |= {"dry_first_step", "log_interval", "save_interval", "overwrite", "checkpointing"}
-MAY_DIFFER |= {"stopping", "validation", "logging", "profiling"}
+UNITS = ("flops", "device_seconds")
+SCRIPT = "examples/compare_methods.sh"
+REFERENCE = "chameleon"
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """What is compared: mixtures by the names of their files, and the seeds of the base models.
 
-    A base run is called after its mixture, then ``run_suffix``, then ``-seedN``.
+    A base run is called after its mixture, then ``run_suffix``, then ``-seedN``. Without a
+    ``reference``, costs are set in relation to Chameleon's where it takes part.
     """
 
     names: tuple[str, ...]
     seeds: tuple[int, ...]
     run_suffix: str = ""
     baseline: str = "uniform"
-    reference: str = "chameleon"
+    reference: str | None = None
 
     def check(self) -> None:
-        """Raises UserError for too few or repeated names or seeds, or without the baseline."""
+        """Raises UserError for too few or repeated names or seeds, or names that take no part."""
         for flag, values, least in (
             ("--mixtures", self.names, 2),
             ("--seeds", self.seeds, LEAST_SEEDS),
@@ -68,15 +72,20 @@ class Selection:
             given = " ".join(map(str, values))
             if len(set(values)) < len(values) or len(values) < least:
                 raise UserError(f"{flag} {given}: give at least {least}, none of them twice")
-        if self.baseline not in self.names:
-            raise UserError(
-                f"--baseline {self.baseline} is not among --mixtures {' '.join(self.names)}; "
-                "add it, or name another one"
-            )
+        for flag, name in (("--baseline", self.baseline), ("--reference", self.reference)):
+            if name is not None and name not in self.names:
+                raise UserError(
+                    f"{flag} {name} is not among --mixtures {' '.join(self.names)}; add it, or "
+                    f"name another one ({flag[2:].upper()}=NAME of {SCRIPT})"
+                )
 
     def run_name(self, mixture: str, seed: int) -> str:
         """Of the base run, and of its evaluation."""
         return f"{mixture}{self.run_suffix}-seed{seed}"
+
+    def run_names(self, mixture: str) -> list[str]:
+        """Of the base runs of a mixture, in the order of the seeds."""
+        return [self.run_name(mixture, seed) for seed in self.seeds]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,19 +93,32 @@ class Contestant:
     """A mixture, what it took, and what was measured of its base models, seed by seed.
 
     Attributes:
-        cost: of the mixture and of all that was made for it.
-        made_of: what that cost is the sum of.
-        twin_of: label of an earlier mixture with the same weights, whose models these are.
+        paid: what the mixture and all that was made for it took, and what of that is unknown.
+        twin_of: label of a mixture with the same weights, whose models these are.
     """
 
     name: str
     label: str
     mixture: Mixture
-    cost: Cost
-    made_of: tuple[str, ...]
+    paid: MixtureCost
     runs: tuple[TrainingRun, ...]
     results: tuple[EvaluationResult, ...]
     twin_of: str | None = None
+
+    @property
+    def models(self) -> str:
+        """Label of the mixture whose models these are; its own, or its twin's."""
+        return self.twin_of or self.label
+
+    @property
+    def cost(self) -> Cost | None:
+        """Of the mixture and of all that was made for it; None where that is not known in full."""
+        return self.paid.cost if self.paid.is_known else None
+
+    @property
+    def amounts(self) -> dict[str, float | None]:
+        """FLOPs and device-seconds of the cost, by their names."""
+        return {unit: None if self.cost is None else getattr(self.cost, unit) for unit in UNITS}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,13 +152,29 @@ class HeadToHead:
     def reference(self) -> Contestant | None:
         """What the others' costs are set in relation to, if it takes part."""
         known = {contestant.name: contestant for contestant in self.contestants}
-        return known.get(self.selection.reference)
+        return known.get(self.selection.reference or REFERENCE)
 
     @property
-    def spread(self) -> Spread:
-        """Between mixtures and between seeds, over models that are not the same."""
-        own = [i for i, contestant in enumerate(self.contestants) if contestant.twin_of is None]
-        return spread(self.averages[own])
+    def own(self) -> tuple[Contestant, ...]:
+        """Those with models of their own."""
+        return tuple(contestant for contestant in self.contestants if contestant.twin_of is None)
+
+    @property
+    def spread(self) -> Spread | None:
+        """Between mixtures and between seeds, over models that are not the same.
+
+        None where all mixtures have the same weights, so that there is one row of models.
+        """
+        rows = [i for i, c in enumerate(self.contestants) if c.twin_of is None]
+        return spread(self.averages[rows]) if len(rows) > 1 else None
+
+    def multiples(self, contestant: Contestant) -> dict[str, float | None]:
+        """FLOPs and device-seconds over the reference's; None where there is no such ratio."""
+        units = dict.fromkeys(UNITS) if self.reference is None else self.reference.amounts
+        return {
+            name: amount / unit if amount is not None and unit else None
+            for (name, amount), unit in zip(contestant.amounts.items(), units.values(), strict=True)
+        }
 
     def difference(self, ours: Contestant, theirs: Contestant) -> Difference:
         """The paired difference of two average perplexities."""
@@ -158,9 +196,7 @@ def head_to_head(folder: RunFolder, selection: Selection) -> HeadToHead:
     """
     selection.check()
     ledger = ledger_of(folder)
-    found: list[Contestant] = []
-    for name in selection.names:
-        found.append(_contestant(folder, ledger, selection, name, found))
+    found = [_contestant(folder, ledger, selection, name) for name in selection.names]
     results = {
         f"{EVALUATION}/{selection.run_name(c.name, seed)}.json": result
         for c in found
@@ -186,104 +222,37 @@ def label_of(name: str) -> str:
     return name
 
 
-def _contestant(
-    folder: RunFolder,
-    ledger: Ledger,
-    selection: Selection,
-    name: str,
-    earlier: list[Contestant],
-) -> Contestant:
+def _contestant(folder: RunFolder, ledger: Ledger, selection: Selection, name: str) -> Contestant:
     path = f"{folder.root / MIXTURE / name}.json"
     if name not in folder.mixtures:
         raise UserError(f"{path} is not there; {HOW}")
-    mixture, paid = folder.mixtures[name], ledger.mixtures[name]
-    _require_whole_cost(paid, path)
-    names = [selection.run_name(name, seed) for seed in selection.seeds]
-    twin = _twin(mixture, earlier)
-    if twin is not None and not all(n in folder.base_runs for n in names):
-        names = [selection.run_name(twin.name, seed) for seed in selection.seeds]
-    else:
-        twin = None
-    runs = tuple(_finished(folder, n) for n in names)
+    mixture = folder.mixtures[name]
+    twin = None if _has_models(folder, selection, name) else _twin(folder, selection, mixture)
+    names = selection.run_names(twin or name)
+    runs = tuple(finished_run(folder, n) for n in names)
     for n, run, seed in zip(names, runs, selection.seeds, strict=True):
-        _require_drawn_by(mixture, path, n, run, seed)
+        require_drawn_by(mixture, path, n, run, seed)
     return Contestant(
         name=name,
         label=label_of(name),
         mixture=mixture,
-        cost=paid.cost,
-        made_of=tuple(paid.parts),
+        paid=ledger.mixtures[name],
         runs=runs,
-        results=tuple(_evaluated(folder, n, run) for n, run in zip(names, runs, strict=True)),
-        twin_of=None if twin is None else twin.label,
+        results=tuple(evaluation_of(folder, n, r) for n, r in zip(names, runs, strict=True)),
+        twin_of=None if twin is None else label_of(twin),
     )
 
 
-def _require_whole_cost(paid: MixtureCost, path: str) -> None:
-    if paid.missing and "total_cost" not in paid.mixture.parameters:
-        raise UserError(
-            f"what {path} took is not known: it was made from {paid.missing[0]}; delete it, "
-            f"and {HOW}"
-        )
+def _has_models(folder: RunFolder, selection: Selection, name: str) -> bool:
+    return all(run in folder.base_runs for run in selection.run_names(name))
 
 
-def _twin(mixture: Mixture, earlier: Iterable[Contestant]) -> Contestant | None:
-    """The first of ``earlier`` with the same weights and models of its own."""
-    same = (c for c in earlier if same_weights(c.mixture.weights, mixture.weights))
-    return next((c for c in same if c.twin_of is None), None)
-
-
-def _finished(folder: RunFolder, name: str) -> TrainingRun:
-    run = folder.base_runs.get(name)
-    if run is None or run.status != "finished":
-        what = "is not there" if run is None else f"is {run.status}"
-        raise UserError(f"{folder.root / BASE / name} {what}; {HOW}")
-    return run
-
-
-def _evaluated(folder: RunFolder, name: str, run: TrainingRun) -> EvaluationResult:
-    result = folder.evaluations.get(name)
-    path = folder.root / EVALUATION / f"{name}.json"
-    if result is None:
-        raise UserError(f"{path} is not there; {HOW}")
-    if result.step != run.step:
-        raise UserError(
-            f"{path} is of step {result.step}, the run has {run.step}; delete it, and {HOW}"
-        )
-    return result
-
-
-def _require_drawn_by(mixture: Mixture, path: str, name: str, run: TrainingRun, seed: int) -> None:
-    if not same_weights(run.mixture, mixture.weights):
-        raise UserError(
-            f"{path} has changed since {BASE}/{name} was trained with it; delete that run and its "
-            f"evaluation, and {HOW}"
-        )
-    trained_with = run.provenance.options.get("seed")
-    if trained_with != seed:
-        raise UserError(
-            f"{BASE}/{name} was trained with --seed {trained_with}, which its name does not say; "
-            f"delete it, and {HOW}"
-        )
-
-
-def require_same_settings(runs: Iterable[TrainingRun]) -> None:
-    """Base models that are compared differ in their mixture and seed alone.
-
-    Raises:
-        UserError: naming two that do not, and the option.
-    """
-    first, *others = runs
-    for run in others:
-        one, other = (_that_matter(r.provenance.options) for r in (first, run))
-        different = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-        if different:
-            raise UserError(
-                f"{run.root} and {first.root} differ in the option {different[0]} "
-                f"({other.get(different[0])} and {one.get(different[0])}); compare runs that "
-                "differ in their mixture and seed alone"
-            )
-
-
-def _that_matter(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key not in MAY_DIFFER}
+def _twin(folder: RunFolder, selection: Selection, mixture: Mixture) -> str | None:
+    """The first of all that are compared with the same weights and models of its own."""
+    with_models = (n for n in selection.names if _has_models(folder, selection, n))
+    same = (
+        name
+        for name in with_models
+        if name in folder.mixtures and same_weights(folder.mixtures[name].weights, mixture.weights)
+    )
+    return next(same, None)

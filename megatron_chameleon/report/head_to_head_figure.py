@@ -9,18 +9,20 @@ from numpy.typing import NDArray
 from megatron_chameleon.report.figures import GRID_COLOR, color_of, legend_above, new_figure, tidy
 from megatron_chameleon.report.head_to_head import HeadToHead
 
-# Mixtures without cost stand so many times further left than the cheapest, each a step apart.
+# Mixtures without cost stand so many times further left than the cheapest, those of unknown cost as
+# far right of the dearest, each a step apart.
 FREE_GAP, FREE_STEP = 10.0, 1.3
 
 
 def head_to_head_figure(compared: HeadToHead) -> Figure:
-    """A dot for each base model and a bar at each mixture's mean; what is free on the left.
+    """A dot for each base model and a bar at each mixture's mean.
 
-    FLOPs are on a logarithmic axis, on which those that took none have a place with a word.
+    FLOPs are on a logarithmic axis, on which those that took none have a place with a word on the
+    left, and those of which it is not known one on the right.
     """
     figure = new_figure(8.0, 4.8)
     axes = figure.add_subplot()
-    flops = np.array([c.cost.flops for c in compared], dtype=np.float64)
+    flops = np.array([c.amounts["flops"] for c in compared], dtype=np.float64)  # None is nan
     places = places_of(flops)
     handles = []
     for i, averages in enumerate(compared.averages):
@@ -44,21 +46,22 @@ def head_to_head_figure(compared: HeadToHead) -> Figure:
 
 
 def places_of(flops: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where mixtures stand on the axis; those of no FLOPs beside each other, left of the others."""
-    is_free = flops == 0
-    cheapest = flops[~is_free].min(initial=np.inf)
-    rightmost = cheapest / FREE_GAP if np.isfinite(cheapest) else 1.0
+    """Where mixtures stand on the axis: those of no FLOPs on the left, of unknown (nan) right."""
+    is_free, is_unknown = flops == 0, np.isnan(flops)
+    costs = flops[flops > 0] if (flops > 0).any() else np.array([FREE_GAP])
     places = flops.copy()
-    places[is_free] = rightmost / FREE_STEP ** np.arange(is_free.sum())[::-1]
+    places[is_free] = costs.min() / FREE_GAP / FREE_STEP ** np.arange(is_free.sum())[::-1]
+    places[is_unknown] = costs.max() * FREE_GAP * FREE_STEP ** np.arange(is_unknown.sum())
     return places
 
 
 def ticks_of(flops: NDArray[np.float64], places: NDArray[np.float64]) -> dict[float, str]:
-    """Place -> text: "none" where the free ones stand, and round figures along the others."""
-    is_free, costs = flops == 0, flops[flops > 0]
+    """Place -> text: "none" or "unknown" where those stand, round figures along the others."""
+    costs = flops[flops > 0]
     ticks = {}
-    if is_free.any():
-        ticks[float(np.exp(np.log(places[is_free]).mean()))] = "none"
+    for word, those in (("none", flops == 0), ("unknown", np.isnan(flops))):
+        if those.any():
+            ticks[float(np.exp(np.log(places[those]).mean()))] = word
     if costs.size:
         exponents = np.arange(np.floor(np.log10(costs.min())), np.ceil(np.log10(costs.max())) + 1)
         steps = (1, 2, 5) if len(exponents) < 4 else (1,)

@@ -7,14 +7,14 @@ import os
 import platform
 from typing import Any
 
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.report.head_to_head import HeadToHead
+from megatron_chameleon.report.head_to_head_runs import last_checkpoint
 
 
 def made_on(compared: HeadToHead) -> dict[str, Any]:
     """The date, this machine, the versions that trained the base models and their commits."""
     runs = [run for c in compared for run in c.runs]
-    layout = CheckpointRecord.load(find_checkpoint(runs[0].root)).layout
+    layout = last_checkpoint(runs[0]).layout
     commits = dict.fromkeys(run.provenance.git_commit for run in runs)
     return {
         "date": datetime.date.today().isoformat(),

@@ -12,6 +12,7 @@ from megatron_chameleon.artifacts.files import replacing, write_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.head_to_head import Contestant, HeadToHead, Selection, head_to_head
 from megatron_chameleon.report.head_to_head_machine import made_on
+from megatron_chameleon.report.head_to_head_statistics import Array, Spread
 from megatron_chameleon.report.head_to_head_tables import comparison_table, domain_table
 from megatron_chameleon.report.names import markdown
 from megatron_chameleon.report.page import load_figures
@@ -119,12 +120,8 @@ def as_json(compared: HeadToHead) -> dict[str, Any]:
         "seeds": list(compared.selection.seeds),
         "domains": list(compared.domains),
         "baseline": compared.baseline.name,
-        "spread": {
-            "between_mixtures": found.mixtures,
-            "between_seeds": found.seeds,
-            "ratio": found.ratio if found.seeds else None,
-            "is_told_apart": found.is_told_apart,
-        },
+        "reference": None if compared.reference is None else compared.reference.name,
+        "spread": None if found is None else _spread(found),
         "base_model": {
             "parameters": compared.contestants[0].runs[0].parameters,
             "steps": compared.contestants[0].runs[0].step,
@@ -135,9 +132,23 @@ def as_json(compared: HeadToHead) -> dict[str, Any]:
     }
 
 
+def _spread(found: Spread) -> dict[str, Any]:
+    return {
+        "between_mixtures": found.mixtures,
+        "between_seeds": found.seeds,
+        "ratio": found.ratio if found.seeds else None,
+        "is_told_apart": found.is_told_apart,
+    }
+
+
 def _details(compared: HeadToHead, contestant: Contestant) -> dict[str, Any]:
     i = compared.contestants.index(contestant)
     averages, gap = compared.averages[i], compared.difference(contestant, compared.baseline)
+    multiples = compared.multiples(contestant)
+
+    def by_domain(figures: Array) -> dict[str, float]:
+        return dict(zip(compared.domains, map(float, figures), strict=True))
+
     return {
         "label": contestant.label,
         "same_models_as": contestant.twin_of,
@@ -148,13 +159,16 @@ def _details(compared: HeadToHead, contestant: Contestant) -> dict[str, Any]:
         "standard_error": gap.standard_error,
         "half_width_95": gap.half_width,
         "domains_better": compared.domains_better(contestant),
-        "flops": contestant.cost.flops,
-        "device_seconds": contestant.cost.device_seconds,
-        "cost_made_of": list(contestant.made_of),
+        **contestant.amounts,
+        **{f"{unit}_by_reference": multiple for unit, multiple in multiples.items()},
+        "cost_made_of": list(contestant.paid.parts),
+        "cost_missing": list(contestant.paid.missing),
         "perplexity": {
-            f"seed {seed}": dict(zip(compared.domains, compared.perplexities[i, s], strict=True))
+            f"seed {seed}": by_domain(compared.perplexities[i, s])
             for s, seed in enumerate(compared.selection.seeds)
         },
+        "mean_perplexity": by_domain(compared.perplexities[i].mean(axis=0)),
+        "perplexity_standard_deviation": by_domain(compared.perplexities[i].std(axis=0, ddof=1)),
     }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megatron_chameleon.report.head_to_head import HeadToHead
 from megatron_chameleon.report.head_to_head_words import notes
 from megatron_chameleon.report.tables import format_flops, format_perplexity, format_weight
 from megatron_chameleon.report.text_tables import MISSING, Cell, Row, Table
+
+UNKNOWN = "unknown"
 
 
 def comparison_table(compared: HeadToHead) -> Table:
@@ -48,11 +50,10 @@ def with_deviation(mean: float, deviation: float) -> str:
     return f"{format_perplexity(mean)} ± {format_perplexity(deviation)}"
 
 
-def format_multiple(value: float, unit: float) -> str:
-    """``value`` as a multiple of ``unit``, like "9.8x"; '-' where the unit is 0."""
-    if unit == 0:
+def format_multiple(multiple: float | None) -> str:
+    """Like "9.8x"; '-' where there is none."""
+    if multiple is None:
         return MISSING
-    multiple = value / unit
     return f"{multiple:.2f}x" if multiple < 10 else f"{multiple:.1f}x"
 
 
@@ -89,19 +90,29 @@ def _perplexity_rows(compared: HeadToHead) -> tuple[Row, ...]:
 
 
 def _cost_rows(compared: HeadToHead) -> tuple[Row, ...]:
-    flops = [c.cost.flops for c in compared]
-    seconds = [c.cost.device_seconds for c in compared]
+    amounts = [c.amounts for c in compared]
     rows = [
-        row("FLOPs to obtain the mixture", (format_flops(f) if f else "0" for f in flops)),
-        row("device-seconds for that", (f"{s:,.1f}" for s in seconds)),
+        row("FLOPs to obtain the mixture", (_known(a["flops"], _counted) for a in amounts)),
+        row(
+            "device-seconds for that",
+            (_known(a["device_seconds"], "{:,.1f}".format) for a in amounts),
+        ),
     ]
     if compared.reference is not None:
-        label, cost = compared.reference.label, compared.reference.cost
+        label, multiples = compared.reference.label, [compared.multiples(c) for c in compared]
         rows += [
-            row(f"FLOPs by {label}'s", (format_multiple(f, cost.flops) for f in flops)),
+            row(f"FLOPs by {label}'s", (format_multiple(m["flops"]) for m in multiples)),
             row(
                 f"device-seconds by {label}'s",
-                (format_multiple(s, cost.device_seconds) for s in seconds),
+                (format_multiple(m["device_seconds"]) for m in multiples),
             ),
         ]
     return tuple(rows)
+
+
+def _known(amount: float | None, form: Callable[[float], str]) -> str:
+    return UNKNOWN if amount is None else form(amount)
+
+
+def _counted(flops: float) -> str:
+    return format_flops(flops) if flops else "0"

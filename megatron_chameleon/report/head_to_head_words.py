@@ -15,6 +15,13 @@ COST_WORDS = (
     "without the start of processes."
 )
 
+DOUBT_WORDS = (
+    "Each interval is for one pair by itself: none is made wider for the number of pairs, so that "
+    "of twenty mixtures that do nothing about one would seem told apart. The domains in which a "
+    "mixture is better are those with the lower mean over seeds, however little lower: a mixture "
+    "that does nothing would be better in about half of them."
+)
+
 
 def notes(compared: HeadToHead) -> tuple[str, ...]:
     """All of them, in the order in which they are shown."""
@@ -23,8 +30,10 @@ def notes(compared: HeadToHead) -> tuple[str, ...]:
         spread_words(compared),
         *from_baseline_words(compared),
         *neighbours_words(compared),
+        DOUBT_WORDS,
         *twin_words(compared),
         COST_WORDS,
+        *unknown_cost_words(compared),
     )
 
 
@@ -46,6 +55,11 @@ def measured_words(compared: HeadToHead) -> str:
 def spread_words(compared: HeadToHead) -> str:
     """The ratio of the two spreads, how it is defined, and what follows."""
     found, by_chance = compared.spread, len(compared.selection.seeds) ** -0.5
+    if found is None:
+        return (
+            "All of these mixtures have the same weights and show the same models: there is no "
+            "spread between mixtures, and nothing to tell apart."
+        )
     verdict = (
         "the mixtures can be told apart"
         if found.is_told_apart
@@ -66,9 +80,7 @@ def from_baseline_words(compared: HeadToHead) -> tuple[str, ...]:
     unclear = [
         c.label
         for c in compared
-        if c is not baseline
-        and c.twin_of != baseline.label
-        and not compared.difference(c, baseline).is_clear
+        if c.models != baseline.models and not compared.difference(c, baseline).is_clear
     ]
     if not unclear:
         return ()
@@ -80,9 +92,10 @@ def from_baseline_words(compared: HeadToHead) -> tuple[str, ...]:
 
 def neighbours_words(compared: HeadToHead) -> tuple[str, ...]:
     """Which neighbours in the order of perplexity cannot be told from each other."""
-    own = [c for c in compared if c.twin_of is None]
+    if len(compared.own) < 2:
+        return ()
     means = dict(zip(compared.selection.names, compared.averages.mean(axis=1), strict=True))
-    ranked = sorted(own, key=lambda c: means[c.name])
+    ranked = sorted(compared.own, key=lambda c: means[c.name])
     unclear = [
         f"{better.label} and {worse.label}"
         for better, worse in itertools.pairwise(ranked)
@@ -99,4 +112,14 @@ def twin_words(compared: HeadToHead) -> tuple[str, ...]:
         f"{c.label} has the weights of {c.twin_of}: the same models are shown."
         for c in compared
         if c.twin_of is not None
+    )
+
+
+def unknown_cost_words(compared: HeadToHead) -> tuple[str, ...]:
+    """What of the mixtures' costs nobody wrote down."""
+    return tuple(
+        f"What {c.label} took is unknown, since this is not there or has no cost: "
+        f"{', '.join(c.paid.missing)}."
+        for c in compared
+        if c.cost is None
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_chameleon.artifacts import (
     Mixture,
     TrainingRun,
 )
+from megatron_chameleon.artifacts.swarm import SwarmRecord
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import EMBEDDINGS, MIXTURE, PROXY, STAGES, RunFolder
 
@@ -33,12 +35,18 @@ class MixtureCost:
         mixture: with its method and its own cost.
         parts: artifact -> its cost: the mixture's own first, then what it was made from. One that
             several mixtures were made from is among the parts of each.
-        missing: what it was made from and is not there, a phrase for each.
+        missing: what it was made from and is not there, or took nobody knows how much; a phrase
+            for each.
     """
 
     mixture: Mixture
     parts: Mapping[str, Cost]
     missing: tuple[str, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ``cost`` is all that it took, and not some part of it."""
+        return not self.missing or "total_cost" in self.mixture.parameters
 
     @property
     def cost(self) -> Cost:
@@ -85,9 +93,11 @@ def ledger_of(folder: RunFolder) -> Ledger:
     """Add up what the artifacts of ``folder`` say.
 
     A mixture is made from what ``parameters["made_from"]`` names, by paths from its own folder:
-    runs and embedding stores, or folders of them. Chameleon's names none: its proxy is the run in
-    2-proxy that wrote the checkpoint whose hash is in its provenance, and its store the one with
-    the recipe of its embeddings.
+    runs, swarms and embedding stores, folders of them, and mixtures, which bring what they were
+    made from themselves; ``parameters["unknown_costs"]`` says in words what else it was made from,
+    the cost of which nobody knows. Chameleon's names none: its proxy is the run in 2-proxy that
+    wrote the checkpoint whose hash is in its provenance, and its store the one with the recipe of
+    its embeddings.
 
     Raises:
         UserError: if an artifact is damaged.
@@ -120,34 +130,55 @@ def _swept(folder: RunFolder) -> dict[str, Cost]:
 def _mixture_cost(
     folder: RunFolder, name: str, mixture: Mixture, proxies: Mapping[str, str]
 ) -> MixtureCost:
+    place = (folder.root / MIXTURE / f"{name}.json").resolve()
+    parts, missing = _made_from(folder, mixture, proxies, (place,))
     own = {f"{MIXTURE}/{name}": mixture.cost}
+    return MixtureCost(mixture, own | parts, tuple(dict.fromkeys(missing)))
+
+
+def _made_from(
+    folder: RunFolder, mixture: Mixture, proxies: Mapping[str, str], path: tuple[Path, ...]
+) -> tuple[dict[str, Cost], list[str]]:
+    """The costs of what a mixture was made from, and what of it is not there.
+
+    Args:
+        folder: of the run.
+        mixture: whose parts are sought.
+        proxies: hash of weights -> the run that saved them.
+        path: the mixture's file last, before it those that it is a part of.
+    """
     named = mixture.parameters.get("made_from")
     if named is None:
-        parts, missing = _found_by_hash(folder, mixture, proxies)
-    else:
-        parts, missing = _found_by_path(folder, [str(path) for path in named])
-    return MixtureCost(mixture, own | parts, tuple(missing))
-
-
-def _found_by_path(folder: RunFolder, named: list[str]) -> tuple[dict[str, Cost], list[str]]:
-    """Costs of what lies at paths from the folder of the mixtures, and the paths with nothing."""
+        return _found_by_hash(folder, mixture, proxies)
     parts: dict[str, Cost] = {}
-    missing = []
-    for path in named:
-        found = {
-            _entry(folder, place): cost
-            for place, cost in _costs_at((folder.root / MIXTURE / path).resolve())
-        }
+    missing = [str(part) for part in mixture.parameters.get("unknown_costs", ())]
+    for place in ((path[-1].parent / str(name)).resolve() for name in named):
+        found, lacking = _parts_at(folder, place, proxies, path)
         if not found:
-            missing.append(path)
+            lacking = [os.path.relpath(place, path[0].parent)]
         parts |= found
+        missing += lacking
     return parts, missing
+
+
+def _parts_at(
+    folder: RunFolder, place: Path, proxies: Mapping[str, str], path: tuple[Path, ...]
+) -> tuple[dict[str, Cost], list[str]]:
+    """Costs of what lies at ``place``, of a mixture with all it was made from, and what lacks."""
+    if not (place.is_file() and place.suffix == ".json"):
+        return {_entry(folder, found): cost for found, cost in _costs_at(place)}, []
+    mixture = Mixture.load(place)
+    own = {_entry(folder, place): mixture.cost}
+    if place in path:  # two that were written over each other in turn
+        return own, []
+    parts, missing = _made_from(folder, mixture, proxies, (*path, place))
+    return own | parts, missing
 
 
 def _costs_at(place: Path) -> Iterator[tuple[Path, Cost]]:
     """The artifact at ``place``, or, where it is a folder of others, those in it."""
-    if place.is_file() and place.suffix == ".json":
-        yield place, Mixture.load(place).cost
+    if SwarmRecord.exists(place):
+        yield place, SwarmRecord.load(place).cost
     elif TrainingRun.exists(place):
         yield place, TrainingRun.load(place).cost
     elif EmbeddingStore.exists(place):

@@ -20,7 +20,7 @@ class DomainGradients:
     """Gradients of the domains' mean losses over one global batch.
 
     Args:
-        rows: where they are kept.
+        rows: where they are kept, with room for all domains.
         domain_tokens: [k] float64, tokens of each domain in the global batch that have a loss.
         learning_rate: of the update that they are for.
 
@@ -34,7 +34,6 @@ class DomainGradients:
         self.domain_tokens, self.learning_rate = domain_tokens, learning_rate
         self.present = [domain for domain, tokens in enumerate(domain_tokens.tolist()) if tokens]
         self._rows = rows
-        rows.reserve(len(self.present))
 
     def keep(self, domain: int) -> None:
         """Take over what the gradient buffers hold as the gradient of ``domain``."""

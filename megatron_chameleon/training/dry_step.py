@@ -22,6 +22,7 @@ from megatron_chameleon.model.memory_advice import describe_out_of_memory, train
 from megatron_chameleon.options.training import DryFirstStep
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.guards import GuardedOptimizer
+from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.trained_model import TrainedModel
 
@@ -35,8 +36,15 @@ def is_wanted(choice: DryFirstStep, device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def told_out_of_memory(plan: TrainingPlan, layout: Layout) -> Iterator[None]:
+def told_out_of_memory(
+    plan: TrainingPlan, layout: Layout, hook: TrainingHook | None = None
+) -> Iterator[None]:
     """Say what helps where the device's memory does not suffice for the block.
+
+    Args:
+        plan: of the run.
+        layout: of the ranks.
+        hook: that watches the run, which may hold memory too.
 
     Raises:
         UserError: with the two flags most likely to help, on the rank that ran out.
@@ -44,14 +52,20 @@ def told_out_of_memory(plan: TrainingPlan, layout: Layout) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise UserError(describe_out_of_memory(plan.options, plan.shape, layout)) from error
+
+        def beside(setup: TrainingSetup, stage: int) -> dict[str, int]:
+            return hook.extra_bytes(setup, stage, len(plan.data.names)) if hook else {}
+
+        advice = describe_out_of_memory(plan.options, plan.shape, layout, beside)
+        raise UserError(advice) from error
 
 
 def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> None:
     """Take the memory of a step as training does, and give it back. Every rank calls this.
 
     Afterwards weights, gradients, optimizer, schedule and random states are as they were, whether
-    the model is new or comes from a checkpoint. What a hook would keep beyond is not tried.
+    the model is new or comes from a checkpoint. What a hook holds is there by now; its own passes
+    are forward only and take less, and are not tried.
 
     Raises:
         torch.OutOfMemoryError: if the device has not enough memory.

@@ -27,7 +27,7 @@ class Part:
     Attributes:
         gradient: [n] float32, in the bucket: all of it, or this rank's shard.
         spans: of it, what this rank counts in products; other ranks count the rest.
-        rows: [room, n] float32.
+        rows: [count, n] float32.
     """
 
     gradient: torch.Tensor
@@ -36,28 +36,18 @@ class Part:
 
 
 class GradientRows:
-    """Room for several gradients, which is kept from step to step.
+    """Room for several gradients, which is taken at once and kept from step to step.
 
     With the distributed optimizer a rank keeps its shard of each alone.
 
     Args:
         model: this rank's chunks, wrapped for data parallelism.
+        count: how many gradients there is room for.
     """
 
-    def __init__(self, model: Sequence[DistributedDataParallel]) -> None:
-        self._parts = list(_parts(model))
+    def __init__(self, model: Sequence[DistributedDataParallel], count: int) -> None:
+        self._parts = list(_parts(model, count))
         self._device = self._parts[0].gradient.device
-        self._room = 0
-
-    def reserve(self, count: int) -> None:
-        """Make room for ``count`` gradients; what the rows hold is lost where there was less."""
-        if count <= self._room:
-            return
-        for part in self._parts:
-            # Freed first: the device need not hold both.
-            part.rows = part.gradient.new_empty(0, 0)
-            part.rows = part.gradient.new_empty(count, part.gradient.numel())
-        self._room = count
 
     def keep(self, row: int) -> None:
         """Copy what the gradient buffers hold to ``row``."""
@@ -101,8 +91,8 @@ def span_products(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _parts(model: Sequence[DistributedDataParallel]) -> Iterator[Part]:
-    """A part for each bucket, without rows."""
+def _parts(model: Sequence[DistributedDataParallel], count: int) -> Iterator[Part]:
+    """A part for each bucket, with room for ``count`` rows."""
     sharded = bool(model[0].ddp_config.use_distributed_optimizer)
     for chunk in model:
         for buffer in chunk.buffers:
@@ -120,7 +110,7 @@ def _parts(model: Sequence[DistributedDataParallel]) -> Iterator[Part]:
                 gradient = bucket.grad_data[first:last] if sharded else bucket.grad_data
                 mine = bucket.offset + first, bucket.offset + last
                 spans = spans_within(counted, mine, bucket.offset + (first if sharded else 0))
-                yield Part(gradient, spans, gradient.new_empty(0, 0))
+                yield Part(gradient, spans, gradient.new_empty(count, gradient.numel()))
 
 
 def spans_within(spans: Iterable[Span], within: Span, origin: int) -> list[Span]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_chameleon.model.memory import FLOAT32_BYTES, TrainingSetup, optimized_parameters
 from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.global_batch import GlobalBatch
 
@@ -33,6 +34,24 @@ class TrainingHook:
 
     def __init__(self) -> None:
         self.flops = 0.0
+
+    def prepare(self) -> None:
+        """Take the memory of the device that is needed as long as the run is trained.
+
+        It is called once, before the model is built and the first step is tried, and not where
+        nothing is left to train.
+        """
+
+    def extra_bytes(self, setup: TrainingSetup, stage: int, num_domains: int) -> dict[str, int]:
+        """What each rank of a pipeline stage holds for the hook, in bytes by name.
+
+        It is for the advice where memory does not suffice. Gradients that are combined are held for
+        it; an override adds what :meth:`prepare` takes.
+        """
+        if not self.combines_gradients:
+            return {}
+        held = num_domains * optimized_parameters(setup, stage) * FLOAT32_BYTES
+        return {f"gradients of {num_domains} domains": held}
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor | None:
         """Look at a step's global batch before the backward pass.

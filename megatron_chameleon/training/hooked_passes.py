@@ -28,7 +28,7 @@ class HookedPasses:
     """Gathers a step's micro-batches, shows them to a hook, and makes the gradient it asks for.
 
     Args:
-        hook: which watches.
+        hook: which watches. Where it combines gradients, room for one of each domain is taken here.
         passes: of the model that is trained, built with ``per_token_loss`` where the hook combines
             gradients.
         shape: of that model.
@@ -39,7 +39,9 @@ class HookedPasses:
         self, hook: TrainingHook, passes: Passes, shape: ModelShape, layout: Layout
     ) -> None:
         self._hook, self._passes, self._shape, self._layout = hook, passes, shape, layout
-        self._rows: GradientRows | None = None
+        # Chunks that are trained are wrapped for data parallelism.
+        model: Sequence[DistributedDataParallel] = passes.model
+        self._rows = GradientRows(model, passes.num_domains) if hook.combines_gradients else None
 
     def forward_backward(
         self, batches: Iterator[Batch], step: int, learning_rate: float
@@ -65,9 +67,8 @@ class HookedPasses:
         self, batch: GlobalBatch, loss_weights: torch.Tensor | None, learning_rate: float
     ) -> torch.Tensor:
         """Each domain's gradient on its own, then their sum by the hook's weights."""
-        # Chunks that are trained are wrapped for data parallelism.
+        assert self._rows is not None
         model: Sequence[DistributedDataParallel] = self._passes.model
-        self._rows = self._rows or GradientRows(model)
         gradients = DomainGradients(self._rows, batch.domain_tokens, learning_rate)
         sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
         rows = _rows_by_domain(batch)

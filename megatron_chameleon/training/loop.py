@@ -10,8 +10,6 @@ import torch
 from megatron_chameleon.artifacts.training_run import Status
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.memory_advice import describe_out_of_memory
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.agreement import StepAgreement
 from megatron_chameleon.training.announcements import (
@@ -54,7 +52,7 @@ class Trainer:
         self.plan, self.options, self.layout, self.stops = plan, options, layout, stops
         self.hook, self.progress = hook, progress
         if progress.checkpoint:
-            check_same_samples(samples, progress.checkpoint)
+            check_same_samples(samples, progress.checkpoint, plan.way_out)
         self.records = RunRecords(plan, layout, samples, progress)
         self.log = RunLog(self.records)
         self.checkpoints = Checkpointing(self.records)
@@ -66,11 +64,13 @@ class Trainer:
             layout.data_size,
             start_step=progress.step,
         )
-        with told_out_of_memory(plan, layout):
+        with told_out_of_memory(plan, layout, hook):
+            if hook:
+                hook.prepare()
             self.model = build_trained_model(plan, layout, progress, hook)
+            self.watch = Watch(hook, self.model.passes, self.records) if hook else None
             if is_wanted(options.dry_first_step, layout.device):
                 dry_first_step(plan, layout, self.model)
-        self.watch = Watch(hook, self.model.passes, self.records) if hook else None
         self.model.optimizer.accepts = self._judge
         self.validation = open_validation(plan, self.model.passes, layout)
         self.profiler = StepProfiler(options.profiling, options.run_dir, layout)
@@ -109,16 +109,13 @@ class Trainer:
     def _train(self) -> None:
         """Take the steps that are left; what ends them early is recorded."""
         try:
-            with self._batches_ahead() as batches:
+            memory = told_out_of_memory(self.plan, self.layout, self.hook)
+            with memory, self._batches_ahead() as batches:
                 self.batches = self.log.phases.timed(batches, "data")
                 self._run_steps()
         except KeyboardInterrupt:
             self.record("interrupted")
             raise
-        except torch.OutOfMemoryError as error:
-            self.record("failed")
-            advice = describe_out_of_memory(self.options, self.plan.shape, self.layout)
-            raise UserError(advice) from error
         except Exception:
             self.record("failed")
             raise

@@ -27,6 +27,7 @@ from megatron_chameleon.options.training import OptimizerOptions, PretrainOption
 from megatron_chameleon.training.drawn import planned_epochs
 from megatron_chameleon.training.option_checks import check_watching
 from megatron_chameleon.training.pretrained import Pretrained, find_pretrained
+from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
 
 LARGEST_SEED = 2**32 - 1  # numpy's RandomState, by which megatron orders samples, takes no more
 # Beyond about four epochs, more passes over the same text teach less and less: Muennighoff et al.
@@ -50,6 +51,7 @@ class TrainingPlan:
         pretrained: the weights that the run starts from; None starts from random ones.
         shape: of the model.
         provenance: of the run.
+        way_out: what to advise where the run's folder holds something else.
     """
 
     options: PretrainOptions
@@ -60,6 +62,7 @@ class TrainingPlan:
     pretrained: Pretrained | None
     shape: ModelShape
     provenance: Provenance
+    way_out: WayOut = BY_FLAGS
 
     @property
     def tokens_per_step(self) -> int:
@@ -72,7 +75,7 @@ class TrainingPlan:
         return self.options.train_iters * self.options.global_batch_size
 
 
-def plan_training(options: PretrainOptions) -> TrainingPlan:
+def plan_training(options: PretrainOptions, way_out: WayOut = BY_FLAGS) -> TrainingPlan:
     """Read what ``options`` name.
 
     Raises:
@@ -106,6 +109,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         pretrained=pretrained,
         shape=shape,
         provenance=provenance(options, inputs | (pretrained.inputs() if pretrained else {})),
+        way_out=way_out,
     )
 
 

@@ -19,6 +19,7 @@ from megatron_chameleon.parallel.layout import (
 )
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.determinism import deterministic_algorithms
+from megatron_chameleon.training.dry_step import told_out_of_memory
 from megatron_chameleon.training.loop import Trainer
 from megatron_chameleon.training.plan import TrainingPlan, plan_training, warn_of_repeats
 from megatron_chameleon.training.records import RunRecords
@@ -27,12 +28,14 @@ from megatron_chameleon.training.run_folder import held_folder
 from megatron_chameleon.training.say import say
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.watch import MakeHook, load_hook, make_hook
+from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
 
 
 def pretrain(
     options: PretrainOptions,
     watched_by: MakeHook | None = None,
     stops: StopRequests | None = None,
+    way_out: WayOut = BY_FLAGS,
 ) -> None:
     """Train, or go on training, what ``options`` describe. Every rank calls this.
 
@@ -41,6 +44,7 @@ def pretrain(
         watched_by: makes the hook of a method that watches the run, if one does.
         stops: what takes the signals that ask for a stop, where they are taken already; during
             this call otherwise.
+        way_out: what to advise where the run's folder holds something else.
 
     Raises:
         UserError: for a mistake in the options or in what they name, before anything is written or
@@ -51,7 +55,7 @@ def pretrain(
         deterministic_algorithms(options.deterministic),
         distributed(options.parallel, options.seed) as layout,
     ):
-        plan = from_main(lambda: plan_training(options))
+        plan = from_main(lambda: plan_training(options, way_out))
         check_batch_sizes(options.global_batch_size, options.micro_batch_size, layout.data_size)
         check_interleaving(
             options.parallel,
@@ -60,8 +64,9 @@ def pretrain(
         if options.data.verify_corpus:
             verify_corpus(options, layout)
         samples = samples_of(plan, plan.schedule)
-        hook = make_hook(watched_by, plan, layout)
-        with held_folder(options.run_dir):
+        with told_out_of_memory(plan, layout):
+            hook = make_hook(watched_by, plan, layout)
+        with held_folder(options.run_dir, way_out.elsewhere):
             progress = find_progress(plan, layout)
             schedule = resumed_schedule(plan, progress.checkpoint)
             if schedule != plan.schedule:  # they have changed in ways that the options do not say
@@ -70,7 +75,7 @@ def pretrain(
                 leave_finished(plan, layout, progress, samples)
                 return
             warn_of_repeats(plan, schedule)
-            load_hook(hook, progress)
+            load_hook(hook, progress, way_out)
             Trainer(plan, layout, progress, samples, stops, hook).run()
 
 

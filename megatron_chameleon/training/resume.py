@@ -23,6 +23,7 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.plan import TrainingPlan
+from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
 from megatron_chameleon.training.whole_checkpoint import newest_whole_checkpoint
 
 # These may differ when a run is continued: they change nothing of what is computed. The data, the
@@ -95,7 +96,7 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
     run = from_main(lambda: _find_run(plan))
     if run is None:
         return Progress()
-    found = newest_whole_checkpoint(plan.options.run_dir, layout)
+    found = newest_whole_checkpoint(plan.options.run_dir, layout, plan.way_out)
     if found.checkpoint:
         _require_same_optimizer(plan, found.checkpoint)
     resumed_schedule(plan, found.checkpoint)  # refuses what does not fit
@@ -104,6 +105,19 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
 
 def _find_run(plan: TrainingPlan) -> TrainingRun | None:
     """The run that the folder holds; None if it is to start."""
+    run = check_run_folder(plan)
+    if run is not None:
+        with writing(run.root):
+            put_all_back(run.root / FOLDER_NAME)
+    return run
+
+
+def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
+    """The run that the folder holds; None if it is to start. Nothing is written.
+
+    Raises:
+        UserError: if it is a run of other options, corpus or mixture.
+    """
     folder = plan.options.run_dir
     if plan.options.overwrite and TrainingRun.exists(folder):
         return None
@@ -111,13 +125,11 @@ def _find_run(plan: TrainingPlan) -> TrainingRun | None:
         if checkpoint_folders(folder):
             raise UserError(
                 f"{folder} has checkpoints but no run.json, which says what they belong to; "
-                "choose another --run-dir"
+                f"{plan.way_out.elsewhere}"
             )
         return None
     run = TrainingRun.load(folder)
     _require_same(plan, run)
-    with writing(folder):
-        put_all_back(folder / FOLDER_NAME)
     return run
 
 
@@ -168,13 +180,15 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
             raise UserError(
                 f"--mixture-change {step}=...: the run is at step {checkpoint.step} and was not "
                 f"drawn by these weights from step {step} on; give a step from "
-                f"{checkpoint.step} on, or --overwrite to start anew"
+                f"{checkpoint.step} on, or {plan.way_out.anew}"
             )
     ahead = [p for p in plan.schedule.phases if p.first_sample >= max(checkpoint.samples, 1)]
     return MixtureSchedule((*past, *ahead))
 
 
-def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> None:
+def check_same_samples(
+    samples: BlendedTokens, checkpoint: CheckpointRecord, way_out: WayOut = BY_FLAGS
+) -> None:
     """Refuse samples of which the next ones are not those that the run would have read.
 
     Raises:
@@ -186,13 +200,12 @@ def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> 
             raise UserError(
                 f"{checkpoint.root} says that {checkpoint.domain_samples.get(name)} samples of "
                 f"'{name}' were drawn, where its weights ask for {count}: it is damaged or of "
-                "another version; use an earlier checkpoint, or --overwrite to start anew"
+                f"another version; use an earlier checkpoint, or {way_out.anew}"
             )
 
 
 def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
-    way_out = "choose another --run-dir, or give --overwrite to start anew"
-    inputs = plan.provenance.inputs
+    way_out, inputs = plan.way_out, plan.provenance.inputs
     names = list(run.mixture)
     if run.provenance.inputs.get("corpus") == inputs["corpus"] and names != plan.data.names:
         raise UserError(  # records are kept by these names

@@ -14,6 +14,7 @@ from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.training_run import TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import from_main
+from megatron_chameleon.training.way_out import BY_FLAGS
 
 LOCK_NAME = "run.lock"
 # What is replaced lies in the run's own folder, which may be a mount point or a link. It has the
@@ -22,17 +23,21 @@ _BEING_MOVED, _REPLACED = ".being-replaced", ".replaced"
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
+def held_folder(folder: Path, elsewhere: str = BY_FLAGS.elsewhere) -> Iterator[None]:
     """Keep other jobs from writing ``folder`` during the block. Every rank calls this.
 
     It is made where it is missing, and removed again if the block leaves it empty. Where the disk
     has no locks, nobody is kept out.
 
+    Args:
+        folder: of a run.
+        elsewhere: how a person chooses another one, to end a sentence.
+
     Raises:
         UserError: on every rank, if another job holds it, or it cannot be made.
     """
     with contextlib.ExitStack() as held:
-        from_main(lambda: held.enter_context(_held(folder)))
+        from_main(lambda: held.enter_context(_held(folder, elsewhere)))
         yield
 
 
@@ -53,11 +58,11 @@ def beginning(folder: Path, *, overwrite: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _held(folder: Path, elsewhere: str = BY_FLAGS.elsewhere) -> Iterator[None]:
     made = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder / LOCK_NAME)
+        lock = _locked(folder / LOCK_NAME, elsewhere)
     try:
         with writing(folder):
             _put_back(folder)
@@ -70,7 +75,7 @@ def _held(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _locked(path: Path) -> int:
+def _locked(path: Path, elsewhere: str = BY_FLAGS.elsewhere) -> int:
     """A descriptor of the file ``path``, which holds its lock until it is closed.
 
     The lock is POSIX's: processes that are forked from this one to write a checkpoint, and outlive
@@ -85,7 +90,7 @@ def _locked(path: Path) -> int:
             os.close(descriptor)
             raise UserError(
                 f"{path.parent} is written by another job ({holder}): wait for it or end it, or "
-                f"choose another --run-dir; if there is none, delete {path}"
+                f"{elsewhere}; if there is none, delete {path}"
             ) from error
         except OSError:  # a disk without locks
             pass

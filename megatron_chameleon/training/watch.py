@@ -18,6 +18,7 @@ from megatron_chameleon.training.passes import Passes
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.records import RunRecords
 from megatron_chameleon.training.resume import Progress
+from megatron_chameleon.training.way_out import WayOut
 
 MakeHook = Callable[[TrainingPlan, Layout], TrainingHook]
 
@@ -45,8 +46,13 @@ def make_hook(make: MakeHook | None, plan: TrainingPlan, layout: Layout) -> Trai
     return hook
 
 
-def load_hook(hook: TrainingHook | None, progress: Progress) -> None:
+def load_hook(hook: TrainingHook | None, progress: Progress, way_out: WayOut) -> None:
     """Take the hook of a run to where it was when the run's last checkpoint was written.
+
+    Args:
+        hook: of the run, as it is before the first step.
+        progress: of the run.
+        way_out: what to advise where they do not fit.
 
     Raises:
         UserError: if the checkpoint was watched by another hook.
@@ -58,8 +64,7 @@ def load_hook(hook: TrainingHook | None, progress: Progress) -> None:
         raise UserError(
             f"{progress.checkpoint.root} was written by a run of "
             f"{saved.name if saved else 'plain training'}, not of "
-            f"{_name(hook) if hook else 'plain training'}; choose another --run-dir, or give "
-            "--overwrite to start anew"
+            f"{_name(hook) if hook else 'plain training'}; {way_out}"
         )
     if hook and saved:
         hook.load_state_dict(saved.state)

@@ -10,6 +10,7 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout, from_main, on_every_rank
 from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.training.way_out import WayOut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Found:
     problems: list[str]
 
 
-def newest_whole_checkpoint(run_dir: Path, layout: Layout) -> Found:
+def newest_whole_checkpoint(run_dir: Path, layout: Layout, way_out: WayOut) -> Found:
     """Look through the checkpoints of a run, newest first. Every rank calls this.
 
     Raises:
@@ -38,8 +39,8 @@ def newest_whole_checkpoint(run_dir: Path, layout: Layout) -> Found:
             return Found(checkpoint, problems)
     if problems:
         raise UserError(
-            f"{problems[0]}: no checkpoint of {run_dir} is whole; restore one from a copy, or give "
-            "--overwrite to start anew"
+            f"{problems[0]}: no checkpoint of {run_dir} is whole; restore one from a copy, or "
+            f"{way_out.anew}"
         )
     return Found(None, [])
 

@@ -44,6 +44,8 @@ DOREMI = {
     "doremi-one-masked": _masked(ONE),
     "doremi-dp2-masked": _masked(dataclasses.replace(DP2, micro_batch_size=1)),
     "doremi-tp2-pp2-masked": _masked(TP2_PP2),
+    "doremi-one-fork": _masked(ONE),
+    "doremi-dp2-fork": _masked(dataclasses.replace(DP2, micro_batch_size=1)),
 }
 """Name -> the layout of reference and proxy."""
 
@@ -53,7 +55,8 @@ DOREMI_AGAIN = {"doremi-tp2-pp2-to-dp2": ("doremi-tp2-pp2", DP2)}
 
 def plain_case(name: str) -> str:
     """The one on one rank that another has to agree with."""
-    return "doremi-one-masked" if name.endswith("masked") else "doremi-one"
+    kind = name.rpartition("-")[2]
+    return f"doremi-one-{kind}" if kind in ("masked", "fork") else "doremi-one"
 
 
 def doremi_options(places: Places, name: str, case: Case) -> DoremiOptions:
@@ -65,6 +68,6 @@ def doremi_options(places: Places, name: str, case: Case) -> DoremiOptions:
         output=places.run(name) / "doremi.json",
         work_dir=places.run(name),
         reference=places.run("one"),
-        rule=DoremiRule(doremi_eta=0.5),
+        rule=DoremiRule("fork" if name.endswith("fork") else "original", doremi_eta=0.5),
         proxy=ProxyOptions(**{field: getattr(run, field) for field in fields}),
     )

@@ -51,13 +51,19 @@ def test_a_layout_finds_the_weights_of_one_rank_and_trains_alike(
     assert weights == pytest.approx(wanted, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["doremi-one", "doremi-one-masked"])
+@pytest.mark.parametrize("name", ["doremi-one", "doremi-one-masked", "doremi-one-fork"])
 def test_the_weights_move_and_change_what_is_trained(results: Results, name: str) -> None:
     found = figures(proxy(results, name))
     assert np.ptp(found["weights"][-1]) > 0.01
     assert len(np.unique(found["weights"][:, 0])) == TRAIN_ITERS
     plain = np.array([line["loss"] for line in results.metrics("one")])
     assert np.abs(found["loss"] - plain).max() > 1e-3
+
+
+def test_the_forks_rule_is_another(results: Results) -> None:
+    """It differs in what is clipped: the step size is the same."""
+    variants = [figures(proxy(results, f"doremi-one-{kind}")) for kind in ("masked", "fork")]
+    assert np.abs(variants[0]["excess"] - variants[1]["excess"]).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", OTHERS)

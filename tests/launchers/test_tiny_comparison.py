@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("comparison")
     write_small_corpus(root / "corpus")
     choices = {"SIZE": "tiny", "CORPUS": str(root / "corpus"), "RUN": str(root / "run")}
-    choices |= {"METHODS": "uniform unimax chameleon", "RECORD": str(root / "record.json")}
+    choices |= {"METHODS": "unimax uniform chameleon", "RECORD": str(root / "record.json")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, **choices, "PATH": path}
 
@@ -58,7 +59,7 @@ def test_a_comparison_that_is_ended_goes_on_to_the_same_table(environment):
     with start(environment) as second:
         said, _ = second.communicate(timeout=SECONDS)
     assert second.returncode == 0, said
-    assert "0 of 15 jobs are done" not in said
+    assert "0 of 16 jobs are done" not in said
     runs = {path.name: TrainingRun.load(path) for path in run.glob("5-base/*")}
     assert set(runs) == {f"{name}-seed{s}" for name in ("uniform", "chameleon") for s in (1, 2, 3)}
     assert {(r.status, r.step) for r in runs.values()} == {("finished", 12)}
@@ -70,6 +71,20 @@ def test_a_comparison_that_is_ended_goes_on_to_the_same_table(environment):
             expected = {n: d.perplexity for n, d in EvaluationResult.load(path).domains.items()}
             assert figures["perplexity"][f"seed {seed}"] == pytest.approx(expected)
         assert list(figures["weights"]) == list(DOMAINS)
+    assert (run / "7-report/compare_methods.txt").read_text() in said
     proxy = TrainingRun.load(run / "2-proxy/nano-seed1")
     assert record["mixtures"]["chameleon"]["flops"] > proxy.cost.flops
-    assert (run / "7-report/compare_methods.txt").read_text() in said
+
+
+def test_an_evaluation_of_other_weights_is_made_again(environment):
+    """After the test above, in the same folder."""
+    path = Path(environment["RUN"]) / "6-evaluation/chameleon-seed2.json"
+    ours = EvaluationResult.load(path)
+    others = path.with_name("uniform-seed2.json")
+    shutil.copy(others, path)
+    with start(environment) as third:
+        said, _ = third.communicate(timeout=SECONDS)
+    assert third.returncode == 0, said
+    assert "15 of 16 jobs are done" in said
+    assert EvaluationResult.load(path).checkpoint_hash == ours.checkpoint_hash
+    assert EvaluationResult.load(path).domains == ours.domains

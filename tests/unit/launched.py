@@ -41,9 +41,9 @@ EVALUATIONS = {"perplexity": PerplexityToolOptions, "downstream": DownstreamOpti
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'
 CHOICES: tuple[str, ...] = ("CORPUS", "MIXTURE", "RUN", "SIZE", "PRETRAINED", "PROXY", "SEED")
 CHOICES += ("TP", "PP", "NPROC", "STOP_AT")
-CHOICES += ("VARIANT", "BASE", "METHODS", "SEEDS", "PROXY_SEED", "JOBS_AT_ONCE", "RECORD")
+CHOICES += ("VARIANT", "BASE", "METHODS", "SEEDS", "BASELINE", "PROXY_SEED")
 CHOICES += ("BASE_STEPS", "PROXY_STEPS", "LONG_PROXY_STEPS", "MEMBER_STEPS")
-CHOICES += ("CHECKPOINTS", "DATA_DIR")
+CHOICES += ("JOBS_AT_ONCE", "RECORD", "CHECKPOINTS", "DATA_DIR")
 NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NODEID")
 
 

@@ -89,6 +89,22 @@ def test_flags_are_the_fields_without_their_groups_names():
     assert options == ToolOptions(Path("c"), 3, "finetune", bf16=True, group=Group(2.0))
 
 
+@dataclasses.dataclass(frozen=True)
+class ListOptions:
+    """A tool that takes several values."""
+
+    sizes: tuple[str, ...] = ("60m", "82m")
+    """Which ones."""
+
+
+def test_of_a_flag_that_is_given_twice_the_last_one_counts_lists_included():
+    """Launchers replace their own values for a small try, and a person any of theirs."""
+    argv = ["--sizes", "1m", "nano", "--sizes", "tiny"]
+    assert parse_options(ListOptions, argv).sizes == ("tiny",)
+    argv = ["--corpus", "c", "--train-iters", "3", "--train-iters", "4"]
+    assert parse_options(ToolOptions, argv).train_iters == 4
+
+
 @pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (3, 3)])
 def test_a_tool_leaves_with_what_its_function_returns(returned, status):
     received = []

@@ -159,9 +159,46 @@ def test_the_papers_columns_are_a_mixture_each(launch, everything):
     assert [call.options.output.stem for call in calls] == [f"printed-{c}" for c in columns]
 
 
-def test_other_columns_can_be_chosen(launch, everything):
-    calls = weighing(launch("manual", PUBLISHED="pile/human", RUN="runs/pile"))
+@pytest.mark.parametrize(
+    ("column", "base"),
+    [
+        ("pile/human", "pretrain_684m_pile"),
+        ("wiki40b/chameleon-finetune", "finetune_wiki40b"),
+        ("stack/chameleon-finetune", "finetune_stack"),
+    ],
+)
+def test_columns_of_another_data_set_go_with_its_corpus_and_its_base_model(
+    launch, everything, tmp_path, column, base
+):
+    data_set, _, name = column.partition("/")
+    calls = weighing(launch("manual", PUBLISHED=column))
     (options,) = (call.options for call in calls)
     assert isinstance(options, ManualOptions)
-    assert (options.published, options.corpus) == ("pile/human", Path("runs/pile/1-corpus"))
-    assert options.output == Path("runs/pile/4-mixture/printed-human.json")
+    assert (options.published, options.corpus) == (column, Path(f"runs/{data_set}/1-corpus"))
+    assert options.output == Path(f"runs/{data_set}/4-mixture/printed-{name}.json")
+    write_everything(tmp_path / "base")
+    (run,) = Launcher(tmp_path / "base")(base, MIXTURE="uniform").training()
+    assert options.token_budget == run.train_iters * run.global_batch_size * run.seq_length
+
+
+def test_another_folder_can_be_chosen(launch, everything):
+    (call,) = weighing(launch("manual", PUBLISHED="pile/human", RUN="runs/slimpajama"))
+    assert call.options.output == Path("runs/slimpajama/4-mixture/printed-human.json")
+
+
+@pytest.mark.parametrize(
+    ("published", "told"),
+    [
+        ("pile/human", "there is no corpus in runs/pile/1-corpus: OUTPUT=runs/pile/1-corpus bash"),
+        ("pile/human", "/data/pile.sh makes it"),
+        ("wiki40b/chameleon-finetune", "/data/wiki40b.sh makes it"),
+        ("slimpajama/doge", "/data/slimpajama_627b.sh makes it"),
+        ("doge", "PUBLISHED=doge: the data sets are slimpajama/, pile/, wiki40b/ and stack/"),
+        ("pile/human slimpajama/doge", "slimpajama/doge is no column of pile/"),
+    ],
+)
+def test_columns_without_their_corpus_are_told_in_a_line(launch, published, told):
+    refused = launch("manual", PUBLISHED=published)
+    assert (refused.status, refused.calls) == (2, [])
+    (line,) = refused.errors.splitlines()
+    assert told in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import subprocess
 import time
@@ -17,41 +18,8 @@ from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 from megatron_chameleon.options.mixture import MethodOptions
 from megatron_chameleon.options.training import PretrainOptions
-from tests.unit.launched import EXAMPLES, RECORDER, Launched, Launcher, write_everything
-
-NAME = "compare_methods"
-METHODS = ["uniform", "natural", "unimax", "chameleon", "doremi", "doge", "regmix", "mixing-laws"]
-CORPUS = "runs/quickstart/1-corpus"
-# Two of them do not write into each other's line.
-ONE_AT_A_TIME = '#!/usr/bin/env bash\nexec 9>> "$CALLS.lock"\nflock 9\n'
-# Leaves what the real one would leave: a mixture of weights by its name (UniMax's are uniform's), a
-# finished run, a result. Given FAILS, the command that writes below that name fails.
-WORKER = """
-while (($#)); do
-  case $1 in
-    --output | --run-dir)
-      mkdir -p "$(dirname "$2")"
-      if [[ -n ${FAILS:-} && $2 == */$FAILS* ]]; then echo "error: it is $FAILS" >&2; exit 2; fi
-      case $1 in
-        --run-dir) mkdir -p "$2"; echo '"status": "finished"' > "$2/run.json" ;;
-        *) name=$(basename "$2" .json); name=${name/unimax/uniform}
-          printf '  "weights": {\\n    "a": 0.%09d\\n  }\\n' \\
-            "$(cksum <<< "$name" | cut -c-8)" > "$2" ;;
-      esac
-      ;;
-  esac
-  shift
-done
-"""
-
-
-class Workers(Launcher):
-    """A launcher whose programs leave results, so that what waits for them goes on."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        for name in ("torchrun", "python"):
-            (self.programs / name).write_text(f"{ONE_AT_A_TIME}{RECORDER}exec 9>&-\n{WORKER}")
+from tests.unit.compared import CORPUS, METHODS, NAME, Workers, papers, small
+from tests.unit.launched import EXAMPLES, Launched, write_everything
 
 
 @pytest.fixture
@@ -69,17 +37,16 @@ def made(launched: Launched) -> tuple[list[Any], list[PretrainOptions], list[Pre
     return mixtures, proxies, [run for run in runs if run.run_dir.parent.name == "5-base"]
 
 
-def small(launch: Launcher, **choices: str) -> Launched:
-    return launch(
-        NAME, **{"SIZE": "mini", "CORPUS": CORPUS, "METHODS": "uniform chameleon"} | choices
-    )
-
-
-def test_the_methods_are_those_there_are(launch):
+def test_mini_puts_all_methods_to_the_test_within_an_hour(launch):
+    """On two quiet cores, by the seconds that jobs are said to take; the longest begin first."""
     assert {*METHODS, "manual"} <= {*find_methods()}
     launched = launch(NAME, SIZE="mini", CORPUS=CORPUS)
     mixtures, proxies, bases = made(launched)
     assert {options.output.stem for options in mixtures} == {*METHODS}
+    begun = re.findall(r"begun: (\S+) ", launched.said)
+    assert begun[:5] == ["proxy", "regmix", "doremi", "mixing-laws", "doge"]
+    (minutes,) = re.findall(r"all jobs together take about (\d+) minutes", launched.said)
+    assert 35 <= int(minutes) <= 48
     assert len(proxies) == 1
     assert {run.run_dir.name.rpartition("-seed")[0] for run in bases} == {*METHODS} - {"unimax"}
 
@@ -143,8 +110,21 @@ def test_the_command_goes_on_with_what_is_not_there(launch, tmp_path):
         CompareMethodsOptions,
     ]
     assert third.calls[0].options.run_dir.name == "chameleon-seed2"
-    assert [o.output.stem for o in third.calls[1].options.one_by_one()] == ["chameleon-seed2"]
+    assert "chameleon-seed2" in [o.output.stem for o in third.calls[1].options.one_by_one()]
     assert "9 of 11 jobs are done" in third.said
+
+
+def test_an_evaluation_of_other_weights_is_made_again(launch, tmp_path):
+    """tools/evaluate.py, which is given all seeds, keeps those that are of the same weights."""
+    assert small(launch).status == 0
+    folder = tmp_path / "runs/compare-mini/6-evaluation"
+    (folder / "chameleon-seed2.json").write_text("of other weights")
+    again = small(launch)
+    assert again.status == 0, again.errors
+    assert [type(c.options) for c in again.calls] == [PerplexityToolOptions, CompareMethodsOptions]
+    asked = again.calls[0].options.one_by_one()
+    assert [o.output.stem for o in asked] == [f"chameleon-seed{seed}" for seed in (1, 2, 3)]
+    assert not any(options.overwrite for options in asked)
 
 
 def test_mixtures_and_seeds_may_be_added_and_settings_may_not(launch):
@@ -160,6 +140,20 @@ def test_mixtures_and_seeds_may_be_added_and_settings_may_not(launch):
     assert refused.errors.startswith("error: runs/compare-mini was begun with other settings, ")
 
 
+@pytest.mark.parametrize("size", ["mini", "paper"])
+def test_mixtures_are_of_one_seed_of_the_proxies(launch, size):
+    choices = {"SIZE": size, "METHODS": "uniform doremi"}
+    if size == "mini":
+        choices["CORPUS"] = CORPUS
+    assert launch(NAME, **choices).status == 0
+    refused = launch(NAME, **choices, PROXY_SEED="2")
+    assert (refused.status, refused.calls) == (2, [])
+    assert "was begun with other settings, which " in refused.errors
+    assert launch(NAME, **choices, PROXY_SEED="1").status == 0
+    if size == "paper":
+        assert launch(NAME, **choices, PROXY_SEED="2", BASE="1.2b").status == 2
+
+
 def test_what_fails_holds_back_only_what_waits_for_it(launch):
     launched = small(launch, METHODS="uniform natural chameleon", FAILS="chameleon.json")
     assert launched.status == 1
@@ -171,6 +165,14 @@ def test_what_fails_holds_back_only_what_waits_for_it(launch):
     assert "1 jobs failed, and 4 wait for them" in launched.errors
     assert not any(isinstance(call.options, CompareMethodsOptions) for call in launched.calls)
     assert small(launch, METHODS="uniform natural chameleon").status == 0
+
+
+def test_a_method_that_was_asked_to_stop_has_not_failed(launch):
+    launched = small(launch, METHODS="uniform natural", FAILS="natural.json", FAILS_WITH="75")
+    assert (launched.status, launched.errors) == (0, "")
+    assert "left: natural, before its end; the same command goes on from here" in launched.said
+    assert not any(isinstance(call.options, CompareMethodsOptions) for call in launched.calls)
+    assert small(launch, METHODS="uniform natural").status == 0
 
 
 def test_every_job_tells_how_much_is_left(launch):
@@ -192,16 +194,13 @@ def test_a_record_is_asked_for_with_the_command(launch):
     assert options.wall_seconds is not None
 
 
-def papers(launch: Launcher, **choices: str) -> Launched:
-    return launch(NAME, **{"SIZE": "paper", **choices})
-
-
 def test_the_papers_setting(launch):
     """The base models of its table, and every proxy as its own launcher trains it."""
     launched = papers(launch)
     mixtures, (proxy,), bases = made(launched)
     by_name = {options.output.stem: options for options in mixtures}
     assert set(by_name) == {*METHODS}
+    assert [*by_name][:4] == ["mixing-laws", "doremi", "regmix", "doge"]  # the longest first
     assert {options.corpus for options in mixtures} == {Path("runs/slimpajama/1-corpus")}
     assert (proxy.model_size, proxy.train_iters, proxy.seed) == ("82m", 2000, 1)
     assert by_name["chameleon"].checkpoint == proxy.run_dir
@@ -262,24 +261,6 @@ def test_the_time_that_is_left_is_kept(launch):
     assert not any(isinstance(call.options, CompareMethodsOptions) for call in launched.calls)
 
 
-@pytest.mark.parametrize(
-    ("choices", "told"),
-    [
-        ({"SIZE": "huge"}, "SIZE=huge: choose from mini, paper, tiny"),
-        ({"VARIANT": "5k"}, "VARIANT=5k: there is 2k, or none"),
-        ({"SIZE": "paper", "CORPUS": "lost"}, "there is no corpus in lost: OUTPUT=lost bash"),
-        ({"SIZE": "tiny", "CORPUS": "lost"}, "there is no corpus in lost: make quickstart leaves"),
-        ({"SIZE": "paper", "BASE": "2b"}, "SIZE=2b: no such size"),
-    ],
-)
-def test_a_mistake_is_told_in_a_line(launch, choices, told):
-    refused = launch(NAME, **{"CORPUS": CORPUS, **choices})
-    assert (refused.status, refused.calls) == (2, [])
-    (line,) = refused.errors.splitlines()
-    assert line.startswith("error: ")
-    assert told in line
-
-
 def test_what_is_ended_ends_its_commands(tmp_path):
     """The signal goes to the script alone, as from a scheduler; its two commands end with it."""
     script = tmp_path / "script.sh"
@@ -305,7 +286,17 @@ def test_what_is_ended_ends_its_commands(tmp_path):
 def test_help_names_the_choices(launch):
     helped = launch(NAME, "--help")
     assert (helped.status, helped.calls, helped.errors) == (0, [], "")
-    words = ("SIZE", "VARIANT", "BASE", "METHODS", "SEEDS", "PROXY_SEED", "RUN", "CORPUS")
+    words = (
+        "SIZE",
+        "VARIANT",
+        "BASE",
+        "METHODS",
+        "SEEDS",
+        "BASELINE",
+        "PROXY_SEED",
+        "RUN",
+        "CORPUS",
+    )
     for word in (*words, "JOBS_AT_ONCE", "RECORD", "TP, PP", "NPROC", "STOP_AT"):
         assert f"\n  {word} " in helped.said
 

@@ -43,8 +43,8 @@ class EpochLimit:
         available = self.max_epochs * sum(self.tokens.values())
         if available < self.token_budget:
             raise UserError(
-                f"--max-epochs {self.max_epochs:g}: so many epochs of all domains are "
-                f"{available:,.0f} tokens, fewer than the --token-budget of "
+                f"--max-epochs {self.max_epochs:g}: so many epochs of all domains that get a "
+                f"weight are {available:,.0f} tokens, fewer than the --token-budget of "
                 f"{self.token_budget:,}; allow more, or train on fewer tokens"
             )
 

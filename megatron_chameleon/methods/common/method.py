@@ -17,7 +17,9 @@ class Method:
         name: what ``--method`` takes.
         options: the method's own frozen dataclass; its flags are made of it.
         compute: finds the mixture and writes it to ``options.output``; every rank calls it, with an
-            instance of ``options``. It imports torch only when it is called.
+            instance of ``options``, and gets the same exit status. Any but 0 (or None) says that no
+            mixture was written: STOPPED_STATUS of errors.py that it was asked to stop. It imports
+            torch only when it is called.
         summary: what its weights are, in a few words.
         needs: what has to be there before, beside the corpus.
         cost: what it spends.
@@ -27,7 +29,7 @@ class Method:
 
     name: str
     options: type[MethodOptions]
-    compute: Callable[[Any], None]
+    compute: Callable[[Any], int | None]
     summary: str
     needs: str
     cost: str

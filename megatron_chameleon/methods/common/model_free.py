@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, provenance
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.artifacts import Corpus, Cost, Mixture, Stopwatch, provenance
+from megatron_chameleon.methods.common.check_text import check_text
 from megatron_chameleon.methods.common.chosen import chosen_domains
 from megatron_chameleon.methods.common.epoch_limit import limit_of
 from megatron_chameleon.methods.common.finish import write_and_tell
@@ -26,6 +26,10 @@ class Assigned:
         parameters: the method's settings, for the mixture.
         inputs: name of each artifact read, the corpus apart -> its hash.
         closing: lines under the table.
+        paper_flops: FLOPs to find the weights as Chameleon's tables print them; None where these
+            say nothing of it.
+        inherited: what the weights had cost in all before they were given; None if it is unknown,
+            or if they were found here.
     """
 
     weights: Array
@@ -33,6 +37,8 @@ class Assigned:
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     closing: Sequence[str] = ()
+    paper_flops: float | None = None
+    inherited: Cost | None = None
 
 
 def write_model_free(
@@ -61,22 +67,25 @@ def write_model_free(
     limit.check()
     assigned = assign(corpus, names)
     fields = limit.fields(assigned.weights)
-    check_text(corpus, fields["weights"])
+    weighted = [name for name, weight in fields["weights"].items() if weight > 0]
+    check_text(corpus, weighted, "to draw")
+    cost = stopwatch.cost()
     mixture = Mixture(
         **fields,
         method=method,
-        parameters={**assigned.parameters, "paper_flops": 0.0},
+        parameters={**assigned.parameters, **_costs(assigned, cost)},
         provenance=provenance(options, {"corpus": corpus.hash, **assigned.inputs}),
-        cost=stopwatch.cost(),
+        cost=cost,
     )
     write_and_tell(mixture, options, assigned.heading, *assigned.closing)
 
 
-def check_text(corpus: Corpus, weights: Mapping[str, float]) -> None:
-    """Raises UserError for a domain that has a weight and no training text."""
-    for name, weight in weights.items():
-        if weight > 0 and corpus.domains[name].train.tokens == 0:
-            raise UserError(
-                f"domain '{name}' of {corpus.root} has no training tokens to draw; leave it out "
-                "(--domains), give it text, or preprocess again without it"
-            )
+def _costs(assigned: Assigned, own: Cost) -> dict[str, Any]:
+    """What is known of the cost beside the mixture's own, for its parameters."""
+    costs: dict[str, Any] = {}
+    if assigned.inherited is not None:
+        total = assigned.inherited + own
+        costs["total_cost"] = {"flops": total.flops, "device_seconds": total.device_seconds}
+    if assigned.paper_flops is not None:
+        costs["paper_flops"] = assigned.paper_flops
+    return costs

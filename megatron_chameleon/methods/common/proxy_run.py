@@ -15,6 +15,10 @@ from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.training.pretrain import pretrain
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.watch import MakeHook
+from megatron_chameleon.training.way_out import WayOut
+
+# How a person chooses another folder for what a command makes: a method's, and a sweep's.
+BY_WORK_DIR, BY_OUTPUT = "give another --work-dir", "give another --output"
 
 
 def training_options(
@@ -25,8 +29,18 @@ def training_options(
     return PretrainOptions(run_dir=run_dir, corpus=corpus, mixture=mixture, **fields)
 
 
+def way_out_of(run_dir: Path, elsewhere: str = BY_WORK_DIR) -> WayOut:
+    """What to advise where the folder of a run that a method makes holds something else."""
+    return WayOut(elsewhere, f"delete {run_dir} to start anew")
+
+
 def train_proxy(
-    options: PretrainOptions, stops: StopRequests, watched_by: MakeHook | None = None
+    options: PretrainOptions,
+    stops: StopRequests,
+    watched_by: MakeHook | None = None,
+    *,
+    what: str = "the proxy",
+    elsewhere: str = BY_WORK_DIR,
 ) -> bool:
     """Train, or go on training, what ``options`` describe. Every rank calls this.
 
@@ -34,18 +48,21 @@ def train_proxy(
         options: of the run.
         stops: what takes the signals that ask for a stop, while it trains.
         watched_by: makes the hook of the method, if it watches the run.
+        what: the run is to the method, to begin a message with.
+        elsewhere: how a person chooses another folder, by a flag that the command has.
 
     Returns:
         Whether the run has come to its end; False if it was asked to stop.
 
     Raises:
-        UserError: as :func:`pretrain`, naming the run's folder.
+        UserError: as :func:`pretrain`, naming the run.
     """
+    way_out = way_out_of(options.run_dir, elsewhere)
     try:
         with stops:  # at other times a signal ends the process
-            pretrain(options, watched_by=watched_by, stops=stops)
+            pretrain(options, watched_by=watched_by, stops=stops, way_out=way_out)
     except UserError as error:
-        raise UserError(f"{error} (the proxy's --run-dir is {options.run_dir})") from error
+        raise UserError(f"{what}: {error}") from error
     gc.collect()  # a trainer and its model refer to each other, and the next model needs the room
     with distributed(forward_only(options.parallel), seed=0):
         return from_main(lambda: is_finished(options.run_dir))

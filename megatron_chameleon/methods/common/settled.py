@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from megatron_chameleon.artifacts import MixtureWarning, TrainingRun
-from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.exponentiated import total_variation
 from megatron_chameleon.mixture.precision import ONE_HOT
 
 # Beyond this total-variation distance the last weights are told to be others than their mean.
@@ -19,51 +16,76 @@ FAR = 0.25
 MOST_POINTS = 50
 
 
-def warn_of_unsettled(names: Sequence[str], last: Array, mean: Array, way_out: str) -> None:
+@dataclasses.dataclass(frozen=True)
+class WeightPath:
+    """How weights moved during a run.
+
+    Attributes:
+        last: domain -> its weight after the last step.
+        mean: domain -> its mean weight, which is the mixture.
+        moved: sum over steps of the total-variation distance that they moved.
+        steps: how many those were; one that was skipped moves nothing and is none of them.
+    """
+
+    last: Mapping[str, float]
+    mean: Mapping[str, float]
+    moved: float
+    steps: int
+
+    @property
+    def last_from_mean(self) -> float:
+        """Total-variation distance of the last weights from their mean."""
+        return sum(abs(self.last[name] - self.mean[name]) for name in self.mean) / 2
+
+    @property
+    def moved_per_step(self) -> float:
+        """Mean distance that a step moved them."""
+        return self.moved / max(self.steps, 1)
+
+
+def warn_of_unsettled(path: WeightPath, way_out: str) -> None:
     """Warn of weights that another run, or a longer one, would hardly give again.
 
     Args:
-        names: of the domains.
-        last: [k] the weights after the last step.
-        mean: [k] the mean over all steps, which is the mixture.
+        path: of the weights.
         way_out: which knobs to turn, to end a sentence.
     """
-    heaviest = int(mean.argmax())
-    if len(names) > 1 and mean[heaviest] > ONE_HOT:
+    last, mean = path.last, path.mean
+    heaviest = max(mean, key=lambda name: mean[name])
+    if mean[heaviest] > ONE_HOT:
         warnings.warn(
-            f"'{names[heaviest]}' has {mean[heaviest]:.0%} of the weight, so the others are hardly "
+            f"'{heaviest}' has {mean[heaviest]:.0%} of the weight, so the others are hardly "
             f"trained on; {way_out}",
             MixtureWarning,
             stacklevel=2,
         )
-    if (distance := total_variation(last, mean)) > FAR:
-        moved = int(np.abs(last - mean).argmax())
+    if path.last_from_mean > FAR:
+        moved = max(mean, key=lambda name: abs(last[name] - mean[name]))
         warnings.warn(
-            f"the last weights are {distance:.2f} (total variation) from their mean, "
-            f"'{names[moved]}' {last[moved]:.3f} and not {mean[moved]:.3f}: they have not settled; "
+            f"the last weights are {path.last_from_mean:.2f} (total variation) from their mean, "
+            f"'{moved}' {last[moved]:.3f} and not {mean[moved]:.3f}: they have not settled; "
             f"{way_out}, or more steps",
             MixtureWarning,
             stacklevel=2,
         )
 
 
-def steadiness(
-    last: Mapping[str, float], mean: Mapping[str, float], run: TrainingRun
-) -> dict[str, Any]:
+def steadiness(path: WeightPath, run: TrainingRun) -> dict[str, Any]:
     """How far the weights moved while they were found, for the parameters of a mixture.
 
     Args:
-        last: domain -> its weight after the last step.
-        mean: domain -> its mean weight, which is the mixture.
+        path: of the weights.
         run: that found them; its hook logs them as ``weights``.
     """
+    mean = path.mean
     logged = [(line["step"], line["hook"]["weights"]) for line in run.metrics() if "hook" in line]
     stride = -(-len(logged) // MOST_POINTS) or 1
     shown = logged[::-stride][::-1]  # from the end backwards, so that the last step is among them
     later = [weights for _step, weights in logged[len(logged) // 2 :]]
     return {
-        "last_weights": dict(last),
-        "last_from_mean": sum(abs(last[name] - mean[name]) for name in mean) / 2,
+        "last_weights": dict(path.last),
+        "last_from_mean": path.last_from_mean,
+        "moved_per_step": path.moved_per_step,
         "range_in_second_half": {
             name: [min(w[name] for w in later), max(w[name] for w in later)]
             for name in mean

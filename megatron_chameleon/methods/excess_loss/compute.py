@@ -6,17 +6,12 @@ after it, by tools/pretrain_gpt.py.
 
 from __future__ import annotations
 
-from megatron_chameleon.methods.common.proxy_run import forward_only, train_proxy
+from megatron_chameleon.methods.common.proxy_run import BY_WORK_DIR, forward_only, train_proxy
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.excess_loss.hook import ExcessLossReweighting
 from megatron_chameleon.methods.excess_loss.outcome import write_mixture
-from megatron_chameleon.methods.excess_loss.plan import (
-    DoremiPlan,
-    Reference,
-    find_reference,
-    plan_doremi,
-    write_natural,
-)
+from megatron_chameleon.methods.excess_loss.plan import DoremiPlan, plan_doremi, write_natural
+from megatron_chameleon.methods.excess_loss.reference import Reference
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.training.say import say
@@ -24,12 +19,19 @@ from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.watch import MakeHook
 
 
-def compute_doremi(options: DoremiOptions, stops: StopRequests | None = None) -> bool:
+def compute_doremi(
+    options: DoremiOptions,
+    stops: StopRequests | None = None,
+    reference_run: PretrainOptions | None = None,
+    elsewhere: str = BY_WORK_DIR,
+) -> bool:
     """Train what is not trained yet, and write the mixture. Every rank calls this.
 
     Args:
         options: what was asked for.
         stops: what takes the signals that ask for a stop, where there is more to do than this.
+        reference_run: how the reference is trained, where ``options`` do not say it.
+        elsewhere: how a person chooses another folder for the runs.
 
     Returns:
         Whether it came to its end; False if it was asked to stop.
@@ -41,13 +43,15 @@ def compute_doremi(options: DoremiOptions, stops: StopRequests | None = None) ->
     stops = stops or StopRequests(options.proxy.stopping)
     parallel = forward_only(options.proxy.parallel)
     with distributed(parallel, seed=0) as layout:
-        plan, is_main = from_main(lambda: plan_doremi(options)), layout.is_main
+        plan = from_main(lambda: plan_doremi(options, reference_run, elsewhere))
+        is_main = layout.is_main
         from_main(lambda: write_natural(plan))
-    if plan.reference_run and not _train(plan.reference_run, "reference", stops, None, is_main):
+    if plan.reference_run and not _train(plan, plan.reference_run, "reference", stops, is_main):
         return False
     with distributed(parallel, seed=0):
-        reference = from_main(lambda: find_reference(plan))
-    if not _train(plan.proxy_run, "proxy", stops, _hook_of(plan, reference), is_main):
+        reference = from_main(plan.reference)
+    watched_by = _hook_of(plan, reference)
+    if not _train(plan, plan.proxy_run, "proxy", stops, is_main, watched_by):
         return False
     with distributed(parallel, seed=0):
         from_main(lambda: write_mixture(plan, reference))
@@ -59,16 +63,18 @@ def _hook_of(plan: DoremiPlan, reference: Reference) -> MakeHook:
 
 
 def _train(
+    plan: DoremiPlan,
     options: PretrainOptions,
     what: str,
     stops: StopRequests,
-    watched_by: MakeHook | None,
     is_main: bool,
+    watched_by: MakeHook | None = None,
 ) -> bool:
     """Train one of the two; whether it came to its end."""
+    named = f"DoReMi's {what}"
     if is_main:
-        say(f"\nDoReMi's {what}, in {options.run_dir}")
-    finished = train_proxy(options, stops, watched_by)
+        say(f"\n{named}, in {options.run_dir}")
+    finished = train_proxy(options, stops, watched_by, what=named, elsewhere=plan.elsewhere)
     if not finished and is_main:
         say(f"stopped in the {what}; the same command goes on")
     return finished

@@ -14,16 +14,19 @@ import torch
 
 from megatron_chameleon.checkpoint.load import load_weights
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.excess_loss.plan import Reference
+from megatron_chameleon.methods.common.watched_proxy import require_same_rule
+from megatron_chameleon.methods.excess_loss.reference import Reference
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doremi import DoremiRecipe, DoremiState, token_weights
 from megatron_chameleon.model.gpt import build_model_chunks
+from megatron_chameleon.model.memory import TrainingSetup, stage_parameters
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.global_batch import GlobalBatch, TokenValues
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.passes import Passes
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.trained_model import batch_shape
+from megatron_chameleon.training.way_out import WayOut
 
 
 class ExcessLossReweighting(TrainingHook):
@@ -43,11 +46,21 @@ class ExcessLossReweighting(TrainingHook):
         self, plan: TrainingPlan, layout: Layout, reference: Reference, recipe: DoremiRecipe
     ) -> None:
         super().__init__()
+        self._plan, self._layout = plan, layout
         self._names, self._recipe, self._reference = plan.data.names, recipe, reference
         sampling = np.array(plan.schedule.weights_at(0), np.float64)
         self._sampling = sampling / sampling.sum()
-        self._passes = _passes_of(reference, plan, layout)
+        self._passes: Passes | None = None
         self._standing = DoremiState.first(len(self._names), plan.shape.vocab_size, recipe)
+
+    def prepare(self) -> None:
+        """Build and load the reference."""
+        self._passes = _passes_of(self._reference, self._plan, self._layout)
+
+    def extra_bytes(self, setup: TrainingSetup, stage: int, num_domains: int) -> dict[str, int]:
+        """The reference's weights, in the precision that the proxy is trained in."""
+        its = dataclasses.replace(setup, shape=self._reference.shape)
+        return {"the reference": stage_parameters(its, stage) * setup.element_bytes}
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor:
         """Move the weights by the excess losses of ``batch``; then its tokens count by them.
@@ -55,11 +68,16 @@ class ExcessLossReweighting(TrainingHook):
         Raises:
             UserError: on every rank, if a loss of the reference is not finite.
         """
+        assert self._passes is not None, "prepare() builds the reference"
         mine = batch.token_losses()
         theirs = batch.token_losses(self._passes, self._reference.shape)
         excess = batch.domain_sums(self._clipped(mine, theirs))
-        sums, tokens = torch.stack([excess, batch.domain_tokens]).cpu().numpy()
-        if np.isfinite(sums).all():
+        # Before they are clipped, which hides an infinite loss. Losses are not negative, so neither
+        # model's hides the other's.
+        losses = batch.domain_sums([a + b for a, b in zip(mine, theirs, strict=True)])
+        totals = torch.stack([excess, batch.domain_tokens, losses]).cpu().numpy()
+        sums, tokens = totals[:2]
+        if np.isfinite(totals).all():
             self._standing = self._standing.after(sums, tokens, self._recipe)
         else:  # of the proxy: the step will be skipped, as it would be without a hook
             self._require_finite(batch, theirs)
@@ -93,7 +111,7 @@ class ExcessLossReweighting(TrainingHook):
         Raises:
             UserError: if it was found with another rule or reference.
         """
-        require_found_with(state, self._recipe, self._reference)
+        require_found_with(state, self._recipe, self._reference, self._plan.way_out)
         self._standing = standing_of(state)
 
     def _found_with(self) -> dict[str, Any]:
@@ -116,8 +134,8 @@ class ExcessLossReweighting(TrainingHook):
             if not np.isfinite(total):
                 raise UserError(
                     f"the reference {self._reference.checkpoint.root} has a loss that is not a "
-                    f"finite number on '{name}', so nothing can be compared with it; train "
-                    "another, or give one with --reference"
+                    f"finite number on '{name}', so nothing can be compared with it; take another "
+                    "one, such as one that is trained by a lower --lr"
                 )
 
 
@@ -126,16 +144,12 @@ def found_with(recipe: DoremiRecipe, reference: Reference) -> dict[str, Any]:
     return {"rule": dataclasses.asdict(recipe), "reference": reference.checkpoint.hash}
 
 
-def require_found_with(state: dict[str, Any], recipe: DoremiRecipe, reference: Reference) -> None:
+def require_found_with(
+    state: dict[str, Any], recipe: DoremiRecipe, reference: Reference, way_out: WayOut
+) -> None:
     """Raises UserError if ``state`` was found with another rule or reference."""
-    way_out = "choose another --work-dir, or delete the proxy's folder in it to start anew"
     wanted = found_with(recipe, reference)
-    for name, value in wanted["rule"].items():
-        before = state["rule"].get(name)
-        if before != value:
-            raise UserError(
-                f"the proxy was trained with another rule: {name} {before}, not {value}; {way_out}"
-            )
+    require_same_rule(state["rule"], wanted["rule"], way_out)
     if state["reference"] != wanted["reference"]:
         raise UserError(
             f"the proxy was compared with another reference than {reference.checkpoint.root}; "

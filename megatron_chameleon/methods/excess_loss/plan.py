@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from pathlib import Path
 
-from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, TrainingRun
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
+from megatron_chameleon.artifacts import Corpus, Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.epoch_limit import limit_of
-from megatron_chameleon.methods.common.proxy_run import training_options
-from megatron_chameleon.methods.common.work_dir import work_dir_of
+from megatron_chameleon.methods.common.proxy_run import (
+    BY_WORK_DIR,
+    is_finished,
+    training_options,
+    way_out_of,
+)
+from megatron_chameleon.methods.common.watched_proxy import Watcher, state_so_far
+from megatron_chameleon.methods.common.work_dir import check_output, work_dir_of
 from megatron_chameleon.methods.doremi import DoremiOptions
+from megatron_chameleon.methods.excess_loss.hook import ExcessLossReweighting, require_found_with
+from megatron_chameleon.methods.excess_loss.reference import (
+    FLAG,
+    Compared,
+    Reference,
+    find_reference,
+    warn_of_differences,
+)
 from megatron_chameleon.mixture.doremi import RECIPES, DoremiRecipe
 from megatron_chameleon.mixture.natural import natural_weights
-from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.doremi import DoremiRule
 from megatron_chameleon.options.training import PretrainOptions
-from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.plan import TrainingPlan, plan_training
+from megatron_chameleon.training.resume import check_run_folder
+from megatron_chameleon.training.way_out import WayOut
 
 REFERENCE, PROXY = "reference", "proxy"
 NATURAL = "natural"
+WATCHER = Watcher("DoReMi", ExcessLossReweighting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +51,7 @@ class DoremiPlan:
         reference_run: how it is trained; None where one is given.
         proxy_run: how the proxy is trained.
         shape: of the proxy.
+        elsewhere: how a person chooses another folder for the runs.
     """
 
     options: DoremiOptions
@@ -47,44 +61,98 @@ class DoremiPlan:
     reference_run: PretrainOptions | None
     proxy_run: PretrainOptions
     shape: ModelShape
+    elsewhere: str
+
+    @property
+    def way_out(self) -> WayOut:
+        """What to advise where the proxy's folder holds another one."""
+        return way_out_of(self.proxy_run.run_dir, self.elsewhere)
+
+    @property
+    def compared(self) -> Compared:
+        """The proxy, as the reference has to fit it."""
+        return Compared(self.corpus, self.proxy_run, self.shape)
+
+    def reference(self) -> Reference:
+        """The reference, trained.
+
+        Raises:
+            UserError: if it is no finished run, or its losses are not those of the proxy's samples.
+        """
+        called = "DoReMi's reference" if self.reference_run else FLAG
+        return find_reference(self.reference_dir, self.compared, called)
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """The last checkpoint of the reference's run, and the shape of its model."""
+def plan_doremi(
+    options: DoremiOptions,
+    reference_run: PretrainOptions | None = None,
+    elsewhere: str = BY_WORK_DIR,
+) -> DoremiPlan:
+    """Read and check what ``options`` name, and what the runs' folders hold; nothing is written.
 
-    checkpoint: CheckpointRecord
-    shape: ModelShape
-
-
-def plan_doremi(options: DoremiOptions) -> DoremiPlan:
-    """Read and check what ``options`` name; nothing is written.
+    Args:
+        options: what is asked for.
+        reference_run: how the reference is trained, where ``options`` do not say it.
+        elsewhere: how a person chooses another folder for the runs.
 
     Raises:
         UserError: for the first mistake found.
     """
     recipe = recipe_of(options.rule)
     corpus = Corpus.load(options.corpus)
+    if len(corpus.names) < 2:
+        raise UserError(
+            f"{corpus.root}: there is one domain, and nothing to weigh; add another one"
+        )
     limit_of(options, corpus, corpus.names).check()
+    check_output(options.output)
     folder = work_dir_of(options.output, options.work_dir)
+    reference_run = reference_run or _reference_run(options, folder)
+    reference_dir = options.reference
+    if reference_dir is None:
+        assert reference_run is not None
+        reference_dir = reference_run.run_dir
     proxy_run = training_options(options.proxy, options.corpus, folder / PROXY)
-    shape = plan_training(proxy_run).shape
+    proxy = plan_training(proxy_run, way_out_of(proxy_run.run_dir, elsewhere))
     plan = DoremiPlan(
         options=options,
         corpus=corpus,
         recipe=recipe,
-        reference_dir=options.reference or folder / REFERENCE,
-        reference_run=_reference_run(options, folder),
+        reference_dir=reference_dir,
+        reference_run=reference_run,
         proxy_run=proxy_run,
-        shape=shape,
+        shape=proxy.shape,
+        elsewhere=elsewhere,
     )
-    if plan.reference_run is None:
-        find_reference(plan)
-    elif options.reference_mixture == NATURAL:
-        plan_training(dataclasses.replace(plan.reference_run, mixture="uniform"))
-    else:
-        plan_training(plan.reference_run)
+    _check_folders(plan, proxy)
     return plan
+
+
+def _check_folders(plan: DoremiPlan, proxy: TrainingPlan) -> None:
+    """Refuse now what training would refuse when the reference is trained, or after it."""
+    reference = None
+    if plan.reference_run is None:
+        reference = plan.reference()
+        warn_of_differences(plan.reference_dir, plan.compared)
+    else:
+        _check_reference_run(plan, plan.reference_run)
+    state = state_so_far(proxy, WATCHER)
+    if state is None:
+        return
+    if reference is None and not is_finished(plan.reference_dir):
+        raise UserError(
+            f"{plan.proxy_run.run_dir} holds a proxy, and its reference is not in "
+            f"{plan.reference_dir}, or not finished: put it back, or else {plan.way_out}"
+        )
+    require_found_with(state, plan.recipe, reference or plan.reference(), plan.way_out)
+
+
+def _check_reference_run(plan: DoremiPlan, run: PretrainOptions) -> None:
+    way_out = way_out_of(run.run_dir, plan.elsewhere)
+    if plan.options.reference_mixture == NATURAL:  # which is not written yet
+        plan_training(dataclasses.replace(run, mixture="uniform"), way_out)
+    else:
+        check_run_folder(plan_training(run, way_out))
 
 
 def recipe_of(rule: DoremiRule) -> DoremiRecipe:
@@ -117,34 +185,6 @@ def write_natural(plan: DoremiPlan) -> None:
         mixture.save(Path(str(plan.reference_run.mixture)))
 
 
-def find_reference(plan: DoremiPlan) -> Reference:
-    """The reference, trained.
-
-    Raises:
-        UserError: if it is no finished run, or its losses are not those of the proxy's samples.
-    """
-    folder, flag = plan.reference_dir, "--reference"
-    if not TrainingRun.exists(folder):
-        raise UserError(f"{flag} {folder}: there is no run; give the --run-dir of a finished one")
-    run = TrainingRun.load(folder)
-    if run.status != "finished":
-        raise UserError(
-            f"{flag} {folder}: the run is {run.status} at step {run.step} of {run.train_iters}; "
-            "finish it first"
-        )
-    record = CheckpointRecord.load(find_checkpoint(folder, flag))
-    reference = Reference(record, shape_of(record))
-    _require_same_losses(reference, plan)
-    if run.provenance.inputs.get("corpus") != plan.corpus.hash:
-        warnings.warn(
-            f"{flag} {folder} was trained on another corpus than {plan.corpus.root}: domains that "
-            "it has not seen will look as if there were nothing to learn",
-            MixtureWarning,
-            stacklevel=2,
-        )
-    return reference
-
-
 def _reference_run(options: DoremiOptions, folder: Path) -> PretrainOptions | None:
     """How the reference is trained; None where one is given.
 
@@ -166,20 +206,3 @@ def _reference_run(options: DoremiOptions, folder: Path) -> PretrainOptions | No
     if mixture == NATURAL:
         mixture = str(folder / "reference-mixture.json")
     return training_options(proxy, options.corpus, folder / REFERENCE, mixture)
-
-
-def _require_same_losses(reference: Reference, plan: DoremiPlan) -> None:
-    """Raises UserError unless the two models' losses are of the same tokens."""
-    where, shape, wanted = reference.checkpoint.root, reference.shape, plan.shape
-    require_tokenizer(reference.checkpoint, plan.corpus)
-    if shape.vocab_size != wanted.vocab_size:
-        raise UserError(
-            f"{where} has a vocabulary of {shape.vocab_size}, {plan.corpus.root} one of "
-            f"{wanted.vocab_size}; give another --reference"
-        )
-    if shape.max_sequence_length != wanted.max_sequence_length:
-        raise UserError(
-            f"{where} was trained on samples of {shape.max_sequence_length} tokens, the proxy's "
-            f"--seq-length is {wanted.max_sequence_length}; give that one, or another --reference"
-        )
-    check_model_layout(shape.size, plan.proxy_run.parallel, wanted.max_sequence_length)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from megatron_chameleon.artifacts import Corpus, Cost, MixtureWarning, Stopwatch
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.epoch_limit import limit_of
+from megatron_chameleon.methods.fits.judgement import judged
 from megatron_chameleon.methods.fits.outcome import FoundMixture, write_found
 from megatron_chameleon.methods.fits.runs import (
     FittedRuns,
@@ -32,7 +32,6 @@ from megatron_chameleon.mixture.fit_quality import (
     fit_linear,
     folds_of,
     held_out_predictions,
-    quality_of,
 )
 from megatron_chameleon.mixture.law_optimum import LawOptimum, law_optimum
 from megatron_chameleon.mixture.mixing_laws import (
@@ -49,8 +48,12 @@ MOST_FOLDS = 128
 SECONDS_WITHOUT_BAR = 2.0
 
 
-def compute_mixing_laws(options: MixingLawsOptions) -> None:
+def compute_mixing_laws(options: MixingLawsOptions) -> bool:
     """Train or read the runs, fit them, write the mixture. Every rank calls this.
+
+    Returns:
+        Whether there is a mixture, the same on every rank; there is none if the swarm was asked to
+        stop.
 
     Raises:
         UserError: for a mistake in the options or in what they name.
@@ -58,13 +61,14 @@ def compute_mixing_laws(options: MixingLawsOptions) -> None:
     corpus = Corpus.load(options.corpus)
     check_mixing_laws(options, corpus)
     if options.ratios is None or options.metrics is None:
-        fitted = train_runs(options, corpus)
+        swarms = train_swarms(options, corpus)
+        if swarms is None:
+            return False
+        if is_first_process():
+            fit_and_write(options, corpus, joined_runs(options, corpus, swarms))
     elif is_first_process():
-        fitted = given_runs(options.ratios, options.metrics, corpus)
-    else:
-        return
-    if fitted is not None and is_first_process():
-        fit_and_write(options, corpus, fitted)
+        fit_and_write(options, corpus, given_runs(options.ratios, options.metrics, corpus))
+    return True
 
 
 def check_mixing_laws(options: MixingLawsOptions, corpus: Corpus) -> None:
@@ -101,8 +105,8 @@ def check_number_of_runs(count: int) -> None:
         raise UserError(f"{count} runs are too few for a law: give {FEWEST_RUNS} or more")
 
 
-def train_runs(options: MixingLawsOptions, corpus: Corpus) -> FittedRuns | None:
-    """The swarms' runs; None if they were asked to stop. Every rank calls this."""
+def train_swarms(options: MixingLawsOptions, corpus: Corpus) -> dict[str, SwarmResult] | None:
+    """Name of a size -> its swarm; None if one was asked to stop. Every rank calls this."""
     from megatron_chameleon.methods.swarm.train import train_swarm
 
     mixtures = drawn_mixtures(options.draws, options.num_proxies, corpus)
@@ -113,10 +117,10 @@ def train_runs(options: MixingLawsOptions, corpus: Corpus) -> FittedRuns | None:
         if found is None:
             return None
         swarms[size] = found
-    return _joined(options, corpus, swarms) if is_first_process() else None
+    return swarms
 
 
-def _joined(
+def joined_runs(
     options: MixingLawsOptions, corpus: Corpus, swarms: dict[str, SwarmResult]
 ) -> FittedRuns:
     """The runs of all sizes as one: their losses at the target, what they cost together."""
@@ -126,20 +130,12 @@ def _joined(
     together = dataclasses.replace(first, diverged=diverged, cost=cost)
     predicted = grown(options, corpus, swarms)
     folders = [work_dir_of(options) / f"swarm-{size}" for size in swarms]
-    fitted = trained_runs(together, predicted.losses, folders[0])
+    fitted = trained_runs(together, predicted.losses, folders)
     return dataclasses.replace(
         fitted,
-        told="\n".join([f"{fitted.told}{_others(folders[1:])}", *predicted.told]),
-        parameters={
-            **fitted.parameters,
-            "swarm": [str(folder) for folder in folders],
-            **predicted.parameters,
-        },
+        told="\n".join([fitted.told, *predicted.told]),
+        parameters={**fitted.parameters, **predicted.parameters},
     )
-
-
-def _others(folders: list[Path]) -> str:
-    return "".join(f" and {folder}" for folder in folders)
 
 
 def fit_and_write(options: MixingLawsOptions, corpus: Corpus, fitted: FittedRuns) -> None:
@@ -172,11 +168,15 @@ def fit_and_write(options: MixingLawsOptions, corpus: Corpus, fitted: FittedRuns
         f"their optimum by a grid of 1/{optimum.grid_steps} and a descent",
         weights=optimum.weights,
         shares=shares,
-        quality=quality_of(held_out, runs.losses),
-        linear=quality_of(linear, runs.losses),
-        measured_by="leave one out"
-        if len(folds) == len(runs.keys)
-        else f"{len(folds)}-fold cross-validation",
+        judgement=judged(
+            held_out,
+            linear,
+            runs.losses,
+            shares,
+            "leave one out"
+            if len(folds) == len(runs.keys)
+            else f"{len(folds)}-fold cross-validation",
+        ),
         predict=laws.predict,
         parameters={
             "laws": _law_parameters(laws, corpus.names, runs.metrics),
@@ -184,6 +184,7 @@ def fit_and_write(options: MixingLawsOptions, corpus: Corpus, fitted: FittedRuns
             "predicted_target": optimum.predicted,
             "predicted_target_on_grid": optimum.grid_predicted,
         },
+        remedy="more runs, or a larger --law-ridge, may help",
     )
     write_found(found, options, corpus, fitted, stopwatch.cost())
 

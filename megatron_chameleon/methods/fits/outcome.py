@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +13,12 @@ import numpy as np
 from megatron_chameleon.artifacts import Corpus, Cost, Mixture, MixtureWarning, provenance
 from megatron_chameleon.methods.common.epoch_limit import limit_of
 from megatron_chameleon.methods.common.finish import write_and_tell
-from megatron_chameleon.methods.common.table import aligned, listed, share_of_tokens
+from megatron_chameleon.methods.common.table import listed, share_of_tokens
+from megatron_chameleon.methods.fits.judgement import Judgement, by_name, lines_of, parameters_of
 from megatron_chameleon.methods.fits.runs import FittedRuns
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.fit_quality import FitQuality, Predict, Reach, reach_of
+from megatron_chameleon.mixture.fit_quality import Predict, Reach, reach_of
 from megatron_chameleon.options.fits import FitOptions
-
-MOST_METRICS = 40
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,11 +30,10 @@ class FoundMixture:
         heading: the line above the table.
         weights: [k] before the limit of epochs.
         shares: [m] of the losses in the target.
-        quality: of the fit, on runs that it had not seen.
-        linear: of a linear fit, on the same.
-        measured_by: how they were left out, in a word or two.
+        judgement: of the fit, on runs that it had not seen.
         predict: mixtures [n, k] -> losses [n, m].
         parameters: the method's own.
+        remedy: what may help where the fit is poor.
         told: lines of the method's own, under the table.
     """
 
@@ -43,11 +41,10 @@ class FoundMixture:
     heading: str
     weights: Array
     shares: Array
-    quality: FitQuality
-    linear: FitQuality
-    measured_by: str
+    judgement: Judgement
     predict: Predict
     parameters: dict[str, Any]
+    remedy: str
     told: tuple[str, ...] = ()
 
 
@@ -68,47 +65,35 @@ def write_found(
     used = np.array([fields["weights"][name] for name in names])
     predicted = found.predict(used[None])[0]
     reach = reach_of(used, fitted.runs.mixtures)
-    cost = fitted.cost + spent
     mixture = Mixture(
         method=found.method,
         parameters={
             **found.parameters,
-            "target_shares": _named(fitted.runs.metrics, found.shares),
-            "predicted_losses": _named(fitted.runs.metrics, predicted),
-            "fit": quality_parameters(fitted.runs.metrics, found),
+            "target_shares": by_name(fitted.runs.metrics, found.shares),
+            "predicted_losses": by_name(fitted.runs.metrics, predicted),
+            "fit": parameters_of(fitted.runs.metrics, found.judgement),
             "reach": _reach_parameters(reach, names, fitted.runs.keys),
-            "made_from": [],
-            "total_cost": {"flops": cost.flops, "device_seconds": cost.device_seconds},
+            **_cost_parameters(options, fitted, fitted.cost + spent),
             **fitted.parameters,
         },
         provenance=provenance(options, {"corpus": corpus.hash, **fitted.inputs}),
-        cost=cost,
+        cost=spent,
         **fields,
     )
     _warn_of_reach(reach, names, fitted.runs.keys)
     heading = f"{found.heading}\nfitted to {fitted.told}"
-    write_and_tell(mixture, options, heading, *_closing(found, fitted, predicted, reach, mixture))
+    write_and_tell(mixture, options, heading, *_closing(found, fitted, predicted, reach, spent))
     return mixture
 
 
-def _named(names: Sequence[str], values: Array) -> dict[str, float | None]:
-    """JSON has no NaN: None."""
-    return {
-        name: None if math.isnan(value) else value
-        for name, value in zip(names, values.tolist(), strict=True)
-    }
-
-
-def quality_parameters(metrics: Sequence[str], found: FoundMixture) -> dict[str, Any]:
-    """The quality of the fit and of the linear one, for the mixture's file."""
-    return {
-        "measured_by": found.measured_by,
-        "spearman": _named(metrics, found.quality.spearman),
-        "mae": _named(metrics, found.quality.mae),
-        "mae_of_a_constant": _named(metrics, found.quality.spread),
-        "linear_spearman": _named(metrics, found.linear.spearman),
-        "linear_mae": _named(metrics, found.linear.mae),
-    }
+def _cost_parameters(options: FitOptions, fitted: FittedRuns, total: Cost) -> dict[str, Any]:
+    """What a ledger needs; a sum only where all of its parts are known."""
+    folder = options.output.parent
+    made_from = [os.path.relpath(swarm, folder) for swarm in fitted.made_from]
+    if fitted.unknown_costs:
+        return {"made_from": made_from, "unknown_costs": list(fitted.unknown_costs)}
+    sums = {"flops": total.flops, "device_seconds": total.device_seconds}
+    return {"made_from": made_from, "total_cost": sums}
 
 
 def _reach_parameters(reach: Reach, names: Sequence[str], keys: Sequence[str]) -> dict[str, Any]:
@@ -121,56 +106,24 @@ def _reach_parameters(reach: Reach, names: Sequence[str], keys: Sequence[str]) -
     }
 
 
-def quality_table(metrics: Sequence[str], found: FoundMixture) -> list[str]:
-    """A line for each loss: rank correlation and error of the fit, and those of a linear one."""
-    headings = ["loss", "Spearman", "error", "linear: Spearman", "error", "error of a constant"]
-    rows = [headings]
-    for number in range(min(len(metrics), MOST_METRICS)):
-        name = metrics[number] + ("*" if found.shares[number] else "")
-        rows.append(
-            [
-                name,
-                _correlation(found.quality.spearman[number]),
-                f"{found.quality.mae[number]:.4f}",
-                _correlation(found.linear.spearman[number]),
-                f"{found.linear.mae[number]:.4f}",
-                f"{found.quality.spread[number]:.4f}",
-            ]
-        )
-    lines = aligned(rows)
-    if len(metrics) > MOST_METRICS:
-        lines.append(f"... and {len(metrics) - MOST_METRICS} more; the file has all of them")
-    return lines
-
-
-def _correlation(value: float) -> str:
-    return "constant" if math.isnan(value) else f"{value:.3f}"
-
-
 def _closing(
-    found: FoundMixture, fitted: FittedRuns, predicted: Array, reach: Reach, mixture: Mixture
+    found: FoundMixture, fitted: FittedRuns, predicted: Array, reach: Reach, spent: Cost
 ) -> list[str]:
     """The lines under the table."""
-    mean = float(found.quality.mae @ found.shares)
-    linear = float(found.linear.mae @ found.shares)
-    constant = float(found.quality.spread @ found.shares)
     lines = [
         *found.told,
-        f"the fit on runs that it had not seen ({found.measured_by}; * is the target):",
+        *lines_of(fitted.runs.metrics, found.shares, found.judgement, found.remedy),
     ]
-    lines += quality_table(fitted.runs.metrics, found)
-    if mean >= constant:
-        lines.append("the fit predicts no better than a constant: the mixture says nothing")
-    elif mean > linear:
-        lines.append("a linear fit predicts better: the mixture is uncertain; more runs may help")
     lines.append(
         f"predicted target {float(predicted @ found.shares):.4f}, best of the runs "
         f"{float((fitted.runs.losses @ found.shares).min()):.4f}; the nearest run, "
         f"{fitted.runs.keys[reach.nearest]}, has {share_of_tokens(reach.distance)} of its tokens "
         f"elsewhere ({share_of_tokens(reach.usual)} among the runs)"
     )
-    cost = mixture.cost
-    what = "the fit alone (of the runs it is unknown)" if not fitted.cost.wall_seconds else "all"
+    if fitted.unknown_costs:
+        cost, what = spent, f"the fit alone (unknown: {listed(list(fitted.unknown_costs))})"
+    else:
+        cost, what = fitted.cost + spent, "all"
     lines.append(
         f"cost of {what}: {cost.flops:.2e} FLOPs, {cost.device_seconds:,.1f} device seconds"
     )

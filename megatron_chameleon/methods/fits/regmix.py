@@ -11,6 +11,7 @@ from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.epoch_limit import limit_of
 from megatron_chameleon.methods.common.table import share_of_tokens
+from megatron_chameleon.methods.fits.judgement import judged
 from megatron_chameleon.methods.fits.outcome import FoundMixture, write_found
 from megatron_chameleon.methods.fits.runs import (
     FittedRuns,
@@ -30,7 +31,6 @@ from megatron_chameleon.mixture.fit_quality import (
     fit_linear,
     folds_of,
     held_out_predictions,
-    quality_of,
 )
 from megatron_chameleon.mixture.regmix import (
     DrawnOptimum,
@@ -46,8 +46,12 @@ SECONDS_WITHOUT_BAR = 2.0
 MOST_SPREAD = 3
 
 
-def compute_regmix(options: RegmixOptions) -> None:
+def compute_regmix(options: RegmixOptions) -> bool:
     """Train or read the runs, fit them, write the mixture. Every rank calls this.
+
+    Returns:
+        Whether there is a mixture, the same on every rank; there is none if the swarm was asked to
+        stop.
 
     Raises:
         UserError: for a mistake in the options or in what they name.
@@ -56,12 +60,15 @@ def compute_regmix(options: RegmixOptions) -> None:
     check_regmix(options, corpus)
     if options.ratios is None or options.metrics is None:
         fitted = train_runs(options, corpus)
+        if fitted is None:
+            return False
     elif is_first_process():
         fitted = given_runs(options.ratios, options.metrics, corpus)
     else:
-        return
-    if fitted is not None and is_first_process():
+        return True
+    if is_first_process():
         fit_and_write(options, corpus, fitted)
+    return True
 
 
 def check_regmix(options: RegmixOptions, corpus: Corpus) -> None:
@@ -131,7 +138,7 @@ def train_runs(options: RegmixOptions, corpus: Corpus) -> FittedRuns | None:
     mixtures = drawn_mixtures(options.draws, options.num_proxies, corpus)
     folder = work_dir_of(options) / SWARM
     result = train_swarm(options.swarm, corpus, mixtures, folder)
-    return None if result is None else trained_runs(result, result.losses[:, -1], folder)
+    return None if result is None else trained_runs(result, result.losses[:, -1], [folder])
 
 
 def fit_and_write(options: RegmixOptions, corpus: Corpus, fitted: FittedRuns) -> None:
@@ -158,9 +165,9 @@ def fit_and_write(options: RegmixOptions, corpus: Corpus, fitted: FittedRuns) ->
         f"{trees.num_trees} trees a loss",
         weights=optimum.weights,
         shares=shares,
-        quality=quality_of(held_out, runs.losses),
-        linear=quality_of(linear, runs.losses),
-        measured_by=f"{trees.folds}-fold cross-validation",
+        judgement=judged(
+            held_out, linear, runs.losses, shares, f"{trees.folds}-fold cross-validation"
+        ),
         predict=predict,
         parameters={
             "spread_of_the_best": dict(zip(corpus.names, optimum.spread.tolist(), strict=True)),
@@ -175,6 +182,7 @@ def fit_and_write(options: RegmixOptions, corpus: Corpus, fitted: FittedRuns) ->
             "predicted_target_of_the_best": optimum.predicted_best,
             "predicted_target_of_all_draws": optimum.predicted_all,
         },
+        remedy="more runs may help",
         told=(_spread_told(corpus.names, optimum),),
     )
     write_found(found, options, corpus, fitted, stopwatch.cost())

@@ -16,6 +16,7 @@ from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, read_mixture_
 from megatron_chameleon.artifacts.run_columns import matched
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.table import listed
+from megatron_chameleon.methods.fits.coverage import tell_of_the_rare
 from megatron_chameleon.methods.swarm.result import SwarmResult
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.mixture_draws import DrawRule, draw_mixtures
@@ -32,6 +33,8 @@ class FittedRuns:
         parameters: the same for the mixture's file.
         inputs: name of each file that was read -> its hash.
         cost: of the runs; nothing where it is not known.
+        made_from: the folders of their swarms.
+        unknown_costs: what took nobody knows how much, a phrase for each.
     """
 
     runs: MixtureRuns
@@ -39,6 +42,8 @@ class FittedRuns:
     parameters: dict[str, object]
     inputs: dict[str, str]
     cost: Cost
+    made_from: tuple[Path, ...] = ()
+    unknown_costs: tuple[str, ...] = ()
 
 
 def work_dir_of(options: FitOptions) -> Path:
@@ -91,9 +96,18 @@ def drawn_mixtures(options: DrawOptions, count: int, corpus: Corpus) -> Array:
     if options.mixture_seed < 0:
         raise UserError(f"--mixture-seed {options.mixture_seed}: give a whole number from 0 on")
     try:
-        return draw_mixtures(prior_of(corpus), count, options.mixture_seed, rule)
+        mixtures = draw_mixtures(prior_of(corpus), count, options.mixture_seed, rule)
     except ValueError as error:
         raise UserError(f"--num-proxies {count} and the flags of their draw: {error}") from error
+    if is_first_process():
+        there = np.flatnonzero(prior_of(corpus))
+        tell_of_the_rare(
+            [corpus.names[place] for place in there],
+            mixtures[:, there],
+            f"the mixtures that are drawn for {count} proxies",
+            "give a smaller --smallest-weight, a larger --max-upweighting or more --num-proxies",
+        )
+    return mixtures
 
 
 def given_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FittedRuns:
@@ -115,7 +129,7 @@ def given_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FittedRuns:
     mixtures = np.zeros((len(read.keys), len(corpus.names)))
     for name, column in zip(read.domains, read.mixtures.T, strict=True):
         mixtures[:, corpus.names.index(names[name])] = column
-    _tell_of_the_untrained(corpus, mixtures, ratios)
+    tell_of_the_rare(corpus.names, mixtures, str(ratios))
     means = matched(read.metrics, corpus.names)
     found = dataclasses.replace(
         read,
@@ -128,25 +142,13 @@ def given_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FittedRuns:
         "runs": len(read.keys),
         "ratios": str(ratios),
         "metrics": str(metrics),
-        "cost_of_runs": "unknown, not counted",
     }
     told = f"{len(read.keys)} runs of {ratios} and {metrics}"
-    return FittedRuns(found, told, parameters, inputs, Cost())
+    nobodys = (f"the runs of {ratios}",)
+    return FittedRuns(found, told, parameters, inputs, Cost(), unknown_costs=nobodys)
 
 
-def _tell_of_the_untrained(corpus: Corpus, mixtures: Array, where: Path) -> None:
-    """No run says what such domains are good for, and they get no weight."""
-    without = [n for n, c in zip(corpus.names, mixtures.T, strict=True) if not c.any()]
-    if without:
-        warnings.warn(
-            f"{where}: no run has text of {listed(without)}: nothing is known of them, and they "
-            "get weight 0",
-            MixtureWarning,
-            stacklevel=2,
-        )
-
-
-def trained_runs(result: SwarmResult, losses: Array, folder: Path) -> FittedRuns:
+def trained_runs(result: SwarmResult, losses: Array, folders: Sequence[Path]) -> FittedRuns:
     """The members of a swarm that came to their end.
 
     Domains without held-out text have no loss and are no metric.
@@ -154,7 +156,7 @@ def trained_runs(result: SwarmResult, losses: Array, folder: Path) -> FittedRuns
     Args:
         result: of the swarm.
         losses: [n, k] what is fitted: its losses at some step, or extrapolated ones.
-        folder: of the swarm.
+        folders: of the swarm, or of several on the same mixtures, whose results it joins.
 
     Raises:
         UserError: if all members diverged, or no domain has held-out text.
@@ -162,10 +164,13 @@ def trained_runs(result: SwarmResult, losses: Array, folder: Path) -> FittedRuns
     count = len(result.mixtures)
     kept = np.setdiff1d(np.arange(count), result.diverged)
     tell_of_the_diverged(result.diverged, count)
+    told = f"{len(kept)} proxies of {' and '.join(map(str, folders))}"
+    tell_of_the_rare(result.domains, result.mixtures[kept], told)
     measured = np.any(np.isfinite(losses[kept]), axis=0)
     if not measured.any():
         raise UserError(
-            f"no domain has held-out losses in {folder}; preprocess with text in the valid split"
+            f"no domain has held-out losses in {folders[0]}; preprocess with text in the valid "
+            "split"
         )
     metrics = [name for name, there in zip(result.domains, measured, strict=True) if there]
     runs = MixtureRuns(
@@ -177,11 +182,10 @@ def trained_runs(result: SwarmResult, losses: Array, folder: Path) -> FittedRuns
     )
     parameters: dict[str, object] = {
         "runs": len(kept),
-        "swarm": str(folder),
+        "swarm": [str(folder) for folder in folders],
         "diverged": [int(number) for number in result.diverged],
     }
-    told = f"{len(kept)} proxies of {folder}"
-    return FittedRuns(runs, told, parameters, {}, result.cost)
+    return FittedRuns(runs, told, parameters, {}, result.cost, made_from=tuple(folders))
 
 
 def tell_of_the_diverged(diverged: Sequence[int], count: int) -> None:

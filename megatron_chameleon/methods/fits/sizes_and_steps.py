@@ -48,6 +48,9 @@ def check_laws_of_growth(options: MixingLawsOptions) -> None:
 
 
 def _check_steps(options: MixingLawsOptions) -> None:
+    first = options.laws.fit_steps_from
+    if first is not None and first < 0:
+        raise UserError(f"--fit-steps-from {first}: give a whole number from 0 on")
     steps, target = measured_steps(options), options.laws.target_steps
     if target is None or target <= options.swarm.train_iters:
         raise UserError(
@@ -69,6 +72,11 @@ def _check_sizes(laws: LawOptions) -> None:
         raise UserError(
             f"--model-sizes {' '.join(laws.model_sizes)}: a law over sizes takes {FEWEST_POINTS} "
             "different ones"
+        )
+    if laws.target_size in laws.model_sizes:
+        raise UserError(
+            f"--target-size {laws.target_size} is among --model-sizes, whose losses are measured; "
+            "name a larger one"
         )
 
 

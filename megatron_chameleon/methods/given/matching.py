@@ -54,24 +54,39 @@ def _renamed(
     corpus_names: Sequence[str],
 ) -> dict[str, float]:
     """Weights by the names of the corpus; weights of names that become one add up."""
-    table = _rename_table(given, renames)
+    table = _rename_table(given, renames, corpus_names)
     there = set(corpus_names)
     elsewhere = {name: own for own, name in given.own_names.items() if own in there}
+    names = {
+        name: table.get(name, name if name in there else elsewhere.get(name, name))
+        for name in weights
+    }
+    unknown = [name for name, new in names.items() if name not in table and new not in there]
+    if unknown:
+        raise UserError(_unknown_told(given.where, unknown, corpus_names))
     moved: dict[str, float] = {}
     for name, weight in weights.items():
-        new = table.get(name, name if name in there else elsewhere.get(name, name))
-        if new and new not in there:
-            raise UserError(
-                f"{given.where}: '{new}' is no domain of the corpus, whose domains are "
-                f"{listed(list(corpus_names))}; --rename {name}=NAME says which one it is, "
-                f"--rename {name}= leaves it out"
-            )
-        if new:
-            moved[new] = moved.get(new, 0.0) + weight
+        if names[name]:
+            moved[names[name]] = moved.get(names[name], 0.0) + weight
     return moved
 
 
-def _rename_table(given: GivenWeights, renames: Sequence[str]) -> dict[str, str]:
+def _unknown_told(where: str, unknown: Sequence[str], corpus_names: Sequence[str]) -> str:
+    """All of them in one message, so that one more start is enough."""
+    quoted = listed([f"'{name}'" for name in unknown])
+    are = "are no domains" if len(unknown) > 1 else "is no domain"
+    beside = "add " if len(unknown) == 1 else "for each of them add "
+    return (
+        f"{where}: {quoted} {are} of the corpus, whose domains are {listed(list(corpus_names))}; "
+        f"{beside}--rename {unknown[0]}=NAME, with the corpus's NAME for it, or --rename "
+        f"{unknown[0]}= to leave it out"
+    )
+
+
+def _rename_table(
+    given: GivenWeights, renames: Sequence[str], corpus_names: Sequence[str]
+) -> dict[str, str]:
+    """OLD -> NEW of ``--rename``, NEW being empty for what is left out."""
     table: dict[str, str] = {}
     for rename in renames:
         old, equals, new = map(str.strip, rename.partition("="))
@@ -81,6 +96,11 @@ def _rename_table(given: GivenWeights, renames: Sequence[str]) -> dict[str, str]
             )
         if old in table:
             raise UserError(f"--rename {rename}: '{old}' is renamed twice; give it one name")
+        if new and new not in corpus_names:
+            raise UserError(
+                f"--rename {rename}: the corpus has no domain '{new}'; after the '=' goes one of "
+                f"its own, {listed(list(corpus_names))}, or nothing to leave '{old}' out"
+            )
         table[old] = new
     return table
 

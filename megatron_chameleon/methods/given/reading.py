@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts import Cost, Mixture
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.given.inherited_cost import cost_parameters, full_cost
 from megatron_chameleon.methods.published.columns import published_column
 
 FILE_SUFFIXES = (".json", ".csv")
@@ -27,6 +28,8 @@ class GivenWeights:
         own_names: another name that a corpus may have for a domain -> its name in ``weights``.
         parameters: what the mixture should say of them.
         inputs: name of the file read -> its hash.
+        paper_flops: FLOPs to find them as Chameleon's tables print them, where that is known.
+        cost: what they have cost in all, where that is known.
     """
 
     where: str
@@ -34,10 +37,17 @@ class GivenWeights:
     own_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    paper_flops: float | None = None
+    cost: Cost | None = None
 
 
-def read_given(weights: str | None, published: str | None) -> GivenWeights:
+def read_given(weights: str | None, published: str | None, output: Path) -> GivenWeights:
     """What ``--weights`` or ``--published`` gives.
+
+    Args:
+        weights: of the one flag.
+        published: of the other.
+        output: where the mixture is written; what it was made from is named relative to its folder.
 
     Raises:
         UserError: if neither or both are there, or what is given cannot be read.
@@ -54,7 +64,7 @@ def read_given(weights: str | None, published: str | None) -> GivenWeights:
     if not weights.endswith(FILE_SUFFIXES):
         return _of_line(weights)
     path = Path(weights)
-    return _of_mixture(path) if path.suffix == ".json" else _of_csv(path)
+    return _of_mixture(path, output) if path.suffix == ".json" else _of_csv(path)
 
 
 def _of_column(name: str) -> GivenWeights:
@@ -69,6 +79,7 @@ def _of_column(name: str) -> GivenWeights:
             "printed": dict(column.printed),
             "printed_sum": column.printed_sum,
         },
+        paper_flops=column.flops,
     )
 
 
@@ -85,13 +96,21 @@ def _of_line(text: str) -> GivenWeights:
     return GivenWeights(where, _numbers(pairs, where))
 
 
-def _of_mixture(path: Path) -> GivenWeights:
+def _of_mixture(path: Path, output: Path) -> GivenWeights:
+    if path.resolve() == output.resolve():
+        raise UserError(f"--weights and --output are both {path}: give another --output")
     mixture = Mixture.load(path)
     return GivenWeights(
         where=str(path),
         weights=mixture.weights,
-        parameters={"file": str(path), "file_method": mixture.method},
+        parameters={
+            "file": str(path),
+            "file_method": mixture.method,
+            **cost_parameters(mixture, path, output.parent),
+        },
         inputs={"given mixture": mixture.hash},
+        paper_flops=mixture.parameters.get("paper_flops"),
+        cost=full_cost(mixture),
     )
 
 

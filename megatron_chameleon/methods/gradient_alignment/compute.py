@@ -6,7 +6,7 @@ comes after it, by tools/pretrain_gpt.py.
 
 from __future__ import annotations
 
-from megatron_chameleon.methods.common.proxy_run import forward_only, train_proxy
+from megatron_chameleon.methods.common.proxy_run import BY_WORK_DIR, forward_only, train_proxy
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.gradient_alignment.hook import GradientAlignment
 from megatron_chameleon.methods.gradient_alignment.outcome import write_mixture
@@ -17,12 +17,15 @@ from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.watch import MakeHook
 
 
-def compute_doge(options: DogeOptions, stops: StopRequests | None = None) -> bool:
+def compute_doge(
+    options: DogeOptions, stops: StopRequests | None = None, elsewhere: str = BY_WORK_DIR
+) -> bool:
     """Train what is not trained yet, and write the mixture. Every rank calls this.
 
     Args:
         options: what was asked for.
         stops: what takes the signals that ask for a stop, where there is more to do than this.
+        elsewhere: how a person chooses another folder for the run.
 
     Returns:
         Whether it came to its end; False if it was asked to stop.
@@ -34,10 +37,11 @@ def compute_doge(options: DogeOptions, stops: StopRequests | None = None) -> boo
     stops = stops or StopRequests(options.proxy.stopping)
     parallel = forward_only(options.proxy.parallel)
     with distributed(parallel, seed=0) as layout:
-        plan, is_main = from_main(lambda: plan_doge(options)), layout.is_main
+        plan, is_main = from_main(lambda: plan_doge(options, elsewhere)), layout.is_main
     if is_main:
         say(f"\nDoGE's proxy, in {plan.proxy_run.run_dir}")
-    if not train_proxy(plan.proxy_run, stops, _hook_of(plan)):
+    watched_by, what = _hook_of(plan), "DoGE's proxy"
+    if not train_proxy(plan.proxy_run, stops, watched_by, what=what, elsewhere=elsewhere):
         if is_main:
             say("stopped in the proxy; the same command goes on")
         return False
@@ -47,4 +51,6 @@ def compute_doge(options: DogeOptions, stops: StopRequests | None = None) -> boo
 
 
 def _hook_of(plan: DogePlan) -> MakeHook:
-    return lambda run, _layout: GradientAlignment(run.data.names, plan.recipe, plan.roles)
+    return lambda run, _layout: GradientAlignment(
+        run.data.names, plan.recipe, plan.roles, run.way_out
+    )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.watched_proxy import require_same_rule
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doge import (
     DogeRecipe,
@@ -23,6 +24,7 @@ from megatron_chameleon.mixture.doge import (
 )
 from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.hook import TrainingHook
+from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
 
 
 class GradientAlignment(TrainingHook):
@@ -34,12 +36,20 @@ class GradientAlignment(TrainingHook):
         names: of the corpus's domains (k).
         recipe: of the update rule.
         roles: of the domains.
+        way_out: what to advise where a checkpoint is of another rule or other roles.
     """
 
     combines_gradients = True
 
-    def __init__(self, names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        recipe: DogeRecipe,
+        roles: Roles,
+        way_out: WayOut = BY_FLAGS,
+    ) -> None:
         super().__init__()
+        self._way_out = way_out
         self._names, self._recipe, self._roles = list(names), recipe, roles
         self._standing = DogeState.first(len(names), roles)
 
@@ -81,7 +91,7 @@ class GradientAlignment(TrainingHook):
         Raises:
             UserError: if it was found with another rule or target.
         """
-        require_found_with(state, self._names, self._recipe, self._roles)
+        require_found_with(state, self._names, self._recipe, self._roles, self._way_out)
         self._standing = standing_of(state)
 
     def _by_name(self, weights: Array) -> dict[str, float]:
@@ -104,17 +114,11 @@ def found_with(names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> dict[s
 
 
 def require_found_with(
-    state: dict[str, Any], names: Sequence[str], recipe: DogeRecipe, roles: Roles
+    state: dict[str, Any], names: Sequence[str], recipe: DogeRecipe, roles: Roles, way_out: WayOut
 ) -> None:
     """Raises UserError if ``state`` was found with another rule or other roles."""
-    way_out = "choose another --work-dir, or delete the proxy's folder in it to start anew"
     wanted = found_with(names, recipe, roles)
-    for name, value in wanted["rule"].items():
-        before = state["rule"].get(name)
-        if before != value:
-            raise UserError(
-                f"the proxy was trained with another rule: {name} {before}, not {value}; {way_out}"
-            )
+    require_same_rule(state["rule"], wanted["rule"], way_out)
     for name, what in (("target_domains", "another target"), ("trained_on", "other domains")):
         if state[name] != wanted[name]:
             raise UserError(

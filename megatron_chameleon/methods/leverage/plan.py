@@ -13,6 +13,7 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.common.check_text import check_text
 from megatron_chameleon.methods.common.chosen import chosen_domains
 from megatron_chameleon.methods.common.epoch_limit import limit_of
 from megatron_chameleon.methods.common.table import listed
@@ -57,7 +58,7 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
     shape = shape_of(checkpoint)
     check_numbers(options)
     names = chosen_domains(options.domains, corpus)
-    check_text(corpus, names)
+    check_text(corpus, names, "to embed")
     limit_of(options, corpus, names).check()
     kept = None if options.keep is None else kept_mixture(options.keep, names)
     target = resolve_target(options.target, options.target_strength, names)
@@ -137,16 +138,6 @@ def kept_mixture(path: Path, names: list[str]) -> Mixture:
             "some of them, or leave --keep out"
         )
     return mixture
-
-
-def check_text(corpus: Corpus, names: list[str]) -> None:
-    """Raises UserError for a domain without training text, which has no embedding."""
-    for name in names:
-        if corpus.domains[name].train.tokens == 0:
-            raise UserError(
-                f"domain '{name}' of {corpus.root} has no training tokens to embed; give it text, "
-                "or preprocess again without it"
-            )
 
 
 def resolve_options(options: RecipeOptions) -> Recipe:

@@ -29,6 +29,7 @@ class Column:
         table: the caption of the table.
         printed: domain -> weight as printed.
         own_names: what the data set itself calls a domain -> its name here.
+        flops: to find it, as printed beside it; None where nothing is.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Column:
     table: str
     printed: Mapping[str, float]
     own_names: Mapping[str, str]
+    flops: float | None = None
 
     @property
     def printed_sum(self) -> float:
@@ -55,6 +57,7 @@ def published_columns() -> Mapping[str, Column]:
             table=column["table"],
             printed=column["printed"],
             own_names=found["own_names"],
+            flops=column.get("flops"),
         )
         for data_set, found in body["data_sets"].items()
         for name, column in found["columns"].items()

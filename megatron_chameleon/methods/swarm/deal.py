@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_chameleon.artifacts.swarm import finished_members
 from megatron_chameleon.methods.swarm.checkpoint import GroupState, read_state
-from megatron_chameleon.methods.swarm.folder import checkpoint_folder, finished_members
+from megatron_chameleon.methods.swarm.folder import checkpoint_folder
 from megatron_chameleon.methods.swarm.memory import PassSize
 from megatron_chameleon.methods.swarm.plan import SwarmPlan
 

@@ -1,7 +1,6 @@
 """What a swarm writes: what it is of, each member's result at once, and tables at the end.
 
-swarm.json            settings, corpus and mixtures
-members/00012.json    member 12's held-out losses, when it has been trained, or that it diverged
+swarm.json, members/  see artifacts/swarm.py
 groups/*.safetensors  members in flight (see checkpoint.py)
 ratios.csv            member, weights of its mixture; without members that diverged
 metrics.csv           member, its held-out losses at the last step
@@ -9,75 +8,20 @@ metrics.csv           member, its held-out losses at the last step
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.artifacts import Cost, Provenance, provenance
+from megatron_chameleon.artifacts import Cost, provenance
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
-from megatron_chameleon.artifacts.record import FolderRecord, read_record, write_record
+from megatron_chameleon.artifacts.swarm import SwarmRecord, finished_members
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.swarm.plan import SwarmPlan
 from megatron_chameleon.methods.swarm.result import SwarmResult
 from megatron_chameleon.mixture.checks import Array
 
-FORMAT_VERSION = 1
 RATIOS_NAME, METRICS_NAME = "ratios.csv", "metrics.csv"
-MADE_BY = "a swarm of proxies writes it (tools/compute_mixture.py)"
-MEMBER_KIND = "swarm-member"
-
-
-@dataclasses.dataclass(frozen=True)
-class SwarmRecord(FolderRecord):
-    """What ``swarm.json`` says: all that its members' results hang on."""
-
-    KIND = "swarm"
-    FILE_NAME = "swarm.json"
-    FORMAT_VERSION = FORMAT_VERSION
-    MADE_BY = MADE_BY
-
-    settings: dict[str, Any]
-    corpus_hash: str
-    domains: list[str]
-    mixtures: list[list[float]]
-    provenance: Provenance
-
-
-@dataclasses.dataclass(frozen=True)
-class MemberRecord:
-    """What came of one member.
-
-    Attributes:
-        member: its number.
-        steps: when held-out losses were measured.
-        losses: for each of ``steps``, of every domain; None where it has no held-out text.
-        diverged: why it was left out, if it was.
-        cost: its share of what its group took.
-    """
-
-    member: int
-    steps: list[int]
-    losses: list[list[float | None]]
-    diverged: str | None = None
-    cost: Cost = dataclasses.field(default_factory=Cost)
-
-    @classmethod
-    def load(cls, path: Path) -> MemberRecord:
-        """Raises UserError naming the file and the field."""
-        return read_record(path, cls, kind=MEMBER_KIND, version=FORMAT_VERSION, made_by=MADE_BY)
-
-    def save(self, folder: Path) -> None:
-        """Write it into the swarm's ``folder``."""
-        path = member_path(folder, self.member)
-        write_record(path, self, kind=MEMBER_KIND, version=FORMAT_VERSION)
-
-
-def member_path(folder: Path, member: int) -> Path:
-    """Where a member's result is."""
-    return folder / "members" / f"{member:05d}.json"
 
 
 def checkpoint_folder(folder: Path) -> Path:
@@ -111,12 +55,6 @@ def begin(folder: Path, plan: SwarmPlan) -> None:
         if found.mixtures == wanted.mixtures:
             return
     wanted.save()
-
-
-def finished_members(folder: Path, num_members: int) -> dict[int, MemberRecord]:
-    """Member -> its result, of those that have one."""
-    paths = {member: member_path(folder, member) for member in range(num_members)}
-    return {member: MemberRecord.load(path) for member, path in paths.items() if path.is_file()}
 
 
 def collect(folder: Path, plan: SwarmPlan, steps: list[int]) -> SwarmResult:

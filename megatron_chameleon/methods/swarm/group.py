@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Cost, Stopwatch
+from megatron_chameleon.artifacts.swarm import MemberRecord
 from megatron_chameleon.blend.token_data import TokenData
 from megatron_chameleon.methods.swarm.checkpoint import (
     GroupState,
@@ -22,7 +23,7 @@ from megatron_chameleon.methods.swarm.checkpoint import (
     save_state,
 )
 from megatron_chameleon.methods.swarm.deal import Job
-from megatron_chameleon.methods.swarm.folder import MemberRecord, plain_losses
+from megatron_chameleon.methods.swarm.folder import plain_losses
 from megatron_chameleon.methods.swarm.optimizer import StackedAdamW, no_moments
 from megatron_chameleon.methods.swarm.plan import SwarmPlan
 from megatron_chameleon.methods.swarm.samples import GroupBatches, member_samples, open_held_out

@@ -7,7 +7,9 @@ import dataclasses
 from megatron_chameleon.artifacts import Corpus, EmbeddingStore
 from megatron_chameleon.embedding.fill_store import require_recipe
 from megatron_chameleon.methods.chameleon import ChameleonOptions
+from megatron_chameleon.methods.common.check_text import check_text
 from megatron_chameleon.methods.common.proxy_run import (
+    BY_OUTPUT,
     forward_only,
     train_proxy,
     training_options,
@@ -15,19 +17,25 @@ from megatron_chameleon.methods.common.proxy_run import (
 from megatron_chameleon.methods.leverage.compute import compute_mixture
 from megatron_chameleon.methods.leverage.plan import (
     check_numbers,
-    check_text,
     embedding_recipe,
     resolve_options,
 )
-from megatron_chameleon.methods.sweeps.points import Knobs, PointFiles, SweptMethod
+from megatron_chameleon.methods.sweeps.points import (
+    MIXTURES,
+    PROXIES,
+    STORES,
+    Knobs,
+    PointFiles,
+    SweptMethod,
+    proxy_at,
+    proxy_name,
+    size_and_steps,
+)
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.stopping import StopRequests
-
-# The mixtures have a folder of their own: a report shows those beside it as ones to train by.
-PROXIES, STORES, MIXTURES = "2-proxy", "3-embeddings", "4-mixture/sweep"
 
 
 def centre_of(options: SweepOptions) -> Knobs:
@@ -36,19 +44,14 @@ def centre_of(options: SweepOptions) -> Knobs:
     The ridge is the recipe's own unless given. A recipe may take it relative to the embeddings; it
     then stands at no number, and is no knob.
     """
-    proxy = options.proxy
-    knobs: Knobs = {
-        "model_size": proxy.model_size,
-        "train_iters": proxy.train_iters,
-        "num_windows": options.extraction.num_windows,
-    }
+    knobs: Knobs = {**size_and_steps(options), "num_windows": options.extraction.num_windows}
     recipe = resolve_options(options.weighting)
     return knobs if recipe.ridge_relative else {**knobs, "ridge": recipe.ridge}
 
 
 def files_of(options: SweepOptions, knobs: Knobs) -> PointFiles:
     """The proxy's run, the embedding store and the mixture; points share what is alike."""
-    proxy = f"{knobs['model_size']}-{knobs['train_iters']}steps-seed{options.proxy.seed}"
+    proxy = proxy_name(options, knobs)
     store = f"{proxy}-{knobs['num_windows']}windows"
     ridge = f"-ridge{knobs['ridge']:g}" if "ridge" in knobs else ""
     return PointFiles(
@@ -59,12 +62,8 @@ def files_of(options: SweepOptions, knobs: Knobs) -> PointFiles:
 
 def run_options(options: SweepOptions, knobs: Knobs) -> PretrainOptions:
     """The run of the proxy."""
-    proxy = dataclasses.replace(
-        options.proxy,
-        model_size=str(knobs["model_size"]),
-        train_iters=int(knobs["train_iters"]),
-    )
-    return training_options(proxy, options.corpus, files_of(options, knobs).made_from[0])
+    run_dir = files_of(options, knobs).made_from[0]
+    return training_options(proxy_at(options, knobs), options.corpus, run_dir)
 
 
 def mixture_options(options: SweepOptions, knobs: Knobs) -> ChameleonOptions:
@@ -102,13 +101,14 @@ def check(options: SweepOptions, knobs: Knobs) -> None:
         require_recipe(
             weighing.store, there, dataclasses.replace(recipe, model_hash=there.model_hash)
         )
-    check_text(corpus, corpus.names)
+    check_text(corpus, corpus.names, "to embed")
 
 
 def compute(options: SweepOptions, knobs: Knobs, stops: StopRequests) -> bool:
     """Train the proxy unless it is there, embed what is not, and write the weights."""
     # While embedding, a signal ends the process: what is embedded is kept.
-    finished = train_proxy(run_options(options, knobs), stops)
+    run = run_options(options, knobs)
+    finished = train_proxy(run, stops, what="Chameleon's proxy", elsewhere=BY_OUTPUT)
     if finished:
         compute_mixture(mixture_options(options, knobs))
     return finished

@@ -2,71 +2,59 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.proxy_run import BY_OUTPUT
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.gradient_alignment.compute import compute_doge
-from megatron_chameleon.methods.gradient_alignment.plan import PROXY, plan_doge
-from megatron_chameleon.methods.sweeps.points import Knobs, PointFiles, SweptMethod
+from megatron_chameleon.methods.gradient_alignment.plan import MU, PROXY, plan_doge, recipe_of
+from megatron_chameleon.methods.sweeps.points import (
+    MIXTURES,
+    PROXIES,
+    Knobs,
+    PointFiles,
+    SweptMethod,
+    proxy_at,
+    require_pretraining,
+    size_and_steps,
+    watched_name,
+)
+from megatron_chameleon.options.doge import DogeRule
 from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.training.stopping import StopRequests
-
-PROXIES, MIXTURES = "2-proxy", "4-mixture/sweep"
-
-
-def centre_of(options: SweepOptions) -> Knobs:
-    """Where the options put DoGE's knobs."""
-    return {"model_size": options.proxy.model_size, "train_iters": options.proxy.train_iters}
 
 
 def files_of(options: SweepOptions, knobs: Knobs) -> PointFiles:
     """The proxy's run and the mixture."""
+    rule, default = recipe_of(options.doge, MU), recipe_of(DogeRule(), MU)
+    name = watched_name(options, knobs, rule, default)
     return PointFiles(
-        mixture=options.output / MIXTURES / f"{_name(options, knobs)}.json",
-        made_from=(_work_dir(options, knobs) / PROXY,),
+        mixture=options.output / MIXTURES / f"{name}.json",
+        made_from=(options.output / PROXIES / name / PROXY,),
     )
 
 
 def mixture_options(options: SweepOptions, knobs: Knobs) -> DogeOptions:
     """What finds the weights."""
-    proxy = dataclasses.replace(
-        options.proxy,
-        model_size=str(knobs["model_size"]),
-        train_iters=int(knobs["train_iters"]),
-    )
+    files = files_of(options, knobs)
     return DogeOptions(
         corpus=options.corpus,
-        output=files_of(options, knobs).mixture,
-        work_dir=_work_dir(options, knobs),
+        output=files.mixture,
+        work_dir=files.made_from[0].parent,
         rule=options.doge,
-        proxy=proxy,
+        proxy=proxy_at(options, knobs),
     )
 
 
 def check(options: SweepOptions, knobs: Knobs) -> None:
     """Raises UserError for what would end the point."""
-    if options.mode != "pretrain":
-        raise UserError(
-            f"--mode {options.mode}: DoGE has no weights of that kind; leave it out, or give "
-            "--method chameleon"
-        )
-    plan_doge(mixture_options(options, knobs))
+    require_pretraining(options, "DoGE")
+    plan_doge(mixture_options(options, knobs), BY_OUTPUT)
 
 
 def compute(options: SweepOptions, knobs: Knobs, stops: StopRequests) -> bool:
     """Train the proxy unless it is there, and write the weights."""
-    return compute_doge(mixture_options(options, knobs), stops)
+    return compute_doge(mixture_options(options, knobs), stops, BY_OUTPUT)
 
 
-def _name(options: SweepOptions, knobs: Knobs) -> str:
-    seed = options.proxy.seed
-    return f"doge-{knobs['model_size']}-{knobs['train_iters']}steps-seed{seed}"
-
-
-def _work_dir(options: SweepOptions, knobs: Knobs) -> Path:
-    return options.output / PROXIES / _name(options, knobs)
-
-
-DOGE = SweptMethod(centre=centre_of, check=check, compute=compute, files=files_of, groups=("doge",))
+DOGE = SweptMethod(
+    centre=size_and_steps, check=check, compute=compute, files=files_of, groups=("doge",)
+)

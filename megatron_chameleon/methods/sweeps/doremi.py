@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.common.proxy_run import train_proxy, training_options
+from megatron_chameleon.methods.common.proxy_run import BY_OUTPUT, training_options
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.excess_loss.compute import compute_doremi
-from megatron_chameleon.methods.excess_loss.plan import PROXY, plan_doremi
-from megatron_chameleon.methods.sweeps.points import Knobs, PointFiles, SweptMethod
-from megatron_chameleon.options.proxy import ProxyOptions
+from megatron_chameleon.methods.excess_loss.plan import PROXY, plan_doremi, recipe_of
+from megatron_chameleon.methods.sweeps.points import (
+    MIXTURES,
+    PROXIES,
+    Knobs,
+    PointFiles,
+    SweptMethod,
+    proxy_at,
+    proxy_name,
+    require_pretraining,
+    size_and_steps,
+    watched_name,
+)
+from megatron_chameleon.options.doremi import DoremiRule
 from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.training.stopping import StopRequests
-
-PROXIES, MIXTURES = "2-proxy", "4-mixture/sweep"
-
-
-def centre_of(options: SweepOptions) -> Knobs:
-    """Where the options put DoReMi's knobs."""
-    return {"model_size": options.proxy.model_size, "train_iters": options.proxy.train_iters}
 
 
 def files_of(options: SweepOptions, knobs: Knobs) -> PointFiles:
@@ -30,68 +30,45 @@ def files_of(options: SweepOptions, knobs: Knobs) -> PointFiles:
     Both are trained by uniform weights alone, so that a sweep of the other method in the same
     folder uses it.
     """
-    name = _name(options, knobs)
-    work_dir = _work_dir(options, knobs)
+    rule, default = recipe_of(options.doremi), recipe_of(DoremiRule())
+    name = watched_name(options, knobs, rule, default)
+    proxies = options.output / PROXIES
     return PointFiles(
-        mixture=options.output / MIXTURES / f"doremi-{name}.json",
-        made_from=(options.output / PROXIES / name, work_dir / PROXY),
+        mixture=options.output / MIXTURES / f"{name}.json",
+        made_from=(proxies / proxy_name(options, knobs), proxies / name / PROXY),
     )
 
 
 def reference_run(options: SweepOptions, knobs: Knobs) -> PretrainOptions:
     """The run of the reference."""
-    return training_options(
-        _proxy(options, knobs), options.corpus, files_of(options, knobs).made_from[0]
-    )
+    run_dir = files_of(options, knobs).made_from[0]
+    return training_options(proxy_at(options, knobs), options.corpus, run_dir)
 
 
-def mixture_options(options: SweepOptions, knobs: Knobs, reference: Path | None) -> DoremiOptions:
-    """What finds the weights with that reference."""
+def mixture_options(options: SweepOptions, knobs: Knobs) -> DoremiOptions:
+    """What finds the weights, the reference apart."""
+    files = files_of(options, knobs)
     return DoremiOptions(
         corpus=options.corpus,
-        output=files_of(options, knobs).mixture,
-        work_dir=_work_dir(options, knobs),
-        reference=reference,
+        output=files.mixture,
+        work_dir=files.made_from[1].parent,
         rule=options.doremi,
-        proxy=_proxy(options, knobs),
+        proxy=proxy_at(options, knobs),
     )
 
 
 def check(options: SweepOptions, knobs: Knobs) -> None:
     """Raises UserError for what would end the point after the reference has been trained."""
-    if options.mode != "pretrain":
-        raise UserError(
-            f"--mode {options.mode}: DoReMi has no weights of that kind; leave it out, or give "
-            "--method chameleon"
-        )
-    # One that it would train itself is checked as the one that is trained here.
-    plan_doremi(mixture_options(options, knobs, reference=None))
+    require_pretraining(options, "DoReMi")
+    plan_doremi(mixture_options(options, knobs), reference_run(options, knobs), BY_OUTPUT)
 
 
 def compute(options: SweepOptions, knobs: Knobs, stops: StopRequests) -> bool:
     """Train what is not there yet, and write the weights."""
-    reference = reference_run(options, knobs)
-    if not train_proxy(reference, stops):
-        return False
-    return compute_doremi(mixture_options(options, knobs, reference.run_dir), stops)
-
-
-def _name(options: SweepOptions, knobs: Knobs) -> str:
-    return f"{knobs['model_size']}-{knobs['train_iters']}steps-seed{options.proxy.seed}"
-
-
-def _work_dir(options: SweepOptions, knobs: Knobs) -> Path:
-    return options.output / PROXIES / f"doremi-{_name(options, knobs)}"
-
-
-def _proxy(options: SweepOptions, knobs: Knobs) -> ProxyOptions:
-    return dataclasses.replace(
-        options.proxy,
-        model_size=str(knobs["model_size"]),
-        train_iters=int(knobs["train_iters"]),
-    )
+    wanted, reference = mixture_options(options, knobs), reference_run(options, knobs)
+    return compute_doremi(wanted, stops, reference, BY_OUTPUT)
 
 
 DOREMI = SweptMethod(
-    centre=centre_of, check=check, compute=compute, files=files_of, groups=("doremi",)
+    centre=size_and_steps, check=check, compute=compute, files=files_of, groups=("doremi",)
 )

@@ -7,14 +7,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_chameleon.artifacts import KnobValue
+from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.mixture.doge import DogeRecipe
+from megatron_chameleon.mixture.doremi import DoremiRecipe
 from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.options.proxy import ProxyOptions
 from megatron_chameleon.options.sweep import AxisOptions, SweepOptions
 from megatron_chameleon.training.stopping import StopRequests
 
 Knobs = dict[str, KnobValue]
 """Knob -> where it stands. A knob has the name of the option that sets it at the centre."""
+WatchedRule = DogeRecipe | DoremiRecipe
 
+# Where a sweep puts what it makes. The mixtures have a folder of their own: a report shows those
+# beside it as ones to train by.
+PROXIES, STORES, MIXTURES = "2-proxy", "3-embeddings", "4-mixture/sweep"
+DIGITS_OF_A_RULE = 8
 # Groups of options that every method reads.
 FOR_ALL = ("axes", "proxy")
 _TOLD = {
@@ -56,6 +65,48 @@ class SweptMethod:
 def told(knobs: Knobs) -> str:
     """``knobs`` for a message: '82m, 2,000 steps, 4,096 windows, ridge 10'."""
     return ", ".join(form.format(knobs[knob]) for knob, form in _TOLD.items() if knob in knobs)
+
+
+def size_and_steps(options: SweepOptions) -> Knobs:
+    """Where the options put the knobs that every proxy has."""
+    return {"model_size": options.proxy.model_size, "train_iters": options.proxy.train_iters}
+
+
+def proxy_at(options: SweepOptions, knobs: Knobs) -> ProxyOptions:
+    """How the proxy of a point is trained."""
+    return dataclasses.replace(
+        options.proxy,
+        model_size=str(knobs["model_size"]),
+        train_iters=int(knobs["train_iters"]),
+    )
+
+
+def proxy_name(options: SweepOptions, knobs: Knobs) -> str:
+    """The name of a point's proxy, as it is trained for Chameleon."""
+    return f"{knobs['model_size']}-{knobs['train_iters']}steps-seed{options.proxy.seed}"
+
+
+def watched_name(
+    options: SweepOptions, knobs: Knobs, rule: WatchedRule, default: WatchedRule
+) -> str:
+    """The name of a proxy that the method watches by ``rule``, and of its mixture.
+
+    A rule other than ``default`` is in it by a digest, so that one sweep after another may try
+    several in the same folder.
+    """
+    name = f"{options.method}-{proxy_name(options, knobs)}"
+    if rule == default:
+        return name
+    return f"{name}-{sha256_of_json(dataclasses.asdict(rule))[:DIGITS_OF_A_RULE]}"
+
+
+def require_pretraining(options: SweepOptions, method: str) -> None:
+    """Raises UserError if weights are asked for that only Chameleon has."""
+    if options.mode != "pretrain":
+        raise UserError(
+            f"--mode {options.mode}: {method} has no weights of that kind; leave it out, or give "
+            "--method chameleon"
+        )
 
 
 def check_groups(options: SweepOptions, method: SweptMethod) -> None:

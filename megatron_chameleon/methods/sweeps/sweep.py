@@ -58,15 +58,15 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
     Artifacts that are there are used, so that a sweep goes on where it was stopped.
 
     Returns:
-        The record that was written, on the first rank; None on the others, and on all of them if
-        the sweep was asked to stop.
+        The record that was written, the same on every rank; None if the sweep was asked to stop.
 
     Raises:
         UserError: for a mistake in the options or in what they name, before the first proxy is
             trained; later, for what training or embedding refuses.
     """
     method, stops = METHODS[options.method], StopRequests(options.proxy.stopping)
-    with distributed(forward_only(options.proxy.parallel), seed=0) as layout:
+    parallel = forward_only(options.proxy.parallel)
+    with distributed(parallel, seed=0) as layout:
         plan, is_main = from_main(lambda: plan_sweep(options)), layout.is_main
     for number, knobs in enumerate(plan.points, start=1):
         if is_main:
@@ -75,7 +75,8 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
             if is_main:
                 say(f"stopped in point {number} of {len(plan.points)}; the same command goes on")
             return None
-    return write_sweep(options, plan) if is_main else None
+    with distributed(parallel, seed=0):
+        return from_main(lambda: write_sweep(options, plan))
 
 
 def plan_sweep(options: SweepOptions) -> SweepPlan:

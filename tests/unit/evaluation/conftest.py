@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,6 @@ def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TextCheckpoint:
 
 
 @pytest.fixture(scope="session")
-def task_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder for --data-dir; what is made of it is cached in a folder of its own."""
-    import datasets
-
-    folder = tmp_path_factory.mktemp("tasks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))
-        yield write_task_data(folder / "data", DOCUMENTS)
+def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for --data-dir."""
+    return write_task_data(tmp_path_factory.mktemp("tasks"), DOCUMENTS)

@@ -22,7 +22,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.checkpoint import HookState, find_checkpoint, step_folder
 from megatron_chameleon.cli import parse_options
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.common.registry import find_methods
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.gradient_alignment.compute import compute_doge
@@ -30,8 +30,9 @@ from megatron_chameleon.options.doge import DogeRule
 from megatron_chameleon.options.guards import GuardOptions
 from megatron_chameleon.options.proxy import ProxyOptions
 from megatron_chameleon.options.training import OptimizerOptions
+from megatron_chameleon.training.gradient_rows import GradientRows
 from tests.small_corpus import DOMAINS
-from tests.unit.training.bad_steps import before_steps, poison
+from tests.unit.training.bad_steps import before_steps, poison, run_out
 
 STEPS = 6
 
@@ -133,7 +134,7 @@ def test_the_whole_cost_is_told_and_the_proxys_is_not_counted_twice(finished):
 def test_a_run_that_was_stopped_goes_on_exactly(finished, options, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         before_steps(patched, {3: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
-        assert not compute_doge(options())
+        assert find_methods()["doge"].compute(options()) == STOPPED_STATUS
     assert "stopped in the proxy; the same command goes on" in capsys.readouterr().out
     assert not (tmp_path / "doge.json").exists()
     assert compute_doge(options())
@@ -169,7 +170,7 @@ def test_a_finished_proxy_is_used_again(finished, options, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rule": DogeRule(doge_mu=0.3)}, "another rule: mu 0.2, not 0.3; choose another"),
+        ({"rule": DogeRule(doge_mu=0.3)}, "another rule: mu 0.2, not 0.3; give another"),
         ({"target": "news", "train_on_target": True}, "another target: news, code, poems, not new"),
         ({"seed": 4}, "holds a run with --seed 3, not 4"),
     ],
@@ -187,7 +188,8 @@ def test_half_a_proxy_of_another_rule_is_refused_before_it_is_trained(finished, 
     dataclasses.replace(run, status="running", step=3).save()
     shutil.rmtree(step_folder(run.root, STEPS))
     (run.root / "checkpoints" / "latest").unlink()
-    with pytest.raises(UserError, match=r"another rule: eps 0\.0, not 0\.1; .*--run-dir is"):
+    said = r"another rule: eps 0\.0, not 0\.1; give another --work-dir, or delete .*/proxy to start"
+    with pytest.raises(UserError, match=said):
         compute_doge(options(rule=DogeRule(doge_mu=0.2, doge_eps=0.1)))
     assert TrainingRun.load(run.root).step == 3
 
@@ -196,8 +198,38 @@ def test_a_run_that_nobody_watched_is_no_proxy(finished, options, tmp_path):
     shutil.copytree(finished / "doge", tmp_path / "doge")
     record = CheckpointRecord.load(step_folder(tmp_path / "doge" / "proxy", STEPS))
     dataclasses.replace(record, hook=None).save()
-    with pytest.raises(UserError, match="holds a finished run that DoGE has not watched"):
+    with pytest.raises(UserError, match=r"that DoGE has not watched \(nothing has\); give another"):
         compute_doge(options())
+
+
+def test_another_methods_proxy_is_refused(finished, options, tmp_path, capsys):
+    """DoReMi's has the same name below its folder."""
+    shutil.copytree(finished / "doge", tmp_path / "doge")
+    record = CheckpointRecord.load(step_folder(tmp_path / "doge" / "proxy", STEPS))
+    assert record.hook is not None
+    other = HookState("ExcessLossReweighting", record.hook.state)
+    dataclasses.replace(record, hook=other).save()
+    said = r"DoGE has not watched \(ExcessLossReweighting has\); give another --work-dir, or delete"
+    with pytest.raises(UserError, match=said):
+        compute_doge(options())
+    assert capsys.readouterr().out == ""
+
+
+def test_room_for_all_gradients_is_taken_before_anything_is_written(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(GradientRows, "__init__", run_out)
+    said = r"^DoGE's proxy: out of memory: .*gradients of 3 domains 0\.0"
+    with pytest.raises(UserError, match=said):
+        compute_doge(options())
+    assert not (tmp_path / "doge" / "proxy").exists()
+
+
+def test_epochs_of_a_target_that_is_not_trained_on_fill_no_budget(corpus, options, tmp_path):
+    tokens = Corpus.load(corpus.root).train_tokens
+    budget = sum(tokens.values())  # one epoch of all three, and more than one of the other two
+    given = options(target="poems", token_budget=budget, max_epochs=1.0)
+    with pytest.raises(UserError, match="so many epochs of all domains that get a weight are"):
+        compute_doge(given)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_target_gets_no_weight_and_is_not_trained_on(options, tmp_path, capsys):
@@ -257,7 +289,11 @@ def test_a_step_that_is_skipped_moves_no_weight(options, tmp_path, monkeypatch, 
     assert run.skipped_steps == 1
     assert hooks[3] == hooks[2]
     assert hooks[4] != hooks[3]
-    assert Mixture.load(tmp_path / "doge.json").parameters["steps_averaged"] == STEPS - 1
+    told = Mixture.load(tmp_path / "doge.json").parameters
+    assert told["steps_averaged"] == STEPS - 1
+    path = np.array([[1 / 3] * 3, *(list(hook["weights"].values()) for hook in hooks)])
+    moves = np.abs(np.diff(path, axis=0)).sum(1) / 2
+    assert told["moved_per_step"] == pytest.approx(moves.sum() / (STEPS - 1))
 
 
 def with_weights(finished, folder, last, mean):
@@ -308,6 +344,7 @@ def test_steady_weights_are_not_called_out(finished, options, tmp_path, recwarn)
         ({"max_epochs": 1.0}, "give that too"),
         ({"model_size": "huge"}, "huge"),
         ({"output": Path("mixture")}, "--output mixture: give a name that ends with .json"),
+        ({"output": Path("/dev/null/doge.json")}, "/dev/null cannot be written to; choose"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_trained(corpus, tmp_path, changes, message):

@@ -67,7 +67,7 @@ def test_a_step_is_that_of_the_algorithm(passes, micro_batches, one_rank, roles,
     shares = weights[here] / weights[here].sum()
     expected = shares @ gradients[[roles.train[row] for row in here]]
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-4)
-    assert told["weights"]["b"] == (0.0 if roles is TOWARDS_B else told["weights"]["b"])
+    assert (told["weights"]["b"] == 0.0) == (roles is TOWARDS_B)
 
 
 def test_the_host_waits_for_the_products_alone(passes, micro_batches, one_rank, monkeypatch):

@@ -8,6 +8,8 @@ import pytest
 
 from megatron_chameleon.artifacts import Sweep, TrainingRun
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.sweeps.doge import files_of
+from megatron_chameleon.methods.sweeps.points import size_and_steps
 from megatron_chameleon.methods.sweeps.sweep import sweep_mixture
 from megatron_chameleon.options.doge import DogeRule
 from megatron_chameleon.options.mixture import ExtractionOptions
@@ -50,6 +52,19 @@ def test_a_sweep_trains_a_proxy_a_point_and_goes_on(options, tmp_path, capsys):
     capsys.readouterr()
     assert sweep_mixture(options()) == Sweep.load(tmp_path / "run")
     assert capsys.readouterr().out.count("nothing to do") == 2
+    with pytest.raises(
+        UserError, match="--seq-length 32, not 16; give another --output, or delete"
+    ):
+        sweep_mixture(options(proxy=dataclasses.replace(options().proxy, seq_length=16)))
+
+
+def test_another_rule_has_proxies_of_its_own(options):
+    """The paper's, given or not, has a name without a digest."""
+    rules = (DogeRule(), DogeRule(0.3), DogeRule(0.3, doge_eps=0.1), DogeRule(0.01))
+    given = [options(doge=rule) for rule in rules]
+    names = [files_of(each, size_and_steps(each)).mixture.stem for each in given]
+    assert names[0] == names[3] == "doge-nano-3steps-seed3"
+    assert len(set(names)) == 3
 
 
 @pytest.mark.parametrize(

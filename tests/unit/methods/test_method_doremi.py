@@ -20,18 +20,25 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
 )
 from megatron_chameleon.artifacts.checkpoint import find_checkpoint, step_folder
+from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.checkpoint.load import load_weights
 from megatron_chameleon.checkpoint.reader import open_reader, shape_of
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
+from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.doremi import METHOD, DoremiOptions
 from megatron_chameleon.methods.excess_loss import compute as compute_module
 from megatron_chameleon.methods.excess_loss import hook as hook_module
 from megatron_chameleon.methods.excess_loss.compute import compute_doremi
 from megatron_chameleon.methods.excess_loss.hook import ExcessLossReweighting
-from megatron_chameleon.methods.excess_loss.plan import plan_doremi
+from megatron_chameleon.methods.excess_loss.plan import plan_doremi, recipe_of
+from megatron_chameleon.methods.gradient_alignment.compute import compute_doge
+from megatron_chameleon.methods.sweeps.doremi import files_of
+from megatron_chameleon.methods.sweeps.points import size_and_steps
 from megatron_chameleon.methods.sweeps.sweep import sweep_mixture
+from megatron_chameleon.mixture.doremi import RECIPES
 from megatron_chameleon.mixture.exponentiated import LOWEST_LOG
 from megatron_chameleon.model.flops import forward_flops
+from megatron_chameleon.model.memory_advice import training_setup
 from megatron_chameleon.options.doremi import DoremiRule
 from megatron_chameleon.options.mixture import ExtractionOptions
 from megatron_chameleon.options.proxy import ProxyOptions
@@ -41,7 +48,7 @@ from megatron_chameleon.options.training import DocumentBoundaryOptions, Optimiz
 from megatron_chameleon.training.global_batch import GlobalBatch
 from tests.small_corpus import DOMAINS, EOD, VOCAB_SIZE, write_small_corpus
 from tests.unit.launched import Launcher, write_everything
-from tests.unit.training.bad_steps import before_steps, poison
+from tests.unit.training.bad_steps import before_steps, poison, run_out
 
 STEPS = 6
 SLOW = DoremiRule(doremi_eta=0.1)
@@ -150,17 +157,23 @@ def test_every_step_follows_from_the_one_before_by_the_rule(found):
 class Checked(ExcessLossReweighting):
     """Compares what is found with a loop over tokens, and the reference with its read-out."""
 
-    steps = 0
+    steps, apart, highest = 0, 0.0, 0.0
 
     def __init__(self, plan, layout, reference, recipe):
         super().__init__(plan, layout, reference, recipe)
         self.reader = open_reader(reference.checkpoint, layout)
-        self.plan = plan
+        self.others: list[float] = []
+
+    def limited(self, excess):
+        """Between the recipe's limits."""
+        ceiling = math.inf if self._recipe.ceiling is None else self._recipe.ceiling
+        return min(max(excess, self._recipe.floor), ceiling)
 
     def loss_weights(self, batch):
         mine = batch.token_losses()
         weights = super().loss_weights(batch)
-        sums, counts, weighed = np.zeros(3), np.zeros(3), [0.0, 0.0]
+        tokens: list[list[float]] = [[], [], []]
+        weighed = [0.0, 0.0]
         alpha = self._standing.weights
         for part, losses in zip(batch.micro_batches, mine, strict=True):
             theirs = self.reader.token_losses(part["tokens"], part["labels"])
@@ -169,20 +182,24 @@ class Checked(ExcessLossReweighting):
                 for column in range(losses.size(1)):
                     if part["loss_mask"][row, column]:
                         proxy = float(losses[row, column])
-                        sums[domain] += max(proxy - float(theirs[row, column]), 0.0)
-                        counts[domain] += 1
+                        tokens[domain].append(proxy - float(theirs[row, column]))
                         weighed[0] += alpha[domain] * proxy
                         weighed[1] += alpha[domain]
-        there = counts > 0
-        np.testing.assert_allclose(
-            self._standing.excess[there], (sums / counts.clip(1))[there], rtol=1e-4, atol=1e-6
-        )
+        there = [domain for domain in range(3) if tokens[domain]]
+        token_by_token = [np.mean([self.limited(x) for x in tokens[domain]]) for domain in there]
+        means = [self.limited(float(np.mean(tokens[domain]))) for domain in there]
+        expected, other = token_by_token, means
+        if not self._recipe.clip_tokens:
+            expected, other = means, token_by_token
+        np.testing.assert_allclose(self._standing.excess[there], expected, rtol=1e-4, atol=1e-6)
+        Checked.apart = max(Checked.apart, float(np.abs(np.subtract(expected, other)).max()))
+        Checked.highest = max(Checked.highest, max(max(part, default=0.0) for part in tokens))
         # What the loop makes of it: the sum of weight times loss over the number of tokens.
         total = sum(
             float((weights[part["domain"]][:, None] * losses * part["loss_mask"]).sum())
             for part, losses in zip(batch.micro_batches, mine, strict=True)
         )
-        assert total / counts.sum() == pytest.approx(weighed[0] / weighed[1], rel=1e-5)
+        assert total / sum(map(len, tokens)) == pytest.approx(weighed[0] / weighed[1], rel=1e-5)
         Checked.steps += 1
         return weights
 
@@ -190,13 +207,27 @@ class Checked(ExcessLossReweighting):
 Checked.__name__ = ExcessLossReweighting.__name__  # checkpoints say it
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_excess_losses_and_the_loss_are_those_of_a_loop_over_tokens(options, monkeypatch, masked):
+@pytest.mark.parametrize(
+    ("rule", "masked"),
+    [
+        (SLOW, False),
+        (DoremiRule(doremi_eta=0.1, excess_ceiling=0.3), True),
+        (DoremiRule("fork"), False),
+        (DoremiRule("fork", excess_ceiling=0.3), True),
+    ],
+)
+def test_excess_losses_and_the_loss_are_those_of_a_loop_over_tokens(
+    options, monkeypatch, masked, rule
+):
     monkeypatch.setattr(compute_module, "ExcessLossReweighting", Checked)
-    Checked.steps = 0
+    monkeypatch.setattr(Checked, "steps", 0)
+    monkeypatch.setattr(Checked, "apart", 0.0)
+    monkeypatch.setattr(Checked, "highest", 0.0)
     boundaries = DocumentBoundaryOptions(eod_mask_loss=masked)
-    assert compute_doremi(options(proxy={"train_iters": 3, "boundaries": boundaries}))
+    assert compute_doremi(options(rule=rule, proxy={"train_iters": 3, "boundaries": boundaries}))
     assert Checked.steps == 3
+    assert Checked.apart > 1e-3  # the other variant's excess is told apart from this one's
+    assert Checked.highest > 0.3  # and so is one without the ceiling
 
 
 def test_a_proxy_that_is_its_reference_keeps_the_weights_but_for_rounding(
@@ -208,8 +239,8 @@ def test_a_proxy_that_is_its_reference_keeps_the_weights_but_for_rounding(
     )
     checkpoint = find_checkpoint(finished_run)
 
-    def from_reference(options):
-        plan = plan_doremi(options)
+    def from_reference(*arguments):
+        plan = plan_doremi(*arguments)
         run = dataclasses.replace(plan.proxy_run, pretrained_checkpoint=checkpoint)
         return dataclasses.replace(plan, proxy_run=run)
 
@@ -264,6 +295,11 @@ def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpu
     assert (reference.model["size"]["hidden_size"], proxy.model["size"]["hidden_size"]) == (128, 64)
     mixture = Mixture.load(given.output)
     assert mixture.parameters["reference"]["model_size"] == "tiny"
+    sizes_trained = [
+        12 * run.model["size"]["num_layers"] * run.model["size"]["hidden_size"] ** 2
+        for run in (reference, proxy)
+    ]
+    assert mixture.parameters["paper_flops"] == 6 * proxy.tokens * sum(sizes_trained)
     assert mixture.parameters["made_from"] == ["doremi/reference", "doremi/proxy"]
     # The reference's forward pass counts at its own shape.
     sizes = [
@@ -332,7 +368,7 @@ def test_a_reference_that_was_killed_goes_on_first(options, found, monkeypatch, 
 
 def test_it_leaves_when_it_is_asked_to_stop(options, capsys):
     given = options(proxy={"stopping": StoppingOptions(exit_duration_in_mins=1e-6)})
-    assert compute_doremi(given) is False
+    assert METHOD.compute(given) == STOPPED_STATUS
     assert "stopped in the proxy; the same command goes on" in capsys.readouterr().out
     assert (proxy_of(given.output).step, given.output.exists()) == (1, False)
 
@@ -350,7 +386,7 @@ def test_the_same_command_again_trains_nothing(options, half_done, found, capsys
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (DoremiRule(doremi_eta=0.2), "another rule: eta 0.1, not 0.2; choose another --work-dir"),
+        (DoremiRule(doremi_eta=0.2), "another rule: eta 0.1, not 0.2; give another --work-dir"),
         (DoremiRule("fork", 0.1, 1e-3), "another rule: clip_tokens True, not False"),
     ],
 )
@@ -372,14 +408,87 @@ def test_a_proxy_of_another_reference_is_refused(options, half_done, tmp_path):
 
 def test_a_run_that_nobody_watched_is_no_proxy(options, finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "4-mixture" / "doremi" / "proxy")
-    with pytest.raises(UserError, match="finished run that DoReMi has not watched; choose another"):
+    said = r"holds a run that DoReMi has not watched \(nothing has\); give another --work-dir, or"
+    with pytest.raises(UserError, match=said):
         compute_doremi(options())
 
 
 def test_proxies_of_other_options_are_refused_with_the_way_out(options, half_done):
     with pytest.raises(UserError, match="--seed 1234, not 7") as refused:
         compute_doremi(options(proxy={"seed": 7}))
-    assert f"(the proxy's --run-dir is {half_done / 'proxy'})" in str(refused.value)
+    assert f"or delete {half_done / 'proxy'} to start anew" in str(refused.value)
+
+
+def folder_of_doge(corpus, output: Path) -> None:
+    """A mixture of DoGE in the place of DoReMi's, with its proxy."""
+    assert compute_doge(DogeOptions(corpus=corpus.root, output=output, proxy=proxy_options()))
+    output.unlink()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, r"holds a proxy, and its reference is not in .*reference, or not finished"),
+        ({"proxy": {"seed": 7}}, "doremi/proxy holds a run with --seed 1234, not 7; give another"),
+    ],
+)
+def test_what_the_proxys_folder_holds_is_looked_at_before_the_reference_is_trained(
+    options, half_done, changes, said
+):
+    with pytest.raises(UserError, match=said) as refused:
+        compute_doremi(options(reference=None, **changes))
+    assert f"delete {half_done / 'proxy'} to start anew" in str(refused.value)
+    assert not (half_done / "reference").exists()
+
+
+def test_another_methods_proxy_is_refused_before_the_reference_is_trained(options, corpus):
+    given = options(reference=None)
+    folder_of_doge(corpus, given.output)
+    said = r"DoReMi has not watched \(GradientAlignment has\); give another --work-dir, or delete"
+    with pytest.raises(UserError, match=said):
+        compute_doremi(given)
+    assert not (given.output.with_suffix("") / "reference").exists()
+
+
+def test_a_reference_of_other_options_is_refused_before_the_proxy_is(options, half_done, capsys):
+    given = options(reference=None, proxy={"seed": 7})
+    shutil.copytree(half_done / "proxy", half_done / "reference")
+    shutil.rmtree(half_done / "proxy")
+    with pytest.raises(UserError, match="reference holds a run with --seed 1234, not 7"):
+        compute_doremi(given)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_proxy_that_is_finished_builds_no_reference(options, half_done, monkeypatch):
+    monkeypatch.setattr(hook_module, "build_model_chunks", run_out)
+    assert compute_doremi(options())
+
+
+def test_a_reference_that_does_not_fit_is_told(options, monkeypatch):
+    monkeypatch.setattr(hook_module, "build_model_chunks", run_out)
+    given = options()
+    with pytest.raises(UserError, match=r"^DoReMi's proxy: out of memory: .*, the reference 0\.0"):
+        compute_doremi(given)
+    assert not (given.output.with_suffix("") / "proxy").exists()
+
+
+def test_the_memory_of_the_reference_is_counted(options, monkeypatch):
+    counted = []
+
+    class Counting(ExcessLossReweighting):
+        def prepare(self):
+            super().prepare()
+            assert self._passes is not None
+            (model,) = self._passes.model
+            held = sum(part.numel() * part.element_size() for part in model.parameters())
+            setup = training_setup(self._plan.options, self._plan.shape, 1)
+            counted.append((held, self.extra_bytes(setup, 0, 3)))
+
+    Counting.__name__ = ExcessLossReweighting.__name__
+    monkeypatch.setattr(compute_module, "ExcessLossReweighting", Counting)
+    compute_doremi(options(proxy={"train_iters": 3}))
+    ((held, told),) = counted
+    assert told == {"the reference": held}
 
 
 def test_a_skipped_step_is_undone(options, monkeypatch):
@@ -391,22 +500,49 @@ def test_a_skipped_step_is_undone(options, monkeypatch):
     assert lines[4]["weights"] != lines[3]["weights"]
     state = state_of(given.output)
     assert state["counted"] == 1 + STEPS - 1
+    path = np.array([[1 / 3] * 3, *(list(line["weights"].values()) for line in lines)])
+    moves = np.abs(np.diff(path, axis=0)).sum(1) / 2
+    told = Mixture.load(given.output).parameters["moved_per_step"]
+    assert told == pytest.approx(moves.sum() / (STEPS - 1))
     assert proxy_of(given.output).skipped_steps == 1
 
 
-def test_losses_of_the_proxy_that_are_no_numbers_leave_the_weights(options, monkeypatch):
+def bad_losses(monkeypatch, factor, *, of_reference):
+    """All losses of a model are multiplied by ``factor`` in the third step."""
     token_losses = GlobalBatch.token_losses
 
     def losses(batch, other=None, other_shape=None):
-        factor = math.nan if batch.step == 2 and other is None else 1.0
-        return [factor * part for part in token_losses(batch, other, other_shape)]
+        bad = batch.step == 2 and (other is not None) == of_reference
+        return [(factor if bad else 1.0) * part for part in token_losses(batch, other, other_shape)]
 
     monkeypatch.setattr(GlobalBatch, "token_losses", losses)
-    given = options()
+
+
+@pytest.mark.parametrize(
+    ("factor", "ceiling"), [(math.nan, None), (math.inf, None), (math.inf, 0.3)]
+)
+def test_losses_of_the_proxy_that_are_no_numbers_leave_the_weights(
+    options, monkeypatch, factor, ceiling
+):
+    bad_losses(monkeypatch, factor, of_reference=False)
+    given = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=ceiling))
     compute_doremi(given)
     lines = hook_lines(given.output)
     assert lines[2] == lines[1]
     assert state_of(given.output)["counted"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("factor", "variant"),
+    [(math.nan, "original"), (math.inf, "original"), (math.inf, "fork")],
+)
+def test_losses_of_the_reference_that_are_no_numbers_end_the_run(
+    options, monkeypatch, factor, variant
+):
+    """Also those that are infinite, of which clipping would make an excess loss of 0."""
+    bad_losses(monkeypatch, factor, of_reference=True)
+    with pytest.raises(UserError, match="has a loss that is not a finite number on 'news'"):
+        compute_doremi(options(rule=DoremiRule(variant, 0.1)))
 
 
 def test_a_reference_without_finite_losses_is_told(options, monkeypatch):
@@ -493,6 +629,8 @@ def test_the_limit_of_epochs_holds(options, corpus):
         ({"proxy": {"train_iters": 0}}, "--train-iters 0: give a whole number"),
         ({"max_epochs": 2.0}, "--max-epochs limits the epochs of a --token-budget"),
         ({"output": Path("doremi.txt")}, "--output doremi.txt: give a name that ends with .json"),
+        ({"output": Path("/dev/null/doremi.json")}, "/dev/null cannot be written to; choose"),
+        ({"output": Path("/tmp")}, "--output /tmp is a folder; give the name of a file"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_trained(options, tmp_path, changes, said):
@@ -528,10 +666,24 @@ def test_a_reference_of_another_vocabulary_is_refused(
     assert not (tmp_path / "4-mixture").exists()
 
 
-def test_a_reference_of_another_corpus_is_used_with_a_warning(options, tmp_path):
+def test_a_reference_of_another_corpus_and_other_documents_is_warned_of_once(options, tmp_path):
     other = write_small_corpus(tmp_path / "corpus", seed=1)
-    with pytest.warns(MixtureWarning, match="was trained on another corpus than"):
-        compute_doremi(options(corpus=other.root, proxy={"train_iters": 3}))
+    boundaries = DocumentBoundaryOptions(reset_position_ids=True)
+    with pytest.warns(MixtureWarning) as caught:
+        compute_doremi(
+            options(corpus=other.root, proxy={"train_iters": 3, "boundaries": boundaries})
+        )
+    said = [str(warning.message) for warning in caught]
+    assert len([line for line in said if "was trained on another corpus than" in line]) == 1
+    (line,) = [line for line in said if "at the ends of documents" in line]
+    assert "was trained with --reset-position-ids False, the proxy is with True" in line
+
+
+def test_a_corpus_of_one_domain_is_refused(options, tmp_path):
+    alone = write_small_corpus(tmp_path / "corpus", ("news",))
+    with pytest.raises(UserError, match="there is one domain, and nothing to weigh"):
+        compute_doremi(options(corpus=alone.root))
+    assert not (tmp_path / "4-mixture").exists()
 
 
 def constructed_document(number: int, rng: np.random.Generator):
@@ -574,10 +726,11 @@ def test_a_sweep_finds_the_mixture_at_every_point(corpus, tmp_path, capsys):
     assert sweep == Sweep.load(root)
     assert sweep is not None
     names = ["nano-3steps-seed1234", "nano-4steps-seed1234"]
+    digest = sha256_of_json(dataclasses.asdict(recipe_of(SLOW)))[:8]
     runs = sorted(path.relative_to(root).as_posix() for path in root.rglob("run.json"))
     assert runs == sorted(
         [f"2-proxy/{name}/run.json" for name in names]
-        + [f"2-proxy/doremi-{name}/proxy/run.json" for name in names]
+        + [f"2-proxy/doremi-{name}-{digest}/proxy/run.json" for name in names]
     )
     for point in sweep.points:
         mixture = sweep.load_mixture(point)
@@ -586,6 +739,29 @@ def test_a_sweep_finds_the_mixture_at_every_point(corpus, tmp_path, capsys):
         assert steps == {point.knobs["train_iters"]}
     costs = [TrainingRun.load(root / path).cost.flops for path in (Path(p).parent for p in runs)]
     assert sweep.cost.flops == pytest.approx(sum(costs))
+
+
+def test_another_rule_of_a_sweep_has_proxies_of_its_own_and_the_same_references(corpus, tmp_path):
+    given = sweep_options(corpus, tmp_path / "run")
+    knobs = size_and_steps(given)
+    names = []
+    for rule in (SLOW, DoremiRule(doremi_eta=0.2), DoremiRule("fork"), DoremiRule(doremi_eta=1.0)):
+        files = files_of(dataclasses.replace(given, doremi=rule), knobs)
+        names.append(files.made_from[1].parent.name)
+        assert files.mixture.stem == names[-1]
+        assert files.made_from[0].name == "nano-4steps-seed1234"
+    assert len(set(names)) == 4
+    assert names[-1] == "doremi-nano-4steps-seed1234"  # the default
+
+
+def test_what_lies_in_a_sweeps_folder_is_refused_with_a_flag_that_it_has(
+    corpus, tmp_path, finished_run
+):
+    given = sweep_options(corpus, tmp_path / "run")
+    shutil.copytree(finished_run, tmp_path / "run/2-proxy/nano-4steps-seed1234")
+    said = r"holds a run with --train-iters 6, not 4; give another --output, or delete .*-seed1234 "
+    with pytest.raises(UserError, match=said):
+        sweep_mixture(given)
 
 
 @pytest.mark.parametrize(
@@ -617,13 +793,33 @@ def test_the_launcher_finds_the_mixture_of_the_paper(tmp_path, size):
     (call,) = launched.calls
     given = call.options
     assert (call.program, type(given)) == ("torchrun", DoremiOptions)
-    assert (given.proxy.model_size, given.reference_mixture) == (size, "uniform")
+    assert (given.proxy.model_size, given.reference_mixture) == (size, None)  # so, uniform
     assert (given.rule.doremi_variant, given.rule.doremi_eps) == ("original", 0.01)
     root = "runs/slimpajama" if size == "82m" else "runs/tiny/doremi"
     assert given.output == Path(root) / "4-mixture/doremi.json"
     if size == "82m":
         assert (given.proxy.train_iters, given.proxy.global_batch_size) == (10_000, 128)
         assert (given.proxy.optimizer.lr, given.proxy.optimizer.min_lr) == (5e-4, 1e-4)
-        assert (given.rule.doremi_eta, given.proxy.bf16) == (1.0, True)
+        assert (recipe_of(given.rule).eta, given.proxy.bf16) == (1.0, True)
     else:
         assert call.ranks.nproc_per_node == "2"
+
+
+def launched_with(tmp_path, *flags: str) -> DoremiOptions:
+    tmp_path.mkdir(exist_ok=True)
+    write_everything(tmp_path)
+    launched = Launcher(tmp_path)("baselines/doremi", "--", *flags)
+    assert launched.status == 0, launched.errors
+    (call,) = launched.calls
+    assert isinstance(call.options, DoremiOptions)
+    return call.options
+
+
+def test_the_launcher_takes_a_reference_that_is_trained(tmp_path):
+    given = launched_with(tmp_path, "--reference", "runs/other")
+    assert (given.reference, given.reference_mixture) == (Path("runs/other"), None)
+
+
+def test_the_launcher_takes_the_forks_rule_whole(tmp_path):
+    assert recipe_of(launched_with(tmp_path, "--doremi-variant", "fork").rule) == RECIPES["fork"]
+    assert recipe_of(launched_with(tmp_path / "2").rule) == RECIPES["original"]

@@ -9,15 +9,16 @@ import pytest
 
 from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.fits.mixing_laws import compute_mixing_laws
 from megatron_chameleon.methods.fits.sizes_and_steps import grown
-from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions
+from megatron_chameleon.methods.mixing_laws import METHOD, LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.swarm.result import SwarmResult
 from megatron_chameleon.mixture.law_optimum import simplex_grid
 from megatron_chameleon.mixture.mixing_laws import MixingLaws
 from megatron_chameleon.model.sizes import SIZES, ModelShape
 from megatron_chameleon.options.fits import DrawOptions
+from megatron_chameleon.options.stopping import StoppingOptions
 from megatron_chameleon.options.swarm import SwarmOptions
 from tests.small_corpus import DOMAINS, VOCAB_SIZE
 
@@ -92,7 +93,7 @@ def test_the_laws_and_their_error_on_runs_left_out_are_told(compute, capsys):
     law = mixture.parameters["laws"]["code"]
     assert law["constant"] == pytest.approx(1.5, abs=0.1)
     assert min(law["exponents"], key=law["exponents"].__getitem__) == "code"
-    assert "leave one out; * is the target" in capsys.readouterr().out
+    assert "leave one out; * is in the target" in capsys.readouterr().out
 
 
 def test_more_runs_than_are_left_out_singly_go_in_groups(compute):
@@ -148,7 +149,10 @@ def test_swarms_of_every_size_are_trained_fitted_and_paid_for(compute, tmp_path,
         work_dir=tmp_path / "out" / "laws",
     )
     assert "all 6 members are there" in capsys.readouterr().out
-    assert mixture.cost.flops > 1.5 * alone.cost.flops > 0
+    assert mixture.parameters["made_from"] == [f"laws/swarm-{size}" for size in sizes]
+    whole, part = (m.parameters["total_cost"]["flops"] for m in (mixture, alone))
+    assert whole > 1.5 * part > 0
+    assert mixture.cost.flops == 0
 
 
 def power_law_swarm(options, corpus, name, diverged=()):
@@ -214,6 +218,11 @@ def test_three_measurements_leave_none_to_try_the_law_on(options, corpus):
         ({"target_steps": 6}, "--target-steps 6 is not beyond --train-iters 6"),
         ({"target_steps": 20}, "3 measurements from step 2 on, and there are 1"),
         ({"fit_steps_from": 3}, "--fit-steps-from chooses what --target-steps is predicted from"),
+        ({"target_steps": 20, "fit_steps_from": -1}, "--fit-steps-from -1: give a whole number"),
+        (
+            {"model_sizes": ("nano", "tiny", "1m"), "target_size": "tiny"},
+            "--target-size tiny is among --model-sizes",
+        ),
         ({"target_size": "60m"}, "--model-sizes and --target-size belong together"),
         ({"model_sizes": ("nano", "tiny", "1m")}, "--model-sizes and --target-size belong"),
         ({"model_sizes": ("nano", "tiny"), "target_size": "60m"}, "takes 3 different ones"),
@@ -232,6 +241,22 @@ def test_mistakes_are_told_before_anything_is_trained(options, laws, told, tmp_p
 def test_too_few_proxies_are_refused(options):
     with pytest.raises(UserError, match="3 runs are too few for a law: give 4 or more"):
         compute_mixing_laws(options(num_proxies=3))
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_persons_runs_are_fitted_by_the_first_rank_alone(options, monkeypatch, rank):
+    asked = options(runs())
+    monkeypatch.setenv("RANK", rank)
+    assert compute_mixing_laws(asked)  # all of them have the same status
+    assert asked.output.exists() == (rank == "0")
+
+
+def test_a_swarm_that_was_asked_to_stop_leaves_no_mixture_and_says_so(options, capsys):
+    at_once = dataclasses.replace(SWARM, stopping=StoppingOptions(exit_duration_in_mins=1e-9))
+    asked = options(swarm=at_once)
+    assert METHOD.compute(asked) == STOPPED_STATUS
+    assert not asked.output.exists()
+    assert "has stopped; the same command goes on with it" in capsys.readouterr().out
 
 
 def test_a_persons_runs_are_not_carried_further(options):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -15,18 +16,20 @@ from megatron_chameleon.artifacts.mixture_runs import (
     MixtureRunsWarning,
     write_mixture_runs,
 )
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.artifacts.swarm import SwarmRecord
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.fits.regmix import (
     check_lightgbm,
     check_number_of_runs,
     compute_regmix,
 )
 from megatron_chameleon.methods.fits.runs import drawn_mixtures, trained_runs
-from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
+from megatron_chameleon.methods.regmix import METHOD, RegmixOptions, TreeOptions
 from megatron_chameleon.methods.swarm.result import SwarmResult
 from megatron_chameleon.options.fits import DrawOptions
+from megatron_chameleon.options.stopping import StoppingOptions
 from megatron_chameleon.options.swarm import SwarmOptions
-from tests.small_corpus import DOMAINS
+from tests.small_corpus import DOMAINS, write_small_corpus
 
 QUICK = TreeOptions(num_trees=100, tree_learning_rate=0.1, num_draws=3000, num_best=30)
 SWARM = SwarmOptions(
@@ -81,7 +84,7 @@ def test_the_best_mixture_of_a_persons_runs_is_found(compute, capsys):
     assert sum(mixture.weights.values()) == pytest.approx(1)
     said = capsys.readouterr().out
     assert "fitted to 80 runs of" in said
-    assert "of the runs it is unknown" in said
+    assert "cost of the fit alone (unknown: the runs of" in said
     assert "next: tools/pretrain_gpt.py --corpus" in said
     assert mixture.cost.flops == 0
     assert mixture.cost.wall_seconds > 0
@@ -100,7 +103,10 @@ def test_a_fit_to_noise_says_so(compute, capsys):
     noise = np.random.default_rng(1).normal(3, 0.1, given.losses.shape)
     mixture = compute(dataclasses.replace(given, losses=noise))
     assert abs(mixture.parameters["fit"]["spearman"]["news"]) < 0.35
-    assert "predicts no better than a constant: the mixture says nothing" in capsys.readouterr().out
+    assert (
+        "the target no better than a constant, so the mixture says nothing"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_target_chooses_what_is_small(compute):
@@ -173,19 +179,30 @@ def test_a_swarm_is_trained_fitted_and_paid_for(compute, options, corpus, tmp_pa
     swarm = tmp_path / "out" / "regmix" / "swarm"
     assert {path.name for path in swarm.glob("*.csv")} == {"ratios.csv", "metrics.csv"}
     assert mixture.parameters["runs"] == 10
-    assert mixture.cost.flops > 1e8
-    assert mixture.parameters["total_cost"]["flops"] == mixture.cost.flops
-    assert mixture.parameters["made_from"] == []
+    assert mixture.cost.flops == 0
+    assert mixture.parameters["total_cost"]["flops"] == SwarmRecord.load(swarm).cost.flops > 1e8
+    assert mixture.parameters["made_from"] == ["regmix/swarm"]
     assert "10 of 10 members" in capsys.readouterr().out
 
     again = compute(num_proxies=10, draws=draws)
     assert "all 10 members are there" in capsys.readouterr().out
     assert again.weights == mixture.weights
-    assert again.cost.flops == mixture.cost.flops
+    assert again.parameters["total_cost"]["flops"] == mixture.parameters["total_cost"]["flops"]
+
+    first = SwarmRecord.load(swarm)
+    times = {path.name: path.stat().st_mtime_ns for path in (swarm / "members").iterdir()}
+    more = compute(num_proxies=12, draws=draws)
+    assert "2 of 12 members" in capsys.readouterr().out
+    assert more.parameters["runs"] == 12
+    assert SwarmRecord.load(swarm).mixtures[:10] == first.mixtures
+    for name, written in times.items():
+        assert (swarm / "members" / name).stat().st_mtime_ns == written
 
     tables = {"ratios": swarm / "ratios.csv", "metrics": swarm / "metrics.csv"}
     fitted = compute(output=tmp_path / "again.json", **tables)
-    assert fitted.weights == pytest.approx(mixture.weights, abs=1e-9)
+    assert fitted.weights == pytest.approx(more.weights, abs=1e-9)
+    assert fitted.parameters["unknown_costs"] == [f"the runs of {swarm / 'ratios.csv'}"]
+    assert "total_cost" not in fitted.parameters
 
 
 def swarm_result(diverged=()):
@@ -200,7 +217,7 @@ def swarm_result(diverged=()):
 def test_members_that_diverged_are_left_out_with_a_word(tmp_path):
     result = swarm_result(diverged=[2, 7])
     with pytest.warns(MixtureWarning, match="2 of 20 proxies diverged and are left out .*: 2, 7"):
-        fitted = trained_runs(result, result.losses[:, -1], tmp_path)
+        fitted = trained_runs(result, result.losses[:, -1], [tmp_path])
     assert fitted.runs.keys == [str(n) for n in range(20) if n not in (2, 7)]
     np.testing.assert_array_equal(fitted.runs.mixtures, np.delete(result.mixtures, [2, 7], 0))
     assert np.isfinite(fitted.runs.losses).all()
@@ -211,13 +228,44 @@ def test_members_that_diverged_are_left_out_with_a_word(tmp_path):
 def test_a_swarm_that_diverged_as_a_whole_is_refused(tmp_path):
     result = swarm_result(diverged=range(20))
     with pytest.raises(UserError, match="all 20 proxies diverged; give a smaller --lr"):
-        trained_runs(result, result.losses[:, -1], tmp_path)
+        trained_runs(result, result.losses[:, -1], [tmp_path])
+
+
+def test_a_domain_whose_proxies_all_diverged_is_told_by_its_name(tmp_path):
+    result = swarm_result(diverged=[2, 7])
+    result.mixtures[:] = [[0.5, 0.5, 0.0]]
+    result.mixtures[[2, 7]] = [0.0, 0.0, 1.0]
+    with pytest.warns(MixtureWarning) as caught:
+        trained_runs(result, result.losses[:, -1], [tmp_path])
+    told = [str(warning.message) for warning in caught]
+    assert any(f"18 proxies of {tmp_path}: no run has text of poems" in line for line in told)
+
+
+def test_domains_that_hardly_any_mixture_has_are_told_before_training(tmp_path, monkeypatch):
+    rare = write_small_corpus(tmp_path / "corpus")
+    tokens = {"news": 100_000, "code": 60_000, "poems": 1}
+    monkeypatch.setattr(type(rare), "train_tokens", property(lambda _: tokens))
+    with pytest.warns(MixtureWarning) as caught:
+        drawn_mixtures(DrawOptions(), 32, rare)
+    (told,) = (str(warning.message) for warning in caught)
+    assert told == (
+        "the mixtures that are drawn for 32 proxies: no run has text of poems: nothing is known of "
+        "them, and they get weight 0; give a smaller --smallest-weight, a larger --max-upweighting "
+        "or more --num-proxies"
+    )
+    tokens["poems"] = 20
+    with pytest.warns(MixtureWarning, match="fewer than 5 runs have text of poems: little is know"):
+        drawn_mixtures(DrawOptions(), 32, rare)
+    tokens["poems"] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn_mixtures(DrawOptions(), 32, rare)
 
 
 def test_a_domain_without_held_out_text_is_no_metric(tmp_path):
     result = swarm_result()
     result.losses[:, :, 1] = np.nan
-    fitted = trained_runs(result, result.losses[:, -1], tmp_path)
+    fitted = trained_runs(result, result.losses[:, -1], [tmp_path])
     assert fitted.runs.metrics == ["news", "poems"]
     assert fitted.runs.losses.shape == (20, 2)
 
@@ -279,11 +327,20 @@ def test_runs_with_gaps_are_fitted_without_them(options, tmp_path):
     assert Mixture.load(asked.output).parameters["runs"] == 79
 
 
-def test_other_ranks_leave_a_persons_runs_to_the_first(options, monkeypatch):
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_other_ranks_leave_a_persons_runs_to_the_first(options, monkeypatch, rank):
     asked = options(runs())
-    monkeypatch.setenv("RANK", "1")
-    compute_regmix(asked)
+    monkeypatch.setenv("RANK", rank)
+    assert compute_regmix(asked)  # all of them have the same status
+    assert asked.output.exists() == (rank == "0")
+
+
+def test_a_swarm_that_was_asked_to_stop_leaves_no_mixture_and_says_so(options, capsys):
+    at_once = dataclasses.replace(SWARM, stopping=StoppingOptions(exit_duration_in_mins=1e-9))
+    asked = options(swarm=at_once, num_proxies=12)
+    assert METHOD.compute(asked) == STOPPED_STATUS
     assert not asked.output.exists()
+    assert "has stopped; the same command goes on with it" in capsys.readouterr().out
 
 
 def test_what_is_written_is_plain_json(compute, options):

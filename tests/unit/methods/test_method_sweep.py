@@ -20,7 +20,7 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
     find_checkpoint,
 )
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.common.proxy_run import forward_only
 from megatron_chameleon.methods.leverage.compute import compute_mixture
 from megatron_chameleon.methods.sweeps.chameleon import (
@@ -281,7 +281,13 @@ def test_proxies_of_other_options_are_refused_with_the_way_out(swept, options, t
     folder = tmp_path / "run/2-proxy" / PROXIES[1]
     with pytest.raises(UserError, match="--global-batch-size 4, not 8") as refused:
         sweep_mixture(options(global_batch_size=8))
-    assert f"(the proxy's --run-dir is {folder})" in str(refused.value)
+    assert str(refused.value).startswith("Chameleon's proxy: ")
+    assert f"give another --output, or delete {folder} to start anew" in str(refused.value)
+
+
+def test_a_sweep_that_was_stopped_leaves_with_a_status_that_says_so(options):
+    stopping = StoppingOptions(exit_duration_in_mins=1e-6)
+    assert main(options(stopping=stopping)) == STOPPED_STATUS
 
 
 def test_the_record_says_how_it_was_made(swept, options, corpus, tmp_path):
@@ -294,7 +300,7 @@ def test_the_record_says_how_it_was_made(swept, options, corpus, tmp_path):
 
 
 def test_the_tool_shows_what_it_found(swept, options, tmp_path, capsys):
-    main(options(AxisOptions(sweep_ridge=(1.0,))))
+    assert not main(options(AxisOptions(sweep_ridge=(1.0,))))
     assert "Weights over ridge" in capsys.readouterr().out
     report = sorted(path.name for path in (tmp_path / "run/7-report").iterdir())
     assert report == ["stability.pdf", "stability.png"]

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_chameleon import methods
 from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.common.registry import find_methods, methods_listed
 from megatron_chameleon.methods.published.columns import published_columns
 
@@ -26,6 +27,7 @@ def tool(monkeypatch, capsys):
     """``tool(*argv)``: exit status, output and errors of tools/compute_mixture.py, run as it is."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
     def run(*argv):
         monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, argv)])
@@ -140,11 +142,88 @@ def test_a_method_is_added_by_one_file(tool, add_method, corpus, tmp_path):
     assert "Weights are proportional to length^power" in tool(*argv[:2], "--help")[1]
 
 
-def test_a_file_whose_name_is_taken_is_no_silent_replacement(add_method):
+def test_a_file_whose_name_is_taken_is_no_silent_replacement(tool, add_method):
     source = example_of_contributing()[1].replace('name="longest-name"', 'name="uniform"')
     add_method(source, "zz_second.py")
-    with pytest.raises(AssertionError, match="'uniform' is there already"):
-        find_methods()
+    status, _, errors = tool("--method", "uniform", "--corpus", "c", "--output", "o.json")
+    assert status == 2
+    assert len(errors.splitlines()) == 1
+    told = "uniform.py and zz_second.py are both called 'uniform': give each a name of its own"
+    assert told in errors
+    assert told in " ".join(tool("--list-methods")[1].split())
+    assert tool("--method", "natural", "--help")[0] == 0
+
+
+BROKEN = {
+    "import": ("import lost_library\n", "ModuleNotFoundError: No module named 'lost_library'"),
+    "syntax": ("METHOD = (\n", "SyntaxError: '(' was never closed"),
+    "name": ("x = 1\nMETHOD = Method()\n", "NameError: name 'Method' is not defined (line 2)"),
+    "without": ('"""Notes."""\n', "it has no METHOD = Method(...)"),
+    "other": ("METHOD = 'mine'\n", "it has no METHOD = Method(...)"),
+}
+
+
+@pytest.mark.parametrize(("source", "problem"), BROKEN.values(), ids=BROKEN)
+def test_a_file_that_is_no_method_is_named_and_disables_no_other(
+    tool, add_method, corpus, tmp_path, source, problem
+):
+    add_method(source, "mine.py")
+    status, said, errors = tool("--list-methods")
+    assert (status, errors) == (0, "")
+    assert "not usable: mine.py" in said
+    assert problem in " ".join(said.split())
+    assert all(f"\n{name}: " in f"\n{said}" for name in NAMES)
+    argv = ("--corpus", corpus.root, "--output", tmp_path / "o.json")
+    assert tool("--method", "uniform", *argv)[::2] == (0, "")
+    status, _, errors = tool("--method", "mine", *argv)
+    assert status == 2
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith("error: --method mine: there is none of that name")
+    assert "; mine.py " in errors
+    assert problem in errors
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (("--method", "uniform", "--method", "natural"), "is given 2 times (uniform, natural)"),
+        (("--method=uniform", "--corpus", "c", "--method=uniform"), "is given 2 times"),
+        (("--corpus", "c", "--method"), "--method has no value: give it one of chameleon, doge"),
+        (("--method", "--corpus", "c"), "--method has no value"),
+        (("--method=", "--corpus", "c"), "--method has no value"),
+        (("--method", "uniform", "--method"), "--method has no value"),
+    ],
+)
+def test_one_method_is_chosen(tool, argv, problem):
+    status, said, errors = tool(*argv)
+    assert (status, said) == (2, "")
+    assert problem in errors
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("started_by", ["python", "torchrun"])
+def test_a_method_that_was_asked_to_stop_says_so_by_its_status(
+    tool, add_method, monkeypatch, corpus, tmp_path, started_by
+):
+    """But for torchrun, which would call it a failure, with a traceback and a status of its own."""
+    source = example_of_contributing()[1]
+    stopped = "    return 75\n    from megatron_chameleon.methods.common.model_free"
+    source = source.replace("    from megatron_chameleon.methods.common.model_free", stopped)
+    add_method(source, "longest_name.py")
+    if started_by == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    output = tmp_path / "o.json"
+    argv = ("--method", "longest-name", "--corpus", corpus.root, "--output", output)
+    assert tool(*argv)[0] == (STOPPED_STATUS if started_by == "python" else 0)
+    assert not output.exists()
+
+
+def test_what_needs_nothing_says_so_in_the_same_words():
+    """What a listing says of each is read one beside the other."""
+    for method in find_methods().values():
+        assert not method.needs.startswith("nothing") or method.needs.startswith(
+            "nothing beside the corpus"
+        ), method.name
 
 
 def test_no_method_imports_torch_before_it_runs():

@@ -11,13 +11,27 @@ import pytest
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.published.columns import published_column, published_columns
+from megatron_chameleon.model.paper_flops import paper_flops
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 # Column -> what its printed figures sum to.
 SUMS = {"pile/chameleon": 1.0171, "pile/doge": 1.1346, "pile/human": 0.998, "pile/regmix": 0.998}
 SUMS |= {"slimpajama/chameleon-5k": 0.967, "wiki40b/chameleon-finetune": 1.001}
 SUMS |= {"slimpajama/doremi-2k": 1.001, "slimpajama/chameleon-1k": 0.999}
-SUMS |= {"slimpajama/chameleon-10k": 0.999}
+SUMS |= {"slimpajama/chameleon-10k": 0.999, "slimpajama/chameleon-size-60m": 0.98}
+SUMS |= {"slimpajama/chameleon-size-210m": 0.999, "slimpajama/chameleon-lambda-1": 0.99}
+SUMS |= {"slimpajama/chameleon-lambda-100": 0.999}
+METHODS = ("doremi", "doge", "chameleon", "regmix")
+# Columns of each table of the paper that prints weights.
+FINAL = [f"slimpajama/{method}" for method in METHODS]
+BY_STEPS = [f"slimpajama/{m}-{s}k" for m in METHODS[:3] for s in (1, 2, 5)]
+BY_STEPS += ["slimpajama/chameleon-10k"]
+BY_STEPS.remove("slimpajama/chameleon-2k")  # the final one, as doremi's and doge's after 10k are
+SWEEPS = ["size-60m", "size-82m", "size-124m", "size-210m", "lambda-1", "lambda-10", "lambda-100"]
+SWEEPS += ["samples-2k", "samples-4k", "samples-8k"]
+BY_KNOB = [f"slimpajama/chameleon-{sweep}" for sweep in SWEEPS]
+PILE = [f"pile/{method}" for method in ("human", *METHODS)]
+FINETUNED = ["wiki40b/chameleon-finetune", "stack/chameleon-finetune"]
 RECIPES = {"slimpajama": "slimpajama_627b", "pile": "pile", "wiki40b": "wiki40b", "stack": "stack"}
 RENAME = re.compile(r'"([^"=]+)=([a-z]\w*)"|([\w+]+)=([a-z]\w*)')
 
@@ -47,11 +61,26 @@ def test_its_domains_are_those_of_the_recipe_by_either_name(data_set):
 
 
 def test_the_columns_are_those_of_the_papers_tables():
-    names = set(published_columns())
-    for method in ("doremi", "doge", "chameleon", "regmix"):
-        assert {f"slimpajama/{method}", f"pile/{method}"} <= names
-    assert {"pile/human", "wiki40b/chameleon-finetune", "stack/chameleon-finetune"} <= names
-    assert {"slimpajama/doremi-2k", "slimpajama/doge-2k"} <= names
+    expected = [*FINAL, *BY_STEPS, *BY_KNOB, *PILE, *FINETUNED]
+    assert sorted(published_columns()) == sorted(expected)
+
+
+@pytest.mark.parametrize("sweep", ["size-82m", "lambda-10", "samples-4k"])
+def test_the_centre_of_each_printed_sweep_is_the_final_column(sweep):
+    centre = published_column(f"slimpajama/chameleon-{sweep}").printed
+    assert centre == published_column("slimpajama/chameleon").printed
+
+
+def test_flops_are_there_where_the_paper_prints_them():
+    """In the tables of perplexities, for SlimPajama and for the Pile."""
+    printed = {name for name, column in published_columns().items() if column.flops is not None}
+    assert printed == {*FINAL, *PILE}
+    assert published_column("pile/human").flops == 0.0
+    assert published_column("pile/chameleon").flops == 4.62e15  # the proxy is SlimPajama's
+    assert published_column("pile/regmix").flops == 3.5e18
+    for name in (*FINAL, "pile/doremi", "pile/doge"):
+        by_rule = paper_flops(name.partition("/")[2])
+        assert float(f"{by_rule:.2e}") == published_column(name).flops
 
 
 def test_some_figures_as_they_stand_in_print():
@@ -64,6 +93,13 @@ def test_some_figures_as_they_stand_in_print():
         ("wiki40b/chameleon-finetune", "polish", 0.257),
         ("stack/chameleon-finetune", "go", 0.241),
         ("slimpajama/doge-2k", "book", 0.131),
+        ("slimpajama/chameleon-size-60m", "stackexchange", 0.152),
+        ("slimpajama/chameleon-size-124m", "c4", 0.288),
+        ("slimpajama/chameleon-size-210m", "arxiv", 0.093),
+        ("slimpajama/chameleon-lambda-1", "github", 0.097),
+        ("slimpajama/chameleon-lambda-100", "github", 0.057),
+        ("slimpajama/chameleon-samples-2k", "wikipedia", 0.093),
+        ("slimpajama/chameleon-samples-8k", "cc", 0.209),
     ):
         assert published_column(name).printed[domain] == weight
 

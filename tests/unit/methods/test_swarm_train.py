@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts.swarm import member_path
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.swarm import group as group_module
-from megatron_chameleon.methods.swarm.folder import member_path
 from megatron_chameleon.methods.swarm.plan import member_seed
 from megatron_chameleon.methods.swarm.result import SwarmResult
 from megatron_chameleon.methods.swarm.stacked_gpt import StackedGPT

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 from scipy.optimize import approx_fprime
 
-from megatron_chameleon.mixture.fit_quality import quality_of
+from megatron_chameleon.mixture.fit_quality import (
+    folds_of,
+    held_out_predictions,
+    quality_of,
+)
 from megatron_chameleon.mixture.mixing_laws import (
     LawSettings,
     MixingLaws,
     fit_mixing_laws,
-    refit_mixing_laws,
     penalised_huber,
+    refit_mixing_laws,
 )
 from tests.unit.mixture.public_results import public_results
 
@@ -113,6 +117,23 @@ def test_leaving_one_out_from_the_fit_to_all_is_as_good_as_starting_anew():
         warm = refit_mixing_laws(laws, mixtures[rest], losses[rest], QUICK)
         anew = fit_mixing_laws(mixtures[rest], losses[rest], QUICK).predict(mixtures[[run]])[0]
         np.testing.assert_allclose(warm.predict(mixtures[[run]])[0], anew, atol=5e-3)
+
+
+def test_leaving_one_out_does_not_make_a_law_of_noise_look_good():
+    """Ten runs and ten unknowns, no ridge: what was left out is not to be known from the start."""
+    rng = np.random.default_rng(80)
+    mixtures = rng.dirichlet(np.full(8, 0.4), 10)
+    losses = 3 + rng.normal(0, 0.1, (10, 1))
+    settings = LawSettings(ridge=0.0)
+    laws = fit_mixing_laws(mixtures, losses, settings)
+    held_out = held_out_predictions(
+        lambda x, y: refit_mixing_laws(laws, x, y, settings).predict,
+        mixtures,
+        losses,
+        folds_of(10, 10, 0),
+    )
+    quality = quality_of(held_out, losses)
+    assert quality.mae[0] > 2 * quality.spread[0]
 
 
 def test_the_same_runs_give_the_same_laws():

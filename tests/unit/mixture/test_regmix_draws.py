@@ -35,6 +35,19 @@ def test_the_seed_alone_decides():
     assert not np.array_equal(drawn(seed=3), drawn(seed=4))
 
 
+@pytest.mark.parametrize(("fewer", "more"), [(20, 24), (20, 300), (32, 33), (100, 101)])
+def test_more_mixtures_begin_with_the_fewer(fewer, more):
+    np.testing.assert_array_equal(drawn(count=fewer), drawn(count=more)[:fewer])
+
+
+def test_a_mixture_that_comes_up_again_and_again_is_there_once():
+    mixtures = drawn(count=100, prior=np.ones(3), smallest_weight=0.05)
+    assert len(np.unique(mixtures, axis=0)) == 100
+    near = drawn(count=300, smallest_weight=1e-3, near_duplicate=0.02)
+    apart = np.abs(near[:, None] - near).sum(axis=2)[np.triu_indices(300, 1)]
+    assert (apart > 0.002).all()
+
+
 def test_no_two_mixtures_are_alike():
     mixtures = drawn(count=500)
     assert len(np.unique(mixtures, axis=0)) == 500
@@ -74,12 +87,12 @@ def test_a_domain_without_tokens_gets_no_weight():
 
 def test_fewer_mixtures_than_wanted_are_an_error():
     with pytest.raises(
-        ValueError, match=r"only 1 different mixtures came of 200 draws .* the 2 wa"
+        ValueError, match=r"only 1 different mixtures came of 3200 draws .* the 2 wa"
     ):
         draw_mixtures([1.0], 2, 0)
     with pytest.raises(ValueError, match=r"only \d+ different .* fewer than the 40 wanted"):
         drawn(count=40, prior=np.ones(3), smallest_weight=0.25)
-    with pytest.raises(ValueError, match=r"200 had a weight above 1 times its prior"):
+    with pytest.raises(ValueError, match=r"3200 had a weight above 1 times its prior"):
         drawn(count=2, max_upweighting=1.0)
 
 

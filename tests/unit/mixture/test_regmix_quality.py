@@ -13,6 +13,7 @@ from megatron_chameleon.mixture.fit_quality import (
     quality_of,
     rank_correlations,
     reach_of,
+    target_quality,
 )
 
 
@@ -28,6 +29,18 @@ def test_a_constant_prediction_has_no_rank_correlation():
     quality = quality_of(np.full((10, 1), np.median(losses)), losses)
     assert np.isnan(quality.spearman[0])
     assert quality.mae[0] == pytest.approx(quality.spread[0])
+
+
+def test_a_target_is_judged_by_its_own_sum():
+    losses = np.array([[1.0, 3.0], [2.0, 2.0], [3.0, 1.5]])
+    predicted = np.array([[1.0, 3.5], [2.5, 2.0], [3.0, 1.0]])
+    quality = target_quality(predicted, losses, np.array([0.5, 0.5]))
+    assert quality.mae.tolist() == pytest.approx([0.25])  # 2.25, 2.25, 2 of 2, 2, 2.25
+    assert quality.spread.tolist() == pytest.approx([0.25 / 3])
+    np.testing.assert_array_equal(
+        target_quality(predicted, losses, np.array([0.0, 1.0])).mae,
+        quality_of(predicted, losses).mae[1:],
+    )
 
 
 def test_folds_hold_every_run_once():

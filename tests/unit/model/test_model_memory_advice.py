@@ -86,6 +86,25 @@ def test_running_out_of_memory_is_told_in_one_line_with_two_flags(one_rank, tmp_
     assert {first, second} == {"--micro-batch-size 4", "--recompute-granularity full"}
 
 
+def test_what_is_held_beside_the_training_is_told_and_what_saves_of_it(one_rank, tmp_path):
+    def beside(setup, _stage):
+        sharded = setup.parallel.use_distributed_optimizer
+        return {"five gradients": int((1 if sharded else 8) * GB), "a model": int(GB / 10)}
+
+    options = PretrainOptions(run_dir=tmp_path, model_size="684m", micro_batch_size=8)
+    told = describe_out_of_memory(options, SHAPE, one_rank, beside)
+    total = fullest_stage(training_setup(options, SHAPE, 1)).total / GB + 8.1
+    assert f"needs about {total:.1f} GB (" in told
+    assert "five gradients 8.0" in told
+    assert "a model 0.1" in told
+    setup = training_setup(LARGE, SHAPE, LARGE.world_size)
+    plain = {remedy.flag: remedy.total for remedy in find_remedies(setup)}
+    found = {remedy.flag: remedy.total for remedy in find_remedies(setup, beside=beside)}
+    more = {flag: round((found[flag] - plain[flag]) / GB, 1) for flag in plain}
+    assert more.pop("--use-distributed-optimizer") == 1.1
+    assert set(more.values()) == {8.1}
+
+
 def test_the_table_adds_up(capsys):
     assert print_estimate(LARGE) == 0
     said = capsys.readouterr().out

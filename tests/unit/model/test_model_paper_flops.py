@@ -51,6 +51,13 @@ def test_a_run_of_other_settings_is_counted_by_them(method):
     assert paper_flops(method, settings) == 6 * parameters * 1000 * trainings
 
 
+def test_a_method_that_the_paper_does_not_have_is_counted_by_its_settings_alone():
+    settings = PaperSettings(model_size="mini", trained_tokens=1000)
+    assert paper_flops("mine", settings) == 6 * 12 * 6 * 256**2 * 1000
+    with pytest.raises(ValueError, match=r"the paper has no 'mine', only doremi, doge, .*: give"):
+        paper_flops("mine")
+
+
 def test_parameters_are_those_of_the_size_or_as_printed_for_it():
     assert paper_parameters("82m") == 12 * 12 * 768**2 == 84_934_656
     assert paper_parameters(model_size("82m")) == 84_934_656

@@ -18,6 +18,7 @@ from megatron_chameleon.methods.common.registry import find_methods
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.options.discover import DiscoverOptions
 from megatron_chameleon.options.doctor import DoctorOptions
+from megatron_chameleon.options.downstream import DownstreamOptions
 from megatron_chameleon.options.evaluation import PerplexityOptions, PerplexityToolOptions
 from megatron_chameleon.options.export import ExportOptions
 from megatron_chameleon.options.gather import GatherOptions
@@ -51,6 +52,7 @@ TOOLS = [
     CompareMethodsOptions,
     DiscoverOptions,
     DoctorOptions,
+    DownstreamOptions,
     EstimateMemoryOptions,
     ExportOptions,
     FromHuggingFaceOptions,

@@ -77,7 +77,7 @@ def write_base(
     """A finished run and its evaluation, with ``average`` as the mean of three perplexities."""
     made_by = dataclasses.replace(PROVENANCE, options={**OPTIONS, "seed": seed})
     checkpoint = root / "5-base" / name / "checkpoints/step-00000200"
-    write_checkpoint(checkpoint)
+    digest = write_checkpoint(checkpoint)
     write_training_run(
         root / "5-base" / name,
         mixture.weights,
@@ -86,9 +86,9 @@ def write_base(
         checkpoints=["checkpoints/step-00000200"],
     )
     losses = [math.log(average * share) for share in SHARES]
-    evaluation(NAMES, losses, corpus_hash=corpus_hash, step=200).save(
-        root / "6-evaluation" / f"{name}.json"
-    )
+    result = evaluation(NAMES, losses, corpus_hash=corpus_hash, step=200)
+    result = dataclasses.replace(result, checkpoint=str(checkpoint), checkpoint_hash=digest)
+    result.save(root / "6-evaluation" / f"{name}.json")
 
 
 def write_checkpoint(folder: Path) -> str:

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,13 @@ import pytest
 
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.head_to_head import HeadToHead, Selection, head_to_head, label_of
+from megatron_chameleon.report.head_to_head import (
+    Contestant,
+    HeadToHead,
+    Selection,
+    head_to_head,
+    label_of,
+)
 from megatron_chameleon.report.head_to_head_figure import places_of, ticks_of
 from megatron_chameleon.report.head_to_head_page import Record, as_csv, report_head_to_head
 from megatron_chameleon.report.head_to_head_tables import (
@@ -43,6 +50,11 @@ def row_of(table: Table, name: str) -> list[str]:
     return [cell.text for cell in found[1:]]
 
 
+def cost_of(contestant: Contestant) -> tuple[float, float]:
+    assert contestant.cost is not None
+    return contestant.cost.flops, contestant.cost.device_seconds
+
+
 def change(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
@@ -56,15 +68,14 @@ def test_averages_are_over_domains_for_every_seed(root):
 
 def test_the_cost_of_chameleon_has_its_proxy_and_its_embeddings(root):
     uniform, _, chameleon, doremi = compared_in(root)
-    assert (uniform.cost.flops, uniform.cost.device_seconds) == (0, 0)
-    assert chameleon.cost.flops == pytest.approx(1.2e12)
-    assert chameleon.cost.device_seconds == pytest.approx(125)
-    assert set(chameleon.made_of) == {
+    assert cost_of(uniform) == (0, 0)
+    assert cost_of(chameleon) == pytest.approx((1.2e12, 125))
+    assert set(chameleon.paid.parts) == {
         "4-mixture/chameleon",
         "2-proxy/nano-seed1",
         "3-embeddings/nano",
     }
-    assert (doremi.cost.flops, doremi.cost.device_seconds) == (6e12, 500)
+    assert cost_of(doremi) == (6e12, 500)
 
 
 def test_the_table_shows_weights_perplexity_and_cost(root):
@@ -89,11 +100,48 @@ def test_the_ratio_of_spreads_is_printed_and_judged(root):
     text = terminal_table(comparison_table(compared))
     # Of the three mixtures with models of their own: means 100, 90.33 and 120.
     between = np.std([100, 271 / 3, 120], ddof=1)
+    assert compared.spread is not None
     assert compared.spread.mixtures == pytest.approx(between)
     assert f"{between:.2f} / {compared.spread.seeds:.2f} = {compared.spread.ratio:.1f}" in text
     assert "told apart. The first" in " ".join(text.split())
     assert "UniMax has the weights of Uniform: the same models are shown." in text
     assert "Chameleon < Uniform < DoReMi" in text
+
+
+@pytest.mark.parametrize(
+    "names", [("unimax", "uniform", "chameleon"), ("chameleon", "unimax", "doremi", "uniform")]
+)
+def test_the_order_of_the_columns_is_free(root, names):
+    """UniMax has no models of its own, and shows Uniform's wherever that stands."""
+    first, compared = compared_in(root), compared_in(root, names=names)
+    assert [c.name for c in compared] == list(names)
+    assert {c.name: c.twin_of for c in compared if c.twin_of} == {"unimax": "Uniform"}
+    for name in names:
+        one, other = names.index(name), list(WEIGHTS).index(name)
+        np.testing.assert_array_equal(compared.averages[one], first.averages[other])
+
+
+def test_mixtures_that_are_all_the_same_have_no_spread(root, capsys):
+    selection = dataclasses.replace(SELECTION, names=("uniform", "unimax"))
+    compared = report_head_to_head(root, selection, "table")
+    assert compared.spread is None
+    said = " ".join(capsys.readouterr().out.split())
+    assert "All of these mixtures have the same weights and show the same models" in said
+    assert "Spread between mixtures over" not in said
+    assert "In the order of average perplexity" not in said
+    assert json.loads((root / "7-report/table.json").read_text())["spread"] is None
+
+
+@pytest.mark.parametrize("baseline", ["uniform", "unimax"])
+def test_one_and_the_same_models_are_never_called_unclear(root, baseline):
+    notes = " ".join(comparison_table(compared_in(root, baseline=baseline)).notes)
+    assert "Not told apart from" not in notes
+
+
+def test_the_limits_of_the_statistics_are_told(root):
+    notes = " ".join(comparison_table(compared_in(root)).notes)
+    assert "none is made wider for the number of pairs" in notes
+    assert "that does nothing would be better in about half of them" in notes
 
 
 def test_mixtures_within_noise_are_called_out(root):
@@ -126,8 +174,16 @@ def test_all_of_it_is_written(root, capsys):
     assert printed.startswith((report / "table.txt").read_text())
     assert (report / "table.png").read_bytes().startswith(b"\x89PNG")
     body = json.loads((report / "table.json").read_text())
-    assert body["mixtures"]["doremi"]["flops"] == 6e12
+    chameleon, doremi = body["mixtures"]["chameleon"], body["mixtures"]["doremi"]
+    assert (doremi["flops"], doremi["device_seconds"]) == (6e12, 500)
+    assert body["reference"] == "chameleon"
+    assert doremi["flops_by_reference"] == pytest.approx(5)
+    assert doremi["device_seconds_by_reference"] == pytest.approx(4)
+    assert chameleon["mean_perplexity"]["code"] == pytest.approx(0.5 * 271 / 3)
+    deviation = 0.5 * float(np.std(AVERAGES["chameleon"], ddof=1))
+    assert chameleon["perplexity_standard_deviation"]["code"] == pytest.approx(deviation)
     assert body["mixtures"]["unimax"]["same_models_as"] == "Uniform"
+    assert compared.spread is not None
     assert body["spread"]["ratio"] == pytest.approx(compared.spread.ratio)
     lines = list(csv.DictReader((report / "table.csv").read_text().splitlines()))
     assert [line["mixture"] for line in lines] == list(WEIGHTS)
@@ -170,6 +226,7 @@ def test_half_a_record_is_refused(tmp_path):
         ({"seeds": (1, 2, 2)}, r"none of them twice"),
         ({"names": ("uniform",)}, r"--mixtures uniform: give at least 2"),
         ({"names": ("doremi", "chameleon")}, r"--baseline uniform is not among --mixtures"),
+        ({"reference": "chamelon"}, r"--reference chamelon is not among --mixtures uniform unimax"),
         ({"names": ("uniform", "regmix")}, r"4-mixture/regmix\.json is not there; examples/comp"),
         ({"seeds": (1, 2, 4)}, r"5-base/uniform-seed4 is not there"),
         ({"run_suffix": "-1.2b"}, r"5-base/uniform-1\.2b-seed1 is not there"),
@@ -189,6 +246,21 @@ def test_a_run_that_has_not_finished_is_refused(root):
 def test_an_evaluation_of_an_earlier_step_is_refused(root):
     change(root / "6-evaluation/doremi-seed2.json", step=100)
     with pytest.raises(UserError, match=r"doremi-seed2\.json is of step 100, the run has 200"):
+        compared_in(root)
+
+
+def test_an_evaluation_of_other_weights_is_refused(root):
+    """Copied from another run of as many steps, or made before the run was trained anew."""
+    ours, other = (root / f"6-evaluation/{name}-seed2.json" for name in ("doremi", "chameleon"))
+    shutil.copy(other, ours)
+    told = r"doremi-seed2\.json is of other weights than \S+5-base/doremi-seed2/checkpoints/step"
+    with pytest.raises(UserError, match=told):
+        compared_in(root)
+
+
+def test_a_run_without_its_checkpoint_has_no_known_evaluation(root):
+    shutil.rmtree(root / "5-base/doremi-seed2/checkpoints")
+    with pytest.raises(UserError, match=r"5-base/doremi-seed2 has no checkpoint, by which its"):
         compared_in(root)
 
 
@@ -216,17 +288,41 @@ def test_a_seed_other_than_the_name_says_is_refused(root):
         compared_in(root)
 
 
-def test_a_cost_that_is_not_whole_is_refused(root):
+def test_a_cost_that_is_not_whole_is_unknown_and_never_a_ratio(root):
+    change(root / "4-mixture/doremi.json", parameters={"made_from": ["lost"]})
+    report_head_to_head(root, SELECTION, "table")
+    compared = compared_in(root)
+    table = comparison_table(compared)
+    assert row_of(table, "FLOPs to obtain the mixture")[2:] == ["1.20e+12", "unknown"]
+    assert row_of(table, "device-seconds for that")[2:] == ["125.0", "unknown"]
+    assert row_of(table, "FLOPs by Chameleon's") == ["0.00x", "0.00x", "1.00x", "-"]
+    assert row_of(table, "device-seconds by Chameleon's") == ["0.00x", "0.00x", "1.00x", "-"]
+    assert (
+        "What DoReMi took is unknown, since this is not there or has no cost: lost." in table.notes
+    )
+    doremi = json.loads((root / "7-report/table.json").read_text())["mixtures"]["doremi"]
+    assert (doremi["flops"], doremi["flops_by_reference"]) == (None, None)
+    assert doremi["cost_missing"] == ["lost"]
+
+
+def test_without_the_references_cost_there_are_no_ratios(root):
     (root / "2-proxy/nano-seed1/run.json").unlink()
-    with pytest.raises(UserError, match=r"what \S+chameleon\.json took is not known"):
-        compared_in(root)
+    table = comparison_table(compared_in(root))
+    assert row_of(table, "FLOPs to obtain the mixture") == ["0", "0", "unknown", "6.00e+12"]
+    assert row_of(table, "FLOPs by Chameleon's") == ["-"] * 4
+
+
+def test_what_a_method_wrote_down_as_its_sum_is_known(root):
+    sums = {"made_from": ["lost"], "total_cost": {"flops": 7e12, "device_seconds": 9.0}}
+    change(root / "4-mixture/doremi.json", parameters=sums)
+    assert cost_of(compared_in(root).contestants[-1])[0] == 7e12
 
 
 def test_without_chameleon_costs_have_no_ratio(root):
     table = comparison_table(compared_in(root, names=("uniform", "doremi")))
     assert not [row for row in table.summary if "by Chameleon" in row[0].text]
-    assert format_multiple(3.0, 0.0) == "-"
-    assert (format_multiple(3.0, 200.0), format_multiple(394.0, 1.0)) == ("0.01x", "394.0x")
+    assert format_multiple(None) == "-"
+    assert (format_multiple(0.015), format_multiple(394.0)) == ("0.01x", "394.0x")
 
 
 def test_mixtures_go_by_the_names_of_the_papers():
@@ -243,3 +339,12 @@ def test_mixtures_that_are_free_stand_left_of_all_others():
     assert [text for x, text in ticks.items() if x < 1e12] == ["none"]
     assert {"5e+12", "1e+13"} < set(ticks.values())
     assert list(ticks_of(np.zeros(2), places_of(np.zeros(2))).values()) == ["none"]
+
+
+def test_mixtures_of_unknown_cost_stand_right_of_all_others():
+    flops = np.array([np.nan, 0.0, 3e12, np.nan])
+    places = places_of(flops)
+    assert places[1] < places[2] < places[0] < places[3]
+    assert [text for x, text in ticks_of(flops, places).items() if x > 6e12] == ["unknown"]
+    alone = np.array([0.0, np.nan])
+    assert places_of(alone)[0] < places_of(alone)[1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import (
@@ -14,6 +16,13 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
 )
 from megatron_chameleon.artifacts.checkpoint import hash_files
+from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
+from megatron_chameleon.methods.fits.regmix import compute_regmix
+from megatron_chameleon.methods.manual import ManualOptions
+from megatron_chameleon.methods.manual import compute as compute_manual
+from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
+from megatron_chameleon.options.fits import DrawOptions
+from megatron_chameleon.options.swarm import SwarmOptions
 from megatron_chameleon.report.cost_tables import (
     cost_table,
     format_hours,
@@ -23,6 +32,7 @@ from megatron_chameleon.report.cost_tables import (
 from megatron_chameleon.report.ledger import ledger_of
 from megatron_chameleon.report.page import make_report
 from megatron_chameleon.report.run_folder import RunFolder
+from tests.small_corpus import write_small_corpus
 from tests.unit.report.report_samples import (
     NAMES,
     PROVENANCE,
@@ -144,14 +154,78 @@ def test_a_path_that_leads_to_a_listed_artifact_is_that_artifact(root):
 
 
 def test_a_folder_of_runs_counts_all_of_them(root):
-    swarm = root / "4-mixture/regmix/members"
+    runs = root / "4-mixture/many/members"
     uniform = Mixture.uniform(NAMES).weights
     for number in range(3):
         cost = Cost(1e12, 2.0, 1.0, 2)
-        write_training_run(swarm / f"{number:03}", uniform, "manual", cost=cost)
-    write_method(root, "regmix", ["regmix"])
-    mixture = ledger_of(RunFolder.load(root)).mixtures["regmix"]
+        write_training_run(runs / f"{number:03}", uniform, "manual", cost=cost)
+    write_method(root, "many", ["many"])
+    mixture = ledger_of(RunFolder.load(root)).mixtures["many"]
     assert figures(mixture.cost) == (3e12, 7.5, 4.5)
+
+
+def compute_by_regmix(root, corpus, name, **changes):
+    options = RegmixOptions(
+        corpus=corpus,
+        output=root / f"4-mixture/{name}.json",
+        draws=DrawOptions(smallest_weight=0.05),
+        trees=TreeOptions(num_trees=20, num_draws=500, num_best=10),
+        swarm=SwarmOptions(
+            model_size="nano",
+            train_iters=2,
+            lr_warmup_iters=1,
+            seq_length=32,
+            global_batch_size=2,
+            eval_tokens=64,
+        ),
+        **{"num_proxies": 8, **changes},
+    )
+    compute_regmix(options)
+
+
+@pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
+def test_a_swarm_of_two_targets_is_the_cost_of_each_and_once_in_the_total(root, corpus):
+    before = ledger_of(RunFolder.load(root)).total
+    work = root / "4-mixture/regmix"
+    for target in NAMES[:2]:
+        compute_by_regmix(root, corpus, f"regmix-{target}", work_dir=work, target=target)
+    ledger = ledger_of(RunFolder.load(root))
+    swarm = ledger.entries["4-mixture/regmix/swarm"]
+    members = [json.loads(path.read_text()) for path in (work / "swarm/members").iterdir()]
+    assert len(members) == 8
+    assert swarm.flops > 0
+    assert swarm.flops == pytest.approx(sum(member["cost"]["flops"] for member in members))
+    own = 0.0
+    for target in NAMES[:2]:
+        paid = ledger.mixtures[f"regmix-{target}"]
+        assert paid.parts["4-mixture/regmix/swarm"] == swarm
+        assert paid.cost.flops == swarm.flops
+        total = paid.mixture.parameters["total_cost"]
+        assert total == {
+            "flops": pytest.approx(paid.cost.flops),
+            "device_seconds": pytest.approx(paid.cost.device_seconds),
+        }
+        own += paid.mixture.cost.device_seconds
+    assert ledger.total.flops == pytest.approx(before.flops + swarm.flops)
+    seconds = before.device_seconds + swarm.device_seconds + own
+    assert ledger.total.device_seconds == pytest.approx(seconds)
+
+
+@pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
+def test_a_mixture_of_a_persons_tables_has_an_unknown_cost_and_no_ratio(root, corpus, tmp_path):
+    mixtures = np.random.default_rng(0).dirichlet(np.ones(len(NAMES)), 20)
+    keys, names = [str(number) for number in range(20)], list(NAMES)
+    tables = {"ratios": tmp_path / "ratios.csv", "metrics": tmp_path / "metrics.csv"}
+    write_mixture_runs(MixtureRuns(keys, names, mixtures, names, 2 + mixtures), **tables)
+    compute_by_regmix(root, corpus, "regmix", **tables)
+    mixture = Mixture.load(root / "4-mixture/regmix.json")
+    path = root / "4-mixture/copy.json"
+    dataclasses.replace(mixture, parameters={"made_from": ["regmix.json"]}).save(path)
+    folder = RunFolder.load(root)
+    table = mixture_cost_table(ledger_of(folder), folder)
+    for name in ("regmix", "copy"):
+        assert cells_of(table)[name] == ["unknown", "unknown", "-", "-"]
+        assert note_of(root, name).endswith(f"not counted: the runs of {tables['ratios']}.")
 
 
 def test_a_run_outside_of_the_folder_is_counted_under_its_path(root, tmp_path):
@@ -217,6 +291,81 @@ def test_embeddings_of_another_recipe_are_not_taken_for_the_mixtures(root):
     dataclasses.replace(store, recipe=recipe).save()
     mixture = ledger_of(RunFolder.load(root)).mixtures["chameleon-pretrain"]
     assert mixture.missing == ("its embeddings, which are not in 3-embeddings",)
+
+
+def take_over(root, source, name, corpus, output=None):
+    """Give the weights of a mixture to --method manual; where it wrote them."""
+    output = output or root / f"4-mixture/{name}.json"
+    weights = str(root / f"4-mixture/{source}.json")
+    compute_manual(ManualOptions(corpus=corpus, output=output, weights=weights))
+    return output
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_small_corpus(tmp_path_factory.mktemp("corpus"), NAMES).root
+
+
+@pytest.mark.parametrize("source", ["doremi", "chameleon-pretrain", "uniform"])
+def test_a_mixture_that_was_taken_over_costs_what_it_did_under_its_old_name(root, corpus, source):
+    before = ledger_of(RunFolder.load(root))
+    taken = Mixture.load(take_over(root, source, "taken", corpus))
+    take_over(root, "taken", "again", corpus)
+    ledger = ledger_of(RunFolder.load(root))
+    old = ledger.mixtures[source]
+    assert ledger.mixtures["taken"].parts == {"4-mixture/taken": taken.cost, **old.parts}
+    assert ledger.mixtures["taken"].missing == ()
+    again = Mixture.load(root / "4-mixture/again.json")
+    assert ledger.mixtures["again"].parts == {
+        "4-mixture/again": again.cost,
+        "4-mixture/taken": taken.cost,
+        **old.parts,
+    }
+    assert figures(ledger.total) == pytest.approx(
+        figures(before.total + taken.cost + again.cost)
+    )  # nothing is there twice
+
+
+def test_a_mixture_taken_over_from_another_run_brings_its_runs(root, corpus, tmp_path):
+    """Their cost is found where they are, and the recorded sum where the run has gone."""
+    recorded = REFERENCE + DOREMI_PROXY + OWN
+    total = {"flops": recorded.flops, "device_seconds": recorded.device_seconds}
+    write_method(root, "doremi", ["doremi/reference", "doremi/proxy"], total_cost=total)
+    other = write_run_folder(tmp_path / "other")
+    taken = Mixture.load(take_over(root, "doremi", "taken", corpus, other / "4-mixture/taken.json"))
+    found = ledger_of(RunFolder.load(other)).mixtures["taken"]
+    assert figures(found.cost) == pytest.approx(figures(recorded + taken.cost))
+    root.rename(tmp_path / "elsewhere")
+    gone = ledger_of(RunFolder.load(other)).mixtures["taken"]
+    assert gone.missing[0].endswith("4-mixture/doremi.json")
+    assert len(gone.missing) == 3
+    assert gone.cost.flops == recorded.flops
+    assert gone.cost.device_seconds == pytest.approx(found.cost.device_seconds)
+
+
+def test_what_lacks_of_a_mixture_taken_over_is_named_once(root, corpus):
+    take_over(root, "doremi", "taken", corpus)
+    (root / "4-mixture/doremi/proxy").rename(root / "gone")
+    found = ledger_of(RunFolder.load(root)).mixtures["taken"]
+    assert found.missing == ("doremi/proxy",)
+
+
+def test_a_cost_that_nobody_knows_goes_with_a_mixture_taken_over(root, corpus):
+    write_method(root, "regmix", [], unknown_costs=["the runs of ratios.csv"])
+    take_over(root, "regmix", "taken", corpus)
+    mixtures = ledger_of(RunFolder.load(root)).mixtures
+    for name in ("regmix", "taken"):
+        assert mixtures[name].missing == ("the runs of ratios.csv",)
+        assert mixtures[name].parts["4-mixture/regmix"] == OWN
+
+
+def test_mixtures_that_were_written_over_each_other_in_turn_are_counted_once(root):
+    write_method(root, "doremi", ["doremi-again.json", "doremi/proxy"])
+    write_method(root, "doremi-again", ["doremi.json", "doremi/reference"])
+    mixtures = ledger_of(RunFolder.load(root)).mixtures
+    expected = {"4-mixture/doremi": OWN, "4-mixture/doremi-again": OWN}
+    expected |= {"4-mixture/doremi/proxy": DOREMI_PROXY, "4-mixture/doremi/reference": REFERENCE}
+    assert mixtures["doremi"].parts == mixtures["doremi-again"].parts == expected
 
 
 def cells_of(table):

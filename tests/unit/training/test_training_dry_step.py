@@ -31,16 +31,13 @@ from megatron_chameleon.training.resume import Progress, find_progress
 from megatron_chameleon.training.step import train_step
 from megatron_chameleon.training.trained_model import build_trained_model
 from tests.peak_memory import peak_bytes
+from tests.unit.training.bad_steps import run_out
 
 TOLERANCE = 0.01
 SHARDED = TrainingParallelOptions(
     use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
 APART = DocumentBoundaryOptions(reset_attention_mask=True, eod_mask_loss=True)
-
-
-def run_out(*_arguments, **_more):
-    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def state_of(model):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.training.gradient_rows import (
     CHUNK,
     CHUNKS_AT_ONCE,
     GradientRows,
+    _parts,
     span_products,
     spans_within,
 )
+from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.optimizer import data_parallel
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
@@ -68,8 +74,7 @@ def filled(model, rows, numbers):
 
 
 def test_rows_hold_the_gradients_and_give_their_sums(model):
-    rows = GradientRows(model)
-    rows.reserve(3)
+    rows = GradientRows(model, 3)
     kept = filled(model, rows, range(3))
     counted = sum(parameter.numel() for parameter in model[0].parameters())
     assert counted == kept.size(1)  # on one rank nothing is a copy, and nothing is padding
@@ -79,19 +84,27 @@ def test_rows_hold_the_gradients_and_give_their_sums(model):
     torch.testing.assert_close(found, 0.5 * kept[0] - 2.0 * kept[2])
 
 
-def test_the_room_is_kept_and_grows(model):
-    rows = GradientRows(model)
-    rows.reserve(2)
+def test_the_room_may_be_filled_in_part(model):
+    rows = GradientRows(model, 4)
     kept = filled(model, rows, range(2))
-    rows.reserve(1)
     torch.testing.assert_close(rows.products(2), plain_products(kept), rtol=1e-6, atol=1e-3)
-    rows.reserve(4)
-    kept = filled(model, rows, range(4))
-    torch.testing.assert_close(rows.products(4), plain_products(kept), rtol=1e-6, atol=1e-3)
+
+
+def test_the_room_is_what_the_advice_counts(model):
+    hook = TrainingHook()
+    hook.combines_gradients = True
+    setup = TrainingSetup(SHAPE, TrainingParallelOptions(), 1, 2, 1, bf16=False)
+    held = sum(part.rows.numel() * part.rows.element_size() for part in _parts(model, 5))
+    assert hook.extra_bytes(setup, 0, 5) == {"gradients of 5 domains": held}
+    shared = TrainingParallelOptions(use_distributed_optimizer=True)
+    sharded = dataclasses.replace(setup, parallel=shared, data_parallel_size=4)
+    (of_shards,) = hook.extra_bytes(sharded, 0, 5).values()
+    assert of_shards == pytest.approx(held / 4, rel=1e-3)
+    assert TrainingHook().extra_bytes(setup, 0, 5) == {}
 
 
 def test_the_sum_of_no_gradients_is_zero(model):
-    rows = GradientRows(model)
+    rows = GradientRows(model, 3)
     for buffer in model[0].buffers:
         buffer.grad_data.fill_(1.0)
     assert rows.products(0).shape == (0, 0)

@@ -40,6 +40,7 @@ from megatron_chameleon.training.resume import (
     check_same_samples,
     resumed_schedule,
 )
+from megatron_chameleon.training.way_out import WayOut
 from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 from tests.unit.training.progress import progress_of_run
 
@@ -351,8 +352,10 @@ def test_a_checkpoint_at_which_the_domains_stand_elsewhere_is_refused(
     samples = samples_of(plan, plan.schedule)
     check_same_samples(samples, checkpoint)
     other = dataclasses.replace(checkpoint, domain_samples={"news": 9, "code": 8, "poems": 7})
-    with pytest.raises(UserError, match=r"9 samples of 'news' were drawn, .* ask for 8"):
-        check_same_samples(samples, other)
+    with pytest.raises(
+        UserError, match=r"9 samples of 'news' were drawn, .* ask for 8.*begin anew"
+    ):
+        check_same_samples(samples, other, WayOut(anew="begin anew"))
 
 
 def test_overwrite_starts_anew_whatever_was_there(progress_of, trained_run):
@@ -427,6 +430,29 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_refused_and_left_as_it_is(
     with pytest.raises(UserError, match=r"step-00000006/.* has changed .*: no checkpoint of"):
         progress_of(trained_run)
     assert contents(trained_run) == before
+
+
+def damage_all(run_dir):
+    for step in (3, 6):
+        flip_a_bit(largest_file(step_folder(run_dir, step)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "changes", "said"),
+    [
+        (damage_all, {}, "restore one from a copy, or begin anew"),
+        (lambda run_dir: (run_dir / "run.json").unlink(), {}, "what they belong to; go elsewhere"),
+        (lambda _run_dir: None, {"seed": 7}, "not 7; go elsewhere, or begin anew"),
+    ],
+)
+def test_what_helps_is_told_in_the_words_of_the_command(
+    pretrain_options, trained_run, spoil, changes, said
+):
+    spoil(trained_run)
+    options = pretrain_options(trained_run, **changes)
+    with pytest.raises(UserError) as refused:
+        pretrain(options, way_out=WayOut("go elsewhere", "begin anew"))
+    assert str(refused.value).endswith(said)
 
 
 def test_a_run_goes_back_to_the_checkpoint_that_latest_names(

@@ -17,6 +17,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import run_folder
 from megatron_chameleon.training.pretrain import pretrain
 from megatron_chameleon.training.run_folder import LOCK_NAME
+from megatron_chameleon.training.way_out import WayOut
 from tests.full_disk import largest_file_size
 
 HOLDER = """
@@ -47,6 +48,8 @@ def test_another_job_is_refused_as_long_as_one_writes(pretrain_options, trained_
                 UserError, match=r"another job \(process 7 on node1\): .* --run-dir"
             ):
                 pretrain(pretrain_options(trained_run, overwrite=overwrite))
+        with pytest.raises(UserError, match="end it, or go elsewhere; if there is none, delete"):
+            pretrain(pretrain_options(trained_run), way_out=WayOut("go elsewhere"))
         assert {p: c for p, c in contents(trained_run).items() if p.name != LOCK_NAME} == before
     finally:
         holder.kill()

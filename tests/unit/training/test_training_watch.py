@@ -15,13 +15,15 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.data import DataOptions
 from megatron_chameleon.options.guards import GuardOptions
-from megatron_chameleon.training import loop
+from megatron_chameleon.training import hooked_passes, loop, passes
 from megatron_chameleon.training.global_batch import GlobalBatch
+from megatron_chameleon.training.gradient_rows import GradientRows
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.prefetch import read_parts_ahead
 from megatron_chameleon.training.pretrain import pretrain
+from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
 from tests.distributed.toy_hooks import GradientCombiner, LossWeigher, MixtureChanger
-from tests.unit.training.bad_steps import before_steps, poison
+from tests.unit.training.bad_steps import before_steps, poison, run_out
 
 
 class Counter(TrainingHook):
@@ -141,8 +143,81 @@ def test_a_run_goes_on_with_the_hook_that_it_began_with(
     options = pretrain_options(tmp_path / "run")
     before_steps(monkeypatch, {2: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
     pretrain(options, LossWeigher)
-    with pytest.raises(UserError, match="was written by a run of LossWeigher, not of "):
+    with pytest.raises(UserError, match="was written by a run of LossWeigher, not of ") as refused:
         pretrain(options, hook)
+    assert str(refused.value).endswith(f"; {BY_FLAGS}")
+    with pytest.raises(UserError, match=r"; go elsewhere, or begin anew$"):
+        pretrain(options, hook, way_out=WayOut("go elsewhere", "begin anew"))
+
+
+class Large(Counter):
+    """Holds memory as long as a run is trained."""
+
+    def extra_bytes(self, setup, stage, num_domains):
+        return {"a large thing": 3 * 10**9}
+
+
+class LargeAtOnce(Large):
+    def __init__(self, *_run):
+        run_out()
+
+
+class LargeAtLast(Large):
+    prepare = run_out
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [(LargeAtOnce, "out of memory"), (LargeAtLast, r"out of memory: .*\(.*a large thing 3\.0")],
+)
+def test_a_hook_that_does_not_fit_is_told_before_anything_is_written(
+    pretrain_options, tmp_path, hook, said
+):
+    with pytest.raises(UserError, match=said):
+        pretrain(pretrain_options(tmp_path / "run"), hook)
+    assert not (tmp_path / "run").exists()
+
+
+def test_memory_that_a_hook_holds_is_told_where_a_step_does_not_fit(
+    pretrain_options, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(passes, "mean_loss", run_out)
+    with pytest.raises(UserError, match=r"out of memory: .*a large thing 3\.0"):
+        pretrain(pretrain_options(tmp_path / "run"), Large)
+    assert TrainingRun.load(tmp_path / "run").status == "failed"
+
+
+def test_a_hook_prepares_once_and_not_for_a_finished_run(pretrain_options, tmp_path):
+    prepared = []
+
+    class Preparing(Counter):
+        def prepare(self):
+            assert not self.counts["steps"]
+            prepared.append(True)
+
+    for _ in range(2):
+        pretrain(pretrain_options(tmp_path / "run"), Preparing)
+    assert prepared == [True]
+
+
+def test_the_dry_step_finds_the_gradients_of_all_domains_beside_it(
+    pretrain_options, tmp_path, monkeypatch
+):
+    rows = []
+
+    class Rows(GradientRows):
+        def __init__(self, model, count):
+            super().__init__(model, count)
+            rows.append(count)
+
+    def dry_step(*_arguments):
+        assert rows == [3]
+        rows.append(0)
+
+    monkeypatch.setattr(hooked_passes, "GradientRows", Rows)
+    monkeypatch.setattr(loop, "dry_first_step", dry_step)
+    pretrain(pretrain_options(tmp_path / "run", dry_first_step="on"), GradientCombiner)
+    assert rows == [3, 0]
 
 
 def test_reading_ahead_draws_by_the_mixture_that_the_hook_has_chosen(

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# The paper's downstream accuracy (its tables of it): thirteen tasks with 0 to 5 solved examples before
+# each question, for every base run of an experiment.
+#
+#   bash examples/evaluate_downstream.sh                    # the base runs of runs/slimpajama
+#   RUN=runs/pile bash examples/evaluate_downstream.sh
+#   SIZE=tiny DATA_DIR=copies bash examples/evaluate_downstream.sh    # tries it out on 2 CPU ranks
+#   bash examples/evaluate_downstream.sh -- --tasks sciq piqa --evaluation-dtype bfloat16
+#
+# The same command goes on with what was interrupted, a task and a number of shots at a time. Results
+# are RUN/6-evaluation/NAME-downstream.json.
+#
+#   SIZE         tiny, or anything else: runs know their sizes
+#   RUN          folder of the experiment (runs/slimpajama)
+#   CHECKPOINTS  the runs or checkpoints to evaluate (all of RUN/5-base)
+#   DATA_DIR     folder with copies of the tasks' data sets as OWNER/NAME (the hub)
+set -euo pipefail
+SIZE=${SIZE:-any}
+source "$(dirname "$0")/launch.sh"
+
+ASK=(
+  --tasks arc_easy copa hellaswag lambada_openai logiqa multirc openbookqa   # paper: those tables
+  piqa qqp race sciq social_iqa winogrande
+  --shots 0 1 2 3 4 5                # paper: their figures are means over 0 to 5 shots
+)
+if [ "$SIZE" = tiny ]; then
+  CHECKPOINTS=${CHECKPOINTS:-$PRETRAINED}
+  ASK+=(
+    --shots 0 1                      # tiny
+    --limit 4                        # tiny
+  )
+fi
+RUN=${RUN:-runs/slimpajama}
+[ -z "${DATA_DIR:-}" ] || ASK+=(--data-dir "$DATA_DIR")
+
+shopt -s nullglob
+RUNS=("$RUN"/5-base/*/)
+[ -z "${CHECKPOINTS:-}" ] || read -ra RUNS <<< "$CHECKPOINTS"
+[ "${#RUNS[@]}" != 0 ] || refuse "there is no run in $RUN/5-base:" \
+  "bash $HERE/pretrain_684m.sh makes one; or give CHECKPOINTS=FOLDER"
+for CHECKPOINT in "${RUNS[@]}"; do
+  NAME=$(basename "$CHECKPOINT")
+  say "Downstream tasks, $NAME"
+  torchrun "${RANKS[@]}" "$TOOLS/evaluate.py" downstream "${PARALLEL[@]}" "${ASK[@]}" \
+    --checkpoint "${CHECKPOINT%/}" --output "$RUN/6-evaluation/$NAME-downstream.json" "${EXTRA[@]}"
+done

@@ -1,0 +1,101 @@
+"""The options of tools/evaluate.py downstream with what they name, all checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_chameleon.artifacts import Provenance, provenance
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.downstream_part import DownstreamPart, PartSettings, find_part
+from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol
+from megatron_chameleon.checkpoint.convert import find_tokenizer
+from megatron_chameleon.checkpoint.reader import shape_of
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.downstream.installed import require_harness
+from megatron_chameleon.evaluation.downstream.tasks import TaskLibrary
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.options.downstream import DownstreamOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class DownstreamPlan:
+    """What is to be asked, and where the answers go."""
+
+    options: DownstreamOptions
+    checkpoint: CheckpointRecord
+    protocol: DownstreamProtocol
+    provenance: Provenance
+
+    @property
+    def work_dir(self) -> Path:
+        """Where parts are kept."""
+        return self.options.work_dir or self.options.output.with_suffix("")
+
+    def part(self, task: str, shots: int) -> DownstreamPart | None:
+        """The part, if it is finished. Raises UserError if there is one of other settings."""
+        return find_part(self.work_dir, self.settings(task, shots))
+
+    def settings(self, task: str, shots: int) -> PartSettings:
+        """What the part of a task with so many shots depends on."""
+        return PartSettings(
+            checkpoint_hash=self.checkpoint.hash,
+            lm_eval_version=self.protocol.lm_eval_version,
+            task=task,
+            shots=shots,
+            limit=self.protocol.limit,
+            fewshot_seed=self.protocol.fewshot_seed,
+            dtype=self.protocol.dtype,
+        )
+
+    def missing(self) -> Iterator[tuple[str, list[int]]]:
+        """Tasks with the numbers of shots that are not finished, in the order of the options."""
+        for task in self.options.tasks:
+            shots = [number for number in self.options.shots if self.part(task, number) is None]
+            if shots:
+                yield task, shots
+
+
+def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
+    """Read and check what ``options`` name; nothing is written.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    version = require_harness()
+    _check_numbers(options)
+    record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    shape = shape_of(record)
+    check_model_layout(shape.size, options.parallel, shape.max_sequence_length)
+    tokenizer = find_tokenizer(options.tokenizer, record)
+    TaskLibrary(options.tasks, options.data_dir)  # a name that is misspelt shows at once
+    plan = DownstreamPlan(
+        options=options,
+        checkpoint=record,
+        protocol=DownstreamProtocol(
+            lm_eval_version=version,
+            shots=sorted(options.shots),
+            limit=options.limit,
+            fewshot_seed=options.fewshot_seed,
+            dtype=options.evaluation_dtype,
+        ),
+        provenance=provenance(options, {"checkpoint": record.hash, "tokenizer": tokenizer.sha256}),
+    )
+    list(plan.missing())  # so does a part of another evaluation
+    return plan
+
+
+def _check_numbers(options: DownstreamOptions) -> None:
+    for flag, values in (("--tasks", options.tasks), ("--shots", options.shots)):
+        if not values:
+            raise UserError(f"{flag} is empty; name at least one")
+        if len(set(values)) < len(values):
+            raise UserError(f"{flag} {' '.join(map(str, values))}: one is given twice")
+    for flag, number, least in (
+        ("--shots", min(options.shots), 0),
+        ("--limit", options.limit, 1),
+        ("--evaluation-batch-size", options.evaluation_batch_size, 1),
+    ):
+        if number is not None and number < least:
+            raise UserError(f"{flag} {number}: give a whole number from {least} on")

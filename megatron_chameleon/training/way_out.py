@@ -1,0 +1,24 @@
+"""What helps where a run's folder holds something else, in the words of the command that trains."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class WayOut:
+    """Ends of sentences that tell a person what to do; by default by tools/pretrain_gpt.py's flags.
+
+    Attributes:
+        elsewhere: how to train in another folder.
+        anew: how to do without what the folder holds.
+    """
+
+    elsewhere: str = "choose another --run-dir"
+    anew: str = "give --overwrite to start anew"
+
+    def __str__(self) -> str:
+        return f"{self.elsewhere}, or {self.anew}"
+
+
+BY_FLAGS = WayOut()
