@@ -32,7 +32,8 @@ def exponentiated_step(log_weights: Array, gains: Array, step_size: float, eps: 
         logits = log_weights + step_size * (gains - gains.max())
     log_softmax = logits - np.logaddexp.reduce(logits)
     if eps > 0:
-        log_softmax = np.logaddexp(math.log1p(-eps) + log_softmax, math.log(eps / len(logits)))
+        share = math.log(eps) - math.log(len(logits))  # eps / k itself may be too small for a float
+        log_softmax = np.logaddexp(math.log1p(-eps) + log_softmax, share)
     floored: Array = np.maximum(log_softmax, LOWEST_LOG)
     return floored
 

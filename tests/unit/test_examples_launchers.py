@@ -36,7 +36,7 @@ PAPER: dict[str, tuple[str, int, int, tuple[float, float]]] = {
 }
 PRETRAINING = [name for name in LAUNCHERS if name.startswith("pretrain")]
 NOT_LAUNCHERS = {"compare_methods", "compare_mixtures", "hyperparameters", "jobs", "launch"}
-NOT_LAUNCHERS |= {"quickstart"}
+NOT_LAUNCHERS |= {"quickstart", "evaluate_downstream"}
 
 
 @pytest.fixture

@@ -182,7 +182,9 @@ def test_a_proxy_of_other_settings_is_refused(finished, options, tmp_path, chang
     assert not (tmp_path / "doge.json").exists()
 
 
-def test_half_a_proxy_of_another_rule_is_refused_before_it_is_trained(finished, options, tmp_path):
+def test_half_a_proxy_of_another_rule_is_refused_before_it_is_trained(
+    finished, options, tmp_path, capsys
+):
     shutil.copytree(finished / "doge", tmp_path / "doge")
     run = TrainingRun.load(tmp_path / "doge" / "proxy")
     dataclasses.replace(run, status="running", step=3).save()
@@ -192,6 +194,7 @@ def test_half_a_proxy_of_another_rule_is_refused_before_it_is_trained(finished, 
     with pytest.raises(UserError, match=said):
         compute_doge(options(rule=DogeRule(doge_mu=0.2, doge_eps=0.1)))
     assert TrainingRun.load(run.root).step == 3
+    assert capsys.readouterr().out == ""
 
 
 def test_a_run_that_nobody_watched_is_no_proxy(finished, options, tmp_path):
