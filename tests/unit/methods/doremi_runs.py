@@ -1,0 +1,93 @@
+"""What the tests of DoReMi share: small runs of it, and what they leave behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.artifacts import (
+    CheckpointRecord,
+    TrainingRun,
+)
+from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.methods.doremi import DoremiOptions
+from megatron_chameleon.methods.excess_loss.compute import compute_doremi
+from megatron_chameleon.options.doremi import DoremiRule
+from megatron_chameleon.options.proxy import ProxyOptions
+from megatron_chameleon.options.training import OptimizerOptions
+
+STEPS = 6
+SLOW = DoremiRule(doremi_eta=0.1)
+
+
+def proxy_options(**changes) -> ProxyOptions:
+    """Six steps of a nano model, as the fixture ``finished_run`` was trained."""
+    settings = {
+        "model_size": "nano",
+        "seq_length": 32,
+        "train_iters": STEPS,
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
+        "log_interval": 1,
+        "save_interval": 3,
+        "optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=2),
+    }
+    return ProxyOptions(**{**settings, **changes})
+
+
+@pytest.fixture
+def options(corpus, finished_run, tmp_path):
+    """``options(name, proxy, **changes)``: against a reference that is trained already."""
+
+    def make(name="doremi", proxy=None, **changes) -> DoremiOptions:
+        settings = {"corpus": corpus.root, "reference": finished_run, "rule": SLOW, **changes}
+        return DoremiOptions(
+            output=tmp_path / "4-mixture" / f"{name}.json",
+            proxy=proxy_options(**(proxy or {})),
+            **settings,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def found(corpus, finished_run, tmp_path_factory) -> Path:
+    """A mixture with its proxy beside it, for reading only."""
+    output = tmp_path_factory.mktemp("found") / "doremi.json"
+    compute_doremi(
+        DoremiOptions(
+            corpus=corpus.root,
+            output=output,
+            reference=finished_run,
+            rule=SLOW,
+            proxy=proxy_options(),
+        )
+    )
+    return output
+
+
+@pytest.fixture
+def half_done(found, tmp_path):
+    """A copy of that proxy in the place of the one that ``options()`` trains."""
+    return Path(shutil.copytree(found.with_suffix(""), tmp_path / "4-mixture" / "doremi"))
+
+
+def proxy_of(output: Path) -> TrainingRun:
+    return TrainingRun.load(output.with_suffix("") / "proxy")
+
+
+def hook_lines(output: Path) -> list[dict]:
+    return [line["hook"] for line in proxy_of(output).metrics()]
+
+
+def figures_of(output: Path):
+    lines = proxy_of(output).metrics()
+    return [(line["loss"], line["grad_norm"], line["hook"]) for line in lines]
+
+
+def state_of(output: Path, step=STEPS):
+    record = CheckpointRecord.load(step_folder(output.with_suffix("") / "proxy", step))
+    assert record.hook is not None
+    return record.hook.state
