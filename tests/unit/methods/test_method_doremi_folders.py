@@ -1,4 +1,4 @@
-"""DoReMi's folder: what is gone on with, what is used again, and what is refused before training."""
+"""DoReMi's folder: what is gone on with, what is used again, what is refused before training."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.artifacts import (
-    Mixture,
-)
+from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.doge import DogeOptions
