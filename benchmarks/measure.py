@@ -102,10 +102,15 @@ def read_rows(name: str) -> list[dict[str, Any]]:
 
 
 def put_row(name: str, on: Mapping[str, Any], row: dict[str, Any]) -> Path:
-    """Put ``row``, with the date, among results/``name``.json, in the place of an older one."""
+    """Put ``row`` among results/``name``.json, in the place of an older one.
+
+    Each row has its date and its machine: they may have been measured on different ones.
+    """
     others = [other for other in read_rows(name) if other["what"] != row["what"]]
-    dated = {"date": _today(), "packages": on["packages"], **row}
-    return write_results(name, sorted([*others, dated], key=lambda row: str(row["what"])), on)
+    rows = sorted([*others, {"date": _today(), "machine": on, **row}], key=lambda r: str(r["what"]))
+    path = RESULTS / f"{name}.json"
+    write_json(path, json.loads(json.dumps({"rows": rows})))
+    return path
 
 
 def _today() -> str:
