@@ -80,14 +80,16 @@ def build_optimizer(
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
     )
-    optimizer = GuardedOptimizer(
-        get_megatron_optimizer(
+    # The distributed optimizer keeps views of the parameters. With a gradient they would hold, out
+    # of Python's sight, what holds the model: neither would ever be freed in this process.
+    with torch.no_grad():
+        wrapped = get_megatron_optimizer(
             config,
             list(model),
             config_overrides=get_standard_config_overrides(config),
             use_gloo_process_groups=False,
         )
-    )
+    optimizer = GuardedOptimizer(wrapped)
     use_fused_kernels(optimizer)
     config_of_chunks = model[0].config  # one object, whatever their number
     config_of_chunks.grad_scale_func = optimizer.scale_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
@@ -77,6 +78,9 @@ def pretrain(
             warn_of_repeats(plan, schedule)
             load_hook(hook, progress, way_out)
             Trainer(plan, layout, progress, samples, stops, hook).run()
+    # A trainer and its model refer to each other, and to the process groups: the room is for the
+    # next model, and each group of gloo has threads that poll for as long as it is there.
+    gc.collect()
 
 
 def verify_corpus(options: PretrainOptions, layout: Layout) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_chameleon.options.data import Permutation
+from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,7 @@ def streak_message(
     *,
     is_newest: bool = True,
     hook_mixes: bool = False,
+    way_out: WayOut = BY_FLAGS,
 ) -> str:
     """What is said where a run gives up after the steps of ``streak``.
 
@@ -63,17 +65,20 @@ def streak_message(
         permutation: what the run's samples are ordered by.
         is_newest: whether the run goes on from that checkpoint, and not from one among the steps.
         hook_mixes: whether a hook decides on the mixture.
+        way_out: how the command that trains begins a new run.
     """
     first, last = streak[0], streak[-1]
     saved = f"the last checkpoint before them is {checkpoint}"
     if not is_newest:
         saved += " (to go on from there, write its name into the file 'latest' beside it)"
+    draws = f"and draw others {_other_draws(first.step - 1, permutation, hook_mixes)}"
+    if not way_out.draws_by_flags:
+        draws = f"and mend their text; for a new run {way_out}"
     return (
         f"{len(streak)} steps in a row were skipped, {first.step} to {last.step}, the last because "
         f"{last.reason}; their samples come from {_domains(streak)}; "
         f"{saved if checkpoint else 'there is no checkpoint before them'}; lower --lr or lengthen "
-        "--lr-warmup-iters in a new run, or look at these domains and draw others "
-        f"{_other_draws(first.step - 1, permutation, hook_mixes)}"
+        f"--lr-warmup-iters in a new run, or look at these domains {draws}"
     )
 
 

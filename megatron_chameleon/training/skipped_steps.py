@@ -98,6 +98,7 @@ class SkippedSteps:
                 self._options.data.permutation,
                 is_newest=before == self._records.last_checkpoint(),
                 hook_mixes=self._hook_mixes,
+                way_out=self._records.plan.way_out,
             )
         )
 

@@ -12,10 +12,12 @@ class WayOut:
     Attributes:
         elsewhere: how to train in another folder.
         anew: how to do without what the folder holds.
+        draws_by_flags: whether the command has flags that say what domains are drawn.
     """
 
     elsewhere: str = "choose another --run-dir"
     anew: str = "give --overwrite to start anew"
+    draws_by_flags: bool = True
 
     def __str__(self) -> str:
         return f"{self.elsewhere}, or {self.anew}"

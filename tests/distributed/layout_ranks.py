@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     import torch
     from megatron.core.optimizer import MegatronOptimizer
 
-SECONDS_TO_WAIT_FOR_OTHERS = 600.0
+SECONDS_TO_WAIT_FOR_OTHERS = 1200.0
 
 
 @dataclasses.dataclass(frozen=True)

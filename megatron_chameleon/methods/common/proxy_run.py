@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from pathlib import Path
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.options.proxy import ProxyOptions
 from megatron_chameleon.options.training import PretrainOptions
@@ -16,9 +16,6 @@ from megatron_chameleon.training.pretrain import pretrain
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.watch import MakeHook
 from megatron_chameleon.training.way_out import WayOut
-
-# How a person chooses another folder for what a command makes: a method's, and a sweep's.
-BY_WORK_DIR, BY_OUTPUT = "give another --work-dir", "give another --output"
 
 
 def training_options(
@@ -31,7 +28,7 @@ def training_options(
 
 def way_out_of(run_dir: Path, elsewhere: str = BY_WORK_DIR) -> WayOut:
     """What to advise where the folder of a run that a method makes holds something else."""
-    return WayOut(elsewhere, f"delete {run_dir} to start anew")
+    return WayOut(elsewhere, f"delete {run_dir} to start anew", draws_by_flags=False)
 
 
 def train_proxy(
@@ -63,7 +60,6 @@ def train_proxy(
             pretrain(options, watched_by=watched_by, stops=stops, way_out=way_out)
     except UserError as error:
         raise UserError(f"{what}: {error}") from error
-    gc.collect()  # a trainer and its model refer to each other, and the next model needs the room
     with distributed(forward_only(options.parallel), seed=0):
         return from_main(lambda: is_finished(options.run_dir))
 
