@@ -10,9 +10,9 @@ from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 def main(options: CompareMethodsOptions) -> None:
     """Call the report with what the command line asks for, or a check of it."""
     from megatron_chameleon.methods.common.registry import find_methods
-    from megatron_chameleon.report.head_to_head import Selection
-    from megatron_chameleon.report.head_to_head_checks import require_choice, require_evaluations
-    from megatron_chameleon.report.head_to_head_page import Record, report_head_to_head
+    from megatron_chameleon.report.head_to_head.checks import require_choice, require_evaluations
+    from megatron_chameleon.report.head_to_head.compare import Selection
+    from megatron_chameleon.report.head_to_head.page import Record, report_head_to_head
 
     selection = Selection(
         names=options.mixtures,

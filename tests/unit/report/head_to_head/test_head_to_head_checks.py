@@ -10,9 +10,9 @@ import pytest
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.head_to_head import Selection
-from megatron_chameleon.report.head_to_head_checks import require_choice, require_evaluations
-from tests.unit.report.head_to_head_samples import SEEDS, write_head_to_head
+from megatron_chameleon.report.head_to_head.checks import require_choice, require_evaluations
+from megatron_chameleon.report.head_to_head.compare import Selection
+from tests.unit.report.head_to_head.samples import SEEDS, write_head_to_head
 
 METHODS = ("uniform", "doremi", "regmix")
 SELECTION = Selection(names=("uniform", "doremi"), seeds=SEEDS)

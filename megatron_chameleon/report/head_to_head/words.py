@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_chameleon.report.head_to_head import HeadToHead
-from megatron_chameleon.report.head_to_head_statistics import LEAST_RATIO
+from megatron_chameleon.report.head_to_head.compare import HeadToHead
+from megatron_chameleon.report.head_to_head.statistics import LEAST_RATIO
 
 COST_WORDS = (
     "To obtain a mixture is counted in full, each as if it were the only one: every proxy that is "

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_chameleon.report.head_to_head_statistics import (
+from megatron_chameleon.report.head_to_head.statistics import (
     LEAST_RATIO,
     T_95,
     Difference,

@@ -16,14 +16,14 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import same_weights
-from megatron_chameleon.report.head_to_head_runs import (
+from megatron_chameleon.report.head_to_head.runs import (
     HOW,
     evaluation_of,
     finished_run,
     require_drawn_by,
     require_same_settings,
 )
-from megatron_chameleon.report.head_to_head_statistics import (
+from megatron_chameleon.report.head_to_head.statistics import (
     Array,
     Difference,
     Spread,

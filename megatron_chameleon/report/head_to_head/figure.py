@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from megatron_chameleon.report.figures import GRID_COLOR, color_of, legend_above, new_figure, tidy
-from megatron_chameleon.report.head_to_head import HeadToHead
+from megatron_chameleon.report.head_to_head.compare import HeadToHead
 
 # Mixtures without cost stand so many times further left than the cheapest, those of unknown cost as
 # far right of the dearest, each a step apart.

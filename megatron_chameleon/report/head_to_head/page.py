@@ -10,10 +10,15 @@ from typing import Any
 
 from megatron_chameleon.artifacts.files import replacing, write_json
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.head_to_head import Contestant, HeadToHead, Selection, head_to_head
-from megatron_chameleon.report.head_to_head_machine import made_on
-from megatron_chameleon.report.head_to_head_statistics import Array, Spread
-from megatron_chameleon.report.head_to_head_tables import comparison_table, domain_table
+from megatron_chameleon.report.head_to_head.compare import (
+    Contestant,
+    HeadToHead,
+    Selection,
+    head_to_head,
+)
+from megatron_chameleon.report.head_to_head.machine import made_on
+from megatron_chameleon.report.head_to_head.statistics import Array, Spread
+from megatron_chameleon.report.head_to_head.tables import comparison_table, domain_table
 from megatron_chameleon.report.names import markdown
 from megatron_chameleon.report.page import load_figures
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
@@ -59,7 +64,7 @@ def report_head_to_head(
         UserError: if something is missing or cannot be compared, or matplotlib is not installed.
     """
     figures = load_figures()
-    from megatron_chameleon.report.head_to_head_figure import head_to_head_figure
+    from megatron_chameleon.report.head_to_head.figure import head_to_head_figure
 
     compared = head_to_head(RunFolder.load(run), selection)
     tables = [comparison_table(compared), domain_table(compared)]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_chameleon.artifacts import EvaluationResult, TrainingRun
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.head_to_head import Selection
-from megatron_chameleon.report.head_to_head_runs import require_of_last_checkpoint
+from megatron_chameleon.report.head_to_head.compare import Selection
+from megatron_chameleon.report.head_to_head.runs import require_of_last_checkpoint
 from megatron_chameleon.report.run_folder import BASE, EVALUATION, MIXTURE
 
 # Of these methods there are mixtures by proxies of fewer steps, with the same name and this suffix.

@@ -7,8 +7,8 @@ import os
 import platform
 from typing import Any
 
-from megatron_chameleon.report.head_to_head import HeadToHead
-from megatron_chameleon.report.head_to_head_runs import last_checkpoint
+from megatron_chameleon.report.head_to_head.compare import HeadToHead
+from megatron_chameleon.report.head_to_head.runs import last_checkpoint
 
 
 def made_on(compared: HeadToHead) -> dict[str, Any]:

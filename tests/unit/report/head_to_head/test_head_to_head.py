@@ -14,23 +14,23 @@ import pytest
 
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.head_to_head import (
+from megatron_chameleon.report.head_to_head.compare import (
     Contestant,
     HeadToHead,
     Selection,
     head_to_head,
     label_of,
 )
-from megatron_chameleon.report.head_to_head_figure import places_of, ticks_of
-from megatron_chameleon.report.head_to_head_page import Record, as_csv, report_head_to_head
-from megatron_chameleon.report.head_to_head_tables import (
+from megatron_chameleon.report.head_to_head.figure import places_of, ticks_of
+from megatron_chameleon.report.head_to_head.page import Record, as_csv, report_head_to_head
+from megatron_chameleon.report.head_to_head.tables import (
     comparison_table,
     domain_table,
     format_multiple,
 )
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.text_tables import Table, terminal_table
-from tests.unit.report.head_to_head_samples import AVERAGES, SEEDS, WEIGHTS, write_head_to_head
+from tests.unit.report.head_to_head.samples import AVERAGES, SEEDS, WEIGHTS, write_head_to_head
 
 SELECTION = Selection(names=tuple(WEIGHTS), seeds=SEEDS)
 

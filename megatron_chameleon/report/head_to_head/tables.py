@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from megatron_chameleon.report.head_to_head import HeadToHead
-from megatron_chameleon.report.head_to_head_words import notes
+from megatron_chameleon.report.head_to_head.compare import HeadToHead
+from megatron_chameleon.report.head_to_head.words import notes
 from megatron_chameleon.report.tables import format_flops, format_perplexity, format_weight
 from megatron_chameleon.report.text_tables import MISSING, Cell, Row, Table
 
