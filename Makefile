@@ -25,7 +25,7 @@ test test-slow test-gpu: export OMP_NUM_THREADS := 1
 # What these test has to hold without a GPU, also where there is one.
 test test-slow: export CUDA_VISIBLE_DEVICES :=
 
-.PHONY: help setup quickstart test test-slow test-gpu measure-gpu lint format doctor clean
+.PHONY: help setup quickstart test test-slow test-gpu measure-gpu lint format docs doctor clean
 
 help:
 	echo "make quickstart   the whole pipeline on real text, in under 5 minutes on 2 cores"
@@ -35,6 +35,7 @@ help:
 	echo "make measure-gpu  test-gpu, then the benchmarks that measure a CUDA device"
 	echo "make lint         ruff, mypy and the import rules"
 	echo "make format       let ruff format and mend the sources"
+	echo "make docs         the documentation, into site/index.html"
 	echo "make doctor       what acceleration is active here, and what is lost without the rest"
 	echo "make setup        only set up .venv (the others do it by themselves)"
 	echo "make clean        remove .venv, caches and build leftovers (runs/ stays)"
@@ -83,12 +84,18 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A link that leads nowhere, or a page that nothing leads to, ends the build. Not --quiet: it would
+# also keep warnings from being counted.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	echo "site/index.html is the first page."
+
 doctor: $(STAMP)
 	$(BIN)/python tools/doctor.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -rf .import_linter_cache
+	rm -rf .import_linter_cache site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first, so that its pinned build is there before anything that could pull another.
@@ -128,7 +135,7 @@ $(STAMP):
 	  echo
 	}
 	$(PIP_INSTALL) torch setuptools 2>&1 | tee $(VENV)/setup.log | show_progress '1/2 torch:'
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,data,eval,hf]' matplotlib triton 2>&1 \
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,data,docs,eval,hf]' matplotlib triton 2>&1 \
 	  | tee -a $(VENV)/setup.log | show_progress '2/2 the rest:'
 	echo "$$made_by" > $@
 	echo "$(VENV) is ready."

@@ -37,7 +37,15 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_chameleon", "megatron_chameleon.*"]),
-    package_data={"megatron_chameleon": ["py.typed", "methods/published/columns.json"]},
+    package_data={
+        "megatron_chameleon": [
+            "py.typed",
+            "artifacts/published/columns.json",
+            "report/html/script.js",
+            "report/html/style.css",
+            "report/paper/results.json",
+        ]
+    },
     install_requires=[
         # The model, its parallelism, its data files and its checkpoints.
         "torch>=2.9.0a0",
@@ -72,14 +80,24 @@ setup(
         "eval": ["lm-eval>=0.4.13,<0.5"],
         # To open the Hugging Face folders that tools/convert_checkpoint.py writes; it needs none.
         "hf": ["transformers>=4.46"],
-        "plots": ["matplotlib>=3.8"],
+        # The map of windows is drawn by PCA without umap-learn.
+        "plots": ["matplotlib>=3.8", "umap-learn>=0.5.9"],
         "wandb": ["wandb>=0.17"],
+        # What builds the pages of docs/.
+        "docs": [
+            "latex2mathml>=3.77",
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.6,<10",
+            "pymdown-extensions>=10.9",
+        ],
         "dev": [
             # lm-eval's own model for transformers, beside which ours is tested.
             "accelerate>=1.0",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "mypy>=1.13",
+            # Drives a browser of the system through the report's page; it needs no other.
+            "playwright>=1.50",
             "pre-commit>=3.6",
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -53,7 +53,7 @@ def run_tool(
     rank = int(os.environ.get("RANK", "0"))
     options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank, prog)
     signal.signal(signal.SIGTERM, _interrupt)
-    warnings.showwarning = _one_line_warning if rank == 0 else _no_warning
+    warnings.showwarning = OneLineWarnings() if rank == 0 else _no_warning
     for noise in (FutureWarning, DeprecationWarning):  # of libraries, for their programmers
         warnings.simplefilter("ignore", noise)
     status: int | None = 0
@@ -206,28 +206,37 @@ def _fields_of_options(info: StructTypeInfo) -> StructConstructorSpec | None:
     if not dataclasses.is_dataclass(info.type):
         return None
     types = get_type_hints(info.type, include_extras=True)
-    documented = {
-        doc.arg_name: doc
-        for base in reversed(info.type.__mro__)
-        if dataclasses.is_dataclass(base)
-        for doc in docstring_parser.parse_from_object(base).params
-    }
+    helps = field_helps(info.type)
     return StructConstructorSpec(
         instantiate=info.type,
         fields=tuple(
             StructFieldSpec(
                 name=field.name,
                 type=types[field.name],
-                default=_default_of(field, info.default),
-                helptext=_flowing(documented.get(field.name)),
+                default=default_of(field, info.default),
+                helptext=helps.get(field.name),
             )
             for field in dataclasses.fields(info.type)
         ),
     )
 
 
-def _default_of(field: dataclasses.Field[Any], options: Any) -> Any:
-    """A field's default: as in ``options``, if there are default ones, or its own."""
+def field_helps(options_type: type) -> dict[str, str]:
+    """Field -> the help of its flag, for the fields of an options dataclass that have one."""
+    documented = {
+        doc.arg_name: _flowing(doc)
+        for base in reversed(options_type.__mro__)
+        if dataclasses.is_dataclass(base)
+        for doc in docstring_parser.parse_from_object(base).params
+    }
+    return {name: text for name, text in documented.items() if text is not None}
+
+
+def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
+    """A field's default: as in ``options``, if there are default ones, or its own.
+
+    MISSING_NONPROP where there is none.
+    """
     if dataclasses.is_dataclass(options):
         return getattr(options, field.name)
     if field.default_factory is not dataclasses.MISSING:
@@ -235,9 +244,9 @@ def _default_of(field: dataclasses.Field[Any], options: Any) -> Any:
     return MISSING_NONPROP if field.default is dataclasses.MISSING else field.default
 
 
-def _flowing(documented: docstring_parser.DocstringParam | None) -> str | None:
+def _flowing(documented: docstring_parser.DocstringParam) -> str | None:
     """A field's docstring without line breaks, but for those between paragraphs."""
-    if documented is None or documented.description is None:
+    if documented.description is None:
         return None
     paragraphs = re.split(r"\n\s*\n", documented.description)
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -278,10 +287,24 @@ def _one_of(names: Mapping[str, object]) -> str:
     return " or ".join(f"'{name}'" for name in names)
 
 
-def _one_line_warning(
-    message: Warning | str, category: type[Warning], *_where: object, **_more: object
-) -> None:
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+class OneLineWarnings:
+    """Shows each warning once, however often it is given.
+
+    Python's own count of them begins anew wherever a library changes what is shown, and a plan is
+    read again when it is carried out.
+    """
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def __call__(
+        self, message: Warning | str, category: type[Warning], *_where: object, **_more: object
+    ) -> None:
+        """Print ``message``, unless it has been."""
+        text = " ".join(str(message).split())
+        if text not in self._shown:
+            self._shown.add(text)
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _no_warning(*_arguments: object, **_more: object) -> None:

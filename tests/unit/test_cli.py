@@ -263,6 +263,20 @@ def test_a_warning_is_one_line_on_rank_0(capsys, monkeypatch, rank, shown):
     assert capsys.readouterr() == ("", shown)
 
 
+def test_a_warning_that_is_given_again_is_shown_once(capsys):
+    def tool(_options):
+        for text in ("the weights sum to 2", "the weights sum to 2", "there is no valid split"):
+            with warnings.catch_warnings():  # as libraries do, after which Python counts anew
+                warnings.simplefilter("default")
+            warnings.warn(text, UserWarning, stacklevel=2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert leave(tool, ["--corpus", "c"]) == 0
+    said = "warning: the weights sum to 2\nwarning: there is no valid split\n"
+    assert capsys.readouterr() == ("", said)
+
+
 @pytest.mark.parametrize("category", [FutureWarning, DeprecationWarning])
 def test_warnings_for_programmers_are_not_shown(capsys, category):
     def tool(_options):

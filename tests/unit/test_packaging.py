@@ -73,7 +73,7 @@ def test_setup_keeps_the_torch_that_is_there(requirements):
 
 def test_extras_are_the_documented_ones(setup_arguments):
     extras = set(setup_arguments["extras_require"])
-    assert extras == {"data", "eval", "hf", "plots", "wandb", "dev"}
+    assert extras == {"data", "docs", "eval", "hf", "plots", "wandb", "dev"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = re.search(r"Extras:(.*?)\n\n", readme, re.DOTALL)
     assert listed is not None
@@ -87,7 +87,7 @@ def test_constraints_are_exact_and_cover_what_make_installs(setup_arguments, pin
     extras = setup_arguments["extras_require"]
     asked = [
         *setup_arguments["install_requires"],
-        *(line for extra in ("dev", "data", "eval", "hf") for line in extras[extra]),
+        *(line for extra in ("dev", "data", "docs", "eval", "hf") for line in extras[extra]),
     ]
     for requirement in map(Requirement, asked):
         (pinned,) = pins[canonicalize_name(requirement.name)].specifier

@@ -1,0 +1,25 @@
+"""LaTeX in pages to MathML, when the site is built: no script sets equations in the browser."""
+
+from __future__ import annotations
+
+import html
+import re
+
+from latex2mathml.converter import convert
+
+# What pymdownx.arithmatex makes of $...$ and $$...$$.
+_EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def with_mathml(page: str) -> str:
+    """The HTML of a page with its equations as MathML.
+
+    Raises:
+        Exception: of latex2mathml, for LaTeX that it cannot read.
+    """
+    return _EQUATION.sub(_mathml, page)
+
+
+def _mathml(equation: re.Match[str]) -> str:
+    latex = html.unescape(equation[2]).strip()
+    return str(convert(latex, display="block" if equation[1] == "div" else "inline"))

@@ -1,0 +1,158 @@
+"""A page for each tool: what it takes, examples, and how it leaves."""
+
+from __future__ import annotations
+
+import functools
+import html
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from docs.hooks.tool_options import Flag, FlagGroup, Tool, find_tools, flag_groups
+from megatron_chameleon.cli import INTERRUPTED_STATUS, USER_ERROR_STATUS
+
+EXAMPLES = Path(__file__).with_name("tool_examples.toml")
+STATUSES = {
+    "0": "done; also after `--help`",
+    str(
+        USER_ERROR_STATUS
+    ): "a mistake in what was given: `error: ...` says in one line what is wrong, "
+    "where, and what to do; nothing half-written is left",
+    str(INTERRUPTED_STATUS): "interrupted by Ctrl-C or SIGTERM",
+    "1": "a defect, with its traceback; under torchrun, any rank that failed",
+}
+# Flags, files, and pages of the documentation.
+_NAMED = re.compile(
+    r"(?<![\w`-])--[a-z0-9][a-z0-9-]*[a-z0-9]|(?<![\w/`])(?:tools|examples|docs)/[\w./]+\w"
+)
+
+
+@functools.cache
+def tool_pages(root: Path) -> dict[str, str]:
+    """Page -> its Markdown: tools/NAME.md for every tool, and tools/index.md, which lists them."""
+    tools = find_tools(root)
+    told = examples_of_tools()
+    pages = {f"tools/{name}.md": _page(tool, told.get(name, {})) for name, tool in tools.items()}
+    return {"tools/index.md": _index(tools), **pages}
+
+
+def examples_of_tools() -> dict[str, Any]:
+    """Tool -> its examples, pages to read on, and statuses of its own, from tool_examples.toml."""
+    return tomllib.loads(EXAMPLES.read_text(encoding="utf-8"))
+
+
+def _index(tools: dict[str, Tool]) -> str:
+    rows = [
+        f"| [`tools/{name}.py`]({name}.md) | {_escaped(_summary(tool)[0])} |"
+        for name, tool in tools.items()
+    ]
+    return "\n".join(
+        [
+            "# Tools",
+            "",
+            "Each stage is a command. Its flags are made from its options, and so are these",
+            "pages, whenever the site is built: they say what `--help` says. Of a flag that is",
+            "given twice the last one counts. `python` starts one rank, `torchrun",
+            "--nproc-per-node N` several.",
+            "",
+            "| Tool | |",
+            "|---|---|",
+            *rows,
+            "",
+            "## Exit status",
+            "",
+            *_statuses({}),
+            "",
+            "torchrun turns every other status of a rank than 0 into 1, and adds its own summary",
+            "below the line that says what is wrong.",
+            "",
+        ]
+    )
+
+
+def _page(tool: Tool, told: dict[str, Any]) -> str:
+    summary, command = _summary(tool)
+    parts = [f"# {tool.name}.py", "", *_paragraphs(summary)]
+    parts += [f"    {command}", ""] if command else []
+    if "about" in told:
+        parts += [told["about"].strip(), ""]
+    if "examples" in told:
+        parts += ["## Examples", "", "```bash", told["examples"].strip(), "```", ""]
+    for command, options_type in tool.commands.items():
+        title = f"{tool.name}.py {command}" if command else "Options"
+        parts += [f"## {title}", "", *_options(options_type, f"{tool.name} {command}")]
+    parts += ["## Exit status", "", *_statuses(told.get("statuses", {})), ""]
+    if "see" in told:
+        links = ", ".join(f"[{title}](../{page})" for page, title in told["see"].items())
+        parts += [f"Read on: {links}.", ""]
+    return "\n".join(parts)
+
+
+def _summary(tool: Tool) -> tuple[str, str]:
+    """What the tool does, and the command that the same line of its docstring shows, if it does."""
+    first = tool.summary.partition("\n")[0]
+    shown = re.fullmatch(r"(.*?): ((?:torchrun|python) .*?)\.?", first.replace(" ...", " …"))
+    return (f"{shown[1]}.", shown[2].replace(" …", " ...")) if shown else (first, "")
+
+
+def _options(options_type: type[Any], where: str) -> list[str]:
+    """The flags of one command: its own first, then those of each group."""
+    own, *groups = flag_groups(options_type)
+    parts = [*_paragraphs(own.text), *_definitions(own, where)]
+    for group in groups:
+        title = f"### {group.name.capitalize()} options"
+        parts += [title, "", *_paragraphs(group.text), *_definitions(group, where)]
+    return parts
+
+
+def _paragraphs(text: str) -> list[str]:
+    """A docstring in lines of Markdown, each paragraph on one and an empty one after it."""
+    flowing = (" ".join(each.split()) for each in text.split("\n\n"))
+    return [line for each in flowing for line in (_escaped(each), "")]
+
+
+def _definitions(group: FlagGroup, where: str) -> list[str]:
+    return [line for flag in group.flags for line in _definition(flag, where)]
+
+
+def _definition(flag: Flag, where: str) -> list[str]:
+    """A term and its definition, with an anchor that is the command's and the flag's name."""
+    anchor = re.sub(r"[^a-z0-9]+", "-", f"{where} {flag.name.split(',')[0]}".lower()).strip("-")
+    written = f"{flag.name} {flag.values}".strip()
+    default = "required" if flag.default is None else flag.default and f"default `{flag.default}`"
+    paragraphs = [_escaped(each) for each in flag.help.split("\n\n")]
+    return [
+        f"`{written}`{{ #{anchor} }}" + (f" &nbsp; {default}" if default else ""),
+        f":   {paragraphs[0]}",
+        *(line for each in paragraphs[1:] for line in ("", f"    {each}")),
+        "",
+    ]
+
+
+def _statuses(own: dict[str, str]) -> list[str]:
+    rows = [
+        f"| {status} | {told} |"
+        for status, told in sorted({**STATUSES, **own}.items(), key=_number)
+    ]
+    return ["| Status | When |", "|---|---|", *rows]
+
+
+def _number(row: tuple[str, str]) -> int:
+    return int(row[0])
+
+
+def _escaped(text: str) -> str:
+    """Plain text as Markdown: signs stand for themselves, flags and files are code, pages links."""
+    parts, end = [], 0
+    for found in _NAMED.finditer(text):
+        page = found[0].removeprefix("docs/")
+        code = f"`{found[0]}`"
+        parts += [_plain(text[end : found.start()])]
+        parts += [code if page == found[0] else f"[{code}](../{page})"]
+        end = found.end()
+    return "".join([*parts, _plain(text[end:])])
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]{}$|#])", r"\\\1", html.escape(text, quote=False))

@@ -1,0 +1,115 @@
+"""The documentation builds, strictly, and is read and searched from the disk, without a network."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PHONE = {"width": 400, "height": 800}
+# What a browser fetches by itself.
+FETCHED = re.compile(
+    r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
+    r"""|<link\b[^>]*\bhref=["']?(?:https?:)?//"""
+    r"""|url\(["']?(?:https?:)?//|@import\s+["'](?:https?:)?//""",
+    re.IGNORECASE,
+)
+# A list or a table that was taken for a paragraph's next line, and signs that were to be markup.
+NOT_SET = re.compile(r"\n\s*(?:- |\d+\. |\| )[^\n]{0,60}|\\[_*`|][^\n]{0,60}")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Built with the flags of ``make docs``. With --quiet, --strict would see no warning."""
+    folder = tmp_path_factory.mktemp("site")
+    (flags,) = re.findall(r"\$\(BIN\)/mkdocs build (.*)", (ROOT / "Makefile").read_text("utf-8"))
+    assert flags.split() == ["--strict"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", *flags.split(), "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def visit(browser, site):
+    """``visit(page, **settings)`` opens it from the disk, and lists what it asks for."""
+    contexts = []
+
+    def visited(name, **settings):
+        contexts.append(browser.new_context(**settings))
+        page, asked = contexts[-1].new_page(), []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / name).as_uri())
+        return page, asked
+
+    yield visited
+    for context in contexts:
+        context.close()
+
+
+def test_every_page_is_there(site):
+    sources = [path for path in (ROOT / "docs").rglob("*.md") if "hooks" not in path.parts]
+    pages = [path.relative_to(ROOT / "docs").with_suffix(".html") for path in sources]
+    pages += [Path("tools") / f"{path.stem}.html" for path in (ROOT / "tools").glob("*.py")]
+    pages += map(Path, ("tools/index.html", "performance.html", "contributing.html"))
+    assert [page for page in pages if not (site / page).is_file()] == []
+    assert not (site / "hooks").exists()
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    files = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
+    assert len(files) > 40
+    assert [str(path) for path in files if FETCHED.search(path.read_text("utf-8"))] == []
+
+
+def test_equations_are_mathml_and_on_one_page_only(site):
+    text = (site / "method.html").read_text(encoding="utf-8")
+    assert len(re.findall(r"<math[^>]*display=\"block\"", text)) >= 6
+    assert not re.search(r"\$\$|\\(?:frac|sum|alpha|lambda|left)", text)
+    pages = [path.read_text(encoding="utf-8") for path in site.rglob("*.html")]
+    assert not [page for page in pages if "arithmatex" in page]
+    assert sum("<math" in page for page in pages) == 1
+
+
+def test_lists_and_tables_are_set_as_such(site):
+    for path in site.rglob("*.html"):
+        text = re.sub(r"<pre.*?</pre>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for paragraph in re.findall(r"<(?:p|dd)>(.*?)</(?:p|dd)>", text, re.DOTALL):
+            assert not NOT_SET.search(paragraph), f"{path.name}: {NOT_SET.findall(paragraph)}"
+
+
+def test_the_search_works_from_the_disk(visit):
+    page, asked = visit("index.html")
+    page.click("input.md-search__input")
+    # What is typed before the index is read is asked for with the next letter.
+    page.wait_for_function("typeof __index !== 'undefined'")
+    page.locator("input.md-search__input").press_sequentially("num-windows", delay=100)
+    page.wait_for_selector(".md-search-result__article")
+    found = page.locator(".md-search-result__item a").evaluate_all("all => all.map(a => a.href)")
+    assert any("tools/compute_mixture.html" in link for link in found)
+    assert not [link for link in found if "/files/" in link]
+    assert asked
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in asked)
+
+
+@pytest.mark.parametrize(
+    "name", ["index", "method", "paper", "performance", "tools/compute_mixture", "artifacts"]
+)
+def test_no_page_is_wider_than_a_phone(visit, name):
+    page, _ = visit(f"{name}.html", viewport=PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+@pytest.mark.parametrize(("scheme", "palette"), [("light", "default"), ("dark", "slate")])
+def test_the_palette_is_the_reader_s(visit, scheme, palette):
+    page, _ = visit("method.html", color_scheme=scheme)
+    assert page.get_attribute("body", "data-md-color-scheme") == palette
