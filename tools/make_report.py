@@ -11,7 +11,7 @@ def main(options: ReportOptions) -> None:
     """Call the report with what the command line asks for."""
     from megatron_chameleon.report.page import make_report
 
-    make_report(options.run, baseline=options.baseline)
+    make_report(*options.runs, baseline=options.baseline, output=options.output)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,18 @@ from megatron_chameleon.artifacts.record import read_record, write_record
 from megatron_chameleon.errors import UserError
 
 KIND = "downstream evaluation's part"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: with what is known of the data
 MADE_BY = "tools/evaluate.py downstream writes it anew if it is deleted"
 
 
 @dataclasses.dataclass(frozen=True)
 class PartSettings:
-    """All that a part depends on. Two that differ have nothing to do with each other."""
+    """All that a part depends on. Two that differ have nothing to do with each other.
+
+    Attributes:
+        data: where the task's data set was: "hub", or of a local copy "sha256:" and the hash of its
+            files. None only in what is looked for: any.
+    """
 
     checkpoint_hash: str
     lm_eval_version: str
@@ -25,6 +30,7 @@ class PartSettings:
     limit: int | None
     fewshot_seed: int
     dtype: str
+    data: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +45,7 @@ class DownstreamPart:
         answers: "1" for each question that was answered rightly, "0" for the others, in order.
         truncated_requests: see ShotScore.
         requests_hash: see ShotScore.
+        questions_hash: hex SHA-256 of the questions without any examples, the same with any shots.
         cost: of asking.
     """
 
@@ -49,6 +56,7 @@ class DownstreamPart:
     answers: str
     truncated_requests: int
     requests_hash: str
+    questions_hash: str
     cost: Cost
 
     @property
@@ -79,7 +87,7 @@ def find_part(work_dir: Path, settings: PartSettings) -> DownstreamPart | None:
     part = read_record(path, DownstreamPart, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
     for field in dataclasses.fields(PartSettings):
         there, wanted = getattr(part.settings, field.name), getattr(settings, field.name)
-        if there != wanted:
+        if there != wanted and not (field.name == "data" and wanted is None):
             raise UserError(
                 f"{path} is of another evaluation: {field.name} is {there} there and {wanted} "
                 "here; give another --output or --work-dir, or delete the folder"

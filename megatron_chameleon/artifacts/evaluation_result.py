@@ -15,6 +15,7 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import read_record, write_record
 from megatron_chameleon.errors import UserError
 
+KIND = "evaluation"
 FORMAT_VERSION = 2  # 2: the protocol says how documents are cut; with clusters and bytes
 MADE_BY = "tools/evaluate.py perplexity writes it"
 
@@ -153,11 +154,11 @@ class EvaluationResult:
     @classmethod
     def load(cls, path: Path) -> EvaluationResult:
         """Read ``path``. Raises UserError naming the file and the field."""
-        return read_record(path, cls, kind="evaluation", version=FORMAT_VERSION, made_by=MADE_BY)
+        return read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
 
     def save(self, path: Path) -> None:
         """Write the result to ``path``."""
-        write_record(path, self, kind="evaluation", version=FORMAT_VERSION)
+        write_record(path, self, kind=KIND, version=FORMAT_VERSION)
 
     @property
     def mean_perplexity(self) -> float:

@@ -42,6 +42,8 @@ class MixtureRuns:
         mixtures: [n, k] float64, rows that sum to 1.
         metrics: what the m losses are of.
         losses: [n, m] float64, finite.
+        domain_columns: what a table calls the domains; empty for runs that were not read.
+        metric_columns: what a table calls the metrics; empty for runs that were not read.
     """
 
     keys: list[str]
@@ -49,6 +51,8 @@ class MixtureRuns:
     mixtures: Array
     metrics: list[str]
     losses: Array
+    domain_columns: list[str] = dataclasses.field(default_factory=list)
+    metric_columns: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert self.mixtures.shape == (len(self.keys), len(self.domains))
@@ -226,12 +230,16 @@ def _usable(
         raise UserError(
             f"{metrics.path}: no run has a number for all metrics; leave out columns that have gaps"
         )
+    domain_columns = [shares.header[place] for place in shares.columns]
+    metric_columns = [name for name, t in zip(names, there, strict=True) if t]
     return MixtureRuns(
         keys=[key for key, is_whole in zip(keys, whole, strict=True) if is_whole],
-        domains=plain_names([shares.header[place] for place in shares.columns]),
+        domains=plain_names(domain_columns),
         mixtures=mixtures[whole],
-        metrics=plain_names([name for name, t in zip(names, there, strict=True) if t]),
+        metrics=plain_names(metric_columns),
         losses=values[whole][:, there],
+        domain_columns=domain_columns,
+        metric_columns=metric_columns,
     )
 
 

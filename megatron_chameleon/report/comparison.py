@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun, require_comparable
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.run_folder import BASE, EVALUATION, MIXTURE, RunFolder
+from megatron_chameleon.report.run_folder import BASE, CORPUS, EVALUATION, MIXTURE, RunFolder
 
 BASELINE_METHOD = "uniform"
 # Any other method's runs go by their names.
@@ -50,6 +50,11 @@ class Comparison:
         """Names in the order of the first run's corpus."""
         return list(self.runs[0].result.domains)
 
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the domains whose split has nothing to predict."""
+        return list(dict.fromkeys(name for run in self.runs for name in run.result.left_out))
+
     def domains_better(self, run: Evaluated) -> int:
         """In how many domains the perplexity of ``run`` is below the baseline's."""
         assert self.baseline is not None
@@ -69,8 +74,9 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
             weights, if there is one.
 
     Raises:
-        UserError: if nothing was evaluated, if ``baseline`` was not, or if the evaluations differ
-            in corpus, protocol or domains.
+        UserError: if nothing was evaluated, if ``baseline`` was not, if the evaluations differ in
+            corpus, protocol or domains, or if one is on another corpus than the folder's or that of
+            its base run.
     """
     results = folder.evaluations
     if not results:
@@ -83,6 +89,7 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
             f"--baseline {baseline}: {folder.root / EVALUATION} has no {baseline}.json; "
             f"choose from {', '.join(results)}"
         )
+    require_own_corpus(folder)
     require_comparable(results)
     _require_same_domains(results)
     chosen = baseline or _first_uniform(folder)
@@ -157,9 +164,39 @@ def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
         for name in folder.mixtures
         if run.name.startswith(name)
     ]
-    if folder.corpus is not None and comparison.runs[0].result.corpus_hash != folder.corpus.hash:
-        found.append("The runs were evaluated on another corpus than the one in 1-corpus.")
     return found
+
+
+def require_own_corpus(folder: RunFolder) -> None:
+    """Refuse evaluations on another corpus than the one in 1-corpus or that of their base run.
+
+    A base run that was given its data by ``--data-path`` has no corpus to compare with.
+
+    Raises:
+        UserError: naming the evaluation and the other artifact.
+    """
+    for name, result in folder.evaluations.items():
+        where = folder.root / EVALUATION / f"{name}.json"
+        if folder.corpus is not None and result.corpus_hash != folder.corpus.hash:
+            raise UserError(
+                f"{where} was evaluated on another corpus than the one in "
+                f"{folder.root / CORPUS}; evaluate with --corpus {folder.root / CORPUS}, or move "
+                "the file to a run folder of its corpus"
+            )
+        trained_on = corpus_of_run(folder.base_runs[name]) if name in folder.base_runs else None
+        if trained_on is not None and result.corpus_hash != trained_on:
+            raise UserError(
+                f"{where} was evaluated on another corpus than {folder.root / BASE / name} was "
+                "trained on; evaluate with the --corpus of that run, or move the file to a run "
+                "folder of its corpus"
+            )
+
+
+def corpus_of_run(run: TrainingRun) -> str | None:
+    """Hash of the corpus that a run drew from; None where it drew from files by ``--data-path``."""
+    data = run.provenance.options.get("data")
+    by_path = isinstance(data, dict) and data.get("data_path") is not None
+    return None if by_path else run.provenance.inputs.get("corpus")
 
 
 def _first_uniform(folder: RunFolder) -> str | None:

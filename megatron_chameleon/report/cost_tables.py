@@ -105,7 +105,7 @@ def _paper_flops(mixture: MixtureCost) -> str:
 def _what_counts(by_paper: bool) -> str:
     text = (
         "With the proxies and embeddings that a mixture was made from. What several mixtures share "
-        "counts for each of them here, and once in the total above."
+        "counts for each of them here, and once in the total of the run."
     )
     paper = (
         " The paper counts 6 FLOPs per parameter and token trained, 2 per token embedded, without "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,30 @@ class Curve:
     def smoothed(self) -> Curve:
         """Centred running mean over ``window`` points; half a window is left out at each end."""
         return Curve(*(_running_mean(values, self.window) for values in (self.steps, self.losses)))
+
+    def every(self, most: int) -> Curve:
+        """At most ``most`` of the points, evenly, with the first and the last."""
+        if len(self.steps) <= most:
+            return self
+        kept = np.linspace(0, len(self.steps) - 1, most).round().astype(np.int64)
+        return Curve(self.steps[kept], self.losses[kept])
+
+    def outline(self, most: int) -> Curve:
+        """At most ``most`` of the points: the lowest and the highest of each of many stretches.
+
+        Drawn as a line it looks like the whole curve, where that has more points than the picture.
+        """
+        if len(self.steps) <= most:
+            return self
+        losses = np.where(np.isnan(self.losses), np.inf, self.losses)
+        ends = np.linspace(0, len(losses), most // 2 + 1).astype(np.int64)
+        kept = {
+            place
+            for start, end in itertools.pairwise(ends.tolist())
+            for place in (start + losses[start:end].argmin(), start + losses[start:end].argmax())
+        }
+        chosen = np.array(sorted(kept), dtype=np.int64)
+        return Curve(self.steps[chosen], self.losses[chosen])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

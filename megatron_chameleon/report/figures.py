@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.report.curves import Curve, RunCurves
-from megatron_chameleon.report.names import shortened
+from megatron_chameleon.report.names import display_width, shortened
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PROXY_COLOR = "#777777"
@@ -30,9 +30,18 @@ LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
 DIVERGING = "RdBu_r"
 DPI = 130
 NAME_LIMIT = 26
+# In a legend, and in a narrow panel.
+LABEL_LIMIT, NARROW_LIMIT = 40, 19
+MOST_COLUMNS = 4
 # Beyond these, numbers in cells and names on axes would overlap.
 CELLS_WITH_NUMBERS = 12
 NAMES_ON_AN_AXIS = 60
+# Inches that the bars of many domains share.
+MOST_BARS_HEIGHT = 22.0
+# Of a curve in a panel more points than these are not seen, and all panels share so many.
+POINTS_OF_A_CURVE, POINTS_OF_ALL_CURVES = (60, 800), 12_000
+# Of what is written on a colour, which is the same on any background.
+DARK_SIGN, LIGHT_SIGN = "#111111", "#FDFDFD"
 LOSS_UNIT = "nats per token"
 
 
@@ -50,6 +59,12 @@ def pdf(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
+def settle(figure: Figure) -> None:
+    """Lay out ``figure`` once for all the files that are made of it."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
 def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
     """Bars of the weight per domain, a group per domain with one bar for each mixture.
 
@@ -61,7 +76,8 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
     names = list(dict.fromkeys(name for mixture in mixtures.values() for name in mixture.weights))
     names.sort(key=lambda name: -first.weights.get(name, 0.0))
     thickness = 0.8 / len(mixtures)
-    figure = new_figure(8.0, 1.6 + len(names) * max(0.34, 0.19 * len(mixtures)))
+    height = len(names) * max(0.34, 0.19 * len(mixtures))
+    figure = new_figure(8.0, 1.6 + min(height, max(MOST_BARS_HEIGHT, 0.3 * len(names))))
     axes = figure.add_subplot()
     handles: list[Artist] = []
     for i, mixture in enumerate(mixtures.values()):
@@ -110,6 +126,8 @@ def affinity_figure(affinity: NDArray[np.float64], names: Sequence[str]) -> Figu
     bar = figure.colorbar(
         image, ax=axes, extend="both" if beyond else "neither", shrink=0.8, aspect=28
     )
+    assert bar.solids is not None  # one image in a page, rather than 256 forms
+    bar.solids.set_rasterized(True)
     bar.set_label("affinity (inner product of domain embeddings)")
     bar.outline.set_visible(False)
     return figure
@@ -141,15 +159,17 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
     axes = figure.add_subplot(grid[0, :])
     handles = _draw_total(axes, runs, proxies)
     panels = [figure.add_subplot(grid[1 + i // columns, i % columns]) for i in range(len(names))]
+    most = int(np.clip(POINTS_OF_ALL_CURVES // (len(names) * len(runs) or 1), *POINTS_OF_A_CURVE))
+    limit = NAME_LIMIT if columns < 5 else NARROW_LIMIT
     for i, (panel, name) in enumerate(zip(panels, names, strict=True)):
-        _draw_domain(panel, name, runs)
+        _draw_domain(panel, name, runs, most)
+        panel.set_title(shortened(name, limit), fontsize=9, loc="left", parse_math=False)
         panel.tick_params(labelbottom=i + columns >= len(names))
+    axes.set_ylabel(f"loss ({LOSS_UNIT})")
     if names:
-        figure.supylabel(f"loss ({LOSS_UNIT})", fontsize=10)
         left_out = "panels of domains leave out the first tenth"
         figure.supxlabel(f"training step ({left_out})", fontsize=10)
     else:
-        axes.set_ylabel(f"loss ({LOSS_UNIT})")
         axes.set_xlabel("training step")
     if any(run.validation for run in runs):
         handles.append(Line2D([], [], color=REFERENCE_COLOR, marker="o", linestyle="none", ms=4))
@@ -177,15 +197,15 @@ def _draw_total(
     return handles
 
 
-def _draw_domain(axes: Axes, name: str, runs: Sequence[RunCurves]) -> None:
+def _draw_domain(axes: Axes, name: str, runs: Sequence[RunCurves], most: int) -> None:
     for i, run in enumerate(runs):
         style = LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)]
         if name in run.domains:
-            _draw_curve(axes, _after_the_start(run.domains[name]), color_of(i), style, width=1.4)
+            curve = _after_the_start(run.domains[name])
+            _draw_curve(axes, curve, color_of(i), style, width=1.4, most=most)
         if name in run.validation:
             points = _after_the_start(run.validation[name])
             axes.plot(points.steps, points.losses, "o", color=color_of(i), markersize=3.5)
-    axes.set_title(shortened(name, NAME_LIMIT), fontsize=9, loc="left", parse_math=False)
     axes.tick_params(labelsize=8)
     axes.grid(color=GRID_COLOR)
     axes.set_xlim(left=0)
@@ -193,12 +213,21 @@ def _draw_domain(axes: Axes, name: str, runs: Sequence[RunCurves]) -> None:
 
 
 def _draw_curve(
-    axes: Axes, curve: Curve, color: str, style: str = "solid", width: float = 1.8
+    axes: Axes,
+    curve: Curve,
+    color: str,
+    style: str = "solid",
+    width: float = 1.8,
+    most: int = POINTS_OF_A_CURVE[1],
 ) -> Line2D:
-    """Draw the curve thin and its running mean bold; return the bold line."""
-    smooth = curve.smoothed()
+    """Draw the curve thin and its running mean bold; return the bold line.
+
+    Of more than ``most`` points those are drawn that are seen.
+    """
+    smooth = curve.smoothed().every(most // 2)
     if curve.window > 1:
-        axes.plot(curve.steps, curve.losses, color=color, linewidth=0.6, alpha=0.35)
+        thin = curve.outline(most)
+        axes.plot(thin.steps, thin.losses, color=color, linewidth=0.6, alpha=0.35)
     marker = "o" if len(curve.steps) == 1 else None
     (line,) = axes.plot(
         smooth.steps, smooth.losses, color=color, linestyle=style, linewidth=width, marker=marker
@@ -244,7 +273,7 @@ def _write_cells(axes: Axes, affinity: NDArray[np.float64], span: float) -> None
     largest = np.abs(affinity).max(initial=0.0)
     form = ".2f" if 0.1 <= largest < 1000 else ".1e"
     for (row, column), value in np.ndenumerate(affinity):
-        color = "white" if abs(value) > 0.6 * span else "black"
+        color = LIGHT_SIGN if abs(value) > 0.6 * span else DARK_SIGN
         text = format(value, form)
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
 
@@ -259,12 +288,17 @@ def new_figure(width: float, height: float) -> Figure:
 def legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
     """A legend outside of all axes, so that it covers no data."""
     plain = [f"{i}" for i in range(len(labels))]  # matplotlib gives some names a meaning
-    legend = figure.legend(
-        handles, plain, loc="outside upper center", ncols=min(4, len(labels)), frameon=False
-    )
+    columns = legend_columns(figure.get_figwidth(), labels)
+    legend = figure.legend(handles, plain, loc="outside upper center", ncols=columns, frameon=False)
     for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_parse_math(False)
-        text.set_text(shortened(label, 40))
+        text.set_text(shortened(label, LABEL_LIMIT))
+
+
+def legend_columns(width: float, labels: Sequence[str]) -> int:
+    """How many columns of ``labels`` a legend in a figure of ``width`` inches has room for."""
+    longest = max((display_width(shortened(label, LABEL_LIMIT)) for label in labels), default=0)
+    return max(1, min(MOST_COLUMNS, len(labels), int(width / (0.65 + 0.085 * longest))))
 
 
 def color_of(index: int) -> str:

@@ -110,7 +110,9 @@ def ledger_of(folder: RunFolder) -> Ledger:
     entries = folder.costs() | _swept(folder)
     for cost in mixtures.values():
         entries |= cost.parts
-    return Ledger(dict(sorted(entries.items(), key=_place_of_stage)), mixtures)
+    uncounted = folder.merged.uncounted if folder.merged else frozenset()
+    counted = (entry for entry in entries.items() if entry[0] not in uncounted)
+    return Ledger(dict(sorted(counted, key=_place_of_stage)), mixtures)
 
 
 def _place_of_stage(entry: tuple[str, Cost]) -> int:
@@ -123,14 +125,14 @@ def _swept(folder: RunFolder) -> dict[str, Cost]:
     """The mixtures of a sweep, whose proxies and embeddings lie where all others do."""
     if folder.sweep is None:
         return {}
-    paths = [(folder.root / point.mixture).resolve() for point in folder.sweep.points]
+    paths = [(folder.sweep.root / point.mixture).resolve() for point in folder.sweep.points]
     return {_entry(folder, path): Mixture.load(path).cost for path in paths if path.is_file()}
 
 
 def _mixture_cost(
     folder: RunFolder, name: str, mixture: Mixture, proxies: Mapping[str, str]
 ) -> MixtureCost:
-    place = (folder.root / MIXTURE / f"{name}.json").resolve()
+    place = folder.mixture_file(name).resolve()
     parts, missing = _made_from(folder, mixture, proxies, (place,))
     own = {f"{MIXTURE}/{name}": mixture.cost}
     return MixtureCost(mixture, own | parts, tuple(dict.fromkeys(missing)))
@@ -190,9 +192,16 @@ def _costs_at(place: Path) -> Iterator[tuple[Path, Cost]]:
 
 def _entry(folder: RunFolder, place: Path) -> str:
     """What the ledger calls an artifact, the same wherever it is named from."""
-    root = folder.root.resolve()
+    known = folder.entries_by_place.get(place)
+    if known is not None:
+        return known
     name = place.with_suffix("") if place.suffix == ".json" else place
-    return name.relative_to(root).as_posix() if name.is_relative_to(root) else name.as_posix()
+    roots = folder.merged.roots if folder.merged else {folder.root: ""}
+    for path, appended in roots.items():
+        root = path.resolve()
+        if name.is_relative_to(root):
+            return name.relative_to(root).as_posix() + (f" ({appended})" if appended else "")
+    return name.as_posix()
 
 
 def _found_by_hash(

@@ -25,6 +25,7 @@ def loss_table(comparison: Comparison) -> Table:
         )
         for name in comparison.domains
     )
+    rows += _without_figures(comparison, 1 + len(comparison.runs) + len(others))
     notes = [
         "Nats per token ± the standard error over documents: that of another draw of held-out "
         "text, not of another training run."
@@ -32,8 +33,8 @@ def loss_table(comparison: Comparison) -> Table:
     baseline = comparison.baseline.label if comparison.baseline else ""
     if others:
         notes.append(
-            f"Differences to {baseline} are paired: both models predict the same tokens. Counted "
-            f"below are those beyond {SURE:g} standard errors."
+            f"Differences to {baseline} are paired: both models predict the same tokens. The "
+            f"last rows count those beyond {SURE:g} standard errors."
         )
     return Table(
         title="Held-out loss",
@@ -62,6 +63,7 @@ def bits_per_byte_table(comparison: Comparison) -> Table | None:
         cells = [Cell(_bits(f), best=f.bits_per_byte == lowest is not None) for f in figures]
         size = first[name].text_bytes
         rows.append((Cell(name), Cell(MISSING if size is None else f"{size:,}"), *cells))
+    rows += _without_figures(comparison, 1 + len(comparison.runs))
     return Table(
         title="Bits per byte",
         header=("domain", "bytes of text", *(run.label for run in comparison.runs)),
@@ -71,6 +73,11 @@ def bits_per_byte_table(comparison: Comparison) -> Table | None:
             "compared across tokenizers; ± the standard error over documents.",
         ),
     )
+
+
+def _without_figures(comparison: Comparison, columns: int) -> tuple[Row, ...]:
+    """Rows of the domains whose split has nothing to predict."""
+    return tuple((Cell(name), *[Cell()] * columns) for name in comparison.left_out)
 
 
 def _loss(domain: DomainLoss) -> str:

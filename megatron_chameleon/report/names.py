@@ -9,12 +9,23 @@ ELLIPSIS = "…"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Backslash escapes of these are understood by every Markdown dialect that has tables.
 _MARKDOWN_SIGNS = re.compile(r"([\\`*_\[\]<>|~&#!$])")
+SLUG_LIMIT = 60
 
 
 def one_line(name: str) -> str:
     """``name`` with white space joined, and with nothing that a terminal would obey."""
-    joined = " ".join(name.split())
-    return "".join(sign if sign.isprintable() else REPLACEMENT for sign in joined)
+    return printable(" ".join(name.split()))
+
+
+def printable(text: str) -> str:
+    """``text`` with another sign for each that steers a terminal or the direction of writing."""
+    return "".join(sign if sign.isprintable() else REPLACEMENT for sign in text)
+
+
+def slug(title: str) -> str:
+    """``title`` as part of a file's name or an address: small letters, digits and hyphens."""
+    plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower()
+    return re.sub("[^a-z0-9]+", "-", plain).strip("-")[:SLUG_LIMIT].rstrip("-")
 
 
 def shortened(name: str, limit: int) -> str:

@@ -1,188 +1,127 @@
-"""The report of one run folder: tables and pictures, written to its last stage."""
+"""The report of a run: read, put into words, rendered, written and printed."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron_chameleon.artifacts import Mixture
-from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.comparison import (
-    BASELINE_METHOD,
-    Comparison,
-    compare,
-    run_labels,
-)
-from megatron_chameleon.report.cost_tables import cost_table, mixture_cost_table
-from megatron_chameleon.report.curves import run_curves
-from megatron_chameleon.report.ledger import ledger_of
-from megatron_chameleon.report.loss_tables import bits_per_byte_table, loss_table
-from megatron_chameleon.report.names import markdown
+from megatron_chameleon.report.csv_tables import csv_table
+from megatron_chameleon.report.document import Report
+from megatron_chameleon.report.markdown_page import markdown_page
+from megatron_chameleon.report.merged import merge
+from megatron_chameleon.report.names import one_line
+from megatron_chameleon.report.report_files import write_report
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
-from megatron_chameleon.report.stability import (
-    CAPTION,
-    PICTURE,
-    StabilityAxis,
-    stability_axes,
-    stability_table,
-)
-from megatron_chameleon.report.tables import fine_tuning_tables, mode_of, perplexity_table
-from megatron_chameleon.report.text_tables import Table, markdown_table, terminal_table
+from megatron_chameleon.report.text_tables import NOTE_WIDTH, terminal_table
 
+PAGE_NAME = "report.html"
 TABLES_NAME = "tables.md"
-MODE_LABELS = {"pretrain": "pretraining", "finetune": "fine-tuning"}
+# A file for each table, for spreadsheets.
+TABLES_FOLDER = "tables"
+_MISSING_GLYPH = re.compile(r"Glyph (\d+) .*missing from font")
 
 
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """A PNG and what it shows; ``content`` is None where ``missing`` says why it was not drawn."""
-
-    name: str
-    caption: str
-    content: bytes | None = None
-    missing: str = ""
-
-
-def make_report(run: Path, baseline: str | None = None) -> Path:
-    """Write tables and pictures of the run folder ``run`` into its 7-report, and print the tables.
+def make_report(*runs: Path, baseline: str | None = None, output: Path | None = None) -> Path:
+    """Write the page, tables and pictures of the run folders ``runs``, and print the tables.
 
     Everything is read and drawn before the first file is written.
 
     Args:
-        run: the run folder.
+        runs: at least one run folder; several are put together as one.
         baseline: name of the evaluated base run that the others are compared with; None takes
             the one that was trained with uniform weights.
+        output: the folder to write to; None takes 7-report of the first run folder.
 
     Returns:
-        The folder 7-report.
+        The folder that was written.
 
     Raises:
         UserError: if an artifact that a table needs is missing or damaged, if evaluations cannot
             be compared, or if matplotlib is not installed.
     """
+    with _noting_signs() as lacking:
+        report = settled_report(runs, baseline)
+        files = rendered(report)
+    place = runs[0] / REPORT if output is None else output
+    unwanted = [f"{picture.name}.{kind}" for picture in report.absent for kind in ("png", "pdf")]
+    write_report(place, files, unwanted)
+    _print(report, place)
+    if lacking:
+        print(f"No font of the PNG and PDF pictures has: {' '.join(lacking)}; the page shows them")
+    print(f"All of it in one page: open {place / PAGE_NAME}", flush=True)
+    return place
+
+
+def settled_report(runs: tuple[Path, ...], baseline: str | None = None) -> Report:
+    """What :func:`make_report` says of ``runs``, its figures laid out. Raises as that does."""
     figures = load_figures()
-    folder = RunFolder.load(run)
-    swept = [] if folder.sweep is None else stability_axes(folder.sweep)
-    tables = [
-        perplexity_table(folder, baseline),
-        *_loss_tables(compare(folder, baseline)),
-        *fine_tuning_tables(folder),
-        *map(stability_table, swept),
-        *_cost_tables(folder),
-    ]
-    pictures = [
-        _weights_picture(figures, folder),
-        _affinity_picture(figures, folder),
-        _loss_picture(figures, folder),
-        *([_stability_picture(figures, swept)] if swept else []),
-    ]
-    report = folder.root / REPORT
-    _write(report, markdown_page(folder.root.resolve().name, tables, pictures), pictures)
-    print("\n\n\n".join(terminal_table(table) for table in tables), end="\n\n")
-    for picture in pictures:
-        where = report / picture.name if picture.content else f"not drawn: {picture.missing}"
-        print(f"{picture.caption}: {where}")
-    print(f"These tables in Markdown: {report / TABLES_NAME}", flush=True)
+    from megatron_chameleon.report.sections import report_of
+
+    folder = _load(runs)
+    title = " + ".join(run.resolve().name for run in runs)
+    report = report_of(folder, runs, title, baseline)
+    for picture in report.pictures:
+        figures.settle(picture.figure)
     return report
 
 
-def markdown_page(title: str, tables: list[Table], pictures: list[Picture]) -> str:
-    """All tables, then the pictures by their file names."""
-    shown = [f"![{p.caption}]({p.name})" for p in pictures if p.content is not None]
-    parts = [f"# {markdown(title)}", *map(markdown_table, tables), *shown]
-    return "\n\n".join(parts) + "\n"
+def rendered(report: Report) -> dict[str, bytes]:
+    """Path below the report's folder -> content, for every file of the report."""
+    figures = load_figures()
+    from megatron_chameleon.report.html.page import html_page
+
+    files: dict[str, bytes] = {}
+    for picture in report.pictures:
+        files[f"{picture.name}.png"] = figures.png(picture.figure)
+        files[f"{picture.name}.pdf"] = figures.pdf(picture.figure)
+    for name, table in report.named_tables():
+        files[f"{TABLES_FOLDER}/{name}.csv"] = csv_table(table).encode("utf-8")
+    files[TABLES_NAME] = markdown_page(report).encode("utf-8")
+    files[PAGE_NAME] = html_page(report).encode("utf-8")
+    return files
 
 
-def weight_series(folder: RunFolder) -> dict[str, Mixture]:
-    """Label -> mixture for the bar chart: pretraining first, uniform left out."""
-    modes = {name: mode_of(name, mixture) for name, mixture in folder.mixtures.items()}
-    order = [*MODE_LABELS, None]
-    names = sorted(
-        (name for name, m in folder.mixtures.items() if m.method != BASELINE_METHOD),
-        key=lambda name: order.index(modes[name]) if modes[name] in order else len(order),
-    )
-    shown = [modes[name] for name in names]
-    labels = {
-        name: MODE_LABELS.get(mode or "", name) if shown.count(mode) == 1 else name
-        for name, mode in zip(names, shown, strict=True)
-    }
-    return {labels[name]: folder.mixtures[name] for name in names}
+def _load(runs: tuple[Path, ...]) -> RunFolder:
+    if not runs:
+        raise UserError("no run folder given; give at least one")
+    return merge([RunFolder.load(run) for run in runs])
 
 
-def _loss_tables(comparison: Comparison) -> list[Table]:
-    by_byte = bits_per_byte_table(comparison)
-    return [loss_table(comparison), *([] if by_byte is None else [by_byte])]
+@contextlib.contextmanager
+def _noting_signs() -> Iterator[list[str]]:
+    """A block that gathers the signs that matplotlib has no font for, and tells nothing of them.
+
+    matplotlib warns of each again wherever it is drawn. All other warnings go their way.
+    """
+    lacking: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield lacking
+    for warning in caught:
+        found = _MISSING_GLYPH.match(str(warning.message))
+        if found is None:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif chr(int(found[1])) not in lacking:
+            lacking.append(chr(int(found[1])))
 
 
-def _cost_tables(folder: RunFolder) -> list[Table]:
-    ledger = ledger_of(folder)
-    tables = [cost_table(ledger)]
-    return [*tables, mixture_cost_table(ledger, folder)] if ledger.mixtures else tables
-
-
-def _weights_picture(figures: ModuleType, folder: RunFolder) -> Picture:
-    picture = Picture("weights.png", "Weight of each domain")
-    mixtures = weight_series(folder)
-    if not mixtures:
-        return dataclasses.replace(picture, missing="4-mixture holds no mixture but uniform")
-    return dataclasses.replace(picture, content=figures.png(figures.weights_figure(mixtures)))
-
-
-def _affinity_picture(figures: ModuleType, folder: RunFolder) -> Picture:
-    picture = Picture("affinity.png", "Affinity of the domains")
-    for label, mixture in weight_series(folder).items():
-        if mixture.affinity is not None:
-            figure = figures.affinity_figure(_square(label, mixture), list(mixture.weights))
-            return dataclasses.replace(picture, content=figures.png(figure))
-    return dataclasses.replace(picture, missing="no mixture in 4-mixture has an affinity matrix")
-
-
-def _square(label: str, mixture: Mixture) -> NDArray[np.float64]:
-    """The affinity as an array [k, k]."""
-    rows, count = mixture.affinity or [], len(mixture.weights)
-    if len(rows) != count or any(len(row) != count for row in rows):
-        raise UserError(
-            f"the {label} mixture in 4-mixture: field affinity is not {count} x {count}, which its "
-            "weights ask for; run tools/compute_mixture.py again"
-        )
-    return np.array(rows, dtype=np.float64)
-
-
-def _loss_picture(figures: ModuleType, folder: RunFolder) -> Picture:
-    picture = Picture("loss.png", "Training loss")
-    labels = run_labels(folder.base_runs, folder.base_runs)
-    # Uniform first, as in the tables: a run has one colour throughout.
-    names = sorted(
-        folder.base_runs, key=lambda n: folder.base_runs[n].mixture_method != BASELINE_METHOD
-    )
-    runs = [run_curves(labels[name], folder.base_runs[name]) for name in names]
-    proxies = [run_curves(f"proxy {name}", run) for name, run in folder.proxies.items()]
-    if not any(len(run.total.steps) for run in (*runs, *proxies)):
-        return dataclasses.replace(picture, missing="no training run has metrics")
-    return dataclasses.replace(picture, content=figures.png(figures.loss_figure(runs, proxies)))
-
-
-def _stability_picture(figures: ModuleType, swept: list[StabilityAxis]) -> Picture:
-    from megatron_chameleon.report.stability_figure import stability_figure
-
-    return Picture(f"{PICTURE}.png", CAPTION, figures.png(stability_figure(swept)))
-
-
-def _write(report: Path, page: str, pictures: list[Picture]) -> None:
-    for picture in pictures:
-        if picture.content is None:
-            # One of an earlier report would not belong to these tables.
-            (report / picture.name).unlink(missing_ok=True)
-            continue
-        with replacing(report / picture.name) as temporary:
-            temporary.write_bytes(picture.content)
-    with replacing(report / TABLES_NAME) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+def _print(report: Report, place: Path) -> None:
+    print("\n\n\n".join(map(terminal_table, report.tables)), end="\n\n")
+    for sentence in report.findings:
+        print(textwrap.fill(one_line(sentence), NOTE_WIDTH), end="\n\n")
+    for picture in report.pictures:
+        print(f"{picture.title}: {place / picture.name}.png and .pdf")
+    for picture in report.absent:
+        print(f"{picture.title}: not drawn: {picture.missing}")
+    print(f"These tables in Markdown: {place / TABLES_NAME}, as CSV: {place / TABLES_FOLDER}")
 
 
 def load_figures() -> ModuleType:

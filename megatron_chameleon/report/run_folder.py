@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_chameleon.artifacts import (
@@ -30,13 +32,31 @@ STAGES = (CORPUS, PROXY, EMBEDDINGS, MIXTURE, BASE, EVALUATION)
 
 
 @dataclasses.dataclass(frozen=True)
+class Merged:
+    """How several run folders became one (``merged.merge``).
+
+    Attributes:
+        roots: folder -> what is appended to its names where they collide.
+        mixture_files: name of a mixture -> its file.
+        copies: resolved place of an artifact that is not counted -> the entry of the ledger that
+            is, of which it is a copy.
+        uncounted: entries of the ledger that are copies of others, under names of their own.
+    """
+
+    roots: Mapping[Path, str]
+    mixture_files: Mapping[str, Path]
+    copies: Mapping[Path, str]
+    uncounted: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class RunFolder:
     """What lies in a run folder; a stage that has not been run is None or empty.
 
     Each dictionary is sorted by name: the folder's for training runs, the file's without its suffix
     for mixtures and evaluations; a base run and its evaluation have the same name. Downstream
-    accuracies, which may lie beside those, are held for their cost. Embedding stores
-    go by their path below ``root``: ``3-embeddings``, or a folder in it or in ``4-mixture``, where
+    accuracies may lie beside those, under names of their own. Embedding stores go by their path
+    below ``root``: ``3-embeddings``, or a folder in it or in ``4-mixture``, where
     tools/compute_mixture.py puts one that it is given no place for.
     """
 
@@ -49,6 +69,7 @@ class RunFolder:
     evaluations: dict[str, EvaluationResult]
     sweep: Sweep | None
     downstream: dict[str, DownstreamResult] = dataclasses.field(default_factory=dict)
+    merged: Merged | None = None
 
     @classmethod
     def load(cls, root: Path) -> RunFolder:
@@ -95,7 +116,27 @@ class RunFolder:
             (f"{EVALUATION}/", self.downstream),
         ):
             found |= {f"{stage}{name}": artifact.cost for name, artifact in artifacts.items()}
+        uncounted = self.merged.uncounted if self.merged else frozenset()
+        return {entry: cost for entry, cost in found.items() if entry not in uncounted}
+
+    @functools.cached_property
+    def entries_by_place(self) -> Mapping[Path, str]:
+        """Resolved place of an artifact -> its key in the costs; of a link, that of its goal."""
+        found = dict(self.merged.copies) if self.merged else {}
+        for stage, runs in ((PROXY, self.proxies), (BASE, self.base_runs)):
+            for name, run in runs.items():
+                found.setdefault(run.root.resolve(), f"{stage}/{name}")
+        for name, store in self.embeddings.items():
+            found.setdefault(store.root.resolve(), name)
+        for name in self.mixtures:
+            found.setdefault(self.mixture_file(name).resolve(), f"{MIXTURE}/{name}")
         return found
+
+    def mixture_file(self, name: str) -> Path:
+        """Where the mixture ``name`` lies."""
+        if self.merged is not None:
+            return self.merged.mixture_files[name]
+        return self.root / MIXTURE / f"{name}.json"
 
 
 def _training_runs(stage: Path) -> dict[str, TrainingRun]:

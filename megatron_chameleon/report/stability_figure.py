@@ -17,6 +17,7 @@ from megatron_chameleon.report.figures import (
     REFERENCE_COLOR,
     color_of,
     legend_above,
+    legend_columns,
     new_figure,
     tidy,
 )
@@ -45,8 +46,11 @@ def stability_figure(axes: Sequence[StabilityAxis]) -> Figure:
     by_weight = np.argsort(-first.weights[first.centre], kind="stable")
     named = sorted(by_weight[:MOST_LINES].tolist())
     others = sorted(by_weight[MOST_LINES:].tolist())
-    rows = -(-(len(named) + 1 + bool(others)) // 4)
-    figure = new_figure(max(6.4, 3.3 * len(axes)), 3.9 + 0.22 * rows)
+    labels = [first.names[k] for k in named]
+    labels += [*(["other domains"] if others else []), "centre"]
+    width = max(6.4, 3.3 * len(axes))
+    rows = -(-len(labels) // legend_columns(width, labels))
+    figure = new_figure(width, 3.9 + 0.22 * rows)
     panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
     handles: list[Artist] = []
     for panel, axis in zip(panels, axes, strict=True):
@@ -54,8 +58,7 @@ def stability_figure(axes: Sequence[StabilityAxis]) -> Figure:
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("weight (share of training tokens)")
     figure.supxlabel(f"flat lines: weights that do not depend on the knob{_bars(axes)}", fontsize=9)
-    labels = [first.names[k] for k in named]
-    legend_above(figure, handles, [*labels, *(["other domains"] if others else []), "centre"])
+    legend_above(figure, handles, labels)
     return figure
 
 

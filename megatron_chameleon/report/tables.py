@@ -69,6 +69,14 @@ def perplexity_table(folder: RunFolder, baseline: str | None = None) -> Table:
         )
         for name in comparison.domains
     ]
+    rows += [
+        (
+            Cell(name),
+            *(cell for column in weighted for cell in column.cells(name)),
+            *[Cell()] * (1 + len(comparison.runs)),
+        )
+        for name in comparison.left_out
+    ]
     average_unigram = math.fsum(d.unigram_perplexity for d in unigram.values()) / len(unigram)
     average = (
         Cell("average"),
@@ -202,8 +210,8 @@ def _domains_better(comparison: Comparison, blank: Row) -> tuple[Row, ...]:
 
 
 def _left_out(comparison: Comparison) -> list[str]:
-    """Which domains are in no row, since their split has nothing to predict."""
-    names = comparison.runs[0].result.left_out
+    """Which domains have no figures, since their split has nothing to predict."""
+    names = comparison.left_out
     return [f"Nothing to predict, and not in the average: {', '.join(names)}."] if names else []
 
 

@@ -61,9 +61,9 @@ def terminal_table(table: Table) -> str:
     return "\n".join([one_line(table.title), "", *lines, *([""] if notes else []), *notes])
 
 
-def markdown_table(table: Table) -> str:
-    """A heading and a GitHub-flavoured Markdown table; the best of a row is bold."""
-    lines = [f"## {markdown(table.title)}", ""]
+def markdown_table(table: Table, level: int = 2) -> str:
+    """A heading of ``level`` and a GitHub-flavoured Markdown table; the best of a row is bold."""
+    lines = [f"{'#' * level} {markdown(table.title)}", ""]
     lines.append(_markdown_row([markdown(title) for title in table.header]))
     lines.append(_markdown_row(["---", *["---:"] * (len(table.header) - 1)]))
     for row in (*table.rows, *table.summary):

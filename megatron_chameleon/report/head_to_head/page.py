@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts.files import replacing, write_json
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.csv_tables import csv_text
 from megatron_chameleon.report.head_to_head.compare import (
     Contestant,
     HeadToHead,
@@ -21,6 +20,7 @@ from megatron_chameleon.report.head_to_head.statistics import Array, Spread
 from megatron_chameleon.report.head_to_head.tables import comparison_table, domain_table
 from megatron_chameleon.report.names import markdown
 from megatron_chameleon.report.page import load_figures
+from megatron_chameleon.report.report_files import write_text
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
 from megatron_chameleon.report.text_tables import markdown_table, terminal_table
 
@@ -112,12 +112,6 @@ def write_record_of(compared: HeadToHead, record: Record, body: dict[str, Any], 
     print(f"recorded in {record.path} and {record.path.with_suffix('.md')}")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, atomically."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
 def as_json(compared: HeadToHead) -> dict[str, Any]:
     """Every figure of the comparison, unrounded."""
     found = compared.spread
@@ -188,9 +182,5 @@ def as_csv(compared: HeadToHead) -> str:
         line |= {f"average_perplexity_seed_{seed}": average for seed, average in seeds}
         line |= {f"weight:{d}": c.mixture.weights.get(d, 0.0) for d in compared.domains}
         lines.append(line)
-    stream = io.StringIO()
     columns = list(dict.fromkeys(column for line in lines for column in line))
-    writer = csv.DictWriter(stream, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()
+    return csv_text([columns, *([line.get(column, "") for column in columns] for line in lines)])

@@ -26,7 +26,7 @@ from megatron_chameleon.artifacts.downstream_result import (
 from megatron_chameleon.errors import UserError
 
 MADE = Provenance([], {}, {}, {}, None, "2026-01-01")
-SETTINGS = PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32")
+SETTINGS = PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32", "hub")
 
 
 def sample_result(**changes):
@@ -111,8 +111,13 @@ def test_answers_to_other_questions_are_refused(changes, told):
         require_same_questions({"a": sample_result(), "b": sample_result(**changes)})
 
 
+def sample_part():
+    """Four questions."""
+    return DownstreamPart(SETTINGS, "acc", "1.0", "train", "0110", 3, "asked", "questions", Cost())
+
+
 def test_a_part_is_found_by_its_settings(tmp_path):
-    part = DownstreamPart(SETTINGS, "acc", "1.0", "train", "0110", 3, "asked", Cost())
+    part = sample_part()
     assert find_part(tmp_path, SETTINGS) is None
     part.save(tmp_path)
     assert find_part(tmp_path, SETTINGS) == part
@@ -126,12 +131,18 @@ def test_a_part_is_found_by_its_settings(tmp_path):
         ({"lm_eval_version": "0.5"}, "lm_eval_version is 0.4.13 there and 0.5 here"),
         ({"fewshot_seed": 1}, "fewshot_seed is 1234 there and 1 here"),
         ({"dtype": "bfloat16"}, "dtype is float32 there"),
+        ({"data": "sha256:1f"}, "data is hub there and sha256:1f here"),
     ],
 )
 def test_a_part_of_other_settings_is_refused(tmp_path, changes, told):
-    DownstreamPart(SETTINGS, "acc", "1.0", "train", "0110", 3, "asked", Cost()).save(tmp_path)
+    sample_part().save(tmp_path)
     with pytest.raises(UserError, match=told):
         find_part(tmp_path, dataclasses.replace(SETTINGS, **changes))
+
+
+def test_a_part_does_where_nothing_is_known_of_the_data(tmp_path):
+    sample_part().save(tmp_path)
+    assert find_part(tmp_path, dataclasses.replace(SETTINGS, data=None)) == sample_part()
 
 
 def test_a_damaged_part_is_told_with_the_way_out(tmp_path):

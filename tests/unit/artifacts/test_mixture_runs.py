@@ -101,6 +101,9 @@ def test_what_is_written_is_read_back(tmp_path):
     assert ratios.read_text().startswith('index,train_news,train_c++,"train_my code, old"\n0,')
     assert metrics.read_text().startswith("index,valid_news,valid_c++\n0,")
     found = read_mixture_runs(ratios, metrics)
+    assert found.domain_columns == ["train_news", "train_c++", "train_my code, old"]
+    assert found.metric_columns == ["valid_news", "valid_c++"]
+    found = dataclasses.replace(found, domain_columns=[], metric_columns=[])
     for field in dataclasses.fields(MixtureRuns):
         before, after = (getattr(value, field.name) for value in (runs, found))
         if isinstance(before, np.ndarray):

@@ -164,23 +164,24 @@ def test_a_folder_of_runs_counts_all_of_them(root):
     assert figures(mixture.cost) == (3e12, 7.5, 4.5)
 
 
+SMALL_SWARM = {
+    "num_proxies": 8,
+    "draws": DrawOptions(smallest_weight=0.05),
+    "swarm": SwarmOptions(
+        model_size="nano",
+        train_iters=2,
+        lr_warmup_iters=1,
+        seq_length=32,
+        global_batch_size=2,
+        eval_tokens=64,
+    ),
+}
+
+
 def compute_by_regmix(root, corpus, name, **changes):
-    options = RegmixOptions(
-        corpus=corpus,
-        output=root / f"4-mixture/{name}.json",
-        draws=DrawOptions(smallest_weight=0.05),
-        trees=TreeOptions(num_trees=20, num_draws=500, num_best=10),
-        swarm=SwarmOptions(
-            model_size="nano",
-            train_iters=2,
-            lr_warmup_iters=1,
-            seq_length=32,
-            global_batch_size=2,
-            eval_tokens=64,
-        ),
-        **{"num_proxies": 8, **changes},
-    )
-    compute_regmix(options)
+    trees = TreeOptions(num_trees=20, num_draws=500, num_best=10)
+    output = root / f"4-mixture/{name}.json"
+    compute_regmix(RegmixOptions(corpus=corpus, output=output, trees=trees, **changes))
 
 
 @pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
@@ -188,7 +189,9 @@ def test_a_swarm_of_two_targets_is_the_cost_of_each_and_once_in_the_total(root, 
     before = ledger_of(RunFolder.load(root)).total
     work = root / "4-mixture/regmix"
     for target in NAMES[:2]:
-        compute_by_regmix(root, corpus, f"regmix-{target}", work_dir=work, target=target)
+        compute_by_regmix(
+            root, corpus, f"regmix-{target}", work_dir=work, target=target, **SMALL_SWARM
+        )
     ledger = ledger_of(RunFolder.load(root))
     swarm = ledger.entries["4-mixture/regmix/swarm"]
     members = [json.loads(path.read_text()) for path in (work / "swarm/members").iterdir()]

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import csv
 import dataclasses
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +14,15 @@ from matplotlib.image import imread
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.page import make_report, weight_series
+from megatron_chameleon.report.page import make_report
+from megatron_chameleon.report.pictures import weight_series
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.report_samples import NAMES, write_corpus, write_run_folder, write_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ["affinity.png", "loss.png", "tables.md", "weights.png"]
+PICTURES = ["affinity", "loss", "weights"]
+PAGES = ["report.html", "report_files.json", "tables", "tables.md"]
+FILES = sorted([*PAGES, *(f"{name}.{kind}" for name in PICTURES for kind in ("png", "pdf"))])
 
 
 @pytest.fixture
@@ -38,26 +45,85 @@ def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_report_writes_and_prints_everything(root, capsys):
-    report = make_report(root)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder of a report that was made once, and what was printed."""
+    root = write_run_folder(tmp_path_factory.mktemp("made") / "run")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        report = make_report(root)
     assert report == root / "7-report"
+    return report, printed.getvalue()
+
+
+def test_the_report_writes_and_prints_everything(made):
+    report, printed = made
     assert files_in(report) == FILES
-    printed = capsys.readouterr().out
     for title in ("Held-out perplexity", "Weights for pretraining and fine-tuning", "Cost"):
         assert title in printed
-    for name in FILES:
+    for name in ("tables.md", "tables", *(f"{name}.png and .pdf" for name in PICTURES)):
         assert str(report / name) in printed
-    for name in FILES[:2] + FILES[3:]:
-        image = imread(report / name)
+    assert printed.splitlines()[-1] == f"All of it in one page: open {report / 'report.html'}"
+    for name in PICTURES:
+        image = imread(report / f"{name}.png")
         assert min(image.shape[:2]) > 200
         assert image[..., :3].std() > 0.05
+        assert (report / f"{name}.pdf").read_bytes().startswith(b"%PDF-")
+    listed = json.loads((report / "report_files.json").read_text())["files"]
+    there = [p.relative_to(report).as_posix() for p in report.rglob("*") if p.is_file()]
+    assert sorted([*listed, "report_files.json"]) == sorted(there)
 
 
-def test_the_markdown_holds_the_printed_numbers(root, capsys):
-    text = (make_report(root) / "tables.md").read_text(encoding="utf-8")
-    printed = capsys.readouterr().out
+def test_the_last_words_are_what_was_found(made):
+    words = " ".join(made[1].split())
+    assert words.rindex("Chameleon is lower in") < words.rindex("Weight of each domain:")
+
+
+def test_every_table_is_a_csv_file(made):
+    folder, printed = made[0] / "tables", made[1]
+    names = ["held-out-perplexity", "held-out-loss", "cost", "evaluated-runs"]
+    names += ["weights-for-pretraining-and-fine-tuning", "cost-to-obtain-each-mixture"]
+    assert files_in(folder) == sorted(f"{name}.csv" for name in names)
+    with (folder / "held-out-perplexity.csv").open(encoding="utf-8", newline="") as stream:
+        lines = list(csv.reader(stream))
+    (row,) = [line for line in printed.splitlines() if line.startswith("average")]
+    (average,) = [line for line in lines if line[0] == "average"]
+    assert [cell for cell in average[1:] if cell] == row.replace("*", "").split()[1:]
+    assert [line[0] for line in lines[1:4]] == NAMES
+
+
+def test_in_another_folder_the_files_are_equal_to_the_byte(made, tmp_path):
+    there = tmp_path / "there"
+    assert make_report(made[0].parent, output=there) == there
+    assert files_in(there) == FILES
+    for path in there.rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (made[0] / path.relative_to(there)).read_bytes(), path
+
+
+def test_several_run_folders_are_one_report(made, tmp_path):
+    other = write_run_folder(tmp_path / "other", seed=3)
+    there = make_report(made[0].parent, other, output=tmp_path / "both")
+    text = (there / "tables.md").read_text(encoding="utf-8")
+    assert text.startswith("# run + other\n")
+    assert f"- run folders: {made[0].parent}, {other}\n" in text.replace("\\", "")
+    for name in ("uniform-seed1 (run)", "uniform-seed1 (other)"):
+        assert name in text
+    assert not (other / "7-report").exists()
+
+
+def test_signs_that_pictures_lack_are_told_once(tmp_path, capsys, recwarn):
+    root = write_run_folder(tmp_path / "run", ["日本語", "plain"])
+    make_report(root)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "No font" in line]
+    assert "日 本 語" in line
+    assert not [w for w in recwarn if "missing from font" in str(w.message)]
+
+
+def test_the_markdown_holds_the_printed_numbers(made):
+    text, printed = (made[0] / "tables.md").read_text(encoding="utf-8"), made[1]
     assert text.startswith("# run\n")
     assert "| a\\|b\\_\\<x\\> |" in text
+    assert "\n## Held-out perplexity\n\nWhat each model makes of text" in text
     assert "![Training loss](loss.png)" in text
     (line,) = [line for line in printed.splitlines() if line.startswith("average")]
     for figure in line.split()[1:]:
@@ -80,7 +146,8 @@ def test_a_report_is_replaced_and_a_picture_without_data_removed(root, capsys):
     for path in (root / "4-mixture").iterdir():
         path.unlink()
     make_report(root)
-    assert files_in(root / "7-report") == ["loss.png", "tables.md"]
+    assert files_in(root / "7-report") == sorted([*PAGES, "loss.pdf", "loss.png"])
+    assert "weights-for-pretraining-and-fine-tuning.csv" not in files_in(root / "7-report/tables")
     after = (root / "7-report/tables.md").read_text(encoding="utf-8")
     assert "affinity.png" in before
     assert "affinity.png" not in after
@@ -91,7 +158,7 @@ def test_a_sweep_is_shown_where_there_is_one(root, capsys):
     mixtures = [Mixture.uniform(NAMES), Mixture(dict(zip(NAMES, (0.5, 0.3, 0.2), strict=True)))]
     write_sweep(root, {"ridge": mixtures})
     report = make_report(root)
-    assert files_in(report) == sorted([*FILES, "stability.png"])
+    assert files_in(report) == sorted([*FILES, "stability.pdf", "stability.png"])
     text = (report / "tables.md").read_text(encoding="utf-8")
     assert "## Weights over ridge" in text
     assert "| a\\|b\\_\\<x\\> | 0.3333 | 0.3000 | 0.0333 |" in text
@@ -136,7 +203,7 @@ def test_matplotlib_missing_is_told_with_the_extra(root):
         "from megatron_chameleon.cli import run_tool\n"
         "from megatron_chameleon.options.report import ReportOptions\n"
         "from megatron_chameleon.report.page import make_report\n"
-        f"run_tool(lambda o: make_report(o.run) and None, ReportOptions, [{str(root)!r}])",
+        f"run_tool(lambda o: make_report(*o.runs) and None, ReportOptions, [{str(root)!r}])",
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

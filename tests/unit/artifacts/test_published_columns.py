@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_chameleon.artifacts.published.columns import published_column, published_columns
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.published.columns import published_column, published_columns
 from megatron_chameleon.model.paper_flops import paper_flops
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -118,5 +118,5 @@ def test_no_weight_of_the_file_is_there_twice():
         assert len(names) == len(set(names))
         return dict(pairs)
 
-    text = resources.files("megatron_chameleon.methods.published").joinpath("columns.json")
+    text = resources.files("megatron_chameleon.artifacts.published").joinpath("columns.json")
     json.loads(text.read_text(), object_pairs_hook=unique)

@@ -1,0 +1,1 @@
+"""A report as one HTML page that loads nothing: style, script and pictures are in it."""

@@ -1,0 +1,271 @@
+"""The report's page in a real browser: it loads nothing, sorts, scrolls, and can be read."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+# Every text with the background that it stands on. Signs on a heat map have their own.
+TEXT_COLORS = """() => {
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const parent = walker.currentNode.parentElement;
+    const ownColor = parent.closest("text") && parent.style.fill.startsWith("rgb");
+    if (!walker.currentNode.data.trim() || ownColor || !parent.checkVisibility()) continue;
+    if (parent.closest("title, desc, .hidden-text, .skip")) continue;
+    let behind = parent;
+    while (behind && /^rgba\\(.*, 0\\)$/.test(getComputedStyle(behind).backgroundColor))
+      behind = behind.parentElement;
+    const style = getComputedStyle(parent);
+    const color = parent.closest("svg") ? style.fill : style.color;
+    found.push([color, getComputedStyle(behind ?? document.body).backgroundColor,
+                walker.currentNode.data.trim().slice(0, 40)]);
+  }
+  return found;
+}"""
+# Every line and every filled form of the figures, with what it is drawn on.
+DRAWN_COLORS = """() => {
+  const paper = getComputedStyle(document.body).backgroundColor;
+  const found = new Set();
+  for (const node of document.querySelectorAll("svg [style*='--series'], svg [style*='--proxy']")) {
+    const style = getComputedStyle(node);
+    for (const key of ["fill", "stroke"])
+      if (/--(series|proxy)/.test(node.style[key])) found.add(style[key]);
+  }
+  return [paper, [...found]];
+}"""
+
+
+def luminance(color: str) -> float:
+    """Relative luminance as WCAG 2.2 defines it, of 'rgb(r, g, b)'."""
+    values = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def column(page, table: str, index: int) -> list[str]:
+    """The texts of the body's cells."""
+    cells = page.locator(f"#{table} tbody tr > :nth-child({index + 1})")
+    return [text.split("★")[0] for text in cells.all_text_contents()]
+
+
+def test_the_page_loads_nothing_but_itself_and_says_nothing(open_page, report):
+    page, watched = open_page()
+    page.wait_for_load_state("networkidle")
+    outside = [url for url in watched.requests if not url.startswith("data:image/png")]
+    assert outside == [report.as_uri()]
+    assert watched.problems == []
+    assert page.locator("section").count() == 13
+    assert page.locator("h1").inner_text() == "run"
+    # Nothing that a domain is called has become an element.
+    assert page.locator("img, main script, [onmouseover], [onerror], [onload]").count() == 0
+
+
+def test_a_script_that_got_in_would_not_run(open_page):
+    page, watched = open_page()
+    page.evaluate(
+        """() => {
+          const script = document.createElement("script");
+          script.textContent = "window.gotIn = true";
+          document.body.append(script);
+          document.body.insertAdjacentHTML("beforeend", "<p onclick='gotIn = true' id=trap>x</p>");
+          document.getElementById("trap").click();
+        }"""
+    )
+    assert page.evaluate("window.gotIn") is None
+    assert any("Content Security Policy" in problem for problem in watched.problems)
+
+
+def test_nothing_can_be_fetched(open_page):
+    page, _ = open_page()
+    told = page.evaluate("fetch('https://example.com').then(() => 'fetched', e => e.name)")
+    assert told == "TypeError"
+
+
+def test_a_heading_sorts_by_its_figures_and_back(open_page):
+    page, _ = open_page()
+    table = "table-held-out-perplexity"
+    before = [column(page, table, i) for i in range(2)]
+    summary = page.locator(f"#{table} tfoot").inner_text()
+    heading = page.locator(f"#{table} thead th").nth(1)
+    assert heading.get_attribute("aria-sort") == "none"
+    for direction, sign in (("ascending", 1), ("descending", -1)):
+        heading.locator("button").click()
+        assert heading.get_attribute("aria-sort") == direction
+        pairs = sorted(zip(*before, strict=True), key=lambda pair: sign * float(pair[1]))
+        assert [column(page, table, i) for i in range(2)] == [
+            [pair[i] for pair in pairs] for i in range(2)
+        ]
+        assert page.locator(f"#{table} tfoot").inner_text() == summary
+    heading.locator("button").click()
+    assert heading.get_attribute("aria-sort") == "none"
+    assert [column(page, table, i) for i in range(2)] == before
+
+
+def test_a_table_is_sorted_from_the_keyboard(open_page):
+    page, _ = open_page()
+    headings = page.locator("#table-held-out-perplexity thead th")
+    headings.nth(0).locator("button").focus()
+    page.keyboard.press("Enter")
+    assert headings.nth(0).get_attribute("aria-sort") == "ascending"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    assert headings.nth(0).get_attribute("aria-sort") == "none"
+    assert headings.nth(1).get_attribute("aria-sort") == "ascending"
+    values = [float(text) for text in column(page, "table-held-out-perplexity", 1)]
+    assert values == sorted(values)
+
+
+ORDERED = [
+    ["-0.5000 ± 0.0100", "-0.0100 ± 0.2000", "+0.0100", "+1.5 ± 0.1", "-"],
+    ["0.1 to 0.2", "0.1 to 0.3", "0.2 to 0.25", "-"],
+    ["9", "1,234", "12,345", "1.2e+13", "-"],
+    ["0.5x", "2.3x", "12.3x", "-"],
+    ["12.30", "1.234e+04", "inf", "nan"],
+    ["-3.10%", "-0.20% to +0.30%", "+12.00%", ""],
+    ["2 of 7", "10 of 7", "unknown"],
+    ["finished", "interrupted", "running"],
+]
+
+
+@pytest.fixture(scope="module")
+def sorting_page(browser, tmp_path_factory):
+    """A page of one table with ``ORDERED`` in its columns, shuffled."""
+    from megatron_chameleon.report.document import Report, Section
+    from megatron_chameleon.report.html.page import html_page
+    from megatron_chameleon.report.text_tables import Cell, Table
+
+    most = max(map(len, ORDERED))
+    shuffled = [(values + [values[-1]] * (most - len(values)))[::-1] for values in ORDERED]
+    rows = tuple((Cell(f"row {i}"), *(Cell(values[i]) for values in shuffled)) for i in range(most))
+    header = ("name", *(f"c{i}" for i in range(len(ORDERED))))
+    section = Section("s", "Sorted", "An introduction.", tables=(Table("Title", header, rows),))
+    path = tmp_path_factory.mktemp("sorting") / "report.html"
+    path.write_text(html_page(Report("t", (), (), (section,), ())), encoding="utf-8")
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize("index", range(len(ORDERED)))
+def test_every_form_of_figure_is_sorted_with_what_is_missing_last(sorting_page, index):
+    values = ORDERED[index]
+    is_absent = values[-1] in ("-", "nan", "", "unknown")
+    button = sorting_page.locator("#table-title thead th").nth(index + 1).locator("button")
+    button.click()
+    assert list(dict.fromkeys(column(sorting_page, "table-title", index + 1))) == values
+    button.click()
+    present = values[:-1] if is_absent else values
+    expected = [*present[::-1], *(values[-1:] if is_absent else [])]
+    assert list(dict.fromkeys(column(sorting_page, "table-title", index + 1))) == expected
+
+
+def test_figures_are_named_and_described_for_those_who_do_not_see_them(open_page):
+    page, _ = open_page()
+    for name, title in (
+        ("weights", "Weight of each domain"),
+        ("loss", "Training loss"),
+        ("affinity", "Affinity of the domains"),
+        ("stability", "Stability of the weights"),
+        ("windows", "Map of window embeddings"),
+    ):
+        picture = page.get_by_role("img", name=title, exact=True)
+        assert picture.count() == 1
+        box = picture.bounding_box()
+        assert box["width"] > 300
+        assert box["height"] > 150
+        assert picture.locator("desc").text_content().count(".") >= 2
+        assert page.locator(f"#figure-{name} figcaption").is_visible()
+
+
+@pytest.mark.parametrize("size", [(360, 740), (768, 1024), (1280, 900)])
+def test_the_page_does_not_scroll_sideways(open_page, size):
+    page, _ = open_page(viewport={"width": size[0], "height": size[1]})
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    page.evaluate("window.scrollTo(500, 0)")
+    assert page.evaluate("window.scrollX") == 0
+
+
+def test_on_a_phone_a_wide_table_scrolls_with_its_names_in_sight(open_page):
+    page, _ = open_page(viewport={"width": 360, "height": 740})
+    box = page.locator("#table-held-out-perplexity .scroll")
+    assert box.evaluate("box => box.scrollWidth > box.clientWidth + 50")
+    box.evaluate("box => { box.scrollLeft = 10000; }")
+    name = page.locator("#table-held-out-perplexity tbody th").first
+    assert abs(name.bounding_box()["x"] - box.bounding_box()["x"]) < 2
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_and_lines_have_enough_contrast(open_page, scheme):
+    page, _ = open_page(color_scheme=scheme)
+    texts = page.evaluate(TEXT_COLORS)
+    assert len(texts) > 300
+    weak = [text for text in texts if contrast(*text[:2]) < 4.5]
+    assert weak == []
+    paper, drawn = page.evaluate(DRAWN_COLORS)
+    assert len(drawn) >= 5
+    assert [color for color in drawn if contrast(color, paper) < 3] == []
+    assert (luminance(paper) < 0.05) == (scheme == "dark")
+
+
+def test_the_theme_is_chosen_with_a_button_and_remembered(open_page):
+    page, _ = open_page(color_scheme="light")
+
+    def paper():
+        return luminance(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+    assert paper() > 0.9
+    button = page.get_by_role("button", name="Show in dark colours")
+    button.click()
+    assert paper() < 0.05
+    assert page.get_by_role("button", name="Show in light colours").inner_text() == "Light"
+    page.reload()
+    assert paper() < 0.05
+    page.get_by_role("button", name="Show in light colours").click()
+    assert paper() > 0.9
+
+
+def test_without_storage_the_button_works_all_the_same(open_page):
+    page, watched = open_page()
+    page.add_init_script(
+        "Object.defineProperty(window, 'localStorage', { get() { throw new Error('denied'); } })"
+    )
+    page.reload()
+    page.locator("#theme").click()
+    assert page.locator("html").get_attribute("data-theme") in ("light", "dark")
+    assert watched.problems == []
+
+
+def test_without_scripts_everything_is_still_there(open_page):
+    page, _ = open_page(java_script_enabled=False)
+    assert page.locator("#table-held-out-perplexity tbody tr").count() == 7
+    assert page.locator("#theme").is_hidden()
+    assert page.locator("thead button").count() == 0
+
+
+def test_a_table_is_saved_as_csv(open_page, report):
+    page, _ = open_page()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Held-out perplexity as a CSV file").click()
+    assert download.value.suggested_filename == "held-out-perplexity.csv"
+    saved = download.value.path().read_bytes()
+    assert saved == (report.parent / "tables/held-out-perplexity.csv").read_bytes()
+
+
+def test_printed_it_is_light_and_whole(open_page):
+    page, _ = open_page(color_scheme="dark")
+    page.emulate_media(media="print")
+    assert luminance(page.evaluate("getComputedStyle(document.body).backgroundColor")) > 0.9
+    assert page.locator("nav").is_hidden()
+    overflow = page.locator("#table-held-out-perplexity .scroll").evaluate(
+        "box => getComputedStyle(box).overflowX"
+    )
+    assert overflow == "visible"
