@@ -26,7 +26,7 @@ class DoremiOptions(MethodOptions):
     """Folder of the two runs, reference and proxy; the output without .json unless given."""
     reference: Path | None = None
     """A finished run to compare with, of the same tokenizer and sequence length, and of any size;
-    one is trained unless given."""
+    unless given, one is trained by the options of the proxy."""
     reference_mixture: str | None = None
     """What the reference is trained by: 'uniform' (which it is unless given), 'natural' for the
     domains' shares of the tokens, or the path of a mixture.json."""

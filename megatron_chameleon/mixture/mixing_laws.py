@@ -87,7 +87,11 @@ def fit_mixing_laws(
 
 
 def refit_mixing_laws(
-    laws: MixingLaws, mixtures: Array, losses: Array, settings: LawSettings
+    laws: MixingLaws,
+    mixtures: Array,
+    losses: Array,
+    settings: LawSettings,
+    on_fit: Callable[[], object] = lambda: None,
 ) -> MixingLaws:
     """Laws of ``losses`` by descents from ``laws`` and from a few starts of their own.
 
@@ -101,12 +105,14 @@ def refit_mixing_laws(
         mixtures: [n, k] of those that are left.
         losses: [n, m].
         settings: of the fit.
+        on_fit: called after each of the m fits.
     """
     few = dataclasses.replace(settings, num_starts=min(settings.num_starts, COLD_STARTS))
     found = []
     for column, known in zip(losses.T, _parameters_of(laws), strict=True):
         starts = [*_starts(mixtures, column, few), known]
         found.append(min((_descend(mixtures, column, settings, s) for s in starts), key=_value)[0])
+        on_fit()
     return _laws_of(np.array(found))
 
 

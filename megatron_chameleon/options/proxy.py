@@ -24,7 +24,7 @@ class ProxyOptions:
     model_size: str = "82m"
     """Name of the proxy's model size; a wrong one lists them all."""
     train_iters: int = 2000
-    """Optimizer steps of the proxy (paper: 2000; DoReMi and DoGE: 10000)."""
+    """Optimizer steps of each model that is trained (paper: 2000; DoReMi and DoGE: 10000)."""
     seq_length: int = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
     global_batch_size: int = 128
@@ -36,11 +36,14 @@ class ProxyOptions:
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     compile_layers: bool = False
-    """Compile the transformer layers with torch.compile, on a GPU."""
+    """Compile the transformer layers with torch.compile, on a GPU: the first step takes about a
+    minute longer and later ones are shorter. Losses change by rounding alone."""
     deterministic: bool = False
-    """Use only algorithms that give the same bits every time."""
+    """Use only algorithms that give the same bits every time, also on a GPU, where some are slower;
+    on the CPU all are such."""
     dry_first_step: DryFirstStep = "auto"
-    """Take the memory of a step before the first one; auto does where there is a GPU."""
+    """Before the first step, take the memory that a step takes, on random tokens and without a
+    trace, so that a run that is too large ends at once; auto does where there is a GPU."""
     log_interval: int = 10
     """Steps between two lines of log and metrics."""
     save_interval: int = 500

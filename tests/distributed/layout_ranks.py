@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import shutil
 import socket
@@ -323,6 +324,7 @@ def main(places: Places) -> None:
             continue
         start = time.perf_counter()
         section.work()
+        gc.freeze()  # a run collects at its end: it need not look again at what stays
         if is_first_rank():
             print(f"section {section.name}: {time.perf_counter() - start:.1f} s", flush=True)
             places.done(section.name).parent.mkdir(exist_ok=True)

@@ -7,8 +7,8 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.table import listed
 
 
-def chosen_domains(given: str | None, corpus: Corpus) -> list[str]:
-    """The domains that ``given``, of --domains, names, in the corpus's order; all if it is None.
+def chosen_domains(given: str | None, corpus: Corpus, flag: str = "--domains") -> list[str]:
+    """The domains that ``given``, of ``flag``, names, in the corpus's order; all if it is None.
 
     Raises:
         UserError: for a name that the corpus does not have.
@@ -21,7 +21,7 @@ def chosen_domains(given: str | None, corpus: Corpus) -> list[str]:
     if unknown or not asked:
         problem = f"there is no domain '{unknown[0]}'" if unknown else "it names no domain"
         raise UserError(
-            f"--domains {given}: {problem}; those of {corpus.root} are {listed(corpus.names)}"
+            f"{flag} {given}: {problem}; those of {corpus.root} are {listed(corpus.names)}"
         )
     chosen = set(asked)
     return [name for name in corpus.names if name in chosen]

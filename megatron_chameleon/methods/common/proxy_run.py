@@ -6,12 +6,18 @@ import dataclasses
 from pathlib import Path
 
 from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.blend.sampler import check_batch_sizes
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.options.proxy import ProxyOptions
 from megatron_chameleon.options.training import PretrainOptions
-from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.parallel.layout import (
+    Layout,
+    check_interleaving,
+    distributed,
+    from_main,
+)
 from megatron_chameleon.training.pretrain import pretrain
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.watch import MakeHook
@@ -29,6 +35,17 @@ def training_options(
 def way_out_of(run_dir: Path, elsewhere: str = BY_WORK_DIR) -> WayOut:
     """What to advise where the folder of a run that a method makes holds something else."""
     return WayOut(elsewhere, f"delete {run_dir} to start anew", draws_by_flags=False)
+
+
+def check_batches(proxy: ProxyOptions, layout: Layout) -> None:
+    """Refuse batches that the ranks cannot share, before anything is trained or written.
+
+    Raises:
+        UserError: as training would.
+    """
+    check_batch_sizes(proxy.global_batch_size, proxy.micro_batch_size, layout.data_size)
+    microbatches = proxy.global_batch_size // (proxy.micro_batch_size * layout.data_size)
+    check_interleaving(proxy.parallel, microbatches)
 
 
 def train_proxy(

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts import TrainingRun
+import numpy as np
+
+from megatron_chameleon.artifacts import Corpus, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import (
     CheckpointRecord,
     checkpoint_folders,
     step_folder,
 )
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.proxy_run import way_out_of
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.resume import check_run_folder
 from megatron_chameleon.training.way_out import WayOut
+
+# The folder of its run, below that of the method.
+PROXY = "proxy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +55,28 @@ class Watcher:
             f"{run_dir} holds a run that {self.method} has not watched ({watched_by} has); "
             f"{way_out}"
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchedPlan:
+    """What every method plans that watches a proxy; each adds its own.
+
+    Attributes:
+        corpus: what is trained on.
+        proxy_run: how the proxy is trained.
+        shape: of the proxy.
+        elsewhere: how a person chooses another folder for what is trained.
+    """
+
+    corpus: Corpus
+    proxy_run: PretrainOptions
+    shape: ModelShape
+    elsewhere: str
+
+    @property
+    def way_out(self) -> WayOut:
+        """What to advise where the proxy's folder holds another one."""
+        return way_out_of(self.proxy_run.run_dir, self.elsewhere)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +122,30 @@ def require_same_rule(
                 f"the proxy was trained with another rule: {name} {before.get(name)}, not {value}; "
                 f"{way_out}"
             )
+
+
+def state_arrays(
+    state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], way_out: WayOut | str
+) -> dict[str, Array]:
+    """The arrays of a hook's state, float64, each of the shape that ``shapes`` gives it.
+
+    Raises:
+        UserError: for one that is missing or of another shape, or holds what is no finite number,
+            as in a file that was damaged.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        try:
+            array = np.array(state.get(name), np.float64)
+        except (TypeError, ValueError):  # rows of several lengths, or words
+            array = np.array(math.nan)
+        if array.shape != shape or not np.isfinite(array).all():
+            raise UserError(
+                f"the checkpoint of the proxy is damaged: its '{name}' is not the "
+                f"{' x '.join(map(str, shape))} finite numbers of its domains; {way_out}"
+            )
+        found[name] = array
+    return found
 
 
 def _newest_record(run_dir: Path) -> CheckpointRecord | None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from megatron_chameleon.errors import UserError
 
+# How a person chooses another folder for what a command makes: a method's, and a sweep's.
+BY_WORK_DIR, BY_OUTPUT = "give another --work-dir", "give another --output"
+
 
 def work_dir_of(output: Path, work_dir: Path | None) -> Path:
     """What --work-dir gives; the mixture's path without .json unless given.

@@ -6,7 +6,8 @@ after it, by tools/pretrain_gpt.py.
 
 from __future__ import annotations
 
-from megatron_chameleon.methods.common.proxy_run import BY_WORK_DIR, forward_only, train_proxy
+from megatron_chameleon.methods.common.proxy_run import check_batches, forward_only, train_proxy
+from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.excess_loss.hook import ExcessLossReweighting
 from megatron_chameleon.methods.excess_loss.outcome import write_mixture
@@ -44,6 +45,7 @@ def compute_doremi(
     parallel = forward_only(options.proxy.parallel)
     with distributed(parallel, seed=0) as layout:
         plan = from_main(lambda: plan_doremi(options, reference_run, elsewhere))
+        check_batches(options.proxy, layout)
         is_main = layout.is_main
         from_main(lambda: write_natural(plan))
     if plan.reference_run and not _train(plan, plan.reference_run, "reference", stops, is_main):

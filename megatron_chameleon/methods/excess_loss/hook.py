@@ -14,7 +14,7 @@ import torch
 
 from megatron_chameleon.checkpoint.load import load_weights
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.common.watched_proxy import require_same_rule
+from megatron_chameleon.methods.common.watched_proxy import require_same_rule, state_arrays
 from megatron_chameleon.methods.excess_loss.reference import Reference
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doremi import DoremiRecipe, DoremiState, token_weights
@@ -109,10 +109,11 @@ class ExcessLossReweighting(TrainingHook):
         """Go on from ``state``.
 
         Raises:
-            UserError: if it was found with another rule or reference.
+            UserError: if it was found with another rule or reference, or is damaged.
         """
-        require_found_with(state, self._recipe, self._reference, self._plan.way_out)
-        self._standing = standing_of(state)
+        way_out = self._plan.way_out
+        require_found_with(state, self._recipe, self._reference, way_out)
+        self._standing = standing_of(state, len(self._names), way_out)
 
     def _found_with(self) -> dict[str, Any]:
         return found_with(self._recipe, self._reference)
@@ -157,12 +158,15 @@ def require_found_with(
         )
 
 
-def standing_of(state: dict[str, Any]) -> DoremiState:
-    """The weights of what :meth:`ExcessLossReweighting.state_dict` gave."""
-    log_weights, excess, mean = (
-        np.array(state[name], np.float64) for name in ("log_weights", "excess", "mean")
-    )
-    return DoremiState(log_weights, excess, mean, state["counted"], state["moved"])
+def standing_of(state: dict[str, Any], num_domains: int, way_out: WayOut) -> DoremiState:
+    """The weights of what :meth:`ExcessLossReweighting.state_dict` gave.
+
+    Raises:
+        UserError: if they are not those of so many domains.
+    """
+    shapes = dict.fromkeys(("log_weights", "excess", "mean"), (num_domains,))
+    arrays = state_arrays(state, shapes, way_out)
+    return DoremiState(**arrays, counted=state["counted"], moved=state["moved"])
 
 
 def _passes_of(reference: Reference, plan: TrainingPlan, layout: Layout) -> Passes:

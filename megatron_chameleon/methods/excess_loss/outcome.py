@@ -28,7 +28,7 @@ def write_mixture(plan: DoremiPlan, reference: Reference) -> None:
     trained = TrainingRun.load(plan.reference_dir)
     proxy = finished_proxy(plan.proxy_run.run_dir, WATCHER, plan.way_out)
     require_found_with(proxy.state, plan.recipe, reference, plan.way_out)
-    standing = standing_of(proxy.state)
+    standing = standing_of(proxy.state, len(plan.corpus.names), plan.way_out)
 
     def named(values: Array) -> dict[str, float]:
         return dict(zip(plan.corpus.names, values.tolist(), strict=True))

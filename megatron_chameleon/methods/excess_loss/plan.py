@@ -8,16 +8,20 @@ from pathlib import Path
 from megatron_chameleon.artifacts import Corpus, Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.epoch_limit import limit_of
-from megatron_chameleon.methods.common.proxy_run import (
-    BY_WORK_DIR,
-    is_finished,
-    training_options,
-    way_out_of,
+from megatron_chameleon.methods.common.proxy_run import is_finished, training_options, way_out_of
+from megatron_chameleon.methods.common.watched_proxy import (
+    PROXY,
+    WatchedPlan,
+    Watcher,
+    state_so_far,
 )
-from megatron_chameleon.methods.common.watched_proxy import Watcher, state_so_far
-from megatron_chameleon.methods.common.work_dir import check_output, work_dir_of
+from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR, check_output, work_dir_of
 from megatron_chameleon.methods.doremi import DoremiOptions
-from megatron_chameleon.methods.excess_loss.hook import ExcessLossReweighting, require_found_with
+from megatron_chameleon.methods.excess_loss.hook import (
+    ExcessLossReweighting,
+    require_found_with,
+    standing_of,
+)
 from megatron_chameleon.methods.excess_loss.reference import (
     FLAG,
     Compared,
@@ -27,46 +31,30 @@ from megatron_chameleon.methods.excess_loss.reference import (
 )
 from megatron_chameleon.mixture.doremi import RECIPES, DoremiRecipe
 from megatron_chameleon.mixture.natural import natural_weights
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.doremi import DoremiRule
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.training.plan import TrainingPlan, plan_training
 from megatron_chameleon.training.resume import check_run_folder
-from megatron_chameleon.training.way_out import WayOut
 
-REFERENCE, PROXY = "reference", "proxy"
-NATURAL = "natural"
+REFERENCE, NATURAL = "reference", "natural"
 WATCHER = Watcher("DoReMi", ExcessLossReweighting)
 
 
-@dataclasses.dataclass(frozen=True)
-class DoremiPlan:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoremiPlan(WatchedPlan):
     """The options with what they name, all checked.
 
     Attributes:
         options: what was asked for.
-        corpus: what both runs are trained on.
         recipe: of the update rule.
         reference_dir: folder of the reference's run.
         reference_run: how it is trained; None where one is given.
-        proxy_run: how the proxy is trained.
-        shape: of the proxy.
-        elsewhere: how a person chooses another folder for the runs.
     """
 
     options: DoremiOptions
-    corpus: Corpus
     recipe: DoremiRecipe
     reference_dir: Path
     reference_run: PretrainOptions | None
-    proxy_run: PretrainOptions
-    shape: ModelShape
-    elsewhere: str
-
-    @property
-    def way_out(self) -> WayOut:
-        """What to advise where the proxy's folder holds another one."""
-        return way_out_of(self.proxy_run.run_dir, self.elsewhere)
 
     @property
     def compared(self) -> Compared:
@@ -145,6 +133,7 @@ def _check_folders(plan: DoremiPlan, proxy: TrainingPlan) -> None:
             f"{plan.reference_dir}, or not finished: put it back, or else {plan.way_out}"
         )
     require_found_with(state, plan.recipe, reference or plan.reference(), plan.way_out)
+    standing_of(state, len(plan.corpus.names), plan.way_out)
 
 
 def _check_reference_run(plan: DoremiPlan, run: PretrainOptions) -> None:

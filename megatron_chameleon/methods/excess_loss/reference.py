@@ -47,7 +47,7 @@ def find_reference(folder: Path, proxy: Compared, called: str = FLAG) -> Referen
         UserError: if it is no finished run, or its losses are not those of the proxy's samples.
     """
     if not TrainingRun.exists(folder):
-        raise UserError(f"{called} {folder}: there is no run; give the --run-dir of a finished one")
+        raise UserError(f"{called} {folder}: there is no run; give the folder of a finished one")
     run = TrainingRun.load(folder)
     if run.status != "finished":
         raise UserError(
@@ -72,6 +72,8 @@ def warn_of_differences(folder: Path, proxy: Compared) -> None:
         )
     before = run.provenance.options.get("boundaries", {})
     for name, value in plain_options(proxy.run.boundaries).items():
+        if name == "eod_mask_loss" and value:  # what it leaves out has no excess loss either
+            continue
         if before.get(name, False) != value:
             flag = f"--{name.replace('_', '-')}"
             warnings.warn(

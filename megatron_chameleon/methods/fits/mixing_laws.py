@@ -5,34 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 
-from megatron_chameleon.artifacts import Corpus, Cost, MixtureWarning, Stopwatch
+from megatron_chameleon.artifacts import Corpus, Cost, MixtureWarning
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.common.epoch_limit import limit_of
-from megatron_chameleon.methods.fits.judgement import judged
-from megatron_chameleon.methods.fits.outcome import FoundMixture, write_found
+from megatron_chameleon.methods.common.work_dir import work_dir_of
+from megatron_chameleon.methods.fits.compute import SECONDS_WITHOUT_BAR, FitMethod, compute_fit
+from megatron_chameleon.methods.fits.outcome import Fitted
 from megatron_chameleon.methods.fits.runs import (
     FittedRuns,
-    check_options,
     drawn_mixtures,
-    given_runs,
-    is_first_process,
+    paper_flops_of,
     trained_runs,
-    work_dir_of,
 )
 from megatron_chameleon.methods.fits.sizes_and_steps import check_laws_of_growth, grown
-from megatron_chameleon.methods.fits.target import check_target, target_shares
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.swarm.result import SwarmResult
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.fit_quality import (
-    fit_linear,
-    folds_of,
-    held_out_predictions,
-)
+from megatron_chameleon.mixture.fit_quality import Predict, folds_of
 from megatron_chameleon.mixture.law_optimum import LawOptimum, law_optimum
 from megatron_chameleon.mixture.mixing_laws import (
     LawSettings,
@@ -42,44 +35,21 @@ from megatron_chameleon.mixture.mixing_laws import (
 )
 from megatron_chameleon.progress import progress_bar
 
+NAME = "mixing-laws"
 FEWEST_RUNS = 4
 # Each run is left out by itself up to so many; more are left out in groups, for the time it takes.
 MOST_FOLDS = 128
-SECONDS_WITHOUT_BAR = 2.0
 
 
 def compute_mixing_laws(options: MixingLawsOptions) -> bool:
-    """Train or read the runs, fit them, write the mixture. Every rank calls this.
-
-    Returns:
-        Whether there is a mixture, the same on every rank; there is none if the swarm was asked to
-        stop.
-
-    Raises:
-        UserError: for a mistake in the options or in what they name.
-    """
-    corpus = Corpus.load(options.corpus)
-    check_mixing_laws(options, corpus)
-    if options.ratios is None or options.metrics is None:
-        swarms = train_swarms(options, corpus)
-        if swarms is None:
-            return False
-        if is_first_process():
-            fit_and_write(options, corpus, joined_runs(options, corpus, swarms))
-    elif is_first_process():
-        fit_and_write(options, corpus, given_runs(options.ratios, options.metrics, corpus))
-    return True
+    """As :func:`~megatron_chameleon.methods.fits.compute.compute_fit`."""
+    return compute_fit(MIXING_LAWS, options)
 
 
-def check_mixing_laws(options: MixingLawsOptions, corpus: Corpus) -> None:
-    """Raises UserError for what could only fail after the proxies have been trained."""
-    check_options(options)
+def check_mixing_laws(options: MixingLawsOptions) -> None:
+    """Raises UserError for a number that no fit can have, or laws of growth that cannot be."""
     check_laws(options.laws)
     check_laws_of_growth(options)
-    limit_of(options, corpus, corpus.names).check()
-    if options.ratios is None:
-        check_target(options.target, corpus.names)
-        check_number_of_runs(options.num_proxies)
 
 
 def check_laws(options: LawOptions) -> None:
@@ -105,32 +75,42 @@ def check_number_of_runs(count: int) -> None:
         raise UserError(f"{count} runs are too few for a law: give {FEWEST_RUNS} or more")
 
 
-def train_swarms(options: MixingLawsOptions, corpus: Corpus) -> dict[str, SwarmResult] | None:
-    """Name of a size -> its swarm; None if one was asked to stop. Every rank calls this."""
+def train_runs(options: MixingLawsOptions, corpus: Corpus) -> FittedRuns | None:
+    """The runs of every size's swarm; None if one was asked to stop. Every rank calls this."""
     from megatron_chameleon.methods.swarm.train import train_swarm
 
     mixtures = drawn_mixtures(options.draws, options.num_proxies, corpus)
+    folder = work_dir_of(options.output, options.work_dir)
     swarms: dict[str, SwarmResult] = {}
+    by_paper = 0.0
     for size in options.laws.model_sizes or (options.swarm.model_size,):
         settings = dataclasses.replace(options.swarm, model_size=size)
-        found = train_swarm(settings, corpus, mixtures, work_dir_of(options) / f"swarm-{size}")
+        found = train_swarm(settings, corpus, mixtures, folder / f"swarm-{size}")
         if found is None:
             return None
         swarms[size] = found
-    return swarms
+        by_paper += paper_flops_of(NAME, settings, options.num_proxies)
+    return joined_runs(options, swarms, by_paper)
 
 
 def joined_runs(
-    options: MixingLawsOptions, corpus: Corpus, swarms: dict[str, SwarmResult]
+    options: MixingLawsOptions, swarms: dict[str, SwarmResult], by_paper: float
 ) -> FittedRuns:
-    """The runs of all sizes as one: their losses at the target, what they cost together."""
+    """The runs of all sizes as one: their losses at the target, what they cost together.
+
+    Args:
+        options: what was asked for.
+        swarms: name of a size -> its swarm.
+        by_paper: FLOPs of them all as Chameleon's tables count them.
+    """
     first = next(iter(swarms.values()))
     diverged = sorted({number for swarm in swarms.values() for number in swarm.diverged})
     cost = sum((swarm.cost for swarm in swarms.values()), Cost())
     together = dataclasses.replace(first, diverged=diverged, cost=cost)
-    predicted = grown(options, corpus, swarms)
-    folders = [work_dir_of(options) / f"swarm-{size}" for size in swarms]
-    fitted = trained_runs(together, predicted.losses, folders)
+    predicted = grown(options, swarms)
+    folder = work_dir_of(options.output, options.work_dir)
+    folders = [folder / f"swarm-{size}" for size in swarms]
+    fitted = trained_runs(together, predicted.losses, folders, by_paper)
     return dataclasses.replace(
         fitted,
         told="\n".join([fitted.told, *predicted.told]),
@@ -138,46 +118,24 @@ def joined_runs(
     )
 
 
-def fit_and_write(options: MixingLawsOptions, corpus: Corpus, fitted: FittedRuns) -> None:
-    """Fit the runs and write the mixture, on one rank."""
-    stopwatch, runs = Stopwatch(), fitted.runs
-    check_number_of_runs(len(runs.keys))
+def fit_runs(
+    options: MixingLawsOptions, corpus: Corpus, runs: MixtureRuns, shares: Array
+) -> Fitted:
+    """A law for every loss, and their optimum."""
     _tell_of_few(runs)
-    shares = target_shares(options.target, runs.metrics)
-    settings = LawSettings(
-        huber_delta=options.laws.huber_delta,
-        ridge=options.laws.law_ridge,
-        num_starts=options.laws.num_starts,
-        seed=options.laws.fit_seed,
-    )
+    settings = _settings(options.laws)
     laws = _fitted(runs, settings)
-    folds = folds_of(len(runs.keys), min(len(runs.keys), MOST_FOLDS), settings.seed)
-    with progress_bar(len(folds), " fits", "measuring the fit", delay=SECONDS_WITHOUT_BAR) as bar:
-        held_out = held_out_predictions(
-            lambda mixtures, losses: refit_mixing_laws(laws, mixtures, losses, settings).predict,
-            runs.mixtures,
-            runs.losses,
-            folds,
-            on_fold=bar.update,
-        )
-    linear = held_out_predictions(fit_linear, runs.mixtures, runs.losses, folds)
     optimum = _optimum(laws, shares, runs, options.laws.max_extrapolation)
-    found = FoundMixture(
-        method="mixing-laws",
+
+    def refit(mixtures: Array, losses: Array, on_fit: Callable[[], object]) -> Predict:
+        return refit_mixing_laws(laws, mixtures, losses, settings, on_fit).predict
+
+    return Fitted(
         heading=f"Data Mixing Laws: {len(runs.metrics)} laws over {len(corpus.names)} domains, "
         f"their optimum by a grid of 1/{optimum.grid_steps} and a descent",
         weights=optimum.weights,
-        shares=shares,
-        judgement=judged(
-            held_out,
-            linear,
-            runs.losses,
-            shares,
-            "leave one out"
-            if len(folds) == len(runs.keys)
-            else f"{len(folds)}-fold cross-validation",
-        ),
         predict=laws.predict,
+        refit=refit,
         parameters={
             "laws": _law_parameters(laws, corpus.names, runs.metrics),
             "grid_optimum": dict(zip(corpus.names, optimum.grid_weights.tolist(), strict=True)),
@@ -186,7 +144,15 @@ def fit_and_write(options: MixingLawsOptions, corpus: Corpus, fitted: FittedRuns
         },
         remedy="more runs, or a larger --law-ridge, may help",
     )
-    write_found(found, options, corpus, fitted, stopwatch.cost())
+
+
+def _settings(options: LawOptions) -> LawSettings:
+    return LawSettings(
+        huber_delta=options.huber_delta,
+        ridge=options.law_ridge,
+        num_starts=options.num_starts,
+        seed=options.fit_seed,
+    )
 
 
 def _fitted(runs: MixtureRuns, settings: LawSettings) -> MixingLaws:
@@ -235,3 +201,13 @@ def _tell_of_few(runs: MixtureRuns) -> None:
             MixtureWarning,
             stacklevel=2,
         )
+
+
+MIXING_LAWS = FitMethod[MixingLawsOptions](
+    name=NAME,
+    check=check_mixing_laws,
+    check_number_of_runs=lambda _options, count: check_number_of_runs(count),
+    train=train_runs,
+    fit=fit_runs,
+    folds=lambda options, count: folds_of(count, min(count, MOST_FOLDS), options.laws.fit_seed),
+)

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_chameleon.artifacts import Corpus, Stopwatch
+from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.common.epoch_limit import limit_of
 from megatron_chameleon.methods.common.table import share_of_tokens
-from megatron_chameleon.methods.fits.judgement import judged
-from megatron_chameleon.methods.fits.outcome import FoundMixture, write_found
+from megatron_chameleon.methods.common.work_dir import work_dir_of
+from megatron_chameleon.methods.fits.compute import SECONDS_WITHOUT_BAR, FitMethod, compute_fit
+from megatron_chameleon.methods.fits.outcome import Fitted
 from megatron_chameleon.methods.fits.runs import (
     FittedRuns,
-    check_options,
     drawn_mixtures,
-    given_runs,
-    is_first_process,
+    paper_flops_of,
     prior_of,
     trained_runs,
-    work_dir_of,
 )
-from megatron_chameleon.methods.fits.target import check_target, target_shares
 from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.fit_quality import (
-    Predict,
-    fit_linear,
-    folds_of,
-    held_out_predictions,
-)
+from megatron_chameleon.mixture.fit_quality import Predict, folds_of
 from megatron_chameleon.mixture.regmix import (
     DrawnOptimum,
     TreeSettings,
@@ -41,45 +32,19 @@ from megatron_chameleon.mixture.regmix import (
 )
 from megatron_chameleon.progress import progress_bar
 
-SWARM = "swarm"
-SECONDS_WITHOUT_BAR = 2.0
+NAME, SWARM = "regmix", "swarm"
 MOST_SPREAD = 3
 
 
 def compute_regmix(options: RegmixOptions) -> bool:
-    """Train or read the runs, fit them, write the mixture. Every rank calls this.
-
-    Returns:
-        Whether there is a mixture, the same on every rank; there is none if the swarm was asked to
-        stop.
-
-    Raises:
-        UserError: for a mistake in the options or in what they name.
-    """
-    corpus = Corpus.load(options.corpus)
-    check_regmix(options, corpus)
-    if options.ratios is None or options.metrics is None:
-        fitted = train_runs(options, corpus)
-        if fitted is None:
-            return False
-    elif is_first_process():
-        fitted = given_runs(options.ratios, options.metrics, corpus)
-    else:
-        return True
-    if is_first_process():
-        fit_and_write(options, corpus, fitted)
-    return True
+    """As :func:`~megatron_chameleon.methods.fits.compute.compute_fit`."""
+    return compute_fit(REGMIX, options)
 
 
-def check_regmix(options: RegmixOptions, corpus: Corpus) -> None:
-    """Raises UserError for what could only fail after the proxies have been trained."""
-    check_options(options)
+def check_regmix(options: RegmixOptions) -> None:
+    """Raises UserError for a number that no fit can have, or without LightGBM."""
     check_trees(options.trees)
     check_lightgbm()
-    limit_of(options, corpus, corpus.names).check()
-    if options.ratios is None:
-        check_target(options.target, corpus.names)
-        check_number_of_runs(options.trees, options.num_proxies)
 
 
 def check_trees(options: TreeOptions) -> None:
@@ -136,56 +101,46 @@ def train_runs(options: RegmixOptions, corpus: Corpus) -> FittedRuns | None:
     from megatron_chameleon.methods.swarm.train import train_swarm
 
     mixtures = drawn_mixtures(options.draws, options.num_proxies, corpus)
-    folder = work_dir_of(options) / SWARM
+    folder = work_dir_of(options.output, options.work_dir) / SWARM
     result = train_swarm(options.swarm, corpus, mixtures, folder)
-    return None if result is None else trained_runs(result, result.losses[:, -1], [folder])
+    if result is None:
+        return None
+    by_paper = paper_flops_of(NAME, options.swarm, options.num_proxies)
+    return trained_runs(result, result.losses[:, -1], [folder], by_paper)
 
 
-def fit_and_write(options: RegmixOptions, corpus: Corpus, fitted: FittedRuns) -> None:
-    """Fit the runs and write the mixture, on one rank."""
-    stopwatch, runs, trees = Stopwatch(), fitted.runs, options.trees
-    check_number_of_runs(trees, len(runs.keys))
-    shares = target_shares(options.target, runs.metrics)
-    settings = _settings(trees)
+def fit_runs(options: RegmixOptions, corpus: Corpus, runs: MixtureRuns, shares: Array) -> Fitted:
+    """Trees for every loss, and the mean of the mixtures that they think best."""
+    trees, settings = options.trees, _settings(options.trees)
     optimum, predict = _optimum(runs, shares, _search_prior(corpus, runs), trees, settings)
-    folds = folds_of(len(runs.keys), trees.folds, trees.fit_seed)
-    with progress_bar(
-        trees.folds * len(runs.metrics), " fits", "measuring the fit", delay=SECONDS_WITHOUT_BAR
-    ) as bar:
-        held_out = held_out_predictions(
-            lambda x, y: fit_trees(x, y, settings, on_fit=bar.update),
-            runs.mixtures,
-            runs.losses,
-            folds,
-        )
-    linear = held_out_predictions(fit_linear, runs.mixtures, runs.losses, folds)
-    found = FoundMixture(
-        method="regmix",
+
+    def refit(mixtures: Array, losses: Array, on_fit: Callable[[], object]) -> Predict:
+        return fit_trees(mixtures, losses, settings, on_fit)
+
+    return Fitted(
         heading=f"RegMix: mean of the {trees.num_best} best of {trees.num_draws:,} mixtures by "
         f"{trees.num_trees} trees a loss",
         weights=optimum.weights,
-        shares=shares,
-        judgement=judged(
-            held_out, linear, runs.losses, shares, f"{trees.folds}-fold cross-validation"
-        ),
         predict=predict,
+        refit=refit,
         parameters={
-            "spread_of_the_best": dict(zip(corpus.names, optimum.spread.tolist(), strict=True)),
-            "range_of_the_best": dict(
-                zip(
-                    corpus.names,
-                    np.column_stack([optimum.low, optimum.high]).tolist(),
-                    strict=True,
-                )
-            ),
+            **_parameters_of(corpus.names, optimum),
             "runs_in_leaf": runs_in_leaf(settings, len(runs.keys)),
-            "predicted_target_of_the_best": optimum.predicted_best,
-            "predicted_target_of_all_draws": optimum.predicted_all,
         },
         remedy="more runs may help",
         told=(_spread_told(corpus.names, optimum),),
     )
-    write_found(found, options, corpus, fitted, stopwatch.cost())
+
+
+def _parameters_of(names: Sequence[str], optimum: DrawnOptimum) -> dict[str, object]:
+    """The best draws, for the mixture's file."""
+    ranges = np.column_stack([optimum.low, optimum.high]).tolist()
+    return {
+        "spread_of_the_best": dict(zip(names, optimum.spread.tolist(), strict=True)),
+        "range_of_the_best": dict(zip(names, ranges, strict=True)),
+        "predicted_target_of_the_best": optimum.predicted_best,
+        "predicted_target_of_all_draws": optimum.predicted_all,
+    }
 
 
 def _spread_told(names: Sequence[str], optimum: DrawnOptimum) -> str:
@@ -246,3 +201,13 @@ def _optimum(
         return losses
 
     return optimum, predict
+
+
+REGMIX = FitMethod[RegmixOptions](
+    name=NAME,
+    check=check_regmix,
+    check_number_of_runs=lambda options, count: check_number_of_runs(options.trees, count),
+    train=train_runs,
+    fit=fit_runs,
+    folds=lambda options, count: folds_of(count, options.trees.folds, options.trees.fit_seed),
+)

@@ -15,12 +15,18 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, read_mixture_runs
 from megatron_chameleon.artifacts.run_columns import matched
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.changed_flags import changed_flags
 from megatron_chameleon.methods.common.table import listed
 from megatron_chameleon.methods.fits.coverage import tell_of_the_rare
 from megatron_chameleon.methods.swarm.result import SwarmResult
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.mixture_draws import DrawRule, draw_mixtures
+from megatron_chameleon.model.paper_flops import PaperSettings, paper_flops
 from megatron_chameleon.options.fits import DrawOptions, FitOptions
+from megatron_chameleon.options.swarm import SwarmOptions
+
+# Options that are of no use where nothing is trained.
+OF_TRAINING = ("num_proxies", "work_dir", "draws", "swarm")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +41,7 @@ class FittedRuns:
         cost: of the runs; nothing where it is not known.
         made_from: the folders of their swarms.
         unknown_costs: what took nobody knows how much, a phrase for each.
+        paper_flops: FLOPs of the runs as Chameleon's tables count them; None for others' runs.
     """
 
     runs: MixtureRuns
@@ -44,11 +51,7 @@ class FittedRuns:
     cost: Cost
     made_from: tuple[Path, ...] = ()
     unknown_costs: tuple[str, ...] = ()
-
-
-def work_dir_of(options: FitOptions) -> Path:
-    """Folder of what is trained."""
-    return options.work_dir or options.output.with_suffix("")
+    paper_flops: float | None = None
 
 
 def is_first_process() -> bool:
@@ -65,6 +68,27 @@ def check_options(options: FitOptions) -> None:
         raise UserError(f"{given} is one of two tables: give {missing} of the same runs too")
     if options.num_proxies < 1:
         raise UserError(f"--num-proxies {options.num_proxies}: give a whole number from 1 on")
+
+
+def refuse_idle(options: FitOptions) -> None:
+    """Raises UserError for an option of the training that does not take place beside --ratios."""
+    # Every method gives the number of proxies a default.
+    default = type(options)(corpus=options.corpus, output=options.output)  # type: ignore[call-arg]
+    of_training = {name: getattr(options, name) for name in OF_TRAINING}
+    for flag, value in changed_flags(dataclasses.replace(default, **of_training), default):
+        raise UserError(
+            f"{flag} {value}: the runs of --ratios {options.ratios} are there, and nothing is "
+            "trained; leave it out"
+        )
+
+
+def paper_flops_of(method: str, options: SwarmOptions, num_proxies: int) -> float:
+    """FLOPs of a swarm as Chameleon's tables count them for ``method``."""
+    tokens = options.train_iters * options.global_batch_size * options.seq_length
+    settings = PaperSettings(
+        model_size=options.model_size, trained_tokens=tokens, num_proxies=num_proxies
+    )
+    return paper_flops(method, settings)
 
 
 def prior_of(corpus: Corpus) -> Array:
@@ -113,7 +137,8 @@ def drawn_mixtures(options: DrawOptions, count: int, corpus: Corpus) -> Array:
 def given_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FittedRuns:
     """The runs of a person's tables, brought to the domains of ``corpus``.
 
-    Metrics that mean a domain get its name; others, such as tasks, keep theirs.
+    Metrics that mean a domain get its name; others, such as tasks, keep theirs. What each column
+    is called here is told where that is not what the table calls it.
 
     Raises:
         UserError: for tables that cannot be read, or a domain that the corpus does not have.
@@ -137,18 +162,38 @@ def given_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FittedRuns:
         mixtures=mixtures,
         metrics=[means.get(metric, metric) for metric in read.metrics],
     )
-    inputs = {"ratios": sha256_of_files(ratios), "metrics": sha256_of_files(metrics)}
+    renamed = {
+        "ratios": _renamed(read.domain_columns, [names[name] for name in read.domains]),
+        "metrics": _renamed(read.metric_columns, found.metrics),
+    }
+    told = [f"{len(read.keys)} runs of {ratios} and {metrics}"]
+    for table, columns in ((ratios, renamed["ratios"]), (metrics, renamed["metrics"])):
+        if columns:
+            pairs = [f"{column} is {name}" for column, name in columns.items()]
+            told.append(f"columns of {table}: {listed(pairs)}")
     parameters: dict[str, object] = {
         "runs": len(read.keys),
         "ratios": str(ratios),
         "metrics": str(metrics),
+        "renamed_columns": renamed,
     }
-    told = f"{len(read.keys)} runs of {ratios} and {metrics}"
+    inputs = {"ratios": sha256_of_files(ratios), "metrics": sha256_of_files(metrics)}
     nobodys = (f"the runs of {ratios}",)
-    return FittedRuns(found, told, parameters, inputs, Cost(), unknown_costs=nobodys)
+    return FittedRuns(found, "\n".join(told), parameters, inputs, Cost(), unknown_costs=nobodys)
 
 
-def trained_runs(result: SwarmResult, losses: Array, folders: Sequence[Path]) -> FittedRuns:
+def _renamed(columns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Column -> what it is called here, where that is another name."""
+    pairs = zip(columns, names, strict=True)
+    return {column: name for column, name in pairs if column != name}
+
+
+def trained_runs(
+    result: SwarmResult,
+    losses: Array,
+    folders: Sequence[Path],
+    by_paper: float | None = None,
+) -> FittedRuns:
     """The members of a swarm that came to their end.
 
     Domains without held-out text have no loss and are no metric.
@@ -157,6 +202,7 @@ def trained_runs(result: SwarmResult, losses: Array, folders: Sequence[Path]) ->
         result: of the swarm.
         losses: [n, k] what is fitted: its losses at some step, or extrapolated ones.
         folders: of the swarm, or of several on the same mixtures, whose results it joins.
+        by_paper: FLOPs of them as Chameleon's tables count them.
 
     Raises:
         UserError: if all members diverged, or no domain has held-out text.
@@ -185,7 +231,15 @@ def trained_runs(result: SwarmResult, losses: Array, folders: Sequence[Path]) ->
         "swarm": [str(folder) for folder in folders],
         "diverged": [int(number) for number in result.diverged],
     }
-    return FittedRuns(runs, told, parameters, {}, result.cost, made_from=tuple(folders))
+    return FittedRuns(
+        runs,
+        told,
+        parameters,
+        {},
+        result.cost,
+        made_from=tuple(folders),
+        paper_flops=by_paper,
+    )
 
 
 def tell_of_the_diverged(diverged: Sequence[int], count: int) -> None:

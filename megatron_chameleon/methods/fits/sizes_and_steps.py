@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.swarm.result import SwarmResult
@@ -73,10 +72,11 @@ def _check_sizes(laws: LawOptions) -> None:
             f"--model-sizes {' '.join(laws.model_sizes)}: a law over sizes takes {FEWEST_POINTS} "
             "different ones"
         )
-    if laws.target_size in laws.model_sizes:
+    largest = max(laws.model_sizes, key=_parameters_of)
+    if _parameters_of(laws.target_size or "") <= _parameters_of(largest):
         raise UserError(
-            f"--target-size {laws.target_size} is among --model-sizes, whose losses are measured; "
-            "name a larger one"
+            f"--target-size {laws.target_size} is not larger than {largest}, the largest of "
+            "--model-sizes, whose losses are measured; name a larger one"
         )
 
 
@@ -93,12 +93,11 @@ def first_step(options: MixingLawsOptions) -> int:
     return -(-options.swarm.train_iters // 3) if given is None else given
 
 
-def grown(options: MixingLawsOptions, corpus: Corpus, swarms: dict[str, SwarmResult]) -> Predicted:
+def grown(options: MixingLawsOptions, swarms: dict[str, SwarmResult]) -> Predicted:
     """The losses at the target's steps and size, from the swarms of each model size.
 
     Args:
         options: what was asked for.
-        corpus: the members' corpus.
         swarms: model size -> its swarm; all on the same mixtures.
     """
     told: list[str] = []
@@ -117,7 +116,7 @@ def grown(options: MixingLawsOptions, corpus: Corpus, swarms: dict[str, SwarmRes
     if options.laws.target_size is None:
         (losses,) = at_steps.values()
         return Predicted(losses, told, parameters)
-    losses, law = _at_target_size(options, corpus, at_steps)
+    losses, law = _at_target_size(options, at_steps)
     told.append(
         f"losses of {options.laws.target_size} by a power law over {', '.join(at_steps)} of "
         f"exponent {law.exponent:.3g}"
@@ -147,22 +146,22 @@ def _at_target_steps(
 
 
 def _at_target_size(
-    options: MixingLawsOptions, corpus: Corpus, at_steps: dict[str, Array]
+    options: MixingLawsOptions, at_steps: dict[str, Array]
 ) -> tuple[Array, PowerLaws]:
     """Losses [n, k] of the target's size, NaN where a member of any size diverged."""
-
-    def parameters_of(name: str) -> float:
-        vocabulary = corpus.tokenizer.vocab_size
-        shape = ModelShape(model_size(name), vocabulary, options.swarm.seq_length)
-        return float(shape.size.num_layers * shape.layer_parameters)
-
-    names = sorted(at_steps, key=parameters_of)
-    sizes = np.array([parameters_of(name) for name in names])
+    names = sorted(at_steps, key=_parameters_of)
+    sizes = np.array([_parameters_of(name) for name in names])
     curves, there = _curves(np.stack([at_steps[name] for name in names], axis=2))
     law = fit_power_laws(sizes, curves)
     found = np.full(there.shape, np.nan)
-    found[there] = law.predict(parameters_of(options.laws.target_size or ""))
+    found[there] = law.predict(_parameters_of(options.laws.target_size or ""))
     return found, law
+
+
+def _parameters_of(name: str) -> float:
+    """Parameters of a model size, without its embeddings."""
+    shape = ModelShape(model_size(name), vocab_size=0, max_sequence_length=0)
+    return float(shape.size.num_layers * shape.layer_parameters)
 
 
 def _curves(losses: Array) -> tuple[Array, NDArray[np.bool_]]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_chameleon.artifacts import Corpus, MixtureWarning
+from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.artifacts.run_columns import matched
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.named_share import name_and_share
 from megatron_chameleon.methods.common.table import listed
 from megatron_chameleon.mixture.checks import Array
+
+# Of losses of one model on several domains the largest is not so many times the smallest.
+OTHER_SCALE = 5.0
+# Of held-out text: one to predict, and one before it.
+LEAST_TOKENS = 2
 
 
 def target_shares(given: str | None, metrics: Sequence[str]) -> Array:
@@ -24,7 +32,7 @@ def target_shares(given: str | None, metrics: Sequence[str]) -> Array:
         return np.full(len(metrics), 1.0 / len(metrics))
     shares = np.zeros(len(metrics))
     for part in filter(None, map(str.strip, given.split(","))):
-        asked, share = _name_and_share(part, given, metrics)
+        asked, share = name_and_share(part, given, metrics)
         name = matched([asked], metrics).get(asked)
         if name is None:
             raise UserError(
@@ -38,23 +46,56 @@ def target_shares(given: str | None, metrics: Sequence[str]) -> Array:
     return shares / shares.sum()
 
 
-def check_target(given: str | None, domains: Sequence[str]) -> None:
-    """Raises UserError for a target that is none of ``domains``, before proxies are trained."""
-    target_shares(given, domains)
+def check_target(given: str | None, corpus: Corpus) -> None:
+    """Refuse a target that no proxy will be measured on, before proxies are trained.
 
-
-def _name_and_share(part: str, given: str, metrics: Sequence[str]) -> tuple[str, float]:
-    """``a`` or ``a=2``; a name may have an = in it."""
-    if part in metrics or "=" not in part:
-        return part, 1.0
-    name, _, number = part.rpartition("=")
-    try:
-        share = float(number)
-    except ValueError:
-        share = math.nan
-    if not 0 < share < math.inf:
+    Raises:
+        UserError: for a target that is none of the corpus's domains or has no held-out text, and
+            where no domain has any.
+    """
+    measured = [n for n, domain in corpus.domains.items() if domain.valid.tokens >= LEAST_TOKENS]
+    if not measured:
         raise UserError(
-            f"--target {given}: the share '{number.strip()}' of '{name.strip()}' is not a finite "
-            "number above 0"
+            f"{corpus.root} has nothing in its valid split to measure proxies on; preprocess again "
+            "with a share for it (--split)"
         )
-    return name.strip(), share
+    shares = target_shares(given, corpus.names)
+    unmeasured = [
+        name
+        for name, share in zip(corpus.names, shares, strict=True)
+        if share and name not in measured
+    ]
+    if given is not None and unmeasured:
+        raise UserError(
+            f"--target {given}: '{unmeasured[0]}' of {corpus.root} has no held-out text, so its "
+            f"loss is not measured; name others ({listed(measured)}), or preprocess again with a "
+            "share for its valid split (--split)"
+        )
+
+
+def tell_of_scales(given: str | None, runs: MixtureRuns, where: str) -> None:
+    """Warn of a target whose metrics differ so much in size that the largest decide alone.
+
+    Losses beside accuracies are such, which are to be large besides. Shares that were given say
+    what is meant.
+
+    Args:
+        given: ``--target``.
+        runs: with the metrics.
+        where: they were read from.
+    """
+    if given is not None and "=" in given:
+        return
+    wanted = np.flatnonzero(target_shares(given, runs.metrics))
+    sizes = np.median(np.abs(runs.losses[:, wanted]), axis=0)
+    small, large = int(sizes.argmin()), int(sizes.argmax())
+    if sizes[large] < OTHER_SCALE * sizes[small] or not sizes[large]:
+        return
+    low, high = (f"{runs.metrics[wanted[at]]} (about {sizes[at]:.3g})" for at in (small, large))
+    warnings.warn(
+        f"{where}: the target is a mean of metrics of very different sizes, from {low} to {high}, "
+        "which the large ones decide, and all of them are made small, accuracies too; say what is "
+        "meant by --target, as a,b or with shares a=2,b=1",
+        MixtureWarning,
+        stacklevel=3,
+    )

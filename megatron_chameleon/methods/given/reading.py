@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_chameleon.artifacts import Cost, Mixture
 from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.artifacts.published.columns import published_column
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.given.inherited_cost import cost_parameters, full_cost
-from megatron_chameleon.methods.published.columns import published_column
 
 FILE_SUFFIXES = (".json", ".csv")
 CSV_COLUMNS = ("domain", "weight")

@@ -6,7 +6,8 @@ comes after it, by tools/pretrain_gpt.py.
 
 from __future__ import annotations
 
-from megatron_chameleon.methods.common.proxy_run import BY_WORK_DIR, forward_only, train_proxy
+from megatron_chameleon.methods.common.proxy_run import check_batches, forward_only, train_proxy
+from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.gradient_alignment.hook import GradientAlignment
 from megatron_chameleon.methods.gradient_alignment.outcome import write_mixture
@@ -38,6 +39,7 @@ def compute_doge(
     parallel = forward_only(options.proxy.parallel)
     with distributed(parallel, seed=0) as layout:
         plan, is_main = from_main(lambda: plan_doge(options, elsewhere)), layout.is_main
+        check_batches(options.proxy, layout)
     if is_main:
         say(f"\nDoGE's proxy, in {plan.proxy_run.run_dir}")
     watched_by, what = _hook_of(plan), "DoGE's proxy"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.common.watched_proxy import require_same_rule
+from megatron_chameleon.methods.common.watched_proxy import require_same_rule, state_arrays
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doge import (
     DogeRecipe,
@@ -89,10 +89,10 @@ class GradientAlignment(TrainingHook):
         """Go on from ``state``.
 
         Raises:
-            UserError: if it was found with another rule or target.
+            UserError: if it was found with another rule or target, or is damaged.
         """
         require_found_with(state, self._names, self._recipe, self._roles, self._way_out)
-        self._standing = standing_of(state)
+        self._standing = standing_of(state, len(self._names), self._roles, self._way_out)
 
     def _by_name(self, weights: Array) -> dict[str, float]:
         return weights_by_name(self._names, self._roles, weights)
@@ -127,8 +127,15 @@ def require_found_with(
             )
 
 
-def standing_of(state: dict[str, Any]) -> DogeState:
-    """The weights of what :meth:`GradientAlignment.state_dict` gave."""
-    values = {field.name: state[field.name] for field in dataclasses.fields(DogeState)}
-    arrays = {k: np.array(v, np.float64) for k, v in values.items() if isinstance(v, list)}
-    return DogeState(**{**values, **arrays})
+def standing_of(
+    state: dict[str, Any], num_domains: int, roles: Roles, way_out: WayOut
+) -> DogeState:
+    """The weights of what :meth:`GradientAlignment.state_dict` gave.
+
+    Raises:
+        UserError: if they are not those of so many domains.
+    """
+    first = DogeState.first(num_domains, roles)
+    shapes = {k: v.shape for k, v in vars(first).items() if isinstance(v, np.ndarray)}
+    arrays = state_arrays(state, shapes, way_out)
+    return DogeState(**arrays, counted=state["counted"], moved=state["moved"])

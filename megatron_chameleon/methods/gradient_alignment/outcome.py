@@ -28,7 +28,8 @@ def write_mixture(plan: DogePlan) -> None:
     stopwatch, names, roles = Stopwatch(), plan.corpus.names, plan.roles
     proxy = finished_proxy(plan.proxy_run.run_dir, WATCHER, plan.way_out)
     require_found_with(proxy.state, names, plan.recipe, roles, plan.way_out)
-    standing, run = standing_of(proxy.state), proxy.run
+    run = proxy.run
+    standing = standing_of(proxy.state, len(names), roles, plan.way_out)
     path = WeightPath(
         last=weights_by_name(names, roles, standing.weights),
         mean=weights_by_name(names, roles, standing.mean),

@@ -6,52 +6,44 @@ import dataclasses
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.chosen import chosen_domains
 from megatron_chameleon.methods.common.epoch_limit import limit_of
-from megatron_chameleon.methods.common.proxy_run import BY_WORK_DIR, training_options, way_out_of
-from megatron_chameleon.methods.common.table import listed
-from megatron_chameleon.methods.common.watched_proxy import Watcher, state_so_far
-from megatron_chameleon.methods.common.work_dir import check_output, work_dir_of
+from megatron_chameleon.methods.common.proxy_run import training_options, way_out_of
+from megatron_chameleon.methods.common.watched_proxy import (
+    PROXY,
+    WatchedPlan,
+    Watcher,
+    state_so_far,
+)
+from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR, check_output, work_dir_of
 from megatron_chameleon.methods.doge import DogeOptions
-from megatron_chameleon.methods.gradient_alignment.hook import GradientAlignment, require_found_with
+from megatron_chameleon.methods.gradient_alignment.hook import (
+    GradientAlignment,
+    require_found_with,
+    standing_of,
+)
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.doge import DogeRule
-from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.way_out import WayOut
 
-PROXY = "proxy"
 WATCHER = Watcher("DoGE", GradientAlignment)
 # The paper's for the universal target, and for targets that are not trained on.
 MU, MU_OUT_OF_DOMAIN = 0.01, 0.05
 
 
-@dataclasses.dataclass(frozen=True)
-class DogePlan:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DogePlan(WatchedPlan):
     """The options with what they name, all checked.
 
     Attributes:
         options: what was asked for.
-        corpus: what the proxy is trained on.
         recipe: of the update rule.
         roles: of the corpus's domains, in its order.
-        proxy_run: how the proxy is trained.
-        shape: of the proxy.
-        elsewhere: how a person chooses another folder for the run.
     """
 
     options: DogeOptions
-    corpus: Corpus
     recipe: DogeRecipe
     roles: Roles
-    proxy_run: PretrainOptions
-    shape: ModelShape
-    elsewhere: str
-
-    @property
-    def way_out(self) -> WayOut:
-        """What to advise where the proxy's folder holds another one."""
-        return way_out_of(self.proxy_run.run_dir, self.elsewhere)
 
 
 def plan_doge(options: DogeOptions, elsewhere: str = BY_WORK_DIR) -> DogePlan:
@@ -77,7 +69,16 @@ def plan_doge(options: DogeOptions, elsewhere: str = BY_WORK_DIR) -> DogePlan:
     state = state_so_far(proxy, WATCHER)
     if state is not None:
         require_found_with(state, corpus.names, recipe, roles, way_out)
-    return DogePlan(options, corpus, recipe, roles, proxy_run, proxy.shape, elsewhere)
+        standing_of(state, len(corpus.names), roles, way_out)
+    return DogePlan(
+        options=options,
+        corpus=corpus,
+        recipe=recipe,
+        roles=roles,
+        proxy_run=proxy_run,
+        shape=proxy.shape,
+        elsewhere=elsewhere,
+    )
 
 
 def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
@@ -92,7 +93,8 @@ def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
             raise UserError("--train-on-target: there is no --target; leave it out, or give one")
         roles = Roles(everything, everything)
     else:
-        target = _positions(options.target, corpus)
+        named = chosen_domains(options.target, corpus, "--target")
+        target = tuple(corpus.names.index(name) for name in named)
         others = tuple(position for position in everything if position not in target)
         roles = Roles(everything if options.train_on_target else others, target)
     if len(roles.train) < 2:
@@ -102,17 +104,6 @@ def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
             f"{len(roles.train)} domain(s) are left to weigh against each other; {way_out}"
         )
     return roles
-
-
-def _positions(target: str, corpus: Corpus) -> tuple[int, ...]:
-    asked = {name.strip() for name in target.split(",") if name.strip()}
-    unknown = sorted(asked - set(corpus.names))
-    if unknown or not asked:
-        problem = f"there is no domain '{unknown[0]}'" if unknown else "it names no domain"
-        raise UserError(
-            f"--target {target}: {problem}; those of {corpus.root} are {listed(corpus.names)}"
-        )
-    return tuple(position for position, name in enumerate(corpus.names) if name in asked)
 
 
 def default_mu(roles: Roles) -> float:

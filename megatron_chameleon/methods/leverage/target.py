@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.named_share import name_and_share
 from megatron_chameleon.methods.common.table import listed
 from megatron_chameleon.mixture import similarity_shares, target_prior
 from megatron_chameleon.mixture.checks import Array
@@ -71,7 +71,7 @@ def resolve_target(
 def _named_shares(given: str, names: Sequence[str]) -> dict[str, float]:
     shares: dict[str, float] = {}
     for part in filter(None, map(str.strip, given.split(","))):
-        name, share = _name_and_share(part, given, names)
+        name, share = name_and_share(part, given, names)
         if name not in names:
             raise UserError(
                 f"--target {given}: there is no domain '{name}' among those that are weighed, "
@@ -83,20 +83,3 @@ def _named_shares(given: str, names: Sequence[str]) -> dict[str, float]:
     if not shares:
         raise UserError(f"--target {given}: it names no domain; those are {listed(names)}")
     return shares
-
-
-def _name_and_share(part: str, given: str, names: Sequence[str]) -> tuple[str, float]:
-    """``a`` or ``a=2``; a domain may have an = in its name."""
-    if part in names or "=" not in part:
-        return part, 1.0
-    name, _, number = part.rpartition("=")
-    try:
-        share = float(number)
-    except ValueError:
-        share = math.nan
-    if not 0 < share < math.inf:
-        raise UserError(
-            f"--target {given}: the share '{number.strip()}' of '{name.strip()}' is not a finite "
-            "number above 0"
-        )
-    return name.strip(), share

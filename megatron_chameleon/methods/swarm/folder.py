@@ -50,7 +50,7 @@ def begin(folder: Path, plan: SwarmPlan) -> None:
         difference = _difference(found, wanted)
         if difference:
             raise UserError(
-                f"{folder} holds another swarm: {difference}; give the same, or another folder"
+                f"{folder} holds another swarm: {difference}; give the same, or another --work-dir"
             )
         if found.mixtures == wanted.mixtures:
             return

@@ -10,6 +10,7 @@ import torch
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR
 from megatron_chameleon.methods.swarm.deal import Job, plan_jobs
 from megatron_chameleon.methods.swarm.folder import (
     METRICS_NAME,
@@ -71,7 +72,7 @@ def train_swarm(
         distributed(parallel, options.seed) as layout,
     ):
         plan = from_main(lambda: plan_swarm(options, corpus, mixtures))
-        with held_folder(folder):
+        with held_folder(folder, BY_WORK_DIR):
             jobs = from_main(lambda: _begun(plan, folder, layout))
             return _train_all(plan, folder, layout, jobs, stops)
 

@@ -9,11 +9,12 @@ from megatron_chameleon.embedding.fill_store import require_recipe
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.methods.common.check_text import check_text
 from megatron_chameleon.methods.common.proxy_run import (
-    BY_OUTPUT,
     forward_only,
     train_proxy,
     training_options,
+    way_out_of,
 )
+from megatron_chameleon.methods.common.work_dir import BY_OUTPUT
 from megatron_chameleon.methods.leverage.compute import compute_mixture
 from megatron_chameleon.methods.leverage.plan import (
     check_numbers,
@@ -35,6 +36,7 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.resume import check_run_folder
 from megatron_chameleon.training.stopping import StopRequests
 
 
@@ -87,7 +89,10 @@ def mixture_options(options: SweepOptions, knobs: Knobs) -> ChameleonOptions:
 
 def check(options: SweepOptions, knobs: Knobs) -> None:
     """Raises UserError for what would end the point after the proxy has been trained, or before."""
-    shape = plan_training(run_options(options, knobs)).shape
+    run = run_options(options, knobs)
+    proxy = plan_training(run, way_out_of(run.run_dir, BY_OUTPUT))
+    check_run_folder(proxy)
+    shape = proxy.shape
     weighing = mixture_options(options, knobs)
     check_numbers(weighing)
     resolve_options(weighing.weighting)

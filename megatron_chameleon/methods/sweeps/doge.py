@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_chameleon.methods.common.proxy_run import BY_OUTPUT
+from megatron_chameleon.methods.common.work_dir import BY_OUTPUT
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.gradient_alignment.compute import compute_doge
-from megatron_chameleon.methods.gradient_alignment.plan import MU, PROXY, plan_doge, recipe_of
+from megatron_chameleon.methods.gradient_alignment.plan import MU, plan_doge, recipe_of
 from megatron_chameleon.methods.sweeps.points import (
-    MIXTURES,
-    PROXIES,
     Knobs,
     PointFiles,
     SweptMethod,
-    proxy_at,
     require_pretraining,
     size_and_steps,
-    watched_name,
+    watched_files,
+    watched_options,
 )
 from megatron_chameleon.options.doge import DogeRule
 from megatron_chameleon.options.sweep import SweepOptions
@@ -24,24 +22,13 @@ from megatron_chameleon.training.stopping import StopRequests
 
 def files_of(options: SweepOptions, knobs: Knobs) -> PointFiles:
     """The proxy's run and the mixture."""
-    rule, default = recipe_of(options.doge, MU), recipe_of(DogeRule(), MU)
-    name = watched_name(options, knobs, rule, default)
-    return PointFiles(
-        mixture=options.output / MIXTURES / f"{name}.json",
-        made_from=(options.output / PROXIES / name / PROXY,),
-    )
+    return watched_files(options, knobs, recipe_of(options.doge, MU), recipe_of(DogeRule(), MU))
 
 
 def mixture_options(options: SweepOptions, knobs: Knobs) -> DogeOptions:
     """What finds the weights."""
-    files = files_of(options, knobs)
-    return DogeOptions(
-        corpus=options.corpus,
-        output=files.mixture,
-        work_dir=files.made_from[0].parent,
-        rule=options.doge,
-        proxy=proxy_at(options, knobs),
-    )
+    shared = watched_options(options, knobs, files_of(options, knobs))
+    return DogeOptions(rule=options.doge, **shared)
 
 
 def check(options: SweepOptions, knobs: Knobs) -> None:

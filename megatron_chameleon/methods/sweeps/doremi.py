@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_chameleon.methods.common.proxy_run import BY_OUTPUT, training_options
+from megatron_chameleon.methods.common.proxy_run import training_options
+from megatron_chameleon.methods.common.work_dir import BY_OUTPUT
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.excess_loss.compute import compute_doremi
-from megatron_chameleon.methods.excess_loss.plan import PROXY, plan_doremi, recipe_of
+from megatron_chameleon.methods.excess_loss.plan import plan_doremi, recipe_of
 from megatron_chameleon.methods.sweeps.points import (
-    MIXTURES,
     PROXIES,
     Knobs,
     PointFiles,
@@ -16,7 +16,8 @@ from megatron_chameleon.methods.sweeps.points import (
     proxy_name,
     require_pretraining,
     size_and_steps,
-    watched_name,
+    watched_files,
+    watched_options,
 )
 from megatron_chameleon.options.doremi import DoremiRule
 from megatron_chameleon.options.sweep import SweepOptions
@@ -30,13 +31,9 @@ def files_of(options: SweepOptions, knobs: Knobs) -> PointFiles:
     Both are trained by uniform weights alone, so that a sweep of the other method in the same
     folder uses it.
     """
+    reference = options.output / PROXIES / proxy_name(options, knobs)
     rule, default = recipe_of(options.doremi), recipe_of(DoremiRule())
-    name = watched_name(options, knobs, rule, default)
-    proxies = options.output / PROXIES
-    return PointFiles(
-        mixture=options.output / MIXTURES / f"{name}.json",
-        made_from=(proxies / proxy_name(options, knobs), proxies / name / PROXY),
-    )
+    return watched_files(options, knobs, rule, default, made_before=[reference])
 
 
 def reference_run(options: SweepOptions, knobs: Knobs) -> PretrainOptions:
@@ -47,14 +44,8 @@ def reference_run(options: SweepOptions, knobs: Knobs) -> PretrainOptions:
 
 def mixture_options(options: SweepOptions, knobs: Knobs) -> DoremiOptions:
     """What finds the weights, the reference apart."""
-    files = files_of(options, knobs)
-    return DoremiOptions(
-        corpus=options.corpus,
-        output=files.mixture,
-        work_dir=files.made_from[1].parent,
-        rule=options.doremi,
-        proxy=proxy_at(options, knobs),
-    )
+    shared = watched_options(options, knobs, files_of(options, knobs))
+    return DoremiOptions(rule=options.doremi, **shared)
 
 
 def check(options: SweepOptions, knobs: Knobs) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_chameleon.artifacts import KnobValue
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.common.changed_flags import changed_flags
+from megatron_chameleon.methods.common.watched_proxy import PROXY
 from megatron_chameleon.mixture.doge import DogeRecipe
 from megatron_chameleon.mixture.doremi import DoremiRecipe
 from megatron_chameleon.model.sizes import ModelShape, model_size
@@ -100,6 +103,39 @@ def watched_name(
     return f"{name}-{sha256_of_json(dataclasses.asdict(rule))[:DIGITS_OF_A_RULE]}"
 
 
+def watched_files(
+    options: SweepOptions,
+    knobs: Knobs,
+    rule: WatchedRule,
+    default: WatchedRule,
+    made_before: Sequence[Path] = (),
+) -> PointFiles:
+    """Where the mixture lies and the proxy that is watched for it, the proxy last.
+
+    Args:
+        options: of the sweep.
+        knobs: of the point.
+        rule: by which the proxy is watched.
+        default: the method's rule where none is given.
+        made_before: folders of what is trained before the proxy.
+    """
+    name = watched_name(options, knobs, rule, default)
+    return PointFiles(
+        mixture=options.output / MIXTURES / f"{name}.json",
+        made_from=(*made_before, options.output / PROXIES / name / PROXY),
+    )
+
+
+def watched_options(options: SweepOptions, knobs: Knobs, files: PointFiles) -> dict[str, Any]:
+    """The options that every method has which watches a proxy, at one point."""
+    return {
+        "corpus": options.corpus,
+        "output": files.mixture,
+        "work_dir": files.made_from[-1].parent,
+        "proxy": proxy_at(options, knobs),
+    }
+
+
 def require_pretraining(options: SweepOptions, method: str) -> None:
     """Raises UserError if weights are asked for that only Chameleon has."""
     if options.mode != "pretrain":
@@ -111,17 +147,15 @@ def require_pretraining(options: SweepOptions, method: str) -> None:
 
 def check_groups(options: SweepOptions, method: SweptMethod) -> None:
     """Raises UserError for an option that the method does not read."""
+    default = SweepOptions(corpus=options.corpus, output=options.output)
     for group in dataclasses.fields(SweepOptions):
         given = getattr(options, group.name)
         if group.name in (*FOR_ALL, *method.groups) or not dataclasses.is_dataclass(given):
             continue
-        for field in dataclasses.fields(given):
-            value = getattr(given, field.name)
-            if value != field.default:
-                raise UserError(
-                    f"--{field.name.replace('_', '-')} {value}: --method {options.method} has no "
-                    "use for it; leave it out"
-                )
+        for flag, value in changed_flags(given, getattr(default, group.name)):
+            raise UserError(
+                f"{flag} {value}: --method {options.method} has no use for it; leave it out"
+            )
 
 
 def axes_of(options: AxisOptions, centre: Knobs, method: str) -> dict[str, list[KnobValue]]:

@@ -13,7 +13,6 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.methods.doremi import DoremiOptions
-from megatron_chameleon.methods.excess_loss.compute import compute_doremi
 from megatron_chameleon.options.doremi import DoremiRule
 from megatron_chameleon.options.proxy import ProxyOptions
 from megatron_chameleon.options.training import OptimizerOptions
@@ -37,35 +36,27 @@ def proxy_options(**changes) -> ProxyOptions:
     return ProxyOptions(**{**settings, **changes})
 
 
+def doremi_options(output, proxy=None, **changes) -> DoremiOptions:
+    """Of a proxy of six steps, with smaller steps of the weights than usual."""
+    settings = {"rule": SLOW, **changes}
+    return DoremiOptions(output=output, proxy=proxy_options(**(proxy or {})), **settings)
+
+
 @pytest.fixture
 def options(corpus, finished_run, tmp_path):
     """``options(name, proxy, **changes)``: against a reference that is trained already."""
 
     def make(name="doremi", proxy=None, **changes) -> DoremiOptions:
-        settings = {"corpus": corpus.root, "reference": finished_run, "rule": SLOW, **changes}
-        return DoremiOptions(
-            output=tmp_path / "4-mixture" / f"{name}.json",
-            proxy=proxy_options(**(proxy or {})),
-            **settings,
-        )
+        given = {"corpus": corpus.root, "reference": finished_run, **changes}
+        return doremi_options(tmp_path / "4-mixture" / f"{name}.json", proxy, **given)
 
     return make
 
 
-@pytest.fixture(scope="module")
-def found(corpus, finished_run, tmp_path_factory) -> Path:
+@pytest.fixture
+def found(doremi_mixture) -> Path:
     """A mixture with its proxy beside it, for reading only."""
-    output = tmp_path_factory.mktemp("found") / "doremi.json"
-    compute_doremi(
-        DoremiOptions(
-            corpus=corpus.root,
-            output=output,
-            reference=finished_run,
-            rule=SLOW,
-            proxy=proxy_options(),
-        )
-    )
-    return output
+    return doremi_mixture
 
 
 @pytest.fixture

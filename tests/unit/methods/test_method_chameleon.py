@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +12,11 @@ import pytest
 
 from megatron_chameleon.artifacts import (
     CheckpointRecord,
-    Corpus,
     EmbeddingStore,
     Mixture,
     find_checkpoint,
 )
-from megatron_chameleon.artifacts.corpus import index_file_bytes
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import ChameleonOptions
-from megatron_chameleon.methods.leverage.compute import compute_mixture
-from megatron_chameleon.methods.leverage.plan import plan_mixture, resolve_options
+from megatron_chameleon.methods.leverage.plan import resolve_options
 from megatron_chameleon.mixture import (
     RECIPES,
     DegenerateScoreWarning,
@@ -33,51 +26,18 @@ from megatron_chameleon.mixture import (
 )
 from megatron_chameleon.model.paper_flops import paper_parameters
 from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
-from megatron_chameleon.options.parallel import ParallelOptions
 from tests.small_corpus import DOMAINS, write_small_corpus
-from tests.unit.poison import poison_checkpoint
+from tests.unit.methods.chameleon_runs import (
+    RESAMPLES,
+    SCALED,
+    WINDOWS,
+    compute,
+    means_of,
+    options,
+    store_beside,
+)
 
-WINDOWS, RESAMPLES = 60, 200
-# Scores of a barely trained proxy are near zero at the reference's ridge, so most tests use this.
-SCALED = RecipeOptions(recipe="scaled", bootstrap_resamples=RESAMPLES)
-
-
-@pytest.fixture
-def options(corpus, finished_run, tmp_path):
-    """``options(**changes)``: those of the tool, for the finished run as proxy."""
-
-    def make(**changes):
-        extraction = ExtractionOptions(num_windows=WINDOWS)
-        made = ChameleonOptions(
-            corpus=corpus.root,
-            checkpoint=finished_run,
-            output=tmp_path / "out" / "mixture.json",
-            extraction=extraction,
-            weighting=SCALED,
-        )
-        return dataclasses.replace(made, **changes)
-
-    return make
-
-
-@pytest.fixture
-def compute(options):
-    """``compute(**changes)``: run the tool and read what it wrote."""
-
-    def run(**changes):
-        given = options(**changes)
-        compute_mixture(given)
-        return Mixture.load(given.output)
-
-    return run
-
-
-def store_beside(options):
-    return EmbeddingStore.load(options().output.parent / "embeddings")
-
-
-def means_of(store, names=DOMAINS):
-    return np.stack([store.vectors(name).astype(np.float64).mean(axis=0) for name in names])
+__all__ = ["compute", "options"]  # fixtures
 
 
 @pytest.mark.parametrize("mode", ["pretrain", "finetune"])
@@ -304,74 +264,6 @@ def test_a_given_temperature_is_that_of_either_mode():
     assert recipe.ridge_relative  # as in the recipe: no ridge was given
 
 
-def test_the_second_run_embeds_nothing_and_finds_the_same(compute, options, capsys):
-    first = compute()
-    assert ", 0 domains reused from " in capsys.readouterr().out
-    files = {path: path.stat().st_mtime_ns for path in store_beside(options).root.iterdir()}
-    second = compute()
-    printed = capsys.readouterr().out
-    assert ", 3 domains reused from " in printed
-    assert "embedding 0 domains took 0.00e+00 FLOPs" in printed
-    assert {p: p.stat().st_mtime_ns for p in store_beside(options).root.iterdir()} == files
-    assert second.weights == first.weights
-    assert second.intervals == first.intervals
-
-
-def test_a_new_domain_is_embedded_alone_and_the_old_ones_stay(compute, options, tmp_path, capsys):
-    two = write_small_corpus(tmp_path / "two", ("a", "b"))
-    three = write_small_corpus(tmp_path / "three", ("a", "b", "c"))
-    compute(corpus=two.root)
-    store = store_beside(options)
-    old = {name: (store.root / store.domains[name].file).read_bytes() for name in "ab"}
-    capsys.readouterr()
-    mixture = compute(corpus=three.root)
-    printed = capsys.readouterr().out
-    assert ", 2 domains reused from " in printed
-    assert "embedding 1 domains took" in printed
-    assert list(mixture.weights) == ["a", "b", "c"]
-    for name, content in old.items():
-        assert (store.root / store.domains[name].file).read_bytes() == content
-
-
-def test_a_store_may_lie_elsewhere(compute, tmp_path):
-    compute(store=tmp_path / "elsewhere")
-    assert set(EmbeddingStore.load(tmp_path / "elsewhere").domains) == set(DOMAINS)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mixture.json"]
-
-
-def test_a_store_of_another_layer_is_refused(compute, options):
-    compute()
-    with pytest.raises(UserError, match=r"another layer \(2, now 3\); give another --store"):
-        compute(extraction=ExtractionOptions(layer=3, num_windows=WINDOWS))
-
-
-def test_layer_windows_and_seed_change_the_embeddings(compute, tmp_path):
-    weights = set()
-    for number, extraction in enumerate(
-        [
-            ExtractionOptions(num_windows=WINDOWS),
-            ExtractionOptions(num_windows=WINDOWS, layer=3),
-            ExtractionOptions(num_windows=WINDOWS, window_length=16),
-            ExtractionOptions(num_windows=WINDOWS, extraction_seed=1),
-            ExtractionOptions(num_windows=30),
-        ]
-    ):
-        mixture = compute(extraction=extraction, store=tmp_path / str(number))
-        weights.add(tuple(mixture.weights.values()))
-    assert len(weights) == 5
-
-
-def test_the_batch_size_changes_nothing_to_speak_of(compute, tmp_path):
-    by_size = [
-        compute(
-            extraction=ExtractionOptions(num_windows=WINDOWS, embedding_batch_size=size),
-            store=tmp_path / str(size),
-        )
-        for size in (1, 1000)
-    ]
-    assert by_size[0].weights == pytest.approx(by_size[1].weights, rel=1e-4)
-
-
 def test_fewer_windows_than_asked_for_are_told(compute, corpus, capsys):
     mixture = compute(extraction=ExtractionOptions(num_windows=10**6))
     table = capsys.readouterr().out
@@ -400,102 +292,3 @@ def test_weights_that_are_bounds_are_told_by_their_domains(compute, tmp_path):
     with pytest.warns(DegenerateScoreWarning, match="of 'a', 'b' is so near zero or so high"):
         mixture = compute(corpus=twin.root, extraction=every)
     assert mixture.weights == pytest.approx({"a": 0.5, "b": 0.5}, abs=1e-6)
-
-
-MISTAKES = [
-    ({"weighting": RecipeOptions(ridge=-1.0)}, "--ridge -1.0: give a finite number above 0"),
-    ({"weighting": RecipeOptions(ridge=float("nan"))}, "--ridge nan: "),
-    ({"weighting": RecipeOptions(temperature=0.0)}, "--temperature 0.0: give a finite"),
-    (
-        {"weighting": RecipeOptions("scaled", normalize=False)},
-        "--recipe scaled and its knobs: .* needs normalize",
-    ),
-    ({"weighting": RecipeOptions(bootstrap_resamples=1)}, "--bootstrap-resamples 1: give 2 or"),
-    ({"weighting": RecipeOptions(confidence=1.0)}, "--confidence 1.0: it lies between 0 and 1"),
-    ({"extraction": ExtractionOptions(layer=99)}, "--layer 99: the model has layers 1 to 4; "),
-    ({"extraction": ExtractionOptions(layer=0)}, "--layer 0: the model has layers 1 to 4"),
-    ({"extraction": ExtractionOptions(window_length=33)}, "--window-length 33: .* 1 to 32 tokens"),
-    ({"extraction": ExtractionOptions(num_windows=0)}, "--num-windows 0: give a whole number"),
-    ({"extraction": ExtractionOptions(embedding_batch_size=0)}, "--embedding-batch-size 0: "),
-    ({"extraction": ExtractionOptions(extraction_seed=-1)}, "--extraction-seed -1: .* from 0 on"),
-    ({"weighting": RecipeOptions(precision=0.0)}, "--precision 0.0: give a finite number above 0"),
-    ({"token_budget": 0}, "--token-budget 0: give a whole number from 1 on"),
-    ({"max_epochs": 4.0}, "--max-epochs limits the epochs of a --token-budget: give that too"),
-    ({"max_epochs": 0.0, "token_budget": 9}, "--max-epochs 0.0: give a finite number above 0"),
-    (
-        {"max_epochs": 2.0, "token_budget": 10**9},
-        "--max-epochs 2: .* 1,000,000,000;",
-    ),
-    ({"domains": "news,prose"}, "--domains news,prose: there is no domain 'prose'; those of"),
-    ({"domains": " , "}, "--domains  , : it names no domain; those of"),
-    ({"keep": Path("nowhere.json")}, r"nowhere\.json does not exist"),
-    ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere: neither a checkpoint nor a run"),
-    ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist; tools/preprocess_data"),
-    ({"parallel": ParallelOptions(3)}, r"1 rank\(s\) cannot be laid out as tensor 3"),
-    ({"parallel": ParallelOptions(2)}, r"1 rank\(s\) cannot be laid out as tensor 2"),
-]
-
-
-@pytest.mark.parametrize(("changes", "problem"), MISTAKES)
-def test_a_mistake_has_one_clear_line_and_writes_nothing(compute, tmp_path, changes, problem):
-    with pytest.raises(UserError, match=problem) as refused:
-        compute(**changes)
-    assert "\n" not in str(refused.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_another_tokenizer_is_refused(compute, tmp_path):
-    other = write_small_corpus(tmp_path / "other", tokenizer_hash="9" * 64)
-    with pytest.raises(UserError, match=r"trained with another tokenizer than .*--tokenizer-model"):
-        compute(corpus=other.root)
-
-
-def test_a_domain_without_training_text_is_refused(compute, tmp_path):
-    corpus = write_small_corpus(tmp_path / "corpus")
-    prefix = corpus.prefix("code", "train")
-    Path(f"{prefix}.bin").write_bytes(b"")
-    Path(f"{prefix}.idx").write_bytes(bytes(index_file_bytes(0)))
-    domain = corpus.domains["code"]
-    empty = dataclasses.replace(domain.train, documents=0, tokens=0)
-    domains = {**corpus.domains, "code": dataclasses.replace(domain, train=empty)}
-    dataclasses.replace(corpus, domains=domains).save()
-    Corpus.load(corpus.root)
-    with pytest.raises(UserError, match=r"domain 'code' of .* has no training tokens to embed"):
-        compute(corpus=corpus.root)
-
-
-def test_a_proxy_that_has_diverged_is_told_and_leaves_no_mixture(compute, trained_run, tmp_path):
-    poison_checkpoint(find_checkpoint(trained_run), "decoder.layers.1.mlp.linear_fc2.bias")
-    with pytest.raises(UserError, match=r"hidden states after layer 2 are not finite in 60 of 60"):
-        compute(checkpoint=trained_run)
-    assert not (tmp_path / "out").exists()
-    # What lies before the ruined layer can still be used.
-    weights = compute(checkpoint=trained_run, extraction=ExtractionOptions(layer=1)).weights
-    assert all(weight > 0 for weight in weights.values())
-
-
-def test_a_damaged_store_says_what_to_delete(compute, options):
-    compute()
-    store = store_beside(options)
-    damaged = store.root / store.domains["code"].file
-    content = damaged.read_bytes()
-    damaged.write_bytes(content[:-1])
-    with pytest.raises(UserError, match=rf"cannot read {damaged} .*; delete it and run again"):
-        compute()
-    damaged.unlink()
-    compute()
-    assert damaged.read_bytes() == content
-
-
-def test_planning_reads_and_writes_nothing(options, tmp_path):
-    plan = plan_mixture(options())
-    assert plan.store == options().output.parent / "embeddings"
-    assert plan.embedding.layer == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_file_is_strict_json(compute, options):
-    compute(weighting=RecipeOptions("reference", bootstrap_resamples=2))  # no ceiling: infinite
-    text = options().output.read_text()
-    body = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert body["parameters"]["recipe"]["score_ceiling"] is None

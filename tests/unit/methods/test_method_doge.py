@@ -346,6 +346,7 @@ def test_steady_weights_are_not_called_out(finished, options, tmp_path, recwarn)
         ({"rule": DogeRule(doge_max_norm=-1.0)}, "--doge-max-norm is -1.0"),
         ({"max_epochs": 1.0}, "give that too"),
         ({"model_size": "huge"}, "huge"),
+        ({"global_batch_size": 5}, "^--global-batch-size 5 is not a multiple of 2, the --micro"),
         ({"output": Path("mixture")}, "--output mixture: give a name that ends with .json"),
         ({"output": Path("/dev/null/doge.json")}, "/dev/null cannot be written to; choose"),
     ],

@@ -104,6 +104,10 @@ def test_a_state_goes_on_where_it_was_and_with_nothing_else(passes, micro_batche
     for hook in (first, second):
         run(hook, passes, micro_batches, one_rank)
     assert second.state_dict() == first.state_dict()
+    whole = first.state_dict()
+    for name in ("log_weights", "products", "alignment", "mean", "mean_alignment"):
+        with pytest.raises(UserError, match=f"its '{name}' is not the 4"):
+            second.load_state_dict({**whole, name: whole[name][:3]})
     for other, message in (
         (GradientAlignment(NAMES, DogeRecipe(mu=0.3), ALL), "another rule: mu 0.2, not 0.3"),
         (GradientAlignment(NAMES, recipe, TOWARDS_B), "another target: a, b, c, d, not b"),

@@ -24,9 +24,11 @@ from megatron_chameleon.methods.excess_loss import compute as compute_module
 from megatron_chameleon.methods.excess_loss import hook as hook_module
 from megatron_chameleon.methods.excess_loss.compute import compute_doremi
 from megatron_chameleon.methods.excess_loss.hook import ExcessLossReweighting
+from megatron_chameleon.methods.excess_loss.plan import plan_doremi
 from megatron_chameleon.mixture.exponentiated import LOWEST_LOG
 from megatron_chameleon.model.memory_advice import training_setup
 from megatron_chameleon.options.doremi import DoremiRule
+from megatron_chameleon.options.guards import GuardOptions
 from megatron_chameleon.options.training import DocumentBoundaryOptions
 from megatron_chameleon.training.global_batch import GlobalBatch
 from tests.small_corpus import write_small_corpus
@@ -136,6 +138,37 @@ def test_a_reference_without_finite_losses_is_told(options, monkeypatch):
         compute_doremi(options())
 
 
+def test_a_proxy_that_gives_up_advises_what_the_command_can_do(options, monkeypatch):
+    given = options(proxy={"guards": GuardOptions(max_consecutive_skipped_steps=2)})
+    before_steps(monkeypatch, {2: poison(torch.nan), 3: poison(torch.nan)})
+    with pytest.raises(UserError, match=r"^DoReMi's proxy: 2 steps in a row were skipped") as told:
+        compute_doremi(given)
+    proxy = given.output.with_suffix("") / "proxy"
+    way_out = f"for a new run give another --work-dir, or delete {proxy} to start anew"
+    assert str(told.value).endswith(f"look at these domains and mend their text; {way_out}")
+
+
+def edited_state(half_done, **changes):
+    """Change what the proxy's last checkpoint keeps of the hook."""
+    path = step_folder(half_done / "proxy", STEPS) / CheckpointRecord.FILE_NAME
+    body = json.loads(path.read_text())
+    body["hook"]["state"] |= changes
+    path.write_text(json.dumps(body))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"mean": [0.5, 0.5]}, {"log_weights": [[0.0] * 3]}, {"excess": [1.0, None, 2.0]}],
+)
+def test_weights_of_other_domains_are_refused(options, half_done, damage, capsys):
+    edited_state(half_done, **damage)
+    (name,) = damage
+    said = f"is damaged: its '{name}' is not the 3 finite numbers of its domains; give another --w"
+    with pytest.raises(UserError, match=said):
+        compute_doremi(options())
+    assert capsys.readouterr().out == ""
+
+
 def test_weights_that_have_not_settled_or_are_nearly_all_on_one_domain_are_told(options):
     given = options(rule=DoremiRule(doremi_eta=1e300))
     with pytest.warns(MixtureWarning) as caught:
@@ -148,10 +181,7 @@ def test_weights_that_have_not_settled_or_are_nearly_all_on_one_domain_are_told(
 
 def test_a_mixture_that_is_nearly_one_hot_is_told(options, half_done):
     """As a proxy of many steps would leave it."""
-    path = step_folder(half_done / "proxy", STEPS) / CheckpointRecord.FILE_NAME
-    body = json.loads(path.read_text())
-    body["hook"]["state"]["mean"] = [0.01, 0.98, 0.01]
-    path.write_text(json.dumps(body))
+    edited_state(half_done, mean=[0.01, 0.98, 0.01])
     with pytest.warns(MixtureWarning, match="'code' has 98% of the weight, so the others are"):
         compute_doremi(options())
 
@@ -181,11 +211,15 @@ def test_the_limit_of_epochs_holds(options, corpus):
             {"reference_model_size": "tiny"},
             "--reference-model-size tiny: --reference .* is trained",
         ),
-        ({"reference": Path("lost")}, "--reference lost: there is no run; give the --run-dir"),
+        ({"reference": Path("lost")}, "--reference lost: there is no run; give the folder"),
         ({"reference": None, "reference_model_size": "big"}, "big: there is no such size"),
         ({"reference": None, "reference_mixture": "lost.json"}, "lost.json"),
         ({"proxy": {"seq_length": 16}}, "samples of 32 tokens, the proxy's --seq-length is 16"),
         ({"proxy": {"train_iters": 0}}, "--train-iters 0: give a whole number"),
+        (
+            {"reference": None, "reference_mixture": "natural", "proxy": {"global_batch_size": 6}},
+            "^--global-batch-size 6 is not a multiple of 4, the --micro-batch-size 4 times 1 data",
+        ),
         ({"max_epochs": 2.0}, "--max-epochs limits the epochs of a --token-budget"),
         ({"output": Path("doremi.txt")}, "--output doremi.txt: give a name that ends with .json"),
         ({"output": Path("/dev/null/doremi.json")}, "/dev/null cannot be written to; choose"),
@@ -236,6 +270,21 @@ def test_a_reference_of_another_corpus_and_other_documents_is_warned_of_once(opt
     assert len([line for line in said if "was trained on another corpus than" in line]) == 1
     (line,) = [line for line in said if "at the ends of documents" in line]
     assert "was trained with --reset-position-ids False, the proxy is with True" in line
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "warned"),
+    [
+        (DocumentBoundaryOptions(eod_mask_loss=True), False),  # tokens that are compared nowhere
+        (DocumentBoundaryOptions(reset_attention_mask=True), True),
+    ],
+)
+def test_boundaries_are_warned_of_where_they_make_a_difference(
+    options, recwarn, boundaries, warned
+):
+    plan_doremi(options(proxy={"boundaries": boundaries}))
+    said = [str(warning.message) for warning in recwarn]
+    assert any("at the ends of documents" in line for line in said) is warned
 
 
 def test_a_corpus_of_one_domain_is_refused(options, tmp_path):

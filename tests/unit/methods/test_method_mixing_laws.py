@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
-from megatron_chameleon.methods.fits.mixing_laws import compute_mixing_laws
+from megatron_chameleon.methods.fits import mixing_laws as laws_module
+from megatron_chameleon.methods.fits.mixing_laws import MOST_FOLDS, compute_mixing_laws
 from megatron_chameleon.methods.fits.sizes_and_steps import grown
 from megatron_chameleon.methods.mixing_laws import METHOD, LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.swarm.result import SwarmResult
@@ -19,19 +19,12 @@ from megatron_chameleon.mixture.mixing_laws import MixingLaws
 from megatron_chameleon.model.sizes import SIZES, ModelShape
 from megatron_chameleon.options.fits import DrawOptions
 from megatron_chameleon.options.stopping import StoppingOptions
-from megatron_chameleon.options.swarm import SwarmOptions
 from tests.small_corpus import DOMAINS, VOCAB_SIZE
+from tests.unit.methods.fit_runs import SWARM as FOUR_STEPS
+from tests.unit.methods.fit_runs import drawn_runs, make_options
 
 LAWS = LawOptions(num_starts=6)
-SWARM = SwarmOptions(
-    model_size="nano",
-    train_iters=6,
-    seq_length=32,
-    global_batch_size=4,
-    lr=1e-2,
-    lr_warmup_iters=1,
-    eval_tokens=128,
-)
+SWARM = dataclasses.replace(FOUR_STEPS, train_iters=6)
 DRAWS = DrawOptions(smallest_weight=0.05)
 TRUE = MixingLaws(
     constant=np.array([2.0, 1.5, 1.8]),
@@ -41,9 +34,7 @@ TRUE = MixingLaws(
 
 
 def runs(count=24):
-    mixtures = np.random.default_rng(0).dirichlet(np.ones(3), count)
-    keys = [str(number) for number in range(count)]
-    return MixtureRuns(keys, list(DOMAINS), mixtures, list(DOMAINS), TRUE.predict(mixtures))
+    return drawn_runs(TRUE.predict, count)
 
 
 @pytest.fixture
@@ -51,19 +42,19 @@ def options(corpus, tmp_path):
     """``options(runs, **changes)``: to fit ``runs``, or to train without any."""
 
     def make(given=None, **changes):
-        tables = {}
-        if given is not None:
-            tables = {"ratios": tmp_path / "ratios.csv", "metrics": tmp_path / "metrics.csv"}
-            write_mixture_runs(given, **tables)
-        settings = {"output": tmp_path / "out" / "laws.json", "laws": LAWS, "swarm": SWARM}
-        return MixingLawsOptions(corpus=corpus.root, **{**settings, **tables, **changes})
+        swarm = {} if given else {"swarm": SWARM}
+        settings = {"laws": LAWS, **swarm, **changes}
+        return make_options(MixingLawsOptions, corpus, tmp_path, given, settings)
 
     return make
 
 
 @pytest.fixture
-def compute(options):
-    def run(*given, **changes):
+def compute(options, monkeypatch):
+    """``compute(runs, **changes)``; the fit is judged in ``most_folds`` parts, for the time."""
+
+    def run(*given, most_folds=3, **changes):
+        monkeypatch.setattr(laws_module, "MOST_FOLDS", most_folds)
         asked = options(*given, **changes)
         compute_mixing_laws(asked)
         return Mixture.load(asked.output)
@@ -85,7 +76,7 @@ def test_the_optimum_of_the_true_laws_is_found(compute, target):
 
 
 def test_the_laws_and_their_error_on_runs_left_out_are_told(compute, capsys):
-    mixture = compute(runs())
+    mixture = compute(runs(count=14), most_folds=14)
     fit = mixture.parameters["fit"]
     assert fit["measured_by"] == "leave one out"
     assert all(error < 0.02 for error in fit["mae"].values())
@@ -97,7 +88,10 @@ def test_the_laws_and_their_error_on_runs_left_out_are_told(compute, capsys):
 
 
 def test_more_runs_than_are_left_out_singly_go_in_groups(compute):
-    assert compute(runs(count=140)).parameters["fit"]["measured_by"] == "128-fold cross-validation"
+    assert MOST_FOLDS == 128
+    fit = compute(runs(count=9), most_folds=8).parameters["fit"]
+    assert fit["measured_by"] == "8-fold cross-validation"
+    assert compute(runs(count=8), most_folds=8).parameters["fit"]["measured_by"] == "leave one out"
 
 
 def test_no_weight_leaves_what_was_trained_by_more_than_is_allowed(compute):
@@ -134,24 +128,29 @@ def test_swarms_of_every_size_are_trained_fitted_and_paid_for(compute, tmp_path,
     growing = dataclasses.replace(
         LAWS, target_steps=20, fit_steps_from=2, model_sizes=sizes, target_size="mini"
     )
-    swarm = dataclasses.replace(SWARM, eval_interval=1)
-    mixture = compute(num_proxies=6, draws=DRAWS, laws=growing, swarm=swarm)
-    folders = [tmp_path / "out" / "laws" / f"swarm-{size}" for size in sizes]
+    swarm = dataclasses.replace(FOUR_STEPS, eval_interval=1)
+    mixture = compute(num_proxies=4, draws=DRAWS, laws=growing, swarm=swarm)
+    folders = [tmp_path / "out" / "mixture" / f"swarm-{size}" for size in sizes]
     assert all((folder / "ratios.csv").is_file() for folder in folders)
     assert mixture.parameters["swarm"] == [str(folder) for folder in folders]
     assert set(mixture.parameters) >= {*(f"step_law_{size}" for size in sizes), "size_law"}
     said = capsys.readouterr().out
     assert "losses of mini by a power law over nano, 1m, tiny" in said
     alone = compute(
-        num_proxies=6,
+        num_proxies=4,
         draws=DRAWS,
         swarm=dataclasses.replace(swarm, model_size="1m"),
-        work_dir=tmp_path / "out" / "laws",
+        work_dir=tmp_path / "out" / "mixture",
     )
-    assert "all 6 members are there" in capsys.readouterr().out
-    assert mixture.parameters["made_from"] == [f"laws/swarm-{size}" for size in sizes]
+    assert "all 4 members are there" in capsys.readouterr().out
+    assert mixture.parameters["made_from"] == [f"mixture/swarm-{size}" for size in sizes]
     whole, part = (m.parameters["total_cost"]["flops"] for m in (mixture, alone))
     assert whole > 1.5 * part > 0
+    # The paper's rule: 6 N D, N being 12 L h^2 but for the 1M proxy, of which the paper says it.
+    tokens = swarm.train_iters * swarm.global_batch_size * swarm.seq_length
+    counted = [12 * 4 * 64**2, 1_000_000, 12 * 4 * 128**2]
+    assert mixture.parameters["paper_flops"] == pytest.approx(6 * sum(counted) * tokens * 4)
+    assert alone.parameters["paper_flops"] == pytest.approx(6 * 1_000_000 * tokens * 4)
     assert mixture.cost.flops == 0
 
 
@@ -187,7 +186,7 @@ def test_losses_are_carried_to_the_target_s_steps_and_size(options, corpus):
         name: power_law_swarm(asked, corpus, name, diverged=[3] if name == "tiny" else [])
         for name in growing.model_sizes
     }
-    found = grown(asked, corpus, swarms)
+    found = grown(asked, swarms)
     expected = known_losses(swarms["nano"].mixtures, [30000], "60m")[:, 0]
     assert np.isnan(found.losses[3]).all()
     kept = np.delete(np.arange(8), 3)
@@ -201,7 +200,7 @@ def test_three_measurements_leave_none_to_try_the_law_on(options, corpus):
     swarm = dataclasses.replace(SWARM, train_iters=10000, eval_interval=2000)
     growing = dataclasses.replace(LAWS, target_steps=30000, fit_steps_from=6000)
     asked = options(laws=growing, swarm=swarm)
-    found = grown(asked, corpus, {"nano": power_law_swarm(asked, corpus, "nano")})
+    found = grown(asked, {"nano": power_law_swarm(asked, corpus, "nano")})
     assert found.parameters["step_law_nano"]["backtest_mae"] is None
     (told,) = found.told
     assert told.endswith("over the measurements")
@@ -221,7 +220,11 @@ def test_three_measurements_leave_none_to_try_the_law_on(options, corpus):
         ({"target_steps": 20, "fit_steps_from": -1}, "--fit-steps-from -1: give a whole number"),
         (
             {"model_sizes": ("nano", "tiny", "1m"), "target_size": "tiny"},
-            "--target-size tiny is among --model-sizes",
+            "--target-size tiny is not larger than 1m, the largest of --model-sizes",
+        ),
+        (
+            {"model_sizes": ("tiny", "mini", "60m"), "target_size": "nano"},
+            "--target-size nano is not larger than 60m, the largest of --model-sizes",
         ),
         ({"target_size": "60m"}, "--model-sizes and --target-size belong together"),
         ({"model_sizes": ("nano", "tiny", "1m")}, "--model-sizes and --target-size belong"),
@@ -245,7 +248,7 @@ def test_too_few_proxies_are_refused(options):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_persons_runs_are_fitted_by_the_first_rank_alone(options, monkeypatch, rank):
-    asked = options(runs())
+    asked = options(runs(count=6))
     monkeypatch.setenv("RANK", rank)
     assert compute_mixing_laws(asked)  # all of them have the same status
     assert asked.output.exists() == (rank == "0")

@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
-from megatron_chameleon.artifacts.mixture_runs import (
-    MixtureRuns,
-    MixtureRunsWarning,
-    write_mixture_runs,
-)
+from megatron_chameleon.artifacts.mixture_runs import MixtureRunsWarning
 from megatron_chameleon.artifacts.swarm import SwarmRecord
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.fits.regmix import (
@@ -28,28 +24,20 @@ from megatron_chameleon.methods.regmix import METHOD, RegmixOptions, TreeOptions
 from megatron_chameleon.methods.swarm.result import SwarmResult
 from megatron_chameleon.options.fits import DrawOptions
 from megatron_chameleon.options.stopping import StoppingOptions
-from megatron_chameleon.options.swarm import SwarmOptions
 from tests.small_corpus import DOMAINS, write_small_corpus
+from tests.unit.methods.fit_runs import SWARM, drawn_runs, make_options
 
 QUICK = TreeOptions(num_trees=100, tree_learning_rate=0.1, num_draws=3000, num_best=30)
-SWARM = SwarmOptions(
-    model_size="nano",
-    train_iters=4,
-    seq_length=32,
-    global_batch_size=4,
-    lr=1e-2,
-    lr_warmup_iters=1,
-    eval_tokens=128,
-)
 BEST = np.array([0.6, 0.3, 0.1])
 
 
-def runs(count=80, domains=DOMAINS, seed=0):
+def runs(count=80, domains=DOMAINS):
     """Runs of which those nearest to BEST have the smallest losses."""
-    mixtures = np.random.default_rng(seed).dirichlet(np.ones(3), count)
-    losses = 2 + ((mixtures - BEST) ** 2).sum(axis=1, keepdims=True) * [1.0, 0.8, 1.2]
-    keys = [str(number) for number in range(count)]
-    return MixtureRuns(keys, list(domains), mixtures, list(domains), losses)
+
+    def losses_of(mixtures):
+        return 2 + ((mixtures - BEST) ** 2).sum(axis=1, keepdims=True) * [1.0, 0.8, 1.2]
+
+    return drawn_runs(losses_of, count, domains)
 
 
 @pytest.fixture
@@ -57,12 +45,7 @@ def options(corpus, tmp_path):
     """``options(runs, **changes)``: to fit ``runs``, or to train without any."""
 
     def make(given=None, **changes):
-        tables = {}
-        if given is not None:
-            tables = {"ratios": tmp_path / "ratios.csv", "metrics": tmp_path / "metrics.csv"}
-            write_mixture_runs(given, **tables)
-        settings = {"output": tmp_path / "out" / "regmix.json", "trees": QUICK, "swarm": SWARM}
-        return RegmixOptions(corpus=corpus.root, **{**settings, **tables, **changes})
+        return make_options(RegmixOptions, corpus, tmp_path, given, {"trees": QUICK, **changes})
 
     return make
 
@@ -132,7 +115,8 @@ def test_decorated_names_in_another_order_are_the_corpus_s(options, tmp_path, co
         "run,metric/my_poems_val_loss,metric/my_news_val_loss\n"
         + "".join(f"x{n},3,{loss}\n" for n, loss in enumerate(given.losses[:, 0]))
     )
-    mixture = compute(ratios=tmp_path / "r.csv", metrics=tmp_path / "m.csv", target="news")
+    tables = {"ratios": tmp_path / "r.csv", "metrics": tmp_path / "m.csv"}
+    mixture = compute(target="news", **tables)
     assert list(mixture.weights) == list(DOMAINS)
     assert list(mixture.weights.values()) == pytest.approx(BEST, abs=0.08)
     assert set(mixture.parameters["fit"]["mae"]) == {"poems", "news"}
@@ -176,12 +160,15 @@ def test_the_limit_of_epochs_holds_and_predictions_are_of_what_it_leaves(compute
 def test_a_swarm_is_trained_fitted_and_paid_for(compute, options, corpus, tmp_path, capsys):
     draws = DrawOptions(smallest_weight=0.05)
     mixture = compute(num_proxies=10, draws=draws)
-    swarm = tmp_path / "out" / "regmix" / "swarm"
+    swarm = tmp_path / "out" / "mixture" / "swarm"
     assert {path.name for path in swarm.glob("*.csv")} == {"ratios.csv", "metrics.csv"}
     assert mixture.parameters["runs"] == 10
     assert mixture.cost.flops == 0
     assert mixture.parameters["total_cost"]["flops"] == SwarmRecord.load(swarm).cost.flops > 1e8
-    assert mixture.parameters["made_from"] == ["regmix/swarm"]
+    assert mixture.parameters["made_from"] == ["mixture/swarm"]
+    tokens = SWARM.train_iters * SWARM.global_batch_size * SWARM.seq_length
+    by_paper = 6 * (12 * 4 * 64**2) * tokens * 10  # 6 N D of ten nano proxies
+    assert mixture.parameters["paper_flops"] == pytest.approx(by_paper)
     assert "10 of 10 members" in capsys.readouterr().out
 
     again = compute(num_proxies=10, draws=draws)
@@ -202,7 +189,7 @@ def test_a_swarm_is_trained_fitted_and_paid_for(compute, options, corpus, tmp_pa
     fitted = compute(output=tmp_path / "again.json", **tables)
     assert fitted.weights == pytest.approx(more.weights, abs=1e-9)
     assert fitted.parameters["unknown_costs"] == [f"the runs of {swarm / 'ratios.csv'}"]
-    assert "total_cost" not in fitted.parameters
+    assert not {"total_cost", "paper_flops"} & set(fitted.parameters)
 
 
 def swarm_result(diverged=()):

@@ -277,12 +277,15 @@ def test_what_was_lost_is_made_again(swept, options, tmp_path):
     assert again.points == swept.points
 
 
-def test_proxies_of_other_options_are_refused_with_the_way_out(swept, options, tmp_path):
-    folder = tmp_path / "run/2-proxy" / PROXIES[1]
+def test_proxies_of_other_options_are_refused_before_any_is_trained(swept, options, tmp_path):
+    """Also those of a later point; that of the centre would be the first one."""
+    other, centre = (tmp_path / "run/2-proxy" / name for name in PROXIES)
+    shutil.rmtree(centre)
     with pytest.raises(UserError, match="--global-batch-size 4, not 8") as refused:
         sweep_mixture(options(global_batch_size=8))
-    assert str(refused.value).startswith("Chameleon's proxy: ")
-    assert f"give another --output, or delete {folder} to start anew" in str(refused.value)
+    assert str(refused.value).startswith("point 'nano, 2 steps, ")
+    assert f"give another --output, or delete {other} to start anew" in str(refused.value)
+    assert not centre.exists()
 
 
 def test_a_sweep_that_was_stopped_leaves_with_a_status_that_says_so(options):

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_chameleon import methods
 from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts.published.columns import published_columns
 from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.common.registry import find_methods, methods_listed
-from megatron_chameleon.methods.published.columns import published_columns
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools/compute_mixture.py"

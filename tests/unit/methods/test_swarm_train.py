@@ -310,6 +310,7 @@ def test_a_folder_of_another_swarm_is_refused(whole, corpus, changes, mixtures, 
     with pytest.raises(UserError, match="holds another swarm") as refused:
         train_swarm(swarm_options(**changes), corpus, mixtures, folder)
     assert words in str(refused.value)
+    assert str(refused.value).endswith("; give the same, or another --work-dir")
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,50 @@ def test_smoothing_keeps_a_share_for_every_domain():
     assert state.weights.min() == pytest.approx(1e-3 / 4, rel=1e-2)
 
 
+def plain_variant(batches, fork):
+    """The weights after each batch and their mean, token by token and step by step.
+
+    Args:
+        batches: of each step, the excess losses of the tokens of each domain.
+        fork: clip domain means at 0, with steps of 0.1 and no smoothing, and average without the
+            first weights; or clip tokens at 0, with steps of 1 and 0.1% that is uniform.
+    """
+    k = len(batches[0])
+    alpha, last, seen = [1 / k] * k, [math.log(100)] * k, []
+    for batch in batches:
+        for i, tokens in enumerate(batch):
+            if len(tokens) and fork:
+                last[i] = max(sum(tokens) / len(tokens), 0.0)
+            elif len(tokens):
+                last[i] = sum(max(x, 0.0) for x in tokens) / len(tokens)
+        grown = [a * math.exp((0.1 if fork else 1.0) * x) for a, x in zip(alpha, last, strict=True)]
+        eps = 0.0 if fork else 1e-3
+        alpha = [(1 - eps) * a / sum(grown) + eps / k for a in grown]
+        seen.append(alpha)
+    counted = seen if fork else [[1 / k] * k, *seen]
+    return seen, [sum(column) / len(counted) for column in zip(*counted, strict=True)]
+
+
+@pytest.mark.parametrize("variant", ["original", "fork"])
+def test_many_steps_of_both_codes_are_those_of_plain_loops(variant):
+    rng = np.random.default_rng(4)
+    recipe = RECIPES[variant]
+    batches = [
+        [rng.normal(0.1 * i - 0.1, 0.5, rng.integers(6)) for i in range(4)] for _ in range(25)
+    ]
+    weights, mean = plain_variant(batches, fork=variant == "fork")
+    other, _ = plain_variant(batches, fork=variant != "fork")
+    state = DoremiState.first(4, 100, recipe)
+    for batch, expected in zip(batches, weights, strict=True):
+        # What the hook makes of a batch's tokens before it sums them up.
+        clipped = [np.maximum(part, recipe.floor) if recipe.clip_tokens else part for part in batch]
+        sums = np.array([part.sum() for part in clipped])
+        state = state.after(sums, np.array([float(len(part)) for part in batch]), recipe)
+        assert_allclose(state.weights, expected, rtol=1e-9)
+    assert_allclose(state.mean, mean, rtol=1e-9)
+    assert np.abs(np.array(other[-1]) - weights[-1]).max() > 0.01
+
+
 def test_the_mean_is_the_mean_of_all_weights():
     rng = np.random.default_rng(0)
     state, seen = DoremiState.first(5, 100, ORIGINAL), [np.full(5, 0.2)]

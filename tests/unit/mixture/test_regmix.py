@@ -112,34 +112,42 @@ def public():
     return read, columns(folder / "train_mixture_1m.csv"), names
 
 
-def test_public_losses_are_ranked_as_well_as_by_the_original(public):
-    """RegMix's 512 runs predict the order of its 256 held-out ones; 100 x Spearman."""
+CORRELATIONS = {
+    "arxiv": 99.6,
+    "freelaw": 99.7,
+    "github": 99.8,
+    "dm_mathematics": 97.2,
+    "ubuntu_irc": 96.9,
+}
+"""Loss -> 100 x Spearman of RegMix's trees; that of Pile-CC is 99.04."""
+
+
+@pytest.fixture(scope="module")
+def web_text(public):
+    """Trees for the loss on Pile-CC, by all of RegMix's 512 runs."""
     read, _, names = public
-    expected = {
-        "pile_cc": 99.04,
-        "arxiv": 99.6,
-        "freelaw": 99.7,
-        "github": 99.8,
-        "dm_mathematics": 97.2,
-        "ubuntu_irc": 96.9,
-    }
-    columns_of = [names.index(name) for name in expected]
-    predict = fit_trees(
-        read["train_mixture"], read["train_pile_loss"][:, columns_of], TreeSettings()
-    )
-    quality = quality_of(predict(read["test_mixture"]), read["test_pile_loss"][:, columns_of])
-    found = dict(zip(expected, 100 * quality.spearman, strict=True))
-    assert found == pytest.approx(expected, abs=0.5)
-    assert found["pile_cc"] >= 98.5
+    losses = read["train_pile_loss"][:, [names.index("pile_cc")]]
+    return fit_trees(read["train_mixture"], losses, TreeSettings())
 
 
-def test_the_public_optimum_for_web_text_is_mostly_web_text(public):
-    read, domains, names = public
-    predict = fit_trees(
-        read["train_mixture"], read["train_pile_loss"][:, [names.index("pile_cc")]], TreeSettings()
-    )
+def test_public_losses_are_ranked_as_well_as_by_the_original(public, web_text):
+    """RegMix's 512 runs predict the order of its 256 held-out ones."""
+    read, _, names = public
+    order = [names.index(name) for name in CORRELATIONS]
+    others = fit_trees(read["train_mixture"], read["train_pile_loss"][:, order], TreeSettings())
+    mixtures, losses = read["test_mixture"], read["test_pile_loss"]
+    quality = quality_of(others(mixtures), losses[:, order])
+    found = dict(zip(CORRELATIONS, 100 * quality.spearman, strict=True))
+    assert found == pytest.approx(CORRELATIONS, abs=0.5)
+    of_web_text = quality_of(web_text(mixtures), losses[:, [names.index("pile_cc")]])
+    assert 100 * of_web_text.spearman[0] == pytest.approx(99.04, abs=0.5)
+
+
+def test_the_public_optimum_for_web_text_is_mostly_web_text(public, web_text):
+    """By the best 128 in 100,000, of a quarter of the draws."""
+    read, domains, _ = public
     prior = read["train_mixture"].mean(axis=0)
-    found = drawn_optimum(lambda mixtures: predict(mixtures)[:, 0], prior)
+    found = drawn_optimum(lambda m: web_text(m)[:, 0], prior, num_draws=25_000, num_best=32)
     weights = dict(zip(domains, found.weights, strict=True))
     assert 0.85 <= weights["pile_cc"] <= 0.92
     assert max(weights, key=lambda name: weights[name] * (name != "pile_cc")) == "ubuntu_irc"
