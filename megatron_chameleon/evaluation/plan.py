@@ -6,7 +6,8 @@ import dataclasses
 
 from megatron_chameleon.artifacts import Corpus, EvaluationResult, Protocol, Provenance, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.evaluation_result import FirstToken
+from megatron_chameleon.artifacts.evaluation_result import KIND, FirstToken
+from megatron_chameleon.artifacts.output_path import check_output
 from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import check_model_layout
@@ -42,6 +43,7 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
     batch_size = options.evaluation_batch_size
     if batch_size < 1:
         raise UserError(f"--evaluation-batch-size {batch_size}: give a whole number from 1 on")
+    check_output(options.output, KIND)
     return EvaluationPlan(
         options=options,
         corpus=corpus,

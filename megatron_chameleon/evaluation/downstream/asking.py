@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from lm_eval.evaluator import evaluate
@@ -27,15 +28,17 @@ def ask(model: HarnessModel, loaded: LoadedTask, settings: PartSettings) -> Down
     model.new_tally(f"{loaded.name}, {settings.shots}-shot")
     loaded.set_shots(settings.shots, settings.fewshot_seed)
     found = _evaluated(model, loaded, settings.limit)
+    samples = _of_first_filter(found["samples"][loaded.name], loaded.metric)
     layout = model.shared.layout
     return DownstreamPart(
         settings=settings,
         metric=loaded.metric,
         version=loaded.version,
         shots_from=loaded.shots_from,
-        answers=_answers(found["samples"][loaded.name], loaded.metric),
+        answers="".join("1" if sample[loaded.metric] else "0" for sample in samples),
         truncated_requests=model.tally.truncated,
         requests_hash=model.tally.digest.hexdigest(),
+        questions_hash=_hash_of([sample["doc_hash"] for sample in samples]),
         cost=stopwatch.cost(model.tally.flops, layout.world_size),
     )
 
@@ -58,18 +61,23 @@ def _evaluated(model: HarnessModel, loaded: LoadedTask, limit: int | None) -> di
     return found
 
 
-def _answers(samples: list[dict[str, Any]], metric: str) -> str:
-    """A "1" or a "0" for each question, in the order of the data set, by the task's first filter.
+def _of_first_filter(samples: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """What lm-eval tells of each question, in the order of the data set, by the first filter.
 
     Raises:
-        CannotAskError: if the metric has other values.
+        CannotAskError: if there is no question, or the metric has values other than 0 and 1.
     """
+    if not samples:
+        raise CannotAskError("its data set has no questions")
     first_filter = samples[0]["filter"]
     kept = sorted(
         (sample for sample in samples if sample["filter"] == first_filter),
         key=lambda sample: int(sample["doc_id"]),
     )
-    values = [float(sample[metric]) for sample in kept]
-    if not set(values) <= {0.0, 1.0}:
+    if not all(sample.get(metric) in (0, 1) for sample in kept):
         raise CannotAskError(f"its {metric} is not right or wrong for each question")
-    return "".join("1" if value else "0" for value in values)
+    return kept
+
+
+def _hash_of(hashes: list[str]) -> str:
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()

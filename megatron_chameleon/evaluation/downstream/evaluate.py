@@ -15,6 +15,7 @@ from megatron_chameleon.artifacts.downstream_result import (
     TaskScore,
 )
 from megatron_chameleon.checkpoint.convert import find_tokenizer
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream.asking import ask
 from megatron_chameleon.evaluation.downstream.checkpoint_model import open_shared_model
 from megatron_chameleon.evaluation.downstream.harness_model import HarnessModel
@@ -39,11 +40,17 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
         anything_missing = from_main(lambda: any(plan.missing()))
         gaps = _ask_what_is_missing(plan, layout) if anything_missing else []
         result = from_main(lambda: collect(plan, gaps))
+        _require_any(result)
         if layout.is_main:
             result.save(options.output)
             print_result(result)
             print(f"written to {options.output}; next: the same for what it is compared with")
         return result
+
+
+def _require_any(result: DownstreamResult) -> None:
+    if not result.tasks:
+        raise UserError(f"no task could be asked, and nothing is written; {result.gaps[0]}")
 
 
 def _ask_what_is_missing(plan: DownstreamPlan, layout: Layout) -> list[Gap]:
@@ -121,11 +128,13 @@ class Advance:
 def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
     """The result, of the parts that are there."""
     tasks: dict[str, TaskScore] = {}
-    cost = Cost()
+    cost, gaps = Cost(), list(gaps)
     for task in plan.options.tasks:
         found = [(shots, plan.part(task, shots)) for shots in plan.protocol.shots]
         parts = {shots: part for shots, part in found if part is not None}
-        if parts:
+        if len({part.questions_hash for part in parts.values()}) > 1:
+            gaps.append(Gap(task, None, _other_questions(plan, task)))
+        elif parts:
             tasks[task] = task_score(parts, is_complete=len(parts) == len(found))
             cost = sum((part.cost for part in parts.values()), cost)
     return DownstreamResult(
@@ -137,6 +146,13 @@ def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
         gaps=gaps,
         provenance=plan.provenance,
         cost=cost,
+    )
+
+
+def _other_questions(plan: DownstreamPlan, task: str) -> str:
+    return (
+        "its questions were not the same with every number of shots, since its data set has "
+        f"changed; delete {plan.work_dir}/{task}-*shot.json, and start again"
     )
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron_chameleon.artifacts import Provenance, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.downstream_part import DownstreamPart, PartSettings, find_part
-from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol
+from megatron_chameleon.artifacts.downstream_result import KIND, DownstreamProtocol
+from megatron_chameleon.artifacts.output_path import check_folder, check_output
 from megatron_chameleon.checkpoint.convert import find_tokenizer
 from megatron_chameleon.checkpoint.reader import shape_of
 from megatron_chameleon.errors import UserError
@@ -21,17 +22,21 @@ from megatron_chameleon.options.downstream import DownstreamOptions
 
 @dataclasses.dataclass(frozen=True)
 class DownstreamPlan:
-    """What is to be asked, and where the answers go."""
+    """What is to be asked, and where the answers go.
+
+    ``data`` is what each task's data set is known by (see PartSettings).
+    """
 
     options: DownstreamOptions
     checkpoint: CheckpointRecord
     protocol: DownstreamProtocol
     provenance: Provenance
+    data: dict[str, str | None]
 
     @property
     def work_dir(self) -> Path:
         """Where parts are kept."""
-        return self.options.work_dir or self.options.output.with_suffix("")
+        return work_dir_of(self.options)
 
     def part(self, task: str, shots: int) -> DownstreamPart | None:
         """The part, if it is finished. Raises UserError if there is one of other settings."""
@@ -47,6 +52,7 @@ class DownstreamPlan:
             limit=self.protocol.limit,
             fewshot_seed=self.protocol.fewshot_seed,
             dtype=self.protocol.dtype,
+            data=self.data[task],
         )
 
     def missing(self) -> Iterator[tuple[str, list[int]]]:
@@ -55,6 +61,11 @@ class DownstreamPlan:
             shots = [number for number in self.options.shots if self.part(task, number) is None]
             if shots:
                 yield task, shots
+
+
+def work_dir_of(options: DownstreamOptions) -> Path:
+    """Where parts are kept."""
+    return options.work_dir or options.output.with_suffix("")
 
 
 def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
@@ -69,7 +80,8 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
     shape = shape_of(record)
     check_model_layout(shape.size, options.parallel, shape.max_sequence_length)
     tokenizer = find_tokenizer(options.tokenizer, record)
-    TaskLibrary(options.tasks, options.data_dir)  # a name that is misspelt shows at once
+    library = TaskLibrary(options.tasks, options.data_dir)  # a misspelt name shows at once
+    _check_places(options)
     plan = DownstreamPlan(
         options=options,
         checkpoint=record,
@@ -81,9 +93,21 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
             dtype=options.evaluation_dtype,
         ),
         provenance=provenance(options, {"checkpoint": record.hash, "tokenizer": tokenizer.sha256}),
+        data={task: library.data_of(task) for task in options.tasks},
     )
     list(plan.missing())  # so does a part of another evaluation
     return plan
+
+
+def _check_places(options: DownstreamOptions) -> None:
+    if options.work_dir is None and options.output.suffix != ".json":
+        raise UserError(
+            f"--output {options.output}: give a name that ends with .json, since finished parts go "
+            "to the folder of that name without it; or give that folder by --work-dir"
+        )
+    check_output(options.output, KIND)
+    work_dir = work_dir_of(options)
+    check_folder(work_dir, f"--work-dir {work_dir}")
 
 
 def _check_numbers(options: DownstreamOptions) -> None:

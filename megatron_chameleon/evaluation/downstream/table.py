@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_chameleon.artifacts.downstream_result import Accuracy, DownstreamResult
-from megatron_chameleon.evaluation.downstream.tasks import NOTES, OWN_DOCUMENT_MAY_BE_IN
+from megatron_chameleon.evaluation.downstream.tasks import NOTES
 
 WIDTH = 7
 GAP = "-"
@@ -34,8 +34,6 @@ def _notes(result: DownstreamResult) -> Iterator[str]:
     for name, score in result.tasks.items():
         if name in NOTES:
             yield f"note: {name}: {NOTES[name]}"
-        if OWN_DOCUMENT_MAY_BE_IN in score.shots_from:
-            yield f"note: {name}: shots are drawn from {score.shots_from}"
         cut = sum(each.truncated_requests for each in score.by_shots.values())
         if cut:
             yield (

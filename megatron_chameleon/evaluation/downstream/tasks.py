@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -17,6 +18,8 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.downstream.hub import Hub
+from megatron_chameleon.evaluation.downstream.local_copy import LocalCopy
 
 # In the order in which they are taken.
 METRICS = ("acc_norm", "acc", "exact_match")
@@ -44,8 +47,8 @@ NOTES = MappingProxyType(
         "earlier questions; the paper asked with the blanks",
     }
 )
-OWN_DOCUMENT_MAY_BE_IN = "where a question may stand among its own examples"
 SCRIPT_REFUSED = "Dataset scripts are no longer supported"
+COPIES = "give copies of data sets by --data-dir (docs/downstream.md says how)"
 
 
 class CannotAskError(Exception):
@@ -97,6 +100,7 @@ class TaskLibrary:
 
     def __init__(self, names: Sequence[str], data_dir: Path | None) -> None:
         self.data_dir = data_dir
+        self.hub = Hub()
         self.manager = _manager(names)
         for name in names:
             if name not in self.manager.all_subtasks:
@@ -116,9 +120,10 @@ class TaskLibrary:
         """
         self._check_local_copy(name)
         try:
-            task = self.manager.load(name)["tasks"][name]
+            with self._from_hub(name):
+                task = self.manager.load(name)["tasks"][name]
         except Exception as error:  # of the hub, of files, or of the definition: of any kind
-            raise CannotAskError(_why_not_loaded(error)) from error
+            raise CannotAskError(self._why_not_loaded(error)) from error
         metric = next((each for each in METRICS if each in task.aggregation()), None)
         if metric is None:
             raise CannotAskError(f"it gives none of {', '.join(METRICS)}")
@@ -131,10 +136,44 @@ class TaskLibrary:
             without_shots=task.get_config("num_fewshot") == 0,
         )
 
+    def data_of(self, name: str) -> str | None:
+        """What a task's data are known by: see :class:`PartSettings`; None of a missing copy."""
+        copy = self._local_copy(name)
+        if copy is None:
+            return "hub"
+        return f"sha256:{copy.sha256()}" if copy.exists() else None
+
+    def _local_copy(self, name: str) -> LocalCopy | None:
+        """Where its data are to be; None if that is not in the folder of copies."""
+        definition = _definition(self.manager, name)
+        if self.data_dir is None or definition.get("dataset_path") is None:
+            return None
+        return LocalCopy(Path(definition["dataset_path"]), definition.get("dataset_name"))
+
     def _check_local_copy(self, name: str) -> None:
-        data_set = _definition(self.manager, name).get("dataset_path")
-        if self.data_dir is not None and data_set is not None and not Path(data_set).is_dir():
-            raise CannotAskError(f"there is no {data_set}: put its data set there")
+        copy = self._local_copy(name)
+        if copy is None:
+            return
+        if not copy.exists():
+            raise CannotAskError(f"there is no {copy.folder}: put its data set there")
+        empty = copy.empty_file()
+        if empty is not None:
+            raise CannotAskError(f"{empty} is empty")
+
+    def _from_hub(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A block that loads a task, whose data may have to be asked for."""
+        path = str(_definition(self.manager, name).get("dataset_path"))
+        on_hub = self.data_dir is None and path.count("/") == 1 and not Path(path).is_dir()
+        return self.hub.reading(path) if on_hub else contextlib.nullcontext()
+
+    def _why_not_loaded(self, error: Exception) -> str:
+        if SCRIPT_REFUSED in str(error):
+            return f"{error}: its repository on the hub is a program; {COPIES}"
+        if isinstance(error, OSError) and self.hub.problem:
+            return f"{self.hub.problem}, and the data set is not kept here; {COPIES}"
+        if isinstance(error, ConnectionError):
+            return f"{in_one_line(error)}; {COPIES}"
+        return in_one_line(error)
 
     def _unknown(self, name: str) -> str:
         if name in self.manager.all_tasks:
@@ -147,23 +186,19 @@ class TaskLibrary:
 def keep_own_document_out(task: ConfigurableTask) -> str:
     """Let no document be an example before its own question; the split that examples are from.
 
-    lm-eval takes care of that where examples come from the split that its definition names for
-    them. Where there is but one split, it names none.
+    lm-eval leaves it out where the split that the definition names for examples, if any, is the one
+    that it names for tests, if any. What both really are may be the same split all the same.
     """
-    few_shot = task.fewshot_cfg
-    if few_shot.split is not None:
-        asked_too = (
-            task.config.test_split is None and few_shot.split == task.config.validation_split
-        )
-        return str(few_shot.split) + (f", {OWN_DOCUMENT_MAY_BE_IN}" if asked_too else "")
-    if few_shot.samples is not None:
+    few_shot, splits = task.fewshot_cfg, task.config
+    if few_shot.split is None and few_shot.samples is not None:
         return "its definition"
-    if task.has_training_docs():
-        return str(task.config.training_split)
-    if task.has_validation_docs():
-        return str(task.config.validation_split)
-    few_shot.split = task.config.test_split
-    return f"{task.config.test_split}, the question's own document left out"
+    drawn_from = (
+        few_shot.split or splits.training_split or splits.validation_split or splits.test_split
+    )
+    if drawn_from != (splits.test_split or splits.validation_split):
+        return str(drawn_from)
+    few_shot.split = splits.test_split
+    return f"{drawn_from}, the question's own document left out"
 
 
 def _manager(names: Sequence[str]) -> TaskManager:
@@ -204,16 +239,9 @@ def _definition(manager: TaskManager, name: str) -> dict[str, Any]:
     return manager.task_index[name].cfg or {}
 
 
-def _why_not_loaded(error: Exception) -> str:
-    if SCRIPT_REFUSED in str(error):
-        return (
-            f"{error}: its repository on the hub is a program; put its data as files into a "
-            "folder and give that by --data-dir (docs/downstream.md says how)"
-        )
-    return in_one_line(error)
-
-
 def in_one_line(error: Exception) -> str:
-    """What an error says, with its kind where it is not ours."""
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())
+    """What an error says, with its kind where it is not ours, and with what caused it."""
+    if isinstance(error, UserError):
+        return str(error)
+    cause = f" ({in_one_line(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{cause}"

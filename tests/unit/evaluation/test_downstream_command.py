@@ -155,9 +155,10 @@ def test_a_data_set_that_is_a_program_is_told_with_the_way_out(options, tmp_path
     folder.mkdir(parents=True)
     (folder / "logiqa.py").write_text("raise SystemExit('it was run')\n")
     there = dataclasses.replace(options, data_dir=tmp_path / "hub", tasks=("logiqa",))
-    (gap,) = evaluate_downstream(there).gaps
-    assert "its repository on the hub is a program" in gap.reason
-    assert "--data-dir" in gap.reason
+    program = "its repository on the hub is a program; give copies of data sets by --data-dir"
+    with pytest.raises(UserError, match=f"no task could be asked, .* logiqa: .*{program}"):
+        evaluate_downstream(there)
+    assert not options.output.exists()
 
 
 def test_more_shots_than_documents_leave_a_gap_and_no_mean(options, capsys):
