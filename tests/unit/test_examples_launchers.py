@@ -151,7 +151,7 @@ def test_fine_tuning_compares_three_mixtures_from_one_checkpoint(launch, everyth
     tested = evaluation.options.one_by_one()
     assert [o.checkpoint for o in tested] == [o.run_dir for o in training]
     assert [o.output.stem for o in tested] == [o.run_dir.name for o in training]
-    assert (report.program, report.options.run) == ("python", Path("runs/wiki40b"))
+    assert (report.program, report.options.runs) == ("python", (Path("runs/wiki40b"),))
 
 
 def test_the_comparison_is_of_the_runs_that_were_chosen(launch, everything):

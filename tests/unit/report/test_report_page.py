@@ -41,7 +41,7 @@ def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
         env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/nonexistent"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
 
 

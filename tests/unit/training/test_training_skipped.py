@@ -5,6 +5,7 @@ import json
 import math
 
 from megatron_chameleon.training.skipped import SkippedStep, streak_message
+from megatron_chameleon.training.way_out import WayOut
 
 FIRST = SkippedStep(12, "the loss is nan", {"code": 5, "news": 3}, {"code": math.nan, "news": 3.25})
 SECOND = SkippedStep(13, "the loss is 99, above 4", {"news": 8}, {"news": 99.0})
@@ -44,6 +45,16 @@ def test_the_advice_is_what_the_run_can_take():
         streak_message([FIRST], "x", "epoch", hook_mixes=True),
     ):
         assert said.endswith("draw others in a new run (--mixture)")
+
+
+def test_a_command_without_flags_of_the_mixture_advises_none():
+    """As that of a method which trains a proxy."""
+    way_out = WayOut("give another --work-dir", "delete RUN", draws_by_flags=False)
+    said = streak_message([FIRST], "x", "megatron", way_out=way_out)
+    assert said.endswith(
+        "in a new run, or look at these domains and mend their text; for a new run give another "
+        "--work-dir, or delete RUN"
+    )
 
 
 def test_there_may_be_no_checkpoint_or_a_newer_one():
