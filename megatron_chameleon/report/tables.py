@@ -123,13 +123,21 @@ def verdicts(comparison: Comparison) -> list[str]:
         average = run.result.mean_perplexity
         error = mean_perplexity_difference(run.result, baseline.result).error
         paired = "" if error is None else f", {format_error(average - reference, error, 2)}"
+        again = ", trained with the same weights," if _is_another_seed(run, baseline) else ""
         sentences.append(
-            f"{run.label} has an average perplexity of {format_perplexity(average)}, "
+            f"{run.label}{again} has an average perplexity of {format_perplexity(average)}, "
             f"{baseline.label} of {format_perplexity(reference)} "
             f"({average / reference - 1:+.1%}{paired}); {run.label} is lower in "
             f"{comparison.domains_better(run)} of {len(comparison.domains)} domains."
         )
     return sentences
+
+
+def _is_another_seed(run: Evaluated, baseline: Evaluated) -> bool:
+    """Whether what sets two runs apart is chance: a difference as of a seed, not of a mixture."""
+    if run.run is None or baseline.run is None:
+        return False
+    return same_weights(run.run.mixture, baseline.run.mixture)
 
 
 def mode_of(name: str, mixture: Mixture) -> str | None:

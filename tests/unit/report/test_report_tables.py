@@ -169,6 +169,14 @@ def test_two_seeds_of_one_mixture_share_a_column_of_weights(root):
     assert header[-1] == "perplexity chameleon-pretrain-seed2"
 
 
+def test_another_seed_of_the_baseline_is_told_from_another_mixture(root):
+    weights = TrainingRun.load(root / "5-base/uniform-seed1").mixture
+    add_run(root, "uniform-seed2", weights, "uniform", [1.0, 1.0, 1.0])
+    notes = perplexity_table(RunFolder.load(root), "uniform-seed1").notes
+    same = [note for note in notes if "trained with the same weights" in note]
+    assert len(same) == 1 and same[0].startswith("uniform-seed2,")
+
+
 def test_of_two_files_with_the_same_weights_the_runs_own_gives_the_intervals(root):
     own = root / "4-mixture/chameleon-pretrain.json"
     for name, confidence in (("another", 0.5), ("zzz", 0.6)):
