@@ -135,7 +135,7 @@ $(STAMP):
 	  echo
 	}
 	$(PIP_INSTALL) torch setuptools 2>&1 | tee $(VENV)/setup.log | show_progress '1/2 torch:'
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,data,docs,eval,hf]' matplotlib triton 2>&1 \
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,data,docs,eval,hf,plots]' triton 2>&1 \
 	  | tee -a $(VENV)/setup.log | show_progress '2/2 the rest:'
 	echo "$$made_by" > $@
 	echo "$(VENV) is ready."
