@@ -153,8 +153,16 @@ class EvaluationResult:
 
     @classmethod
     def load(cls, path: Path) -> EvaluationResult:
-        """Read ``path``. Raises UserError naming the file and the field."""
-        return read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
+        """Read ``path``. Raises UserError naming the file and the field, for one of NaN too."""
+        result = read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
+        for name, domain in result.domains.items():
+            for field in ("loss", "unigram_loss"):
+                if math.isnan(getattr(domain, field)):
+                    raise UserError(
+                        f"{path}: field domains.{name}.{field}: NaN is no loss (a model that has "
+                        f"diverged gives it); evaluate an earlier checkpoint: {MADE_BY}"
+                    )
+        return result
 
     def save(self, path: Path) -> None:
         """Write the result to ``path``."""

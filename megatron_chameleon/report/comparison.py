@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun, require_comparable
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.run_folder import BASE, CORPUS, EVALUATION, MIXTURE, RunFolder
+from megatron_chameleon.report.names import unique_labels
+from megatron_chameleon.report.own_corpus import require_own_corpus
+from megatron_chameleon.report.run_folder import EVALUATION, RunFolder
 
 BASELINE_METHOD = "uniform"
 # Any other method's runs go by their names.
@@ -75,8 +77,7 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
 
     Raises:
         UserError: if nothing was evaluated, if ``baseline`` was not, if the evaluations differ in
-            corpus, protocol or domains, or if one is on another corpus than the folder's or that of
-            its base run.
+            corpus, protocol or domains, or if ``folder`` holds anything of another corpus.
     """
     results = folder.evaluations
     if not results:
@@ -102,17 +103,20 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
 
 
 def run_labels(runs: Mapping[str, TrainingRun], names: Iterable[str]) -> dict[str, str]:
-    """Name -> what tables and legends call the run: its method if no other shown run has it."""
+    """Name -> what tables and legends call the run: its method if no other shown run has it.
+
+    No two have the same label, and none has the name of another run, shown or not.
+    """
     names = list(names)
     methods = {name: runs[name].mixture_method for name in names if name in runs}
     count = Counter(methods.values())
     known = METHOD_LABELS | (LABEL_BESIDE_FINE_TUNING if count["chameleon-finetune"] else {})
-    return {
-        name: known.get(methods[name], name)
-        if name in methods and count[methods[name]] == 1
-        else name
-        for name in names
+    labels = {
+        name: known[method]
+        for name, method in methods.items()
+        if method in known and count[method] == 1 and known[method] not in runs
     }
+    return unique_labels({name: labels.get(name, name) for name in names})
 
 
 def mixture_of(folder: RunFolder, evaluated: Evaluated) -> tuple[str, Mixture] | None:
@@ -128,7 +132,8 @@ def mixture_of(folder: RunFolder, evaluated: Evaluated) -> tuple[str, Mixture] |
         for name, mixture in folder.mixtures.items()
         if same_weights(mixture.weights, run.mixture)
     ]
-    same.sort(key=lambda item: not evaluated.name.startswith(item[0]))
+    own = _named_after(folder, evaluated.name, run)
+    same.sort(key=lambda item: item[0] != own)
     return same[0] if same else None
 
 
@@ -156,47 +161,37 @@ def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
     unfinished = [f"{label} ({run.status})" for label, run in known if run.status != "finished"]
     if unfinished:
         found.append(f"Training has not finished: {', '.join(unfinished)}.")
-    found += [
-        f"{MIXTURE}/{name}.json has changed since {BASE}/{run.name} was trained with it: "
-        "its intervals are left out."
-        for run in comparison.runs
-        if run.run is not None and mixture_of(folder, run) is None
-        for name in folder.mixtures
-        if run.name.startswith(name)
-    ]
+    return found + _changed_mixtures(folder, comparison)
+
+
+def _changed_mixtures(folder: RunFolder, comparison: Comparison) -> list[str]:
+    """Which runs are named after a mixture that has other weights by now."""
+    found = []
+    for run in comparison.runs:
+        if run.run is None or mixture_of(folder, run) is not None:
+            continue
+        name = _named_after(folder, run.name, run.run)
+        if name is not None:
+            found.append(
+                f"{folder.mixture_file(name)} has changed since {run.run.root} was trained with "
+                "it: its intervals are left out."
+            )
     return found
 
 
-def require_own_corpus(folder: RunFolder) -> None:
-    """Refuse evaluations on another corpus than the one in 1-corpus or that of their base run.
+def _named_after(folder: RunFolder, name: str, run: TrainingRun) -> str | None:
+    """The mixture that a run is named after: the longest name before the end or a hyphen.
 
-    A base run that was given its data by ``--data-path`` has no corpus to compare with.
-
-    Raises:
-        UserError: naming the evaluation and the other artifact.
+    Of several folders put together, one that is called after a folder is for the runs in it alone.
     """
-    for name, result in folder.evaluations.items():
-        where = folder.root / EVALUATION / f"{name}.json"
-        if folder.corpus is not None and result.corpus_hash != folder.corpus.hash:
-            raise UserError(
-                f"{where} was evaluated on another corpus than the one in "
-                f"{folder.root / CORPUS}; evaluate with --corpus {folder.root / CORPUS}, or move "
-                "the file to a run folder of its corpus"
-            )
-        trained_on = corpus_of_run(folder.base_runs[name]) if name in folder.base_runs else None
-        if trained_on is not None and result.corpus_hash != trained_on:
-            raise UserError(
-                f"{where} was evaluated on another corpus than {folder.root / BASE / name} was "
-                "trained on; evaluate with the --corpus of that run, or move the file to a run "
-                "folder of its corpus"
-            )
-
-
-def corpus_of_run(run: TrainingRun) -> str | None:
-    """Hash of the corpus that a run drew from; None where it drew from files by ``--data-path``."""
-    data = run.provenance.options.get("data")
-    by_path = isinstance(data, dict) and data.get("data_path") is not None
-    return None if by_path else run.provenance.inputs.get("corpus")
+    stem, _ = folder.parted(name)
+    found = {}
+    for mixture in folder.mixtures:
+        its_stem, root = folder.parted(mixture)
+        fits = stem == its_stem or stem.startswith(f"{its_stem}-")
+        if fits and (root is None or run.root.is_relative_to(root)):
+            found[mixture] = len(its_stem)
+    return max(found, key=lambda mixture: found[mixture], default=None)
 
 
 def _first_uniform(folder: RunFolder) -> str | None:

@@ -14,6 +14,7 @@ from megatron_chameleon.artifacts.downstream_result import (
     require_same_questions,
 )
 from megatron_chameleon.report.comparison import BASELINE_METHOD, run_labels
+from megatron_chameleon.report.names import unique_labels
 from megatron_chameleon.report.run_folder import RunFolder
 
 # What examples/evaluate_downstream.sh puts after the name of the base run.
@@ -143,7 +144,9 @@ def _labels(folder: RunFolder, runs: Mapping[str, str]) -> dict[str, str]:
     """Name of a result -> its run's label; of several of one run, its own name."""
     labels = run_labels(folder.base_runs, runs.values())
     count = Counter(runs.values())
-    return {name: labels[run] if count[run] == 1 else name for name, run in runs.items()}
+    return unique_labels(
+        {name: labels[run] if count[run] == 1 else name for name, run in runs.items()}
+    )
 
 
 def _first_uniform(folder: RunFolder, runs: Mapping[str, str]) -> str | None:

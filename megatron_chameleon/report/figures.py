@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.report.curves import Curve, RunCurves
 from megatron_chameleon.report.names import display_width, shortened
+from megatron_chameleon.report.shown_domains import bar_domains, count_of_domains, panel_domains
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PROXY_COLOR = "#777777"
@@ -70,14 +71,13 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
 
     Args:
         mixtures: label -> mixture, at least one. Domains are sorted by the first one's weights,
-            the largest on top. Intervals are drawn where a mixture has them.
+            the largest on top; of very many those with the largest weights are drawn. Intervals
+            are drawn where a mixture has them.
     """
-    first = next(iter(mixtures.values()))
-    names = list(dict.fromkeys(name for mixture in mixtures.values() for name in mixture.weights))
-    names.sort(key=lambda name: -first.weights.get(name, 0.0))
+    names, count = bar_domains(mixtures), count_of_domains(mixtures)
     thickness = 0.8 / len(mixtures)
     height = len(names) * max(0.34, 0.19 * len(mixtures))
-    figure = new_figure(8.0, 1.6 + min(height, max(MOST_BARS_HEIGHT, 0.3 * len(names))))
+    figure = new_figure(8.0, 1.6 + min(height, MOST_BARS_HEIGHT))
     axes = figure.add_subplot()
     handles: list[Artist] = []
     for i, mixture in enumerate(mixtures.values()):
@@ -85,15 +85,14 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
         weights = [mixture.weights.get(name, 0.0) for name in names]
         handles.append(axes.barh(positions, weights, thickness * 0.92, color=color_of(i))[0])
         _draw_intervals(axes, mixture, names, positions)
-    uniform = 1 / len(names)
-    handles.append(axes.axvline(uniform, color=REFERENCE_COLOR, linestyle="--", linewidth=1.2))
+    handles.append(axes.axvline(1 / count, color=REFERENCE_COLOR, linestyle="--", linewidth=1.2))
     axes.set_yticks(range(len(names)), [shortened(n, NAME_LIMIT) for n in names], parse_math=False)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"weight (share of training tokens){_whiskers(mixtures)}")
     axes.grid(axis="x", color=GRID_COLOR)
     tidy(axes)
-    legend_above(figure, handles, [*mixtures, f"uniform (1/{len(names)})"])
+    legend_above(figure, handles, [*mixtures, f"uniform (1/{count})"])
     return figure
 
 
@@ -147,11 +146,12 @@ def color_span(affinity: NDArray[np.float64]) -> float:
 def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) -> Figure:
     """Training loss of all runs in one panel, and below it a small panel for each domain.
 
+    Of very many domains some have a panel (``shown_domains.panel_domains``).
     Thin lines are the recorded losses, bold lines their running mean (a curve of few points is
     drawn as it is); dots are losses on held-out text. Panels of domains leave out the first tenth
     of the steps, whose losses would flatten the rest.
     """
-    names = list(dict.fromkeys(name for run in runs for name in (*run.domains, *run.validation)))
+    names = panel_domains(runs)
     columns = min(5, max(3, round(len(names) ** 0.5)))
     rows = -(-len(names) // columns)
     figure = new_figure(9.5, 4.2 + 1.75 * rows)

@@ -110,8 +110,7 @@ def ledger_of(folder: RunFolder) -> Ledger:
     entries = folder.costs() | _swept(folder)
     for cost in mixtures.values():
         entries |= cost.parts
-    uncounted = folder.merged.uncounted if folder.merged else frozenset()
-    counted = (entry for entry in entries.items() if entry[0] not in uncounted)
+    counted = (entry for entry in entries.items() if entry[0] not in folder.uncounted)
     return Ledger(dict(sorted(counted, key=_place_of_stage)), mixtures)
 
 
@@ -214,14 +213,15 @@ def _found_by_hash(
     parts: dict[str, Cost] = {}
     missing = []
     if checkpoint in proxies:
-        parts[f"{PROXY}/{proxies[checkpoint]}"] = folder.proxies[proxies[checkpoint]].cost
+        run = folder.proxies[proxies[checkpoint]]
+        parts[_entry(folder, run.root.resolve())] = run.cost
     else:
         missing.append(f"the training of its model, which is not in {PROXY}")
     recipe = mixture.parameters.get("embedding")
-    stores = [n for n, s in folder.embeddings.items() if dataclasses.asdict(s.recipe) == recipe]
+    stores = [s for s in folder.embeddings.values() if dataclasses.asdict(s.recipe) == recipe]
     if not stores:
         missing.append(f"its embeddings, which are not in {EMBEDDINGS}")
-    return parts | {name: folder.embeddings[name].cost for name in stores[:1]}, missing
+    return parts | {_entry(folder, s.root.resolve()): s.cost for s in stores[:1]}, missing
 
 
 def _proxies_by_hash(folder: RunFolder) -> dict[str, str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_chameleon.artifacts import Corpus, Sweep
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.comparison import corpus_of_run, require_own_corpus
 from megatron_chameleon.report.downstream_comparison import SUFFIX
+from megatron_chameleon.report.own_corpus import corpus_of_run, require_own_corpus
 from megatron_chameleon.report.run_folder import (
     BASE,
     CORPUS,
@@ -73,20 +73,14 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
     for folder in distinct:
         require_own_corpus(folder)
     _require_one_corpus(distinct)
-    appended = _appended([folder.root for folder in distinct])
-    collected = _Collected(distinct, appended)
+    collected = _Collected(distinct, _appended([folder.root for folder in distinct]))
     for family in _FAMILIES:
         collected.add(family)
     return RunFolder(
         root=distinct[0].root,
         corpus=_first_corpus(distinct),
         sweep=_only_sweep(distinct),
-        merged=Merged(
-            roots=dict(zip((folder.root for folder in distinct), appended, strict=True)),
-            mixture_files=collected.mixture_files,
-            copies=collected.copies,
-            uncounted=frozenset(collected.uncounted),
-        ),
+        merged=collected.merged(),
         **{field: dict(sorted(found.items())) for field, found in collected.found.items()},
     )
 
@@ -117,12 +111,22 @@ class _Collected:
                     new = _renamed(name, stem, appended) if stem in colliding else name
                     self._add(kind, found, new, artifact, _place(folder, kind, name))
 
+    def merged(self) -> Merged:
+        """How the folders became one."""
+        roots = (folder.root for folder in self.folders)
+        return Merged(
+            roots=dict(zip(roots, self.appended, strict=True)),
+            mixture_files=self.mixture_files,
+            copies=self.copies,
+            uncounted=frozenset(self.uncounted),
+        )
+
     def _add(
         self, kind: _Kind, found: dict[str, Any], name: str, artifact: Any, place: Path
     ) -> None:
         same = next((other for other, there in found.items() if _is_same(artifact, there)), None)
         if same is not None:
-            self.copies[place.resolve()] = f"{kind.stage}{same}"
+            self.copies.setdefault(place.resolve(), f"{kind.stage}{same}")
         if same == name:
             return
         if same is not None:

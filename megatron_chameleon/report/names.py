@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
+from collections.abc import Mapping
 
 ELLIPSIS = "…"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -38,6 +40,17 @@ def shortened(name: str, limit: int) -> str:
         return name
     tail = (limit - 1) // 3
     return name[: limit - 1 - tail] + ELLIPSIS + name[len(name) - tail :]
+
+
+def unique_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """``labels`` by name, where names whose label is not theirs alone have themselves as labels."""
+    found = dict(labels)
+    while True:
+        count = Counter(found.values())
+        shared = {name for name, label in found.items() if count[label] > 1 and label != name}
+        if not shared:
+            return found
+        found |= {name: name for name in shared}
 
 
 def markdown(text: str) -> str:

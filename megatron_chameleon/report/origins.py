@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_chameleon.artifacts import Provenance
 from megatron_chameleon.artifacts.provenance import package_versions
-from megatron_chameleon.report.comparison import Comparison
+from megatron_chameleon.report.comparison import Comparison, run_labels
 from megatron_chameleon.report.document import Section
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.text_tables import MISSING, Cell, Table
@@ -17,14 +17,24 @@ PACKAGES_OF_A_REPORT = ("megatron-chameleon", "numpy", "matplotlib")
 HASH_SIGNS = 12
 
 
-def origins_section(folder: RunFolder, comparison: Comparison, runs: Sequence[Path]) -> Section:
-    """The last section. Dates are those of the artifacts, so that equal data give equal pages."""
+def origins_section(
+    folder: RunFolder, comparison: Comparison | None, runs: Sequence[Path]
+) -> Section:
+    """The last section. Dates are those of the artifacts, so that equal data give equal pages.
+
+    Args:
+        folder: of the runs.
+        comparison: its evaluated runs; None where no perplexity was evaluated.
+        runs: the folders that were read.
+    """
     found = list(_provenances(folder))
+    baseline = None if comparison is None else comparison.baseline
+    tables = _base_runs_tables(folder) if comparison is None else [_runs_table(comparison)]
     facts = {
         "run folders": ", ".join(map(str, runs)),
         "corpus": _corpus(folder),
-        "evaluated on": comparison.runs[0].result.protocol.told(),
-        "compared with": comparison.baseline.name if comparison.baseline else "",
+        "evaluated on": comparison.runs[0].result.protocol.told() if comparison else "",
+        "compared with": baseline.name if baseline else "",
         "artifacts made": _dates(each.created for each in found),
         "by commit": ", ".join(sorted({p.git_commit for p in found if p.git_commit})),
         "with": _versions(found),
@@ -36,7 +46,7 @@ def origins_section(folder: RunFolder, comparison: Comparison, runs: Sequence[Pa
         name="origins",
         heading="Where this comes from",
         introduction="What was read, and what it was made with.",
-        tables=(_runs_table(comparison),),
+        tables=tuple(tables),
         facts=tuple((what, which) for what, which in facts.items() if which),
     )
 
@@ -79,6 +89,19 @@ def _runs_table(comparison: Comparison) -> Table:
         ),
         rows=tuple(rows),
     )
+
+
+def _base_runs_tables(folder: RunFolder) -> list[Table]:
+    """What was trained, where nothing of it was evaluated; none where nothing was."""
+    labels = run_labels(folder.base_runs, folder.base_runs)
+    rows = []
+    for name, run in folder.base_runs.items():
+        counts = (f"{count:,}" for count in (run.parameters, run.tokens, run.step))
+        rows.append(tuple(map(Cell, (name, labels[name], run.mixture_method, *counts, run.status))))
+    if not rows:
+        return []
+    header = ("run", "called", "method", "parameters", "training tokens", "step", "status")
+    return [Table("Base runs", header, tuple(rows))]
 
 
 def _provenances(folder: RunFolder) -> Iterable[Provenance]:

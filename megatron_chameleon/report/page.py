@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import textwrap
 import warnings
@@ -33,7 +34,7 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
     Everything is read and drawn before the first file is written.
 
     Args:
-        runs: at least one run folder; several are put together as one.
+        runs: at least one run folder; several are put together as one, each once.
         baseline: name of the evaluated base run that the others are compared with; None takes
             the one that was trained with uniform weights.
         output: the folder to write to; None takes 7-report of the first run folder.
@@ -49,8 +50,7 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
         report = settled_report(runs, baseline)
         files = rendered(report)
     place = runs[0] / REPORT if output is None else output
-    unwanted = [f"{picture.name}.{kind}" for picture in report.absent for kind in ("png", "pdf")]
-    write_report(place, files, unwanted)
+    write_report(place, files)
     _print(report, place)
     if lacking:
         print(f"No font of the PNG and PDF pictures has: {' '.join(lacking)}; the page shows them")
@@ -63,9 +63,9 @@ def settled_report(runs: tuple[Path, ...], baseline: str | None = None) -> Repor
     figures = load_figures()
     from megatron_chameleon.report.sections import report_of
 
+    runs = _distinct(runs)
     folder = _load(runs)
-    title = " + ".join(run.resolve().name for run in runs)
-    report = report_of(folder, runs, title, baseline)
+    report = report_of(folder, runs, _title(folder), baseline)
     for picture in report.pictures:
         figures.settle(picture.figure)
     return report
@@ -85,6 +85,20 @@ def rendered(report: Report) -> dict[str, bytes]:
     files[TABLES_NAME] = markdown_page(report).encode("utf-8")
     files[PAGE_NAME] = html_page(report).encode("utf-8")
     return files
+
+
+def _distinct(runs: tuple[Path, ...]) -> tuple[Path, ...]:
+    """``runs`` without those that are an earlier one, by another way perhaps."""
+    by_place: dict[str, Path] = {}
+    for run in runs:
+        by_place.setdefault(os.path.realpath(run), run)
+    return tuple(by_place.values())
+
+
+def _title(folder: RunFolder) -> str:
+    """The folder's name; of several, as much of their paths as tells them apart."""
+    names = folder.merged.roots.values() if folder.merged else [folder.root.resolve().name]
+    return " + ".join(names)
 
 
 def _load(runs: tuple[Path, ...]) -> RunFolder:
@@ -115,7 +129,8 @@ def _noting_signs() -> Iterator[list[str]]:
 
 def _print(report: Report, place: Path) -> None:
     print("\n\n\n".join(map(terminal_table, report.tables)), end="\n\n")
-    for sentence in report.findings:
+    shown = {note for table in report.tables for note in table.notes}
+    for sentence in (*report.findings, *(c for c in report.caveats if c not in shown)):
         print(textwrap.fill(one_line(sentence), NOTE_WIDTH), end="\n\n")
     for picture in report.pictures:
         print(f"{picture.title}: {place / picture.name}.png and .pdf")

@@ -14,7 +14,14 @@ from megatron_chameleon.report.comparison import BASELINE_METHOD, run_labels
 from megatron_chameleon.report.curves import Curve, RunCurves, run_curves
 from megatron_chameleon.report.document import Picture
 from megatron_chameleon.report.figures import affinity_figure, loss_figure, weights_figure
+from megatron_chameleon.report.names import unique_labels
 from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.shown_domains import (
+    bar_domains,
+    bars_told,
+    panel_domains,
+    panels_told,
+)
 from megatron_chameleon.report.stability import (
     CAPTION,
     PICTURE,
@@ -42,7 +49,8 @@ def weights_picture(folder: RunFolder) -> Picture:
     return dataclasses.replace(
         picture,
         caption="Share of training tokens by each mixture; the dashed line is uniform."
-        + (" Whiskers are bootstrap intervals." if whiskers else ""),
+        + (" Whiskers are bootstrap intervals." if whiskers else "")
+        + bars_told(mixtures),
         description=_weights_told(mixtures),
         figure=weights_figure(mixtures),
     )
@@ -80,7 +88,7 @@ def loss_picture(folder: RunFolder) -> Picture:
     return dataclasses.replace(
         picture,
         caption="All domains together above, each by itself below. Thin lines are the recorded "
-        "losses, bold ones their running mean, dots losses on held-out text.",
+        "losses, bold ones their running mean, dots losses on held-out text." + panels_told(runs),
         description=_losses_told(runs, proxies, folder.base_runs),
         figure=loss_figure(runs, proxies),
     )
@@ -122,10 +130,12 @@ def weight_series(folder: RunFolder) -> dict[str, Mixture]:
         key=lambda name: order.index(modes[name]) if modes[name] in order else len(order),
     )
     shown = [modes[name] for name in names]
-    labels = {
-        name: MODE_LABELS.get(mode or "", name) if shown.count(mode) == 1 else name
-        for name, mode in zip(names, shown, strict=True)
-    }
+    labels = unique_labels(
+        {
+            name: MODE_LABELS.get(mode or "", name) if shown.count(mode) == 1 else name
+            for name, mode in zip(names, shown, strict=True)
+        }
+    )
     return {labels[name]: folder.mixtures[name] for name in names}
 
 
@@ -149,8 +159,8 @@ def _weights_told(mixtures: Mapping[str, Mixture]) -> str:
         sentences.append(
             f"{label}: the heaviest are {heaviest}; the lightest is {name} {format_weight(weight)}."
         )
-    count = max(len(mixture.weights) for mixture in mixtures.values())
-    return " ".join([f"Bar chart of the weights of {count} domains.", *sentences])
+    shown = len(bar_domains(mixtures))
+    return " ".join([f"Bar chart of the weights of {shown} domains.", *sentences])
 
 
 def _affinity_told(affinity: NDArray[np.float64], names: Sequence[str]) -> str:
@@ -187,7 +197,7 @@ def _losses_told(
     sentences = [f"{run.label} goes {_ends(run.total.smoothed())}." for run in shown[:MOST_RUNS]]
     if len(shown) > MOST_RUNS:
         sentences.append(f"{len(shown) - MOST_RUNS} more runs are drawn.")
-    domains = {name for run in runs for name in run.domains}
+    domains = panel_domains(runs)
     panels = f", and a panel for each of {len(domains)} domains" if domains else ""
     return " ".join(
         [f"Line chart of the training loss of {len(found)} base runs{panels}.", *sentences]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from megatron_chameleon.artifacts.files import replacing, write_json
@@ -12,13 +12,12 @@ from megatron_chameleon.artifacts.files import replacing, write_json
 LIST_NAME = "report_files.json"
 
 
-def write_report(folder: Path, files: Mapping[str, bytes], unwanted: Iterable[str] = ()) -> None:
+def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write ``files`` (path below ``folder`` -> content), and remove those of an earlier report.
 
     Args:
         folder: made where it is not there; other files in it are left alone.
         files: at least one.
-        unwanted: files that go as well if they are there.
 
     Raises:
         UserError: if a file cannot be written; those written before it stay.
@@ -29,7 +28,7 @@ def write_report(folder: Path, files: Mapping[str, bytes], unwanted: Iterable[st
     for name, content in files.items():
         with replacing(folder / name) as temporary:
             temporary.write_bytes(content)
-    for name in {*earlier, *unwanted} - set(files):
+    for name in earlier - set(files):
         (folder / name).unlink(missing_ok=True)
     write_json(folder / LIST_NAME, {"files": sorted(files)})
 

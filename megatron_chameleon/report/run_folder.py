@@ -105,7 +105,10 @@ class RunFolder:
         return folder
 
     def costs(self) -> dict[str, Cost]:
-        """What each artifact cost, in the order of the stages; keys read like ``5-base/name``."""
+        """What each artifact cost, in the order of the stages; keys read like ``5-base/name``.
+
+        One that is there under several names, by links, is there once.
+        """
         found = {CORPUS: self.corpus.cost} if self.corpus is not None else {}
         for stage, artifacts in (
             (f"{PROXY}/", self.proxies),
@@ -116,20 +119,42 @@ class RunFolder:
             (f"{EVALUATION}/", self.downstream),
         ):
             found |= {f"{stage}{name}": artifact.cost for name, artifact in artifacts.items()}
-        uncounted = self.merged.uncounted if self.merged else frozenset()
-        return {entry: cost for entry, cost in found.items() if entry not in uncounted}
+        return {entry: cost for entry, cost in found.items() if entry not in self.uncounted}
 
     @functools.cached_property
     def entries_by_place(self) -> Mapping[Path, str]:
         """Resolved place of an artifact -> its key in the costs; of a link, that of its goal."""
-        found = dict(self.merged.copies) if self.merged else {}
-        for stage, runs in ((PROXY, self.proxies), (BASE, self.base_runs)):
-            for name, run in runs.items():
-                found.setdefault(run.root.resolve(), f"{stage}/{name}")
-        for name, store in self.embeddings.items():
-            found.setdefault(store.root.resolve(), name)
-        for name in self.mixtures:
-            found.setdefault(self.mixture_file(name).resolve(), f"{MIXTURE}/{name}")
+        places = self._places
+        copied = self.merged.uncounted if self.merged else frozenset()
+        own = [entry for entry in places if entry not in copied]
+        # A stable sort: what a link leads to comes before the link.
+        own.sort(key=lambda entry: places[entry].is_symlink())
+        found: dict[Path, str] = {}
+        for entry in own:
+            found.setdefault(places[entry].resolve(), entry)
+        for place, entry in self.merged.copies.items() if self.merged else ():
+            found[place] = found[places[entry].resolve()] if entry in places else entry
+        return found
+
+    @functools.cached_property
+    def uncounted(self) -> frozenset[str]:
+        """Keys of artifacts that cost nothing: each is another one, by a link or as a copy."""
+        copied = self.merged.uncounted if self.merged else frozenset()
+        known = self.entries_by_place
+        linked = (e for e, place in self._places.items() if known[place.resolve()] != e)
+        return copied | frozenset(linked)
+
+    @functools.cached_property
+    def _places(self) -> Mapping[str, Path]:
+        """Key in the costs -> where the artifact lies; of results only where that is one folder."""
+        found = {f"{PROXY}/{name}": run.root for name, run in self.proxies.items()}
+        found |= {name: store.root for name, store in self.embeddings.items()}
+        found |= {f"{MIXTURE}/{name}": self.mixture_file(name) for name in self.mixtures}
+        found |= {f"{BASE}/{name}": run.root for name, run in self.base_runs.items()}
+        if self.merged is None:
+            stage = self.root / EVALUATION
+            results = (*self.evaluations, *self.downstream)
+            found |= {f"{EVALUATION}/{name}": stage / f"{name}.json" for name in results}
         return found
 
     def mixture_file(self, name: str) -> Path:
@@ -137,6 +162,13 @@ class RunFolder:
         if self.merged is not None:
             return self.merged.mixture_files[name]
         return self.root / MIXTURE / f"{name}.json"
+
+    def parted(self, name: str) -> tuple[str, Path | None]:
+        """A name without what ``merged.merge`` appended, and the folder that this stood for."""
+        for root, appended in self.merged.roots.items() if self.merged else ():
+            if name.endswith(f" ({appended})"):
+                return name.removesuffix(f" ({appended})"), root
+        return name, None
 
 
 def _training_runs(stage: Path) -> dict[str, TrainingRun]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import Comparison, caveats, compare
 from megatron_chameleon.report.cost_tables import cost_table, mixture_cost_table
 from megatron_chameleon.report.document import Report, Section
+from megatron_chameleon.report.downstream_comparison import base_run_of
 from megatron_chameleon.report.downstream_tables import downstream_tables
 from megatron_chameleon.report.drawn_tables import drawn_tables
 from megatron_chameleon.report.ledger import ledger_of
 from megatron_chameleon.report.loss_tables import bits_per_byte_table, loss_table
 from megatron_chameleon.report.origins import origins_section
+from megatron_chameleon.report.own_corpus import require_own_corpus
 from megatron_chameleon.report.paper import paper_tables
 from megatron_chameleon.report.pictures import (
     affinity_picture,
@@ -21,15 +24,19 @@ from megatron_chameleon.report.pictures import (
     weights_picture,
     windows_picture,
 )
-from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.run_folder import EVALUATION, RunFolder
 from megatron_chameleon.report.stability import stability_axes, stability_table
 from megatron_chameleon.report.tables import (
-    fine_tuning_tables,
-    format_perplexity,
     perplexity_table,
+    standings,
     verdicts,
 )
-from megatron_chameleon.report.weight_tables import weights_table
+from megatron_chameleon.report.weight_tables import weight_tables
+
+NOT_EVALUATED = (
+    f"No perplexity evaluation is in {EVALUATION}: what rests on it is left out. To have it, run "
+    "tools/evaluate.py perplexity for each base run, then make the report again."
+)
 
 
 def report_of(
@@ -45,14 +52,23 @@ def report_of(
             that was trained with uniform weights.
 
     Raises:
-        UserError: if an artifact that a table needs is missing or damaged, or if evaluations
-            cannot be compared.
+        UserError: if an artifact that a table needs is missing or damaged, if evaluations cannot
+            be compared, or if ``baseline`` has no result.
     """
-    comparison = compare(folder, baseline)
+    comparison = compare(folder, baseline) if folder.evaluations else None
+    if comparison is None:
+        require_own_corpus(folder)
+        _require_baseline_asked(folder, baseline)
+        findings, doubts, evaluated = [], [NOT_EVALUATED], []
+    else:
+        findings, doubts = _findings(comparison), caveats(folder, comparison)
+        evaluated = [
+            _result(folder, comparison),
+            _losses(comparison),
+            _bytes(comparison),
+        ]
     sections = [
-        _result(folder, comparison, baseline),
-        _losses(comparison),
-        _bytes(comparison),
+        *evaluated,
         _weights(folder),
         _downstream(folder, baseline),
         _cost(folder),
@@ -61,29 +77,41 @@ def report_of(
         _affinity(folder),
         _stability(folder),
         _windows(folder),
-        _paper(folder, comparison),
+        _paper(folder, comparison, baseline),
         origins_section(folder, comparison, runs),
     ]
-    return Report.of(title, _findings(comparison), caveats(folder, comparison), sections)
+    return Report.of(title, findings, doubts, sections)
+
+
+def _require_baseline_asked(folder: RunFolder, baseline: str | None) -> None:
+    """Refuse a baseline that has no result of downstream tasks, in a folder without others.
+
+    Raises:
+        UserError: naming the runs that have one.
+    """
+    asked = [base_run_of(folder, name) for name in folder.downstream]
+    if baseline is None or baseline in asked:
+        return
+    choices = f"choose from {', '.join(asked)}" if asked else "nothing there can be compared"
+    raise UserError(
+        f"--baseline {baseline}: {folder.root / EVALUATION} has no result of it; {choices}, or "
+        "run tools/evaluate.py perplexity for each base run first"
+    )
 
 
 def _findings(comparison: Comparison) -> list[str]:
-    """A sentence for each run, against the baseline or, without one, by itself."""
-    return verdicts(comparison) or [
-        f"{run.label} has an average perplexity of {format_perplexity(run.result.mean_perplexity)} "
-        f"over {len(comparison.domains)} domains."
-        for run in comparison.runs
-    ]
+    """A sentence for each method, against the baseline or, without one, by itself."""
+    return verdicts(comparison) or standings(comparison)
 
 
-def _result(folder: RunFolder, comparison: Comparison, baseline: str | None) -> Section:
+def _result(folder: RunFolder, comparison: Comparison) -> Section:
     beside = f", beside {comparison.baseline.label}" if comparison.baseline else ""
     return Section(
         name="result",
         heading="Held-out perplexity",
         introduction=f"What each model makes of text that it was not trained on{beside}. "
         "Lower is better.",
-        tables=(perplexity_table(folder, baseline),),
+        tables=(perplexity_table(folder, comparison),),
     )
 
 
@@ -107,16 +135,11 @@ def _bytes(comparison: Comparison) -> Section:
 
 
 def _weights(folder: RunFolder) -> Section:
-    table = weights_table(folder)
-    tables = fine_tuning_tables(folder)
-    # Two mixtures that stand beside each other in full need no third table.
-    if table is not None and not (tables and len(folder.mixtures) <= len(tables) + 1):
-        tables.insert(0, table)
     return Section(
         name="weights",
         heading="Weights",
         introduction="How much of its training text a model takes from each domain.",
-        tables=tuple(tables),
+        tables=tuple(weight_tables(folder)),
         pictures=(weights_picture(folder),),
     )
 
@@ -190,10 +213,10 @@ def _windows(folder: RunFolder) -> Section:
     )
 
 
-def _paper(folder: RunFolder, comparison: Comparison) -> Section:
+def _paper(folder: RunFolder, comparison: Comparison | None, baseline: str | None) -> Section:
     return Section(
         name="paper",
         heading="The paper's numbers",
         introduction="What the paper prints of these domains, beside what was found here.",
-        tables=tuple(paper_tables(folder, comparison)),
+        tables=tuple(paper_tables(folder, comparison, baseline)),
     )

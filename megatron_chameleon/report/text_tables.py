@@ -6,11 +6,13 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 
-from megatron_chameleon.report.names import display_width, markdown, one_line
+from megatron_chameleon.report.names import display_width, markdown, one_line, shortened
 
 MISSING = "-"
 GAP = "  "
 NOTE_WIDTH = 80
+# The figures of a terminal's table stay near its names.
+NAME_WIDTH = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Table:
 
 
 def terminal_table(table: Table) -> str:
-    """Aligned columns under a title; '*' after the best of a row."""
+    """Aligned columns under a title; '*' after the best of a row. Very long names are shortened."""
     body = [_terminal_row(table, row) for row in (*table.rows, *table.summary)]
     columns = list(zip(*body, strict=True)) if body else [()] * len(table.header)
     headings = [
@@ -80,7 +82,8 @@ def _terminal_row(table: Table, row: Row) -> list[str]:
         any(other[i].best for other in (*table.rows, *table.summary)) for i in range(len(row))
     ]
     marks = ["*" if cell.best else " " if has_marks[i] else "" for i, cell in enumerate(row)]
-    return [one_line(cell.text) + mark for cell, mark in zip(row, marks, strict=True)]
+    texts = [shortened(row[0].text, NAME_WIDTH), *(one_line(cell.text) for cell in row[1:])]
+    return [text + mark for text, mark in zip(texts, marks, strict=True)]
 
 
 def _wrapped(title: str, width: int) -> list[str]:

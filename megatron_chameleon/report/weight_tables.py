@@ -1,10 +1,18 @@
-"""The table of the weights of all mixtures, each with its intervals."""
+"""The tables of weights: of all mixtures, and of those for fine-tuning beside their partners."""
 
 from __future__ import annotations
 
 from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.tables import WeightColumns
+from megatron_chameleon.report.tables import WeightColumns, fine_tuning_pairs, fine_tuning_tables
 from megatron_chameleon.report.text_tables import Cell, Table
+
+
+def weight_tables(folder: RunFolder) -> list[Table]:
+    """The table of all mixtures, unless each stands in one for fine-tuning, and the latter."""
+    pairs = fine_tuning_pairs(folder)
+    shown = {name for pair in pairs for name in (pair.name, pair.partner)}
+    table = None if folder.mixtures.keys() <= shown else weights_table(folder)
+    return [*([] if table is None else [table]), *fine_tuning_tables(folder)]
 
 
 def weights_table(folder: RunFolder) -> Table | None:

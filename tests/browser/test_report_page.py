@@ -129,6 +129,7 @@ ORDERED = [
     ["9", "1,234", "12,345", "1.2e+13", "-"],
     ["0.5x", "2.3x", "12.3x", "-"],
     ["12.30", "1.234e+04", "inf", "nan"],
+    ["+0.1000 ± 0.2", "+2.5", "+nan ± nan"],
     ["-3.10%", "-0.20% to +0.30%", "+12.00%", ""],
     ["2 of 7", "10 of 7", "unknown"],
     ["finished", "interrupted", "running"],
@@ -158,7 +159,7 @@ def sorting_page(browser, tmp_path_factory):
 @pytest.mark.parametrize("index", range(len(ORDERED)))
 def test_every_form_of_figure_is_sorted_with_what_is_missing_last(sorting_page, index):
     values = ORDERED[index]
-    is_absent = values[-1] in ("-", "nan", "", "unknown")
+    is_absent = values[-1] in ("-", "nan", "+nan ± nan", "", "unknown")
     button = sorting_page.locator("#table-title thead th").nth(index + 1).locator("button")
     button.click()
     assert list(dict.fromkeys(column(sorting_page, "table-title", index + 1))) == values
@@ -214,6 +215,32 @@ def test_texts_and_lines_have_enough_contrast(open_page, scheme):
     assert len(drawn) >= 5
     assert [color for color in drawn if contrast(color, paper) < 3] == []
     assert (luminance(paper) < 0.05) == (scheme == "dark")
+
+
+def test_an_older_browser_shows_the_light_colours(open_page):
+    page, _ = open_page(color_scheme="dark")
+    page.evaluate(
+        """() => {
+          const [sheet] = document.styleSheets;
+          const rules = [...sheet.cssRules];
+          sheet.deleteRule(rules.findIndex((rule) => rule instanceof CSSSupportsRule));
+        }"""
+    )
+    weak = [text for text in page.evaluate(TEXT_COLORS) if contrast(*text[:2]) < 4.5]
+    assert weak == []
+    paper, drawn = page.evaluate(DRAWN_COLORS)
+    assert luminance(paper) > 0.9
+    assert len(drawn) >= 5
+    assert [color for color in drawn if contrast(color, paper) < 3] == []
+
+
+def test_an_older_browser_has_no_button_that_does_nothing(open_page):
+    page, watched = open_page()
+    page.add_init_script("CSS.supports = () => false;")
+    page.reload()
+    assert page.locator("#theme").is_hidden()
+    assert page.locator("thead button").count() > 0
+    assert watched.problems == []
 
 
 def test_the_theme_is_chosen_with_a_button_and_remembered(open_page):

@@ -18,6 +18,7 @@
   if (stored === "light" || stored === "dark") root.dataset.theme = stored; // before anything is painted
 
   function setUpTheme() {
+    if (!CSS.supports("color", "light-dark(#000, #fff)")) return; // the page is light alone
     const button = document.getElementById("theme");
     const show = () => {
       button.textContent = isDark() ? "Light" : "Dark";
@@ -43,7 +44,7 @@
       Number(figure.replaceAll(",", "").replace("\u2212", "-").replace(/inf/i, "Infinity")));
   }
 
-  const isMissing = (text) => text === "" || text === "-" || text === "nan" || text === "unknown";
+  const isMissing = (text) => text === "" || text === "-" || text === "unknown" || /^[+-]?nan\b/.test(text);
 
   function compareFigures(a, b) {
     for (let i = 0; i < Math.min(a.length, b.length); i++) {

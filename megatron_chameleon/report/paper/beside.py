@@ -35,7 +35,9 @@ from megatron_chameleon.report.text_tables import MISSING, Cell, Row, Table
 MARKS = "The best of each row is marked, of these runs and of the paper's columns each by itself."
 
 
-def paper_tables(folder: RunFolder, comparison: Comparison) -> list[Table]:
+def paper_tables(
+    folder: RunFolder, comparison: Comparison | None, baseline: str | None = None
+) -> list[Table]:
     """Each of the run's tables with the paper's columns beside its own.
 
     The setting is that of the corpus's domains, whatever their spelling, of the model's size and,
@@ -44,7 +46,10 @@ def paper_tables(folder: RunFolder, comparison: Comparison) -> list[Table]:
 
     Args:
         folder: of the run.
-        comparison: its evaluated runs.
+        comparison: its evaluated runs; None where no perplexity was evaluated, of which there is
+            no table then.
+        baseline: name of the base run that the others are compared with, where ``comparison`` has
+            none.
 
     Returns:
         The tables; none for other domains than the paper's.
@@ -59,11 +64,12 @@ def paper_tables(folder: RunFolder, comparison: Comparison) -> list[Table]:
     if match.differences:
         tables = [*setting.perplexity[:1], *setting.downstream[:1]]
         return [_differences(setting, match.differences, tables)]
-    baseline = None if comparison.baseline is None else comparison.baseline.name
+    if comparison is not None and comparison.baseline is not None:
+        baseline = comparison.baseline.name
     return [
-        _perplexity(match, comparison),
+        *([] if comparison is None else [_perplexity(match, comparison)]),
         *_downstream(setting, compare_downstream(folder, baseline)),
-        weights_beside(match, comparison),
+        weights_beside(match, folder, comparison),
         *cost_beside(setting.data_set, folder),
     ]
 
@@ -72,7 +78,7 @@ def _differences(setting: Setting, rows: Sequence[Row], tables: Sequence[PaperTa
     captions = " and ".join(f"'{table.caption}'" for table in tables)
     return Table(
         title=f"{TITLE}another setting",
-        header=("", "these runs", "the paper"),
+        header=("setting", "these runs", "the paper"),
         rows=tuple(rows),
         notes=(
             f"{source()}, has {captions} for {setting.label}. These runs are of another setting, "
@@ -86,7 +92,6 @@ def _differences(setting: Setting, rows: Sequence[Row], tables: Sequence[PaperTa
 def _perplexity(match: PaperMatch, comparison: Comparison) -> Table:
     setting, table = match.setting, match.setting.perplexity[0]
     left_out = comparison.left_out
-    theirs = [match.names[name] for name in comparison.domains]
     rows = tuple(
         (
             Cell(name),
@@ -95,6 +100,25 @@ def _perplexity(match: PaperMatch, comparison: Comparison) -> Table:
         )
         for name in (*comparison.domains, *left_out)
     )
+    over = [f"Not in any average or count here: {', '.join(left_out)}."] if left_out else []
+    return Table(
+        title=f"{TITLE}held-out perplexity ({setting.label})",
+        header=("domain", *(run.label for run in comparison.runs), *_headings(table)),
+        rows=rows,
+        summary=_perplexity_summary(match, comparison),
+        notes=(
+            *_notes(PERPLEXITY, setting, table),
+            *over,
+            f"The paper's training tokens are {describe_tokens(setting)}; its sequence length and "
+            "tokenizer are not printed either. Compare columns of one side with one another, "
+            "rather than with the other side's.",
+        ),
+    )
+
+
+def _perplexity_summary(match: PaperMatch, comparison: Comparison) -> tuple[Row, ...]:
+    setting, table = match.setting, match.setting.perplexity[0]
+    theirs = [match.names[name] for name in comparison.domains]
     average = (
         Cell("average"),
         *PERPLEXITY.cells([run.result.mean_perplexity for run in comparison.runs]),
@@ -105,23 +129,8 @@ def _perplexity(match: PaperMatch, comparison: Comparison) -> Table:
         None if run is baseline or baseline is None else comparison.domains_better(run)
         for run in comparison.runs
     ]
-    better = _better_rows(
-        PERPLEXITY, setting, table, theirs, baseline.label if baseline else "", counts
-    )
-    over = [f"Not in any average or count here: {', '.join(left_out)}."] if left_out else []
-    return Table(
-        title=f"{TITLE}held-out perplexity ({setting.label})",
-        header=("domain", *(run.label for run in comparison.runs), *_headings(table)),
-        rows=rows,
-        summary=(average, *better),
-        notes=(
-            *_notes(PERPLEXITY, setting, table),
-            *over,
-            f"The paper's training tokens are {describe_tokens(setting)}; its sequence length and "
-            "tokenizer are not printed either. Compare columns of one side with one another, "
-            "rather than with the other side's.",
-        ),
-    )
+    label = baseline.label if baseline else ""
+    return (average, *_better_rows(PERPLEXITY, setting, table, theirs, label, counts))
 
 
 def _downstream(setting: Setting, comparison: DownstreamComparison | None) -> list[Table]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from megatron_chameleon.report.comparison import Comparison, same_weights
+from megatron_chameleon.report.comparison import Comparison, run_labels, same_weights
 from megatron_chameleon.report.cost_tables import UNKNOWN, format_hours
 from megatron_chameleon.report.ledger import MixtureCost, ledger_of
 from megatron_chameleon.report.paper.columns import PAPER, TITLE, label_of
@@ -20,15 +20,17 @@ from megatron_chameleon.report.text_tables import MISSING, Cell, Row, Table
 PAPER_METHODS = {"chameleon-pretrain": "chameleon"}
 
 
-def weights_beside(match: PaperMatch, comparison: Comparison) -> Table:
-    """The distinct weights that the evaluated runs were trained with, and the paper's."""
+def weights_beside(match: PaperMatch, folder: RunFolder, comparison: Comparison | None) -> Table:
+    """The distinct weights that the evaluated runs were trained with, and the paper's.
+
+    Without evaluated runs they are those of all base runs; without these, all mixtures.
+    """
     data_set = match.setting.data_set
     columns = data_set.weight_columns()
     mixtures: dict[str, Mapping[str, float]] = {}
-    for run in comparison.runs:
-        weights = run.run.mixture if run.run else {}
+    for label, weights in _weights_here(folder, comparison):
         if weights and not any(same_weights(weights, other) for other in mixtures.values()):
-            mixtures[run.label] = weights
+            mixtures[label] = weights
     rows = tuple(
         (
             Cell(name),
@@ -46,6 +48,22 @@ def weights_beside(match: PaperMatch, comparison: Comparison) -> Table:
         summary=((Cell("sum"), *(Cell(format_weight(total)) for total in sums)),),
         notes=(f"The paper is {source()}; its weights are as printed.", *sums_note(data_set)),
     )
+
+
+def _weights_here(
+    folder: RunFolder, comparison: Comparison | None
+) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """What is trained or found here, with its label."""
+    if comparison is not None:
+        for run in comparison.runs:
+            yield run.label, run.run.mixture if run.run else {}
+    elif folder.base_runs:
+        labels = run_labels(folder.base_runs, folder.base_runs)
+        for name, trained in folder.base_runs.items():
+            yield labels[name], trained.mixture
+    else:
+        for name, mixture in folder.mixtures.items():
+            yield name, mixture.weights
 
 
 def cost_beside(data_set: DataSet, folder: RunFolder) -> list[Table]:

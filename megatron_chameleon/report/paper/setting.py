@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol
 from megatron_chameleon.report.comparison import Comparison
+from megatron_chameleon.report.downstream_comparison import base_run_of
 from megatron_chameleon.report.paper.results import DataSet, Setting, paper_settings
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.text_tables import Cell, Row
@@ -37,8 +38,11 @@ class PaperMatch:
     differences: tuple[Row, ...]
 
 
-def match_setting(folder: RunFolder, comparison: Comparison) -> PaperMatch | None:
-    """The setting of the paper that fits the evaluated runs best; None on other domains."""
+def match_setting(folder: RunFolder, comparison: Comparison | None) -> PaperMatch | None:
+    """The setting of the paper that fits the evaluated runs best; None on other domains.
+
+    Where no perplexity was evaluated, it is that of the base runs; without any, the first.
+    """
     domains = _domains(folder, comparison)
     candidates = [
         (setting, names)
@@ -47,7 +51,7 @@ def match_setting(folder: RunFolder, comparison: Comparison) -> PaperMatch | Non
     ]
     if not candidates:
         return None
-    runs = [run.run for run in comparison.runs]
+    runs = _runs(folder, comparison)
     fitting = [pair for pair in candidates if all(_has_model(run, pair[0]) for run in runs)]
     setting, names = (fitting or candidates)[0]
     rows = (_model_row(runs, setting), _tokens_row(runs, setting), _start_row(runs, setting))
@@ -85,11 +89,19 @@ def downstream_differences(protocol: DownstreamProtocol) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _domains(folder: RunFolder, comparison: Comparison) -> list[str]:
+def _domains(folder: RunFolder, comparison: Comparison | None) -> list[str]:
     """Of the corpus; without one, those of the evaluations."""
     if folder.corpus is not None:
         return folder.corpus.names
-    return [*comparison.domains, *comparison.left_out]
+    return [] if comparison is None else [*comparison.domains, *comparison.left_out]
+
+
+def _runs(folder: RunFolder, comparison: Comparison | None) -> list[TrainingRun | None]:
+    """The runs that have figures; None for each whose record is not in 5-base."""
+    if comparison is not None:
+        return [run.run for run in comparison.runs]
+    asked = [folder.base_runs.get(base_run_of(folder, name)) for name in folder.downstream]
+    return asked or list(folder.base_runs.values())
 
 
 def _plain(name: str) -> str:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.artifacts import DomainLoss, Protocol, require_comparable
+from megatron_chameleon.artifacts import DomainLoss, EvaluationResult, Protocol, require_comparable
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import sample_result
 
@@ -69,6 +70,22 @@ def test_results_of_different_protocols_are_refused_with_what_differs(protocol, 
     assert str(refused.value) == (
         f"'b' and 'a' were evaluated by different protocols ({told}); evaluate both by one"
     )
+
+
+@pytest.mark.parametrize("field", ["loss", "unigram_loss"])
+def test_a_loss_that_is_no_number_is_refused_with_its_place(tmp_path, field):
+    path = tmp_path / "result.json"
+    sample_result().save(path)
+    body = json.loads(path.read_text(encoding="utf-8"))
+    name = list(body["domains"])[-1]
+    body["domains"][name][field] = math.nan
+    path.write_text(json.dumps(body), encoding="utf-8")
+    with pytest.raises(UserError) as refused:
+        EvaluationResult.load(path)
+    assert str(refused.value).startswith(f"{path}: field domains.{name}.{field}: NaN is no loss")
+    body["domains"][name][field] = 800.0
+    path.write_text(json.dumps(body), encoding="utf-8")
+    assert getattr(EvaluationResult.load(path).domains[name], field) == 800.0
 
 
 def test_bits_per_byte_are_nats_over_the_bytes_of_the_text():

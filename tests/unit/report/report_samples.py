@@ -28,6 +28,10 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, write_metrics
+from megatron_chameleon.report.comparison import compare
+from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.tables import perplexity_table
+from megatron_chameleon.report.text_tables import Table
 
 PROVENANCE = Provenance(
     command=["sample"], options={}, inputs={}, versions={}, git_commit=None, created="2026-01-01"
@@ -170,6 +174,17 @@ def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Pat
         result = evaluation(names, shifted, corpus_hash=corpus.hash)
         result.save(root / "6-evaluation" / f"{name}.json")
     return root
+
+
+def perplexity_of(folder: RunFolder, baseline: str | None = None) -> Table:
+    """The table of held-out perplexity."""
+    return perplexity_table(folder, compare(folder, baseline))
+
+
+def columns(table: Table) -> dict[str, tuple[str, ...]]:
+    """Heading -> texts of the column, summary included."""
+    rows = [[cell.text for cell in row] for row in (*table.rows, *table.summary)]
+    return dict(zip(table.header, zip(*rows, strict=True), strict=True))
 
 
 def write_sweep(root: Path, mixtures: dict[str, list[Mixture]], **changes: Any) -> Sweep:

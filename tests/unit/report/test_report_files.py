@@ -24,12 +24,6 @@ def test_what_no_longer_belongs_is_removed_and_all_else_left(tmp_path):
     assert (folder / "a.png").read_bytes() == b"4"
 
 
-def test_pictures_of_a_report_without_a_list_are_removed(tmp_path):
-    (tmp_path / "loss.png").write_bytes(b"old")
-    write_report(tmp_path, {"a.png": b"1"}, unwanted=["loss.png", "loss.pdf"])
-    assert files_in(tmp_path) == ["a.png", LIST_NAME]
-
-
 @pytest.mark.parametrize("name", ["../kept", "/{root}/kept", "a/../../kept", "a/b/kept"])
 def test_a_list_that_was_changed_removes_nothing_elsewhere(tmp_path, name):
     folder = tmp_path / "report"

@@ -204,3 +204,15 @@ def test_an_element_escapes_what_it_is_given():
 def test_a_script_that_would_end_itself_is_refused(text):
     with pytest.raises(ValueError, match="not the content"):
         raw("script", text)
+
+
+def test_browsers_that_do_not_know_light_dark_have_the_light_colours(page):
+    (style,) = page.all("style")
+    plain, _, both = style.text.partition("@supports (color: light-dark(#000, #fff)) {")
+    assert "light-dark(" not in plain.split("*/", 1)[1].split("/*")[0]
+    light = dict(re.findall(r"(--[a-z0-9-]+): (#[0-9a-f]{6});", plain))
+    pairs = re.findall(r"(--[a-z0-9-]+): light-dark\((#[0-9a-f]{6}), #[0-9a-f]{6}\);", both)
+    assert light == dict(pairs)
+    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", both)) - {"--width"}
+    assert used
+    assert used <= set(light)

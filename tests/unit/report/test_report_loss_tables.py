@@ -13,8 +13,7 @@ from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.loss_tables import bits_per_byte_table, loss_table
 from megatron_chameleon.report.page import make_report
 from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.tables import perplexity_table
-from tests.unit.report.report_samples import NAMES, write_run_folder
+from tests.unit.report.report_samples import NAMES, perplexity_of, write_run_folder
 
 RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 TOKENS = [20, 30, 50]
@@ -98,7 +97,7 @@ def test_bits_per_byte_are_shown_and_the_lowest_is_marked(root, losses):
 
 
 def test_the_verdict_says_how_sure_the_difference_of_averages_is(root, losses):
-    (verdict,) = [n for n in perplexity_table(RunFolder.load(root)).notes if "lower in" in n]
+    (verdict,) = [n for n in perplexity_of(RunFolder.load(root)).notes if "lower in" in n]
     mean = {
         run: np.mean([domain(values).perplexity for values in losses[run].values()]) for run in RUNS
     }

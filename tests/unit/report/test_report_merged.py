@@ -22,10 +22,10 @@ from megatron_chameleon.report.downstream_tables import downstream_tables
 from megatron_chameleon.report.ledger import ledger_of
 from megatron_chameleon.report.merged import merge
 from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.tables import perplexity_table
 from tests.unit.report.downstream_samples import downstream, save
 from tests.unit.report.report_samples import (
     NAMES,
+    perplexity_of,
     random_mixture,
     random_weights,
     write_run_folder,
@@ -91,7 +91,7 @@ def test_names_that_collide_get_their_folders(roots):
 
 def test_the_tables_have_all_runs(roots):
     change_cost(roots[1] / f"5-base/{UNIFORM}/run.json", 999.0)
-    table = perplexity_table(merged(roots))
+    table = perplexity_of(merged(roots))
     assert table.header[-3:] == (
         f"perplexity {UNIFORM} (run-a)",
         "perplexity Chameleon",

@@ -7,13 +7,12 @@ import shutil
 
 import pytest
 
-from megatron_chameleon.artifacts import EvaluationResult, TrainingRun
+from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.loss_tables import bits_per_byte_table, loss_table
 from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.tables import perplexity_table
-from tests.unit.report.report_samples import NAMES, write_run_folder
+from tests.unit.report.report_samples import NAMES, perplexity_of, write_run_folder
 
 UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 
@@ -63,6 +62,42 @@ def test_evaluations_on_another_corpus_than_their_runs_are_refused(root):
         assert f"{root / '5-base' / CHAMELEON} was trained on" in str(refused.value)
 
 
+@pytest.mark.parametrize("has_corpus", [True, False])
+def test_runs_of_another_corpus_are_refused_though_not_evaluated(root, has_corpus):
+    trained_on(root, CHAMELEON, "other")
+    (root / f"6-evaluation/{CHAMELEON}.json").unlink()
+    if not has_corpus:
+        shutil.rmtree(root / "1-corpus")
+    with pytest.raises(UserError, match="move it to a run folder of its corpus") as refused:
+        compare(RunFolder.load(root))
+    known = "1-corpus" if has_corpus else f"6-evaluation/{UNIFORM}.json"
+    assert f"{root / '5-base' / CHAMELEON} was trained on another corpus" in str(refused.value)
+    assert str(root / known) in str(refused.value)
+
+
+def test_a_run_by_data_path_that_was_not_evaluated_is_let_be(root):
+    trained_on(root, CHAMELEON, "hash of files", data_path=["a"])
+    (root / f"6-evaluation/{CHAMELEON}.json").unlink()
+    assert len(compare(RunFolder.load(root)).runs) == 1
+
+
+def test_a_mixture_with_other_domains_is_refused_with_their_names(root):
+    path = root / "4-mixture/foreign.json"
+    Mixture.uniform([*NAMES, "v", "w", "x", "y", "z"]).save(path)
+    with pytest.raises(UserError) as refused:
+        compare(RunFolder.load(root))
+    assert str(refused.value) == (
+        f"{path} has weights for domains that the corpus in {root / '1-corpus'} does not have: "
+        f"v, w, x and 2 more; compute it with --corpus {root / '1-corpus'}, or move the file to a "
+        "run folder of its corpus"
+    )
+
+
+def test_a_mixture_of_some_of_the_domains_is_no_other_corpus(root):
+    Mixture.uniform(NAMES[:2]).save(root / "4-mixture/part.json")
+    assert len(compare(RunFolder.load(root)).runs) == 2
+
+
 def test_runs_of_the_same_corpus_or_of_files_by_path_are_compared(root):
     folder = RunFolder.load(root)
     assert folder.corpus is not None
@@ -81,7 +116,7 @@ def test_a_domain_without_held_out_text_is_a_row_of_dashes(root):
     comparison = compare(folder)
     bits = bits_per_byte_table(comparison)
     assert bits is not None
-    tables = [perplexity_table(folder), loss_table(comparison), bits]
+    tables = [perplexity_of(folder), loss_table(comparison), bits]
     for table in tables:
         assert [row[0].text for row in table.rows] == NAMES
         assert len({len(row) for row in (table.header, *table.rows, *table.summary)}) == 1

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from matplotlib.image import imread
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.page import make_report
+from megatron_chameleon.report.page import make_report, settled_report
 from megatron_chameleon.report.pictures import weight_series
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.report_samples import NAMES, write_corpus, write_run_folder, write_sweep
@@ -132,12 +133,19 @@ def test_the_markdown_holds_the_printed_numbers(made):
     assert row.count("**") == 2
 
 
-def test_without_evaluations_nothing_is_written(root):
-    for path in (root / "6-evaluation").iterdir():
-        path.unlink()
-    with pytest.raises(UserError, match="6-evaluation holds no evaluation"):
-        make_report(root)
-    assert not (root / "7-report").exists()
+def test_a_folder_that_is_given_twice_counts_once(made, tmp_path):
+    run = made[0].parent
+    (tmp_path / "link").symlink_to(run)
+    there = make_report(run, tmp_path / "link", run / ".." / "run", output=tmp_path / "there")
+    for name in ("report.html", "tables.md"):
+        assert (there / name).read_bytes() == (made[0] / name).read_bytes()
+
+
+def test_folders_of_one_name_are_told_apart_in_the_title(made, tmp_path):
+    roots = [write_run_folder(tmp_path / parent / "run", seed=3) for parent in ("x", "y")]
+    report = settled_report((*roots, roots[0]))
+    assert report.title == "x/run + y/run"
+    assert dict(report.sections[-1].facts)["run folders"] == f"{roots[0]}, {roots[1]}"
 
 
 def test_a_report_is_replaced_and_a_picture_without_data_removed(root, capsys):
@@ -152,6 +160,17 @@ def test_a_report_is_replaced_and_a_picture_without_data_removed(root, capsys):
     assert "affinity.png" in before
     assert "affinity.png" not in after
     assert "not drawn: no mixture in 4-mixture" in capsys.readouterr().out
+
+
+def test_pictures_of_the_users_own_are_left_alone(tmp_path):
+    root, own = write_run_folder(tmp_path / "run"), tmp_path / "mypics"
+    for path in (root / "5-base", root / "2-proxy"):
+        shutil.rmtree(path)
+    own.mkdir()
+    (own / "loss.png").write_bytes(b"mine")
+    make_report(root, output=own)
+    assert (own / "report.html").is_file()
+    assert (own / "loss.png").read_bytes() == b"mine"
 
 
 def test_a_sweep_is_shown_where_there_is_one(root, capsys):
@@ -220,7 +239,7 @@ def test_the_tool_reports_a_run_folder(root):
 
 def test_the_tool_refuses_in_one_line(tmp_path):
     write_corpus(tmp_path / "1-corpus", NAMES)
-    done = run_python("tools/make_report.py", tmp_path)
+    done = run_python("tools/make_report.py", tmp_path, "--baseline", "x")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")

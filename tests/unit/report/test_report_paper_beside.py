@@ -247,6 +247,7 @@ def test_tasks_that_were_asked_otherwise_are_not_beside_the_papers(root, changes
     save(root, f"{UNIFORM}-downstream", result)
     _, table, *_ = tables_of(root)
     assert table.title == "Beside the paper: another setting"
+    assert table.header == ("setting", "these runs", "the paper")
     assert "64.3" not in terminal_table(table)
 
 

@@ -9,11 +9,12 @@ import pytest
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.tables import fine_tuning_tables, perplexity_table
 from tests.unit.report.report_samples import (
     NAMES,
     PROTOCOL,
+    columns,
     evaluation,
+    perplexity_of,
     random_mixture,
     random_weights,
     write_run_folder,
@@ -26,12 +27,6 @@ CHAMELEON = "chameleon-pretrain-seed1"
 @pytest.fixture
 def root(tmp_path):
     return write_run_folder(tmp_path / "run")
-
-
-def columns(table):
-    """Heading -> texts of the column, summary included."""
-    rows = [[cell.text for cell in row] for row in (*table.rows, *table.summary)]
-    return dict(zip(table.header, zip(*rows, strict=True), strict=True))
 
 
 def edit_run(root, name, **changes):
@@ -52,7 +47,7 @@ def add_run(root, name, weights, method, losses):
 
 
 def test_the_main_table_has_the_numbers_of_the_artifacts(root):
-    found = columns(perplexity_table(RunFolder.load(root)))
+    found = columns(perplexity_of(RunFolder.load(root)))
     assert list(found) == [
         "domain",
         "weight",
@@ -84,7 +79,7 @@ def test_the_main_table_has_the_numbers_of_the_artifacts(root):
 def test_averages_and_counts_are_over_domains(root):
     edit_evaluation(root, "uniform-seed1", domains=evaluation(NAMES, [1.0, 2.0, 3.0]).domains)
     edit_evaluation(root, CHAMELEON, domains=evaluation(NAMES, [0.9, 2.1, 3.0]).domains)
-    table = perplexity_table(RunFolder.load(root))
+    table = perplexity_of(RunFolder.load(root))
     average, better = ([cell.text for cell in row] for row in table.summary)
     uniform = (math.e + math.e**2 + math.e**3) / 3
     chameleon = (math.exp(0.9) + math.exp(2.1) + math.exp(3.0)) / 3
@@ -103,7 +98,7 @@ def test_averages_and_counts_are_over_domains(root):
 
 
 def test_the_baseline_can_be_chosen(root):
-    table = perplexity_table(RunFolder.load(root), baseline=CHAMELEON)
+    table = perplexity_of(RunFolder.load(root), baseline=CHAMELEON)
     assert table.header[-2:] == ("perplexity Chameleon", "perplexity Uniform")
     assert table.summary[1][0].text == "domains better than Chameleon"
     # The weights shown are those of the runs that are compared with the baseline.
@@ -112,14 +107,14 @@ def test_the_baseline_can_be_chosen(root):
 
 def test_an_unknown_baseline_is_refused_with_the_choices(root):
     with pytest.raises(UserError, match=r"--baseline x: .* choose from chameleon.*, uniform-seed1"):
-        perplexity_table(RunFolder.load(root), baseline="x")
+        perplexity_of(RunFolder.load(root), baseline="x")
 
 
 def test_missing_evaluations_are_told_with_the_way_out(root):
     for path in (root / "6-evaluation").iterdir():
         path.unlink()
     with pytest.raises(UserError, match=r"6-evaluation holds no evaluation; run tools/evaluate"):
-        perplexity_table(RunFolder.load(root))
+        perplexity_of(RunFolder.load(root))
 
 
 def test_further_runs_become_columns_with_their_own_weights(root, rng):
@@ -131,7 +126,7 @@ def test_further_runs_become_columns_with_their_own_weights(root, rng):
     )
     add_run(root, "scaled-pretrain-seed1", weights, "chameleon-pretrain", [1.0, 1.0, 1.0])
     add_run(root, "by-hand-seed1", random_weights(NAMES, rng), "manual", [2.0, 2.0, 2.0])
-    found = columns(perplexity_table(RunFolder.load(root)))
+    found = columns(perplexity_of(RunFolder.load(root)))
     # Two runs of one method go by their names.
     assert list(found) == [
         "domain",
@@ -154,7 +149,7 @@ def test_further_runs_become_columns_with_their_own_weights(root, rng):
 def test_beside_weights_for_fine_tuning_those_for_pretraining_are_called_so(root, rng):
     losses = rng.uniform(2, 4, len(NAMES))
     add_run(root, "tuned", random_weights(NAMES, rng), "chameleon-finetune", losses)
-    assert list(columns(perplexity_table(RunFolder.load(root))))[-3:] == [
+    assert list(columns(perplexity_of(RunFolder.load(root))))[-3:] == [
         "perplexity Uniform",
         "perplexity Chameleon (pretraining)",
         "perplexity Chameleon (fine-tuning)",
@@ -164,17 +159,43 @@ def test_beside_weights_for_fine_tuning_those_for_pretraining_are_called_so(root
 def test_two_seeds_of_one_mixture_share_a_column_of_weights(root):
     weights = TrainingRun.load(root / "5-base" / CHAMELEON).mixture
     add_run(root, "chameleon-pretrain-seed2", weights, "chameleon-pretrain", [1.0, 1.0, 1.0])
-    header = perplexity_table(RunFolder.load(root)).header
+    header = perplexity_of(RunFolder.load(root)).header
     assert header[:3] == ("domain", "weight", "95% interval")
     assert header[-1] == "perplexity chameleon-pretrain-seed2"
 
 
 def test_another_seed_of_the_baseline_is_told_from_another_mixture(root):
     weights = TrainingRun.load(root / "5-base/uniform-seed1").mixture
-    add_run(root, "uniform-seed2", weights, "uniform", [1.0, 1.0, 1.0])
-    notes = perplexity_table(RunFolder.load(root), "uniform-seed1").notes
+    add_run(root, "uniform-again", weights, "uniform", [1.0, 1.0, 1.0])
+    notes = perplexity_of(RunFolder.load(root), "uniform-seed1").notes
     same = [note for note in notes if "trained with the same weights" in note]
-    assert len(same) == 1 and same[0].startswith("uniform-seed2,")
+    assert len(same) == 1
+    assert same[0].startswith("uniform-again,")
+
+
+def test_seeds_have_a_column_each_and_one_sentence(root):
+    weights = TrainingRun.load(root / "5-base/uniform-seed1").mixture
+    add_run(root, "uniform-seed2", weights, "uniform", [1.0, 1.0, 1.0])
+    weights = TrainingRun.load(root / "5-base" / CHAMELEON).mixture
+    add_run(root, "chameleon-pretrain-seed2", weights, "chameleon-pretrain", [2.0] * 3)
+    table = perplexity_of(RunFolder.load(root))
+    assert sum(heading.startswith("perplexity ") for heading in table.header) == 4
+    assert not any("uniform-seed" in note for note in table.notes)
+    (sentence,) = [note for note in table.notes if "average perplexity" in note]
+    assert sentence.startswith("Chameleon has an average perplexity of ")
+    assert "over 2 seeds, Uniform of " in sentence
+
+
+def test_an_infinite_perplexity_is_not_the_best_and_has_no_ratio(root):
+    edit_evaluation(root, "uniform-seed1", domains=evaluation(NAMES, [800.0, 2.0, 800.0]).domains)
+    edit_evaluation(root, CHAMELEON, domains=evaluation(NAMES, [800.0, 900.0, 3.0]).domains)
+    table = perplexity_of(RunFolder.load(root))
+    marks = [[cell.best for cell in row[-2:]] for row in (*table.rows, table.summary[0])]
+    assert marks == [[False, False], [True, False], [False, True], [False, False]]
+    assert table.notes[-1] == (
+        "Chameleon has an average perplexity of inf, Uniform of inf; "
+        "Chameleon is lower in 1 of 3 domains."
+    )
 
 
 def test_of_two_files_with_the_same_weights_the_runs_own_gives_the_intervals(root):
@@ -182,26 +203,27 @@ def test_of_two_files_with_the_same_weights_the_runs_own_gives_the_intervals(roo
     for name, confidence in (("another", 0.5), ("zzz", 0.6)):
         same = dataclasses.replace(Mixture.load(own), confidence=confidence)
         same.save(root / f"4-mixture/{name}.json")
-    assert perplexity_table(RunFolder.load(root)).header[2] == "95% interval"
+    assert perplexity_of(RunFolder.load(root)).header[2] == "95% interval"
 
 
 def test_without_a_uniform_run_there_is_no_baseline(root):
     edit_run(root, "uniform-seed1", mixture_method="manual")
-    table = perplexity_table(RunFolder.load(root))
+    table = perplexity_of(RunFolder.load(root))
     assert [row[0].text for row in table.summary] == ["average"]
     assert not any("lower in" in note for note in table.notes)
 
 
 def test_a_single_run_has_no_marks_and_shows_its_own_weights(root):
     (root / f"6-evaluation/{CHAMELEON}.json").unlink()
-    table = perplexity_table(RunFolder.load(root))
+    table = perplexity_of(RunFolder.load(root))
     assert table.header == ("domain", "weight", "unigram perplexity", "perplexity Uniform")
     assert not any(cell.best for row in (*table.rows, *table.summary) for cell in row)
+    assert table.notes[0].endswith("Lower is better.")
 
 
 def test_an_evaluation_without_its_base_run_goes_by_its_name(root):
     (root / f"5-base/{CHAMELEON}/run.json").unlink()
-    table = perplexity_table(RunFolder.load(root))
+    table = perplexity_of(RunFolder.load(root))
     assert table.header[-1] == f"perplexity {CHAMELEON}"
     assert "weight" not in table.header
 
@@ -212,7 +234,7 @@ def test_a_domain_that_the_mixture_leaves_out_has_weight_zero(root):
     Mixture(weights, method="chameleon-pretrain", intervals={"code": (0.2, 0.3)}).save(
         root / "4-mixture/chameleon-pretrain.json"
     )
-    found = columns(perplexity_table(RunFolder.load(root)))
+    found = columns(perplexity_of(RunFolder.load(root)))
     assert found["weight"][:3] == ("0.2500", "0.0000", "0.7500")
     assert found["interval"][:3] == ("0.2000 to 0.3000", "-", "-")
 
@@ -221,7 +243,7 @@ def test_intervals_of_a_mixture_made_anew_are_not_shown_with_the_old_weights(roo
     random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4))).save(
         root / "4-mixture/chameleon-pretrain.json"
     )
-    table = perplexity_table(RunFolder.load(root))
+    table = perplexity_of(RunFolder.load(root))
     assert not any("interval" in heading for heading in table.header)
     assert any("4-mixture/chameleon-pretrain.json has changed" in note for note in table.notes)
 
@@ -235,16 +257,16 @@ def test_intervals_of_a_mixture_made_anew_are_not_shown_with_the_old_weights(roo
     ],
 )
 def test_runs_that_are_not_alike_are_noted(root, changes, told):
-    assert len(perplexity_table(RunFolder.load(root)).notes) == 2
+    assert len(perplexity_of(RunFolder.load(root)).notes) == 2
     edit_run(root, CHAMELEON, **changes)
-    notes = perplexity_table(RunFolder.load(root)).notes
+    notes = perplexity_of(RunFolder.load(root)).notes
     assert len(notes) == 3
     assert re.search(told, notes[1])
 
 
 def test_another_step_is_noted(root):
     edit_evaluation(root, CHAMELEON, step=100)
-    notes = " ".join(perplexity_table(RunFolder.load(root)).notes)
+    notes = " ".join(perplexity_of(RunFolder.load(root)).notes)
     assert "'evaluated at step': Uniform 200, Chameleon 100" in notes
 
 
@@ -259,7 +281,7 @@ def test_another_step_is_noted(root):
 def test_evaluations_that_cannot_be_compared_are_refused(root, changes, told):
     edit_evaluation(root, "uniform-seed1", **changes)
     with pytest.raises(UserError, match=told):
-        perplexity_table(RunFolder.load(root))
+        perplexity_of(RunFolder.load(root))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +311,7 @@ def test_the_protocol_is_told(root, changes, told):
     protocol = dataclasses.replace(PROTOCOL, **changes)
     for name in ("uniform-seed1", CHAMELEON):
         edit_evaluation(root, name, protocol=protocol)
-    note = perplexity_table(RunFolder.load(root)).notes[0]
+    note = perplexity_of(RunFolder.load(root)).notes[0]
     assert note == (
         f"On the test split, {told}. Lower is better; the lowest of each row is marked."
     )
@@ -298,45 +320,5 @@ def test_the_protocol_is_told(root, changes, told):
 def test_domains_without_held_out_text_are_named(root):
     for name in ("uniform-seed1", CHAMELEON):
         edit_evaluation(root, name, left_out=["empty", "void"])
-    notes = perplexity_table(RunFolder.load(root)).notes
+    notes = perplexity_of(RunFolder.load(root)).notes
     assert notes[1] == "Nothing to predict, and not in the average: empty, void."
-
-
-def test_fine_tuning_weights_stand_beside_the_pretraining_weights(root):
-    (table,) = fine_tuning_tables(RunFolder.load(root))
-    found = columns(table)
-    pretrain, finetune = (
-        Mixture.load(root / f"4-mixture/chameleon-{mode}.json") for mode in ("pretrain", "finetune")
-    )
-    assert list(found) == [
-        "domain",
-        "leverage score",
-        "pretraining weight",
-        "pretraining 95% interval",
-        "fine-tuning weight",
-        "fine-tuning 95% interval",
-    ]
-    assert finetune.scores is not None
-    assert finetune.intervals is not None
-    assert found["leverage score"] == tuple(f"{finetune.scores[n]:.4f}" for n in NAMES)
-    assert found["pretraining weight"] == tuple(f"{pretrain.weights[n]:.4f}" for n in NAMES)
-    assert found["fine-tuning weight"] == tuple(f"{finetune.weights[n]:.4f}" for n in NAMES)
-    low, high = finetune.intervals["prose"]
-    assert found["fine-tuning 95% interval"][2] == f"{low:.4f} to {high:.4f}"
-    assert table.notes == ()
-
-
-def test_fine_tuning_weights_from_other_scores_are_noted(root):
-    path = root / "4-mixture/chameleon-pretrain.json"
-    mixture = Mixture.load(path)
-    dataclasses.replace(mixture, scores={**(mixture.scores or {}), "code": 0.5}).save(path)
-    (table,) = fine_tuning_tables(RunFolder.load(root))
-    assert table.notes == ("The pretraining weights come from other scores than those shown.",)
-
-
-def test_fine_tuning_weights_stand_alone_without_pretraining_weights(root):
-    (root / "4-mixture/chameleon-pretrain.json").unlink()
-    (table,) = fine_tuning_tables(RunFolder.load(root))
-    assert table.header[2:] == ("fine-tuning weight", "fine-tuning 95% interval")
-    (root / "4-mixture/chameleon-finetune.json").unlink()
-    assert fine_tuning_tables(RunFolder.load(root)) == []

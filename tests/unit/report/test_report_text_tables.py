@@ -5,7 +5,13 @@ import re
 import pytest
 
 from megatron_chameleon.report.names import display_width, markdown, one_line, shortened
-from megatron_chameleon.report.text_tables import Cell, Table, markdown_table, terminal_table
+from megatron_chameleon.report.text_tables import (
+    NAME_WIDTH,
+    Cell,
+    Table,
+    markdown_table,
+    terminal_table,
+)
 
 
 def table(**changes):
@@ -54,6 +60,18 @@ def test_a_table_without_rows_is_still_a_table():
     text = terminal_table(table(rows=(), summary=(), notes=()))
     assert "domain" in text
     assert "first" in text
+
+
+def test_a_very_long_name_is_shortened_in_the_terminal_alone():
+    name = "crawl " + "n" * 200 + " 2024"
+    long = table(rows=((Cell(name), Cell("1.25"), Cell("1" * 80)),))
+    lines = terminal_table(long).splitlines()
+    (row,) = [line for line in lines if "1.25" in line]
+    assert row.index("1.25") < NAME_WIDTH + 20
+    assert row.startswith("crawl nnn")
+    assert "n 2024 " in row
+    assert row.endswith("1" * 80)
+    assert name in markdown_table(long)
 
 
 def test_markdown_has_the_same_content():

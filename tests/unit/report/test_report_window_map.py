@@ -156,6 +156,21 @@ def test_a_damaged_store_is_told(tmp_path):
         window_map(folder)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("count", [12, FEWEST_FOR_UMAP])
+def test_embeddings_that_are_not_finite_are_told(tmp_path, value, count):
+    folder = folder_with(tmp_path, {"code": 12})
+    store = folder.embeddings["3-embeddings"]
+    vectors = np.ones((count, HIDDEN), dtype=np.float32)
+    vectors[5, 3] = value
+    store.with_domain("prose", vectors, "hash", Cost()).save()
+    with pytest.raises(UserError, match="not finite") as refused:
+        window_map(RunFolder.load(folder.root))
+    assert str(folder.root / "3-embeddings") in str(refused.value)
+    assert "domain 'prose'" in str(refused.value)
+    assert "compute_mixture.py" in str(refused.value)
+
+
 def test_without_umap_many_windows_are_shown_by_pca(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "umap", None)
     found = window_map(folder_with(tmp_path, {"code": FEWEST_FOR_UMAP}))
