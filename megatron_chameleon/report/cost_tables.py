@@ -68,7 +68,7 @@ def format_ratio(cost: float, reference: float) -> str:
     if not cost or not reference:
         return MISSING
     ratio = cost / reference
-    return f"{ratio:.2g}x" if ratio < 1 else f"{ratio:.1f}x"
+    return f"{ratio:.2g}x" if ratio < 0.995 else f"{ratio:.1f}x"
 
 
 def _cost_cells(cost: Cost) -> Row:
