@@ -81,7 +81,7 @@ setup(
         # To open the Hugging Face folders that tools/convert_checkpoint.py writes; it needs none.
         "hf": ["transformers>=4.46"],
         # The map of windows is drawn by PCA without umap-learn.
-        "plots": ["matplotlib>=3.8", "umap-learn>=0.5.9"],
+        "plots": ["matplotlib>=3.8", "umap-learn>=0.5.9", "threadpoolctl>=3.1"],
         "wandb": ["wandb>=0.17"],
         # What builds the pages of docs/.
         "docs": [

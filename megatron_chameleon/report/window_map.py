@@ -137,10 +137,12 @@ def pca_points(vectors: Array) -> tuple[Array, tuple[float, float]]:
 def umap_points(vectors: Array) -> Array | None:
     """UMAP's [n, 2] of ``vectors`` [n, h]; None where umap-learn, an extra, is not installed."""
     try:
+        from threadpoolctl import threadpool_limits
         from umap import UMAP  # seconds, since it compiles
     except ImportError:
         return None
-    with warnings.catch_warnings():
+    # Its compiler sets OpenMP's number of threads and leaves it so, for torch in this process too.
+    with threadpool_limits(limits=1, user_api="openmp"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of isolated points, and of the one thread of a seed
         found = UMAP(
             n_neighbors=NEIGHBOURS, min_dist=MIN_DIST, random_state=SEED, n_jobs=1

@@ -15,7 +15,14 @@ PACKAGE = "megatron_chameleon"
 # Package -> what it may import besides the standard library and itself.
 ALLOWED = {
     "mixture": {"numpy", "scipy"},
-    "report": {f"{PACKAGE}.artifacts", f"{PACKAGE}.errors", "numpy", "matplotlib", "umap"},
+    "report": {
+        f"{PACKAGE}.artifacts",
+        f"{PACKAGE}.errors",
+        "numpy",
+        "matplotlib",
+        "umap",
+        "threadpoolctl",
+    },
 }
 ALLOWED_IN_ONE_FILE = {"mixture/regmix.py": {"lightgbm"}}
 # Package -> what no module of it may import; the prefix "" is the whole package.

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
+from threadpoolctl import threadpool_info
 
 from megatron_chameleon.artifacts import Cost, EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.errors import UserError
@@ -192,6 +194,22 @@ def test_umap_keeps_domains_together_and_is_seeded(tmp_path):
     assert np.mean(away.argmin(axis=1) == found.domains) > 0.99
     vectors = np.concatenate([folder.embeddings["3-embeddings"].vectors(n) for n in found.names])
     np.testing.assert_array_equal(umap_points(vectors), found.points)
+
+
+def test_umap_leaves_the_threads_of_others_alone():
+    """With other threads torch adds in another order, and a run repeats no more."""
+    pytest.importorskip("umap")
+
+    def threads() -> dict[str, int]:
+        return {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
+
+    vectors = np.random.default_rng(0).normal(size=(30, HIDDEN)).astype(np.float32)
+    umap_points(vectors)  # loads what it needs
+    before = threads()
+    assert torch.get_num_threads() == 1
+    umap_points(vectors)
+    assert threads() == before
+    assert torch.get_num_threads() == 1
 
 
 def test_every_domain_has_a_mark_of_its_own():
