@@ -86,7 +86,7 @@ mini() {
   BASE=${BASE:-nano}
   JOBS_AT_ONCE=${JOBS_AT_ONCE:-2}      # 1.8 times as fast as one at a time on two ranks
   SEQ_LENGTH=128 BATCH=8 WARMUP=40     # the quickstart's
-  BASE_STEPS=${BASE_STEPS:-1200} BASE_WARMUP=80
+  BASE_STEPS=${BASE_STEPS:-1000} BASE_WARMUP=80
   PROXY_STEPS=${PROXY_STEPS:-300}      # Chameleon's
   LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # DoReMi's and DoGE's: five times, as in the paper
   MEMBER_STEPS=${MEMBER_STEPS:-150} REGMIX_MEMBERS=48 LAWS_MEMBERS=24
