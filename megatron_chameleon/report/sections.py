@@ -25,6 +25,7 @@ from megatron_chameleon.report.pictures import (
     windows_picture,
 )
 from megatron_chameleon.report.run_folder import EVALUATION, RunFolder
+from megatron_chameleon.report.seed_table import seed_table
 from megatron_chameleon.report.stability import stability_axes, stability_table
 from megatron_chameleon.report.tables import (
     perplexity_table,
@@ -106,12 +107,16 @@ def _findings(comparison: Comparison) -> list[str]:
 
 def _result(folder: RunFolder, comparison: Comparison) -> Section:
     beside = f", beside {comparison.baseline.label}" if comparison.baseline else ""
+    over_seeds = seed_table(comparison)
     return Section(
         name="result",
         heading="Held-out perplexity",
         introduction=f"What each model makes of text that it was not trained on{beside}. "
         "Lower is better.",
-        tables=(perplexity_table(folder, comparison),),
+        tables=(
+            *([over_seeds] if over_seeds else []),
+            perplexity_table(folder, comparison),
+        ),
     )
 
 

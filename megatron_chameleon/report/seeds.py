@@ -69,11 +69,12 @@ class SeedGroup:
     def domains_better(self, other: SeedGroup) -> int:
         """In how many domains the mean perplexity over seeds is below that of ``other``."""
         names = self.runs[0].result.domains
-        return sum(self._perplexity_of(name) < other._perplexity_of(name) for name in names)
+        pairs = ((self.perplexity_of(name), other.perplexity_of(name)) for name in names)
+        return sum(mine.mean < theirs.mean for mine, theirs in pairs)
 
-    def _perplexity_of(self, domain: str) -> float:
-        figures = [run.result.domains[domain].perplexity for run in self.runs]
-        return sum(figures) / len(figures)
+    def perplexity_of(self, domain: str) -> Spread:
+        """Of the runs' perplexities of one domain."""
+        return Spread.of([run.result.domains[domain].perplexity for run in self.runs])
 
 
 def seed_of(name: str) -> int | None:

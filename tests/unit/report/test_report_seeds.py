@@ -8,6 +8,7 @@ import statistics
 import pytest
 
 from megatron_chameleon.report.comparison import Comparison, Evaluated
+from megatron_chameleon.report.seed_table import seed_table
 from megatron_chameleon.report.seeds import Spread, seed_groups, seed_of
 from megatron_chameleon.report.tables import standings, verdicts
 from tests.unit.report.report_samples import NAMES, evaluation, write_training_run
@@ -139,3 +140,37 @@ def test_an_infinite_average_has_no_ratio(seeded, run_of):
     single = (seeded.runs[0], broken)
     (sentence,) = verdicts(Comparison(single, single[0]))
     assert "inf, uniform-seed1 of 20.00; chameleon-seed1 is lower in 2 of 3 domains." in sentence
+
+
+def test_the_table_over_seeds_has_a_column_for_each_method(seeded):
+    table = seed_table(seeded)
+    assert table is not None
+    assert table.header == ("domain", "perplexity Uniform", "perplexity Chameleon")
+    texts = [[cell.text for cell in row] for row in (*table.rows, *table.summary)]
+    assert texts == [
+        [NAMES[0], "19.00 ± 2.00", "17.00 ± 1.00"],
+        [NAMES[1], "22.00 ± 2.00", "23.00 ± 1.00"],
+        [NAMES[2], "25.00 ± 2.00", "20.00 ± 1.00"],
+        ["average", "22.00 ± 2.00", "20.00 ± 1.00"],
+        ["domains better than Uniform", "-", "2 of 3"],
+    ]
+    assert [[cell.best for cell in row[1:]] for row in table.rows] == [
+        [False, True],
+        [True, False],
+        [False, True],
+    ]
+    assert table.notes[0].endswith("; seeds: Uniform 3, Chameleon 3.")
+
+
+def test_a_single_run_has_no_deviation_beside_methods_with_seeds(seeded, run_of):
+    runs = (*seeded.runs, run_of("mine", [1, 2, math.inf], SKEWED, "mine"))
+    table = seed_table(Comparison(runs, None))
+    assert table is not None
+    assert [row[3].text for row in table.rows] == ["1.00", "2.00", "inf"]
+    assert [row[0].text for row in table.summary] == ["average"]
+    assert not table.rows[2][3].best
+
+
+def test_without_several_seeds_there_is_no_table_over_seeds(run_of):
+    runs = (run_of("uniform-seed1", [9, 9, 9]), run_of("other-seed1", [9, 9, 9], SKEWED))
+    assert seed_table(Comparison(runs, runs[0])) is None
