@@ -28,7 +28,7 @@ test test-slow: export CUDA_VISIBLE_DEVICES :=
 .PHONY: help setup quickstart test test-slow test-gpu measure-gpu lint format docs doctor clean
 
 help:
-	echo "make quickstart   the whole pipeline on real text, in under 5 minutes on 2 cores"
+	echo "make quickstart   the whole pipeline on real text, in minutes on 2 cores"
 	echo "make test         every test that needs no GPU"
 	echo "make test-slow    the tests left out of 'make test' for their length"
 	echo "make test-gpu     the tests that need a CUDA device"

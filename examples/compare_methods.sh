@@ -85,10 +85,10 @@ mini() {
   RUN=${RUN:-runs/compare-mini}
   BASE=${BASE:-nano}
   JOBS_AT_ONCE=${JOBS_AT_ONCE:-2}      # 1.8 times as fast as one at a time on two ranks
-  SEQ_LENGTH=128 BATCH=8 WARMUP=40     # the quickstart's
-  BASE_STEPS=${BASE_STEPS:-1000} BASE_WARMUP=80
-  PROXY_STEPS=${PROXY_STEPS:-300}      # Chameleon's
-  LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # DoReMi's and DoGE's: five times, as in the paper
+  SEQ_LENGTH=128 BATCH=8 WARMUP=80
+  BASE_STEPS=${BASE_STEPS:-800}
+  PROXY_STEPS=${PROXY_STEPS:-1000}             # Chameleon's: by a third of them one domain gets most
+  LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # DoReMi's and DoGE's
   MEMBER_STEPS=${MEMBER_STEPS:-150} REGMIX_MEMBERS=48 LAWS_MEMBERS=24
   EMBED=(--num-windows 512)            # the quickstart's
   EVALUATE=(--max-tokens 25000)        # the quickstart's
@@ -100,23 +100,21 @@ tiny() {
   BASE_STEPS=${BASE_STEPS:-12} PROXY_STEPS=${PROXY_STEPS:-8}
   LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-12} MEMBER_STEPS=${MEMBER_STEPS:-4}
   mini
-  SEQ_LENGTH=64 WARMUP=2 BASE_WARMUP=2 REGMIX_MEMBERS=16 LAWS_MEMBERS=12 EVAL_TOKENS=512
+  SEQ_LENGTH=64 WARMUP=2 REGMIX_MEMBERS=16 LAWS_MEMBERS=12 EVAL_TOKENS=512
   EMBED=(--num-windows 32 --bootstrap-resamples 50)
   EVALUATE=(--max-tokens 1024)
 }
 
 # From these to the flags of proxies, swarms and base models.
 fill_in() {
-  local model=(--seq-length "$SEQ_LENGTH" --global-batch-size "$BATCH")
-  local rate=(--lr-warmup-iters "$WARMUP" --lr 1e-2)   # the quickstart's
-  local run=("${model[@]}" --micro-batch-size "$BATCH" --min-lr 1e-3 --log-interval 50
-    --save-interval 200)
-  PROXY_FLAGS=(--model-size nano "${run[@]}" "${rate[@]}" --seed "$PROXY_SEED")
-  SWARM=(--model-size nano "${model[@]}" "${rate[@]}" --seed "$PROXY_SEED"
-    --train-iters "$MEMBER_STEPS" --eval-tokens "$EVAL_TOKENS")
-  # At 1e-2 one base model in twenty stayed far behind the others, whatever its mixture.
-  TRAIN=(--model-size "$BASE" "${run[@]}" --lr-warmup-iters "$BASE_WARMUP" --lr 4e-3
-    --train-iters "$BASE_STEPS" --corpus "$CORPUS")
+  local batches=(--seq-length "$SEQ_LENGTH" --global-batch-size "$BATCH")
+  # At the quickstart's 1e-2 one model in twenty stayed far behind the others, whatever its mixture.
+  local run=("${batches[@]}" --micro-batch-size "$BATCH" --lr-warmup-iters "$WARMUP" --lr 4e-3
+    --min-lr 1e-3 --log-interval 50 --save-interval 200)
+  PROXY_FLAGS=(--model-size nano "${run[@]}" --seed "$PROXY_SEED")
+  SWARM=(--model-size nano "${batches[@]}" --lr-warmup-iters $((WARMUP / 2)) --lr 1e-2
+    --seed "$PROXY_SEED" --train-iters "$MEMBER_STEPS" --eval-tokens "$EVAL_TOKENS")
+  TRAIN=(--model-size "$BASE" "${run[@]}" --train-iters "$BASE_STEPS" --corpus "$CORPUS")
   EMBED+=(--corpus "$CORPUS")
   EVALUATE+=(--corpus "$CORPUS")
   BUDGET=$((BASE_STEPS * SEQ_LENGTH * BATCH))
@@ -245,17 +243,17 @@ seconds_for() {
     esac
     return
   fi
-  case $1 in   # a core does 8.5 steps of nano in a second, DoReMi trains two models
-    proxy) echo $((PROXY_STEPS * 10 / 85 + 10)) ;;
-    doremi) echo $((LONG_PROXY_STEPS * 27 / 85 + 20)) ;;
-    doge) echo $((LONG_PROXY_STEPS * 12 / 85 + 20)) ;;
-    doremi-2k) echo $((PROXY_STEPS * 27 / 85 + 20)) ;;
-    doge-2k) echo $((PROXY_STEPS * 12 / 85 + 20)) ;;
-    regmix) echo $((MEMBER_STEPS * REGMIX_MEMBERS * 10 / 85 + 20)) ;;
-    mixing-laws) echo $((MEMBER_STEPS * LAWS_MEMBERS * 10 / 85 + 20)) ;;
-    base) echo $((BASE_STEPS * 10 / 85 + 10)) ;;
-    evaluation) echo 35 ;;
-    *) echo 20 ;;
+  case $1 in   # a core does 6.2 steps of nano in a second, DoReMi trains two models
+    proxy) echo $((PROXY_STEPS * 10 / 62 + 10)) ;;
+    doremi) echo $((LONG_PROXY_STEPS * 27 / 62 + 20)) ;;
+    doge) echo $((LONG_PROXY_STEPS * 14 / 62 + 20)) ;;
+    doremi-2k) echo $((PROXY_STEPS * 27 / 62 + 20)) ;;
+    doge-2k) echo $((PROXY_STEPS * 14 / 62 + 20)) ;;
+    regmix) echo $((MEMBER_STEPS * REGMIX_MEMBERS * 10 / 60 + 20)) ;;
+    mixing-laws) echo $((MEMBER_STEPS * LAWS_MEMBERS * 10 / 60 + 20)) ;;
+    base) echo $((BASE_STEPS * 10 / 62 + 10)) ;;
+    evaluation) echo 45 ;;
+    *) echo 15 ;;
   esac
 }
 

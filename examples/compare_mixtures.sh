@@ -18,9 +18,8 @@ compare_mixtures() {
     runs+=(--checkpoint "$RUN/5-base/$NAME-seed$SEED")
     runs+=(--output "$RUN/6-evaluation/$NAME-seed$SEED.json")
   done
-  limit_time
   say "Comparison"
-  torchrun "${RANKS[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
+  within_limit torchrun "${RANKS[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
   on_first_node python "$TOOLS/make_report.py" "$RUN"
 }
 
@@ -28,7 +27,7 @@ compare_mixtures() {
 weigh_domains() {
   say "Weights from the pretrained model: no proxy is needed"
   EMBED+=(--checkpoint "$PRETRAINED" --store "$RUN/3-embeddings")
-  torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --mode finetune \
+  within_limit torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --mode finetune \
     --output "$RUN/4-mixture/chameleon-finetune.json"
   # The embeddings are there now: the second mode is a matter of algebra, and needs no ranks.
   on_first_node python "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${ALONE[@]}" --mode pretrain \

@@ -109,3 +109,20 @@ limit_time() {
   fi
   LIMIT=(--exit-duration-in-mins "$(printf '%d.%02d' $((seconds / 60)) $((seconds % 60 * 5 / 3)))")
 }
+
+# within_limit COMMAND...: for what cannot leave by itself but goes on from what it has written; it
+# is ended at STOP_AT.
+within_limit() {
+  limit_time
+  if [ -z "${STOP_AT:-}" ]; then
+    "$@"
+    return
+  fi
+  local status=0
+  timeout --foreground "$((STOP_AT - $(date +%s) + 1))" "$@" || status=$?   # 0 would be no limit
+  if [ "$status" = 124 ]; then
+    echo "the time is up; the same command goes on from here"
+    exit
+  fi
+  return "$status"
+}

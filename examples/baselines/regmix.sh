@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # RegMix's mixture of SlimPajama as the baseline of Chameleon's paper (section "Experimental setup"):
-# 200 proxies of 1M parameters, a regression over their losses, and the mixture that it thinks best.
+# 200 proxies of 1M parameters, a regression over their losses, and the mixture that it thinks best
+# for Common Crawl, by which the paper chooses RegMix's weights.
 #
 #   bash examples/baselines/regmix.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/regmix.sh      # tries it out on 2 CPU ranks
-#   bash examples/baselines/regmix.sh -- --target commoncrawl --num-proxies 512
+#   bash examples/baselines/regmix.sh -- --target cc,c4 --num-proxies 512
 #
 # The same command goes on with what was interrupted. The proxies are in RUN/4-mixture/regmix.
 #
@@ -43,6 +44,10 @@ if [ "$SIZE" = tiny ]; then
     --num-draws 2000           # tiny: seconds
     --no-bf16                  # tiny: slow on CPUs
     --token-budget 6144        # tiny: 12 steps of 8 x 64 tokens
+  )
+else
+  REGMIX+=(
+    --target cc                # paper: appendix, weights of RegMix on SlimPajama
   )
 fi
 

@@ -5,8 +5,8 @@
 set -euo pipefail
 
 OUTPUT=${OUTPUT:-corpora/installed-text}              # the corpus is written here
-INPUT=${INPUT:-$OUTPUT/../text}                       # the text, gathered if it is not there
-TOKENIZER=${TOKENIZER:-$OUTPUT/../tokenizer.json}     # trained if it is not there
+INPUT=${INPUT:-$(dirname "$OUTPUT")/text}             # the text, gathered if it is not there
+TOKENIZER=${TOKENIZER:-$(dirname "$OUTPUT")/tokenizer.json}   # trained if it is not there
 TOOLS=$(dirname "$0")/../../tools
 
 [ -e "$INPUT/gathered.json" ] ||

@@ -13,7 +13,7 @@ set -euo pipefail
 INPUT=${INPUT:-data/pile}              # the folder that holds train, val.jsonl.zst, test.jsonl.zst
 OUTPUT=${OUTPUT:-corpora/pile}         # the corpus is written here
 TOKENIZER=${TOKENIZER:-tokenizer.json} # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                   # processes; as many as there are cores
+WORKERS=${WORKERS:-}                   # processes; one fewer than there are cores
 SHARD=${SHARD:-}                       # i/n: the i-th of n machines
 
 NAMES=("ArXiv=arxiv" "DM Mathematics=dm_mathematics" "Enron Emails=enron_emails"

@@ -12,7 +12,7 @@ set -euo pipefail
 INPUT=${INPUT:-data/slimpajama-627b}      # the folder that holds train, validation and test
 OUTPUT=${OUTPUT:-corpora/slimpajama-627b} # the corpus is written here
 TOKENIZER=${TOKENIZER:-tokenizer.json}    # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                      # processes; as many as there are cores
+WORKERS=${WORKERS:-}                      # processes; one fewer than there are cores
 SHARD=${SHARD:-}                          # i/n: the i-th of n machines
 
 NAMES=(RedPajamaArXiv=arxiv RedPajamaBook=book RedPajamaCommonCrawl=cc RedPajamaC4=c4

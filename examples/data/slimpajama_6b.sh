@@ -13,7 +13,7 @@ set -euo pipefail
 INPUT=${INPUT:-hf:DKYoon/SlimPajama-6B} # hf: and the data set's name or folder
 OUTPUT=${OUTPUT:-corpora/slimpajama-6b} # the corpus is written here
 TOKENIZER=${TOKENIZER:-tokenizer.json}  # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                    # processes; as many as there are cores
+WORKERS=${WORKERS:-}                    # processes; one fewer than there are cores
 SHARD=${SHARD:-}                        # i/n: the i-th of n machines
 
 NAMES=(RedPajamaArXiv=arxiv RedPajamaBook=book RedPajamaCommonCrawl=cc RedPajamaC4=c4

@@ -16,7 +16,7 @@ set -euo pipefail
 INPUT=${INPUT:-data/the-stack-dedup}   # the folder that holds data/<language>
 OUTPUT=${OUTPUT:-corpora/stack}        # the corpus is written here
 TOKENIZER=${TOKENIZER:-tokenizer.json} # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                   # processes; as many as there are cores
+WORKERS=${WORKERS:-}                   # processes; one fewer than there are cores
 SHARD=${SHARD:-}                       # i/n: the i-th of n machines
 
 NAMES=(python=python java=java c=c "c++=cpp" go=go ruby=ruby php=php "*=")

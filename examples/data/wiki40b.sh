@@ -12,7 +12,7 @@ set -euo pipefail
 INPUT=${INPUT:-hf:google/wiki40b}      # hf: and the data set's name or folder
 OUTPUT=${OUTPUT:-corpora/wiki40b}      # the corpus is written here
 TOKENIZER=${TOKENIZER:-tokenizer.json} # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                   # processes; as many as there are cores
+WORKERS=${WORKERS:-}                   # processes; one fewer than there are cores
 SHARD=${SHARD:-}                       # i/n: the i-th of n machines
 
 NAMES=(fr=french de=german it=italian es=spanish pt=portuguese nl=dutch pl=polish)

@@ -152,6 +152,15 @@ def test_epochs_are_those_of_the_base_model_that_follows(launch, everything, tmp
     assert call.options.token_budget == tokens
 
 
+@pytest.mark.parametrize(("size", "target"), [("684m", "cc"), ("tiny", None)])
+def test_regmix_is_towards_the_papers_target(launch, everything, size, target):
+    """A tiny corpus has no domain of that name."""
+    *_, call = weighing(launch("regmix", SIZE=size))
+    assert call.options.target == target
+    *_, call = weighing(launch("regmix", "--", "--target", "c4", SIZE=size))
+    assert call.options.target == "c4"
+
+
 def test_the_papers_columns_are_a_mixture_each(launch, everything):
     calls = weighing(launch("manual"))
     columns = ["doremi", "doge", "chameleon", "regmix"]

@@ -46,7 +46,7 @@ def test_mini_puts_all_methods_to_the_test_within_an_hour(launch):
     begun = re.findall(r"begun: (\S+) ", launched.said)
     assert begun[:5] == ["proxy", "regmix", "doremi", "mixing-laws", "doge"]
     (minutes,) = re.findall(r"all jobs together take about (\d+) minutes", launched.said)
-    assert 38 <= int(minutes) <= 52
+    assert 45 <= int(minutes) <= 58
     assert len(proxies) == 1
     assert {run.run_dir.name.rpartition("-seed")[0] for run in bases} == {*METHODS} - {"unimax"}
 
@@ -58,7 +58,7 @@ def test_all_base_models_differ_in_mixture_and_seed_alone(launch):
     for run in bases:
         name, _, seed = run.run_dir.name.rpartition("-seed")
         assert (run.mixture, str(run.seed)) == (f"runs/compare-mini/4-mixture/{name}.json", seed)
-        assert (run.model_size, run.train_iters, run.corpus) == ("nano", 1000, Path(CORPUS))
+        assert (run.model_size, run.train_iters, run.corpus) == ("nano", 800, Path(CORPUS))
         assert run.optimizer == bases[0].optimizer
     assert (proxy.mixture, proxy.run_dir) == (
         "uniform",
@@ -207,7 +207,7 @@ def test_the_papers_setting(launch):
     assert by_name["chameleon"].extraction.num_windows == 4096
     for name in ("doremi", "doge"):
         assert (by_name[name].proxy.model_size, by_name[name].proxy.train_iters) == ("82m", 10000)
-    assert by_name["regmix"].num_proxies == 200
+    assert (by_name["regmix"].num_proxies, by_name["regmix"].target) == (200, "cc")
     assert len(bases) == 3 * len(set(METHODS) - {"unimax"})
     for run in bases:
         assert (run.model_size, run.train_iters, run.global_batch_size) == ("684m", 10000, 128)
@@ -229,7 +229,7 @@ def test_the_papers_proxies_of_two_thousand_steps(launch):
 def test_without_a_gpu_they_have_as_many_steps_as_chameleons(launch):
     mixtures, (proxy,), _ = made(small(launch, METHODS="chameleon doremi doremi-2k uniform"))
     steps = {o.output.stem: o.proxy.train_iters for o in mixtures if "doremi" in o.output.stem}
-    assert steps == {"doremi": 5 * proxy.train_iters, "doremi-2k": proxy.train_iters}
+    assert steps["doremi-2k"] == proxy.train_iters < steps["doremi"]
 
 
 def test_the_columns_of_the_papers_table_of_two_thousand_steps(launch):

@@ -15,6 +15,7 @@ from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from tests.unit.launched import (
     EXAMPLES,
     LAUNCHERS,
+    RECORDER,
     SWEEPING,
     WEIGHING,
     Launcher,
@@ -186,6 +187,22 @@ def test_a_run_leaves_in_time(launch, everything):
     assert late.status == 0
     assert late.training() == []
     assert "the time is up; the same command goes on from here" in late.said
+
+
+@pytest.mark.parametrize("name", [*WEIGHING, "evaluate_downstream"])
+def test_what_trains_nothing_is_ended_in_time(launch, everything, name):
+    """What it has written by then is there, and the same command goes on from it."""
+    (everything / "runs/slimpajama/5-base/uniform-seed1").mkdir(parents=True)
+    torchrun = launch.programs / "torchrun"
+    torchrun.write_text(f"{RECORDER}exec sleep 100\n")
+    in_the_middle = launch(name, STOP_AT=str(int(time.time()) + 2))
+    assert (in_the_middle.status, len(in_the_middle.calls)) == (0, 1), in_the_middle.errors
+    assert in_the_middle.said.endswith("the time is up; the same command goes on from here\n")
+    late = launch(name, STOP_AT="1000000000")
+    assert (late.status, late.calls) == (0, [])
+    assert "the time is up" in late.said
+    torchrun.write_text(f"{RECORDER}exit 3\n")
+    assert launch(name, STOP_AT=str(int(time.time()) + 100)).status == 3
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -13,12 +13,13 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = {
     "srun": """
 printf '%s\\n' "$@" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$STOP_AT" > "$SAID/srun.txt"
+echo "${SRUN_CPUS_PER_TASK:-not told}" > "$SAID/cores.txt"
 echo "$LASTS" > "$SAID/later"
 exit "$STATUS"
 """,
     "squeue": """
 echo "$@" > "$SAID/squeue.txt"
-date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S
+echo "${SAYS:-$(date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S)}"
 """,
     "date": """
 [ "$*" = +%s ] || exec /bin/date "$@"
@@ -102,6 +103,21 @@ def test_a_job_that_is_too_short_is_refused_and_not_queued_again(job, tmp_path):
     assert (done.returncode, (tmp_path / "srun.txt").exists()) == (2, False)
     assert not (tmp_path / "queue.txt").exists()
     assert "error: the job ends within SAVE_MINUTES=10; give it a longer --time" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [({"SLURM_CPUS_PER_TASK": "32"}, "32"), ({}, "not told")]
+)
+def test_steps_have_the_cores_that_the_job_asked_for(job, tmp_path, asked, told):
+    assert job(7200, LAUNCHER, **asked).returncode == 0
+    assert (tmp_path / "cores.txt").read_text() == f"{told}\n"
+
+
+def test_a_job_without_an_end_is_refused_in_a_line(job, tmp_path):
+    done = job(7200, LAUNCHER, SAYS="N/A")
+    assert (done.returncode, (tmp_path / "srun.txt").exists()) == (2, False)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: SLURM says that the job ends at 'N/A', which is no time")
 
 
 @pytest.mark.parametrize(("restarts", "kept"), [(None, True), ("0", True), ("1", False)])

@@ -16,7 +16,7 @@ LAUNCHER = ROOT / "examples" / "slurm" / "preprocess.sbatch"
 SBATCH = """#!/usr/bin/env bash
 set -euo pipefail
 printf '%s\\n' "$*" >> "$CALLS"
-export SLURM_JOB_ID=7
+export SLURM_JOB_ID=7 SLURM_CPUS_PER_TASK=16
 while [[ $1 == --* ]]; do
   [[ $1 == --array=1-* ]] && export SLURM_ARRAY_TASK_COUNT=${1#--array=1-}
   shift
@@ -27,7 +27,7 @@ for task in $(seq "${SLURM_ARRAY_TASK_COUNT:-1}"); do
 done
 echo '7;cluster'
 """
-SRUN = '#!/usr/bin/env bash\nexec "$@"\n'
+SRUN = '#!/usr/bin/env bash\necho "cores: $SRUN_CPUS_PER_TASK"\nexec "$@"\n'
 
 
 @pytest.fixture
@@ -66,6 +66,7 @@ def test_the_array_makes_the_shards_and_the_job_after_it_joins_them(
     array, join = (tmp_path / "calls").read_text().splitlines()
     assert array.startswith(f"--parsable --array=1-2 {LAUNCHER} --input a={path}")
     assert join.startswith("--parsable --dependency=afterok:7 --kill-on-invalid-dep=yes ")
+    assert said.count("cores: 16\n") == 3
     assert "--shard 1/2 is done" in said
     assert "--shard 2/2 is done, and so are all" in said
     assert Corpus.load(tmp_path / "corpus").names == ["a"]
