@@ -34,6 +34,8 @@ NAME_LIMIT = 26
 # In a legend, and in a narrow panel.
 LABEL_LIMIT, NARROW_LIMIT = 40, 19
 MOST_COLUMNS = 4
+# A legend of more rows makes the figure higher, by so many inches for each.
+ROWS_OF_A_LEGEND, HEIGHT_OF_A_ROW = 3, 0.21
 # Beyond these, numbers in cells and names on axes would overlap.
 CELLS_WITH_NUMBERS = 12
 NAMES_ON_AN_AXIS = 60
@@ -286,9 +288,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """A legend outside of all axes, so that it covers no data."""
+    """A legend outside of all axes, so that it covers no data; the figure grows by a long one."""
     plain = [f"{i}" for i in range(len(labels))]  # matplotlib gives some names a meaning
     columns = legend_columns(figure.get_figwidth(), labels)
+    more_rows = max(0, -(-len(labels) // columns) - ROWS_OF_A_LEGEND)
+    figure.set_figheight(figure.get_figheight() + more_rows * HEIGHT_OF_A_ROW)
     legend = figure.legend(handles, plain, loc="outside upper center", ncols=columns, frameon=False)
     for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_parse_math(False)

@@ -11,7 +11,11 @@ from typing import Any
 from megatron_chameleon.artifacts import Corpus, Sweep
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.downstream_comparison import SUFFIX
-from megatron_chameleon.report.own_corpus import corpus_of_run, require_own_corpus
+from megatron_chameleon.report.own_corpus import (
+    corpus_of_run,
+    corpus_of_sweep,
+    require_own_corpus,
+)
 from megatron_chameleon.report.run_folder import (
     BASE,
     CORPUS,
@@ -218,6 +222,9 @@ def _corpus_hashes(folder: RunFolder) -> Iterator[tuple[Path, str]]:
         corpus_hash = corpus_of_run(run)
         if corpus_hash is not None:
             yield run.root, corpus_hash
+    swept = None if folder.sweep is None else corpus_of_sweep(folder.sweep)
+    if folder.sweep is not None and swept is not None:
+        yield folder.sweep.root / folder.sweep.FILE_NAME, swept
 
 
 def _first_corpus(folders: Sequence[RunFolder]) -> Corpus | None:

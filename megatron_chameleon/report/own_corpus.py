@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts import Sweep, TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import BASE, CORPUS, EVALUATION, RunFolder
 
@@ -11,17 +11,18 @@ MOST_NAMED = 3
 
 
 def require_own_corpus(folder: RunFolder) -> None:
-    """Refuse evaluations, base runs and mixtures of another corpus than the one in 1-corpus.
+    """Refuse evaluations, base runs, a sweep and mixtures of another corpus than that in 1-corpus.
 
-    An evaluation has to be on the corpus of its base run too. Without 1-corpus, base runs are held
-    against the corpus of the evaluations, and mixtures against nothing. A base run that was given
-    its data by ``--data-path`` has no corpus to compare with.
+    An evaluation has to be on the corpus of its base run too. Without 1-corpus, base runs and the
+    sweep are held against the corpus of the evaluations, and mixtures against nothing. A base run
+    that was given its data by ``--data-path`` has no corpus to compare with.
 
     Raises:
         UserError: naming the artifact and what it does not go with.
     """
     _require_evaluations(folder)
     _require_runs(folder)
+    _require_sweep(folder)
     _require_mixtures(folder)
 
 
@@ -30,6 +31,11 @@ def corpus_of_run(run: TrainingRun) -> str | None:
     data = run.provenance.options.get("data")
     by_path = isinstance(data, dict) and data.get("data_path") is not None
     return None if by_path else run.provenance.inputs.get("corpus")
+
+
+def corpus_of_sweep(sweep: Sweep) -> str | None:
+    """Hash of the corpus whose mixtures were swept; None where the record does not say it."""
+    return sweep.provenance.inputs.get("corpus")
 
 
 def _require_evaluations(folder: RunFolder) -> None:
@@ -52,20 +58,33 @@ def _require_evaluations(folder: RunFolder) -> None:
 
 def _require_runs(folder: RunFolder) -> None:
     """Those that were not evaluated are in pictures and tables as well."""
-    first = next(iter(folder.evaluations), None)
-    if folder.corpus is not None:
-        expected, of_what = folder.corpus.hash, f"the one in {folder.root / CORPUS}"
-    elif first is not None:
-        expected = folder.evaluations[first].corpus_hash
-        of_what = f"that of {folder.root / EVALUATION / first}.json"
-    else:
-        return
+    known = _known_corpus(folder)
     for run in folder.base_runs.values():
-        if corpus_of_run(run) not in (None, expected):
+        if known is not None and corpus_of_run(run) not in (None, known[0]):
             raise UserError(
-                f"{run.root} was trained on another corpus than {of_what}; "
+                f"{run.root} was trained on another corpus than {known[1]}; "
                 "move it to a run folder of its corpus"
             )
+
+
+def _require_sweep(folder: RunFolder) -> None:
+    known, sweep = _known_corpus(folder), folder.sweep
+    if known is None or sweep is None:
+        return
+    if corpus_of_sweep(sweep) not in (None, known[0]):
+        raise UserError(
+            f"{sweep.root / sweep.FILE_NAME} is of another corpus than {known[1]}; "
+            "move the sweep to a run folder of its corpus"
+        )
+
+
+def _known_corpus(folder: RunFolder) -> tuple[str, str] | None:
+    """Hash of the corpus that all has to be of, and which that is; None where nothing says it."""
+    if folder.corpus is not None:
+        return folder.corpus.hash, f"the one in {folder.root / CORPUS}"
+    for name, result in folder.evaluations.items():
+        return result.corpus_hash, f"that of {folder.root / EVALUATION / name}.json"
+    return None
 
 
 def _require_mixtures(folder: RunFolder) -> None:

@@ -23,7 +23,7 @@ def encode_pairs(
 
     Args:
         encode_batch: the tokens of texts, and nothing added.
-        pairs: at least none.
+        pairs: any number of them.
         prefix: what stands for nothing: the end of a document.
     """
     moved = [_move_spaces(context, continuation) for context, continuation in pairs]

@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, write_metrics
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.curves import Curve, run_curves
+from megatron_chameleon.report.curves import Curve, RunCurves, run_curves
 from megatron_chameleon.report.figures import (
     COLORS,
     affinity_figure,
@@ -98,6 +98,17 @@ def test_the_legend_names_all_and_covers_no_data(mixtures):
     assert texts == ["pretraining", "fine-tuning", "uniform (1/3)"]
     box = legend.get_window_extent()
     assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+
+def test_a_long_legend_takes_no_room_from_the_curves():
+    heights = []
+    for count in (8, 60):
+        curve = Curve(np.arange(1.0, 9.0), np.linspace(9, 3, 8))
+        runs = [RunCurves(f"chameleon-pretrain-seed{i}", curve, {}, {}) for i in range(count)]
+        figure = loss_figure(runs)
+        figure.draw_without_rendering()
+        heights.append(figure.axes[0].get_window_extent().height)
+    assert heights[1] > 0.9 * heights[0]
 
 
 def test_the_picture_of_the_weights_shows_bars(mixtures):

@@ -11,8 +11,14 @@ from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.loss_tables import bits_per_byte_table, loss_table
+from megatron_chameleon.report.merged import merge
 from megatron_chameleon.report.run_folder import RunFolder
-from tests.unit.report.report_samples import NAMES, perplexity_of, write_run_folder
+from tests.unit.report.report_samples import (
+    NAMES,
+    perplexity_of,
+    write_run_folder,
+    write_sweep,
+)
 
 UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 
@@ -73,6 +79,26 @@ def test_runs_of_another_corpus_are_refused_though_not_evaluated(root, has_corpu
     known = "1-corpus" if has_corpus else f"6-evaluation/{UNIFORM}.json"
     assert f"{root / '5-base' / CHAMELEON} was trained on another corpus" in str(refused.value)
     assert str(root / known) in str(refused.value)
+
+
+@pytest.mark.parametrize("has_corpus", [True, False])
+def test_a_sweep_of_another_corpus_is_refused(root, has_corpus):
+    known = RunFolder.load(root).evaluations[UNIFORM].corpus_hash
+    mixtures = {"ridge": [Mixture.load(root / "4-mixture/chameleon-pretrain.json")] * 2}
+    provenance = RunFolder.load(root).mixtures["chameleon-pretrain"].provenance
+    assert provenance is not None
+    if not has_corpus:
+        shutil.rmtree(root / "1-corpus")
+    for inputs in ({}, {"corpus": known}, {"corpus": "other"}):
+        made = dataclasses.replace(provenance, inputs=inputs)
+        write_sweep(root, mixtures, provenance=made)
+        if inputs != {"corpus": "other"}:
+            compare(RunFolder.load(root))
+    with pytest.raises(UserError, match="move the sweep to a run folder of its corpus") as refused:
+        compare(RunFolder.load(root))
+    assert str(root / "sweep.json") in str(refused.value)
+    with pytest.raises(UserError, match="move the sweep"):
+        merge([RunFolder.load(root), RunFolder.load(write_run_folder(root.parent / "second"))])
 
 
 def test_a_run_by_data_path_that_was_not_evaluated_is_let_be(root):
