@@ -50,8 +50,8 @@ def plan_jobs(plan: SwarmPlan, folder: Path, size: PassSize, num_ranks: int) -> 
     jobs = [_job(path, state, train_iters) for path, state in in_flight]
     begun = {member for _, state in in_flight for member in state.members}
     finished = finished_members(folder, len(plan.mixtures))
-    todo = [i for i in range(len(plan.mixtures)) if i not in finished and i not in begun]
-    for members in even_groups(todo, size.members, num_ranks):
+    waiting = [i for i in range(len(plan.mixtures)) if i not in finished and i not in begun]
+    for members in even_groups(waiting, size.members, num_ranks):
         path = checkpoint_folder(folder) / f"{members[0]:05d}.safetensors"
         jobs.append(Job(path, tuple(members), size.micro_batch_size, 0, train_iters))
     return dealt(jobs, num_ranks)

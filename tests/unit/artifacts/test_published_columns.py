@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from importlib import resources
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from megatron_chameleon.artifacts.published.columns import published_column, published_columns
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.paper_flops import paper_flops
+from tests.unit.json_names import check_names_are_unique
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 # Column -> what its printed figures sum to.
@@ -111,12 +111,5 @@ def test_a_wrong_name_lists_them_all():
 
 
 def test_no_weight_of_the_file_is_there_twice():
-    """json would keep the last of two entries of one name without a word."""
-
-    def unique(pairs):
-        names = [name for name, _ in pairs]
-        assert len(names) == len(set(names))
-        return dict(pairs)
-
     text = resources.files("megatron_chameleon.artifacts.published").joinpath("columns.json")
-    json.loads(text.read_text(), object_pairs_hook=unique)
+    check_names_are_unique(text.read_text())

@@ -23,31 +23,12 @@ from megatron_chameleon.checkpoint.reader import open_reader, shape_of
 from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.indexed_writer import IndexedWriter
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
 from megatron_chameleon.model.flops import forward_flops
-from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.parallel.layout import distributed
 from tests.small_corpus import word_tokenizer, write_small_corpus
 from tests.unit.evaluation.plain_protocol import Prediction, predictions
 from tests.unit.poison import poison_checkpoint
-
-
-@pytest.fixture
-def options(corpus, finished_run, tmp_path):
-    """One evaluation of the finished run."""
-    return PerplexityOptions(
-        corpus=corpus.root,
-        checkpoint=finished_run,
-        output=tmp_path / "result.json",
-        overwrite=True,
-    )
-
-
-@pytest.fixture
-def evaluate(options):
-    """``evaluate(**changes)``: the result of one evaluation of the finished run."""
-    return lambda **changes: evaluate_perplexity(dataclasses.replace(options, **changes))
 
 
 @pytest.fixture(scope="module")

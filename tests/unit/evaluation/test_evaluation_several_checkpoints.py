@@ -14,37 +14,19 @@ from megatron_chameleon.checkpoint.reader import open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities, evaluate_perplexity
 from megatron_chameleon.evaluation.scored_text import scored_text
-from megatron_chameleon.options.evaluation import PerplexityOptions
 from tests.small_corpus import write_small_corpus
 from tests.unit.poison import poison_checkpoint
 
 
 @pytest.fixture
-def options(corpus, finished_run, tmp_path):
-    """One evaluation of the finished run."""
-    return PerplexityOptions(
-        corpus=corpus.root,
-        checkpoint=finished_run,
-        output=tmp_path / "result.json",
-        overwrite=True,
-    )
-
-
-@pytest.fixture
-def evaluate(options):
-    """``evaluate(**changes)``: the result of one evaluation of the finished run."""
-    return lambda **changes: evaluate_perplexity(dataclasses.replace(options, **changes))
-
-
-@pytest.fixture
-def two_checkpoints(options, finished_run, tmp_path):
+def two_checkpoints(perplexity_options, finished_run, tmp_path):
     """The evaluation of an earlier checkpoint of the finished run, and that of its last one."""
     earlier = dataclasses.replace(
-        options,
+        perplexity_options,
         checkpoint=finished_run / "checkpoints" / "step-00000003",
         output=tmp_path / "earlier.json",
     )
-    return [earlier, options]
+    return [earlier, perplexity_options]
 
 
 def test_several_checkpoints_get_what_each_gets_alone(two_checkpoints, capsys):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_chameleon.artifacts import (
-    CheckpointRecord,
     Cost,
     EmbeddingStore,
     Mixture,
     TrainingRun,
 )
-from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.report.cost_tables import (
     mixture_cost_table,
 )
@@ -20,6 +18,7 @@ from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.report_samples import (
     NAMES,
     PROVENANCE,
+    write_checkpoint,
     write_run_folder,
     write_training_run,
 )
@@ -32,28 +31,10 @@ REFERENCE, DOREMI_PROXY = Cost(5e12, 30.0, 15.0, 2), Cost(7e12, 50.0, 25.0, 2)
 
 def write_weights(run_dir, content):
     """A checkpoint of one file in a run's folder; its hash."""
-    folder = run_dir / "checkpoints/step-00000200"
-    folder.mkdir(parents=True)
-    (folder / "weights.bin").write_bytes(content)
-    record = CheckpointRecord(
-        root=folder,
-        model={},
-        step=200,
-        samples=0,
-        domain_samples={},
-        mixture_phases=[],
-        domain_tokens={},
-        tokenizer_hash="",
-        corpus_hash="",
-        mixture_hash="",
-        layout={},
-        files=hash_files(folder),
-        provenance=PROVENANCE,
-    )
-    record.save()
+    digest = write_checkpoint(run_dir / "checkpoints/step-00000200", content)
     run = TrainingRun.load(run_dir)
     dataclasses.replace(run, checkpoints=["checkpoints/step-00000200"]).save()
-    return record.hash
+    return digest
 
 
 def edit_mixture(root, name, **changes):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_chameleon.artifacts import (
+    CheckpointRecord,
     Corpus,
     Cost,
     Domain,
@@ -26,6 +27,7 @@ from megatron_chameleon.artifacts import (
     TokenizerIdentity,
     TrainingRun,
 )
+from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, write_metrics
 from megatron_chameleon.report.comparison import compare
@@ -105,6 +107,29 @@ def write_training_run(
     run = dataclasses.replace(run, **changes)
     run.save()
     return run
+
+
+def write_checkpoint(folder: Path, content: bytes) -> str:
+    """A checkpoint of one small file; its hash."""
+    folder.mkdir(parents=True)
+    (folder / "weights.bin").write_bytes(content)
+    record = CheckpointRecord(
+        root=folder,
+        model={},
+        step=200,
+        samples=0,
+        domain_samples={},
+        mixture_phases=[],
+        domain_tokens={},
+        tokenizer_hash="0",
+        corpus_hash="0",
+        mixture_hash="0",
+        layout={"device": "cpu", "world_size": 1},
+        files=hash_files(folder),
+        provenance=PROVENANCE,
+    )
+    record.save()
+    return record.hash
 
 
 def write_losses(root: Path, names: list[str], floors: list[float], seed: int) -> None:

@@ -21,7 +21,6 @@ from megatron_chameleon.report.cost_tables import (
 )
 from megatron_chameleon.report.ledger import ledger_of
 from megatron_chameleon.report.run_folder import RunFolder
-from tests.small_corpus import write_small_corpus
 from tests.unit.report.ledger_samples import (
     cells_of,
     note_of,
@@ -30,11 +29,6 @@ from tests.unit.report.ledger_samples import (
 from tests.unit.report.report_samples import (
     NAMES,
 )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_small_corpus(tmp_path_factory.mktemp("corpus"), NAMES).root
 
 
 @pytest.fixture
@@ -56,19 +50,19 @@ SMALL_SWARM = {
 }
 
 
-def compute_by_regmix(root, corpus, name, **changes):
+def compute_by_regmix(root, corpus_root, name, **changes):
     trees = TreeOptions(num_trees=20, num_draws=500, num_best=10)
     output = root / f"4-mixture/{name}.json"
-    compute_regmix(RegmixOptions(corpus=corpus, output=output, trees=trees, **changes))
+    compute_regmix(RegmixOptions(corpus=corpus_root, output=output, trees=trees, **changes))
 
 
 @pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
-def test_a_swarm_of_two_targets_is_the_cost_of_each_and_once_in_the_total(root, corpus):
+def test_a_swarm_of_two_targets_is_the_cost_of_each_and_once_in_the_total(root, corpus_root):
     before = ledger_of(RunFolder.load(root)).total
     work = root / "4-mixture/regmix"
     for target in NAMES[:2]:
         compute_by_regmix(
-            root, corpus, f"regmix-{target}", work_dir=work, target=target, **SMALL_SWARM
+            root, corpus_root, f"regmix-{target}", work_dir=work, target=target, **SMALL_SWARM
         )
     ledger = ledger_of(RunFolder.load(root))
     swarm = ledger.entries["4-mixture/regmix/swarm"]
@@ -93,12 +87,14 @@ def test_a_swarm_of_two_targets_is_the_cost_of_each_and_once_in_the_total(root, 
 
 
 @pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
-def test_a_mixture_of_a_persons_tables_has_an_unknown_cost_and_no_ratio(root, corpus, tmp_path):
+def test_a_mixture_of_a_persons_tables_has_an_unknown_cost_and_no_ratio(
+    root, corpus_root, tmp_path
+):
     mixtures = np.random.default_rng(0).dirichlet(np.ones(len(NAMES)), 20)
     keys, names = [str(number) for number in range(20)], list(NAMES)
     tables = {"ratios": tmp_path / "ratios.csv", "metrics": tmp_path / "metrics.csv"}
     write_mixture_runs(MixtureRuns(keys, names, mixtures, names, 2 + mixtures), **tables)
-    compute_by_regmix(root, corpus, "regmix", **tables)
+    compute_by_regmix(root, corpus_root, "regmix", **tables)
     mixture = Mixture.load(root / "4-mixture/regmix.json")
     path = root / "4-mixture/copy.json"
     dataclasses.replace(mixture, parameters={"made_from": ["regmix.json"]}).save(path)

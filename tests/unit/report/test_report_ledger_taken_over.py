@@ -11,7 +11,6 @@ from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.manual import compute as compute_manual
 from megatron_chameleon.report.ledger import ledger_of
 from megatron_chameleon.report.run_folder import RunFolder
-from tests.small_corpus import write_small_corpus
 from tests.unit.report.ledger_samples import (
     DOREMI_PROXY,
     OWN,
@@ -20,15 +19,7 @@ from tests.unit.report.ledger_samples import (
     write_ledger_folder,
     write_method,
 )
-from tests.unit.report.report_samples import (
-    NAMES,
-    write_run_folder,
-)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_small_corpus(tmp_path_factory.mktemp("corpus"), NAMES).root
+from tests.unit.report.report_samples import write_run_folder
 
 
 @pytest.fixture
@@ -36,19 +27,21 @@ def root(tmp_path):
     return write_ledger_folder(tmp_path / "run")
 
 
-def take_over(root, source, name, corpus, output=None):
+def take_over(root, source, name, corpus_root, output=None):
     """Give the weights of a mixture to --method manual; where it wrote them."""
     output = output or root / f"4-mixture/{name}.json"
     weights = str(root / f"4-mixture/{source}.json")
-    compute_manual(ManualOptions(corpus=corpus, output=output, weights=weights))
+    compute_manual(ManualOptions(corpus=corpus_root, output=output, weights=weights))
     return output
 
 
 @pytest.mark.parametrize("source", ["doremi", "chameleon-pretrain", "uniform"])
-def test_a_mixture_that_was_taken_over_costs_what_it_did_under_its_old_name(root, corpus, source):
+def test_a_mixture_that_was_taken_over_costs_what_it_did_under_its_old_name(
+    root, corpus_root, source
+):
     before = ledger_of(RunFolder.load(root))
-    taken = Mixture.load(take_over(root, source, "taken", corpus))
-    take_over(root, "taken", "again", corpus)
+    taken = Mixture.load(take_over(root, source, "taken", corpus_root))
+    take_over(root, "taken", "again", corpus_root)
     ledger = ledger_of(RunFolder.load(root))
     old = ledger.mixtures[source]
     assert ledger.mixtures["taken"].parts == {"4-mixture/taken": taken.cost, **old.parts}
@@ -64,13 +57,15 @@ def test_a_mixture_that_was_taken_over_costs_what_it_did_under_its_old_name(root
     )  # nothing is there twice
 
 
-def test_a_mixture_taken_over_from_another_run_brings_its_runs(root, corpus, tmp_path):
+def test_a_mixture_taken_over_from_another_run_brings_its_runs(root, corpus_root, tmp_path):
     """Their cost is found where they are, and the recorded sum where the run has gone."""
     recorded = REFERENCE + DOREMI_PROXY + OWN
     total = {"flops": recorded.flops, "device_seconds": recorded.device_seconds}
     write_method(root, "doremi", ["doremi/reference", "doremi/proxy"], total_cost=total)
     other = write_run_folder(tmp_path / "other")
-    taken = Mixture.load(take_over(root, "doremi", "taken", corpus, other / "4-mixture/taken.json"))
+    taken = Mixture.load(
+        take_over(root, "doremi", "taken", corpus_root, other / "4-mixture/taken.json")
+    )
     found = ledger_of(RunFolder.load(other)).mixtures["taken"]
     assert figures(found.cost) == pytest.approx(figures(recorded + taken.cost))
     root.rename(tmp_path / "elsewhere")
@@ -81,16 +76,16 @@ def test_a_mixture_taken_over_from_another_run_brings_its_runs(root, corpus, tmp
     assert gone.cost.device_seconds == pytest.approx(found.cost.device_seconds)
 
 
-def test_what_lacks_of_a_mixture_taken_over_is_named_once(root, corpus):
-    take_over(root, "doremi", "taken", corpus)
+def test_what_lacks_of_a_mixture_taken_over_is_named_once(root, corpus_root):
+    take_over(root, "doremi", "taken", corpus_root)
     (root / "4-mixture/doremi/proxy").rename(root / "gone")
     found = ledger_of(RunFolder.load(root)).mixtures["taken"]
     assert found.missing == ("doremi/proxy",)
 
 
-def test_a_cost_that_nobody_knows_goes_with_a_mixture_taken_over(root, corpus):
+def test_a_cost_that_nobody_knows_goes_with_a_mixture_taken_over(root, corpus_root):
     write_method(root, "regmix", [], unknown_costs=["the runs of ratios.csv"])
-    take_over(root, "regmix", "taken", corpus)
+    take_over(root, "regmix", "taken", corpus_root)
     mixtures = ledger_of(RunFolder.load(root)).mixtures
     for name in ("regmix", "taken"):
         assert mixtures[name].missing == ("the runs of ratios.csv",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import resources
 
 import pytest
@@ -11,6 +10,7 @@ from megatron_chameleon.artifacts.published.columns import published_columns
 from megatron_chameleon.model.sizes import SIZES
 from megatron_chameleon.report.paper import paper_settings, published_tables
 from megatron_chameleon.report.paper.columns import ACCURACY, PERPLEXITY, disagreements
+from tests.unit.json_names import check_names_are_unique
 
 SLIMPAJAMA, LARGE, PILE, WIKI, STACK = (
     "slimpajama-684m",
@@ -169,12 +169,5 @@ def test_what_is_not_printed_has_no_table():
 
 
 def test_no_figure_of_the_file_is_there_twice():
-    """json would keep the last of two entries of one name without a word."""
-
-    def unique(pairs):
-        names = [name for name, _ in pairs]
-        assert len(names) == len(set(names))
-        return dict(pairs)
-
     text = resources.files("megatron_chameleon.report.paper").joinpath("results.json")
-    json.loads(text.read_text(), object_pairs_hook=unique)
+    check_names_are_unique(text.read_text())

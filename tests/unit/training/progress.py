@@ -1,7 +1,10 @@
-"""Where a run stands, looked up on one rank."""
+"""Where a run stands, looked up on one rank, and what it logged."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.parallel.layout import distributed
@@ -18,3 +21,8 @@ def progress_of_run(options: PretrainOptions) -> Progress:
         with beginning(options.run_dir, overwrite=options.overwrite):
             go_back(progress, options.run_dir)
         return progress
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    """Step and loss of each record of the run's metrics."""
+    return [(record["step"], record["loss"]) for record in read_metrics(run_dir / METRICS_NAME)]

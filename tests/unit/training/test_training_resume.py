@@ -1,3 +1,5 @@
+"""What a run goes on from: its last whole checkpoint, and the same options."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -8,14 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_chameleon.artifacts import (
-    CheckpointRecord,
-    MixturePhase,
-    MixtureWarning,
-    TrainingRun,
-)
+from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import (
     CheckpointWarning,
     find_checkpoint,
@@ -31,18 +27,11 @@ from megatron_chameleon.options.training import (
     OptimizerOptions,
     PretrainOptions,
 )
-from megatron_chameleon.training import plan as plan_module
-from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.pretrain import pretrain, samples_of
-from megatron_chameleon.training.resume import (
-    FREE_OPTIONS,
-    Progress,
-    check_same_samples,
-    resumed_schedule,
-)
+from megatron_chameleon.training.pretrain import pretrain
+from megatron_chameleon.training.resume import FREE_OPTIONS, Progress
 from megatron_chameleon.training.way_out import WayOut
-from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
-from tests.unit.training.progress import progress_of_run
+from tests.small_corpus import DOMAINS, write_small_corpus
+from tests.unit.training.progress import losses, progress_of_run
 
 
 @pytest.fixture
@@ -164,198 +153,6 @@ def test_a_mixture_is_the_same_by_its_weights(progress_of, trained_run, tmp_path
     assert progress_of(trained_run, mixture=str(same)).step == 6
     with pytest.raises(UserError, match="holds a run with another mixture"):
         progress_of(trained_run, mixture=str(other))
-
-
-@pytest.fixture(scope="module")
-def changed_run(pretrain_options, tmp_path_factory):
-    """A run drawn uniformly up to step 3, by poems alone from there; checkpoints at 3 and 6."""
-    folder = tmp_path_factory.mktemp("changed")
-    poems = {"news": 0.0, "code": 0.0, "poems": 1.0}
-    (folder / "poems.json").write_text(json.dumps({"weights": poems}))
-    pretrain(pretrain_options(folder / "run", data=changing(f"3={folder}/poems.json")))
-    return folder
-
-
-def changing(*changes):
-    return DataOptions(mixture_change=(changes,) if changes else (), permutation="epoch")
-
-
-def test_a_checkpoint_says_where_each_domain_stands(changed_run):
-    first, last = (CheckpointRecord.load(step_folder(changed_run / "run", s)) for s in (3, 6))
-    assert first.domain_samples == dict.fromkeys(DOMAINS, 8)
-    assert [phase.first_sample for phase in first.mixture_phases] == [0]
-    assert last.domain_samples == {"news": 8, "code": 8, "poems": 8 + 24}
-    assert last.mixture_phases[1] == MixturePhase(24, {"news": 0.0, "code": 0.0, "poems": 1.0})
-    assert last.domain_tokens == {name: n * 32 for name, n in last.domain_samples.items()}
-
-
-def test_the_run_says_what_it_was_drawn_by(changed_run):
-    run = TrainingRun.load(changed_run / "run")
-    last = CheckpointRecord.load(step_folder(changed_run / "run", 6))
-    assert run.mixture_phases == last.mixture_phases
-    assert [phase.first_sample for phase in run.mixture_phases] == [0, 24]
-
-
-def test_a_change_at_the_very_step_of_the_checkpoint_lies_ahead(changed_run, pretrain_options):
-    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 3))
-    assert [phase.first_sample for phase in checkpoint.mixture_phases] == [0]
-    uniform = (1 / 3,) * 3
-    for changes, weights in {
-        (f"3={changed_run}/poems.json",): [uniform, (0.0, 0.0, 1.0)],
-        ("3=uniform",): [uniform, uniform],
-        (): [uniform],
-    }.items():
-        plan = plan_training(pretrain_options(changed_run / "run", data=changing(*changes)))
-        schedule = resumed_schedule(plan, checkpoint)
-        assert [phase.first_sample for phase in schedule.phases] == [0, 24][: len(weights)]
-        assert [phase.weights for phase in schedule.phases] == weights
-
-
-def test_a_run_resumed_at_the_step_of_a_change_makes_it(changed_run, pretrain_options, tmp_path):
-    run_dir = Path(shutil.copytree(changed_run / "run", tmp_path / "run"))
-    shutil.rmtree(step_folder(run_dir, 6))
-    pretrain(pretrain_options(run_dir, data=changing(f"3={changed_run}/poems.json")))
-    straight, resumed = (
-        CheckpointRecord.load(step_folder(run, 6)) for run in (changed_run / "run", run_dir)
-    )
-    assert resumed.domain_samples == straight.domain_samples
-    assert resumed.mixture_phases == straight.mixture_phases
-    assert losses(run_dir) == losses(changed_run / "run")
-
-
-def losses(run_dir):
-    return [(record["step"], record["loss"]) for record in read_metrics(run_dir / METRICS_NAME)]
-
-
-def test_the_samples_of_a_checkpoints_weights_are_those_of_the_run(changed_run, pretrain_options):
-    first, again = (
-        plan_training(pretrain_options(changed_run / "run", data=data))
-        for data in (changing(f"3={changed_run}/poems.json"), changing())
-    )
-    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 6))
-    whole = samples_of(first, first.schedule).batch(range(48))
-    rebuilt = samples_of(again, resumed_schedule(again, checkpoint)).batch(range(48))
-    assert all(torch.equal(rebuilt[key], value) for key, value in whole.items())
-    assert not torch.equal(
-        samples_of(again, again.schedule).batch(range(48))["tokens"], whole["tokens"]
-    )
-
-
-def test_repeats_are_told_of_the_weights_that_the_run_goes_on_by(
-    changed_run, pretrain_options, tmp_path, monkeypatch
-):
-    """Poems alone from step 2 on, which the second command does not say again."""
-    run_dir, poems = tmp_path / "run", changed_run / "poems.json"
-    pretrain(pretrain_options(run_dir, data=changing(f"2={poems}")))
-    whole = losses(run_dir)
-    shutil.rmtree(step_folder(run_dir, 6))
-    plan = plan_training(pretrain_options(run_dir, data=changing()))
-    tokens = plan.data.tokens["poems"]
-    drawn, planned = (16 / 3 + 32) * 32 / tokens, 16 * 32 / tokens
-    monkeypatch.setattr(plan_module, "MANY_EPOCHS", (drawn + planned) / 2)
-    with pytest.warns(MixtureWarning, match="'poems' will be repeated") as warned:
-        pretrain(pretrain_options(run_dir, data=changing()))
-    assert len([w for w in warned if issubclass(w.category, MixtureWarning)]) == 1
-    assert losses(run_dir) == whole
-
-
-def test_a_run_that_would_read_other_samples_does_not_go_on(trained_run, pretrain_options):
-    shutil.rmtree(step_folder(trained_run, 6))
-    record = step_folder(trained_run, 3) / "checkpoint.json"
-    body = json.loads(record.read_text())
-    body["domain_samples"]["news"] += 1
-    record.write_text(json.dumps(body))
-    with pytest.raises(UserError, match=r"9 samples of 'news' were drawn, .* ask for 8"):
-        pretrain(pretrain_options(trained_run))
-
-
-def test_a_data_path_may_have_moved_but_not_changed(pretrain_options, corpus, tmp_path):
-    poems = tmp_path / "poems.json"
-    poems.write_text(json.dumps({"weights": {"poems": 0.9, "news": 0.1, "code": 0.0}}))
-    tokenizer = word_tokenizer(tmp_path / "tokenizer.json")
-
-    def options(folder, run="run"):
-        data = DataOptions(
-            data_path=" ".join(f"1 {folder / name}" for name in DOMAINS),
-            split="1",
-            tokenizer_model=tokenizer,
-            permutation="epoch",
-            mixture_change=((f"2={poems}",),),
-        )
-        return pretrain_options(tmp_path / run, corpus=None, data=data)
-
-    here = corpus.prefix("news", "train").parent
-    pretrain(options(here))
-    whole = losses(tmp_path / "run")
-    shutil.rmtree(step_folder(tmp_path / "run", 6))
-    there = Path(shutil.copytree(here, tmp_path / "elsewhere"))
-    pretrain(options(there))
-    assert losses(tmp_path / "run") == whole
-
-    flipped = there / "code.bin"
-    flipped.write_bytes(flipped.read_bytes()[:-1] + b"\1")
-    told = "holds a run with another content of --data-path, --split or tokenizer; choose"
-    with pytest.raises(UserError, match=told):
-        pretrain(options(there))
-    shutil.copy(here / "code.bin", flipped)
-    for suffix in (".bin", ".idx"):
-        (there / f"code{suffix}").rename(there / f"programs{suffix}")
-    renamed = dataclasses.replace(options(there).data, mixture_change=())
-    given = str(renamed.data_path).replace("elsewhere/code", "elsewhere/programs")
-    with pytest.raises(UserError, match="by other names: news, code, poems, not news, programs"):
-        pretrain(
-            dataclasses.replace(options(there), data=dataclasses.replace(renamed, data_path=given))
-        )
-
-
-def test_changes_that_lie_ahead_may_be_others_than_were_planned(
-    changed_run, pretrain_options, tmp_path
-):
-    run_dir = Path(shutil.copytree(changed_run / "run", tmp_path / "run"))
-    shutil.rmtree(step_folder(run_dir, 6))
-    changes = (f"4={changed_run}/poems.json", "5=uniform")
-    pretrain(pretrain_options(run_dir, data=changing(*changes)))
-    checkpoint = CheckpointRecord.load(step_folder(run_dir, 6))
-    assert [phase.first_sample for phase in checkpoint.mixture_phases] == [0, 32, 40]
-    assert checkpoint.domain_samples == {"news": 14, "code": 14, "poems": 20}
-    # The same run in one go: what comes after the checkpoint does not hang on the interruption.
-    whole = tmp_path / "whole"
-    pretrain(pretrain_options(whole, data=changing(*changes)))
-    assert CheckpointRecord.load(step_folder(whole, 6)).domain_samples == checkpoint.domain_samples
-    assert losses(run_dir) == losses(whole)
-
-
-def test_a_change_that_the_run_has_passed_without_making_it_is_refused(
-    changed_run, pretrain_options
-):
-    plan = plan_training(pretrain_options(changed_run / "run", data=changing("2=uniform")))
-    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 3))
-    with pytest.raises(UserError, match=r"--mixture-change 2=.* at step 3 .* from 3 on"):
-        resumed_schedule(plan, checkpoint)
-
-
-def test_weights_that_the_options_do_not_say_come_from_the_checkpoint(
-    changed_run, pretrain_options
-):
-    plan = plan_training(pretrain_options(changed_run / "run", data=changing()))
-    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 6))
-    schedule = resumed_schedule(plan, checkpoint)
-    assert [phase.first_sample for phase in schedule.phases] == [0, 24]
-    assert schedule.weights_at(24) == (0.0, 0.0, 1.0)
-
-
-def test_a_checkpoint_at_which_the_domains_stand_elsewhere_is_refused(
-    changed_run, pretrain_options
-):
-    plan = plan_training(pretrain_options(changed_run / "run", data=changing()))
-    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 3))
-    samples = samples_of(plan, plan.schedule)
-    check_same_samples(samples, checkpoint)
-    other = dataclasses.replace(checkpoint, domain_samples={"news": 9, "code": 8, "poems": 7})
-    with pytest.raises(
-        UserError, match=r"9 samples of 'news' were drawn, .* ask for 8.*begin anew"
-    ):
-        check_same_samples(samples, other, WayOut(anew="begin anew"))
 
 
 def test_overwrite_starts_anew_whatever_was_there(progress_of, trained_run):

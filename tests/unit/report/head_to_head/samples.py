@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts import Cost, EmbeddingRecipe, EmbeddingStore, Mixture
-from megatron_chameleon.artifacts.checkpoint import CheckpointFile, CheckpointRecord
 from tests.unit.report.report_samples import (
     NAMES,
     PROVENANCE,
     evaluation,
+    write_checkpoint,
     write_corpus,
     write_training_run,
 )
@@ -38,7 +38,7 @@ OPTIONS = {"train_iters": 200, "optimizer": {"lr": 1e-2}}
 def write_head_to_head(root: Path) -> Path:
     """Uniform, UniMax (the same weights, no models), Chameleon and DoReMi, three seeds each."""
     corpus = write_corpus(root / "1-corpus", NAMES)
-    digest = write_checkpoint(root / "2-proxy/nano-seed1/checkpoints/step-00000200")
+    digest = write_checkpoint(root / "2-proxy/nano-seed1/checkpoints/step-00000200", b"proxy")
     write_training_run(
         root / "2-proxy/nano-seed1",
         Mixture.uniform(NAMES).weights,
@@ -77,7 +77,7 @@ def write_base(
     """A finished run and its evaluation, with ``average`` as the mean of three perplexities."""
     made_by = dataclasses.replace(PROVENANCE, options={**OPTIONS, "seed": seed})
     checkpoint = root / "5-base" / name / "checkpoints/step-00000200"
-    digest = write_checkpoint(checkpoint)
+    digest = write_checkpoint(checkpoint, name.encode())
     write_training_run(
         root / "5-base" / name,
         mixture.weights,
@@ -89,26 +89,3 @@ def write_base(
     result = evaluation(NAMES, losses, corpus_hash=corpus_hash, step=200)
     result = dataclasses.replace(result, checkpoint=str(checkpoint), checkpoint_hash=digest)
     result.save(root / "6-evaluation" / f"{name}.json")
-
-
-def write_checkpoint(folder: Path) -> str:
-    """A checkpoint of one small file; returns its hash."""
-    folder.mkdir(parents=True)
-    (folder / "weights").write_bytes(str(folder).encode())
-    record = CheckpointRecord(
-        root=folder,
-        model={},
-        step=200,
-        samples=0,
-        domain_samples={},
-        mixture_phases=[],
-        domain_tokens={},
-        tokenizer_hash="0",
-        corpus_hash="0",
-        mixture_hash="0",
-        layout={"device": "cpu", "world_size": 1},
-        files={"weights": CheckpointFile.of(folder / "weights")},
-        provenance=PROVENANCE,
-    )
-    record.save()
-    return record.hash
