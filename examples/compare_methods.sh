@@ -157,8 +157,9 @@ START=(python)
 
 train_proxy() {
   [ "$SIZE" != paper ] || launcher "$HERE/pretrain_82m_proxy.sh"
-  exec "${START[@]}" "$TOOLS/pretrain_gpt.py" "${PROXY_FLAGS[@]}" --train-iters "$PROXY_STEPS" \
-    --corpus "$CORPUS" --mixture uniform --run-dir "$PROXY"
+  limit_time
+  exec "${START[@]}" "$TOOLS/pretrain_gpt.py" "${PROXY_FLAGS[@]}" "${LIMIT[@]}" \
+    --train-iters "$PROXY_STEPS" --corpus "$CORPUS" --mixture uniform --run-dir "$PROXY"
 }
 
 # launcher FILE FLAGS...: another launcher, which holds the paper's setting.
@@ -169,8 +170,9 @@ launcher() {
 
 find_mixture() {
   local name=$1 method=${1%-2k} flags=(--output "$RUN/4-mixture/$1.json") steps
+  limit_time
   if [ "$method" = chameleon ]; then
-    exec "${START[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${flags[@]}" \
+    exec "${ENDED[@]}" "${START[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${flags[@]}" \
       --checkpoint "$PROXY" --store "$RUN/3-embeddings/${PROXY##*/}"
   elif [ "$SIZE" = paper ]; then
     [ "$name" = "$method" ] || flags+=(--train-iters 2000)   # paper: tab:ppl_2k, "2k steps"
@@ -183,7 +185,7 @@ find_mixture() {
     regmix) flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS") ;;
     mixing-laws) flags+=("${SWARM[@]}" --num-proxies "$LAWS_MEMBERS") ;;
   esac
-  exec "${START[@]}" "$TOOLS/compute_mixture.py" --method "$method" --corpus "$CORPUS" \
+  exec "${ENDED[@]}" "${START[@]}" "$TOOLS/compute_mixture.py" --method "$method" --corpus "$CORPUS" \
     --token-budget "$BUDGET" "${flags[@]}"
 }
 
@@ -199,7 +201,8 @@ evaluate() {
     run=$1$SUFFIX-seed$seed
     runs+=(--checkpoint "$RUN/5-base/$run" --output "$RUN/6-evaluation/$run.json")
   done
-  exec "${START[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
+  limit_time
+  exec "${ENDED[@]}" "${START[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
 }
 
 # Whether a job has been done.
@@ -243,7 +246,7 @@ seconds_for() {
     esac
     return
   fi
-  case $1 in   # a core does 6.2 steps of nano in a second, DoReMi trains two models
+  case $1 in   # a core does 6 steps of nano in a second, DoReMi trains two models
     proxy) echo $((PROXY_STEPS * 10 / 62 + 10)) ;;
     doremi) echo $((LONG_PROXY_STEPS * 27 / 62 + 20)) ;;
     doge) echo $((LONG_PROXY_STEPS * 14 / 62 + 20)) ;;

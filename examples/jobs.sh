@@ -10,6 +10,7 @@
 #                    write RUN/logs/NAME.log. Returns once all are done, and leaves otherwise.
 JOBS=()
 STOPPED=75   # the status of a tool that was asked to stop, and can go on
+TIMED_OUT=124   # that of timeout where it ends one
 declare -A EXPECTED AFTER TEST COMMAND STATE STARTED
 
 job() {
@@ -99,7 +100,7 @@ finish_job() {
   local name=$1 status=$2 log=$RUN/logs/$1.log
   local took=$((SECONDS - STARTED[$name]))
   echo $((WALL_BEFORE + SECONDS - WALL_START)) > "$RUN/logs/seconds"
-  if [ "$status" = "$STOPPED" ]; then
+  if [ "$status" = "$STOPPED" ] || [ "$status" = "$TIMED_OUT" ]; then
     leave_job "$name"
   elif [ "$status" != 0 ]; then
     STATE[$name]=failed

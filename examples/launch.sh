@@ -98,31 +98,28 @@ start_from() {
   TRAIN+=(--pretrained-checkpoint "$1")
 }
 
-# Set LIMIT to the flag by which a run leaves at STOP_AT, or leave at once if that is past.
+# Set LIMIT to the flag by which a run leaves at STOP_AT, and ENDED to what ends a command then that
+# has no such flag and goes on from what it has written; or leave at once if that time is past.
 limit_time() {
-  LIMIT=()
+  LIMIT=() ENDED=()
   [ -n "${STOP_AT:-}" ] || return 0
   local seconds=$((STOP_AT - $(date +%s)))
-  if ((seconds <= 0)); then
-    echo "the time is up; the same command goes on from here"
-    exit
-  fi
+  ((seconds > 0)) || time_is_up
   LIMIT=(--exit-duration-in-mins "$(printf '%d.%02d' $((seconds / 60)) $((seconds % 60 * 5 / 3)))")
+  ENDED=(timeout --foreground "$seconds")
 }
 
-# within_limit COMMAND...: for what cannot leave by itself but goes on from what it has written; it
-# is ended at STOP_AT.
+time_is_up() {
+  echo "the time is up; the same command goes on from here"
+  exit
+}
+
+# within_limit COMMAND...: end it at STOP_AT, and leave.
 within_limit() {
   limit_time
-  if [ -z "${STOP_AT:-}" ]; then
-    "$@"
-    return
-  fi
   local status=0
-  timeout --foreground "$((STOP_AT - $(date +%s) + 1))" "$@" || status=$?   # 0 would be no limit
-  if [ "$status" = 124 ]; then
-    echo "the time is up; the same command goes on from here"
-    exit
-  fi
+  "${ENDED[@]}" "$@" || status=$?
+  # Ranks of other nodes may have been ended a moment before, and these for want of them.
+  if [ -n "${STOP_AT:-}" ] && ((status != 0 && $(date +%s) >= STOP_AT)); then time_is_up; fi
   return "$status"
 }

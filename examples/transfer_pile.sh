@@ -24,5 +24,7 @@ PROXY=${PROXY:-runs/slimpajama/2-proxy/$SIZE-seed$SEED}
 choose proxy pile.sh
 [ -d "$PROXY" ] || refuse "there is no run $PROXY to embed with:" \
   "SIZE=$SIZE bash $HERE/pretrain_82m_proxy.sh makes one; or give PROXY=FOLDER"
-within_limit torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --checkpoint "$PROXY" \
-  --store "$RUN/3-embeddings" --output "$RUN/4-mixture/chameleon-pretrain.json" "${EXTRA[@]}"
+WEIGH=(torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --checkpoint "$PROXY"
+  --store "$RUN/3-embeddings" --output "$RUN/4-mixture/chameleon-pretrain.json" "${EXTRA[@]}")
+[ -n "${STOP_AT:-}" ] || exec "${WEIGH[@]}"
+within_limit "${WEIGH[@]}"

@@ -58,7 +58,4 @@ def _domains_better(comparison: Comparison, groups: Sequence[SeedGroup]) -> Row:
 
 def _seeds_told(groups: Sequence[SeedGroup]) -> str:
     listed = ", ".join(f"{group.label} {len(group.runs)}" for group in groups)
-    return (
-        "Means over seeds ± the standard deviation of a seed, by which training alone differs; "
-        f"seeds: {listed}."
-    )
+    return f"Means over seeds ± the standard deviation over seeds; seeds: {listed}."

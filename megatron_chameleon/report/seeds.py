@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 
 from megatron_chameleon.report.comparison import Comparison, Evaluated, run_labels, same_weights
+from megatron_chameleon.report.names import unique_labels
 
 # As examples/compare_methods.sh and the guides name base runs: METHOD-seed1.
 _SEED = re.compile(r"-seed(\d+)\b")
@@ -114,10 +115,10 @@ def _labels(groups: Sequence[Sequence[Evaluated]]) -> list[str]:
     """Of each group; that of several runs is their method where no other group has it."""
     first = {group[0].name: group[0] for group in groups}
     methods = run_labels({n: run.run for n, run in first.items() if run.run is not None}, first)
-    found = []
+    found = {}
     for group in groups:
         name, own = group[0].name, group[0].label
         if len(group) > 1:
             own = methods[name] if methods[name] != name else _SEED.sub("", name, count=1)
-        found.append(own)
-    return found
+        found[name] = own
+    return list(unique_labels(found).values())

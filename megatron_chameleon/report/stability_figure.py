@@ -13,8 +13,10 @@ from matplotlib.lines import Line2D
 from megatron_chameleon.report.figures import (
     COLORS,
     GRID_COLOR,
+    HEIGHT_OF_A_ROW,
     PROXY_COLOR,
     REFERENCE_COLOR,
+    ROWS_OF_A_LEGEND,
     color_of,
     legend_above,
     legend_columns,
@@ -50,7 +52,7 @@ def stability_figure(axes: Sequence[StabilityAxis]) -> Figure:
     labels += [*(["other domains"] if others else []), "centre"]
     width = max(6.4, 3.3 * len(axes))
     rows = -(-len(labels) // legend_columns(width, labels))
-    figure = new_figure(width, 3.9 + 0.22 * rows)
+    figure = new_figure(width, 3.9 + HEIGHT_OF_A_ROW * min(rows, ROWS_OF_A_LEGEND))
     panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
     handles: list[Artist] = []
     for panel, axis in zip(panels, axes, strict=True):

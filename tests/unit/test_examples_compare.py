@@ -257,7 +257,8 @@ def test_the_time_that_is_left_is_kept(launch):
     launched = papers(launch, METHODS="uniform natural", STOP_AT="1000000000")
     assert launched.status == 0, launched.errors
     assert launched.training() == []
-    assert "left: uniform-seed1, before its end" in launched.said
+    assert "left: uniform, before its end" in launched.said
+    assert launched.calls == []
     assert not any(isinstance(call.options, CompareMethodsOptions) for call in launched.calls)
 
 

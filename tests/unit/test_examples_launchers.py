@@ -189,13 +189,13 @@ def test_a_run_leaves_in_time(launch, everything):
     assert "the time is up; the same command goes on from here" in late.said
 
 
-@pytest.mark.parametrize("name", [*WEIGHING, "evaluate_downstream"])
-def test_what_trains_nothing_is_ended_in_time(launch, everything, name):
+@pytest.mark.parametrize("name", [*WEIGHING, "evaluate_downstream", "finetune_stack"])
+def test_what_has_no_flag_for_it_is_ended_in_time(launch, everything, name):
     """What it has written by then is there, and the same command goes on from it."""
     (everything / "runs/slimpajama/5-base/uniform-seed1").mkdir(parents=True)
     torchrun = launch.programs / "torchrun"
     torchrun.write_text(f"{RECORDER}exec sleep 100\n")
-    in_the_middle = launch(name, STOP_AT=str(int(time.time()) + 2))
+    in_the_middle = launch(name, STOP_AT=str(int(time.time()) + 4))
     assert (in_the_middle.status, len(in_the_middle.calls)) == (0, 1), in_the_middle.errors
     assert in_the_middle.said.endswith("the time is up; the same command goes on from here\n")
     late = launch(name, STOP_AT="1000000000")
@@ -203,6 +203,14 @@ def test_what_trains_nothing_is_ended_in_time(launch, everything, name):
     assert "the time is up" in late.said
     torchrun.write_text(f"{RECORDER}exit 3\n")
     assert launch(name, STOP_AT=str(int(time.time()) + 100)).status == 3
+
+
+def test_ranks_that_lose_those_of_another_node_to_the_time_have_not_failed(launch, everything):
+    wait = "while (($(date +%s) < STOP_AT)); do sleep 0.01; done\nexit 1\n"
+    (launch.programs / "torchrun").write_text(f"{RECORDER}{wait}")
+    lost = launch("transfer_pile", STOP_AT=str(int(time.time()) + 2))
+    assert (lost.status, len(lost.calls)) == (0, 1), lost.errors
+    assert lost.said.endswith("the time is up; the same command goes on from here\n")
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -113,11 +113,12 @@ def test_steps_have_the_cores_that_the_job_asked_for(job, tmp_path, asked, told)
     assert (tmp_path / "cores.txt").read_text() == f"{told}\n"
 
 
-def test_a_job_without_an_end_is_refused_in_a_line(job, tmp_path):
-    done = job(7200, LAUNCHER, SAYS="N/A")
+@pytest.mark.parametrize("end", ["N/A", " "])
+def test_a_job_without_an_end_is_refused_in_a_line(job, tmp_path, end):
+    done = job(7200, LAUNCHER, SAYS=end)
     assert (done.returncode, (tmp_path / "srun.txt").exists()) == (2, False)
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: SLURM says that the job ends at 'N/A', which is no time")
+    assert line.startswith(f"error: SLURM says that the job ends at '{end}', which is no time")
 
 
 @pytest.mark.parametrize(("restarts", "kept"), [(None, True), ("0", True), ("1", False)])

@@ -225,7 +225,7 @@ def warn_of_little(bootstrap: BootstrapResult) -> None:
         )
     if is_one_hot(bootstrap):
         warnings.warn(
-            "one domain takes nearly all of the weight: a higher --temperature or --recipe scaled "
-            "gives the others more",
+            "one domain takes nearly all of the weight, as by a proxy that has learnt little: "
+            "train it for longer; --recipe scaled or a higher --temperature gives the others more",
             stacklevel=2,
         )

@@ -101,6 +101,21 @@ def test_a_sweep_of_another_corpus_is_refused(root, has_corpus):
         merge([RunFolder.load(root), RunFolder.load(write_run_folder(root.parent / "second"))])
 
 
+def test_a_sweep_by_itself_is_held_against_the_corpus_of_other_folders(root):
+    mixture = RunFolder.load(root).mixtures["chameleon-pretrain"]
+    assert mixture.provenance is not None
+    alone = root.parent / "alone"
+    mixture.save(alone / "4-mixture/chameleon-pretrain.json")
+    for corpus_hash in (RunFolder.load(root).evaluations[UNIFORM].corpus_hash, "other"):
+        made = dataclasses.replace(mixture.provenance, inputs={"corpus": corpus_hash})
+        write_sweep(alone, {"ridge": [mixture] * 2}, provenance=made)
+        folders = [RunFolder.load(root), RunFolder.load(alone)]
+        if corpus_hash != "other":
+            assert merge(folders).sweep is not None
+    with pytest.raises(UserError, match=r"sweep\.json is of another corpus \(hash other\) than"):
+        merge(folders)
+
+
 def test_a_run_by_data_path_that_was_not_evaluated_is_let_be(root):
     trained_on(root, CHAMELEON, "hash of files", data_path=["a"])
     (root / f"6-evaluation/{CHAMELEON}.json").unlink()

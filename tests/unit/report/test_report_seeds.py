@@ -171,6 +171,15 @@ def test_a_single_run_has_no_deviation_beside_methods_with_seeds(seeded, run_of)
     assert not table.rows[2][3].best
 
 
+def test_no_two_columns_are_called_alike(run_of):
+    names = ["mine-seed1", "mine-seed2", "mine"]
+    table = seed_table(
+        Comparison(tuple(run_of(name, [9, 9, 9], method="x") for name in names), None)
+    )
+    assert table is not None
+    assert table.header == ("domain", "perplexity mine-seed1", "perplexity mine")
+
+
 def test_without_several_seeds_there_is_no_table_over_seeds(run_of):
     runs = (run_of("uniform-seed1", [9, 9, 9]), run_of("other-seed1", [9, 9, 9], SKEWED))
     assert seed_table(Comparison(runs, runs[0])) is None
