@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_chameleon.report.comparison import Comparison
 from megatron_chameleon.report.seeds import SeedGroup, Spread, seed_groups
-from megatron_chameleon.report.tables import format_perplexity
+from megatron_chameleon.report.tables import format_spread
 from megatron_chameleon.report.text_tables import MISSING, Cell, Row, Table
 
 
@@ -40,12 +40,7 @@ def _cells(spreads: Sequence[Spread]) -> Row:
     """Cells of one row; the lowest mean is marked if it is finite and has something beside it."""
     finite = [spread.mean for spread in spreads if math.isfinite(spread.mean)]
     lowest = min(finite) if finite and len(spreads) > 1 else None
-    return tuple(Cell(_told(spread), best=spread.mean == lowest) for spread in spreads)
-
-
-def _told(spread: Spread) -> str:
-    error = "" if spread.deviation is None else f" ± {format_perplexity(spread.deviation)}"
-    return f"{format_perplexity(spread.mean)}{error}"
+    return tuple(Cell(format_spread(spread), best=spread.mean == lowest) for spread in spreads)
 
 
 def _domains_better(comparison: Comparison, groups: Sequence[SeedGroup]) -> Row:

@@ -176,9 +176,8 @@ def _spread_told(group: SeedGroup) -> str:
 
 def _spread(found: Spread) -> str:
     """For example '20.12 ± 0.31 over 3 seeds'."""
-    error = "" if found.deviation is None else f" ± {format_perplexity(found.deviation)}"
     seeds = "1 seed" if found.count == 1 else f"{found.count} seeds"
-    return f"{format_perplexity(found.mean)}{error} over {seeds}"
+    return f"{format_spread(found)} over {seeds}"
 
 
 def _change(average: float, reference: float, paired: str) -> str:
@@ -244,6 +243,12 @@ def interval_name(mixture: Mixture | None) -> str:
 def format_perplexity(perplexity: float) -> str:
     """A perplexity, to two places while that is short."""
     return f"{perplexity:.2f}" if perplexity < 1e4 else f"{perplexity:.3e}"
+
+
+def format_spread(found: Spread) -> str:
+    """A mean perplexity and its deviation over seeds, where that is known: '20.12 ± 0.31'."""
+    error = "" if found.deviation is None else f" ± {format_perplexity(found.deviation)}"
+    return f"{format_perplexity(found.mean)}{error}"
 
 
 def format_error(value: float, error: float | None, places: int, sign: str = "+") -> str:
