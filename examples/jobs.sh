@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by compare_methods.sh: commands that wait for one another, several at a time. Started
-# again, what was done is left alone, and the rest goes on.
+# Sourced by compare_methods.sh, after launch.sh: commands that wait for one another, several at a
+# time. Started again, what was done is left alone, and the rest goes on.
 #
 #   job NAME SECONDS "AFTER ..." "TEST ..." COMMAND...
 #                    to be run once the jobs of AFTER are done, unless the command TEST succeeds,
@@ -10,7 +10,6 @@
 #                    write RUN/logs/NAME.log. Returns once all are done, and leaves otherwise.
 JOBS=()
 STOPPED=75   # the status of a tool that was asked to stop, and can go on
-TIMED_OUT=124   # that of timeout where it ends one
 declare -A EXPECTED AFTER TEST COMMAND STATE STARTED
 
 job() {
@@ -100,7 +99,7 @@ finish_job() {
   local name=$1 status=$2 log=$RUN/logs/$1.log
   local took=$((SECONDS - STARTED[$name]))
   echo $((WALL_BEFORE + SECONDS - WALL_START)) > "$RUN/logs/seconds"
-  if [ "$status" = "$STOPPED" ] || [ "$status" = "$TIMED_OUT" ]; then
+  if [ "$status" = "$STOPPED" ] || { [ "$status" != 0 ] && is_out_of_time; }; then
     leave_job "$name"
   elif [ "$status" != 0 ]; then
     STATE[$name]=failed

@@ -119,7 +119,9 @@ within_limit() {
   limit_time
   local status=0
   "${ENDED[@]}" "$@" || status=$?
-  # Ranks of other nodes may have been ended a moment before, and these for want of them.
-  if [ -n "${STOP_AT:-}" ] && ((status != 0 && $(date +%s) >= STOP_AT)); then time_is_up; fi
+  [ "$status" = 0 ] || ! is_out_of_time || time_is_up
   return "$status"
 }
+
+# Whether it is STOP_AT. What fails then was ended, or lost the ranks of another node that were.
+is_out_of_time() { [ -n "${STOP_AT:-}" ] && (($(date +%s) >= STOP_AT)); }

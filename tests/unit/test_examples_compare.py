@@ -18,8 +18,8 @@ from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 from megatron_chameleon.options.mixture import MethodOptions
 from megatron_chameleon.options.training import PretrainOptions
-from tests.unit.compared import CORPUS, METHODS, NAME, Workers, papers, small
-from tests.unit.launched import EXAMPLES, Launched, write_everything
+from tests.unit.compared import CHECKS, CORPUS, METHODS, NAME, Workers, papers, small
+from tests.unit.launched import EXAMPLES, RECORDER, Launched, write_everything
 
 
 @pytest.fixture
@@ -173,6 +173,18 @@ def test_a_method_that_was_asked_to_stop_has_not_failed(launch):
     assert "left: natural, before its end; the same command goes on from here" in launched.said
     assert not any(isinstance(call.options, CompareMethodsOptions) for call in launched.calls)
     assert small(launch, METHODS="uniform natural").status == 0
+
+
+def test_a_job_that_loses_the_ranks_of_another_node_to_the_time_has_not_failed(launch):
+    choices = {"METHODS": "uniform natural"}
+    failed = papers(launch, **choices, FAILS="uniform-seed1", FAILS_WITH="1")
+    assert "failed: uniform-seed1, with status 1" in failed.errors
+    wait = "while (($(date +%s) < STOP_AT)); do sleep 0.01; done\nexit 1\n"
+    (launch.programs / "torchrun").write_text(f"{CHECKS}{RECORDER}{wait}")
+    lost = papers(launch, **choices, STOP_AT=str(int(time.time()) + 4))
+    assert (lost.status, lost.errors) == (0, ""), lost.said
+    assert [run.run_dir.name for run in lost.training()] == ["uniform-seed1"]
+    assert "left: uniform-seed1, before its end" in lost.said
 
 
 def test_every_job_tells_how_much_is_left(launch):
