@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by compare_methods.sh, after launch.sh: commands that wait for one another, several at a
-# time. Started again, what was done is left alone, and the rest goes on.
+# Sourced by compare_methods.sh: commands that wait for one another, several at a time. Started
+# again, what was done is left alone, and the rest goes on.
 #
 #   job NAME SECONDS "AFTER ..." "TEST ..." COMMAND...
 #                    to be run once the jobs of AFTER are done, unless the command TEST succeeds,
@@ -8,6 +8,8 @@
 #                    which is the same for all jobs
 #   run_jobs COUNT   so many at a time. One at a time says on the terminal what it does, several
 #                    write RUN/logs/NAME.log. Returns once all are done, and leaves otherwise.
+#   was_ended NAME   to be defined: whether a job whose command did not succeed was ended by the
+#                    time, so that it has not failed
 JOBS=()
 STOPPED=75   # the status of a tool that was asked to stop, and can go on
 declare -A EXPECTED AFTER TEST COMMAND STATE STARTED
@@ -99,7 +101,7 @@ finish_job() {
   local name=$1 status=$2 log=$RUN/logs/$1.log
   local took=$((SECONDS - STARTED[$name]))
   echo $((WALL_BEFORE + SECONDS - WALL_START)) > "$RUN/logs/seconds"
-  if [ "$status" = "$STOPPED" ] || { [ "$status" != 0 ] && is_out_of_time; }; then
+  if [ "$status" = "$STOPPED" ] || { [ "$status" != 0 ] && was_ended "$name"; }; then
     leave_job "$name"
   elif [ "$status" != 0 ]; then
     STATE[$name]=failed

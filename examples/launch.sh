@@ -123,5 +123,6 @@ within_limit() {
   return "$status"
 }
 
-# Whether it is STOP_AT. What fails then was ended, or lost the ranks of another node that were.
+# Whether STOP_AT has come. A command of ENDED that fails from then on was ended by it, or lost
+# ranks of another node that were.
 is_out_of_time() { [ -n "${STOP_AT:-}" ] && (($(date +%s) >= STOP_AT)); }

@@ -18,8 +18,8 @@ from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 from megatron_chameleon.options.mixture import MethodOptions
 from megatron_chameleon.options.training import PretrainOptions
-from tests.unit.compared import CHECKS, CORPUS, METHODS, NAME, Workers, papers, small
-from tests.unit.launched import EXAMPLES, RECORDER, Launched, write_everything
+from tests.unit.compared import CORPUS, METHODS, NAME, WORKER, Workers, papers, small
+from tests.unit.launched import EXAMPLES, Launched, write_everything
 
 
 @pytest.fixture
@@ -175,16 +175,28 @@ def test_a_method_that_was_asked_to_stop_has_not_failed(launch):
     assert small(launch, METHODS="uniform natural").status == 0
 
 
-def test_a_job_that_loses_the_ranks_of_another_node_to_the_time_has_not_failed(launch):
-    choices = {"METHODS": "uniform natural"}
-    failed = papers(launch, **choices, FAILS="uniform-seed1", FAILS_WITH="1")
-    assert "failed: uniform-seed1, with status 1" in failed.errors
-    wait = "while (($(date +%s) < STOP_AT)); do sleep 0.01; done\nexit 1\n"
-    (launch.programs / "torchrun").write_text(f"{CHECKS}{RECORDER}{wait}")
-    lost = papers(launch, **choices, STOP_AT=str(int(time.time()) + 4))
-    assert (lost.status, lost.errors) == (0, ""), lost.said
-    assert [run.run_dir.name for run in lost.training()] == ["uniform-seed1"]
-    assert "left: uniform-seed1, before its end" in lost.said
+@pytest.mark.parametrize(
+    ("time_comes_in", "fails", "told"),
+    [
+        ("evaluate.py", "uniform-seed1.json", "left: uniform-evaluation, before its end"),
+        ("evaluate.py", "", "done: uniform-evaluation"),
+        ("", "uniform-seed1.json", "failed: uniform-evaluation, with status 1"),
+        ("pretrain_gpt.py", "uniform-seed1", "failed: uniform-seed1, with status 1"),
+        ("pretrain_gpt.py", "", "done: uniform-seed1"),
+    ],
+)
+def test_a_job_that_is_ended_by_the_time_has_not_failed(launch, time_comes_in, fails, told):
+    """Nor has one that lost ranks of another node to it. Training leaves by itself."""
+    date = launch.programs / "date"
+    date.write_text('#!/usr/bin/env bash\n[ -e "$CALLS.late" ] && echo 2000 || echo 1000\n')
+    date.chmod(0o755)
+    torchrun = launch.programs / "torchrun"
+    comes = f'[[ -z "{time_comes_in}" || " $* " != *"{time_comes_in} "* ]] || touch "$CALLS.late"\n'
+    torchrun.write_text(torchrun.read_text().replace(WORKER, comes + WORKER))
+    choices = {"METHODS": "uniform natural", "FAILS": fails, "FAILS_WITH": "1", "STOP_AT": "2000"}
+    launched = papers(launch, **choices)
+    assert told in launched.said + launched.errors
+    assert launched.status == (1 if told.startswith("failed") else 0)
 
 
 def test_every_job_tells_how_much_is_left(launch):
