@@ -108,9 +108,9 @@ tiny() {
 # From these to the flags of proxies, swarms and base models.
 fill_in() {
   local batches=(--seq-length "$SEQ_LENGTH" --global-batch-size "$BATCH")
-  # So that seeds differ little: at the quickstart's 1e-2 one model in twenty stayed far behind the
-  # others, and with half the warm-up and second moments of 0.95, which suit larger batches, seeds
-  # of one mixture were up to 0.3 apart in their mean loss; by these it is 0.07.
+  # So that seeds differ little: at 1e-2 one model in twenty stayed far behind the others, and with
+  # half the warm-up and second moments of 0.95, which suit larger batches, seeds of one mixture
+  # were up to 0.3 apart in their mean loss; by these it is 0.07.
   local run=("${batches[@]}" --micro-batch-size "$BATCH" --lr-warmup-iters "$WARMUP" --lr 4e-3
     --min-lr 1e-3 --adam-beta2 0.99 --log-interval 50 --save-interval 200)
   PROXY_FLAGS=(--model-size nano "${run[@]}" --seed "$PROXY_SEED")

@@ -8,8 +8,8 @@ cd "$(dirname "$0")/.."
 
 RUN=${RUN:-runs/quickstart}            # everything is written below this folder
 SIZE=${SIZE:-nano}                     # model size of the proxy and of the two models
-PROXY_STEPS=${PROXY_STEPS:-350}
-BASE_STEPS=${BASE_STEPS:-850}
+PROXY_STEPS=${PROXY_STEPS:-500}
+BASE_STEPS=${BASE_STEPS:-650}
 SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread for each of the two ranks
@@ -20,8 +20,8 @@ PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
 MIXTURES=$RUN/4-mixture
 TRAIN=(--corpus "$CORPUS" --model-size "$SIZE" --seed "$SEED" --seq-length 128
-  --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 40
-  --log-interval 50 --save-interval 1000)
+  --global-batch-size 8 --micro-batch-size 4 --lr 4e-3 --min-lr 1e-3 --lr-warmup-iters 160
+  --adam-beta2 0.99 --log-interval 50 --save-interval 1000)
 
 say() { printf '\n== %s\n' "$*"; }
 ranks() { torchrun --nproc-per-node 2 "$@"; }
