@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array
 
+# Shares that exhaust all text sum to 1 but for their rounding.
+ROUNDING = 1e-12
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CappedWeights:
@@ -58,7 +61,7 @@ def _scaled(wanted: Array, most: Array) -> Array:
     if (wanted <= most).all():
         return wanted
     present = np.flatnonzero(wanted)
-    if most[present].sum() < 1.0:
+    if most[present].sum() < 1.0 - ROUNDING:
         raise ValueError(
             f"the caps of the domains with a weight sum to {most[present].sum():.6g}, less than 1: "
             "raise them"

@@ -60,6 +60,16 @@ def test_caps_that_leave_no_room_are_the_weights():
     np.testing.assert_allclose(found.weights, [0.5, 0.25, 0.25], atol=1e-12)
 
 
+@pytest.mark.parametrize("k", range(2, 60))
+def test_caps_that_sum_to_one_but_for_rounding_leave_no_room(k):
+    """As the shares of all text do where the budget is all there is."""
+    caps = np.ones(k) * (1.0 / k) * (1 - 1e-15)
+    found = capped_weights(np.full(k, 1 / k), caps)
+    np.testing.assert_allclose(found.weights, caps, rtol=1e-12)
+    with pytest.raises(ValueError, match="less than 1"):
+        capped_weights(np.full(k, 1 / k), caps * (1 - 1e-9))
+
+
 def test_a_domain_that_is_not_wanted_gets_nothing():
     found = capped_weights([0.7, 0.3, 0.0], [0.5, 1.0, 1.0])
     np.testing.assert_allclose(found.weights, [0.5, 0.5, 0.0])
