@@ -47,14 +47,12 @@ setup: $(STAMP)
 quickstart: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
 
-# Unit tests share the cores. Of the others, which start ranks and programs of their own, each folder
-# is one worker's; ranks wait for each other a third of the time. Both parts run whatever the first
-# says, so that one failure does not hide another.
+# Unit tests share the cores; the others launch ranks of their own and go one at a time. Both parts
+# run whatever the first says, so that one failure does not hide another.
 test: $(STAMP)
 	status=0
 	$(BIN)/python -m pytest tests/unit -n 2 || status=1
-	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/gpu \
-	  -n 2 --dist loadgroup || status=1
+	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/gpu || status=1
 	exit $$status
 
 test-slow: $(STAMP)

@@ -18,22 +18,14 @@ import pytest
 # starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TESTS = Path(__file__).parent
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist looks at the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in tests/gpu carries the mark ``gpu``, so that no file can forget it.
-
-    Where several workers share the folders that start ranks, programs or a browser, each folder is
-    one worker's: what it starts for all of its tests is started once.
-    """
+    """Everything in tests/gpu carries the mark ``gpu``, so that no file can forget it."""
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        if folder == "gpu":
+        if item.path.is_relative_to(GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
-        if folder != "unit":
-            item.add_marker(pytest.mark.xdist_group(folder))
 
 
 def pytest_collection_finish() -> None:
