@@ -10,6 +10,7 @@ RUN=${RUN:-runs/quickstart}            # everything is written below this folder
 SIZE=${SIZE:-nano}                     # model size of the proxy and of the two models
 PROXY_STEPS=${PROXY_STEPS:-500}
 BASE_STEPS=${BASE_STEPS:-650}
+WARMUP=${WARMUP:-160}                  # fewer than the steps of either
 SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread for each of the two ranks
@@ -20,7 +21,7 @@ PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
 MIXTURES=$RUN/4-mixture
 TRAIN=(--corpus "$CORPUS" --model-size "$SIZE" --seed "$SEED" --seq-length 128
-  --global-batch-size 8 --micro-batch-size 4 --lr 4e-3 --min-lr 1e-3 --lr-warmup-iters 160
+  --global-batch-size 8 --micro-batch-size 4 --lr 4e-3 --min-lr 1e-3 --lr-warmup-iters "$WARMUP"
   --adam-beta2 0.99 --log-interval 50 --save-interval 1000)
 
 say() { printf '\n== %s\n' "$*"; }
