@@ -95,7 +95,8 @@ class Prefetcher(Iterator[Batch]):
     def _pinned(self, batch: Batch) -> Batch:
         if self._device.type != "cuda":
             return batch
-        return {name: part.pin_memory() for name, part in batch.items()}
+        # Pinning keeps strides and fails on expanded tensors, whose elements share memory.
+        return {name: part.contiguous().pin_memory() for name, part in batch.items()}
 
 
 @contextlib.contextmanager

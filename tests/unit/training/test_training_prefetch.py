@@ -115,6 +115,26 @@ def test_on_the_cpu_nothing_is_read_ahead():
         assert samples.threads == {threading.current_thread()}
 
 
+def test_expanded_tensors_are_pinned_as_contiguous_copies(monkeypatch):
+    """torch pins by copying into memory of the same strides, which fails where elements overlap."""
+    pinned: list[torch.Tensor] = []
+
+    def pin_memory(tensor):
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        pinned.append(copy.copy_(tensor))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    expanded = torch.arange(4).expand(3, 4)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        expanded.pin_memory()
+    ahead = Prefetcher(iter([{"position_ids": expanded}]), torch.device("cuda"))
+    wait_until(lambda: pinned)
+    ahead.close()
+    assert torch.equal(pinned[0], expanded)
+
+
 @pytest.mark.parametrize("first_step", [0, 1, 3])
 def test_parts_are_read_ahead_one_by_one(first_step):
     """Whoever asks for the first batch of a part may have changed what there is to read."""
