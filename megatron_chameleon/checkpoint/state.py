@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -53,10 +54,20 @@ def training_state(
     finish_param_gather(model)
     gather_with_padding(optimizer)
     state = model_state(model)
-    state["optimizer"] = optimizer.sharded_state_dict(
+    sharded = optimizer.sharded_state_dict(
         dict(state), is_loading=is_loading, metadata=OPTIMIZER_FORMAT
     )
+    state["optimizer"] = dict_list_map_outplace(scalar_to_host, sharded)
     state["scheduler"] = scheduler.state_dict()
     if not is_loading:
         state[RANDOM] = sharded_random_states()
     return state
+
+
+def scalar_to_host(value: Any) -> Any:
+    """Copy a 0-dim tensor, such as AdamW's step count, to the host; return anything else unchanged.
+
+    Scalars go into the checkpoint's common state, which is pickled and compared across ranks. A
+    tensor of ``cuda:0`` would be unpickled onto that device by every rank.
+    """
+    return value.cpu() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
