@@ -1,11 +1,14 @@
-"""Proving Triton kernels where there is no GPU: in the interpreter, and compiled to PTX."""
+"""Run Triton kernels in the interpreter and compile them for GPUs, on a machine without one."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,17 +37,36 @@ def interpreted(module: str) -> dict[str, float]:
     return errors
 
 
-def ptx(
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """PTX of a kernel, and the resources that ptxas gives it.
+
+    Attributes:
+        ptx: the PTX assembly.
+        registers: registers per thread.
+        stack_bytes: local memory per thread; registers are spilled to it.
+        shared_bytes: shared memory per block.
+    """
+
+    ptx: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def compile_kernel(
     kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, Any],
     capability: int,
     warps: int,
     aligned: Sequence[str] = (),
-) -> str:
-    """What ``kernel`` compiles to, for arguments of ``types`` and constexpr ``constants``.
+    **options: int,
+) -> CompiledKernel:
+    """Compile ``kernel`` for arguments of ``types`` and constexpr ``constants``.
 
-    A launch finds out which arguments are ``aligned``, divisible by 16; here it has to be said.
+    At a launch Triton finds the arguments that are divisible by 16; here ``aligned`` names them.
+    ``options`` are those of Triton's compiler.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -56,8 +78,26 @@ def ptx(
     compiled = triton.compile(
         ASTSource(kernel, signature, constexprs=dict(constants), attrs=attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps},
+        options={"num_warps": warps, **options},
     )
-    text: str = compiled.asm["ptx"]
-    assert f".target sm_{capability}" in text
-    return text
+    ptx = compiled.asm["ptx"]
+    assert f".target sm_{capability}" in ptx
+    usage = _resource_usage(compiled.asm["cubin"])
+    return CompiledKernel(
+        ptx=ptx,
+        registers=usage["REG"],
+        stack_bytes=usage["STACK"] + usage["LOCAL"],
+        shared_bytes=max(usage["SHARED"], compiled.metadata.shared),  # static, dynamic
+    )
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """Resources by name, from the cuobjdump that Triton ships."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", done.stdout)}

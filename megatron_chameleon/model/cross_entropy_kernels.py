@@ -1,7 +1,9 @@
 """Triton kernels of the cross entropy: each logit is read once forward and once backward.
 
 model/cross_entropy.py says what they compute, and has the same in plain torch. A program has one
-row of the logits and walks along it in blocks.
+row of the logits and walks along it in blocks. Loads are masked by the padded width, a multiple of
+16, and padding is discarded after them: a mask by the vocabulary, 50,257, would keep the compiler
+from loading 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
-def log_sum_exp_kernel(rows, result, stride, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def log_sum_exp_kernel(  # type: ignore[no-untyped-def]
+    rows, result, stride, width, columns, BLOCK: tl.constexpr
+):
     """result[row] = log(sum(exp(rows[row, :columns]))), rescaled as larger logits are met.
 
     The running maximum and sum are those of Milakov and Gimelshein 2018, "Online normalizer
@@ -27,9 +31,9 @@ def log_sum_exp_kernel(rows, result, stride, columns, BLOCK: tl.constexpr):  # t
     largest = LOWEST  # not -inf, since -inf less -inf is no number
     total = 0.0
     for first in range(0, columns, BLOCK):
-        inside = first + offsets < columns
-        x = tl.load(rows + row * stride + first + offsets, mask=inside, other=-float("inf"))
-        x = x.to(tl.float32)
+        column = first + offsets
+        x = tl.load(rows + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+        x = tl.where(column < columns, x, -float("inf"))
         now_largest = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - now_largest) + tl.sum(tl.exp(x - now_largest), 0)
         largest = now_largest
@@ -47,10 +51,9 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     scale = tl.load(scales + row)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        real = column < columns
-        x = tl.load(rows + row * stride + column, mask=real, other=-float("inf")).to(tl.float32)
+        x = tl.load(rows + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
         gradient = tl.exp(x - denominator) - tl.where(column == label, 1.0, 0.0)
-        gradient = tl.where(real, gradient * scale, 0.0)
+        gradient = tl.where(column < columns, gradient * scale, 0.0)
         tl.store(out + row * stride + column, gradient, mask=column < width)
 
 
@@ -59,7 +62,7 @@ def launch_log_sum_exp(rows: torch.Tensor, columns: int) -> torch.Tensor:
     assert rows.is_contiguous()
     result = rows.new_empty(rows.size(0), dtype=torch.float32)
     log_sum_exp_kernel[(rows.size(0),)](
-        rows, result, rows.stride(0), columns, BLOCK=BLOCK, num_warps=WARPS
+        rows, result, rows.stride(0), rows.size(1), columns, BLOCK=BLOCK, num_warps=WARPS
     )
     return result
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
-from tests.kernel_checks import CAPABILITIES, interpreted, ptx
+from tests.kernel_checks import interpreted
 
 
 def masked_mean_direct(hidden, lengths):
@@ -116,28 +116,3 @@ def test_the_kernels_compute_the_same_in_tritons_interpreter():
     checked = interpreted("tests.unit.embedding.pooling_kernel_checks")
     assert len(checked) == 72
     assert max(checked.values()) < 2e-6  # of values around 3, in float32
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_the_kernels_compile_for_gpus(capability):
-    pytest.importorskip("triton")
-    from megatron_chameleon.embedding import pooling_kernels as kernels
-
-    types = {"counts": "*i64", "mask": "*u8", "sums": "*fp32", "means": "*fp32", "epsilon": "fp32"}
-    types |= dict.fromkeys(("length", "width", "chunks", "position_stride", "batch_stride"), "i32")
-    aligned = ("hidden", "width", "position_stride", "batch_stride")
-    for kind, width, normalize in (
-        ("*bf16", 768, False),
-        ("*fp16", 768, True),
-        ("*fp32", 1200, True),
-    ):
-        types |= dict.fromkeys(("hidden", "weight", "bias"), kind)
-        rows, columns = kernels.tile(width, normalize)
-        both = {"HAS_MASK": normalize, "NORMALIZE": normalize, "CHUNK": kernels.CHUNK}
-        constants = both | {"ROWS": rows, "COLUMNS": columns}
-        kernel = kernels.chunk_sums_kernel
-        text = ptx(kernel, types, constants, capability, kernels.WARPS, aligned)
-        assert "st.local" not in text
-        assert ".v4" in text  # it reads 16 bytes at once
-        constants = both | {"COLUMNS": kernels.ADDING_TILE}
-        ptx(kernels.add_chunks_kernel, types, constants, capability, kernels.WARPS)

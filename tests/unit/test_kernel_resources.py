@@ -1,0 +1,140 @@
+"""Every Triton kernel compiled for sm_80, sm_90 and sm_100: no spills, wide loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.kernel_checks import CAPABILITIES, compile_kernel
+
+pytest.importorskip("triton")
+
+from triton.runtime import JITFunction
+
+from megatron_chameleon.embedding import pooling_kernels
+from megatron_chameleon.model import cross_entropy_kernels
+
+SHARED_BYTES = 4096
+WIDE_LOAD, WIDE_STORE = "ld.global.v4.b32", "st.global.v4.b32"  # 16 bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel as it is launched.
+
+    Attributes:
+        kernel: the Triton function.
+        types: Triton type by argument; may name arguments of other kernels too.
+        constants: constexpr arguments.
+        warps: warps per block.
+        aligned: arguments that are divisible by 16 there.
+        registers: upper bound per thread; 65,536 are shared by all threads of an SM.
+        wide: instructions of 16 bytes that have to be there.
+    """
+
+    kernel: JITFunction
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+    aligned: tuple[str, ...]
+    registers: int
+    wide: tuple[str, ...]
+
+
+def cross_entropy_case(kernel: JITFunction, dtype: str) -> Case:
+    """Rows are padded to a multiple of 128 columns; the vocabulary, 50,257, is odd."""
+    types = {"result": "*fp32", "labels": "*i64", "denominators": "*fp32", "scales": "*fp32"}
+    types |= dict.fromkeys(("stride", "width", "columns"), "i32") | {"rows": dtype, "out": dtype}
+    return Case(
+        kernel,
+        {name: types[name] for name in kernel.arg_names if name in types},
+        {"BLOCK": cross_entropy_kernels.BLOCK},
+        cross_entropy_kernels.WARPS,
+        tuple({"rows", "out", "stride", "width"} & set(kernel.arg_names)),
+        registers=64,
+        wide=(WIDE_LOAD, WIDE_STORE) if "out" in kernel.arg_names else (WIDE_LOAD,),
+    )
+
+
+POOLING_TYPES = (
+    {"counts": "*i64", "mask": "*u8", "sums": "*fp32", "means": "*fp32", "epsilon": "fp32"}
+    | dict.fromkeys(("length", "width", "chunks", "position_stride", "batch_stride"), "i32")
+    | {"hidden": "*bf16", "weight": "*bf16", "bias": "*bf16"}
+)
+
+
+def sums_case(
+    dtype: str, width: int, *, norm: bool, registers: int, has_mask: bool = False
+) -> Case:
+    rows, columns = pooling_kernels.tile(width, norm)
+    kind = {"HAS_MASK": has_mask, "NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
+    return Case(
+        pooling_kernels.chunk_sums_kernel,
+        POOLING_TYPES | {"hidden": dtype},
+        kind | {"ROWS": rows, "COLUMNS": columns},
+        pooling_kernels.WARPS,
+        ("hidden", "width", "position_stride", "batch_stride"),
+        registers,
+        wide=(WIDE_LOAD,),
+    )
+
+
+def adding_case(*, norm: bool) -> Case:
+    kind = {"HAS_MASK": False, "NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
+    return Case(
+        pooling_kernels.add_chunks_kernel,
+        POOLING_TYPES,
+        kind | {"COLUMNS": pooling_kernels.ADDING_TILE},
+        pooling_kernels.WARPS,
+        ("sums", "width"),
+        registers=64,
+        wide=(),
+    )
+
+
+CASES = {
+    f"{kernel.__name__} {dtype}": cross_entropy_case(kernel, dtype)
+    for kernel in (cross_entropy_kernels.log_sum_exp_kernel, cross_entropy_kernels.gradient_kernel)
+    for dtype in ("*bf16", "*fp32")
+} | {
+    "sums of bf16": sums_case("*bf16", 768, norm=False, registers=64),
+    "sums of fp32, normalized, masked": sums_case(
+        "*fp32", 1200, norm=True, registers=96, has_mask=True
+    ),
+    "sums of the widest": sums_case("*bf16", 8192, norm=True, registers=170),
+    "adding": adding_case(norm=False),
+    "adding, normalized": adding_case(norm=True),
+}
+
+
+def test_every_kernel_has_a_case() -> None:
+    kernels = {
+        value
+        for module in (cross_entropy_kernels, pooling_kernels)
+        for value in vars(module).values()
+        if isinstance(value, JITFunction)
+    }
+    assert kernels == {case.kernel for case in CASES.values()}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernels_stay_within_their_resources(case: Case, capability: int) -> None:
+    made = compile_kernel(
+        case.kernel, case.types, case.constants, capability, case.warps, case.aligned
+    )
+    assert made.stack_bytes == 0
+    assert 0 < made.registers <= case.registers
+    assert made.shared_bytes <= SHARED_BYTES
+    for instruction in case.wide:
+        assert instruction in made.ptx
+
+
+def test_spilled_registers_are_seen() -> None:
+    case = CASES["sums of bf16"]
+    made = compile_kernel(
+        case.kernel, case.types, case.constants, 90, case.warps, case.aligned, maxnreg=32
+    )
+    assert made.stack_bytes > 0
