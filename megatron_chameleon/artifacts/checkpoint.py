@@ -23,7 +23,7 @@ from megatron_chameleon.artifacts.files import (
 )
 from megatron_chameleon.artifacts.mixture import MixturePhase
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import FolderRecord
+from megatron_chameleon.artifacts.record import Count, FolderRecord, InnerPath
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "checkpoint.json"
@@ -32,6 +32,8 @@ LATEST_NAME = "latest"
 # megatron's index, which holds the path it was written to, and its small values, pickled in the
 # order in which they came about.
 NO_TENSORS = (".metadata", "common.pt")
+CONFIG_NAME = "metadata.json"  # megatron's: the format of the tensors
+TENSOR_FILES = "*.distcp"
 FORMAT_VERSION = 2  # 2: with domain_samples and mixture_phases
 MADE_BY = "tools/pretrain_gpt.py writes it"
 
@@ -44,7 +46,7 @@ class CheckpointWarning(UserWarning):
 class CheckpointFile:
     """Size and hex SHA-256 of one file."""
 
-    bytes: int
+    bytes: Count
     sha256: str
 
     @classmethod
@@ -86,28 +88,34 @@ class CheckpointRecord(FolderRecord):
     MADE_BY = MADE_BY
 
     model: dict[str, Any]
-    step: int
-    samples: int
-    domain_samples: dict[str, int]
+    step: Count
+    samples: Count
+    domain_samples: dict[str, Count]
     mixture_phases: list[MixturePhase]
-    domain_tokens: dict[str, int]
+    domain_tokens: dict[str, Count]
     tokenizer_hash: str
     corpus_hash: str
     mixture_hash: str
     layout: dict[str, Any]
-    files: dict[str, CheckpointFile]
+    files: dict[InnerPath, CheckpointFile]
     provenance: Provenance
     guard: dict[str, Any] = dataclasses.field(default_factory=dict)
     hook: HookState | None = None
 
     @classmethod
     def load(cls, folder: Path) -> CheckpointRecord:
-        """Read ``folder/checkpoint.json`` and check that every file has its size.
+        """Read ``folder/checkpoint.json`` and check that every file is listed and has its size.
 
         Raises:
             UserError: naming the file and the way out.
         """
         record = super().load(folder)
+        needed = {*NO_TENSORS, CONFIG_NAME, *(path.name for path in folder.glob(TENSOR_FILES))}
+        for name in sorted(needed - set(record.files)):
+            raise UserError(
+                f"{folder / FILE_NAME}: field files: {name} is not listed: the checkpoint is "
+                "damaged; use an earlier one"
+            )
         for name, file in record.files.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != file.bytes:

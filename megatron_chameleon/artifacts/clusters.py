@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megatron_chameleon.artifacts.record import Count, Positive
+
 # Of documents there may be millions. The error of so many clusters is known to 4%.
 MAX_CLUSTERS = 256
 
@@ -37,8 +39,12 @@ class Clusters:
     """
 
     losses: list[float]
-    tokens: list[int]
-    text_bytes: list[int] | None = None
+    tokens: list[Positive]
+    text_bytes: list[Count] | None = None
+
+    def __post_init__(self) -> None:
+        if {len(self.tokens), len(self.text_bytes or self.tokens)} != {len(self.losses)}:
+            raise ValueError("losses, tokens and text_bytes have different lengths")
 
 
 def ratio_standard_error(sums: Sequence[float], sizes: Sequence[float]) -> float | None:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import FolderRecord
+from megatron_chameleon.artifacts.record import Count, FolderRecord, InnerPath, Positive
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "corpus.json"
@@ -34,12 +34,12 @@ class TokenizerIdentity:
     """
 
     kind: Literal["tokenizers", "sentencepiece", "tiktoken"]
-    file: str
+    file: InnerPath
     sha256: str
-    vocab_size: int
-    eod_id: int
+    vocab_size: Positive
+    eod_id: Count
     pattern: str | None = None
-    special_tokens: dict[str, int] | None = None
+    special_tokens: dict[str, Count] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,10 @@ class DomainSplit:
     bytes of the text, so that losses can be given per byte.
     """
 
-    prefix: str
-    documents: int
-    tokens: int
-    text_bytes: int
+    prefix: InnerPath
+    documents: Count
+    tokens: Count
+    text_bytes: Count
     sha256: str
 
 
@@ -70,10 +70,10 @@ class NotWritten:
         malformed: lines that were no documents.
     """
 
-    duplicates: int = 0
-    held_out: int = 0
-    empty: int = 0
-    malformed: int = 0
+    duplicates: Count = 0
+    held_out: Count = 0
+    empty: Count = 0
+    malformed: Count = 0
 
 
 @dataclasses.dataclass(frozen=True)

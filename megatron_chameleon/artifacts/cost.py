@@ -5,22 +5,24 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from megatron_chameleon.artifacts.record import Amount, Count
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """The cost of one stage. Costs of stages add up.
 
     Attributes:
-        flops: floating-point operations, counted from the model's shapes (0 where no model ran).
+        flops: Amounting-point operations, counted from the model's shapes (0 where no model ran).
         device_seconds: wall seconds times the number of devices that were held.
         wall_seconds: seconds on the clock, start-up of the process excluded.
         num_devices: devices (GPUs, or CPU ranks) held.
     """
 
     flops: float = 0.0
-    device_seconds: float = 0.0
-    wall_seconds: float = 0.0
-    num_devices: int = 1
+    device_seconds: Amount = 0.0
+    wall_seconds: Amount = 0.0
+    num_devices: Count = 1
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(

@@ -6,12 +6,12 @@ import dataclasses
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import FolderRecord
+from megatron_chameleon.artifacts.record import Amount, Count, FolderRecord, Positive, Share
 
 FILE_NAME = "discovered.json"
 CENTROIDS_NAME = "discovered.safetensors"
@@ -27,8 +27,8 @@ class NearDocument:
     """
 
     domain: str
-    document: int
-    distance: float
+    document: Count
+    distance: Amount
     text: str
 
 
@@ -43,9 +43,9 @@ class DiscoveredDomain:
         nearest: the training documents that lie nearest to the centroid.
     """
 
-    documents: int
-    tokens: dict[str, int]
-    shares: dict[str, float]
+    documents: Count
+    tokens: dict[str, Count]
+    shares: dict[str, Share]
     nearest: list[NearDocument]
 
 
@@ -76,10 +76,10 @@ class DiscoveredDomains(FolderRecord):
     FORMAT_VERSION = FORMAT_VERSION
     MADE_BY = MADE_BY
 
-    num_clusters: int
+    num_clusters: Positive
     silhouettes: dict[int, float]
     inertia: float
-    fitted_windows: int
+    fitted_windows: Count
     model_hash: str
     layer: int
     window_length: int
@@ -99,7 +99,6 @@ class DiscoveredDomains(FolderRecord):
     ) -> None:
         """Write ``centroids`` [k, h], ``mean`` [h] and ``deviation`` [h] beside the record."""
         arrays = {"centroids": centroids, "mean": mean, "deviation": deviation}
+        content = save({key: np.ascontiguousarray(a, np.float32) for key, a in arrays.items()})
         with replacing(self.root / CENTROIDS_NAME) as temporary:
-            save_file(
-                {key: np.ascontiguousarray(a, np.float32) for key, a in arrays.items()}, temporary
-            )
+            temporary.write_bytes(content)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from megatron_chameleon.artifacts.cost import Cost
-from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.artifacts.record import Count, Positive, read_record, write_record
 from megatron_chameleon.errors import UserError
 
 KIND = "downstream evaluation's part"
@@ -26,8 +29,8 @@ class PartSettings:
     checkpoint_hash: str
     lm_eval_version: str
     task: str
-    shots: int
-    limit: int | None
+    shots: Count
+    limit: Positive | None
     fewshot_seed: int
     dtype: str
     data: str | None
@@ -53,8 +56,8 @@ class DownstreamPart:
     metric: str
     version: str
     shots_from: str
-    answers: str
-    truncated_requests: int
+    answers: Annotated[str, Field(pattern="^[01]+$")]
+    truncated_requests: Count
     requests_hash: str
     questions_hash: str
     cost: Cost

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.artifacts.record import (
+    Amount,
+    Count,
+    Positive,
+    Share,
+    read_record,
+    write_record,
+)
 from megatron_chameleon.errors import UserError
 
 KIND = "downstream evaluation"
@@ -30,8 +37,8 @@ class DownstreamProtocol:
     """
 
     lm_eval_version: str
-    shots: list[int]
-    limit: int | None
+    shots: list[Count]
+    limit: Positive | None
     fewshot_seed: int
     dtype: str
 
@@ -44,8 +51,8 @@ class Accuracy:
     None where there is but one.
     """
 
-    accuracy: float
-    standard_error: float | None
+    accuracy: Share
+    standard_error: Amount | None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Accuracy:
@@ -69,8 +76,8 @@ class ShotScore(Accuracy):
         requests_hash: hex SHA-256 of all that was asked, word for word.
     """
 
-    documents: int
-    truncated_requests: int
+    documents: Positive
+    truncated_requests: Count
     requests_hash: str
 
 
@@ -91,7 +98,7 @@ class TaskScore:
     metric: str
     version: str
     shots_from: str
-    by_shots: dict[int, ShotScore]
+    by_shots: dict[Count, ShotScore]
     mean: Accuracy | None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save
 
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing, writing
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import FolderRecord
+from megatron_chameleon.artifacts.record import Count, FolderRecord, InnerPath, Positive
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "store.json"
@@ -44,9 +45,9 @@ class EmbeddingRecipe:
     """
 
     model_hash: str
-    layer: int
-    window_length: int
-    num_windows: int
+    layer: Count
+    window_length: Positive
+    num_windows: Positive
     seed: int
     tokenizer_hash: str
     cross_documents: bool = False
@@ -56,11 +57,19 @@ class EmbeddingRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class DomainEmbeddings:
-    """One file of the store; ``corpus_hash`` is that of the domain's token files."""
+    """One file of the store.
 
-    file: str
-    windows: int
+    Attributes:
+        file: its name.
+        windows: vectors in it.
+        corpus_hash: of the domain's token files.
+        sha256: hex, of the file; None in stores of releases that kept none.
+    """
+
+    file: InnerPath
+    windows: Count
     corpus_hash: str
+    sha256: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +82,7 @@ class EmbeddingStore(FolderRecord):
     MADE_BY = MADE_BY
 
     recipe: EmbeddingRecipe
-    hidden_size: int
+    hidden_size: Positive
     domains: dict[str, DomainEmbeddings]
     provenance: Provenance
     cost: Cost
@@ -90,7 +99,10 @@ class EmbeddingStore(FolderRecord):
                 full.
         """
         file = f"{file_name_of(name)}.safetensors"
-        entry = DomainEmbeddings(file=file, windows=len(vectors), corpus_hash=corpus_hash)
+        # Not by save_file, which has errors of its own for a full disk.
+        content = save({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)})
+        sha256 = hashlib.sha256(content).hexdigest()
+        entry = DomainEmbeddings(file, len(vectors), corpus_hash, sha256)
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(self.root):
@@ -101,7 +113,7 @@ class EmbeddingStore(FolderRecord):
                     "another --store"
                 )
             with replacing(self.root / file) as temporary:
-                save_file({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)}, temporary)
+                temporary.write_bytes(content)
             store = dataclasses.replace(
                 now, domains={**now.domains, name: entry}, cost=now.cost + cost
             )
@@ -109,16 +121,20 @@ class EmbeddingStore(FolderRecord):
         return store
 
     def holds(self, name: str, corpus_hash: str) -> bool:
-        """Whether the vectors of domain ``name`` are here and made from those token files."""
+        """Whether the vectors of domain ``name`` are here and made from those token files.
+
+        Vectors without a checksum are not: a changed bit of theirs would change the weights.
+        """
         entry = self.domains.get(name)
         return (
             entry is not None
             and entry.corpus_hash == corpus_hash
+            and entry.sha256 is not None
             and (self.root / entry.file).is_file()
         )
 
     def vectors(self, name: str) -> NDArray[np.float32]:
-        """Window vectors [n, h] in float32 of one domain.
+        """Window vectors [n, h] in float32 of one domain, all finite.
 
         Raises:
             UserError: if the file is damaged or does not hold what store.json says.
@@ -126,14 +142,20 @@ class EmbeddingStore(FolderRecord):
         entry = self.domains[name]
         path = self.root / entry.file
         try:
-            vectors: NDArray[np.float32] = load_file(path)["vectors"]
-        except (OSError, SafetensorError, KeyError) as error:
+            content = path.read_bytes()
+            if entry.sha256 not in (None, hashlib.sha256(content).hexdigest()):
+                raise ValueError(f"its SHA-256 is not the one in {FILE_NAME}")
+            vectors: NDArray[np.float32] = load(content)["vectors"]
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"cannot read {path} ({error}); delete it and run again") from error
-        if vectors.shape != (entry.windows, self.hidden_size):
+        expected = (entry.windows, self.hidden_size)
+        if vectors.shape != expected or vectors.dtype != np.float32:
             raise UserError(
-                f"{path} holds vectors of shape {vectors.shape}, {FILE_NAME} says "
-                f"{(entry.windows, self.hidden_size)}; delete it and run again"
+                f"{path} holds {vectors.dtype} of shape {vectors.shape}, {FILE_NAME} says float32 "
+                f"of {expected}; delete it and run again"
             )
+        if not np.isfinite(vectors).all():
+            raise UserError(f"{path} holds vectors that are not finite; delete it and run again")
         return vectors
 
 

@@ -6,13 +6,15 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megatron_chameleon.artifacts.clusters import Clusters, error_of_mean, ratio_standard_error
 from megatron_chameleon.artifacts.corpus import Split
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.artifacts.record import Count, Positive, read_record, write_record
 from megatron_chameleon.errors import UserError
 
 KIND = "evaluation"
@@ -46,11 +48,11 @@ class Protocol:
     """
 
     split: Split
-    window_length: int
+    window_length: Positive
     packing: Packing = "packed"
     end_of_document: bool = True
-    max_tokens: int | None = None
-    overlap: int = 0
+    max_tokens: Positive | None = None
+    overlap: Count = 0
     first_token: FirstToken = "not-scored"
 
     def told(self) -> str:
@@ -90,9 +92,9 @@ class DomainLoss:
     """
 
     loss: float
-    tokens: int
+    tokens: Positive
     unigram_loss: float
-    text_bytes: int | None = None
+    text_bytes: Count | None = None
     clusters: Clusters | None = None
 
     @property
@@ -146,23 +148,15 @@ class EvaluationResult:
     corpus_hash: str
     step: int
     protocol: Protocol
-    domains: dict[str, DomainLoss]
+    domains: Annotated[dict[str, DomainLoss], Field(min_length=1)]
     provenance: Provenance
     cost: Cost
     left_out: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def load(cls, path: Path) -> EvaluationResult:
-        """Read ``path``. Raises UserError naming the file and the field, for one of NaN too."""
-        result = read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
-        for name, domain in result.domains.items():
-            for field in ("loss", "unigram_loss"):
-                if math.isnan(getattr(domain, field)):
-                    raise UserError(
-                        f"{path}: field domains.{name}.{field}: NaN is no loss (a model that has "
-                        f"diverged gives it); evaluate an earlier checkpoint: {MADE_BY}"
-                    )
-        return result
+        """Read ``path``. Raises UserError naming the file and the field."""
+        return read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
 
     def save(self, path: Path) -> None:
         """Write the result to ``path``."""

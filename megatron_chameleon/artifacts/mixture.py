@@ -12,11 +12,13 @@ from typing import Any
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import read_record, write_record
+from megatron_chameleon.artifacts.record import Amount, Count, Share, read_record, write_record
 from megatron_chameleon.errors import UserError
 
 FORMAT_VERSION = 1
 MADE_BY = "tools/compute_mixture.py writes it"
+# Weights are normalised where they are made. What is read is used to the bit, since its hash says
+# which mixture it is, unless its sum is further from 1 than rounding puts it.
 SUM_TOLERANCE = 1e-6
 # 256 x 256 numbers are about 1.3 MB of text.
 MAX_AFFINITY_DOMAINS = 256
@@ -53,22 +55,34 @@ class Mixture:
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     scores: dict[str, float] | None = None
     intervals: dict[str, tuple[float, float]] | None = None
-    confidence: float | None = None
+    confidence: Share | None = None
     outweighs: list[tuple[str, str, float]] | None = None
     affinity: list[list[float]] | None = None
-    token_budget: int | None = None
-    epochs: dict[str, float] | None = None
-    max_epochs: float | None = None
-    unconstrained: dict[str, float] | None = None
+    token_budget: Count | None = None
+    epochs: dict[str, Amount] | None = None
+    max_epochs: Amount | None = None
+    unconstrained: dict[str, Amount] | None = None
     capped: list[str] | None = None
     provenance: Provenance | None = None
     cost: Cost = dataclasses.field(default_factory=Cost)
+
+    def __post_init__(self) -> None:
+        domains = set(self.weights)
+        for name in ("scores", "intervals", "epochs", "unconstrained"):
+            if domains.symmetric_difference(getattr(self, name) or domains):
+                raise ValueError(f"{name} and weights have different domains")
+        named = {name for a, b, _ in self.outweighs or () for name in (a, b)}
+        if not domains.issuperset(named.union(self.capped or ())):
+            raise ValueError("outweighs or capped names a domain without a weight")
+        k = len(domains)
+        if self.affinity is not None and [len(row) for row in self.affinity] != [k] * k:
+            raise ValueError(f"affinity is not a {k} x {k} matrix")
 
     @classmethod
     def load(cls, path: Path) -> Mixture:
         """Read a mixture file; ``{"weights": {...}}`` alone is enough for a person's own.
 
-        A sum other than 1 is renormalised with a :class:`MixtureWarning` that shows it.
+        A sum further than ``SUM_TOLERANCE`` from 1 is renormalised with a :class:`MixtureWarning`.
 
         Raises:
             UserError: naming the file, the field and the way out.
@@ -121,12 +135,12 @@ class Mixture:
 class MixturePhase:
     """The weights by which a run draws from sample ``first_sample`` on: domain -> weight."""
 
-    first_sample: int
-    weights: dict[str, float]
+    first_sample: Count
+    weights: dict[str, Amount]
 
 
 def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
-    """``weights`` scaled to sum to 1.
+    """Scale ``weights`` to sum to 1, unless they do within ``SUM_TOLERANCE``.
 
     Raises:
         UserError: if one is negative or not finite, or if all are zero.
@@ -141,12 +155,13 @@ def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
     total = math.fsum(weights.values())
     if total <= 0:
         raise UserError(f"{where}: all weights are zero; give at least one domain a weight")
-    if abs(total - 1.0) > SUM_TOLERANCE:
-        warnings.warn(
-            f"{where}: the weights sum to {total:.10g}, not 1; they are divided by it",
-            MixtureWarning,
-            stacklevel=3,
-        )
+    if abs(total - 1.0) <= SUM_TOLERANCE:
+        return weights
+    warnings.warn(
+        f"{where}: the weights sum to {total:.10g}, not 1; they are divided by it",
+        MixtureWarning,
+        stacklevel=3,
+    )
     return {name: weight / total for name, weight in weights.items()}
 
 

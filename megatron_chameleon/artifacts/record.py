@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from megatron_chameleon.artifacts.files import write_json
+from megatron_chameleon.artifacts.files import read_json, write_json
 from megatron_chameleon.errors import UserError
 
 Record = TypeVar("Record")
+
+
+def _inside(name: str) -> str:
+    """Check that ``name`` cannot lead out of the folder that it is relative to."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError("leads out of the artifact's folder")
+    if "\0" in name or len(path.parts) > 32 or any(len(part.encode()) > 250 for part in path.parts):
+        raise ValueError("not the name of a file")
+    return name
+
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+InnerPath = Annotated[str, AfterValidator(_inside)]
+"""A file or folder of an artifact, relative to the artifact's own folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,39 +81,40 @@ def read_record(
     Raises:
         UserError: naming the file, the field and the way out (``made_by`` says what writes it).
     """
-    body = _read_object(path, made_by)
+    body = read_json(path, made_by)
     found_kind, found_version = body.pop("kind", kind), body.pop("format_version", version)
     if found_kind != kind:
         raise UserError(f"{path} is a {found_kind} file, not a {kind}; {made_by}")
-    if found_version != version:
+    if found_version != version or isinstance(found_version, bool):
         raise UserError(
             f"{path}: format_version {found_version}, this release reads {version}; "
             f"use the release that wrote it, or make it again: {made_by}"
         )
+    body |= dict.fromkeys(known, "")
+    record = check_values(str(path), record_type, body, made_by)
+    return dataclasses.replace(record, **known)  # type: ignore[type-var]
+
+
+def check_values(
+    where: str, value_type: type[Record], body: dict[str, Any], hint: str, field: str = ""
+) -> Record:
+    """Make a ``value_type`` of ``body``, JSON values: their types are not converted.
+
+    An integer is accepted where a float is expected, since JSON need not tell 1 from 1.0.
+
+    Raises:
+        UserError: beginning with ``where``, naming the field (in ``field``, if ``body`` is the
+            value of that one), ending with ``hint``.
+    """
     try:
-        return TypeAdapter(record_type).validate_python({**body, **known})
+        # Only of JSON text does pydantic's strict mode make dataclasses and tuples.
+        return TypeAdapter(value_type).validate_json(json.dumps(body), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "(the whole file)"
-        raise UserError(f"{path}: field {field}: {first['msg']}; {made_by}") from error
-
-
-def _read_object(path: Path, made_by: str) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; {made_by}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}; {made_by}") from error
-    try:
-        body = json.loads(text)
-    except json.JSONDecodeError as error:
+        place = ".".join(str(part) for part in (field, *first["loc"]) if part != "")
         raise UserError(
-            f"{path}:{error.lineno}: not JSON ({error.msg}); repair it; {made_by}"
+            f"{where}: field {place or '(the whole file)'}: {first['msg']}; {hint}"
         ) from error
-    if not isinstance(body, dict):
-        raise UserError(f"{path}: a JSON object is expected, not a {type(body).__name__}")
-    return body
 
 
 def _plain(value: Any) -> Any:

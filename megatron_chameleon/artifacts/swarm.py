@@ -12,7 +12,13 @@ from typing import Any
 
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import FolderRecord, read_record, write_record
+from megatron_chameleon.artifacts.record import (
+    Count,
+    FolderRecord,
+    Share,
+    read_record,
+    write_record,
+)
 
 FORMAT_VERSION = 1
 MADE_BY = "a swarm of proxies writes it (tools/compute_mixture.py)"
@@ -31,7 +37,7 @@ class SwarmRecord(FolderRecord):
     settings: dict[str, Any]
     corpus_hash: str
     domains: list[str]
-    mixtures: list[list[float]]
+    mixtures: list[list[Share]]
     provenance: Provenance
 
     @property
@@ -57,8 +63,8 @@ class MemberRecord:
         cost: its share of what its group took.
     """
 
-    member: int
-    steps: list[int]
+    member: Count
+    steps: list[Count]
     losses: list[list[float | None]]
     diverged: str | None = None
     cost: Cost = dataclasses.field(default_factory=Cost)

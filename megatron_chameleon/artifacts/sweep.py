@@ -7,7 +7,7 @@ import dataclasses
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.mixture import Mixture
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import FolderRecord
+from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "sweep.json"
@@ -30,9 +30,9 @@ class SweepPoint:
     """
 
     knobs: dict[str, KnobValue]
-    mixture: str
+    mixture: InnerPath
     mixture_hash: str
-    made_from: list[str]
+    made_from: list[InnerPath]
 
 
 @dataclasses.dataclass(frozen=True)

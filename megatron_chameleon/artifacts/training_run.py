@@ -12,7 +12,7 @@ from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.mixture import MixturePhase
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import FolderRecord
+from megatron_chameleon.artifacts.record import Amount, Count, FolderRecord, InnerPath
 from megatron_chameleon.errors import UserError
 
 FILE_NAME = "run.json"
@@ -34,17 +34,17 @@ class DrawnTokens:
         epochs: passes over the domain's training tokens that these are.
     """
 
-    weight: float
-    asked: float
-    got: int
-    epochs: float
+    weight: Amount
+    asked: Amount
+    got: Count
+    epochs: Amount
 
 
 @dataclasses.dataclass(frozen=True)
 class FailedSave:
     """A checkpoint that could not be written: of which step, and why."""
 
-    step: int
+    step: Count
     problem: str
 
 
@@ -75,19 +75,19 @@ class TrainingRun(FolderRecord):
     MADE_BY = MADE_BY
 
     status: Status
-    step: int
-    train_iters: int
-    tokens: int
+    step: Count
+    train_iters: Count
+    tokens: Count
     model: dict[str, Any]
-    parameters: int
-    mixture: dict[str, float]
+    parameters: Count
+    mixture: dict[str, Amount]
     mixture_phases: list[MixturePhase]
     mixture_method: str
     domain_tokens: dict[str, DrawnTokens]
-    checkpoints: list[str]
+    checkpoints: list[InnerPath]
     provenance: Provenance
     cost: Cost
-    skipped_steps: int = 0
+    skipped_steps: Count = 0
     stopped_by: str | None = None
     failed_saves: list[FailedSave] = dataclasses.field(default_factory=list)
 

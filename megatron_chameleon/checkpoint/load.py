@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.artifacts.checkpoint import FILE_NAME, CheckpointRecord
 from megatron_chameleon.checkpoint.adamw_repairs import prepare_for_loading
 from megatron_chameleon.checkpoint.checked_reading import CheckedLoadStrategy
 from megatron_chameleon.checkpoint.pickled_index import read_index
@@ -22,14 +22,20 @@ from megatron_chameleon.checkpoint.random_state import (
     set_random_states,
 )
 from megatron_chameleon.checkpoint.state import RANDOM, State, model_state, training_state
-from megatron_chameleon.checkpoint.unpickled import SmallValues, telling_of_tensors
+from megatron_chameleon.checkpoint.unpickled import SmallValues, checking_content
 from megatron_chameleon.model.gpt import unwrap
 
 
 def load_weights(record: CheckpointRecord, model: Sequence[torch.nn.Module]) -> None:
-    """Read the weights of ``record`` into ``model``, this rank's chunks."""
-    state = _read(record, model_state(model), read_index(record.root))
-    _load_model(model, state)
+    """Read the weights of ``record`` into ``model``, this rank's chunks.
+
+    Raises:
+        UserError: if a file is damaged, not listed in ``record``, or not of such a model.
+    """
+    wanted = model_state(model)
+    with checking_content(record.root):
+        state = _read(record, wanted, read_index(record.root))
+        _load_model(model, state)
 
 
 def load_training(
@@ -41,16 +47,20 @@ def load_training(
     """Read weights, optimizer, schedule and random state of ``record``: the run goes on as it was.
 
     Data-parallel ranks read a part each of what they have in common, and exchange it.
+
+    Raises:
+        UserError: if a file is damaged, not listed in ``record``, or not of such a run.
     """
     prepare_for_loading(optimizer)
     wanted = training_state(model, optimizer, scheduler, is_loading=True)
-    index = read_index(record.root)
-    wanted[RANDOM] = loadable_random_states(index)
-    state = _read(record, wanted, index)
-    _load_model(model, state)
-    set_random_states(state.get(RANDOM, {}))
-    optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
+    with checking_content(record.root):
+        index = read_index(record.root)
+        wanted[RANDOM] = loadable_random_states(index)
+        state = _read(record, wanted, index)
+        _load_model(model, state)
+        set_random_states(state.get(RANDOM, {}))
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
 
 
 def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
@@ -59,11 +69,13 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
     megatron's "_extra_state" entries are left out. They are empty without Transformer Engine, and
     torch would unpickle whatever is in their place.
     """
+    for place in index.storage_data.values():
+        if place.relative_path not in record.files:
+            raise ValueError(f"{place.relative_path!r} is not listed in {FILE_NAME}")
     for name, part in wanted.items():
         if name.startswith("model"):
             wanted[name] = {k: v for k, v in part.items() if not k.endswith("_extra_state")}
-    with telling_of_tensors(record.root):
-        return dist_checkpointing.load(wanted, str(record.root), _strategy(index), SmallValues())
+    return dist_checkpointing.load(wanted, str(record.root), _strategy(index), SmallValues())
 
 
 def _strategy(index: Metadata) -> FullyParallelLoadStrategyWrapper:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic import TypeAdapter, ValidationError
-
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus
+from megatron_chameleon.artifacts.record import check_values
 from megatron_chameleon.checkpoint.load import load_weights
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model, unwrap
@@ -14,16 +13,20 @@ from megatron_chameleon.parallel.layout import Layout
 
 
 def shape_of(record: CheckpointRecord) -> ModelShape:
-    """The model's shape. Raises UserError if checkpoint.json does not hold one."""
-    try:
-        return TypeAdapter(ModelShape).validate_python(record.model)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in ("model", *first["loc"]))
+    """The model's shape.
+
+    Raises:
+        UserError: if checkpoint.json does not hold one, or one that its files cannot hold.
+    """
+    where, hint = f"{record.root}/checkpoint.json", "the checkpoint is damaged; use another"
+    shape = check_values(where, ModelShape, record.model, hint, "model")
+    parameters, held = shape.num_parameters, sum(file.bytes for file in record.files.values())
+    if 2 * parameters > held:  # at 2 bytes each, or more
         raise UserError(
-            f"{record.root}/checkpoint.json: field {field}: {first['msg']}; "
-            "the checkpoint is damaged or of another program; use another"
-        ) from error
+            f"{where}: field model: {parameters:,} parameters, but the files have {held:,} bytes; "
+            f"{hint}"
+        )
+    return shape
 
 
 def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:

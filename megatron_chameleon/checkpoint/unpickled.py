@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
     TorchCommonLoadStrategy,
@@ -23,6 +24,17 @@ from megatron_chameleon.errors import UserError
 
 # What torch raises for files that are damaged, cut off, or hold more than tensors and plain values.
 _OF_THE_FILE = (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError)
+
+# What megatron raises for values of other names, types or shapes than those of the run.
+_OF_THE_CONTENT = (
+    CheckpointingException,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    ValueError,
+)
 
 
 class SmallValues(TorchCommonLoadStrategy):
@@ -45,19 +57,26 @@ class SmallValues(TorchCommonLoadStrategy):
 
 
 @contextlib.contextmanager
-def telling_of_tensors(folder: Path) -> Iterator[None]:
-    """A block that reads tensors of the checkpoint in ``folder``.
+def checking_content(folder: Path) -> Iterator[None]:
+    """A block that reads the checkpoint in ``folder`` into a model, and an optimizer if wanted.
 
     Raises:
-        UserError: if a file of them is damaged, or holds something else.
+        UserError: if a file is damaged, or holds something else than these have.
     """
     try:
         yield
     except CheckpointException as error:
         cause = next((cause for cause, _ in error.failures.values()), error)
-        if not isinstance(cause, _OF_THE_FILE) or isinstance(cause, torch.OutOfMemoryError):
+        known = (*_OF_THE_FILE, *_OF_THE_CONTENT)
+        if not isinstance(cause, known) or isinstance(cause, torch.OutOfMemoryError):
             raise
         raise refused(folder, cause) from error
+    except _OF_THE_CONTENT as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"cannot use {folder} ({type(error).__name__}: {reason}): it does not hold the state "
+            "of such a run; use another checkpoint"
+        ) from error
 
 
 def refused(path: Path, error: BaseException) -> UserError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from megatron_chameleon.artifacts.record import Positive
 from megatron_chameleon.errors import UserError
 
 Activation = Literal["gelu", "gelu_tanh"]
@@ -16,10 +17,10 @@ which the public GPT-2 has."""
 class ModelSize:
     """Dimensions of a GPT: learned positions, tied embeddings, GELU, LayerNorm with biases."""
 
-    num_layers: int
-    num_attention_heads: int
-    hidden_size: int
-    ffn_hidden_size: int
+    num_layers: Positive
+    num_attention_heads: Positive
+    hidden_size: Positive
+    ffn_hidden_size: Positive
 
     def __post_init__(self) -> None:
         assert self.hidden_size % self.num_attention_heads == 0
@@ -77,8 +78,8 @@ class ModelShape:
     """
 
     size: ModelSize
-    vocab_size: int
-    max_sequence_length: int
+    vocab_size: Positive
+    max_sequence_length: Positive
     activation: Activation = "gelu"
 
     @property

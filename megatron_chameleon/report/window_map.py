@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import EmbeddingStore
-from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder
 
 # UMAP takes about 7 s for so many, besides some 15 s in which it is imported and compiled.
@@ -170,12 +169,5 @@ def _sample(store: EmbeddingStore, counts: dict[str, int]) -> tuple[Array, NDArr
     for number, (domain, count) in enumerate(zip(counts, taken, strict=True)):
         rng = np.random.default_rng([SEED, number])
         rows = np.sort(rng.choice(counts[domain], count, replace=False))
-        vectors = store.vectors(domain)[rows]
-        if not np.isfinite(vectors).all():
-            raise UserError(
-                f"{store.root}: the embeddings of domain '{domain}' are not finite (NaN or "
-                "infinite), so their model or its arithmetic is broken; remove the store and run "
-                "tools/compute_mixture.py again, with a proxy whose loss is finite"
-            )
-        drawn.append(vectors)
+        drawn.append(store.vectors(domain)[rows])
     return np.concatenate(drawn), np.repeat(np.arange(len(counts), dtype=np.int64), taken)

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts import Cost, provenance
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
-from megatron_chameleon.artifacts.swarm import SwarmRecord, finished_members
+from megatron_chameleon.artifacts.swarm import SwarmRecord, finished_members, member_path
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.swarm.plan import SwarmPlan
 from megatron_chameleon.methods.swarm.result import SwarmResult
@@ -58,7 +58,11 @@ def begin(folder: Path, plan: SwarmPlan) -> None:
 
 
 def collect(folder: Path, plan: SwarmPlan, steps: list[int]) -> SwarmResult:
-    """The result of a swarm whose members all have one."""
+    """The result of a swarm whose members all have one.
+
+    Raises:
+        UserError: for a member's file that is damaged.
+    """
     members = finished_members(folder, len(plan.mixtures))
     losses = np.full((len(plan.mixtures), len(steps), len(plan.corpus.names)), np.nan)
     diverged = []
@@ -66,7 +70,12 @@ def collect(folder: Path, plan: SwarmPlan, steps: list[int]) -> SwarmResult:
         if record.diverged is not None:
             diverged.append(member)
             continue
-        assert record.steps == steps
+        widths = [len(row) for row in record.losses]
+        if record.steps != steps or widths != [losses.shape[2]] * len(steps):
+            raise UserError(
+                f"{member_path(folder, member)}: field losses: not those of {len(steps)} "
+                f"measurements of {losses.shape[2]} domains; delete the file and run again"
+            )
         losses[member] = np.array(record.losses, np.float64)
     cost = sum((record.cost for record in members.values()), start=Cost())
     return SwarmResult(plan.corpus.names, plan.mixtures, steps, losses, diverged, cost)

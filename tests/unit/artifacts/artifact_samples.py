@@ -150,10 +150,12 @@ def run_in(root: Path) -> TrainingRun:
 
 
 def checkpoint_in(root: Path) -> CheckpointRecord:
-    """A checkpoint of two files of bytes, with its record written beside them."""
+    """A checkpoint of four files of bytes, with its record written beside them."""
     root.mkdir(parents=True)
-    (root / "weights.bin").write_bytes(b"weights")
-    (root / "state.bin").write_bytes(b"state of the optimizer")
+    (root / "__0_0.distcp").write_bytes(b"weights")
+    (root / "common.pt").write_bytes(b"state of the optimizer")
+    (root / ".metadata").write_bytes(b"index")
+    (root / "metadata.json").write_bytes(b"{}")
     record = CheckpointRecord(
         root=root,
         model={"size": {"num_layers": 2}},

@@ -28,7 +28,7 @@ def record(tmp_path):
 
 @pytest.mark.parametrize("damage", ["missing", "longer", "shorter", "folder"])
 def test_a_checkpoint_with_a_damaged_file_is_refused(record, damage):
-    path = record.root / "weights.bin"
+    path = record.root / "__0_0.distcp"
     if damage == "longer":
         path.write_bytes(path.read_bytes() + b"x")
     elif damage == "shorter":
@@ -37,15 +37,15 @@ def test_a_checkpoint_with_a_damaged_file_is_refused(record, damage):
         path.unlink()
         if damage == "folder":
             path.mkdir()
-    with pytest.raises(UserError, match=r"weights\.bin is missing or .*; use an earlier one"):
+    with pytest.raises(UserError, match=r"__0_0\.distcp is missing or .*; use an earlier one"):
         CheckpointRecord.load(record.root)
 
 
 def test_verify_tells_changed_contents_of_the_same_size(record):
     record.verify()
-    (record.root / "state.bin").write_bytes(b"state of the optimixer")
+    (record.root / "common.pt").write_bytes(b"state of the optimixer")
     damaged = CheckpointRecord.load(record.root)
-    with pytest.raises(UserError, match=r"state\.bin has changed since it was written"):
+    with pytest.raises(UserError, match=r"common\.pt has changed since it was written"):
         damaged.verify()
 
 
@@ -55,11 +55,11 @@ def test_the_hash_is_that_of_the_files_wherever_they_lie(record, tmp_path):
     assert CheckpointRecord.load(moved).hash == record.hash
     other = tmp_path / "other"
     shutil.copytree(record.root, other)
-    (other / "weights.bin").write_bytes(b"WEIGHTS")
+    (other / "__0_0.distcp").write_bytes(b"WEIGHTS")
     from megatron_chameleon.artifacts.checkpoint import hash_files
 
-    assert hash_files(other)["weights.bin"] != record.files["weights.bin"]
-    assert set(hash_files(other)) == {"weights.bin", "state.bin"}  # not the record itself
+    assert hash_files(other)["__0_0.distcp"] != record.files["__0_0.distcp"]
+    assert set(hash_files(other)) == {path.name for path in other.iterdir()} - {"checkpoint.json"}
 
 
 def test_a_checkpoint_folder_is_found_as_itself(record):
@@ -90,14 +90,14 @@ def test_latest_is_heeded_where_it_names_a_whole_folder_of_the_run(tmp_path, lat
 def test_a_damaged_latest_checkpoint_is_passed_over_with_a_warning(tmp_path):
     for step in (1, 2):
         checkpoint_in(step_folder(tmp_path, step))
-    (step_folder(tmp_path, 2) / "state.bin").write_bytes(b"state of the optimixer")
-    with pytest.warns(CheckpointWarning, match=r"step-00000002/state\.bin has changed") as warned:
+    (step_folder(tmp_path, 2) / "common.pt").write_bytes(b"state of the optimixer")
+    with pytest.warns(CheckpointWarning, match=r"step-00000002/common\.pt has changed") as warned:
         assert find_checkpoint(tmp_path) == step_folder(tmp_path, 1)
     assert str(warned[0].message).endswith(f"{step_folder(tmp_path, 1)} is used")
-    with pytest.raises(UserError, match=r"state\.bin has changed"):
+    with pytest.raises(UserError, match=r"common\.pt has changed"):
         find_checkpoint(step_folder(tmp_path, 2))  # what is named itself has nothing in its place
-    (step_folder(tmp_path, 1) / "state.bin").unlink()
-    with pytest.raises(UserError, match=r"step-00000002/state\.bin has changed .* no whole one"):
+    (step_folder(tmp_path, 1) / "common.pt").unlink()
+    with pytest.raises(UserError, match=r"step-00000002/common\.pt has changed .* no whole one"):
         find_checkpoint(tmp_path)
 
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
+import resource
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megatron_chameleon.artifacts import Cost, EmbeddingStore
 from megatron_chameleon.errors import UserError
@@ -89,17 +93,79 @@ def test_a_damaged_file_is_named_with_the_way_out(empty, damage):
 def test_a_file_of_another_shape_is_refused(empty):
     store = empty.with_domain("a", vectors_of(0), "h", COST)
     wider = dataclasses.replace(store, hidden_size=8)
-    with pytest.raises(UserError, match=r"shape \(3, 4\), store\.json says \(3, 8\); delete it"):
+    with pytest.raises(UserError, match=r"\(3, 4\), store\.json says float32 of \(3, 8\)"):
         wider.vectors("a")
 
 
-def test_a_file_of_another_tensor_is_refused(empty):
-    from safetensors.numpy import save_file
-
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"weights": vectors_of(0)},
+        {"vectors": vectors_of(0).astype(np.float64)},
+        {"vectors": vectors_of(0).astype(np.float16)},
+        {"vectors": np.full((3, 4), np.nan, np.float32)},
+        {"vectors": np.full((3, 4), np.inf, np.float32)},
+    ],
+)
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_a_file_of_other_tensors_is_refused(empty, tensors, has_checksum):
     store = empty.with_domain("a", vectors_of(0), "h", COST)
-    save_file({"weights": vectors_of(0)}, store.root / store.domains["a"].file)
-    with pytest.raises(UserError, match=r"cannot read .*'vectors'.*; delete it and run again"):
-        store.vectors("a")
+    path = store.root / store.domains["a"].file
+    save_file(tensors, path)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if has_checksum else None
+    entry = dataclasses.replace(store.domains["a"], sha256=sha256)
+    with pytest.raises(UserError, match=r"a\.safetensors"):
+        dataclasses.replace(store, domains={"a": entry}).vectors("a")
+
+
+def test_every_flipped_bit_is_found(empty):
+    store = empty.with_domain("a", vectors_of(0), "h", COST)
+    path = store.root / store.domains["a"].file
+    content = path.read_bytes()
+    for bit in range(0, 8 * len(content), 7):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match="SHA-256"):
+            store.vectors("a")
+    path.write_bytes(content)
+    assert np.array_equal(store.vectors("a"), vectors_of(0))
+
+
+def test_vectors_of_a_release_that_kept_no_checksum_are_made_again(empty):
+    store = empty.with_domain("a", vectors_of(0), "hash of a", COST)
+    path = store.root / "store.json"
+    body = json.loads(path.read_text())
+    del body["domains"]["a"]["sha256"]
+    path.write_text(json.dumps(body))
+    old = EmbeddingStore.load(store.root)
+    assert not old.holds("a", "hash of a")
+    assert old.with_domain("a", vectors_of(0), "hash of a", COST).holds("a", "hash of a")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", ".", "a\0b", "x" * 300])
+def test_a_file_outside_the_store_is_refused(empty, name):
+    store = empty.with_domain("a", vectors_of(0), "h", COST)
+    path = store.root / "store.json"
+    body = json.loads(path.read_text())
+    body["domains"]["a"]["file"] = name
+    path.write_text(json.dumps(body))
+    with pytest.raises(UserError, match=r"store\.json: field domains\.a\.file: "):
+        EmbeddingStore.load(store.root)
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(empty):
+    store = empty.with_domain("a", vectors_of(0), "h", COST)
+    before = {path.name: path.read_bytes() for path in store.root.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file that may not grow fails as one on a full disk does: in the middle of a write.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write"):
+            store.with_domain("b", vectors_of(1, windows=10_000), "h", COST)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in store.root.iterdir()} == before
 
 
 def test_two_processes_that_fill_a_store_at_once_lose_nothing(empty):

@@ -171,8 +171,51 @@ def test_a_record_without_a_models_shape_is_refused_by_the_field(tmp_path, model
     assert "\n" not in str(refused.value)
 
 
-def test_the_shape_is_read_back(tmp_path):
-    assert shape_of(record_at(tmp_path)) == SHAPE
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 10**9},
+        {"num_layers": 10**30},
+        {"num_layers": -1},
+        {"num_layers": True},
+        {"num_layers": 2.0},
+        {"num_attention_heads": 0},
+        {"hidden_size": 2**40},
+        {"ffn_hidden_size": None},
+    ],
+)
+def test_a_shape_that_the_files_cannot_hold_is_refused(saved, change):
+    model = dataclasses.asdict(SHAPE)
+    record = dataclasses.replace(saved[1], model={**model, "size": {**model["size"], **change}})
+    with pytest.raises(UserError, match=r"checkpoint\.json: field model"):
+        shape_of(record)
+    for name, value in (("vocab_size", -5), ("max_sequence_length", 0), ("vocab_size", 10**12)):
+        with pytest.raises(UserError, match=r"checkpoint\.json: field model"):
+            shape_of(dataclasses.replace(saved[1], model={**model, name: value}))
+
+
+def test_the_shape_is_read_back(saved):
+    assert shape_of(saved[1]) == SHAPE
+
+
+def test_a_model_of_another_shape_than_the_files_is_refused(one_rank, saved):
+    model = dataclasses.asdict(SHAPE)
+    for change in ({"num_layers": 3}, {"hidden_size": 16, "ffn_hidden_size": 32}):
+        record = dataclasses.replace(saved[1], model={**model, "size": {**model["size"], **change}})
+        with pytest.raises(UserError, match="use another checkpoint"):
+            open_reader(record, one_rank)
+
+
+def test_a_file_that_the_record_does_not_list_is_not_read(one_rank, saved):
+    record = saved[1]
+    for name in record.files:
+        files = {other: file for other, file in record.files.items() if other != name}
+        dataclasses.replace(record, files=files).save()
+        with pytest.raises(UserError, match=f"field files: {re.escape(name)} "):
+            CheckpointRecord.load(record.root)
+        if name.endswith(".distcp"):
+            with pytest.raises(UserError, match=f"{name}.* is not listed"):
+                open_reader(dataclasses.replace(record, files=files), one_rank)
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, corpus):

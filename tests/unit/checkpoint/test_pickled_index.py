@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.checkpoint.checked_reading import CheckedLoadStrategy
 from megatron_chameleon.checkpoint.load import load_training, load_weights
 from megatron_chameleon.checkpoint.pickled_index import INDEX_NAME, read_index
@@ -102,12 +103,40 @@ def trainer_of(layout):
     return trainer
 
 
+@pytest.mark.parametrize(
+    "crafted",
+    [
+        {},
+        {"optimizer": 3},
+        {"model0": 3},
+        {"model0": {"decoder": 3}},
+        {"optimizer": {"optimizer": 1, "param_state_sharding_type": 7}},
+        {"scheduler": 5},
+        {"scheduler": {"max_lr": "high"}},
+        {"scheduler": None, "optimizer": None},
+        {"optimizer": [], "random": 3},
+    ],
+)
+def test_small_values_of_another_structure_are_told_in_one_line(one_rank, tmp_path, crafted):
+    trainer = trainer_of(one_rank)
+    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path))
+    record = CheckpointRecord.load(tmp_path)
+    kept = torch.load(tmp_path / "common.pt", weights_only=True)
+    replaced = crafted if not crafted or crafted.get("scheduler") == 5 else {**kept, **crafted}
+    torch.save(replaced, tmp_path / "common.pt")
+    with pytest.raises(UserError) as refused:
+        load_training(record, *trainer)
+    assert "\n" not in str(refused.value)
+    assert "use another checkpoint" in str(refused.value)
+
+
 NAME = "embedding.word_embeddings.weight"
 
 
 def test_code_in_the_place_of_a_tensor_is_refused_and_not_run(one_rank, record, tmp_path):
     trace = tmp_path / "ran"
     replace_value(record, NAME, PickledCode(trace))
+    record = dataclasses.replace(record, files=hash_files(record.root))
     told = r"cannot read .*step \(it asks for posix\.mkdir\): it is damaged, or made to run code"
     with pytest.raises(UserError, match=told) as refused:
         open_reader(record, one_rank)

@@ -110,9 +110,10 @@ def write_training_run(
 
 
 def write_checkpoint(folder: Path, content: bytes) -> str:
-    """A checkpoint of one small file; its hash."""
+    """A checkpoint of small files; its hash."""
     folder.mkdir(parents=True)
-    (folder / "weights.bin").write_bytes(content)
+    for name in ("__0_0.distcp", "common.pt", ".metadata", "metadata.json"):
+        (folder / name).write_bytes(content)
     record = CheckpointRecord(
         root=folder,
         model={},

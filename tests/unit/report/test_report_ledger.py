@@ -124,7 +124,7 @@ def test_what_is_gone_is_told_and_the_recorded_sum_is_shown(root):
 @pytest.mark.parametrize("cause", ["no run", "no weights", "other weights"])
 def test_a_proxy_that_is_not_there_is_told(root, cause):
     run = root / "2-proxy/tiny-seed1"
-    weights = run / "checkpoints/step-00000200/weights.bin"
+    weights = run / "checkpoints/step-00000200/__0_0.distcp"
     if cause == "no run":
         (run / "run.json").unlink()
     elif cause == "no weights":
