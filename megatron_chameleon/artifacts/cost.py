@@ -13,7 +13,7 @@ class Cost:
     """The cost of one stage. Costs of stages add up.
 
     Attributes:
-        flops: Amounting-point operations, counted from the model's shapes (0 where no model ran).
+        flops: floating-point operations, counted from the model's shapes (0 where no model ran).
         device_seconds: wall seconds times the number of devices that were held.
         wall_seconds: seconds on the clock, start-up of the process excluded.
         num_devices: devices (GPUs, or CPU ranks) held.
