@@ -303,7 +303,7 @@ def test_what_is_ended_ends_its_commands(tmp_path):
             ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
         ).stdout.split()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=60) == 130
     assert len(children) == 2
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 

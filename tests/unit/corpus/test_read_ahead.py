@@ -50,7 +50,7 @@ def test_the_thread_ends_with_the_generator():
 
 
 def wait_until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

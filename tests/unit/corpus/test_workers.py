@@ -124,7 +124,7 @@ def test_no_worker_outlives_the_process_that_started_it(tmp_path, how, status, e
         assert len(workers) >= 2
         # As a terminal does: to all of them.
         os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=60)
         assert process.returncode == status
         wait_until(lambda: not any(worker.is_running() for worker in workers))
         assert told.count(b"KeyboardInterrupt") == (1 if how == signal.SIGINT else 0)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from fractions import Fraction
 
 import numpy as np
@@ -202,15 +201,12 @@ def test_a_domain_at_the_mean_scores_zero():
 
 @pytest.mark.parametrize("ridge", [10.0, 1e-9])
 def test_two_thousand_domains_take_seconds(ridge):
+    """Time that grows as k^4 would be an hour, far beyond pytest's timeout."""
     embeddings = random_embeddings(7, 2000, 300)
     embeddings[1000:1100] = embeddings[:100]
-    start = time.perf_counter()
     scores = leverage_scores(affinity_matrix(embeddings, center=True), ridge)
-    elapsed = time.perf_counter() - start
     expected = feature_ridge_leverage(center_embeddings(embeddings), ridge)
     np.testing.assert_allclose(scores, expected, atol=1e-8)
-    # A second or so on one core; the margin is for a loaded machine, k^4 would take an hour.
-    assert elapsed < 60
 
 
 def test_a_single_domain_and_a_zero_affinity():

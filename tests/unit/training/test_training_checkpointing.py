@@ -79,7 +79,7 @@ def write_late(monkeypatch, run_dir, logged):
     real = getattr(FileSystemWriterAsync, WRITE)
 
     def write(*arguments, **more):
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 120
         while max(losses_of(run_dir), default=0) < logged and time.monotonic() < give_up:
             time.sleep(0.01)
         real(*arguments, **more)

@@ -44,7 +44,7 @@ def batches_of(samples, start_step=0):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
