@@ -24,7 +24,14 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from megatron_chameleon.errors import STOPPED_STATUS, UserError
+from megatron_chameleon.console import (
+    escape_everything_printed,
+    escaped,
+    lost_output,
+    open_output,
+    reader_has_left,
+)
+from megatron_chameleon.errors import STOPPED_STATUS, UserError, refusal_of_system
 
 Options = TypeVar("Options")
 
@@ -43,49 +50,65 @@ def run_tool(
     options_type: type[Options],
     argv: Sequence[str] | None = None,
     prog: str | None = None,
+    *,
+    prints_log: bool = False,
 ) -> NoReturn:
     """Parse ``argv`` into ``options_type``, call ``function`` with it and leave the process.
 
-    ``prog`` is what --help calls the tool. SIGTERM, by which schedulers and torchrun end a
-    process, acts as Ctrl-C. Exit status: what ``function`` returns (None is 0), 2 for a user's
-    mistake, 130 if interrupted. STOPPED_STATUS is 0 under torchrun, which knows failures alone.
+    Exit status: what ``function`` returns (None is 0), 130 if interrupted, and 2 for a user's
+    mistake, or where the system refuses (disk full, file unreadable, too many open files, out of
+    memory). STOPPED_STATUS is 0 under torchrun, which knows failures alone. SIGTERM, by which
+    schedulers and torchrun end a process, acts as Ctrl-C.
+
+    The work never depends on standard output: what cannot be printed is dropped, and all files are
+    written. Where something was dropped, the status is 2 in place of 0, except if the reader left,
+    as in ``tool | head``, or if the tool prints the log of what it writes to disk.
+
+    Args:
+        function: the tool's work.
+        options_type: a dataclass of its options.
+        argv: of this process unless given.
+        prog: what --help calls the tool.
+        prints_log: whether all that it prints is such a log.
     """
+    open_output()
     rank = int(os.environ.get("RANK", "0"))
     options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank, prog)
     signal.signal(signal.SIGTERM, _interrupt)
     warnings.showwarning = OneLineWarnings() if rank == 0 else _no_warning
     for noise in (FutureWarning, DeprecationWarning):  # of libraries, for their programmers
         warnings.simplefilter("ignore", noise)
-    status: int | None = 0
+    escape_everything_printed()
     try:
-        status = function(options)
-        sys.stdout.flush()
+        status = function(options) or 0
     except UserError as error:
         _refuse(str(error), rank)
-    except RuntimeError as error:
-        if LOST_PEER.search(str(error)):
-            _let_others_speak(2 if rank == 0 else 1)  # the one that left says why
-        raise
-    except BrokenPipeError:  # whoever read the output has left, as in "tool | head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_STATUS)
+    except Exception as error:
+        if LOST_PEER.search(str(error)):
+            _let_others_speak(2 if rank == 0 else 1)  # the one that left says why
+        refusal = refusal_of_system(error)
+        if refusal is None:
+            raise
+        _refuse(refusal, rank)
     # torchrun would make a traceback and status 1 of it, as of a failure, and a scheduler does not
     # queue again what has failed.
     is_told = status != STOPPED_STATUS or "TORCHELASTIC_RUN_ID" not in os.environ
-    sys.exit(status or 0 if is_told else 0)
+    _leave(status if is_told else 0, prints_log=prints_log)
 
 
 def run_subcommand(
     commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]],
 ) -> NoReturn:
     """Like :func:`run_tool` for a tool whose first argument names one of ``commands``."""
+    open_output()
     rank = int(os.environ.get("RANK", "0"))
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     tool = os.path.basename(sys.argv[0])
     if name in ("-h", "--help"):
         print(f"usage: {tool} {{{','.join(commands)}}} [options]; {tool} COMMAND --help shows them")
-        sys.exit(0)
+        _leave(0)
     if name not in commands:
         problem = f"no such command '{name}'" if name else "no command given"
         _refuse(f"{tool}: {problem}; the first argument is {_one_of(commands)}", rank)
@@ -117,13 +140,14 @@ class Choice:
 
 def run_choice(choice: Choice) -> NoReturn:
     """Like :func:`run_tool` for a tool with a flag that chooses its command."""
+    open_output()
     rank = int(os.environ.get("RANK", "0"))
     names, argv = take_values(choice.flag, sys.argv[1:])
     tool = os.path.basename(sys.argv[0])
     if choice.listing_flag in argv:
         if rank == 0:
             print(choice.listing())
-        sys.exit(0)
+        _leave(0)
     name = names[0] if names else choice.default
     problem = _problem_of(choice, names, name)
     if problem:
@@ -193,7 +217,7 @@ def parse_options(
             )
     except SystemExit as left:
         if left.code in (0, None):
-            raise
+            _leave(0)
         _refuse(_flatten(printed.getvalue()), rank)
 
 
@@ -252,12 +276,25 @@ def _flowing(documented: docstring_parser.DocstringParam) -> str | None:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
+def _leave(status: int, *, prints_log: bool = False) -> NoReturn:
+    """Exit with ``status``; see :func:`run_tool` for what becomes of it if output was lost."""
+    lost = lost_output()
+    if lost is not None and (prints_log or not reader_has_left(lost)):
+        what = f"standard output could not be written: {lost.strerror}"
+        if prints_log:
+            print(f"warning: {what}; the run's folder has all figures", file=sys.stderr)
+        else:
+            print(f"error: {what}; what was printed is lost, files are written", file=sys.stderr)
+            status = status or USER_ERROR_STATUS
+    sys.exit(status)
+
+
 def _refuse(message: str, rank: int) -> NoReturn:
     """Say ``message`` once for the whole job, and leave with the status of a user's mistake."""
     if rank != 0:
         _let_others_speak()
     where = "" if rank == 0 else f"rank {rank}: "
-    print(f"error: {where}{message}", file=sys.stderr, flush=True)
+    print(f"error: {where}{escaped(message)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is not None and torch_distributed.is_initialized():
@@ -304,7 +341,7 @@ class OneLineWarnings:
         text = " ".join(str(message).split())
         if text not in self._shown:
             self._shown.add(text)
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            print(f"warning: {escaped(text)}", file=sys.stderr, flush=True)
 
 
 def _no_warning(*_arguments: object, **_more: object) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+from collections.abc import Iterator
+
 STOPPED_STATUS = 75
 """Exit status of a tool that was asked to stop before it made what others read; the same command
 goes on. It is EX_TEMPFAIL of sysexits.h."""
@@ -13,3 +18,52 @@ class UserError(ValueError):
     The message is one line that says what is wrong, where, and what to do. Tools print it without
     a traceback and leave with exit status 2; everything else is a defect and keeps its traceback.
     """
+
+
+# What the system says for reasons that lie in the machine, and not in the program.
+_REFUSALS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+)
+# Libraries in C++ and Rust pass on the words alone.
+_REFUSAL_TEXT = re.compile("|".join(re.escape(os.strerror(number)) for number in _REFUSALS))
+
+
+def refusal_of_system(error: BaseException) -> str | None:
+    """One line on what the system refused, where that is behind ``error``; None for a defect.
+
+    It is looked for in the whole chain of exceptions, by the number of an OSError, by the type of a
+    MemoryError, and in the text of other libraries' errors.
+    """
+    for cause in _chain(error):
+        if isinstance(cause, MemoryError):
+            return f"out of memory: {_first_line(cause)}; ask for less, or use a larger machine"
+        if isinstance(cause, OSError) and cause.errno in _REFUSALS:
+            where = f" ({os.fsdecode(cause.filename)})" if cause.filename else ""
+            return f"{cause.strerror}{where}; put that right and run the same command again"
+        if isinstance(cause, Exception) and _REFUSAL_TEXT.search(str(cause)):
+            return f"{_first_line(cause)}; put that right and run the same command again"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -6,6 +6,8 @@ import sys
 
 from tqdm import tqdm
 
+from megatron_chameleon.console import escaped
+
 SECONDS_BETWEEN_LOG_LINES = 10.0
 
 
@@ -16,7 +18,7 @@ def progress_bar(
 
     What is over within ``delay`` seconds shows none either.
     """
-    return tqdm(
+    return _Bar(
         total=total,
         unit=unit,
         unit_scale=True,
@@ -25,3 +27,10 @@ def progress_bar(
         delay=delay,
         mininterval=0.2 if sys.stderr.isatty() else SECONDS_BETWEEN_LOG_LINES,
     )
+
+
+class _Bar(tqdm):
+    """A bar whose description may hold the names of domains."""
+
+    def set_description(self, desc: str | None = None, refresh: bool = True) -> None:
+        super().set_description(desc and escaped(desc), refresh)

@@ -25,4 +25,4 @@ def main(options: PretrainOptions) -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main, PretrainOptions)
+    run_tool(main, PretrainOptions, prints_log=True)

@@ -7,7 +7,6 @@ from megatron_chameleon.training.drawn import drawn_lines, planned_epochs
 from megatron_chameleon.training.metrics import duration
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.records import RunRecords
-from megatron_chameleon.training.say import say
 
 
 def announce(records: RunRecords) -> None:
@@ -16,18 +15,18 @@ def announce(records: RunRecords) -> None:
         return
     plan, layout, step = records.plan, records.layout, records.first_step
     verb = f"continuing at step {step}" if step else "training"
-    say(
+    print(
         f"{verb}: {_size(plan)}, {plan.shape.num_parameters:,} parameters, "
         f"{plan.options.train_iters} steps of {plan.tokens_per_step:,} tokens on "
         f"{layout.world_size} x {layout.describe()['device']} (tensor {layout.tensor_size}, "
         f"pipeline {layout.pipeline_size}, data {layout.data_size})"
     )
     if plan.pretrained and not step:
-        say("\n".join(plan.pretrained.lines))
-    say("\n".join(_mixture_lines(records)))
+        print("\n".join(plan.pretrained.lines))
+    print("\n".join(_mixture_lines(records)))
     behind = plan.options.profiling.profile_step_start
     if plan.options.profiling.profile and behind < step:
-        say(f"no --profile: the run is past --profile-step-start {behind}; give {step} or more")
+        print(f"no --profile: the run is past --profile-step-start {behind}; give {step} or more")
 
 
 def say_finished(records: RunRecords, step: int) -> None:
@@ -35,7 +34,7 @@ def say_finished(records: RunRecords, step: int) -> None:
     if not records.layout.is_main:
         return
     options = records.plan.options
-    say(
+    print(
         f"{_summary(records, step)}\n"
         f"next: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
         f"--corpus {options.corpus or 'CORPUS'} --checkpoint {options.run_dir}"
@@ -47,7 +46,7 @@ def say_stopped(records: RunRecords, step: int, stopped_by: str, *, saved: bool)
     if not records.layout.is_main:
         return
     nothing = f"stopped at step {step}: no step has updated the model, so there is nothing to save"
-    say(
+    print(
         f"{_summary(records, step) if saved else nothing}\n"
         f"stopped by {stopped_by} at step {step} of {records.plan.options.train_iters}; to go on, "
         "run the same command again"
@@ -57,7 +56,7 @@ def say_stopped(records: RunRecords, step: int, stopped_by: str, *, saved: bool)
 def say_not_begun(records: RunRecords, stopped_by: str) -> None:
     """Say that a run leaves before its first step, with its folder as it was."""
     if records.layout.is_main:
-        say(
+        print(
             f"stopped by {stopped_by} before step {records.first_step + 1} of "
             f"{records.plan.options.train_iters}; to go on, run the same command again"
         )

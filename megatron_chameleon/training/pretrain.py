@@ -26,7 +26,6 @@ from megatron_chameleon.training.plan import TrainingPlan, plan_training, warn_o
 from megatron_chameleon.training.records import RunRecords
 from megatron_chameleon.training.resume import Progress, find_progress, resumed_schedule
 from megatron_chameleon.training.run_folder import held_folder
-from megatron_chameleon.training.say import say
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.watch import MakeHook, load_hook, make_hook
 from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
@@ -122,4 +121,4 @@ def leave_finished(
         records = RunRecords(plan, layout, samples, progress)
         records.write_run(progress.step, "finished", progress.guard.get("skipped", 0))
     if layout.is_main:
-        say(f"{plan.options.run_dir} is finished at step {progress.step}; nothing to do")
+        print(f"{plan.options.run_dir} is finished at step {progress.step}; nothing to do")

@@ -19,7 +19,6 @@ from megatron_chameleon.training.metrics import (
 )
 from megatron_chameleon.training.phase_timers import PhaseTimers
 from megatron_chameleon.training.records import RunRecords
-from megatron_chameleon.training.say import say
 from megatron_chameleon.training.skipped import SkippedStep
 
 
@@ -95,7 +94,7 @@ class RunLog:
 
     def _write(self, interval: Interval, standing: Standing, phases: dict[str, float]) -> None:
         speed, train_iters = self._speed(interval), self._records.plan.options.train_iters
-        say(
+        print(
             progress_line(
                 standing.step,
                 train_iters,
@@ -107,7 +106,7 @@ class RunLog:
             )
         )
         if standing.validation_loss:
-            say(validation_line(standing.step, train_iters, standing.validation_loss))
+            print(validation_line(standing.step, train_iters, standing.validation_loss))
         figures = self._figures(interval, standing, speed)
         for logger in self._loggers:
             logger.log(standing.step, {**figures, "phase_seconds": phases})

@@ -8,7 +8,6 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.guards import StepGuard
 from megatron_chameleon.training.metrics import IntervalMeter
 from megatron_chameleon.training.records import RunRecords
-from megatron_chameleon.training.say import say
 from megatron_chameleon.training.skipped import SkippedStep, streak_message
 from megatron_chameleon.training.step import StepResult
 
@@ -81,7 +80,7 @@ class SkippedSteps:
         self.streak.append(skipped)
         self._since_log.append(skipped)
         if self._records.layout.is_main:
-            say(skipped.line())
+            print(skipped.line())
 
     def too_many(self, *, is_last: bool) -> bool:
         """Whether the run has to give up: after so many in a row, or with nothing learnt at all."""

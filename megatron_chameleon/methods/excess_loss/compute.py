@@ -15,7 +15,6 @@ from megatron_chameleon.methods.excess_loss.plan import DoremiPlan, plan_doremi,
 from megatron_chameleon.methods.excess_loss.reference import Reference
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.parallel.layout import distributed, from_main
-from megatron_chameleon.training.say import say
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.watch import MakeHook
 
@@ -75,8 +74,8 @@ def _train(
     """Train one of the two; whether it came to its end."""
     named = f"DoReMi's {what}"
     if is_main:
-        say(f"\n{named}, in {options.run_dir}")
+        print(f"\n{named}, in {options.run_dir}")
     finished = train_proxy(options, stops, watched_by, what=named, elsewhere=plan.elsewhere)
     if not finished and is_main:
-        say(f"stopped in the {what}; the same command goes on")
+        print(f"stopped in the {what}; the same command goes on")
     return finished

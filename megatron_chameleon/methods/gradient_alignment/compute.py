@@ -13,7 +13,6 @@ from megatron_chameleon.methods.gradient_alignment.hook import GradientAlignment
 from megatron_chameleon.methods.gradient_alignment.outcome import write_mixture
 from megatron_chameleon.methods.gradient_alignment.plan import DogePlan, plan_doge
 from megatron_chameleon.parallel.layout import distributed, from_main
-from megatron_chameleon.training.say import say
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.watch import MakeHook
 
@@ -41,11 +40,11 @@ def compute_doge(
         plan, is_main = from_main(lambda: plan_doge(options, elsewhere)), layout.is_main
         check_batches(options.proxy, layout)
     if is_main:
-        say(f"\nDoGE's proxy, in {plan.proxy_run.run_dir}")
+        print(f"\nDoGE's proxy, in {plan.proxy_run.run_dir}")
     watched_by, what = _hook_of(plan), "DoGE's proxy"
     if not train_proxy(plan.proxy_run, stops, watched_by, what=what, elsewhere=elsewhere):
         if is_main:
-            say("stopped in the proxy; the same command goes on")
+            print("stopped in the proxy; the same command goes on")
         return False
     with distributed(parallel, seed=0):
         from_main(lambda: write_mixture(plan))

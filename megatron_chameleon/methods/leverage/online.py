@@ -27,7 +27,6 @@ from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.reading import reading
-from megatron_chameleon.training.say import say
 
 # Layouts differ by rounding, and mixtures of other digits draw other samples.
 DECIMALS = 6
@@ -99,7 +98,7 @@ class OnlineChameleon(TrainingHook):
         if self._layout.is_main:
             seconds = time.perf_counter() - start
             count = sum(len(held.windows) for held in self._held.values())
-            say(
+            print(
                 f"mixture from step {step} on: {largest_moves(before, after)}; "
                 f"{count:,} windows embedded in {seconds:.2f} s"
             )

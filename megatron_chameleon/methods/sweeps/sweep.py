@@ -37,7 +37,6 @@ from megatron_chameleon.methods.sweeps.points import (
 )
 from megatron_chameleon.options.sweep import Method, SweepOptions
 from megatron_chameleon.parallel.layout import distributed, from_main
-from megatron_chameleon.training.say import say
 from megatron_chameleon.training.stopping import StopRequests
 
 METHODS: dict[Method, SweptMethod] = {"chameleon": CHAMELEON, "doge": DOGE, "doremi": DOREMI}
@@ -70,10 +69,10 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
         plan, is_main = from_main(lambda: plan_sweep(options)), layout.is_main
     for number, knobs in enumerate(plan.points, start=1):
         if is_main:
-            say(f"\npoint {number} of {len(plan.points)}: {told(knobs)}")
+            print(f"\npoint {number} of {len(plan.points)}: {told(knobs)}")
         if not method.compute(options, knobs, stops):
             if is_main:
-                say(f"stopped in point {number} of {len(plan.points)}; the same command goes on")
+                print(f"stopped in point {number} of {len(plan.points)}; the same command goes on")
             return None
     with distributed(parallel, seed=0):
         return from_main(lambda: write_sweep(options, plan))

@@ -1,0 +1,182 @@
+"""Tools whose output goes nowhere, or holds what a terminal would obey, as processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.console import escaped, escaped_but_for_bars
+from megatron_chameleon.options.doctor import DoctorOptions
+from megatron_chameleon.options.training import PretrainOptions
+from tests.distributed.launch import REPOSITORY, flags
+
+# Prints more than a pipe holds, then opens a file, as a tool does whose result is one.
+WORK = """
+import sys
+from pathlib import Path
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.options.doctor import DoctorOptions
+from megatron_chameleon.progress import progress_bar
+def work(options):
+    with progress_bar(2, "B") as bar:
+        for number in range(20_000):
+            print("line", number)
+        bar.update()
+    assert open(sys.argv[1], "w").fileno() > 2
+    Path(sys.argv[1]).write_text("done")
+run_tool(work, DoctorOptions, [], prints_log=%r)
+"""
+
+
+def run(program, *arguments, **settings):
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    settings = {"stderr": subprocess.PIPE, **settings}
+    return subprocess.run(command, timeout=120, text=True, cwd=REPOSITORY, **settings)
+
+
+def abandoned():
+    """The writing end of a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def full():
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.parametrize(
+    ("stdout", "prints_log", "status", "told"),
+    [
+        (abandoned, False, 0, ""),
+        (abandoned, True, 0, "warning: "),
+        (full, False, 2, "error: "),
+        (full, True, 0, "warning: "),
+    ],
+)
+def test_lost_output_ends_no_work(tmp_path, stdout, prints_log, status, told):
+    descriptor = stdout()
+    done = run(WORK % prints_log, tmp_path / "made", stdout=descriptor)
+    os.close(descriptor)
+    assert (tmp_path / "made").read_text() == "done"
+    assert done.returncode == status, done.stderr
+    assert done.stderr.split("\n")[-2 if told else -1].startswith(told), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(("closed", "status"), [((1,), 2), ((2,), 0), ((0, 1, 2), 2)])
+def test_no_file_gets_the_number_of_a_closed_standard_stream(tmp_path, closed, status):
+    program = f"import os\nfor n in {closed}: os.close(n)\nos.execv({sys.executable!r}, "
+    program += f"[{sys.executable!r}, '-c', {WORK % False!r}, {str(tmp_path / 'made')!r}])"
+    done = run(program, stdout=subprocess.DEVNULL)
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "made").read_text() == "done"
+    assert "Traceback" not in done.stderr
+
+
+def test_lines_appear_again_once_a_full_disk_has_room(tmp_path):
+    program = (
+        "from megatron_chameleon.console import lost_output, open_output\n"
+        "from tests.full_disk import largest_file_size\n"
+        "open_output()\n"
+        "print('before')\n"
+        "with largest_file_size(7): print('meanwhile')\n"
+        "print('after')\n"
+        "assert lost_output() is not None\n"
+    )
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        assert run(program, stdout=stream, stderr=None).returncode == 0
+    printed = log.read_text().splitlines()
+    assert (printed[0], printed[-1]) == ("before", "after")
+
+
+def test_a_training_whose_reader_leaves_trains_to_its_end(tmp_path, pretrain_options):
+    options: PretrainOptions = pretrain_options(tmp_path / "run", log_interval=1)
+    descriptor = abandoned()
+    done = subprocess.run(
+        [sys.executable, "tools/pretrain_gpt.py", *flags(options)],
+        cwd=REPOSITORY,
+        stdout=descriptor,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=240,
+    )
+    os.close(descriptor)
+    assert done.returncode == 0, done.stderr
+    made = TrainingRun.load(options.run_dir)
+    assert (made.status, made.step) == ("finished", options.train_iters)
+    assert [line["step"] for line in made.metrics()] == list(range(1, options.train_iters + 1))
+    assert done.stderr.splitlines()[-1].startswith("warning: standard output")
+
+
+HOSTILE = "a\x1b[31mb\x9b2Jc\u202ed\re\udcff\x07é"
+SHOWN = r"a\x1b[31mb\x9b2Jc\u202ed\re\udcff\x07é"
+
+
+def test_what_controls_a_terminal_is_escaped():
+    assert escaped(HOSTILE) == SHOWN
+    assert escaped("tab\tline\n日本 👍🏽") == "tab\tline\n日本 👍🏽"
+    bar = "\r 50%|█████| \x1b[32mfast\x1b[0m\x1b[A"
+    assert escaped_but_for_bars(bar) == bar
+    assert escaped_but_for_bars("\x1b]0;title\x07\x1b[2J") == r"\x1b]0;title\x07\x1b[2J"
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "C.UTF-8"}])
+def test_any_text_can_be_printed_in_any_locale(locale):
+    program = f"""
+import json, warnings
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.doctor import DoctorOptions
+hostile = json.loads({json.dumps(json.dumps(HOSTILE))})
+def work(options):
+    print(hostile)
+    warnings.warn(hostile)
+    raise UserError(hostile)
+run_tool(work, DoctorOptions, [])
+"""
+    environment = {"PATH": os.environ["PATH"], "PYTHONCOERCECLOCALE": "0", **locale}
+    done = run(program, stdout=subprocess.PIPE, env=environment)
+    shown = SHOWN if "PYTHONUTF8" not in locale else SHOWN.replace("é", r"\xe9")
+    assert done.returncode == 2
+    assert done.stdout == f"{shown}\n"
+    warned, refused = done.stderr.splitlines()
+    assert warned == "warning: " + shown.replace(r"\r", " ")
+    assert refused == f"error: {shown}"
+
+
+SYSTEM_ERRORS = [
+    OSError(errno.ENOSPC, "No space left on device", "store"),
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.EMFILE, "Too many open files"),
+    PermissionError(errno.EACCES, "Permission denied", "store"),
+    RuntimeError("[enforce fail at x.cpp:1] store\nNo space left on device"),
+    MemoryError("Unable to allocate 8 TiB"),
+]
+
+
+@pytest.mark.parametrize("error", SYSTEM_ERRORS, ids=str)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_the_system_refuses_is_one_line(capsys, error, wrapped):
+    def work(_options):
+        if not wrapped:
+            raise error
+        try:
+            raise error
+        except Exception as cause:
+            raise KeyError("of a library") from cause
+
+    with pytest.raises(SystemExit) as left:
+        run_tool(work, DoctorOptions, [])
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
