@@ -1,0 +1,491 @@
+"""Mutate one file of a workspace, run a real tool over it, and judge what came of it.
+
+    python -m tests.mutations.attack --cases 2000 --jobs 2 [--seed 0] [--only N]
+
+builds a small workspace with the project's own tools (corpus, proxy, store, mixtures, runs,
+evaluation, swarm, sweep, Hugging Face folder). Each case copies it, mutates one file and runs a
+tool that reads that file. A case is good if it is
+
+    rejected   status 2, and one line that begins with "error:"
+    unchanged  status 0, and the result of the unmutated workspace
+    edited     status 0, and another result, of a file that users edit: text, a mixture's weights,
+               data made elsewhere
+    fallback   status 0, and another result, of an older checkpoint that a warning names
+
+Everything else fails: a traceback, another status, more than one line, a hang, a silently different
+result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.mutations.mutate import mutate
+
+ROOT = Path(__file__).resolve().parents[2]
+DOMAINS = ("news", "code", "poems")
+SECONDS_PER_CASE = 240.0  # of a machine with other work; a good case takes seconds
+MEMORY_BYTES = 12 << 30  # of data: what asks for more was not refused in time
+OUTCOMES = ("rejected", "unchanged", "edited", "fallback")
+
+TRAIN = (
+    "--model-size nano --seq-length 32 --global-batch-size 4 --micro-batch-size 4 "
+    "--lr-warmup-iters 1 --log-interval 1 --save-interval 2 --train-iters"
+)
+INPUTS = " ".join(f"--input {name}=text/{name}.jsonl" for name in DOMAINS)
+WEIGH = "--corpus 1-corpus --checkpoint 2-proxy/nano-seed1 --num-windows 16 --store"
+SWARM = (
+    "--method regmix --corpus 1-corpus --num-proxies 8 --folds 2 --num-trees 20 --num-draws 500 "
+    "--num-best 16 --model-size nano --train-iters 2 "
+    "--seq-length 32 --global-batch-size 2 --lr-warmup-iters 1 --eval-tokens 64 "
+    "--output 4-mixture/regmix.json"
+)
+SWEEP = (
+    "--corpus 1-corpus --output sweep --model-size nano --train-iters 2 --seq-length 32 "
+    "--global-batch-size 2 --micro-batch-size 2 --lr-warmup-iters 1 --num-windows 8 "
+    "--sweep-ridge 0.1 1"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A tool over the workspace, and what counts as its result.
+
+    Attributes:
+        command: the tool's file name below tools/ and its arguments.
+        result: reads it from the workspace's folder.
+        remove: what is deleted first, so that it is written by this command.
+    """
+
+    command: str
+    result: Callable[[Path], Any]
+    remove: tuple[str, ...] = ()
+
+
+def _losses(run: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        lines = (folder / run / "metrics.jsonl").read_text(errors="replace").splitlines()
+        records = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                records.append(json.loads(line))
+        last = {
+            r["step"]: (r["loss"], r["domain_loss"])
+            for r in records
+            if isinstance(r, dict) and "step" in r
+        }
+        return [last.get(step) for step in (5, 6)]
+
+    return read
+
+
+def _without_provenance(path: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        body = json.loads((folder / path).read_text())
+        return {
+            k: v
+            for k, v in body.items()
+            if k not in ("provenance", "cost", "parameters", "seconds")
+        }
+
+    return read
+
+
+def _bytes_of(*patterns: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        paths = sorted(p for pattern in patterns for p in folder.glob(pattern) if p.is_file())
+        return {
+            str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths
+        }
+
+    return read
+
+
+def _nothing(_folder: Path) -> None:
+    return None
+
+
+READERS: dict[str, Reader] = {
+    "preprocess": Reader(
+        f"preprocess_data.py {INPUTS} --output new-corpus --tokenizer-model tokenizer.json "
+        "--split 80,10,10 --workers 1",
+        _bytes_of("new-corpus/tokens/*"),
+    ),
+    "train": Reader(
+        "pretrain_gpt.py --corpus 1-corpus --mixture 4-mixture/chameleon.json --run-dir new-run "
+        f"{TRAIN} 6",
+        _losses("new-run"),
+    ),
+    "train-data-path": Reader(
+        "pretrain_gpt.py --data-path '0.6 foreign/a 0.4 foreign/b' "
+        f"--tokenizer-model tokenizer.json --run-dir new-run {TRAIN} 6",
+        _losses("new-run"),
+    ),
+    "resume": Reader(
+        "pretrain_gpt.py --corpus 1-corpus --mixture uniform --run-dir 5-base/stopped-seed1 "
+        f"{TRAIN} 6",
+        _losses("5-base/stopped-seed1"),
+    ),
+    "fine-tune": Reader(
+        f"pretrain_gpt.py --corpus 1-corpus --mixture uniform --run-dir new-run {TRAIN} 6 "
+        "--pretrained-checkpoint huggingface",
+        _losses("new-run"),
+    ),
+    "weigh": Reader(
+        f"compute_mixture.py {WEIGH} 3-embeddings --output new.json",
+        _without_provenance("new.json"),
+    ),
+    "embed": Reader(
+        f"compute_mixture.py {WEIGH} new-store --output new.json", _without_provenance("new.json")
+    ),
+    "regmix": Reader(f"compute_mixture.py {SWARM}", _without_provenance("4-mixture/regmix.json")),
+    "sweep": Reader(f"sweep_mixture.py {SWEEP}", _bytes_of("sweep/*.csv")),
+    "evaluate": Reader(
+        "evaluate.py perplexity --corpus 1-corpus --checkpoint 2-proxy/nano-seed1 "
+        "--output new.json --max-tokens 256",
+        _without_provenance("new.json"),
+    ),
+    "report": Reader("make_report.py .", _nothing, ("7-report",)),
+    "export": Reader(
+        "export_mixture.py --mixture 4-mixture/chameleon.json --corpus 1-corpus "
+        "--format megatron-per-split --output new.txt",
+        _bytes_of("new.txt"),
+    ),
+    "to-huggingface": Reader(
+        "convert_checkpoint.py to-huggingface --checkpoint 2-proxy/nano-seed1 --output new-hf",
+        _bytes_of("new-hf/*.safetensors"),
+    ),
+    "from-huggingface": Reader(
+        "convert_checkpoint.py from-huggingface --model huggingface --output new-checkpoint",
+        _bytes_of("new-checkpoint/*.distcp"),
+    ),
+    "discover": Reader(
+        "discover_domains.py --corpus 1-corpus --checkpoint 2-proxy/nano-seed1 --discover 2 "
+        "--fit-windows 200 --restarts 2 --output new-corpus",
+        _bytes_of("new-corpus/tokens/*"),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Files of one kind, who reads them, and whether users may edit them."""
+
+    pattern: str
+    readers: tuple[str, ...]
+    editable: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "text": Kind("text/*.jsonl", ("preprocess",), editable=True),
+    "tokenizer": Kind("tokenizer.json", ("preprocess", "train-data-path"), editable=True),
+    "corpus.json": Kind(
+        "1-corpus/corpus.json", ("train", "embed", "evaluate", "discover", "resume")
+    ),
+    "corpus tokenizer": Kind(
+        "1-corpus/tokenizer.json", ("train", "embed", "evaluate", "to-huggingface")
+    ),
+    "corpus tokens": Kind(
+        "1-corpus/tokens/*", ("train", "embed", "evaluate", "discover", "resume")
+    ),
+    "foreign tokens": Kind("foreign/*", ("train-data-path",), editable=True),
+    "checkpoint.json": Kind(
+        "2-proxy/*/checkpoints/*/checkpoint.json", ("embed", "evaluate", "to-huggingface")
+    ),
+    "checkpoint files": Kind(
+        "2-proxy/*/checkpoints/*/*", ("embed", "evaluate", "to-huggingface", "discover")
+    ),
+    "run to resume": Kind("5-base/stopped-seed1/*.json*", ("resume", "report")),
+    "checkpoint to resume": Kind("5-base/stopped-seed1/checkpoints/*/*", ("resume",)),
+    "latest": Kind("5-base/stopped-seed1/checkpoints/latest", ("resume",)),
+    "store.json": Kind("3-embeddings/store.json", ("weigh",)),
+    "store vectors": Kind("3-embeddings/*.safetensors", ("weigh",)),
+    "mixture": Kind("4-mixture/chameleon.json", ("train", "export", "report"), editable=True),
+    "evaluation": Kind("6-evaluation/*.json", ("report",)),
+    "run": Kind("2-proxy/*/*.json*", ("report", "embed", "evaluate")),
+    "swarm": Kind("4-mixture/regmix/**/*.json", ("regmix", "report")),
+    "sweep": Kind("sweep/**/*.json", ("sweep",)),
+    "Hugging Face": Kind("huggingface/*", ("fine-tune", "from-huggingface"), editable=True),
+}
+
+
+def write_text(folder: Path) -> None:
+    """Made-up words: three domains that share half of them."""
+    rng = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(rng.choices(letters, k=rng.randint(2, 8))) for _ in range(400)]
+    folder.mkdir()
+    for number, name in enumerate(DOMAINS):
+        vocabulary = words[100 * number : 100 * number + 200]
+        lines = [
+            json.dumps({"text": " ".join(rng.choices(vocabulary, k=rng.randint(10, 120)))})
+            for _ in range(120)
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def build_workspace(folder: Path) -> None:
+    """Write every kind of artifact below ``folder``, by the tools themselves."""
+    folder.mkdir(parents=True)
+    write_text(folder / "text")
+
+    def tool(command: str) -> None:
+        done = run_tool(command, folder)
+        assert done.status == 0, f"{command}: status {done.status}\n{done.errors}"
+
+    tool(f"train_tokenizer.py {INPUTS} --output tokenizer.json --vocab-size 400")
+    tool(
+        f"preprocess_data.py {INPUTS} --output 1-corpus --tokenizer-model tokenizer.json "
+        "--split 80,10,10 --workers 1"
+    )
+    train = f"pretrain_gpt.py --corpus 1-corpus --run-dir {{}} {TRAIN} {{}}"
+    tool(train.format("2-proxy/nano-seed1", 4) + " --mixture uniform")
+    tool(train.format("5-base/stopped-seed1", 6) + " --mixture uniform")
+    # As a run that was killed after step 4.
+    checkpoints = folder / "5-base/stopped-seed1/checkpoints"
+    shutil.rmtree(checkpoints / "step-00000006")
+    (checkpoints / "latest").write_text("step-00000004\n")
+    for step in (0, 1):
+        (folder / "foreign").mkdir(exist_ok=True)
+        for suffix in (".bin", ".idx"):
+            source = folder / f"1-corpus/tokens/{DOMAINS[step]}-train{suffix}"
+            shutil.copyfile(source, folder / f"foreign/{'ab'[step]}{suffix}")
+    tool(
+        READERS["embed"]
+        .command.replace("new-store", "3-embeddings")
+        .replace("new.json", "4-mixture/chameleon.json")
+    )
+    tool(READERS["evaluate"].command.replace("new.json", "6-evaluation/stopped-seed1.json"))
+    tool(READERS["to-huggingface"].command.replace("new-hf", "huggingface"))
+    tool(READERS["regmix"].command)
+    tool(READERS["sweep"].command)
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a tool left behind: its status (None for a hang) and its output."""
+
+    status: int | None
+    output: str
+    errors: str
+
+
+def run_tool(command: str, folder: Path) -> Done:
+    """Run ``tools/COMMAND`` in ``folder``, in a fork of this process, which has imported all."""
+    import shlex
+
+    name, *arguments = shlex.split(command)
+    with tempfile.TemporaryDirectory() as logs:
+        out, err = Path(logs, "out"), Path(logs, "err")
+        child = os.fork()
+        if child == 0:
+            _become_tool(ROOT / "tools" / name, arguments, folder, out, err)
+        status = _wait(child)
+        return Done(status, out.read_text(errors="replace"), err.read_text(errors="replace"))
+
+
+def _become_tool(tool: Path, arguments: Sequence[str], folder: Path, out: Path, err: Path) -> None:
+    status = 1
+    try:
+        os.setsid()
+        for descriptor, path, flags in (
+            (0, Path(os.devnull), os.O_RDONLY),
+            (1, out, 577),
+            (2, err, 577),
+        ):
+            os.dup2(os.open(path, flags, 0o600), descriptor)
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        os.chdir(folder)
+        sys.argv = [str(tool), *arguments]
+        sys.path.insert(0, str(tool.parent))
+        runpy.run_path(str(tool), run_name="__main__")
+        status = 0
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(child: int) -> int | None:
+    """The exit status of ``child``; None, and it is killed, when it takes too long."""
+    end = time.monotonic() + SECONDS_PER_CASE
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One case: what was mutated, who read it, what came of it; ``problem`` is empty if good."""
+
+    number: int
+    kind: str
+    file: str
+    mutation: str
+    reader: str
+    outcome: str
+    problem: str = ""
+
+
+def judge(
+    done: Done, result: Callable[[], Any], expected: Any, *, editable: bool
+) -> tuple[str, str]:
+    """The outcome of a case and, if it is a failure, why."""
+    if done.status is None:
+        return "hang", "did not end in time"
+    if "Traceback" in done.errors + done.output:
+        return "traceback", done.errors[-1500:]
+    if "\x1b]" in done.errors + done.output or "\x1b[2J" in done.errors + done.output:
+        return "escape sequence", "data reached the terminal unescaped"
+    if done.status == 2:
+        errors = [line for line in re.split(r"[\r\n]", done.errors) if line.startswith("error:")]
+        return ("rejected", "") if len(errors) == 1 else ("not one line", done.errors[-1500:])
+    if done.status != 0:
+        return f"status {done.status}", done.errors[-1500:]
+    try:
+        found = result()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return "no result", f"status 0, and {error!r}"
+    if found == expected:
+        return "unchanged", ""
+    if editable:
+        return "edited", ""
+    if re.search(r"^warning: .*checkpoints/\S+ is used$", done.errors, re.MULTILINE):
+        return "fallback", ""
+    return "different", _difference(found, expected)
+
+
+def _difference(found: Any, expected: Any) -> str:
+    if isinstance(found, dict) and isinstance(expected, dict):
+        names = [k for k in {*found, *expected} if found.get(k) != expected.get(k)]
+        return "; ".join(
+            f"{k}: {str(found.get(k))[:200]} for {str(expected.get(k))[:200]}" for k in names[:3]
+        )
+    return f"{str(found)[:300]} for {str(expected)[:300]}"
+
+
+def run_case(number: int, seed: int, workspace: Path, expected: dict[str, Any]) -> Verdict:
+    """Mutate a copy of ``workspace`` as ``seed`` and ``number`` say, and run a reader."""
+    rng = random.Random(f"{seed}-{number}")
+    kind_name = list(KINDS)[number % len(KINDS)]
+    kind = KINDS[kind_name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "w")
+        shutil.copytree(workspace, folder)
+        path = rng.choice(sorted(p for p in folder.glob(kind.pattern) if p.is_file()))
+        mutation = mutate(path, rng)
+        name = rng.choice(kind.readers)
+        reader = READERS[name]
+        for relative in reader.remove:
+            shutil.rmtree(folder / relative, ignore_errors=True)
+        done = run_tool(reader.command, folder)
+        outcome, problem = judge(
+            done, lambda: reader.result(folder), expected[name], editable=kind.editable
+        )
+        file = str(path.relative_to(folder))
+    return Verdict(number, kind_name, file, mutation, name, outcome, problem)
+
+
+def expected_results(workspace: Path) -> dict[str, Any]:
+    """Reader -> its result over the unmutated workspace. Every reader has to succeed."""
+    found = {}
+    for name, reader in READERS.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary, "w")
+            shutil.copytree(workspace, folder)
+            done = run_tool(reader.command, folder)
+            assert done.status == 0, f"{name}: status {done.status}\n{done.errors}"
+            found[name] = reader.result(folder)
+    return found
+
+
+def preload() -> None:
+    """Import what the tools import, once for all forks; no thread may be started here."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # loading the compiler takes longer than a case
+    import megatron_chameleon.checkpoint.convert
+    import megatron_chameleon.evaluation.perplexity
+    import megatron_chameleon.methods.discovery.discover
+    import megatron_chameleon.methods.sweeps.sweep
+    import megatron_chameleon.training.pretrain  # noqa: F401
+    from megatron_chameleon.methods.common.registry import look_for_methods
+
+    look_for_methods()
+
+
+def attack(numbers: Sequence[int], seed: int, jobs: int = 1) -> Iterator[Verdict]:
+    """The verdicts of the cases ``numbers``, in the order in which they come."""
+    preload()
+    with tempfile.TemporaryDirectory() as temporary:
+        workspace = Path(temporary, "workspace")
+        build_workspace(workspace)
+        expected = expected_results(workspace)
+        if jobs == 1:
+            for number in numbers:
+                yield run_case(number, seed, workspace, expected)
+            return
+        with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
+            cases = [pool.submit(run_case, n, seed, workspace, expected) for n in numbers]
+            for case in concurrent.futures.as_completed(cases):
+                yield case.result()
+
+
+def main() -> int:
+    """Attack, print failures as they come and the counts at the end; 1 if there is a failure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="run this case alone")
+    options = parser.parse_args()
+    numbers = range(options.cases) if options.only is None else [options.only]
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    failed = 0
+    for verdict in attack(numbers, options.seed, options.jobs):
+        counts[verdict.kind, verdict.outcome] += 1
+        if verdict.outcome not in OUTCOMES:
+            failed += 1
+            print(f"FAILED {dataclasses.asdict(verdict)}", flush=True)
+        if sum(counts.values()) % 100 == 0:
+            print(f"{sum(counts.values())} of {len(numbers)} cases, {failed} failed", flush=True)
+    outcomes = sorted({outcome for _, outcome in counts})
+    print(f"{'kind':22}" + "".join(f"{name:>14}" for name in outcomes))
+    for kind in KINDS:
+        print(f"{kind:22}" + "".join(f"{counts[kind, name]:14}" for name in outcomes))
+    print(f"{sum(counts.values())} cases, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Mutated artifacts through the real tools; ``python -m tests.mutations.attack`` runs thousands."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutations.attack import KINDS, OUTCOMES, attack
+
+CASES_PER_KIND = 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_mutated_artifact_is_rejected_in_one_line_or_changes_nothing():
+    verdicts = list(attack(range(CASES_PER_KIND * len(KINDS)), seed=1))
+    assert len(verdicts) == CASES_PER_KIND * len(KINDS)
+    assert {v.outcome for v in verdicts} >= {"rejected", "unchanged"}
+    assert [v for v in verdicts if v.outcome not in OUTCOMES] == []
