@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import FiniteFloat, TypeAdapter
 
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing
@@ -21,6 +24,10 @@ FORMAT_VERSION = 2  # 2: with mixture_phases
 MADE_BY = "tools/pretrain_gpt.py writes it"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
+
+
+class MetricsWarning(UserWarning):
+    """Lines of a metrics file could not be used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,22 +103,55 @@ class TrainingRun(FolderRecord):
         yield from read_metrics(self.root / METRICS_NAME)
 
 
+@dataclasses.dataclass(frozen=True)
+class _HookMetrics:
+    weights: dict[str, FiniteFloat] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Metrics:
+    """The fields of a line of metrics.jsonl that others read; a line may have more."""
+
+    step: Count
+    loss: FiniteFloat | None = None
+    domain_loss: dict[str, FiniteFloat | None] | None = None
+    validation_loss: dict[str, FiniteFloat | None] | None = None
+    hook: _HookMetrics | None = None
+
+
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file; a last line cut short by a crash is passed over.
+    """The records of a metrics file, each with a ``step``.
+
+    Damaged lines are skipped, with one :class:`MetricsWarning` at the end; without one for a last
+    line that a crash has cut short.
 
     Raises:
-        UserError: if a line before the last is not JSON.
+        UserError: if the file cannot be read.
     """
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                return
-            raise UserError(f"{path}:{number}: not JSON; remove the line") from error
+    damaged: list[int] = []
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    _METRICS.validate_json(line, strict=True)
+                    record = json.loads(line)
+                except (ValueError, RecursionError):  # ValidationError is a ValueError
+                    damaged += [number] if line.endswith(b"\n") else []
+                else:
+                    yield record
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if damaged:
+        warnings.warn(
+            f"{path}: {len(damaged)} damaged lines are skipped, the first is line {damaged[0]}",
+            MetricsWarning,
+            stacklevel=2,
+        )
+
+
+_METRICS = TypeAdapter(_Metrics)
 
 
 def keep_metrics_until(path: Path, step: int) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import TrainingRun
-from megatron_chameleon.artifacts.training_run import METRICS_NAME
-from megatron_chameleon.errors import UserError
 
 # A curve of this many independent points can be followed by eye.
 POINTS_OF_A_SMOOTH_CURVE = 25
@@ -72,25 +68,18 @@ class RunCurves:
 
 
 def run_curves(label: str, run: TrainingRun) -> RunCurves:
-    """Read the metrics of ``run``. A domain has a point at each step that recorded it.
-
-    Raises:
-        UserError: for a record that is damaged, naming the file and the record.
-    """
+    """Read the metrics of ``run``. A domain has a point at each step that recorded it."""
     points: dict[str, list[tuple[float, float]]] = {"": []}
     training: dict[str, list[tuple[float, float]]] = {}
     validation: dict[str, list[tuple[float, float]]] = {}
-    for number, record in enumerate(run.metrics(), start=1):
-        where = f"{run.root / METRICS_NAME}: record {number}"
-        step = _number(record, "step", where) if isinstance(record, dict) else None
-        if step is None:
-            raise UserError(f"{where}: field step is missing; remove the line")
-        loss = _number(record, "loss", where)
+    for record in run.metrics():
+        step, loss = record["step"], record.get("loss")
         if loss is not None:
             points[""].append((step, loss))
         for field, found in (("domain_loss", training), ("validation_loss", validation)):
-            for name, value in _losses(record, field, where):
-                found.setdefault(name, []).append((step, value))
+            for name, value in (record.get(field) or {}).items():
+                if value is not None:
+                    found.setdefault(name, []).append((step, value))
     return RunCurves(
         label,
         _curve(points[""]),
@@ -102,24 +91,6 @@ def run_curves(label: str, run: TrainingRun) -> RunCurves:
 def _curve(points: list[tuple[float, float]]) -> Curve:
     steps, losses = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return Curve(steps, losses)
-
-
-def _losses(record: dict[str, Any], field: str, where: str) -> Iterator[tuple[str, float]]:
-    losses = record.get(field) or {}
-    if not isinstance(losses, dict):
-        raise UserError(f"{where}: field {field}: an object is expected; remove the line")
-    for name in losses:
-        value = _number(losses, name, f"{where}: field {field}")
-        if value is not None:
-            yield name, value
-
-
-def _number(record: dict[str, Any], field: str, where: str) -> float | None:
-    """The number in ``field``; None where there is none (null: nothing was measured)."""
-    value = record.get(field)
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return value
-    raise UserError(f"{where}: field {field}: a number is expected; remove the line")
 
 
 def _running_mean(values: Array, window: int) -> Array:

@@ -216,4 +216,4 @@ def _wandb_id(run_dir: Path) -> str:
     if not path.exists():
         with replacing(path) as temporary:
             temporary.write_text(uuid.uuid4().hex[:8])
-    return path.read_text().strip()
+    return path.read_text(encoding="utf-8", errors="replace").strip()

@@ -78,7 +78,12 @@ def steadiness(path: WeightPath, run: TrainingRun) -> dict[str, Any]:
         run: that found them; its hook logs them as ``weights``.
     """
     mean = path.mean
-    logged = [(line["step"], line["hook"]["weights"]) for line in run.metrics() if "hook" in line]
+    hooks = [(line["step"], line.get("hook") or {}) for line in run.metrics()]
+    logged = [
+        (step, hook["weights"])
+        for step, hook in hooks
+        if (hook.get("weights") or {}).keys() == mean.keys()
+    ]
     stride = -(-len(logged) // MOST_POINTS) or 1
     shown = logged[::-stride][::-1]  # from the end backwards, so that the last step is among them
     later = [weights for _step, weights in logged[len(logged) // 2 :]]

@@ -7,11 +7,11 @@ import pytest
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.training_run import (
     METRICS_NAME,
+    MetricsWarning,
     keep_metrics_until,
     read_metrics,
     write_metrics,
 )
-from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import run_in
 
 RECORDS = [{"step": step, "loss": 1 / step, "domain_loss": {"ü": 0.5}} for step in (2, 4, 6, 8)]
@@ -46,11 +46,39 @@ def test_a_last_line_cut_short_is_passed_over(path, cut):
     assert list(read_metrics(path)) == (RECORDS if cut == 1 else RECORDS[:-1])
 
 
-def test_a_damaged_line_before_the_last_is_told_with_its_number(path):
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], lines[1][:-3], *lines[2:]]))
-    with pytest.raises(UserError, match=rf"{METRICS_NAME}:2: not JSON; remove the line"):
-        list(read_metrics(path))
+DAMAGED = [
+    b'{"step": 4, "loss": \xff}',
+    b'{"step": 4, "domain_loss": {"\xff": 1.0}}',
+    b"[1, 2]",
+    b"3",
+    b"",
+    b"\0" * 100,
+    b'{"step": 4, "loss":',
+    b'{"step": 4, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b'{"loss": 1.0}',
+    b'{"step": true}',
+    b'{"step": "4"}',
+    b'{"step": -1}',
+    b'{"step": 4, "loss": "low"}',
+    b'{"step": 4, "loss": 1e999}',
+    b'{"step": 4, "domain_loss": [1.0]}',
+    b'{"step": 4, "validation_loss": {"a": "x"}}',
+    b'{"step": 4, "hook": 3}',
+    b'{"step": 4, "hook": {"weights": [0.5, 0.5]}}',
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_is_skipped_with_one_warning(path, line):
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], line, line, *lines[1:]]) + b"\n")
+    with pytest.warns(MetricsWarning, match=rf"{METRICS_NAME}: 2 damaged .* line 2$") as warned:
+        assert list(read_metrics(path)) == RECORDS
+    assert len(warned) == 1
+    with pytest.warns(MetricsWarning):
+        keep_metrics_until(path, 4)
+    assert list(read_metrics(path)) == RECORDS[:2]
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, 0), (3, 1), (4, 2), (7, 3), (8, 4), (99, 4)])

@@ -12,8 +12,7 @@ from matplotlib.container import BarContainer
 from matplotlib.image import imread
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
-from megatron_chameleon.artifacts.training_run import METRICS_NAME, write_metrics
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, MetricsWarning, write_metrics
 from megatron_chameleon.report.curves import Curve, RunCurves, run_curves
 from megatron_chameleon.report.figures import (
     COLORS,
@@ -181,20 +180,13 @@ def test_curves_are_the_recorded_losses(tmp_path):
     np.testing.assert_array_equal(curves.validation["a"].losses, [3.5])
 
 
-@pytest.mark.parametrize(
-    ("record", "told"),
-    [
-        ({"loss": 1.0}, "record 2: field step is missing"),
-        ({"step": 1, "loss": "low"}, "field loss: a number is expected"),
-        ({"step": 1, "domain_loss": [1.0]}, "field domain_loss: an object is expected"),
-        ({"step": 1, "domain_loss": {"a": "x"}}, "field domain_loss: field a: a number"),
-    ],
-)
-def test_a_damaged_record_is_told_with_its_place(tmp_path, record, told):
+def test_a_damaged_record_is_left_out_of_the_curves(tmp_path):
     run = write_training_run(tmp_path, {"a": 1.0}, "uniform")
-    write_metrics(tmp_path / METRICS_NAME, [{"step": 0, "loss": 1.0}, record])
-    with pytest.raises(UserError, match=told):
-        run_curves("x", run)
+    records = [{"step": 0, "loss": 1.0}, {"step": 1, "loss": "low"}, {"step": 2, "loss": 0.5}]
+    write_metrics(tmp_path / METRICS_NAME, records)
+    with pytest.warns(MetricsWarning):
+        curves = run_curves("x", run)
+    np.testing.assert_array_equal(curves.total.steps, [0, 2])
 
 
 def test_smoothing_is_a_centred_mean(rng):
