@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.plain_gpt import PlainGPT, plain_optimizer, plain_step
+from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.model.attention import SDPACoreAttention
 from megatron_chameleon.model.compiled_layers import compile_layers
@@ -20,7 +21,6 @@ from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from megatron_chameleon.training.passes import BatchShape, Passes
-from megatron_chameleon.training.prefetch import read_ahead
 from megatron_chameleon.training.step import train_step
 
 VOCAB_SIZE = 50_257  # of GPT-2's tokenizer

@@ -7,11 +7,13 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_chameleon.blend.prefetch import read_ahead
+from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
 from megatron_chameleon.embedding.windows import Windows
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
 
 
 def embed_windows(
@@ -50,18 +52,25 @@ def embed_windows(
     vectors = torch.zeros(len(windows), reader.shape.size.hidden_size, device=layout.device)
     norm = _final_norm(reader) if final_norm else None
     spoken = False
-    for number, first in enumerate(range(0, len(windows), batch_size)):
-        rows = range(first, min(first + batch_size, len(windows)))
-        progress.update(len(rows))
-        if number % layout.data_size != layout.data_rank:
-            continue
-        batch, lengths = _pad(tokens, windows, rows, _multiple(reader))
-        hidden = reader.hidden_states(batch.to(layout.device), layer)
-        if hidden is not None:
-            spoken = True
-            vectors[first : first + len(rows)] = masked_mean(
-                hidden, lengths=lengths.to(layout.device), norm=norm
-            )
+    batches = [
+        range(first, min(first + batch_size, len(windows)))
+        for first in range(0, len(windows), batch_size)
+    ]
+    own = batches[layout.data_rank :: layout.data_size]
+    with read_ahead(
+        (_padded(reader, tokens, windows, rows) for rows in own), layout.device
+    ) as ahead:
+        for number, rows in enumerate(batches):
+            progress.update(len(rows))
+            if number % layout.data_size != layout.data_rank:
+                continue
+            batch = next(ahead)
+            hidden = reader.hidden_states(batch["tokens"], layer)
+            if hidden is not None:
+                spoken = True
+                vectors[rows.start : rows.stop] = masked_mean(
+                    hidden, lengths=batch["lengths"], norm=norm
+                )
     whole = reader.sum_over_ranks(vectors, spoken=spoken)
     result: NDArray[np.float32] = whole.cpu().numpy()
     _check_finite(result, windows, layer, name or str(tokens.prefix))
@@ -88,20 +97,14 @@ def _check_finite(vectors: NDArray[np.float32], windows: Windows, layer: int, na
     )
 
 
-def _multiple(reader: Reader) -> int:
-    """Sequence lengths must be a multiple of this: sequence parallelism cuts them up."""
-    return reader.layout.tensor_size if reader.layout.sequence_parallel else 1
-
-
-def _pad(
-    tokens: TokenFile, windows: Windows, rows: range, multiple: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [b, s] with zeros to the right, and lengths [b]. Causal attention sees no zero."""
-    drawn = slice(rows.start, rows.stop)
-    lengths = windows.length[drawn]
-    width = -(-int(lengths.max()) // multiple) * multiple
+def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) -> Batch:
+    """Tokens [b, s] with zeros to the right, which causal attention does not see; lengths [b]."""
+    batch_rows = slice(rows.start, rows.stop)
+    lengths = windows.length[batch_rows]
+    multiple, longest = length_multiple(reader.layout), reader.shape.max_sequence_length
+    width = min(padded_length(int(lengths.max()), multiple), longest)
     batch = np.zeros((len(rows), width), dtype=np.int64)
-    firsts = tokens.starts[windows.document[drawn]] + windows.start[drawn]
+    firsts = tokens.starts[windows.document[batch_rows]] + windows.start[batch_rows]
     for row, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
         batch[row, :length] = tokens.tokens[first : first + length]
-    return torch.from_numpy(batch), torch.from_numpy(lengths)
+    return {"tokens": torch.from_numpy(batch), "lengths": torch.from_numpy(lengths)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,10 +9,12 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_chameleon.blend.prefetch import read_ahead
+from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.evaluation.held_out import HeldOutText
 from megatron_chameleon.evaluation.scored_text import ClusterMap
 from megatron_chameleon.model.flops import forward_flops
-from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
 from megatron_chameleon.model.sizes import ModelShape
 
 
@@ -34,20 +35,30 @@ def cluster_losses(
     layout, text = reader.layout, text.longest_first()
     # The last one takes what does not count.
     sums = torch.zeros(clusters.count + 1, dtype=torch.float64, device=layout.device)
-    for number, (first, last, width) in enumerate(batches(text, batch_size, layout.tensor_size)):
-        progress.update(int(text.windows.num_scored[first:last].sum()))
-        if number % layout.data_size != layout.data_rank:
-            continue
-        tokens, labels, mask = text.batch(first, last, width)
-        losses = reader.token_losses(tokens.to(layout.device), labels.to(layout.device))
-        if losses is None:
-            continue
-        places = np.where(mask.numpy(), clusters.at(text.positions(first, last, width)), -1)
-        places[places < 0] = clusters.count
-        index = torch.from_numpy(places.ravel()).to(layout.device)
-        sums.index_add_(0, index, losses.double().flatten())
+    cut = list(batches(text, batch_size, length_multiple(layout)))
+    own = cut[layout.data_rank :: layout.data_size]
+    with read_ahead((_batch(text, clusters, *each) for each in own), layout.device) as ahead:
+        for number, (first, last, _) in enumerate(cut):
+            progress.update(int(text.windows.num_scored[first:last].sum()))
+            if number % layout.data_size != layout.data_rank:
+                continue
+            batch = next(ahead)
+            losses = reader.token_losses(batch["tokens"], batch["labels"])
+            if losses is not None:
+                sums.index_add_(0, batch["clusters"].flatten(), losses.double().flatten())
     summed = reader.sum_over_ranks(sums, spoken=layout.is_last_stage)
     return summed[:-1].cpu().numpy()
+
+
+def _batch(text: HeldOutText, clusters: ClusterMap, first: int, last: int, width: int) -> Batch:
+    """Windows ``first`` to ``last`` - 1: tokens, labels and the labels' clusters, [b, width] int64.
+
+    Labels that do not count are of one more cluster.
+    """
+    tokens, labels, mask = text.batch(first, last, width)
+    places = np.where(mask.numpy(), clusters.at(text.positions(first, last, width)), -1)
+    places[places < 0] = clusters.count
+    return {"tokens": tokens, "labels": labels, "clusters": torch.from_numpy(places)}
 
 
 def batches(
@@ -60,7 +71,7 @@ def batches(
     """
     lengths, first = text.windows.lengths, 0
     while first < len(lengths):
-        width = min(multiple * math.ceil(int(lengths[first]) / multiple), text.window_length)
+        width = min(padded_length(int(lengths[first]), multiple), text.window_length)
         last = min(first + batch_size * text.window_length // width, len(lengths))
         yield first, last, width
         first = last

@@ -7,6 +7,7 @@ of the one before, runs its layers, and sends on only what a later stage still n
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
+
+# Attention kernels are planned anew for every shape: few shapes are better than the shortest.
+LENGTH_MULTIPLE_ON_GPU = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +157,21 @@ class Reader:
             values = torch.zeros_like(values)
         dist.all_reduce(values)
         return values
+
+
+def length_multiple(layout: Layout) -> int:
+    """The multiple that sequence lengths are padded to: what sequence parallelism and kernels need.
+
+    Padding goes to the right, where causal attention does not see it.
+    """
+    multiple = layout.tensor_size if layout.sequence_parallel else 1
+    on_gpu = layout.device.type == "cuda"
+    return math.lcm(multiple, LENGTH_MULTIPLE_ON_GPU) if on_gpu else multiple
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """``length`` rounded up to a multiple of ``multiple``."""
+    return math.ceil(length / multiple) * multiple
 
 
 def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> int:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_chameleon.artifacts.training_run import Status
 from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.prefetch import read_ahead, steps_between_changes
 from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.agreement import StepAgreement
@@ -22,7 +23,6 @@ from megatron_chameleon.training.checkpointing import Checkpointing
 from megatron_chameleon.training.dry_step import dry_first_step, is_wanted, told_out_of_memory
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.prefetch import read_ahead, steps_between_changes
 from megatron_chameleon.training.profiling import StepProfiler
 from megatron_chameleon.training.records import RunRecords
 from megatron_chameleon.training.resume import Progress, check_same_samples, go_back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
+from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.blend.token_data import DomainData, TokenData, corpus_tokens
 from megatron_chameleon.errors import UserError
@@ -79,8 +81,14 @@ class Validation:
         for chunk in self._passes.model:
             chunk.eval()
         sums = torch.zeros(len(self._names), 3, dtype=torch.float64, device=self._passes.device)
-        for number in range(self.num_batches):
-            sums += self._sums(self.micro_batches(number))
+        micro_batches = (
+            batch for number in range(self.num_batches) for batch in self.micro_batches(number)
+        )
+        with read_ahead(micro_batches, self._passes.device) as ahead:
+            for _ in range(self.num_batches):
+                sums += self._sums(
+                    list(itertools.islice(ahead, self._passes.shape.num_microbatches))
+                )
         for chunk in self._passes.model:
             chunk.train()
         losses, tokens, _ = sum_over_ranks(sums, self._layout).cpu().T.tolist()
@@ -104,8 +112,7 @@ class Validation:
         sums = torch.zeros(num_domains, 3, dtype=torch.float64, device=device)
         losses = self._passes.token_losses(batches)
         for batch, token_losses in zip(batches, losses, strict=bool(losses)):
-            on_device = {name: part.to(device) for name, part in batch.items()}
-            sums += domain_sums(on_device, num_domains, token_losses * on_device["loss_mask"])
+            sums += domain_sums(batch, num_domains, token_losses * batch["loss_mask"])
         return sums
 
     def _batch(self, rows: Sequence[tuple[int, int]]) -> Batch:

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.evaluation.downstream.label_scores import likeliest
 from megatron_chameleon.evaluation.downstream.prefix_rows import Tokens
 from megatron_chameleon.evaluation.downstream.scoring import Scorer
 from megatron_chameleon.model.flops import forward_flops, head_forward_flops
+from megatron_chameleon.model.readout import length_multiple, padded_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,17 +136,16 @@ class Generator:
     def _next_tokens(self, batch: Sequence[Growing], width: int) -> list[int]:
         """The likeliest token after each sequence, on every rank of the replica."""
         layout = self.scorer.reader.layout
-        if layout.sequence_parallel:
-            width += -width % layout.tensor_size
+        width = min(padded_length(width, length_multiple(layout)), self.scorer.max_length)
         tokens = np.zeros((len(batch), width), np.int64)
         for growing, row in zip(batch, tokens, strict=True):
             row[: len(growing.tokens)] = growing.tokens
-        on_device = torch.from_numpy(tokens).to(layout.device)
+        on_device = to_device(torch.from_numpy(tokens), layout.device)
         positions = torch.arange(width, device=layout.device).expand_as(on_device)
         hidden = self.scorer.reader.final_hidden_states(on_device, positions)
         found = torch.zeros(len(batch), dtype=torch.int64, device=layout.device)
         if hidden is not None:
-            last = torch.tensor([len(g.tokens) - 1 for g in batch], device=layout.device)
+            last = to_device(torch.tensor([len(g.tokens) - 1 for g in batch]), layout.device)
             states = hidden[last, torch.arange(len(batch), device=layout.device)]
             output = self.scorer.output_weights()
             found = likeliest(output, output.logits(states))

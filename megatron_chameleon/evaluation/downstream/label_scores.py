@@ -52,25 +52,25 @@ def score_labels(
     Args:
         output: this rank's part; all ranks of its group call this with the same arguments.
         hidden: [n, h] states after the final layer norm.
-        rows: [m] int64, rising: which of them predicts each label.
+        rows: [m] int64: which of them predicts each label.
         labels: [m] int64.
 
     Returns:
         log-probabilities [m] float32, in nats; and [m] bool, whether the label is the likeliest
         token, the first of them if several are.
     """
-    log_probabilities = torch.empty(len(rows), device=hidden.device)
-    is_likeliest = torch.empty(len(rows), dtype=torch.bool, device=hidden.device)
+    log_probabilities = torch.zeros(len(rows), device=hidden.device)
+    is_likeliest = torch.zeros(len(rows), dtype=torch.bool, device=hidden.device)
     step = output.rows_at_once()
     for start in range(0, len(hidden), step):
-        bounds = torch.tensor([start, start + step], device=rows.device)
-        low, high = torch.searchsorted(rows, bounds).tolist()
         logits = output.logits(hidden[start : start + step])
-        own_rows, own_labels = rows[low:high] - start, labels[low:high]
-        denominators = _denominators(output, logits)[own_rows]
-        log_probabilities[low:high] = _of_labels(output, logits, own_rows, own_labels)
-        log_probabilities[low:high] -= denominators
-        is_likeliest[low:high] = likeliest(output, logits)[own_rows] == own_labels
+        # All labels at every chunk: to select the chunk's own, the host would wait for the device.
+        is_own = (rows >= start) & (rows < start + step)
+        own_rows = (rows - start).clamp(0, len(logits) - 1)
+        scores = _of_labels(output, logits, own_rows, labels)
+        scores -= _denominators(output, logits)[own_rows]
+        log_probabilities = torch.where(is_own, scores, log_probabilities)
+        is_likeliest |= is_own & (likeliest(output, logits)[own_rows] == labels)
     return log_probabilities, is_likeliest
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.model.flops import layer_forward_flops
+from megatron_chameleon.model.readout import padded_length
 from megatron_chameleon.model.sizes import ModelShape
 
 Tokens = NDArray[np.int32]
@@ -148,14 +149,19 @@ def shared_length(first: Tokens, second: Tokens) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def batches(rows: Sequence[Row], tokens_at_once: int) -> Iterator[list[Row]]:
-    """Rows of like lengths, longest first, as many as have so many tokens when filled up.
+def batches(rows: Sequence[Row], tokens_at_once: int, multiple: int = 1) -> Iterator[list[Row]]:
+    """Rows of like lengths, longest first, as many as have so many tokens when padded.
 
     At least one row each: what is too much for the memory is found out at once.
+
+    Args:
+        rows: to be put into batches.
+        tokens_at_once: of a batch, padding included.
+        multiple: to which the longest row of a batch is padded, and the others with it.
     """
     batch: list[Row] = []
     for row in sorted(rows, key=lambda row: -row.length):
-        if batch and not _fits(row, batch, tokens_at_once):
+        if batch and not _fits(row, batch, tokens_at_once, multiple):
             yield batch
             batch = []
         batch.append(row)
@@ -163,7 +169,8 @@ def batches(rows: Sequence[Row], tokens_at_once: int) -> Iterator[list[Row]]:
         yield batch
 
 
-def _fits(row: Row, batch: Sequence[Row], tokens_at_once: int) -> bool:
+def _fits(row: Row, batch: Sequence[Row], tokens_at_once: int, multiple: int) -> bool:
     """Whether a row may join a batch that has longer ones."""
     longest = batch[0].length
-    return (len(batch) + 1) * longest <= tokens_at_once and row.length >= FILLED * longest
+    width = padded_length(longest, multiple)
+    return (len(batch) + 1) * width <= tokens_at_once and row.length >= FILLED * longest

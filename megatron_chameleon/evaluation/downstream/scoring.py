@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +11,8 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_chameleon.blend.prefetch import read_ahead
+from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream.label_scores import OutputWeights, score_labels
 from megatron_chameleon.evaluation.downstream.prefix_rows import (
@@ -22,12 +23,10 @@ from megatron_chameleon.evaluation.downstream.prefix_rows import (
     pack,
 )
 from megatron_chameleon.model.flops import head_forward_flops
-from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.progress import progress_bar
 
-# Kernels of attention want masks whose rows begin at such multiples.
-LENGTH_MULTIPLE_ON_GPU = 8
 SHOWN_AFTER_SECONDS = 2.0
 
 
@@ -102,11 +101,16 @@ class Scorer:
         # Log-likelihoods, and how many tokens were not the likeliest.
         sums = torch.zeros(2, len(questions), dtype=torch.float64, device=layout.device)
         flops = 0.0
-        with self._progress(len(questions), description) as bar:
-            for number, batch in enumerate(batches(rows, self.tokens_at_once)):
+        cut = list(batches(rows, self.tokens_at_once, length_multiple(layout)))
+        own = cut[layout.data_rank :: layout.data_size]
+        with (
+            self._progress(len(questions), description) as bar,
+            read_ahead((self._inputs(batch, questions) for batch in own), layout.device) as ahead,
+        ):
+            for number, batch in enumerate(cut):
                 flops += batch_flops(self.reader.shape, batch, self._width(batch))
                 if number % layout.data_size == layout.data_rank:
-                    self._score_batch(batch, questions, sums)
+                    self._score_batch(next(ahead), sums)
                 _advance(bar, batch)
         sums = self.reader.sum_over_ranks(sums, spoken=layout.is_last_stage)
         log_likelihoods, misses = sums.cpu().numpy()
@@ -124,37 +128,28 @@ class Scorer:
         whole = np.concatenate([question.context, question.continuation])
         return whole[-(self.max_length + 1) :][:-1] if len(question.continuation) else whole[:1]
 
-    def _score_batch(
-        self, batch: Sequence[Row], questions: Sequence[Question], sums: torch.Tensor
-    ) -> None:
-        """Add what ``batch`` says to ``sums`` [2, n]."""
-        device = sums.device
-        tokens, positions, hidden_from = batch_tensors(batch, self._width(batch))
+    def _inputs(self, batch: Sequence[Row], questions: Sequence[Question]) -> Batch:
+        """What :meth:`_score_batch` takes: of :func:`batch_tensors`, and of the predictions."""
+        width = self._width(batch)
+        predictions = Predictions.of(batch, questions, width)
+        arrays = {name: torch.from_numpy(part) for name, part in vars(predictions).items()}
+        return {**batch_tensors(batch, width), **arrays}
+
+    def _score_batch(self, batch: Batch, sums: torch.Tensor) -> None:
+        """Add what the model says to ``batch`` to ``sums`` [2, n]."""
         hidden = self.reader.final_hidden_states(
-            tokens.to(device),
-            positions.to(device),
-            None if hidden_from is None else hidden_from.to(device),
+            batch["tokens"], batch["positions"], batch.get("hidden_from")
         )
-        predictions = Predictions.of(batch, questions, tokens.size(1))
-        if hidden is None or not len(predictions.labels):
+        if hidden is None or not len(batch["labels"]):
             return
-        places = torch.from_numpy(predictions.places).to(device)
-        states = hidden.transpose(0, 1).flatten(0, 1)[places]
-        rows, labels, asked = (
-            torch.from_numpy(part).to(device)
-            for part in (predictions.rows, predictions.labels, predictions.asked)
-        )
-        scores, hits = score_labels(self.output_weights(), states, rows, labels)
-        sums[0].index_add_(0, asked, scores.double())
-        sums[1].index_add_(0, asked, (~hits).double())
+        states = hidden.transpose(0, 1).flatten(0, 1)[batch["places"]]
+        scores, hits = score_labels(self.output_weights(), states, batch["rows"], batch["labels"])
+        sums[0].index_add_(0, batch["asked"], scores.double())
+        sums[1].index_add_(0, batch["asked"], (~hits).double())
 
     def _width(self, batch: Sequence[Row]) -> int:
-        """To how many tokens the rows of ``batch`` are filled up."""
-        layout = self.reader.layout
-        multiple = layout.tensor_size if layout.sequence_parallel else 1
-        if layout.device.type == "cuda":
-            multiple = math.lcm(multiple, LENGTH_MULTIPLE_ON_GPU)
-        return multiple * math.ceil(batch[0].length / multiple)
+        """To how many tokens the rows of ``batch`` are padded."""
+        return padded_length(batch[0].length, length_multiple(self.reader.layout))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,28 +184,26 @@ class Predictions:
         return cls(places, rows, labels[order], asked[order])
 
 
-def batch_tensors(
-    batch: Sequence[Row], width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What the model reads of ``batch``: rows filled up on the right to ``width`` tokens.
+def batch_tensors(batch: Sequence[Row], width: int) -> Batch:
+    """What the model reads of ``batch``: rows padded on the right to ``width`` tokens.
 
     Returns:
-        tokens and positions, [b, width] int64; and which tokens are hidden from which,
-        [b, 1, width, width] bool, or None where all rows are plain sequences.
+        tokens and positions, [b, width] int64; and hidden_from [b, 1, width, width] bool, which
+        tokens are hidden from which, unless all rows are plain sequences.
     """
     tokens = np.zeros((len(batch), width), np.int64)
     positions = np.zeros((len(batch), width), np.int64)
     for row, filled, at in zip(batch, tokens, positions, strict=True):
         filled[: row.length] = row.all_tokens()
         at[: row.length] = row.positions()
-    hidden = None
+    made = {"tokens": torch.from_numpy(tokens), "positions": torch.from_numpy(positions)}
     if not all(row.is_chain for row in batch):
         # What fills up sees itself: kernels differ in what a softmax over nothing gives.
         seen = np.repeat(np.eye(width, dtype=bool)[None], len(batch), axis=0)
         for row, seen_in_row in zip(batch, seen, strict=True):
             seen_in_row[: row.length, : row.length] = row.visible()
-        hidden = torch.from_numpy(~seen)[:, None]
-    return torch.from_numpy(tokens), torch.from_numpy(positions), hidden
+        made["hidden_from"] = torch.from_numpy(~seen)[:, None]
+    return made
 
 
 def batch_flops(shape: ModelShape, batch: Sequence[Row], width: int) -> float:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Cost, Stopwatch
 from megatron_chameleon.artifacts.swarm import MemberRecord
+from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.token_data import TokenData
 from megatron_chameleon.methods.swarm.checkpoint import (
     GroupState,
@@ -35,7 +36,6 @@ from megatron_chameleon.methods.swarm.stacked_gpt import (
 )
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.flops import forward_flops, training_flops
-from megatron_chameleon.training.prefetch import read_ahead
 
 NEVER = 0
 """What ``_bad_steps`` holds for a member whose steps have all been finite."""

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.blend.token_data import DomainData, TokenData, corpus_tokens
@@ -119,12 +120,18 @@ class HeldOut:
         self, model: StackedGPT, text: HeldOutText, device: torch.device
     ) -> torch.Tensor:
         total = torch.zeros(model.num_members, dtype=torch.float64, device=device)
-        for first in range(0, len(text.windows), self._size):
-            batch = text.batch(first, min(first + self._size, len(text.windows)))
-            tokens, labels, mask = (part[None].to(device) for part in batch)  # [1, b, s]
-            losses = model.token_losses(tokens, labels)
-            total += losses.double().masked_fill(~mask, 0.0).sum((1, 2))
+        with read_ahead(self._batches(text), device) as batches:
+            for batch in batches:
+                losses = model.token_losses(batch["tokens"], batch["labels"])
+                total += losses.double().masked_fill(~batch["mask"], 0.0).sum((1, 2))
         return total / text.num_predictions
+
+    def _batches(self, text: HeldOutText) -> Iterator[Batch]:
+        """Windows: tokens, labels and the mask of what counts, [1, b, s] each."""
+        for first in range(0, len(text.windows), self._size):
+            parts = text.batch(first, min(first + self._size, len(text.windows)))
+            names = ("tokens", "labels", "mask")
+            yield {name: part[None] for name, part in zip(names, parts, strict=True)}
 
 
 def open_held_out(plan: SwarmPlan, windows_at_once: int) -> HeldOut:

@@ -142,8 +142,7 @@ def test_what_fills_rows_up_does_not_matter(reader):
     )
     states = []
     for width in (4, 9):
-        tokens, positions, hidden = batch_tensors(rows, width)
-        assert hidden is not None
+        tokens, positions, hidden = batch_tensors(rows, width).values()
         assert not hidden.all(dim=3).any()  # each token sees one at least
         tokens[:, 4:] = 17
         states.append(reader.final_hidden_states(tokens, positions, hidden)[:4])

@@ -46,6 +46,7 @@ class LabelReader:
             data_rank=self.data_rank,
             data_size=self.data_size,
             tensor_size=2,
+            sequence_parallel=False,
             device=torch.device("cpu"),
             is_last_stage=self.speaks,
         )

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.blend.prefetch import read_parts_ahead
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.data import DataOptions
@@ -19,7 +20,6 @@ from megatron_chameleon.training import hooked_passes, loop, passes
 from megatron_chameleon.training.global_batch import GlobalBatch
 from megatron_chameleon.training.gradient_rows import GradientRows
 from megatron_chameleon.training.hook import TrainingHook
-from megatron_chameleon.training.prefetch import read_parts_ahead
 from megatron_chameleon.training.pretrain import pretrain
 from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
 from tests.distributed.toy_hooks import GradientCombiner, LossWeigher, MixtureChanger

@@ -8,15 +8,15 @@ import time
 import pytest
 import torch
 
-from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.training.prefetch import (
+from megatron_chameleon.blend.prefetch import (
     READ_AHEAD,
     Prefetcher,
     read_ahead,
     read_parts_ahead,
     steps_between_changes,
 )
+from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator
+from megatron_chameleon.errors import UserError
 
 CPU = torch.device("cpu")
 

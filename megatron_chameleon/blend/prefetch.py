@@ -95,8 +95,21 @@ class Prefetcher(Iterator[Batch]):
     def _pinned(self, batch: Batch) -> Batch:
         if self._device.type != "cuda":
             return batch
-        # Pinning keeps strides and fails on expanded tensors, whose elements share memory.
-        return {name: part.contiguous().pin_memory() for name, part in batch.items()}
+        return {name: _pin(part) for name, part in batch.items()}
+
+
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    # Pinning keeps strides and fails on expanded tensors, whose elements share memory.
+    return tensor.contiguous().pin_memory()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy ``tensor`` from the host to ``device`` without waiting for what the device computes.
+
+    A copy from memory that is not pinned would wait, ``non_blocking`` or not.
+    """
+    pinned = _pin(tensor) if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 @contextlib.contextmanager
