@@ -7,11 +7,12 @@ gradient of each domain is taken out of the gradient buffers before the next one
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.training.gradient_rows import GradientRows
 
@@ -33,6 +34,8 @@ class DomainGradients:
     ) -> None:
         self.domain_tokens, self.learning_rate = domain_tokens, learning_rate
         self.present = [domain for domain, tokens in enumerate(domain_tokens.tolist()) if tokens]
+        present = torch.tensor(self.present, dtype=torch.int64)
+        self._places = to_device(present, domain_tokens.device)
         self._rows = rows
 
     def keep(self, domain: int) -> None:
@@ -43,8 +46,7 @@ class DomainGradients:
         """[k, k] float64: the scalar products of all pairs of gradients, the same on every rank."""
         k = self.domain_tokens.numel()
         products = torch.zeros(k, k, dtype=torch.float64, device=self.domain_tokens.device)
-        places = torch.tensor(self.present, dtype=torch.int64, device=products.device)
-        products[places[:, None], places] = self._rows.products(len(self.present))
+        products[self._places[:, None], self._places] = self._rows.products(len(self.present))
         return products
 
     def combine(self, weights: torch.Tensor) -> None:
@@ -53,9 +55,9 @@ class DomainGradients:
         The first rank's weights are taken on all: the last digits of what a hook computes may hang
         on the processor, and ranks that hold the same parameters would drift apart.
         """
-        agreed = weights.to(self.domain_tokens, copy=True)
+        agreed = to_device(weights.to(torch.float64, copy=True), self.domain_tokens.device)
         dist.broadcast(agreed, src=0)
-        self._rows.write_sum(agreed[self.present])
+        self._rows.write_sum(agreed[self._places])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,23 +91,34 @@ def split_samples(samples: int, largest: int, pipeline: int = 1, rounds: int = 1
     return Split(count, size, count * size if pipeline > 1 else max(samples, 1))
 
 
-def micro_batches_of_rows(
-    micro_batches: Sequence[Batch], rows: Sequence[int], split: Split
-) -> list[Batch]:
-    """Micro-batches of some samples alone.
+def micro_batches_by_domain(
+    micro_batches: Sequence[Batch], rows: Mapping[int, Sequence[int]], splits: Mapping[int, Split]
+) -> dict[int, list[Batch]]:
+    """Micro-batches of one domain each, gathered with one index for all domains.
 
     Args:
         micro_batches: a step's, of one rank.
-        rows: which samples are wanted, counted over all of ``micro_batches``.
-        split: how they are cut; samples without a loss fill them up.
+        rows: of each domain, its samples, counted over all of ``micro_batches``.
+        splits: how they are cut, for each domain wanted; samples without a loss fill them up.
     """
-    filled = torch.tensor([*rows, *[0] * (split.filled - len(rows))])
+    filled = [
+        row
+        for domain, split in splits.items()
+        for row in (*rows[domain], *[0] * (split.filled - len(rows[domain])))
+    ]
+    device = micro_batches[0]["tokens"].device
+    index = to_device(torch.tensor(filled, dtype=torch.int64), device)
     chosen = {
-        name: torch.cat([batch[name] for batch in micro_batches])[
-            filled.to(micro_batches[0][name].device, non_blocking=True)
-        ]
+        name: torch.cat([batch[name] for batch in micro_batches])[index]
         for name in micro_batches[0]
     }
-    chosen["loss_mask"][len(rows) :] = 0.0
-    parts = {name: part.tensor_split(split.count) for name, part in chosen.items()}
-    return [{name: part[number] for name, part in parts.items()} for number in range(split.count)]
+    sizes = [split.filled for split in splits.values()]
+    fields = {name: part.split(sizes) for name, part in chosen.items()}
+    found = {}
+    for number, (domain, split) in enumerate(splits.items()):
+        fields["loss_mask"][number][len(rows[domain]) :] = 0.0
+        parts = {name: part[number].tensor_split(split.count) for name, part in fields.items()}
+        found[domain] = [
+            {name: part[turn] for name, part in parts.items()} for turn in range(split.count)
+        ]
+    return found

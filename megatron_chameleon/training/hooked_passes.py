@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.sizes import ModelShape
@@ -15,7 +16,7 @@ from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.domain_gradients import (
     DomainGradients,
     Split,
-    micro_batches_of_rows,
+    micro_batches_by_domain,
     split_samples,
 )
 from megatron_chameleon.training.global_batch import GlobalBatch
@@ -73,12 +74,12 @@ class HookedPasses:
         sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
         rows = _rows_by_domain(batch)
         splits = {domain: self._split(len(rows[domain])) for domain in gradients.present}
+        parts = micro_batches_by_domain(batch.micro_batches, dict(enumerate(rows)), splits)
         for domain, split in splits.items():
             for chunk in model:
                 chunk.zero_grad_buffer()
-            parts = micro_batches_of_rows(batch.micro_batches, rows[domain], split)
             sums += self._passes.forward_backward(
-                iter(parts), split.count, loss_weights, split.size
+                iter(parts[domain]), split.count, loss_weights, split.size
             )
             gradients.keep(domain)
         gradients.combine(self._hook.gradient_weights(gradients))
@@ -99,7 +100,7 @@ class HookedPasses:
     def _drawn(self, samples: Sequence[int]) -> torch.Tensor:
         """[k] tokens of this rank's samples, without those that fill up."""
         tokens = torch.tensor(samples) * self._passes.shape.seq_length
-        return tokens.to(self._passes.device, non_blocking=True)
+        return to_device(tokens, self._passes.device)
 
     def _spend(self, flops: float) -> None:
         self._hook.flops += flops

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.checkpoint.load import load_weights
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.watched_proxy import require_same_rule, state_arrays
@@ -82,7 +83,7 @@ class ExcessLossReweighting(TrainingHook):
         else:  # of the proxy: the step will be skipped, as it would be without a hook
             self._require_finite(batch, theirs)
         weights = token_weights(self._standing.log_weights, self._sampling, tokens)
-        return torch.from_numpy(weights).to(excess.device)
+        return to_device(torch.from_numpy(weights), excess.device)
 
     def metrics(self) -> dict[str, Any]:
         """The weights after the last step, their mean, and the excess losses in nats."""

@@ -13,7 +13,7 @@ from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.training.domain_gradients import (
     Split,
-    micro_batches_of_rows,
+    micro_batches_by_domain,
     split_samples,
 )
 from megatron_chameleon.training.hook import TrainingHook
@@ -259,11 +259,13 @@ def test_samples_are_cut_into_few_micro_batches_of_about_one_size(arguments, spl
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_micro_batches_of_rows_have_them_all_and_no_others(micro_batches, pipeline):
+def test_micro_batches_by_domain_have_them_all_and_no_others(micro_batches, pipeline):
     whole = torch.cat([batch["tokens"] for batch in micro_batches])
-    for rows in ([0, 5], [1, 2, 4], [], [3], [5, 4, 3, 1, 0]):
-        split = split_samples(len(rows), ROWS, pipeline)
-        parts = micro_batches_of_rows(micro_batches, rows, split)
+    of_domains = dict(enumerate([[0, 5], [1, 2, 4], [], [3], [5, 4, 3, 1, 0]]))
+    splits = {d: split_samples(len(rows), ROWS, pipeline) for d, rows in of_domains.items()}
+    found = micro_batches_by_domain(micro_batches, of_domains, splits)
+    for domain, split in splits.items():
+        parts, rows = found[domain], of_domains[domain]
         masks = torch.cat([part["loss_mask"] for part in parts])
         tokens = torch.cat([part["tokens"] for part in parts])
         assert torch.equal(tokens[: len(rows)], whole[rows])
