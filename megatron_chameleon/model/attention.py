@@ -63,9 +63,10 @@ class SDPACoreAttention(MegatronModule):
             query: [s, b, heads, head_dim].
             key: [s, b, groups, head_dim].
             value: [s, b, groups, head_dim].
-            attention_mask: None for the causal mask of ``attn_mask_type``; else boolean,
-                broadcastable to [b, heads, s, s], True where attention is NOT allowed (megatron's
-                convention), and then the only mask.
+            attention_mask: None for the causal mask of ``attn_mask_type``; else the only mask,
+                broadcastable to [b, heads, s, s]: boolean, True where attention is NOT allowed
+                (megatron's convention), or what :func:`additive_mask` makes of it, in the dtype of
+                ``query``, which is quicker where several layers share it.
             attn_mask_type: in place of the one given to the constructor.
             attention_bias: must be None.
             packed_seq_params: must be None.
@@ -82,17 +83,32 @@ class SDPACoreAttention(MegatronModule):
         mask_type = attn_mask_type or self.attn_mask_type
         if attention_mask is None:
             assert mask_type in (AttnMaskType.causal, AttnMaskType.no_mask), mask_type
+        elif attention_mask.dtype == torch.bool:
+            attention_mask = ~attention_mask
         context = scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=None if attention_mask is None else ~attention_mask,
+            attn_mask=attention_mask,
             is_causal=attention_mask is None and mask_type == AttnMaskType.causal,
             scale=self.softmax_scale,
             enable_gqa=q.size(1) != k.size(1),
         )
         context = context[..., : query.size(-1)]
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``mask`` as it is added to scores: 0 where attention is allowed, else minus infinity.
+
+    torch's kernels make the same of a boolean mask, but anew in every layer, and keep each for the
+    backward pass.
+
+    Args:
+        mask: boolean, True where attention is NOT allowed (megatron's convention).
+        dtype: of the queries.
+    """
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
 def _padded(heads: torch.Tensor, padding: int) -> torch.Tensor:

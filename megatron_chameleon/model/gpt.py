@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.attention import SDPACoreAttention
+from megatron_chameleon.model.attention import SDPACoreAttention, additive_mask
 from megatron_chameleon.model.compiled_layers import GroupedRowParallelLinear
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.initialization import initialize_weights
@@ -57,12 +57,25 @@ class GPT(GPTModel):
         super().__init__(**settings)
         self.real_vocab_size = real_vocab_size
 
-    def forward(self, *inputs: Any, labels: torch.Tensor | None = None, **more: Any) -> Any:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *inputs: Any,
+        labels: torch.Tensor | None = None,
+        **more: Any,
+    ) -> Any:
         """As megatron's: losses [b, s] where there are ``labels``, else logits [b, s, v].
 
-        Logits of padding are the lowest number there is.
+        Logits of padding are the lowest number there is. A boolean ``attention_mask`` is made
+        additive once, for all layers.
         """
-        output = super().forward(*inputs, labels=labels, **more)
+        if attention_mask is not None:
+            attention_mask = additive_mask(attention_mask, self.config.params_dtype)
+        output = super().forward(
+            input_ids, position_ids, attention_mask, *inputs, labels=labels, **more
+        )
         if labels is None and self.post_process:
             whole = output.size(-1) == self.vocab_size
             rank = 0 if whole else self.pg_collection.tp.rank()

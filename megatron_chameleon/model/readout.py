@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.attention import additive_mask
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 
@@ -101,7 +102,10 @@ class Reader:
             hidden = self.model.embedding(input_ids=tokens, position_ids=positions)
         else:
             self.model.set_input_tensor(self._receive(tokens.shape))
-        hidden = self.model.decoder(hidden_states=hidden, attention_mask=hidden_from)
+        mask = hidden_from
+        if mask is not None:
+            mask = additive_mask(mask, self.model.config.params_dtype)
+        hidden = self.model.decoder(hidden_states=hidden, attention_mask=mask)
         if self.layout.is_last_stage:
             return self._whole(hidden)
         self._send(hidden)

@@ -8,7 +8,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_chameleon.model.attention import SDPACoreAttention
+from megatron_chameleon.model.attention import SDPACoreAttention, additive_mask
 from tests.rounding import assert_as_near
 
 LENGTH, BATCH, HEADS, HEAD_DIM = 11, 3, 4, 8
@@ -88,6 +88,17 @@ def test_a_given_mask_is_the_only_one(shape, mask_type):
     mask = random_mask(*shape)
     result = attention_of(mask_type)(q, k, v, mask)
     assert_direct(result, (q, k, v), mask.expand(BATCH, HEADS, LENGTH, LENGTH))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_additive_mask_gives_the_bits_of_the_boolean_one(dtype):
+    mask, results = random_mask(BATCH, 1), []
+    for given in (mask, additive_mask(mask, dtype)):
+        inputs = [part.requires_grad_() for part in heads(1, dtype=dtype)]
+        context = attention_of()(*inputs, given)
+        results.append((context, *torch.autograd.grad(context.float().square().sum(), inputs)))
+    for boolean, additive in zip(*results, strict=True):
+        assert torch.equal(boolean, additive)
 
 
 def test_the_type_of_the_call_comes_before_that_of_the_constructor():
