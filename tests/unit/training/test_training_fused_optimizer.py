@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import pytest
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
@@ -94,6 +96,31 @@ def test_the_fused_update_is_that_of_plain_adamw(one_rank):
     for mine, right in zip(*weights, strict=True):
         # Far below the 0.05 that weights move, also where gradients are rounding alone.
         torch.testing.assert_close(mine, right, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bf16_weights_are_written_back_as_megatron_does_at_once(one_rank, sharded, monkeypatch):
+    layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
+    step, optimizer, chunks = stepper(layout, bf16=True)
+    copies: list[int] = []
+    foreach_copy = torch._foreach_copy_
+
+    def counted(targets, sources):
+        copies.append(len(targets))
+        foreach_copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    step()
+    weights = list(chunks[0].parameters())
+    assert copies == [len(weights)]
+    mine = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.data.zero_()
+    (part,) = optimizer.chained_optimizers
+    type(part)._copy_main_params_to_model_params(part)
+    for found, weight in zip(mine, weights, strict=True):
+        assert torch.equal(found, weight)
+        assert weight.any()
 
 
 def tensors(*sizes):
