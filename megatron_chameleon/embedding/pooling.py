@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import torch
+
+from megatron_chameleon.parallel.triton_probe import has_kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ def masked_mean(
 
     What padding holds never enters, NaN and infinity included; a sequence without a valid position
     gives zero. On CUDA devices Triton kernels compute it, with float32 sums in an order that does
-    not change from run to run; elsewhere, and where there is no Triton, :func:`plain_masked_mean`.
+    not change from run to run; elsewhere, and where Triton cannot launch kernels, it is
+    :func:`plain_masked_mean`.
 
     Args:
         hidden_states: [s, b, h], or [b, s, h] if ``batch_first``; bfloat16, float16 or float32.
@@ -54,7 +56,7 @@ def masked_mean(
     """
     states = hidden_states.transpose(0, 1) if batch_first else hidden_states
     mask = _checked(states, lengths, mask)
-    if not _has_kernels(states):
+    if not has_kernels(states):
         return plain_masked_mean(states, _valid(states, lengths, mask), norm).float()
     from megatron_chameleon.embedding.pooling_kernels import launch_masked_mean
 
@@ -118,7 +120,3 @@ def _counts(
         return mask.sum(dim=1)
     assert lengths is not None
     return lengths.to(torch.int64).clamp(0, states.size(0))
-
-
-def _has_kernels(states: torch.Tensor) -> bool:
-    return states.is_cuda and importlib.util.find_spec("triton") is not None

@@ -6,7 +6,6 @@ and layer norms then fuse into few kernels, between matrix products that stay as
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.parallel import TrainingParallelOptions
+from megatron_chameleon.parallel.triton_probe import triton_problem
 
 
 class GroupedRowParallelLinear(RowParallelLinear):
@@ -39,8 +39,9 @@ def check_compile(parallel: TrainingParallelOptions) -> None:
     """
     if not torch.cuda.is_available():
         raise UserError("--compile-layers needs a CUDA device, and there is none; leave it out")
-    if importlib.util.find_spec("triton") is None:
-        raise UserError("--compile-layers needs Triton: pip install triton, or leave it out")
+    problem = triton_problem()
+    if problem is not None:
+        raise UserError(f"--compile-layers: {problem}; or leave it out")
     if parallel.overlap_param_gather:
         raise UserError(
             "--compile-layers and --overlap-param-gather exclude each other: parameters that "

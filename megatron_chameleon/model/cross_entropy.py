@@ -12,13 +12,14 @@ time, on the CPU in its cache; on a GPU a Triton kernel reads each logit once ea
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+
+from megatron_chameleon.parallel.triton_probe import has_kernels
 
 # Elements of the logits that are in float32 at a time: 4 MiB stay in a core's cache; a GPU without
 # Triton wants long kernels.
@@ -94,7 +95,7 @@ def log_sum_exp(rows: torch.Tensor, columns: int) -> torch.Tensor:
     Returns:
         [n] in float32; -inf where ``columns`` is 0.
     """
-    if _has_kernels(rows):
+    if has_kernels(rows):
         from megatron_chameleon.model.cross_entropy_kernels import launch_log_sum_exp
 
         return launch_log_sum_exp(rows, columns)
@@ -122,7 +123,7 @@ def write_gradient(
         columns: columns that are no padding.
         out: [n, v]; may be ``rows`` itself.
     """
-    if _has_kernels(rows):
+    if has_kernels(rows):
         from megatron_chameleon.model.cross_entropy_kernels import launch_write_gradient
 
         launch_write_gradient(rows, labels, denominator, scale, columns, out)
@@ -164,7 +165,3 @@ def _chunks(rows: torch.Tensor) -> Iterator[slice]:
     elements = CHUNK_ON_CPU if rows.device.type == "cpu" else CHUNK_ON_GPU
     height = max(1, elements // rows.size(1))
     return (slice(first, first + height) for first in range(0, rows.size(0), height))
-
-
-def _has_kernels(rows: torch.Tensor) -> bool:
-    return rows.is_cuda and importlib.util.find_spec("triton") is not None

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from megatron_chameleon.parallel.triton_probe import triton_problem
+
 State = Literal["active", "available", "unused", "absent", "broken", "wrong package"]
 
 # Said plainly, so that nobody takes a clean run of the doctor for a test. Shorten it with a run.
@@ -157,10 +159,12 @@ def _transformer_engine() -> Feature:
 
 def _triton() -> Feature:
     without = (
-        "no --compile-layers, and a cross entropy of several passes over the logits in place of one"
+        "no --compile-layers; the cross entropy and pooling by torch, in several passes over memory"
     )
-    used_for = "the cross entropy; --compile-layers where asked for"
-    return _importable("Triton", "triton", "triton", without, used_for)
+    used_for = "the cross entropy, pooling; --compile-layers where asked for"
+    feature = _importable("Triton", "triton", "triton", without, used_for)
+    problem = triton_problem() if feature.state == "available" else None
+    return dataclasses.replace(feature, state="broken", detail=problem) if problem else feature
 
 
 def _fused_adam() -> Feature:

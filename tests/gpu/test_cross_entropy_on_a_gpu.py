@@ -15,7 +15,7 @@ def test_losses_and_gradients_are_those_of_float64(
     dtype: torch.dtype, with_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_kernels:
-        monkeypatch.setattr(chunked, "_has_kernels", lambda _rows: False)
+        monkeypatch.setattr(chunked, "has_kernels", lambda _rows: False)
     logits = (4 * torch.randn(300, 50_304, device="cuda")).to(dtype)
     labels = torch.randint(50_257, (300,), device="cuda")
     scale = torch.randn(300, device="cuda")

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model import compiled_layers
 from megatron_chameleon.model.compiled_layers import check_compile, compile_layers
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
@@ -61,9 +62,10 @@ def test_without_a_gpu_compiling_is_refused():
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compiled_layers, "triton_problem", lambda: None)
     check_compile(TrainingParallelOptions())
     with pytest.raises(UserError, match="leave out one of them"):
         check_compile(TrainingParallelOptions(overlap_param_gather=True))
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(UserError, match="pip install triton"):
+    monkeypatch.setattr(compiled_layers, "triton_problem", lambda: "Triton needs gcc")
+    with pytest.raises(UserError, match="Triton needs gcc"):
         check_compile(TrainingParallelOptions())

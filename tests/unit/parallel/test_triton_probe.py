@@ -1,0 +1,69 @@
+"""Where Triton cannot launch a kernel, torch computes the same, and one warning names the fix."""
+
+from __future__ import annotations
+
+import sysconfig
+import warnings
+
+import pytest
+import torch
+
+from megatron_chameleon.embedding.pooling import masked_mean
+from megatron_chameleon.model.cross_entropy import log_sum_exp, write_gradient
+from megatron_chameleon.parallel import triton_probe
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can launch kernels here")
+
+
+class OnGPU(torch.Tensor):
+    """A CPU tensor that says it is on a GPU; a Triton launch on it fails for want of a driver."""
+
+    is_cuda = True
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch):
+    """Neither the probe's answer nor its warning is there yet."""
+    triton_probe.triton_problem.cache_clear()
+    triton_probe._works_or_warns.cache_clear()
+    monkeypatch.setattr(torch, "empty", lambda *size, **_device: torch.zeros(*size))
+    yield
+    triton_probe.triton_problem.cache_clear()
+    triton_probe._works_or_warns.cache_clear()
+
+
+def test_without_a_compiler_everything_is_computed_with_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    rows = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    labels, scale = torch.tensor([0, 5, 9]), torch.ones(3)
+    denominator = log_sum_exp(rows, 10)
+    gradient, on_gpu = torch.empty_like(rows), torch.empty_like(rows)
+    write_gradient(rows, labels, denominator, scale, 10, gradient)
+    mean = masked_mean(rows[:, :, None], lengths=torch.tensor([2] * 16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(log_sum_exp(rows.as_subclass(OnGPU), 10), denominator)
+        write_gradient(rows.as_subclass(OnGPU), labels, denominator, scale, 10, on_gpu)
+        states = rows[:, :, None].as_subclass(OnGPU)
+        assert torch.equal(masked_mean(states, lengths=torch.tensor([2] * 16)), mean)
+    assert torch.equal(on_gpu, gradient)
+    assert len(caught) == 1
+    assert "gcc python3-dev" in str(caught[0].message)
+
+
+def test_missing_headers_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    problem = triton_probe.triton_problem()
+    assert problem is not None
+    assert "gcc python3-dev" in problem
+    assert str(tmp_path / "Python.h") in problem
+
+
+def test_any_other_failure_of_the_launch_is_one_line():
+    """Here that there is no driver."""
+    problem = triton_probe.triton_problem()
+    assert problem is not None
+    assert "driver" in problem
+    assert "\n" not in problem
