@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +31,7 @@ from megatron_chameleon.mixture import (
 )
 from megatron_chameleon.model.paper_flops import paper_parameters
 from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
+from tests.distributed.launch import flags
 from tests.small_corpus import DOMAINS, write_small_corpus
 from tests.unit.methods.chameleon_runs import (
     RESAMPLES,
@@ -89,6 +95,35 @@ def test_intervals_are_those_of_the_bootstrap_over_windows(compute, options):
     assert (low < weights).all()
     assert (weights < high).all()
     assert (high - low > 1e-4).all()
+
+
+def test_the_same_command_writes_the_same_bytes(compute, options, tmp_path, monkeypatch):
+    """In this process and in a fresh one, whose sets and dictionaries hash differently."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    given = options(output=Path("mixture.json"))
+    tool = Path(__file__).resolve().parents[3] / "tools" / "compute_mixture.py"
+    subprocess.run(
+        [sys.executable, str(tool), *flags(given)],
+        cwd=there,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        check=True,
+    )
+    monkeypatch.chdir(here)
+    compute(output=given.output)
+    one, other = ((folder / "mixture.json").read_text() for folder in (here, there))
+    assert without_times(one) == without_times(other)
+    stores = [EmbeddingStore.load(folder / "embeddings") for folder in (here, there)]
+    for name in DOMAINS:
+        np.testing.assert_array_equal(*(store.vectors(name) for store in stores))
+
+
+def without_times(text):
+    """The text of a mixture without what differs by the clock: its provenance and cost."""
+    record = json.loads(text)
+    del record["provenance"], record["cost"]
+    return json.dumps(record)
 
 
 def test_it_is_told_how_sure_the_order_is_and_what_more_windows_would_do(compute, capsys):
