@@ -62,6 +62,7 @@ setup(
         "tokenizers>=0.20",
         "sentencepiece>=0.2",
         "orjson>=3.9",
+        "xxhash>=3.4",
         "zstandard>=0.22",
         # Artifacts, options and progress.
         "safetensors>=0.4.3",

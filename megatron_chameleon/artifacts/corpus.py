@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -20,6 +21,10 @@ MADE_BY = "tools/preprocess_data.py writes it"
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+# Of the .bin and .idx, each block of so many bytes has a checksum. Few, since a sample reads a few
+# KiB from anywhere: what is hashed for it stays near to what is read.
+BLOCK_BYTES = 1 << 14
 
 # Leaves room for suffixes below the 255 bytes that file systems allow.
 MAX_FILE_NAME = 200
@@ -42,12 +47,25 @@ class TokenizerIdentity:
     special_tokens: dict[str, Count] | None = None
 
 
+def tokenizer_hash(
+    content: bytes, pattern: str | None, special_tokens: Mapping[str, int] | None
+) -> str:
+    """Hex SHA-256 of all that decides the ids: of the file's content where it says everything."""
+    sha256 = hashlib.sha256(content).hexdigest()
+    if pattern is None:
+        return sha256
+    special = None if special_tokens is None else dict(special_tokens)
+    return sha256_of_json({"content": sha256, "pattern": pattern, "special_tokens": special})
+
+
 @dataclasses.dataclass(frozen=True)
 class DomainSplit:
     """One pair of .bin/.idx files. ``prefix`` is relative to the corpus folder, without suffix.
 
     ``tokens`` counts the end-of-document token of every document; ``text_bytes`` counts the UTF-8
-    bytes of the text, so that losses can be given per byte.
+    bytes of the text, so that losses can be given per byte. ``sha256`` is of .bin and .idx,
+    concatenated; ``block_checksums`` of PREFIX.xxh3, which has a checksum for each block of them
+    (None in a corpus of an earlier release, which has no such file).
     """
 
     prefix: InnerPath
@@ -55,6 +73,7 @@ class DomainSplit:
     tokens: Count
     text_bytes: Count
     sha256: str
+    block_checksums: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +129,9 @@ class Corpus(FolderRecord):
 
     @classmethod
     def load(cls, folder: Path) -> Corpus:
-        """Read ``folder/corpus.json`` and check that its files are there and whole.
+        """Read ``folder/corpus.json``; check its tokenizer and the sizes of its token files.
+
+        The copy of the tokenizer may be missing, since tokens can be used without it.
 
         Raises:
             UserError: naming the file and the way out.
@@ -118,6 +139,7 @@ class Corpus(FolderRecord):
         corpus = super().load(folder.parent if folder.name == FILE_NAME else folder)
         if not corpus.domains:
             raise UserError(f"{corpus.root / FILE_NAME}: field domains: there is none; {MADE_BY}")
+        corpus._check_tokenizer()
         for domain in corpus.domains.values():
             for split in SPLITS:
                 corpus._check_files(domain.split(split))
@@ -200,14 +222,31 @@ class Corpus(FolderRecord):
         ]
         return sorted(parts, key=lambda part: -part[1].tokens)
 
+    def _check_tokenizer(self) -> None:
+        identity = self.tokenizer
+        path = self.root / identity.file
+        if not path.is_file():
+            return
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}; restore it") from error
+        found = tokenizer_hash(content, identity.pattern, identity.special_tokens)
+        if found != identity.sha256:
+            raise UserError(
+                f"{path} is not the tokenizer that made the corpus (its hash differs from that in "
+                f"{FILE_NAME}); restore it or preprocess again"
+            )
+
     def _check_files(self, split: DomainSplit) -> None:
         prefix = self.root / split.prefix
-        bin_path, idx_path = (prefix.with_name(prefix.name + s) for s in (".bin", ".idx"))
-        expected = {
-            bin_path: split.tokens * self.token_bytes,
-            idx_path: index_file_bytes(split.documents),
-        }
-        for path, size in expected.items():
+        bin_bytes = split.tokens * self.token_bytes
+        idx_bytes = index_file_bytes(split.documents)
+        expected = {".bin": bin_bytes, ".idx": idx_bytes}
+        if split.block_checksums is not None:
+            expected[".xxh3"] = 8 * (num_blocks(bin_bytes) + num_blocks(idx_bytes))
+        for suffix, size in expected.items():
+            path = prefix.with_name(prefix.name + suffix)
             if not path.is_file():
                 raise UserError(f"{path} is missing; copy it beside corpus.json, or {MADE_BY}")
             if path.stat().st_size != size:
@@ -229,6 +268,11 @@ def file_name_of(domain: str) -> str:
         return name or "%"
     # '%-' and a lone '%' come from no encoding, so these differ from every other name.
     return f"{name[:MAX_FILE_NAME]}%-{sha256_of_json(domain)[:16]}"
+
+
+def num_blocks(size: int) -> int:
+    """Blocks that have a checksum, in a file of ``size`` bytes."""
+    return -(-size // BLOCK_BYTES)
 
 
 def index_file_bytes(documents: int) -> int:

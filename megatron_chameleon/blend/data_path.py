@@ -83,6 +83,7 @@ def data_path_tokens(
             cut.tokens,
             # A text that is given twice, under two prefixes, is read in two orders.
             order_key=f"{cut.sha256} {hashes[:number].count(cut.sha256)}",
+            vocab_size=tokenizer.vocab_size,
         )
         for number, (name, prefix, cut) in enumerate(
             zip(domain_names(path.prefixes), prefixes, cuts, strict=True)

@@ -107,7 +107,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             kept within documents, document_starts [b, s] int64.
 
         Raises:
-            UserError: if a file holds a token that the vocabulary does not have.
+            UserError: if the tokens are damaged or outside of the vocabulary.
         """
         samples = np.asarray(indices, np.int64)
         domains, numbers = self.locate(samples)
@@ -206,15 +206,15 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         return built
 
     def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        table, vocab_size = self._table, self.data.tokenizer.vocab_size
+        table = self._table
         inside = (numbers >= table.first[domains]) & (numbers < table.stop[domains])
         if inside.all():
-            return table.gather(domains, numbers, self.seq_length, vocab_size)
+            return table.gather(domains, numbers, self.seq_length)
         # Some domain's next epoch begins within this batch, or nothing was read of it yet.
         pairs = zip(domains.tolist(), numbers.tolist(), strict=True)
         views = [self._view(domain, number) for domain, number in pairs]
         places = np.arange(len(views))
-        return ViewTable(views).gather(places, numbers, self.seq_length, vocab_size)
+        return ViewTable(views).gather(places, numbers, self.seq_length)
 
     def _view(self, domain: int, number: int) -> View:
         """The view that holds a domain's sample, which stays at hand for the samples after it."""

@@ -11,15 +11,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
 from megatron_chameleon.blend.permutation import permute_position, permute_position_reference
 from megatron_chameleon.corpus.indexed_reader import TokenFile
-from megatron_chameleon.errors import UserError
 
 # What the columns of a table of views hold. An address of 0 says that there is no such array.
 (
     _TOKENS,  # address of the tokens
     _TOKEN_BYTES,  # 2 for uint16, 4 for int32
     _NUM_TOKENS,
+    _UNREAD,  # address of what is 1 for each block of the tokens that is yet to be checked, uint8
     _STARTS,  # address of the sequences' first tokens, int64
     _LENGTHS,  # address of the sequences' lengths, int32
     _DOCUMENTS,  # address of the order of the sequences, int32
@@ -34,10 +35,9 @@ from megatron_chameleon.errors import UserError
     _BEGIN,  # first token of a range that is read as one stream
     _PHASE,  # where in that range the first window begins
     _NUM_COLUMNS,
-) = range(17)
+) = range(18)
 
-_OUT_OF_RANGE = -2
-_ALL_WELL = -1
+_OUT_OF_RANGE = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,6 @@ class ViewTable:
         places: NDArray[np.int64],
         numbers: NDArray[np.int64],
         seq_length: int,
-        vocab_size: int,
     ) -> NDArray[np.int64]:
         """Windows of tokens, each with the token that follows it.
 
@@ -161,26 +160,25 @@ class ViewTable:
             places: [b] which view each sample is of.
             numbers: [b] its number within its domain.
             seq_length: tokens of a window (s).
-            vocab_size: one more than the largest token that may occur.
 
         Returns:
             [b, s + 1] int64.
 
         Raises:
-            UserError: naming the file in which a token is none of the vocabulary.
+            UserError: if the tokens are damaged or outside of the vocabulary.
         """
         windows = np.empty((len(places), seq_length + 1), np.int64)
-        bad = _gather(self._rows, places, numbers, vocab_size, windows)
-        assert bad != _OUT_OF_RANGE, "a sample lies outside its view"
-        if bad != _ALL_WELL:
-            view = self._views[places[bad]]
-            assert view is not None
-            unknown = windows[bad][(windows[bad] < 0) | (windows[bad] >= vocab_size)]
-            raise UserError(
-                f"{view.file.prefix}.bin holds token {unknown[0]}, which a vocabulary of "
-                f"{vocab_size} does not have: it is damaged or of another tokenizer; restore it "
-                "or preprocess again"
-            )
+        # Every document that a window reads begins a block at most, and so does every token.
+        blocks = np.empty(2 * (seq_length + 1), np.int64)
+        first = 0
+        while first < len(places):
+            sample, unread = _gather(self._rows, places, numbers, first, windows, blocks)
+            assert unread != _OUT_OF_RANGE, "a sample lies outside its view"
+            if unread:
+                view = self._views[places[sample]]
+                assert view is not None
+                view.file.tokens.check(blocks[:unread])
+            first = sample + 1
         return windows
 
 
@@ -203,9 +201,10 @@ def gather_reference(view: View, number: int, seq_length: int) -> NDArray[np.int
 
 def _file_row(file: TokenFile, first: int, num_samples: int) -> NDArray[np.int64]:
     row = np.zeros(_NUM_COLUMNS, np.int64)
-    row[_TOKENS] = _address(file.tokens, np.uint16, np.int32)
-    row[_TOKEN_BYTES] = file.tokens.itemsize
+    row[_TOKENS] = _address(file.tokens.unchecked, np.uint16, np.int32)
+    row[_TOKEN_BYTES] = file.dtype.itemsize
     row[_NUM_TOKENS] = file.tokens.size
+    row[_UNREAD] = _address(file.tokens.unread, np.uint8)
     row[_FIRST], row[_NUM_SAMPLES] = first, num_samples
     return row
 
@@ -232,48 +231,51 @@ def _gather(
     table: NDArray[np.int64],
     places: NDArray[np.int64],
     numbers: NDArray[np.int64],
-    vocab_size: int,
+    first: int,
     windows: NDArray[np.int64],
-) -> int:
-    """Fill ``windows``; -1, or the first sample with a token out of the vocabulary."""
-    for sample in range(places.size):
+    blocks: NDArray[np.int64],
+) -> tuple[int, int]:
+    """Fill ``windows`` from sample ``first`` on, up to the first one with unread blocks.
+
+    Returns:
+        the last sample that was filled, and the number of its unread blocks, which are in
+        ``blocks``; or _OUT_OF_RANGE.
+    """
+    for sample in range(first, places.size):
         row = table[places[sample]]
         number = numbers[sample] - row[_FIRST]
         if number < 0 or number >= row[_NUM_SAMPLES]:
-            return _OUT_OF_RANGE
+            return sample, _OUT_OF_RANGE
         if row[_DOCUMENTS] != 0:
-            complete = _read_documents(row, number, windows[sample])
+            unread = _read_documents(row, number, windows[sample], blocks)
         else:
-            complete = _read_circle(row, number, windows[sample])
-        if not complete:
-            return _OUT_OF_RANGE
-        smallest, largest = windows[sample, 0], windows[sample, 0]
-        for token in windows[sample]:
-            smallest, largest = min(smallest, token), max(largest, token)
-        if smallest < 0 or largest >= vocab_size:
-            return sample
-    return _ALL_WELL
+            unread = _read_circle(row, number, windows[sample], blocks)
+        if unread != 0:
+            return sample, unread
+    return places.size - 1, 0
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _read_documents(row: NDArray[np.int64], number: int, out: NDArray[np.int64]) -> bool:
-    """One window over sequences in their order; whether there were enough of them."""
+def _read_documents(
+    row: NDArray[np.int64], number: int, out: NDArray[np.int64], blocks: NDArray[np.int64]
+) -> int:
+    """One window over sequences in their order; its unread blocks, or _OUT_OF_RANGE."""
     position, offset = _window_place(row, _shuffled(row, number))
     num_documents = row[_NUM_DOCUMENTS]
     documents = carray(_pointer(row[_DOCUMENTS]), num_documents, np.int32)
-    filled = 0
+    filled, unread = 0, 0
     while filled < out.size:
         if position >= num_documents:
-            return False
+            return _OUT_OF_RANGE
         document = documents[position]
         start = carray(_pointer(row[_STARTS] + 8 * document), 1, np.int64)[0]
         length = carray(_pointer(row[_LENGTHS] + 4 * document), 1, np.int32)[0]
         count = min(length - offset, out.size - filled)
-        _copy(row, start + offset, out[filled : filled + count])
+        unread = _copy(row, start + offset, out[filled : filled + count], blocks, unread)
         filled += count
         position += 1
         offset = 0
-    return True
+    return unread
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
@@ -295,22 +297,40 @@ def _window_place(row: NDArray[np.int64], window: int) -> tuple[np.int64, np.int
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _read_circle(row: NDArray[np.int64], number: int, out: NDArray[np.int64]) -> bool:
-    """One window of a run of tokens whose end is followed by its beginning."""
+def _read_circle(
+    row: NDArray[np.int64], number: int, out: NDArray[np.int64], blocks: NDArray[np.int64]
+) -> int:
+    """One window of a run of tokens whose end is followed by its beginning; its unread blocks."""
     key = np.uint64(row[_KEY])
     window = permute_position(number, row[_NUM_SAMPLES], key)
     start = (row[_PHASE] + window * (out.size - 1)) % row[_NUM_TOKENS]
-    filled = 0
+    filled, unread = 0, 0
     while filled < out.size:
         count = min(row[_NUM_TOKENS] - start, out.size - filled)
-        _copy(row, row[_BEGIN] + start, out[filled : filled + count])
+        unread = _copy(row, row[_BEGIN] + start, out[filled : filled + count], blocks, unread)
         filled += count
         start = 0
-    return True
+    return unread
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _copy(row: NDArray[np.int64], start: int, out: NDArray[np.int64]) -> None:
+def _copy(
+    row: NDArray[np.int64],
+    start: int,
+    out: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+    unread: int,
+) -> int:
+    """Copy tokens, and add their unread blocks to the first ``unread`` of ``blocks``."""
+    if out.size == 0:
+        return unread
+    first = start * row[_TOKEN_BYTES] // BLOCK_BYTES
+    last = ((start + out.size) * row[_TOKEN_BYTES] - 1) // BLOCK_BYTES
+    is_unread = carray(_pointer(row[_UNREAD]), last + 1, np.uint8)
+    for block in range(first, last + 1):
+        if is_unread[block] != 0:
+            blocks[unread] = block
+            unread += 1
     if row[_TOKEN_BYTES] == 2:
         narrow = carray(_pointer(row[_TOKENS] + 2 * start), out.size, np.uint16)
         for i in range(out.size):
@@ -319,3 +339,4 @@ def _copy(row: NDArray[np.int64], start: int, out: NDArray[np.int64]) -> None:
         wide = carray(_pointer(row[_TOKENS] + 4 * start), out.size, np.int32)
         for i in range(out.size):
             out[i] = wide[i]
+    return unread

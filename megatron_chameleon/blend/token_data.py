@@ -10,7 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Split, TokenizerIdentity
-from megatron_chameleon.corpus.indexed_reader import ExpectedTokens, TokenFile, open_token_file
+from megatron_chameleon.corpus.indexed_reader import (
+    ExpectedTokens,
+    TokenFile,
+    expected_tokens,
+    open_token_file,
+)
 from megatron_chameleon.errors import UserError
 
 
@@ -23,6 +28,7 @@ class DomainData:
         prefix: path of the files, without their suffix.
         tokens: of these sequences together.
         order_key: what its order is drawn from beside the seed; the same wherever the files lie.
+        vocab_size: one more than the largest token id.
         expected: what a corpus says of the files.
     """
 
@@ -32,6 +38,7 @@ class DomainData:
     stop: int
     tokens: int
     order_key: str
+    vocab_size: int
     expected: ExpectedTokens | None = None
 
     def open(self) -> TokenFile:
@@ -40,7 +47,7 @@ class DomainData:
         Raises:
             UserError: if it is damaged, not what it was, or of a token type that is not read here.
         """
-        file = open_token_file(self.prefix, self.expected)
+        file = open_token_file(self.prefix, self.expected, self.vocab_size)
         if file.dtype not in (np.uint16, np.int32):
             raise UserError(
                 f"{self.prefix}.bin holds tokens of type {file.dtype}; data sets of uint16 and "
@@ -96,7 +103,8 @@ def corpus_tokens(corpus: Corpus, split: Split = "train") -> TokenData:
             stop=part.documents,
             tokens=part.tokens,
             order_key=name,
-            expected=ExpectedTokens(corpus.dtype, part.documents, part.tokens),
+            vocab_size=corpus.tokenizer.vocab_size,
+            expected=expected_tokens(corpus, part),
         )
         for name, part in parts
     ]

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import Corpus, Split
+from megatron_chameleon.artifacts import Corpus, DomainSplit, Split
+from megatron_chameleon.corpus.block_checksums import BlockTokens, read_checksums
 from megatron_chameleon.corpus.indexed_writer import HEADER, MAGIC, VERSION
 from megatron_chameleon.corpus.mapped_file import map_file
 from megatron_chameleon.errors import UserError
@@ -36,11 +37,15 @@ _WAY_OUT = "restore it or preprocess again"
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedTokens:
-    """What is known of a pair of files in which every document is one sequence."""
+    """What corpus.json says of a pair of files in which every document is one sequence.
+
+    ``block_checksums`` is the SHA-256 of the .xxh3 file; None if the corpus has none.
+    """
 
     dtype: str
     documents: int
     tokens: int
+    block_checksums: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +53,7 @@ class TokenFile:
     """A pair of .bin/.idx files, mapped: sequences of tokens, one after another.
 
     All arrays are read-only and lie on disk; no file stays open. Those of the .idx are not aligned
-    in memory, since its header is 34 bytes long.
+    in memory, since its header is 34 bytes long. Tokens are checked when they are first read.
 
     Attributes:
         prefix: path of the files, without their suffix.
@@ -61,7 +66,7 @@ class TokenFile:
     """
 
     prefix: Path
-    tokens: NDArray[np.integer]
+    tokens: BlockTokens
     lengths: NDArray[np.int32]
     pointers: NDArray[np.int64]
     document_boundaries: NDArray[np.int64]
@@ -87,6 +92,7 @@ class TokenFile:
 
         Raises:
             IndexError: if it does not have as many, or there is no such sequence.
+            UserError: if the tokens are damaged or outside of the vocabulary.
         """
         if not 0 <= sequence < len(self):
             raise IndexError(f"sequence {sequence} of {len(self)}")
@@ -98,15 +104,19 @@ class TokenFile:
         return self.tokens[start + offset : start + stop]
 
 
-def open_token_file(prefix: Path, expected: ExpectedTokens | None = None) -> TokenFile:
+def open_token_file(
+    prefix: Path, expected: ExpectedTokens | None = None, vocab_size: int | None = None
+) -> TokenFile:
     """Map a pair of .bin/.idx files, as megatron.core's IndexedDatasetBuilder writes them.
 
-    Whatever the files hold, what is returned can be read without stepping outside of them. Tokens
-    that were changed in place cannot be told: see :meth:`Corpus.verify`.
+    Whatever the files hold, what is returned can be read without stepping outside of them. The .idx
+    is checked whole; tokens when they are first read, see :class:`BlockTokens`. Tokens without
+    checksums that were changed in place are only detected outside of the vocabulary.
 
     Args:
         prefix: path of the files, without their suffix.
         expected: what they hold, if it is known.
+        vocab_size: one more than the largest token id; None to read any.
 
     Raises:
         UserError: naming the file, what is wrong with it and what to do.
@@ -129,7 +139,12 @@ def open_token_file(prefix: Path, expected: ExpectedTokens | None = None) -> Tok
     tokens = bin_content.view(dtype)
     if expected and expected.tokens != tokens.size:
         raise _unexpected(idx_path, "number of tokens", tokens.size, expected.tokens)
-    return TokenFile(prefix, tokens, lengths, pointers, boundaries)
+    checksums = None
+    if expected and expected.block_checksums is not None:
+        path = Path(f"{prefix}.xxh3")
+        checksums = read_checksums(path, bin_content, content, expected.block_checksums)
+    checked = BlockTokens(bin_path, tokens, checksums, vocab_size)
+    return TokenFile(prefix, checked, lengths, pointers, boundaries)
 
 
 def open_tokens(corpus: Corpus, name: str, split: Split) -> TokenFile:
@@ -139,8 +154,14 @@ def open_tokens(corpus: Corpus, name: str, split: Split) -> TokenFile:
         UserError: if the files are not what corpus.json says.
     """
     part = corpus.domains[name].split(split)
-    expected = ExpectedTokens(corpus.dtype, part.documents, part.tokens)
-    return open_token_file(corpus.prefix(name, split), expected)
+    return open_token_file(
+        corpus.prefix(name, split), expected_tokens(corpus, part), corpus.tokenizer.vocab_size
+    )
+
+
+def expected_tokens(corpus: Corpus, part: DomainSplit) -> ExpectedTokens:
+    """What ``corpus`` says of one of its splits."""
+    return ExpectedTokens(corpus.dtype, part.documents, part.tokens, part.block_checksums)
 
 
 def open_split(corpus: Corpus, name: str, split: Split) -> IndexedDataset:

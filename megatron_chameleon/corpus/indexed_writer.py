@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.files import writing
+from megatron_chameleon.corpus.block_checksums import BlockHasher
 
 TokenType = Literal["uint16", "int32"]
 # What an .idx file begins with: kind, version, code of the token type, sequences, and documents
@@ -41,7 +42,7 @@ def index_bytes(documents: int) -> int:
 
 
 class IndexedWriter:
-    """Writes one pair of .bin/.idx files, each document one sequence.
+    """Writes one pair of .bin/.idx files, each document one sequence, and their checksums.
 
     No file is held open, so that any number of domains can be written side by side.
 
@@ -49,6 +50,7 @@ class IndexedWriter:
         documents: documents added so far.
         tokens: their tokens, end-of-document tokens included.
         waiting_bytes: what of them is still in memory.
+        block_checksums: hex SHA-256 of the .xxh3 file, once the writer has finished.
 
     Args:
         prefix: path of the files, without their suffix.
@@ -58,11 +60,15 @@ class IndexedWriter:
     def __init__(self, prefix: Path, dtype: TokenType) -> None:
         self._bin_path = prefix.with_name(prefix.name + ".bin")
         self._idx_path = prefix.with_name(prefix.name + ".idx")
+        self._checksums_path = prefix.with_name(prefix.name + ".xxh3")
         self._type = dtype
         self._dtype = np.dtype(dtype)
         self._tokens = bytearray()
         self._lengths = bytearray()
         self._digest = hashlib.sha256()
+        self._blocks = BlockHasher()
+        self._checksums_digest = hashlib.sha256()
+        self._checksums_mode: Literal["wb", "ab"] = "wb"
         self._index_begun = False
         self.documents = 0
         self.tokens = 0
@@ -104,14 +110,17 @@ class IndexedWriter:
         if self._tokens:
             _append(self._bin_path, self._tokens)
             self._digest.update(self._tokens)
+            self._blocks.update(self._tokens)
             self._tokens = bytearray()
+            if self._blocks.waiting_bytes >= _BUFFER_BYTES:
+                self._write_checksums()
         if self._lengths:
             self._begin_index()
             _append(self._idx_path, self._lengths)
             self._lengths = bytearray()
 
     def finish(self) -> str:
-        """Write what is left and the index; return the SHA-256 of .bin and .idx, one after other.
+        """Write the rest and the index; return the SHA-256 of .bin and .idx, concatenated.
 
         Raises:
             UserError: if the disk does not take it.
@@ -124,10 +133,29 @@ class IndexedWriter:
             stream.seek(0)
             code = TYPE_CODES[self._type]
             stream.write(HEADER.pack(MAGIC, VERSION, code, self.documents, self.documents + 1))
+        self._blocks.end_block()
         with self._idx_path.open("rb") as stream:
             while block := stream.read(_BUFFER_BYTES):
                 self._digest.update(block)
+                self._blocks.update(block)
+        self._blocks.end_block()
+        self._write_checksums()
         return self._digest.hexdigest()
+
+    @property
+    def block_checksums(self) -> str:
+        """Hex SHA-256 of the .xxh3 file."""
+        return self._checksums_digest.hexdigest()
+
+    def _write_checksums(self) -> None:
+        checksums = self._blocks.take()
+        self._checksums_digest.update(checksums)
+        with (
+            writing(self._checksums_path),
+            self._checksums_path.open(self._checksums_mode) as stream,
+        ):
+            stream.write(checksums)
+        self._checksums_mode = "ab"
 
     def _begin_index(self) -> None:
         # Until the end the header is blank: nothing takes such a file for a whole one.

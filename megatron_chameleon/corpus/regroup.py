@@ -98,7 +98,8 @@ class _Part:
     def finish(self) -> DomainSplit:
         """Close the files and say what is in them."""
         counts = (self._writer.documents, self._writer.tokens, self._text_bytes)
-        return DomainSplit(self._prefix, *counts, self._writer.finish())
+        sha256 = self._writer.finish()
+        return DomainSplit(self._prefix, *counts, sha256, self._writer.block_checksums)
 
 
 def _copy(
@@ -141,8 +142,9 @@ def _kept(corpus: Corpus, name: str, folder: Path) -> Domain:
     made = {}
     for split in SPLITS:
         prefix = f"{TOKENS_NAME}/{file_name_of(name)}-{split}"
-        for suffix in (".bin", ".idx"):
+        part = corpus.domains[name].split(split)
+        for suffix in (".bin", ".idx", *([".xxh3"] if part.block_checksums else [])):
             source = Path(f"{corpus.prefix(name, split)}{suffix}")
             link_or_copy(source, folder / f"{prefix}{suffix}")
-        made[split] = dataclasses.replace(corpus.domains[name].split(split), prefix=prefix)
+        made[split] = dataclasses.replace(part, prefix=prefix)
     return Domain(**made)

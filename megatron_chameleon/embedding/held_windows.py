@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 
 from megatron_chameleon.blend.token_data import DomainData
+from megatron_chameleon.corpus.block_checksums import BlockTokens
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 from megatron_chameleon.embedding.windows import Windows, draw_windows
-from megatron_chameleon.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class HeldWindows:
 
 
 def hold_windows(
-    domain: DomainData, window_length: int, num_windows: int, seed: int, vocab_size: int
+    domain: DomainData, window_length: int, num_windows: int, seed: int
 ) -> HeldWindows:
     """Draw windows of ``domain``, as :func:`draw_windows` does, and read them from disk.
 
@@ -32,10 +32,9 @@ def hold_windows(
         window_length: tokens per window, at most.
         num_windows: windows to draw, at most.
         seed: of the draw.
-        vocab_size: of the model.
 
     Raises:
-        UserError: if the files are damaged, or hold a token that the vocabulary does not have.
+        UserError: if the tokens are damaged or outside of the vocabulary.
     """
     file = domain.open()
     lengths = file.lengths[domain.first : domain.stop]
@@ -43,16 +42,11 @@ def hold_windows(
     drawn = drawn.longest_first()
     places = zip(drawn.document.tolist(), drawn.start.tolist(), drawn.length.tolist(), strict=True)
     tokens = np.concatenate([file.get(domain.first + d, start, n) for d, start, n in places])
-    if tokens.max() >= vocab_size:
-        raise UserError(
-            f"{file.prefix}.bin holds token {tokens.max()}, and the vocabulary has {vocab_size}: "
-            "it was made with another tokenizer; preprocess again"
-        )
     count, ends = len(drawn), np.cumsum(drawn.length)
     return HeldWindows(
         TokenFile(
             prefix=file.prefix,
-            tokens=tokens,
+            tokens=BlockTokens(file.prefix, tokens),
             lengths=drawn.length.astype(np.int32),
             pointers=(ends - drawn.length) * tokens.itemsize,
             document_boundaries=np.arange(count + 1),

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Protocol
+from megatron_chameleon.corpus.block_checksums import Tokens
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 from megatron_chameleon.evaluation.windows import Windows, cut, spread_evenly
 
@@ -30,7 +31,7 @@ class HeldOutText:
         leave_out: a token that is predicted but does not count; None if all count.
     """
 
-    stream: NDArray[np.integer]
+    stream: Tokens
     window_length: int
     windows: Windows
     eod_id: int = 0
@@ -111,24 +112,27 @@ class HeldOutText:
 
 
 def choose_windows(
-    stream: NDArray[np.integer],
+    stream: Tokens,
     window_length: int,
     max_tokens: int | None = None,
     overlap: int = 0,
+    tokens: range | None = None,
 ) -> HeldOutText:
     """Windows of ``stream`` [n] as in training: over the ends of documents, all of one length.
 
     All of them, or as many as ``max_tokens`` allow; the last, which may be shorter, is then none of
-    them. The first token of the stream is not predicted.
+    them. The first token is not predicted.
 
     Args:
         stream: of less than 2 tokens, nothing is predicted.
         window_length: tokens predicted from one window.
         max_tokens: predicted tokens, at most; not below ``window_length``.
         overlap: see :func:`cut`.
+        tokens: positions of the tokens that windows may read; all of the stream unless given.
     """
-    size = max(len(stream) - 1, 0)
-    windows = cut(np.array([1]), np.array([size]), window_length, overlap)
+    tokens = range(len(stream)) if tokens is None else tokens
+    size = max(len(tokens) - 1, 0)
+    windows = cut(np.array([tokens.start + 1]), np.array([size]), window_length, overlap)
     if max_tokens is not None and size > max_tokens:
         is_whole = windows.lengths == window_length
         windows = spread_evenly(windows.take(np.flatnonzero(is_whole)), max_tokens)
@@ -173,7 +177,7 @@ def held_out_text(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOut
     return text if scores_something else None
 
 
-def _packed_windows(stream: NDArray[np.integer], protocol: Protocol, eod_id: int) -> HeldOutText:
+def _packed_windows(stream: Tokens, protocol: Protocol, eod_id: int) -> HeldOutText:
     """Windows over the ends of documents; a stream of less than two tokens has none."""
     length, leave_out = protocol.window_length, None if protocol.end_of_document else eod_id
     text = choose_windows(stream, length, protocol.max_tokens, protocol.overlap)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_chameleon.corpus.block_checksums import Tokens
+
 _CHUNK = 1 << 24
 
 
-def token_counts(stream: NDArray[np.integer], vocab_size: int) -> NDArray[np.int64]:
+def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
     """How often each token occurs, [vocab_size] int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for first in range(0, len(stream), _CHUNK):

@@ -184,5 +184,5 @@ def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> H
         return None
     file = domain.open()
     start = int(file.pointers[domain.first]) // file.dtype.itemsize
-    stream = file.tokens[start : start + domain.tokens]
-    return choose_windows(stream, window_length, max_windows * window_length)
+    tokens = range(start, start + domain.tokens)
+    return choose_windows(file.tokens, window_length, max_windows * window_length, tokens=tokens)

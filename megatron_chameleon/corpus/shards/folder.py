@@ -36,6 +36,7 @@ SOURCES_NAME = "sources.json"
 _OWN_FILES = (
     f"{TOKENS_NAME}/*.bin",
     f"{TOKENS_NAME}/*.idx",
+    f"{TOKENS_NAME}/*.xxh3",
     *TOKENIZER_NAMES.values(),
     SOURCES_NAME,
     DiscoveredDomains.FILE_NAME,

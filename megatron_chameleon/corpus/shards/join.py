@@ -113,6 +113,7 @@ class _SplitFiles:
             tokens=self._writer.tokens,
             text_bytes=self._text_bytes,
             sha256=self._writer.finish(),
+            block_checksums=self._writer.block_checksums,
         )
 
     def take(self, shard: Shard, part: ShardPart) -> None:
@@ -121,8 +122,8 @@ class _SplitFiles:
             target = self._folder / f"{self._prefix}{path.suffix}"
             target.unlink(missing_ok=True)
             link_or_copy(path, target)
-        counts = (part.documents, part.tokens, part.text_bytes, part.sha256)
-        self._taken = DomainSplit(self._prefix, *counts)
+        counts = (part.documents, part.tokens, part.text_bytes)
+        self._taken = DomainSplit(self._prefix, *counts, part.sha256, part.block_checksums)
 
 
 class _Writers:

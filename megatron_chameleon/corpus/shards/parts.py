@@ -31,6 +31,7 @@ class ShardPart:
         tokens: of them, end-of-document tokens included.
         text_bytes: of their texts in UTF-8.
         sha256: hex, of .bin and .idx one after the other.
+        block_checksums: hex SHA-256 of the .xxh3 file.
     """
 
     domain: int
@@ -39,16 +40,17 @@ class ShardPart:
     tokens: int
     text_bytes: int
     sha256: str
+    block_checksums: str
 
     @property
     def source(self) -> int:
         """The number of domain and split together."""
         return self.domain * len(SPLITS) + self.split
 
-    def paths(self, folder: Path) -> tuple[Path, Path]:
-        """Its .bin and .idx in the shard's ``folder``."""
+    def paths(self, folder: Path) -> tuple[Path, Path, Path]:
+        """Its .bin, .idx and .xxh3 in the shard's ``folder``."""
         tokens = bin_path(folder, self.source)
-        return tokens, tokens.with_suffix(".idx")
+        return tokens, tokens.with_suffix(".idx"), tokens.with_suffix(".xxh3")
 
 
 def bin_path(folder: Path, source: int) -> Path:
@@ -102,7 +104,7 @@ class PartsWriter:
         for source, writer in sorted(self._writers.items()):
             domain, split = divmod(source, len(SPLITS))
             counts = (writer.documents, writer.tokens, self._text_bytes[source])
-            part = ShardPart(domain, split, *counts, writer.finish())
+            part = ShardPart(domain, split, *counts, writer.finish(), writer.block_checksums)
             for path in part.paths(self._folder):
                 with writing(path):
                     flush_to_disk(path)

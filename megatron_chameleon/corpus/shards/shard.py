@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_chameleon.artifacts.corpus import num_blocks
 from megatron_chameleon.artifacts.files import flush_to_disk, writing
 from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.corpus.indexed_writer import TokenType, index_bytes
@@ -121,11 +122,14 @@ class Shard(FolderRecord):
         if self.parts is None:
             return {TOKENS_NAME: self.token_bytes}
         size = np.dtype(self.dtype).itemsize
-        paths = [(part, *part.paths(self.root)) for part in self.parts]
-        return {
-            **{tokens.name: part.tokens * size for part, tokens, _ in paths},
-            **{index.name: index_bytes(part.documents) for part, _, index in paths},
-        }
+        sizes: dict[str, int] = {}
+        for part in self.parts:
+            tokens, index, checksums = part.paths(self.root)
+            sizes[tokens.name] = part.tokens * size
+            sizes[index.name] = index_bytes(part.documents)
+            blocks = num_blocks(sizes[tokens.name]) + num_blocks(sizes[index.name])
+            sizes[checksums.name] = 8 * blocks
+        return sizes
 
     def document_blocks(self, size: int) -> Iterator[NDArray[np.void]]:
         """The DOCUMENT records, at most ``size`` at a time."""

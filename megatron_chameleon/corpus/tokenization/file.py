@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from megatron_chameleon.artifacts import TokenizerIdentity
-from megatron_chameleon.artifacts.files import replacing, sha256_of_json
+from megatron_chameleon.artifacts.corpus import tokenizer_hash
+from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.corpus.tokenization.encoders import (
     Encoder,
     JsonEncoder,
@@ -66,14 +66,8 @@ class TokenizerFile:
 
     @property
     def sha256(self) -> str:
-        """Hex SHA-256 of all that decides the ids: the file's where it says everything."""
-        content = hashlib.sha256(self.content).hexdigest()
-        if self.pattern is None:
-            return content
-        special = None if self.special_tokens is None else dict(self.special_tokens)
-        return sha256_of_json(
-            {"content": content, "pattern": self.pattern, "special_tokens": special}
-        )
+        """Hex SHA-256 of all that decides the ids."""
+        return tokenizer_hash(self.content, self.pattern, self.special_tokens)
 
     def open(self) -> Encoder:
         """The file in its own library. Raises UserError if it cannot be read there."""

@@ -168,7 +168,6 @@ def hold_all(plan: TrainingPlan, names: Sequence[str]) -> dict[str, HeldWindows]
             options.seq_length,
             options.online.online_windows,
             options.seed,
-            plan.data.tokenizer.vocab_size,
         )
         for domain in plan.data.domains
         if domain.name in names

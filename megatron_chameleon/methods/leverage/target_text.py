@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, Stopwatch
+from megatron_chameleon.corpus.block_checksums import BlockTokens
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 from megatron_chameleon.corpus.reading.malformed import MalformedLineError
+from megatron_chameleon.corpus.reading.opening import size_and_time
 from megatron_chameleon.corpus.reading.record_values import object_in, text_at
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.extract import embed_windows
@@ -50,7 +52,8 @@ def read_target(path: Path, corpus: Corpus) -> TokenFile:
     tokens, lengths = corpus_tokenizer(corpus).encode_documents(texts)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
-    return TokenFile(path, tokens, lengths, starts * tokens.dtype.itemsize, boundaries)
+    pointers = starts * tokens.dtype.itemsize
+    return TokenFile(path, BlockTokens(path, tokens), lengths, pointers, boundaries)
 
 
 def embed_target(
@@ -90,6 +93,7 @@ def embed_target(
 
 
 def _documents(path: Path) -> Iterator[str]:
+    size_and_time(str(path))  # raises for what is not a regular file
     if path.suffix == ".txt":
         yield path.read_text(encoding="utf-8")
         return

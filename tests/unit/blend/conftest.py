@@ -29,8 +29,8 @@ def write_split(root: Path, name: str, lengths: list[int], rng: np.random.Genera
     writer = IndexedWriter(root / "tokens" / name, "uint16")
     for length in lengths:
         writer.add(np.append(rng.integers(1, VOCAB_SIZE, length - 1), EOD))
-    digest = writer.finish()
-    return DomainSplit(f"tokens/{name}", writer.documents, writer.tokens, sum(lengths), digest)
+    counts = (writer.documents, writer.tokens, sum(lengths))
+    return DomainSplit(f"tokens/{name}", *counts, writer.finish(), writer.block_checksums)
 
 
 @pytest.fixture

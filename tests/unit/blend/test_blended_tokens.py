@@ -20,6 +20,7 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.training import DocumentBoundaryOptions
+from tests.small_corpus import without_checksums
 from tests.unit.blend.blend_weights import hard_weights
 from tests.unit.blend.token_files import MegatronTokenizer
 
@@ -301,7 +302,7 @@ def windows_of(corpus, name):
 @pytest.mark.parametrize("permutation", FREE)
 def test_a_domain_gives_every_token_once_before_any_comes_again(make_corpus, permutation):
     # Each document is a token of its own, so tokens tell what was read.
-    corpus = make_corpus({"a": [1] * (SEQ_LENGTH * 13)})
+    corpus = without_checksums(make_corpus({"a": [1] * (SEQ_LENGTH * 13)}))
     data = corpus_tokens(corpus)
     numbers = np.arange(1, SEQ_LENGTH * 13 + 1, dtype=np.uint16)
     corpus.prefix("a", "train").with_suffix(".bin").write_bytes(numbers.tobytes())
@@ -316,7 +317,7 @@ def test_a_domain_gives_every_token_once_before_any_comes_again(make_corpus, per
 def test_where_epochs_meet_no_token_is_lost_or_repeated(make_corpus, permutation):
     # 5 windows and 3 tokens more: windows that begin in one epoch end in the next.
     size, epochs = SEQ_LENGTH * 5 + 3, SEQ_LENGTH
-    corpus = make_corpus({"a": [1] * size})
+    corpus = without_checksums(make_corpus({"a": [1] * size}))
     numbers = np.arange(1, size + 1, dtype=np.uint16)
     corpus.prefix("a", "train").with_suffix(".bin").write_bytes(numbers.tobytes())
     dataset = BlendedTokens(
@@ -430,7 +431,7 @@ def test_a_token_that_the_vocabulary_lacks_is_refused_naming_the_file(corpus):
     tokens = np.fromfile(path, np.uint16)
     tokens[tokens.size // 2] = corpus.tokenizer.vocab_size
     path.write_bytes(tokens.tobytes())
-    dataset = blended(corpus, [1, 1, 1, 1], 400)
+    dataset = blended(without_checksums(corpus), [1, 1, 1, 1], 400)
     with pytest.raises(UserError, match=r"short.*\.bin holds token 1000.*vocabulary of 1000"):
         dataset.batch(range(400))
 

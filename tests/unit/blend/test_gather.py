@@ -13,6 +13,7 @@ from megatron_chameleon.blend.gather import (
     ViewTable,
     gather_reference,
 )
+from megatron_chameleon.corpus.block_checksums import BlockTokens
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 from megatron_chameleon.errors import UserError
 
@@ -24,7 +25,8 @@ def token_file(lengths, dtype, rng):
     tokens = rng.integers(0, VOCAB_SIZE, lengths.sum()).astype(dtype)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     boundaries = np.arange(len(lengths) + 1)
-    return TokenFile(Path("a"), tokens, lengths, starts * np.dtype(dtype).itemsize, boundaries)
+    checked = BlockTokens(Path("a.bin"), tokens, None, VOCAB_SIZE)
+    return TokenFile(Path("a"), checked, lengths, starts * np.dtype(dtype).itemsize, boundaries)
 
 
 def documents_view(lengths, dtype, index_dtype, seq_length, first, seed):
@@ -49,9 +51,9 @@ def documents_view(lengths, dtype, index_dtype, seq_length, first, seed):
     )
 
 
-def gathered(views, pairs, seq_length, vocab_size=VOCAB_SIZE):
+def gathered(views, pairs, seq_length):
     places, numbers = np.array(pairs, np.int64).T.copy()
-    return ViewTable(views).gather(places, numbers, seq_length, vocab_size)
+    return ViewTable(views).gather(places, numbers, seq_length)
 
 
 @given(
@@ -114,7 +116,7 @@ def test_a_view_can_be_put_in_the_place_of_another():
     for view in (first, second):
         table.put(1, view)
         assert (table.first[1], table.stop[1]) == (view.first, view.first + view.num_samples)
-        window = table.gather(np.array([1]), np.array([view.first]), 4, VOCAB_SIZE)[0]
+        window = table.gather(np.array([1]), np.array([view.first]), 4)[0]
         np.testing.assert_array_equal(window, gather_reference(view, view.first, 4))
 
 
@@ -132,8 +134,7 @@ def test_a_sample_outside_of_its_view_is_an_assertion_and_no_crash(number):
 @pytest.mark.parametrize(("dtype", "token"), [(np.uint16, VOCAB_SIZE), (np.int32, -5)])
 def test_a_token_that_is_none_of_the_vocabulary_is_told_with_its_file(dtype, token):
     view = documents_view([90], dtype, np.int32, 4, 0, seed=0)
-    gathered([view], [(0, 3)], 4)
     window = view.windows[view.shuffle[3]]
-    view.file.tokens[int(window[1]) + 2] = token
-    with pytest.raises(UserError, match=rf"^a\.bin holds token {token}, .* {VOCAB_SIZE} does not"):
+    view.file.tokens.unchecked[int(window[1]) + 2] = token
+    with pytest.raises(UserError, match=rf"^a\.bin holds token {token}, .* {VOCAB_SIZE}"):
         gathered([view], [(0, 2), (0, 3)], 4)

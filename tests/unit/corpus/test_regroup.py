@@ -13,6 +13,7 @@ from megatron_chameleon.artifacts import SPLITS, Corpus
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.corpus import regroup as regrouping
 from megatron_chameleon.corpus import text_bytes
+from megatron_chameleon.corpus.block_checksums import BlockTokens
 from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
 from megatron_chameleon.corpus.regroup import regroup
 from megatron_chameleon.corpus.text_bytes import document_bytes, token_bytes
@@ -120,7 +121,8 @@ def encoded(tokenizer, texts):
     tokens, lengths = tokenizer.encode_documents(texts)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     boundaries = np.arange(len(lengths) + 1)
-    return TokenFile(Path("texts"), tokens, lengths, starts * tokens.itemsize, boundaries)
+    checked = BlockTokens(Path("texts"), tokens)
+    return TokenFile(Path("texts"), checked, lengths, starts * tokens.itemsize, boundaries)
 
 
 @pytest.mark.parametrize("kind", ["tokenizer_json", "sentencepiece_model"])

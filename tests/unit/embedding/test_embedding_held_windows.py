@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.embedding.held_windows import hold_windows
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.errors import UserError
-from tests.small_corpus import DOMAINS, VOCAB_SIZE
+from tests.small_corpus import DOMAINS
 
 
 def texts_of(file, windows):
@@ -24,7 +25,7 @@ def texts_of(file, windows):
 @pytest.mark.parametrize("number", range(len(DOMAINS)))
 def test_they_are_what_is_drawn_for_an_embedding_store(corpus, number):
     domain = corpus_tokens(corpus).domains[number]
-    held = hold_windows(domain, 32, 20, seed=7, vocab_size=VOCAB_SIZE)
+    held = hold_windows(domain, 32, 20, seed=7)
     file = open_tokens(corpus, domain.name, "train")
     drawn = draw_windows(file.lengths, 32, 20, seed=7, name=domain.name).longest_first()
     assert len(held.windows) == 20
@@ -39,7 +40,7 @@ def test_they_lie_in_the_training_part_of_a_data_path(corpus):
     data = data_path_tokens(path, "50,25,25", corpus.tokenizer, "valid")
     (domain,) = data.domains
     assert domain.first > 0
-    held = hold_windows(domain, 32, 10_000, seed=0, vocab_size=VOCAB_SIZE)
+    held = hold_windows(domain, 32, 10_000, seed=0)
     file = open_tokens(corpus, "code", "train")
     cut = []
     for number in range(domain.first, domain.stop):
@@ -51,6 +52,6 @@ def test_they_lie_in_the_training_part_of_a_data_path(corpus):
 
 
 def test_a_token_of_another_vocabulary_is_refused(corpus):
-    domain = corpus_tokens(corpus).domains[0]
-    with pytest.raises(UserError, match=r"holds token 250, and the vocabulary has 100"):
-        hold_windows(domain, 32, 10_000, seed=0, vocab_size=100)
+    domain = dataclasses.replace(corpus_tokens(corpus).domains[0], vocab_size=100)
+    with pytest.raises(UserError, match=r"holds token 250"):
+        hold_windows(domain, 32, 10_000, seed=0)

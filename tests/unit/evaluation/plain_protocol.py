@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.artifacts import Protocol
 from megatron_chameleon.artifacts.evaluation_result import FirstToken, Packing
+from megatron_chameleon.corpus.block_checksums import BlockTokens
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 
 EOD = 9
@@ -55,7 +56,8 @@ def token_file(documents: Sequence[Sequence[int]]) -> TokenFile:
     lengths = np.array([len(document) for document in documents], np.int32)
     tokens = np.array([token for document in documents for token in document], np.uint16)
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
-    return TokenFile(Path("none"), tokens, lengths, pointers, np.arange(len(lengths) + 1))
+    checked = BlockTokens(Path("none"), tokens)
+    return TokenFile(Path("none"), checked, lengths, pointers, np.arange(len(lengths) + 1))
 
 
 def predictions(

@@ -81,7 +81,7 @@ def corpus(tmp_path_factory):
             domain,
             test=dataclasses.replace(
                 domain.test,
-                text_bytes=2 * int(sizes[open_tokens(corpus, name, "test").tokens].sum()),
+                text_bytes=2 * int(sizes[open_tokens(corpus, name, "test").tokens[:]].sum()),
             ),
         )
         for name, domain in corpus.domains.items()

@@ -82,7 +82,7 @@ def test_a_domain_without_training_text_is_refused(compute, tmp_path):
     Path(f"{prefix}.bin").write_bytes(b"")
     Path(f"{prefix}.idx").write_bytes(bytes(index_file_bytes(0)))
     domain = corpus.domains["code"]
-    empty = dataclasses.replace(domain.train, documents=0, tokens=0)
+    empty = dataclasses.replace(domain.train, documents=0, tokens=0, block_checksums=None)
     domains = {**corpus.domains, "code": dataclasses.replace(domain, train=empty)}
     dataclasses.replace(corpus, domains=domains).save()
     Corpus.load(corpus.root)

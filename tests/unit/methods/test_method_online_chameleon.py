@@ -244,7 +244,7 @@ def empty_domain(corpus, name):
     Path(f"{prefix}.bin").write_bytes(b"")
     Path(f"{prefix}.idx").write_bytes(bytes(index_file_bytes(0)))
     domain = corpus.domains[name]
-    empty = dataclasses.replace(domain.train, documents=0, tokens=0)
+    empty = dataclasses.replace(domain.train, documents=0, tokens=0, block_checksums=None)
     domains = {**corpus.domains, name: dataclasses.replace(domain, train=empty)}
     dataclasses.replace(corpus, domains=domains).save()
 

@@ -12,7 +12,7 @@ from megatron_chameleon.training.drawn import drawn_lines, drawn_tokens, planned
 SIZES = {"news": 1000, "code": 250, "empty": 0}
 DATA = TokenData(
     "a test",
-    tuple(DomainData(name, Path(name), 0, 1, size, name) for name, size in SIZES.items()),
+    tuple(DomainData(name, Path(name), 0, 1, size, name, 100) for name, size in SIZES.items()),
     TokenizerIdentity("tokenizers", "tokenizer.json", "0" * 64, 100, 0),
     "0" * 64,
 )

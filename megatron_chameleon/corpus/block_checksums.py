@@ -1,0 +1,182 @@
+"""Checksums of the blocks of a corpus's token files, and tokens that are checked by them when read.
+
+Beside PREFIX.bin and PREFIX.idx, PREFIX.xxh3 holds the 64-bit XXH3 hash, little-endian, of every
+``BLOCK_BYTES`` of the .bin and then of the .idx; the last block of each file may be shorter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_chameleon.artifacts.corpus import BLOCK_BYTES, num_blocks
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.errors import UserError
+
+_HINT = "restore it or preprocess again"
+
+
+class BlockHasher:
+    """Hashes a stream of bytes block by block."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+        self._finished = bytearray()
+
+    def update(self, content: bytes | bytearray | memoryview) -> None:
+        """Append bytes to the stream."""
+        view = memoryview(content).cast("B")
+        first = 0
+        while first < len(view):
+            part = view[first : first + BLOCK_BYTES - self._filled]
+            self._hash.update(part)
+            self._filled += len(part)
+            first += len(part)
+            if self._filled == BLOCK_BYTES:
+                self.end_block()
+
+    def end_block(self) -> None:
+        """End the block that has been begun, if one has."""
+        if self._filled:
+            self._finished += self._hash.intdigest().to_bytes(8, "little")
+            self._hash.reset()
+            self._filled = 0
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that the next :meth:`take` returns."""
+        return len(self._finished)
+
+    def take(self) -> bytes:
+        """The checksums of the blocks finished since the last call."""
+        taken = bytes(self._finished)
+        self._finished = bytearray()
+        return taken
+
+
+class BlockTokens:
+    """Tokens on disk; every block is checked the first time that any of it is read.
+
+    Reading is indexing, by a slice or by an array of positions from 0 on; both raise UserError for
+    a block that does not match its checksum or holds an id outside the vocabulary.
+
+    Args:
+        path: of the .bin, for messages.
+        unchecked: [num_tokens], of an integer type.
+        checksums: [num_blocks] uint64; None where there are none to check.
+        vocab_size: ids go from 0 to one less; None where they are not checked.
+
+    Attributes:
+        unread: [num_blocks] uint8, 1 for each block that is yet to be checked.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        unchecked: NDArray[np.integer],
+        checksums: NDArray[np.uint64] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._path, self.unchecked = path, unchecked
+        self._checksums, self._vocab_size = checksums, vocab_size
+        self._block = BLOCK_BYTES // unchecked.itemsize
+        is_checked = checksums is not None or vocab_size is not None
+        self.unread = np.full(num_blocks(unchecked.nbytes), is_checked, np.uint8)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return self.unchecked.size
+
+    @property
+    def dtype(self) -> np.dtype[np.integer]:
+        """Type of a token on disk."""
+        return self.unchecked.dtype
+
+    def __getitem__(self, key: slice | NDArray[np.integer]) -> NDArray[np.integer]:
+        if isinstance(key, slice):
+            start, stop, _ = key.indices(self.size)
+            first, last = start // self._block, -(-stop // self._block)
+            self.check(first + np.flatnonzero(self.unread[first:last]))
+        else:
+            if np.min(key, initial=0) < 0:
+                raise IndexError("positions of tokens are not negative")
+            blocks = np.atleast_1d(key) // self._block
+            self.check(np.unique(blocks[self.unread[blocks] != 0]))
+        return self.unchecked[key]
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray[np.integer]:
+        return np.array(self[:], dtype=dtype, copy=copy)  # type: ignore[call-overload]
+
+    def check(self, blocks: NDArray[np.int64]) -> None:
+        """Check those of ``blocks`` that are unread.
+
+        Raises:
+            UserError: naming the file and the block.
+        """
+        for block in blocks[self.unread[blocks] != 0].tolist():
+            content = self.unchecked[block * self._block : (block + 1) * self._block]
+            if self._checksums is not None:
+                check_block(self._path, content, block, int(self._checksums[block]))
+            if self._vocab_size is not None:
+                self._check_ids(content)
+            self.unread[block] = 0
+
+    def _check_ids(self, content: NDArray[np.integer]) -> None:
+        smallest, largest = int(content.min()), int(content.max())
+        vocab_size = self._vocab_size
+        assert vocab_size is not None
+        if smallest < 0 or largest >= vocab_size:
+            raise UserError(
+                f"{self._path} holds token {smallest if smallest < 0 else largest}, outside of the "
+                f"vocabulary of {vocab_size}: it is damaged or of another tokenizer; {_HINT}"
+            )
+
+
+# Tokens on disk, or in memory.
+Tokens = BlockTokens | NDArray[np.integer]
+
+
+def read_checksums(
+    path: Path, tokens: NDArray[np.uint8], index: NDArray[np.uint8], sha256: str
+) -> NDArray[np.uint64]:
+    """The checksums of a .bin, those of its .idx being checked.
+
+    Args:
+        path: of both, with the suffix ``.xxh3``.
+        tokens: bytes of the .bin.
+        index: bytes of the .idx.
+        sha256: what the hash of the file at ``path`` should be.
+
+    Raises:
+        UserError: if the checksums are not those, or a block of the .idx does not match its own.
+    """
+    try:
+        found = sha256_of_files(path)
+        checksums = np.fromfile(path, "<u8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; {_HINT}") from error
+    bin_blocks = num_blocks(tokens.size)
+    if found != sha256 or checksums.size != bin_blocks + num_blocks(index.size):
+        raise UserError(f"{path} has changed since corpus.json was written; {_HINT}")
+    for block, checksum in enumerate(checksums[bin_blocks:].tolist()):
+        content = index[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        check_block(path.with_suffix(".idx"), content, block, checksum)
+    return checksums[:bin_blocks]
+
+
+def check_block(path: Path, content: NDArray[np.integer], block: int, checksum: int) -> None:
+    """Raises UserError, naming file and block, if ``content`` does not hash to ``checksum``."""
+    if xxhash.xxh3_64_intdigest(content.data) != checksum:
+        first = block * BLOCK_BYTES
+        raise UserError(
+            f"{path}: bytes {first} to {first + content.nbytes - 1} (block {block}) do not match "
+            f"their checksum: the file is damaged; {_HINT}"
+        )
