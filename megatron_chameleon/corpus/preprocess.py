@@ -229,12 +229,11 @@ class _Run:
         ).save()
 
     def _sample(self, shards: Sequence[int]) -> Iterator[str]:
-        """The first texts of ``shards``; none of a pipe, which gives its text only once."""
+        """The first texts of ``shards``."""
         reader = DocumentReader(self.options.source, self.plan.sources, self.options.domains)
         for number in shards:
             for piece in self.plan.shards[number]:
-                if not Path(self.plan.sources[piece.source].path).is_fifo():
-                    yield from (document.text for document in reader.read(piece))
+                yield from (document.text for document in reader.read(piece))
 
     def _load(self, number: int) -> Shard:
         shard = Shard.load(self.folder.shard_folder(number))

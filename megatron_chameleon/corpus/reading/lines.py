@@ -102,7 +102,7 @@ def _suffix(path: str) -> str:
 def _whole_lines(path: str, start: int, stop: int | None) -> tuple[int, int | None]:
     """The bytes between which the lines lie that begin in [start, stop)."""
     if (start, stop) == (0, None):
-        return 0, None  # may be a pipe, which cannot be sought
+        return 0, None
     with reading(path), open_source(path) as stream:
         return line_start(stream, start), None if stop is None else line_start(stream, stop)
 

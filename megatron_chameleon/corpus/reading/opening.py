@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -55,11 +57,13 @@ def size_and_time(path: str) -> tuple[int, int]:
     """Bytes of a file, and when it was last changed in ns since 1970; 0 where nobody says.
 
     Raises:
-        UserError: if it is not there or cannot be looked at.
+        UserError: if it is missing, unreadable or not a regular file.
     """
     with reading(path):
         if not is_remote(path):
             status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
+                raise OSError(errno.EINVAL, "not a regular file", path)
             return status.st_size, status.st_mtime_ns
         import fsspec
 

@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Literal
 
 from megatron_chameleon.artifacts import Split
@@ -93,12 +92,12 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
 def check_unchanged(source: Source) -> None:
     """Tell by size and time of change whether ``source`` is what it was when it was found.
 
-    Files on the hub are: their addresses hold the revision. A pipe has neither size nor past.
+    Files on the hub are: their addresses hold the revision.
 
     Raises:
         UserError: if it is not, or is gone.
     """
-    if source.kind == "dataset" or is_remote(source.path) or Path(source.path).is_fifo():
+    if source.kind == "dataset" or is_remote(source.path):
         return
     size, modified_ns = size_and_time(source.path)
     if size != source.bytes:

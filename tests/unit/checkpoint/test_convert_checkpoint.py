@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import random
 import resource
 import runpy
 import shutil
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import FILE_NAME
 from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
+from megatron_chameleon.checkpoint.huggingface_folder import read_tensors
 from megatron_chameleon.checkpoint.reader import open_reader, shape_of
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
@@ -155,6 +157,25 @@ def test_code_in_a_pickle_is_not_run_even_then(pickled, tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*pytorch_model\.bin \(.*it is damaged"):
         convert_from_huggingface(options)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_damaged_pickle_is_a_user_error_whatever_torch_raises(tmp_path, zipped):
+    path, rng = tmp_path / "pytorch_model.bin", random.Random(0)
+    tensors = {"a": torch.ones(4, 3), "b": torch.arange(5)}
+    torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
+    whole, rejected = path.read_bytes(), 0
+    # Of a zip, most bytes are padding: the pickle is near the beginning.
+    size = whole.index(b"byteorder") if zipped else len(whole)
+    for _ in range(150):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(size)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            read_tensors([path])
+        except UserError:
+            rejected += 1
+    assert rejected > 50
 
 
 def test_safetensors_are_preferred_to_a_pickle_beside_them(folder, tmp_path, converted):

@@ -138,23 +138,23 @@ def test_an_interrupted_run_leaves_no_corpus_and_a_second_one_works(
     command, jsonl, texts, tmp_path, how
 ):
     whole = jsonl("whole.jsonl", texts(300))
-    # A pipe that never ends holds the run in the middle of its input.
-    endless = tmp_path / "endless.jsonl"
-    os.mkfifo(endless)
-    arguments = command("--input", f"a={whole}", f"b={endless}", "--split", "60,20,20")
+    # Large enough that the run is interrupted in the middle of it.
+    large = jsonl("large.jsonl", texts(300))
+    large.write_bytes(large.read_bytes() * 2000)
+    arguments = command("--input", f"a={whole}", f"b={large}", "--split", "60,20,20")
     process = subprocess.Popen(arguments, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE)
-    with endless.open("wb"):  # opens once the run has come to it
-        assert list((tmp_path / "corpus" / ".partial" / "desks").glob("*/000000/documents.bin"))
-        time.sleep(0.2)
-        process.send_signal(how)
-        _, told = process.communicate(timeout=120)
+    desks = tmp_path / "corpus" / ".partial" / "desks"
+    while not list(desks.glob("*/000000/documents.bin")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(how)
+    _, told = process.communicate(timeout=120)
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
     assert b"Traceback" not in told
     assert not (tmp_path / "corpus" / "corpus.json").exists()
     assert (tmp_path / "corpus").exists() == (how == signal.SIGKILL)
 
-    endless.unlink()
-    jsonl("endless.jsonl", texts(300, 1))
+    jsonl("large.jsonl", texts(300, 1))
     done = run(arguments)
     assert done.returncode == 0, done.stderr
     assert Corpus.load(tmp_path / "corpus").names == ["a", "b"]

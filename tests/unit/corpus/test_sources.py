@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,21 @@ def test_held_out_inputs_are_named_in_messages_by_their_flag(folder):
         find(f"x={folder}/a.jsonl", test_input=[f"x={folder}/absent.jsonl"])
     with pytest.raises(UserError, match=r"--valid-input .*b.jsonl: of which domain"):
         find(f"x={folder}/a.jsonl", valid_input=[f"{folder}/b.jsonl"])
+
+
+NOT_REGULAR = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "terminal": lambda path: path.symlink_to("/dev/ptmx"),
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+}
+
+
+@pytest.mark.parametrize("make", NOT_REGULAR.values(), ids=NOT_REGULAR)
+@pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz", "s.parquet"])
+def test_what_may_never_end_is_rejected_by_name_and_in_folders(folder, monkeypatch, make, name):
+    monkeypatch.chdir(folder)  # the path of a socket is short
+    make(Path(name))
+    for given in (folder / name, folder, folder / "s.*"):
+        with pytest.raises(UserError, match=rf"{name}: not a regular file"):
+            find(f"x={given}")
