@@ -9,13 +9,13 @@ stage, where the tied embedding has a bucket of its own.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-_STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
 _GATHER = "get_parameter_state_dp_zero"
 
 
@@ -31,20 +31,27 @@ def _replace_gather(optimizer: DistributedOptimizer) -> None:
     gather = getattr(optimizer, _GATHER)
 
     def gather_padded(**settings: Any) -> dict[Any, Any] | None:
-        state: dict[Any, Any] | None = gather(**settings)
-        if state is not None:
-            for number, buffer in enumerate(optimizer.buffers):
-                for tensors in state[number].values():
-                    tensors.update({key: _padded(tensors[key], buffer) for key in _STATE_KEYS})
+        with _padding_counted(optimizer.buffers):
+            state: dict[Any, Any] | None = gather(**settings)
         return state
 
     setattr(optimizer, _GATHER, gather_padded)
 
 
-def _padded(values: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """``values`` of all buckets one after the other, each moved to its offset in ``buffer``."""
-    whole = values.new_zeros(buffer.numel)
-    sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
-    for bucket, part in zip(buffer.buckets, values.split(sizes), strict=True):
-        whole[bucket.offset : bucket.offset + len(part)] = part
-    return whole
+@contextlib.contextmanager
+def _padding_counted(buffers: Sequence[Any]) -> Iterator[None]:
+    """Let sizes without padding include it, so that buckets are gathered to their own offsets.
+
+    The state is up to 12 bytes a parameter on the host of every rank: moving it afterwards would
+    take a second copy.
+    """
+    padded = {buffer: buffer.numel for buffer in buffers}
+    padded |= {b: b.grad_data.numel() for buffer in buffers for b in buffer.buckets}
+    unpadded = {part: part.numel_unpadded for part in padded}
+    try:
+        for part, size in padded.items():
+            part.numel_unpadded = size
+        yield
+    finally:
+        for part, size in unpadded.items():
+            part.numel_unpadded = size

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_chameleon.checkpoint.bucket_repair import gather_with_padding
 from megatron_chameleon.model.gpt import build_model
@@ -63,3 +64,27 @@ def test_with_the_repair_every_parameter_is_in_its_place(optimizer):
     gather_with_padding(optimizer)
     gather_with_padding(optimizer)  # the same as once
     assert misplaced(optimizer) == 0
+
+
+def test_the_repair_takes_no_second_copy(optimizer):
+    """What is gathered is allocated once, padding included."""
+    gather_with_padding(optimizer)
+    sizes = [(b.numel_unpadded, b.numel) for b in optimizer.buffers]
+    with LargeAllocations(min(numel for _, numel in sizes)) as made:
+        optimizer.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+    assert made.count == 3 * len(sizes)
+    assert [(b.numel_unpadded, b.numel) for b in optimizer.buffers] == sizes
+
+
+class LargeAllocations(TorchDispatchMode):
+    """Count operations that make a tensor of at least so many elements."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, function, _types, arguments=(), more=None):
+        made = function(*arguments, **(more or {}))
+        if function in (torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default):
+            self.count += made.numel() >= self.elements
+        return made
