@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 import textwrap
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from megatron_chameleon.parallel.cpu import unusable_gpu
 from megatron_chameleon.parallel.triton_probe import triton_problem
 
 State = Literal["active", "available", "unused", "absent", "broken", "wrong package"]
@@ -30,6 +32,7 @@ NEVER_TESTED = (
 # NVIDIA's Apex has these subpackages; the unrelated project that has its name on the package index
 # has neither.
 APEX_SUBPACKAGES = ("optimizers", "normalization")
+_TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 # The layers are megatron-core's plain ones, with torch's norms.
 ONLY_ADAM = "of it, megatron-core takes FusedAdam alone"
 
@@ -61,6 +64,7 @@ def acceleration_report() -> AccelerationReport:
         cuda_devices=_cuda_devices(),
         features=(
             _cuda(),
+            _float32(),
             _bfloat16(),
             _flash_attention(),
             _transformer_engine(),
@@ -122,10 +126,22 @@ def _cuda() -> Feature:
     if torch.cuda.is_available():
         detail = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} device(s)"
         return Feature("CUDA", "active", detail, without)
+    problem = unusable_gpu()
+    if problem is not None:
+        return Feature("CUDA", "broken", problem, without)
     if torch.version.cuda is None:
         return Feature("CUDA", "absent", "this torch is built for the CPU alone", without)
     detail = f"torch is built for CUDA {torch.version.cuda} but sees no device"
     return Feature("CUDA", "absent", detail, without)
+
+
+def _float32() -> Feature:
+    """Whether fp32 is fp32; parallel/layout.py sees to it in every tool."""
+    without = "fp32 training computes in fp32, at a fraction of TF32's speed; use --bf16 for speed"
+    if torch.get_float32_matmul_precision() == "highest":
+        return Feature("TF32", "unused", "this torch does not ask for it", without)
+    detail = f"{_TF32_VARIABLE}={os.environ.get(_TF32_VARIABLE, '')} allows it; the tools reset it"
+    return Feature("TF32", "unused", detail, without)
 
 
 def _bfloat16() -> Feature:

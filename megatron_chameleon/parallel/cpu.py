@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import glob
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+_GPU_FILES = "/dev/nvidia[0-9]*"
 _CPU = torch.device("cpu")
 _INSTALLED = "_megatron_chameleon_cpu_stand_in"
 # Names and limits of glibc's mallopt(3).
@@ -37,6 +40,25 @@ def install_cpu_stand_in() -> bool:
         keep_freed_memory()
         setattr(torch.cuda, _INSTALLED, True)
     return True
+
+
+def unusable_gpu() -> str | None:
+    """Why torch cannot use this machine's GPU, and the fix.
+
+    Returns:
+        None if it can, if there is no GPU, if this torch is built for the CPU, or if
+        CUDA_VISIBLE_DEVICES hides all devices, which asks for the CPU.
+    """
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    if torch.version.cuda is None or is_hidden or not glob.glob(_GPU_FILES):
+        return None
+    if torch.cuda.is_available():
+        return None
+    return (
+        f"torch for CUDA {torch.version.cuda} cannot use this machine's GPU: update its driver "
+        "(nvidia-smi prints the CUDA version it supports) or install a torch for that version; "
+        "CUDA_VISIBLE_DEVICES= runs on the CPU"
+    )
 
 
 def replace_device_calls() -> None:

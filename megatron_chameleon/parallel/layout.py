@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
-from megatron_chameleon.parallel.cpu import install_cpu_stand_in
+from megatron_chameleon.parallel.cpu import install_cpu_stand_in, unusable_gpu
 
 T = TypeVar("T")
 
@@ -244,17 +244,33 @@ def device_name(device: torch.device) -> str:
 
 
 def _prepare_device() -> torch.device:
+    # NVIDIA's containers allow TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1): fp32 would have 10 bits.
+    torch.set_float32_matmul_precision("highest")
+    problem = unusable_gpu()
+    if problem is not None:
+        raise UserError(problem)
     if install_cpu_stand_in():
         return torch.device("cpu")
-    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    device = torch.device("cuda", _device_index(torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _device_index(count: int) -> int:
+    """Index of this rank's device among the ``count`` visible ones.
+
+    torchrun's ranks all see the devices of their node. Without it, one visible device is this
+    task's own (SLURM's --gpus-per-task=1), whatever its local rank.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0
     if local_rank >= count:
         raise UserError(
             f"there are {count} CUDA device(s) here, too few for local rank {local_rank}; give "
             f"--nproc-per-node {count}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return local_rank
 
 
 def _init_process_group(world_size: int, device: torch.device, timeout_minutes: int) -> None:

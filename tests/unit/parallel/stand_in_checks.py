@@ -160,7 +160,7 @@ def check_no_piece_goes_unchecked() -> None:
         for name, value in vars(cpu).items()
         if getattr(value, "__module__", "") == cpu.__name__ and not name.startswith("_")
     }
-    assert public == {"install_cpu_stand_in", *PIECES}
+    assert public == {"install_cpu_stand_in", "unusable_gpu", *PIECES}
 
 
 def check_megatron_trains_on_the_cpu_with_it() -> None:
