@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_chameleon.artifacts.checkpoint import FILE_NAME, CheckpointRecord
-from megatron_chameleon.checkpoint.adamw_repairs import prepare_for_loading
+from megatron_chameleon.checkpoint.adamw_repairs import convert_loaded_state, prepare_for_loading
 from megatron_chameleon.checkpoint.checked_reading import CheckedLoadStrategy
 from megatron_chameleon.checkpoint.pickled_index import read_index
 from megatron_chameleon.checkpoint.random_state import (
@@ -59,6 +59,7 @@ def load_training(
         state = _read(record, wanted, index)
         _load_model(model, state)
         set_random_states(state.get(RANDOM, {}))
+        convert_loaded_state(optimizer, state["optimizer"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
 
