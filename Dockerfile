@@ -8,6 +8,10 @@ FROM nvcr.io/nvidia/pytorch:${PYTORCH_TAG}
 
 WORKDIR /opt/megatron_chameleon
 
+# The image pins packages of its own for every pip by this variable, some to versions that setup.py
+# excludes. Only the packages below have to stay.
+ENV PIP_CONSTRAINT=
+
 # What the image brings, as pins: should anything ask for another torch, the build stops with pip's
 # explanation instead of replacing the container's.
 RUN python -m pip list --format freeze \
@@ -15,13 +19,15 @@ RUN python -m pip list --format freeze \
     | tee /etc/container-pins.txt
 
 # Dependencies first, so that a change of the sources does not install them again.
+# --no-build-isolation builds with the image's packages: an isolated build would fetch others.
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_chameleon/__init__.py megatron_chameleon/__init__.py
-RUN python -m pip install --no-cache-dir --constraint /etc/container-pins.txt \
-    --editable '.[data,eval,hf,plots]'
+RUN python -m pip install --no-cache-dir 'setuptools>=77' wheel \
+    && python -m pip install --no-cache-dir --no-build-isolation \
+       --constraint /etc/container-pins.txt --editable '.[data,eval,hf,plots]'
 
 COPY . .
-RUN python -m pip install --no-cache-dir --no-deps --editable . \
+RUN python -m pip install --no-cache-dir --no-build-isolation --no-deps --editable . \
     && python -m pip list --format freeze | grep -Fxf /etc/container-pins.txt \
     | diff /etc/container-pins.txt - \
     && python tools/doctor.py
