@@ -9,6 +9,7 @@ import torch
 
 from megatron_chameleon.embedding.pooling import FinalNorm, plain_masked_mean
 from megatron_chameleon.embedding.pooling_kernels import CHUNK, launch_masked_mean
+from tests.rounding import assert_as_near
 
 SHAPES = ((1, 1), (CHUNK - 1, 50), (2 * CHUNK + 5, 50), (9, 768), (5, 1200), (3, 1600))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -55,6 +56,7 @@ class Case:
         assert made.dtype == torch.float32
         assert (made[counts == 0] == 0).all()
         right = plain_masked_mean(states.double(), valid, norm)
+        assert_as_near(made, plain_masked_mean(states.float(), valid, norm), right)
         return float((made.double() - right).abs().max())
 
 
