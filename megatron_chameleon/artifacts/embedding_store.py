@@ -155,7 +155,11 @@ class EmbeddingStore(FolderRecord):
                 f"of {expected}; delete it and run again"
             )
         if not np.isfinite(vectors).all():
-            raise UserError(f"{path} holds vectors that are not finite; delete it and run again")
+            raise UserError(
+                f"{path}: the embeddings of domain '{name}' are not finite (NaN or infinite), so "
+                f"their model or its arithmetic is broken; delete {self.root} and run "
+                "tools/compute_mixture.py again, with a proxy whose loss is finite"
+            )
         return vectors
 
 

@@ -16,6 +16,7 @@ from megatron_chameleon.artifacts.record import Amount, Count, Share, read_recor
 from megatron_chameleon.errors import UserError
 
 FORMAT_VERSION = 1
+KIND = "mixture"
 MADE_BY = "tools/compute_mixture.py writes it"
 # Weights are normalised where they are made. What is read is used to the bit, since its hash says
 # which mixture it is, unless its sum is further from 1 than rounding puts it.
@@ -68,12 +69,13 @@ class Mixture:
 
     def __post_init__(self) -> None:
         domains = set(self.weights)
-        for name in ("scores", "intervals", "epochs", "unconstrained"):
+        for name in ("epochs", "unconstrained"):
             if domains.symmetric_difference(getattr(self, name) or domains):
                 raise ValueError(f"{name} and weights have different domains")
         named = {name for a, b, _ in self.outweighs or () for name in (a, b)}
-        if not domains.issuperset(named.union(self.capped or ())):
-            raise ValueError("outweighs or capped names a domain without a weight")
+        named |= {*(self.capped or ()), *(self.scores or ()), *(self.intervals or ())}
+        if named - domains:
+            raise ValueError(f"domain {min(named - domains)!r} has no weight")
         k = len(domains)
         if self.affinity is not None and [len(row) for row in self.affinity] != [k] * k:
             raise ValueError(f"affinity is not a {k} x {k} matrix")
@@ -87,7 +89,7 @@ class Mixture:
         Raises:
             UserError: naming the file, the field and the way out.
         """
-        mixture = read_record(path, cls, kind="mixture", version=FORMAT_VERSION, made_by=MADE_BY)
+        mixture = read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
         return dataclasses.replace(mixture, weights=normalized(mixture.weights, str(path)))
 
     @classmethod
@@ -97,7 +99,7 @@ class Mixture:
 
     def save(self, path: Path) -> None:
         """Write the mixture to ``path``."""
-        write_record(path, self, kind="mixture", version=FORMAT_VERSION)
+        write_record(path, self, kind=KIND, version=FORMAT_VERSION)
 
     @property
     def hash(self) -> str:

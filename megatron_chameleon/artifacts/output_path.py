@@ -1,33 +1,39 @@
-"""Whether a result can be written where a person asked for it, before the work for it is done."""
+"""Check where a tool is asked to write before its work begins.
+
+A tool replaces what an earlier run of it has written, and nothing else.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_chameleon.artifacts.record import require_kind
 from megatron_chameleon.errors import UserError
 
 
 def check_output(output: Path, kind: str) -> None:
-    """Refuse a file of a record that could not be written later, or would replace something else.
-
-    Nothing is written.
-
-    Args:
-        output: the file that is to hold the record.
-        kind: of the record; one of the same kind may be there.
+    """Check that a record of ``kind`` can be written to the file ``--output``. Nothing is written.
 
     Raises:
-        UserError: if it is a folder, an artifact of another kind, or lies where the system lets
-            this process write nothing.
+        UserError: if something other than such a record is there, or the folder is not writable.
     """
     if output.is_dir():
         raise UserError(f"--output {output} is a folder; give the name of a file")
-    there = _kind_of(output)
-    if there not in (None, kind):
-        raise UserError(f"--output {output} is a {there} file; give another name")
+    require_kind(output, kind)
     check_folder(output.parent, f"--output {output}")
+
+
+def require_new(paths: Iterable[Path], hint: str) -> None:
+    """Check that none of the files ``paths``, which carry no kind, is there.
+
+    Raises:
+        UserError: naming the first that is, ending with ``hint``.
+    """
+    for path in paths:
+        if os.path.lexists(path):
+            raise UserError(f"{path} exists; {hint}")
 
 
 def check_folder(folder: Path, given: str) -> None:
@@ -40,13 +46,3 @@ def check_folder(folder: Path, given: str) -> None:
     nearest = next(place for place in (absolute, *absolute.parents) if place.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{given}: {nearest} cannot be written to; choose another folder")
-
-
-def _kind_of(path: Path) -> str | None:
-    """The kind of artifact that a file says it is; None if it is not there or says nothing."""
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    kind = body.get("kind") if isinstance(body, dict) else None
-    return str(kind) if kind is not None else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -67,10 +69,36 @@ class FolderRecord:
 
 
 def write_record(path: Path, record: Any, *, kind: str, version: int) -> None:
-    """Write the dataclass ``record`` to ``path`` with its ``kind`` and format ``version``."""
+    """Write the dataclass ``record`` to ``path`` with its ``kind`` and format ``version``.
+
+    Raises:
+        UserError: if ``path`` holds anything but a record of this kind, or cannot be written.
+    """
+    require_kind(path, kind)
     body = dataclasses.asdict(record)
     body.pop("root", None)  # where a file lies is not part of what it says
     write_json(path, {"kind": kind, "format_version": version, **_plain(body)})
+
+
+def kind_of(path: Path) -> str | None:
+    """The kind of record in the file ``path``; None if it is not one."""
+    try:
+        return str(read_json(path, "").get("kind"))
+    except UserError:
+        return None
+
+
+def require_kind(path: Path, kind: str) -> None:
+    """Check that nothing would be lost but a record of ``kind`` if ``path`` were replaced.
+
+    Raises:
+        UserError: naming what is there.
+    """
+    if os.path.lexists(path) and (found := kind_of(path)) != kind:
+        raise UserError(
+            f"{path} exists and is {f'a {found} file' if found else 'no artifact'}, not a {kind}; "
+            "choose another name, or move it away"
+        )
 
 
 def read_record(
@@ -108,13 +136,18 @@ def check_values(
     """
     try:
         # Only of JSON text does pydantic's strict mode make dataclasses and tuples.
-        return TypeAdapter(value_type).validate_json(json.dumps(body), strict=True)
+        return _adapter(value_type).validate_json(json.dumps(body), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in (field, *first["loc"]) if part != "")
         raise UserError(
             f"{where}: field {place or '(the whole file)'}: {first['msg']}; {hint}"
         ) from error
+
+
+@functools.cache
+def _adapter(value_type: type[Record]) -> TypeAdapter[Record]:
+    return TypeAdapter(value_type)
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from megatron_chameleon.artifacts.files import (
     cannot_write,
     flush_to_disk,
     put_back,
+    read_json,
     remove_replaced,
     replace_folder,
     write_json,
@@ -44,21 +44,6 @@ def is_huggingface_folder(folder: Path) -> bool:
     """Whether ``folder`` looks like a model of transformers, whole or not."""
     names = (CONFIG_NAME, _SAFETENSORS, _SAFETENSORS + _INDEX_SUFFIX, _PICKLED)
     return any((folder / name).is_file() for name in names)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises UserError if there is none."""
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give a Hugging Face model's folder") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # of JSON or of UTF-8
-        raise UserError(f"{path} is not JSON ({error}); get the folder again") from error
-    if not isinstance(body, dict):
-        raise UserError(f"{path}: a JSON object is expected, not a {type(body).__name__}")
-    return body
 
 
 def find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
@@ -167,7 +152,7 @@ def _files_called(folder: Path, name: str) -> list[Path]:
         return [folder / name]
     if not index.is_file():
         return []
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, "get the folder again").get("weight_map")
     names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
         raise UserError(f"{index}: field weight_map: it does not say which files hold the weights")

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.artifacts.files import read_json, sha256_of_files
 from megatron_chameleon.checkpoint.huggingface_folder import (
     CONFIG_NAME,
     find_weights,
-    read_json,
     read_tensors,
 )
 from megatron_chameleon.model.gpt import unwrap
@@ -53,8 +52,10 @@ class HuggingFaceWeights:
             UserError: if it holds no model that can be one here, or no weights that may be read.
         """
         where = folder / CONFIG_NAME
-        config = read_config(read_json(where), str(where))
+        config = read_config(read_json(where, "give a Hugging Face model's folder"), str(where))
         files = find_weights(folder, allow_pickle=allow_pickle)
+        held = sum(path.stat().st_size for path in files)
+        shape_of_config(config).require_bytes(held, str(where))
         return cls(folder, tuple(files), config, config.vocab_size)
 
     @property

@@ -20,12 +20,8 @@ def shape_of(record: CheckpointRecord) -> ModelShape:
     """
     where, hint = f"{record.root}/checkpoint.json", "the checkpoint is damaged; use another"
     shape = check_values(where, ModelShape, record.model, hint, "model")
-    parameters, held = shape.num_parameters, sum(file.bytes for file in record.files.values())
-    if 2 * parameters > held:  # at 2 bytes each, or more
-        raise UserError(
-            f"{where}: field model: {parameters:,} parameters, but the files have {held:,} bytes; "
-            f"{hint}"
-        )
+    held = sum(file.bytes for file in record.files.values())
+    shape.require_bytes(held, f"{where}: field model")
     return shape
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from megatron_chameleon.artifacts import Corpus, Mixture
 from megatron_chameleon.artifacts.files import replacing, writing
+from megatron_chameleon.artifacts.output_path import require_new
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.exports import litgpt, megatron, olmo_core, tables, torchtitan
 from megatron_chameleon.exports.content import Export, weighted_domains
@@ -45,6 +46,8 @@ def export_mixture(options: ExportOptions) -> None:
     """
     if options.output is not None and options.output.resolve() == options.mixture.resolve():
         raise UserError(f"--output {options.output} is the mixture itself; give another name")
+    if options.output is not None and not options.overwrite:
+        require_new([options.output], "choose another --output or pass --overwrite")
     text = exported_text(options)
     if options.output is None:
         sys.stdout.write(text)

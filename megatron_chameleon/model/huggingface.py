@@ -10,6 +10,7 @@ heads. The embedding has a row for each token there, and rows of padding here.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -91,7 +92,7 @@ def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
         UserError: naming the first field that no model here can have.
     """
     try:
-        config = TypeAdapter(GPT2Config).validate_python(dict(body))
+        config = TypeAdapter(GPT2Config).validate_json(json.dumps(dict(body)), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][:1]) or "(the whole file)"

@@ -82,6 +82,18 @@ class ModelShape:
     max_sequence_length: Positive
     activation: Activation = "gelu"
 
+    def require_bytes(self, held: int, where: str) -> None:
+        """Check that files of ``held`` bytes can hold the model, at 2 bytes a parameter or more.
+
+        Raises:
+            UserError: beginning with ``where``; before any memory is taken for the model.
+        """
+        if 2 * self.num_parameters > held:
+            raise UserError(
+                f"{where}: {self.num_parameters:,} parameters do not fit into the {held:,} bytes "
+                "of its files: it is damaged; use another"
+            )
+
     @property
     def layer_parameters(self) -> int:
         """Parameters of one transformer layer: four projections, biases and two layer norms."""

@@ -45,6 +45,8 @@ class ExportOptions:
     'csv' and 'json': a table of all domains."""
     output: Path | None = None
     """The file to write; printed unless given."""
+    overwrite: bool = False
+    """Replace the output file if there is one."""
     split: Literal["train", "valid", "test"] | None = None
     """Which split's files the formats megatron-data-path, megatron-data-args and olmo-core name;
     train unless given. The others name all splits, or none."""

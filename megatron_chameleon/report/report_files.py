@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from megatron_chameleon.artifacts.files import replacing, write_json
+from megatron_chameleon.artifacts.files import read_json, replacing, write_json
+from megatron_chameleon.artifacts.output_path import require_new
+from megatron_chameleon.errors import UserError
 
 # Which files the report consists of, so that the next one removes those that it does not replace.
 LIST_NAME = "report_files.json"
@@ -20,9 +22,13 @@ def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
         files: at least one.
 
     Raises:
-        UserError: if a file cannot be written; those written before it stay.
+        UserError: if a file cannot be written, those written before it stay; or if there is one of
+            other origin than an earlier report in its place.
     """
     earlier = _listed(folder)
+    if earlier or not os.path.lexists(folder / LIST_NAME):
+        new = [folder / name for name in files if name not in earlier]
+        require_new(new, "choose another --output, or move it away")
     # Whatever happens on the way, the next report knows of all that lies there.
     write_json(folder / LIST_NAME, {"files": sorted({*earlier, *files})})
     for name, content in files.items():
@@ -42,9 +48,9 @@ def write_text(path: Path, text: str) -> None:
 def _listed(folder: Path) -> set[str]:
     """The files of an earlier report; none where its list cannot be read."""
     try:
-        names = json.loads((folder / LIST_NAME).read_text(encoding="utf-8"))["files"]
+        names = read_json(folder / LIST_NAME, "")["files"]
         return {name for name in names if _is_inside(PurePosixPath(name))}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (UserError, TypeError, KeyError):
         return set()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.downstream_result import KIND as DOWNSTREAM_KIND
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
+from megatron_chameleon.artifacts.record import kind_of
 from megatron_chameleon.errors import UserError
 
 CORPUS = "1-corpus"
@@ -82,7 +82,7 @@ class RunFolder:
             raise UserError(f"{root} is not a folder; give the one that holds {CORPUS} and so on")
         corpus = root / CORPUS
         evaluations = _json_files(root / EVALUATION)
-        downstream = [path for path in evaluations if _is_downstream(path)]
+        downstream = [path for path in evaluations if kind_of(path) == DOWNSTREAM_KIND]
         folder = cls(
             root=root,
             corpus=Corpus.load(corpus) if (corpus / "corpus.json").is_file() else None,
@@ -194,12 +194,3 @@ def _folders(stage: Path) -> list[Path]:
 
 def _json_files(stage: Path) -> list[Path]:
     return sorted(path for path in stage.glob("*.json") if path.is_file())
-
-
-def _is_downstream(path: Path) -> bool:
-    """Whether a file says that it is of downstream tasks; what no one can read is told later."""
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(body, dict) and body.get("kind") == DOWNSTREAM_KIND

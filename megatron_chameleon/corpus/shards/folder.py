@@ -24,6 +24,7 @@ from pathlib import Path
 from megatron_chameleon.artifacts.corpus import FILE_NAME
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import flush_to_disk, sha256_of_files, writing
+from megatron_chameleon.artifacts.output_path import require_new
 from megatron_chameleon.corpus.shards.desk import desk_in, elsewhere_in, try_lock
 from megatron_chameleon.corpus.shards.plan import Plan
 from megatron_chameleon.corpus.tokenization.file import FILE_NAMES as TOKENIZER_NAMES
@@ -107,7 +108,7 @@ class CorpusFolder:
             for file in files:
                 flush_to_disk(file)
             (self.root / FILE_NAME).unlink(missing_ok=True)
-            for old in [path for pattern in _OWN_FILES for path in self.root.glob(pattern)]:
+            for old in own_files(self.root):
                 old.unlink(missing_ok=True)
             published = self.desk / _PUBLISHED_NAME
             published.write_text(sha256_of_files(made / FILE_NAME))
@@ -142,6 +143,11 @@ class CorpusFolder:
         shutil.rmtree(self.desk / "joined", ignore_errors=True)
 
 
+def own_files(root: Path) -> list[Path]:
+    """Files in the folder ``root`` that have the names of a corpus's, its corpus.json apart."""
+    return [path for pattern in _OWN_FILES for path in root.glob(pattern)]
+
+
 @contextlib.contextmanager
 def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[CorpusFolder]:
     """A context in which a corpus is made in ``root``, alone or with others.
@@ -156,7 +162,8 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
 
     Raises:
         UserError: if the folder cannot be written, holds a corpus already (unless ``overwrite``),
-            or another process is at work in it.
+            or files of other origin that the corpus would replace, or if another process is at
+            work in it.
     """
     made = not root.exists()
     with _held(root, shared):
@@ -169,6 +176,11 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
                         f"{root} already holds a corpus; choose another --output or pass "
                         "--overwrite"
                     )
+                if (
+                    not (root / FILE_NAME).exists()
+                    and not (root / PARTIAL_NAME / Plan.FILE_NAME).exists()
+                ):
+                    require_new(own_files(root), "choose another --output")
                 yield folder
         finally:
             _remove_if_unused(root / PARTIAL_NAME)

@@ -16,6 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.output_path import require_new
 from megatron_chameleon.corpus.reading.pieces import Piece
 from megatron_chameleon.corpus.reading.readers import DocumentReader
 from megatron_chameleon.corpus.reading.sources import find_sources
@@ -39,8 +40,8 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         UserError: if the text cannot be read or the vocabulary cannot be made from it.
     """
     train = _trainer_for(options.output)
-    if options.output.exists() and not options.overwrite:
-        raise UserError(f"{options.output} exists; choose another --output or pass --overwrite")
+    if not options.overwrite:
+        require_new([options.output], "choose another --output or pass --overwrite")
     if options.vocab_size <= BYTES + 1:
         raise UserError(
             f"--vocab-size {options.vocab_size} has no room for the {BYTES} bytes, "

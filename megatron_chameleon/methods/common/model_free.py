@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_chameleon.artifacts import Corpus, Cost, Mixture, Stopwatch, provenance
+from megatron_chameleon.artifacts.mixture import KIND
+from megatron_chameleon.artifacts.output_path import check_output
 from megatron_chameleon.methods.common.check_text import check_text
 from megatron_chameleon.methods.common.chosen import chosen_domains
 from megatron_chameleon.methods.common.epoch_limit import limit_of
@@ -60,6 +62,7 @@ def write_model_free(
     """
     if int(os.environ.get("RANK", "0")) != 0:
         return
+    check_output(options.output, KIND)
     stopwatch = Stopwatch()
     corpus = Corpus.load(options.corpus)
     names = chosen_domains(options.domains, corpus)

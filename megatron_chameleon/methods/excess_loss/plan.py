@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from megatron_chameleon.artifacts import Corpus, Mixture
+from megatron_chameleon.artifacts.mixture import KIND
+from megatron_chameleon.artifacts.output_path import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.epoch_limit import limit_of
 from megatron_chameleon.methods.common.proxy_run import is_finished, training_options, way_out_of
@@ -15,7 +17,7 @@ from megatron_chameleon.methods.common.watched_proxy import (
     Watcher,
     state_so_far,
 )
-from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR, check_output, work_dir_of
+from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR, work_dir_of
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.excess_loss.hook import (
     ExcessLossReweighting,
@@ -93,7 +95,7 @@ def plan_doremi(
             f"{corpus.root}: there is one domain, and nothing to weigh; add another one"
         )
     limit_of(options, corpus, corpus.names).check()
-    check_output(options.output)
+    check_output(options.output, KIND)
     folder = work_dir_of(options.output, options.work_dir)
     reference_run = reference_run or _reference_run(options, folder)
     reference_dir = options.reference

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from megatron_chameleon.artifacts import Corpus, Stopwatch
+from megatron_chameleon.artifacts.mixture import KIND
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
+from megatron_chameleon.artifacts.output_path import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.epoch_limit import limit_of
-from megatron_chameleon.methods.common.work_dir import check_output, work_dir_of
+from megatron_chameleon.methods.common.work_dir import work_dir_of
 from megatron_chameleon.methods.fits.judgement import judged
 from megatron_chameleon.methods.fits.outcome import Fitted, FoundMixture, write_found
 from megatron_chameleon.methods.fits.runs import (
@@ -86,7 +88,7 @@ def check_fit(method: FitMethod[Options], options: Options, corpus: Corpus) -> N
     check_options(options)
     method.check(options)
     limit_of(options, corpus, corpus.names).check()
-    check_output(options.output)
+    check_output(options.output, KIND)
     if options.ratios is not None:
         refuse_idle(options)
         return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts.mixture import KIND
+from megatron_chameleon.artifacts.output_path import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.chosen import chosen_domains
 from megatron_chameleon.methods.common.epoch_limit import limit_of
@@ -15,7 +17,7 @@ from megatron_chameleon.methods.common.watched_proxy import (
     Watcher,
     state_so_far,
 )
-from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR, check_output, work_dir_of
+from megatron_chameleon.methods.common.work_dir import BY_WORK_DIR, work_dir_of
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.gradient_alignment.hook import (
     GradientAlignment,
@@ -61,7 +63,7 @@ def plan_doge(options: DogeOptions, elsewhere: str = BY_WORK_DIR) -> DogePlan:
     recipe = recipe_of(options.rule, default_mu(roles))
     # Of those that get a weight alone: a target that is not trained on fills no budget.
     limit_of(options, corpus, [corpus.names[position] for position in roles.train]).check()
-    check_output(options.output)
+    check_output(options.output, KIND)
     folder = work_dir_of(options.output, options.work_dir)
     proxy_run = training_options(options.proxy, options.corpus, folder / PROXY)
     way_out = way_out_of(proxy_run.run_dir, elsewhere)

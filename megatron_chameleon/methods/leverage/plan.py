@@ -9,6 +9,8 @@ from pathlib import Path
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, Mixture, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.artifacts.mixture import KIND
+from megatron_chameleon.artifacts.output_path import check_output
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
@@ -51,6 +53,7 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
     Raises:
         UserError: for the first mistake found.
     """
+    check_output(options.output, KIND)
     recipe = resolve_options(options.weighting)
     corpus = Corpus.load(options.corpus)
     checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))

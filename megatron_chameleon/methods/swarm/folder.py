@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts import Cost, provenance
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
+from megatron_chameleon.artifacts.output_path import require_new
 from megatron_chameleon.artifacts.swarm import SwarmRecord, finished_members, member_path
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.swarm.plan import SwarmPlan
@@ -54,6 +55,9 @@ def begin(folder: Path, plan: SwarmPlan) -> None:
             )
         if found.mixtures == wanted.mixtures:
             return
+    else:
+        tables = (folder / RATIOS_NAME, folder / METRICS_NAME)
+        require_new(tables, "give another --work-dir")
     wanted.save()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts.files import replacing, write_json
+from megatron_chameleon.artifacts.files import read_json, replacing, write_json
+from megatron_chameleon.artifacts.output_path import require_new
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.csv_tables import csv_text
 from megatron_chameleon.report.head_to_head.compare import (
@@ -66,11 +68,14 @@ def report_head_to_head(
     figures = load_figures()
     from megatron_chameleon.report.head_to_head.figure import head_to_head_figure
 
+    stem = run / REPORT / name
+    _require_own(stem.with_suffix(".json"), (".png", ".txt", ".md", ".csv"))
+    if record is not None:
+        _require_own(record.path, (".md",))
     compared = head_to_head(RunFolder.load(run), selection)
     tables = [comparison_table(compared), domain_table(compared)]
     text = "\n\n\n".join(map(terminal_table, tables)) + "\n"
     body = as_json(compared)
-    stem = run / REPORT / name
     with replacing(stem.with_suffix(".png")) as temporary:
         temporary.write_bytes(figures.png(head_to_head_figure(compared)))
     page = "\n\n".join(map(markdown_table, tables))
@@ -86,6 +91,17 @@ def report_head_to_head(
         write_record_of(compared, record, body, page)
     print(f"written to {stem}.txt, .md, .csv, .json and .png", flush=True)
     return compared
+
+
+def _require_own(path: Path, suffixes: Sequence[str]) -> None:
+    """Check that what is at ``path``, and there with ``suffixes``, is an earlier comparison.
+
+    Raises:
+        UserError: if it is something else, which would be lost.
+    """
+    if path.is_file() and read_json(path, "choose another name").keys() >= {"seeds", "mixtures"}:
+        return
+    require_new([path, *map(path.with_suffix, suffixes)], "choose another name")
 
 
 def write_record_of(compared: HeadToHead, record: Record, body: dict[str, Any], page: str) -> None:

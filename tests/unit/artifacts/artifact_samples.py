@@ -31,8 +31,28 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.artifacts.corpus import SPLITS, file_name_of, index_file_bytes
+from megatron_chameleon.artifacts.discovered import (
+    DiscoveredDomain,
+    DiscoveredDomains,
+    NearDocument,
+)
+from megatron_chameleon.artifacts.downstream_part import (
+    DownstreamPart,
+    PartSettings,
+    find_part,
+    part_path,
+)
+from megatron_chameleon.artifacts.downstream_result import (
+    Accuracy,
+    DownstreamProtocol,
+    DownstreamResult,
+    Gap,
+    ShotScore,
+    TaskScore,
+)
 from megatron_chameleon.artifacts.embedding_store import DomainEmbeddings
 from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
 
 PROVENANCE = Provenance(
     command=["tool.py", "--flag", "ä ö"],
@@ -60,7 +80,8 @@ def write_samples(root: Path) -> dict[str, Sample]:
     """Every artifact below ``root``, by kind."""
     corpus, run, checkpoint = corpus_in(root / "c"), run_in(root / "r"), checkpoint_in(root / "k")
     store = EmbeddingStore(
-        root / "e", RECIPE, 8, {"a": DomainEmbeddings("a.safetensors", 3, "h")}, PROVENANCE, COST
+        *(root / "e", RECIPE, 8, {"a": DomainEmbeddings("a.safetensors", 3, "h", "0" * 64)}),
+        *(PROVENANCE, COST),
     )
     mixture, result, sweep = sample_mixture(), sample_result(), sample_sweep(root / "s")
     corpus.save()
@@ -94,8 +115,62 @@ def write_samples(root: Path) -> dict[str, Sample]:
             lambda: EvaluationResult.load(root / "result.json"),
         ),
         Sample("sweep", root / "s/sweep.json", sweep, lambda: Sweep.load(root / "s")),
+        *other_samples(root / "o"),
     ]
     return {sample.kind: sample for sample in samples}
+
+
+def other_samples(root: Path) -> list[Sample]:
+    """The records that are of use to the tool that wrote them alone, and those of many tables."""
+    swarm = SwarmRecord(root, {"seed": 1}, "c" * 64, ["a", "b"], [[0.25, 0.75]], PROVENANCE)
+    member = MemberRecord(12, [10, 20], [[1.5, None], [1.25, None]], None, COST)
+    near = NearDocument("a", 7, 0.5, "Once ...")
+    found = DiscoveredDomain(4, {"train": 20, "valid": 2}, {"a": 1.0}, [near])
+    discovered = DiscoveredDomains(
+        *(root, 1, {2: 0.5, 3: -0.25}, 12.5, 100, "m" * 64, 2, 128, 4, 0, 1),
+        *({"cluster 0": found}, ["a"], PROVENANCE, COST),
+    )
+    settings = PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32", "hub")
+    part = DownstreamPart(settings, "acc", "1.0", "train", "0110", 0, "r", "q", COST)
+    scores = {0: ShotScore(0.5, 0.25, 4, 0, "r"), 2: ShotScore(1.0, None, 1, 1, "s")}
+    downstream = DownstreamResult(
+        *("run", "x", 3, DownstreamProtocol("0.4.13", [0, 2], None, 1234, "float32")),
+        {"sciq": TaskScore("acc", "1.0", "train", scores, Accuracy(0.75, 0.125))},
+        [Gap("race", 2, "too few documents")],
+        *(PROVENANCE, COST),
+    )
+    for record in (swarm, discovered):
+        record.save()
+    member.save(root)
+    part.save(root)
+    downstream.save(root / "downstream.json")
+    return [
+        Sample("swarm", root / "swarm.json", swarm, lambda: SwarmRecord.load(root)),
+        Sample(
+            "swarm-member",
+            member_path(root, 12),
+            member,
+            lambda: MemberRecord.load(member_path(root, 12)),
+        ),
+        Sample(
+            "discovered domains",
+            root / "discovered.json",
+            discovered,
+            lambda: DiscoveredDomains.load(root),
+        ),
+        Sample(
+            "downstream evaluation's part",
+            part_path(root, "sciq", 2),
+            part,
+            lambda: find_part(root, settings),
+        ),
+        Sample(
+            "downstream evaluation",
+            root / "downstream.json",
+            downstream,
+            lambda: DownstreamResult.load(root / "downstream.json"),
+        ),
+    ]
 
 
 KINDS = (

@@ -43,6 +43,15 @@ def write_corpus(root, names, overwrite=False):
         folder.publish(folder.desk / "corpus")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokens/a-train.bin", "discovered.json"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_of_other_origin_are_not_replaced(tmp_path, name, overwrite):
+    write(tmp_path, name)
+    with pytest.raises(UserError, match=f"{name} exists"):
+        write_corpus(tmp_path, ["tokenizer.json"], overwrite)
+    assert left_in(tmp_path) == [name]
+
+
 def put_shard(folder, number, content="tokens"):
     written = folder.desk / "shard"
     written.mkdir()

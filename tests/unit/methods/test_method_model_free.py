@@ -53,6 +53,29 @@ def found(options):
     return find
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_file_that_is_no_mixture_is_not_replaced(options, found, corpus, name):
+    for source in (next(corpus.root.rglob("*.bin")), corpus.root / "corpus.json"):
+        asked = options(name)
+        shutil.copy(source, asked.output)
+        with pytest.raises(UserError, match="exists and is "):
+            METHODS[name].compute(asked)
+        assert asked.output.read_bytes() == source.read_bytes()
+        asked.output.unlink()
+    found(name)
+    found(name)  # a mixture is
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_command_gives_the_same_file_provenance_and_time_apart(options, found, name):
+    bodies = []
+    for _ in range(2):
+        found(name)
+        body = json.loads(options(name).output.read_text(), object_pairs_hook=list)
+        bodies.append([field for field in body if field[0] not in ("provenance", "cost")])
+    assert bodies[0] == bodies[1]
+
+
 def tokens_of(corpus: Corpus) -> np.ndarray:
     return np.array(list(corpus.train_tokens.values()), np.float64)
 

@@ -44,6 +44,18 @@ def test_a_list_that_cannot_be_read_is_no_reason_to_stop(tmp_path, content):
     assert json.loads((tmp_path / LIST_NAME).read_text()) == {"files": ["a.png"]}
 
 
+def test_a_file_of_other_origin_is_not_replaced(tmp_path):
+    (tmp_path / "a.png").write_text("mine")
+    with pytest.raises(UserError, match=r"a\.png exists"):
+        write_report(tmp_path, {"b.png": b"1", "a.png": b"2"})
+    assert files_in(tmp_path) == ["a.png"]
+    write_report(tmp_path, {"b.png": b"1"})
+    with pytest.raises(UserError, match=r"a\.png exists"):
+        write_report(tmp_path, {"b.png": b"2", "a.png": b"2"})
+    assert (tmp_path / "a.png").read_text() == "mine"
+    assert (tmp_path / "b.png").read_bytes() == b"1"
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
