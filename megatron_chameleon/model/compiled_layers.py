@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch.distributed import distributed_c10d
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.parallel import TrainingParallelOptions
@@ -29,6 +31,133 @@ class GroupedRowParallelLinear(RowParallelLinear):
         more["tp_group"] = self.tp_group
         output: torch.Tensor = super()._forward_impl(input, weight, **more)
         return output
+
+
+class TraceableColumnParallelLinear(ColumnParallelLinear):
+    """megatron's, whose communication is one operation to the compiler.
+
+    megatron's overlaps collectives with matrix products, which the compiler cannot trace. Where it
+    does not compile, it is megatron's.
+    """
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        **more: Any,
+    ) -> torch.Tensor:
+        overlaps = self.allreduce_dgrad or self.sequence_parallel
+        if not (torch.compiler.is_compiling() and overlaps):
+            plain: torch.Tensor = super()._forward_impl(input, weight, bias=bias, **more)
+            return plain
+        group: str = self.tp_group.group_name
+        output = column_parallel_linear(input, weight, self.sequence_parallel, group)
+        return output if bias is None else output + bias
+
+
+@torch.library.custom_op("megatron_chameleon::column_parallel_linear", mutates_args=())
+def column_parallel_linear(
+    input: torch.Tensor, weight: torch.Tensor, sequence_parallel: bool, group: str
+) -> torch.Tensor:
+    """Product of ``input`` and this rank's rows of a weight, as megatron computes it.
+
+    Args:
+        input: [s, b, h] of this rank under sequence parallelism, else of all ranks.
+        weight: [n, h].
+        sequence_parallel: gather the sequence first.
+        group: name of the tensor-parallel group.
+
+    Returns:
+        [s, b, n], of the whole sequence.
+    """
+    whole = input
+    if sequence_parallel:
+        whole, gathering = _gather(input, _group_of(group))
+        gathering.wait()
+    return whole @ weight.t()
+
+
+@column_parallel_linear.register_fake
+def _(
+    input: torch.Tensor, weight: torch.Tensor, sequence_parallel: bool, group: str
+) -> torch.Tensor:
+    ranks = _group_of(group).size() if sequence_parallel else 1
+    return input.new_empty(input.size(0) * ranks, input.size(1), weight.size(0))
+
+
+@torch.library.custom_op("megatron_chameleon::column_parallel_linear_backward", mutates_args=())
+def column_parallel_linear_backward(
+    gradient: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    sequence_parallel: bool,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of :func:`column_parallel_linear` by ``input`` and ``weight``.
+
+    The sequence is gathered again while the first is computed, and the first is reduced over the
+    ranks while the second is.
+
+    Args:
+        gradient: [s, b, n], of the output.
+        input: as it was given.
+        weight: the same.
+        sequence_parallel: the same.
+        group: the same.
+    """
+    ranks, whole = _group_of(group), input
+    if sequence_parallel:
+        whole, gathering = _gather(input, ranks)
+    of_whole = gradient @ weight
+    of_input = of_whole
+    if sequence_parallel:
+        gathering.wait()
+        of_input = torch.empty_like(input)
+        reducing = dist.reduce_scatter_tensor(of_input, of_whole, group=ranks, async_op=True)
+    else:
+        reducing = dist.all_reduce(of_input, group=ranks, async_op=True)
+    of_weight = gradient.flatten(0, 1).t() @ whole.flatten(0, 1)
+    reducing.wait()
+    return of_input, of_weight
+
+
+@column_parallel_linear_backward.register_fake
+def _(
+    gradient: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    sequence_parallel: bool,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(input), torch.empty_like(weight)
+
+
+def _group_of(name: str) -> dist.ProcessGroup:
+    """The group of that name, as functional collectives find theirs."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+def _gather(input: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Begin to gather [s, b, h] of the ranks' parts of the sequence; the result, and the work."""
+    whole = input.new_empty(input.size(0) * group.size(), *input.shape[1:])
+    work = dist.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=True)
+    return whole, work
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    input, weight, ctx.sequence_parallel, ctx.group = inputs
+    ctx.save_for_backward(input, weight)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    of_input, of_weight = column_parallel_linear_backward(
+        gradient, *ctx.saved_tensors, ctx.sequence_parallel, ctx.group
+    )
+    return of_input, of_weight, None, None
+
+
+column_parallel_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def check_compile(parallel: TrainingParallelOptions) -> None:

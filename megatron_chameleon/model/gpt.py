@@ -21,13 +21,16 @@ from torch.nn.functional import gelu
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.attention import SDPACoreAttention, additive_mask
-from megatron_chameleon.model.compiled_layers import GroupedRowParallelLinear
+from megatron_chameleon.model.compiled_layers import (
+    GroupedRowParallelLinear,
+    TraceableColumnParallelLinear,
+)
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.initialization import initialize_weights
 from megatron_chameleon.model.layer_norm import SequenceParallelLayerNorm
 from megatron_chameleon.model.recompute import (
     KEEP_ALL,
-    RowParallelLinearWithBias,
+    RecomputedMLP,
     check_recompute,
     recompute_settings,
 )
@@ -274,10 +277,12 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
     layer.submodules.pre_mlp_layernorm = SequenceParallelLayerNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SDPACoreAttention
+    attention.linear_qkv = TraceableColumnParallelLinear
     attention.linear_proj = GroupedRowParallelLinear
-    layer.submodules.mlp.submodules.linear_fc2 = GroupedRowParallelLinear
+    layer.submodules.mlp.submodules.linear_fc1 = TraceableColumnParallelLinear
     if config.recompute_granularity == "selective":
-        layer.submodules.mlp.submodules.linear_fc2 = RowParallelLinearWithBias
+        layer.submodules.mlp.module = RecomputedMLP
+    layer.submodules.mlp.submodules.linear_fc2 = GroupedRowParallelLinear
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage),
         layer_norm=SequenceParallelLayerNorm,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core import parallel_state
+from megatron.core.transformer.mlp import MLP
+from torch.utils.checkpoint import checkpoint
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.recompute import RecomputeOptions
@@ -61,16 +63,24 @@ def recompute_settings(options: RecomputeOptions) -> dict[str, Any]:
             "recompute_num_layers": recompute_unit(options),
         }
     if options.recompute_granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+        return {"recompute_granularity": "selective", "recompute_modules": []}  # RecomputedMLP does
     return {}
 
 
-class RowParallelLinearWithBias(RowParallelLinear):
-    """megatron's, with its bias added, not handed on for the residual connection to add.
+class RecomputedMLP(MLP):
+    """megatron's MLP, which the backward pass computes again from its input.
 
-    What the recomputed MLP gives must not contain a parameter: megatron's checkpoint would become
-    the origin of that parameter's gradient, and its backward pass would call itself without end.
+    By torch's checkpoint: megatron's saves and restores random states, which the compiler cannot
+    trace and nothing here needs, and runs ``backward`` within itself, which never ends where the
+    MLP returns its bias.
     """
 
-    def __init__(self, *arguments: Any, skip_bias_add: bool = False, **settings: Any) -> None:
-        super().__init__(*arguments, skip_bias_add=False, **settings)
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        super().__init__(*arguments, tp_group=group, **settings)
+
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        """As megatron's."""
+        return checkpoint(
+            super().forward, *inputs, use_reentrant=False, preserve_rng_state=False, **more
+        )

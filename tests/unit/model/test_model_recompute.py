@@ -30,7 +30,7 @@ def gradients(layout, recompute):
     text = torch.randint(100, (3, 17), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(16).expand(3, 16)
     forwards = []
-    model.decoder.layers[0].mlp.register_forward_hook(lambda *_: forwards.append(1))
+    model.decoder.layers[0].mlp.linear_fc1.register_forward_hook(lambda *_: forwards.append(1))
     losses = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
     losses.mean().backward()
     return {name: p.grad for name, p in model.named_parameters()}, len(forwards)

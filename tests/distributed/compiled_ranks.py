@@ -1,0 +1,107 @@
+"""Train small models with and without compiled layers.
+
+    python compiled_ranks.py ROOT BACKEND CASE...
+
+takes two steps of each case, as it is and compiled by BACKEND. Each rank writes ROOT/<rank>.json:
+case -> losses and gradient norms of both, graphs compiled, and reasons of graph breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# The launcher switches torch's compiler off, for ranks that do without.
+os.environ.pop("TORCHDYNAMO_DISABLE", None)
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.variables.torch import constant_fold_functions
+
+from megatron_chameleon.model.compiled_layers import compile_layers
+from megatron_chameleon.model.gpt import build_model_chunks, unwrap
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.options.training import OptimizerOptions
+from megatron_chameleon.parallel.layout import Layout, distributed
+from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
+from megatron_chameleon.training.passes import BatchShape, Passes
+from megatron_chameleon.training.step import train_step
+from tests.distributed.compiled_cases import CASES, Case
+
+SHAPE = ModelShape(ModelSize(4, 2, 32, 64), vocab_size=100, max_sequence_length=16)
+OPTIMIZER = OptimizerOptions(lr=1e-2, lr_warmup_iters=1)
+STEPS, MICRO_BATCHES, ROWS = 2, 4, 2
+DOCUMENT_START = 7
+
+
+def batches(case: Case, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches of random text for this rank."""
+    generator = torch.Generator().manual_seed(3)
+    length = SHAPE.max_sequence_length
+    positions = torch.arange(length).expand(ROWS, length)
+    for number in range(STEPS * MICRO_BATCHES):
+        text = torch.randint(SHAPE.vocab_size, (ROWS, length + 1), generator=generator)
+        batch = {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "position_ids": positions,
+            "loss_mask": torch.ones(ROWS, length),
+            "domain": torch.arange(ROWS),
+        }
+        if case.document_masks:
+            batch["document_starts"] = torch.where(positions >= DOCUMENT_START, DOCUMENT_START, 0)
+        if number % layout.data_size == layout.data_rank:
+            yield batch
+
+
+def train(case: Case, layout: Layout, backend: CompileCounterWithBackend | None) -> list[Any]:
+    """Per step: the losses of this rank by domain, and the gradient's norm."""
+    parallel = case.parallel
+    chunks = build_model_chunks(SHAPE, layout, 1, bf16=case.bf16, recompute=parallel.recompute)
+    if backend:
+        for chunk in chunks:
+            compile_layers(unwrap(chunk), backend=backend)
+    model = data_parallel(chunks, layout, bf16=case.bf16)
+    optimizer = build_optimizer(model, OPTIMIZER, layout, bf16=case.bf16)
+    scheduler = build_scheduler(optimizer, OPTIMIZER, 10)
+    shape = BatchShape(MICRO_BATCHES // layout.data_size, ROWS, SHAPE.max_sequence_length)
+    passes, given = Passes(model, shape, num_domains=ROWS), batches(case, layout)
+    found = []
+    for _ in range(STEPS):
+        result = train_step(model, optimizer, scheduler, lambda: passes.forward_backward(given))
+        found.append([*result.domain_sums[:, 0].tolist(), result.grad_norm])
+    return found
+
+
+def compare(case: Case, backend: str) -> dict[str, Any]:
+    """Train without and with compiled layers."""
+    with distributed(case.parallel, seed=0) as layout:
+        plain = train(case, layout, None)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        # As torch's own, the stand-in's returns a constant of the process.
+        constant_fold_functions[torch.cuda.current_device] = None  # type: ignore[call-overload]
+        graphs = CompileCounterWithBackend(backend)
+        with torch.compiler.set_stance("default"):
+            compiled = train(case, layout, graphs)
+    breaks = [reason[:300] for reason in torch._dynamo.utils.counters["graph_break"]]
+    return {
+        "plain": plain,
+        "compiled": compiled,
+        "graphs": graphs.frame_count,
+        "breaks": breaks,
+    }
+
+
+def main() -> None:
+    root, backend, *names = sys.argv[1:]
+    found = {name: compare(CASES[name], backend) for name in names}
+    Path(root, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
