@@ -148,6 +148,7 @@ def transformer_config(
     per_token_loss: bool = False,
     recompute: RecomputeOptions = KEEP_ALL,
     deterministic: bool = False,
+    gradient_accumulation_fusion: bool = False,
 ) -> TransformerConfig:
     """The model in megatron's terms. Nothing needs Transformer Engine or Apex."""
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -174,7 +175,7 @@ def transformer_config(
         calculate_per_token_loss=per_token_loss,
         deterministic_mode=deterministic,
         cuda_graph_scope=[],
-        gradient_accumulation_fusion=False,  # needs Apex
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
         persist_layer_norm=False,  # needs Apex
         masked_softmax_fusion=False,  # SDPACoreAttention fuses it
         bias_activation_fusion=False,  # would use the tanh approximation of GELU whatever is asked
@@ -211,6 +212,7 @@ def build_model_chunks(
     per_token_loss: bool = False,
     recompute: RecomputeOptions = KEEP_ALL,
     deterministic: bool = False,
+    gradient_accumulation_fusion: bool = False,
 ) -> list[GPTModel | Float16Module]:
     """This rank's parts of the model, with their initial weights, on its device.
 
@@ -225,6 +227,8 @@ def build_model_chunks(
             it every micro-batch does, which is the same as long as no token is left out.
         recompute: which activations the backward pass computes again.
         deterministic: let megatron choose what gives the same bits every time.
+        gradient_accumulation_fusion: add to gradient buffers within the matrix product, by Apex's
+            kernel; the chunks have to be wrapped for data parallelism.
     """
     config = transformer_config(
         shape,
@@ -233,6 +237,7 @@ def build_model_chunks(
         per_token_loss=per_token_loss,
         recompute=recompute,
         deterministic=deterministic,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
     )
     return [
         _build_chunk(config, shape, layout, seed, virtual_stage)

@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import layers
 
 from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.state import State, training_state
@@ -55,6 +56,10 @@ def build_trained_model(
         recompute=options.parallel.recompute,
         # On the CPU all is deterministic, and the bits are those of a run without the option.
         deterministic=options.deterministic and layout.device.type == "cuda",
+        # As megatron does by default. The compiler cannot trace Apex's kernel.
+        gradient_accumulation_fusion=layers._grad_accum_fusion_available
+        and layout.device.type == "cuda"
+        and not options.compile_layers,
     )
     if plan.pretrained and not progress.checkpoint:
         # Before the optimizer, which takes its main weights from the model's.

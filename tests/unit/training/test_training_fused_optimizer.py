@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import layers
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from megatron_chameleon.model.gpt import build_model_chunks
@@ -121,6 +123,31 @@ def test_bf16_weights_are_written_back_as_megatron_does_at_once(one_rank, sharde
     for found, weight in zip(mine, weights, strict=True):
         assert torch.equal(found, weight)
         assert weight.any()
+
+
+def test_gradients_accumulate_within_apexs_matrix_product(one_rank, monkeypatch):
+    """Into the buffers that data parallelism reduces, the tied embedding's included."""
+    products: list[torch.Size] = []
+
+    def wgrad_gemm_accum_fp32(inputs, gradient, main_grad):
+        products.append(main_grad.shape)
+        main_grad += gradient.T @ inputs
+
+    apex = SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", apex, raising=False)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    found = []
+    for fused in (False, True):
+        model = build_model_chunks(SHAPE, one_rank, 0, gradient_accumulation_fusion=fused)
+        chunks = data_parallel(model, one_rank, bf16=False)
+        build_optimizer(chunks, OPTIONS, one_rank, bf16=False)
+        Passes(chunks, BatchShape(2, 2, 16), num_domains=1).forward_backward(micro_batches(2))
+        found.append({name: p.main_grad for name, p in chunks[0].named_parameters()})
+    # Of two micro-batches: four matrices of each layer, and the output layer.
+    assert len(products) == 2 * (4 * 2 + 1)
+    for name, gradient in found[0].items():
+        assert gradient.any()
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
 
 
 def tensors(*sizes):
