@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_chameleon.blend.gather import (
 from megatron_chameleon.corpus.block_checksums import BlockTokens
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 from megatron_chameleon.errors import UserError
+from tests.addresses import at_offset
 
 VOCAB_SIZE = 60_000
 
@@ -107,6 +109,18 @@ def test_a_batch_may_come_from_views_of_every_kind():
     found = gathered(views, pairs, 4)
     for row, (place, number) in zip(found, pairs, strict=True):
         np.testing.assert_array_equal(row, gather_reference(views[place], number, 4))
+
+
+@pytest.mark.parametrize("offset", [8, 24])
+def test_windows_are_the_same_wherever_the_arrays_lie(offset):
+    for dtype, index_dtype in ((np.uint16, np.int32), (np.int32, np.int64)):
+        view = documents_view([50, 3, 0, 70], dtype, index_dtype, 4, 0, seed=1)
+        file = dataclasses.replace(view.file, tokens=at_offset(view.file.tokens, offset))
+        arrays = ("starts", "lengths", "documents", "windows", "shuffle")
+        moved = {name: at_offset(getattr(view, name), offset) for name in arrays}
+        pairs = [(0, number) for number in range(view.num_samples)]
+        found = gathered([dataclasses.replace(view, file=file, **moved)], pairs, 4)
+        np.testing.assert_array_equal(found, gathered([view], pairs, 4))
 
 
 def test_a_view_can_be_put_in_the_place_of_another():

@@ -11,6 +11,7 @@ from megatron_chameleon.blend.float_kernel import ARGUMENTS, BLOCK, float_kernel
 from megatron_chameleon.blend.lanes import LaneFiller
 from megatron_chameleon.blend.tiles import TILE
 from megatron_chameleon.blend.vectors import LANES
+from tests.addresses import at_offset
 from tests.unit.blend.blend_weights import hard_weights
 
 # Some fill the float64 kernel's blocks of domains and some do not; of some, an error's bits.
@@ -40,6 +41,20 @@ def test_lanes_follow_the_rule_for_all_weights(num_domains):
         expected = by_the_rule(weights, expected_counts, 0, samples)
         found = outputs_for(samples)
         LaneFiller(weights, True, unknown_tops(weights)).fill(counts, 0, samples, *found)
+        np.testing.assert_array_equal(found[0], expected[0], name)
+        np.testing.assert_array_equal(found[1], expected[1], name)
+        np.testing.assert_array_equal(counts, expected_counts, name)
+
+
+@pytest.mark.parametrize("offset", [0, 8, 16, 40])
+def test_lanes_follow_the_rule_wherever_the_arrays_lie(offset):
+    samples, num_domains = 20_000, 7
+    for name, weights in hard_weights(num_domains).items():
+        counts, expected_counts = at_offset(np.zeros(num_domains), offset), np.zeros(num_domains)
+        expected = by_the_rule(weights, expected_counts, 0, samples)
+        found = tuple(at_offset(array, offset) for array in outputs_for(samples))
+        lanes = LaneFiller(at_offset(weights, offset), True, unknown_tops(weights))
+        lanes.fill(counts, 0, samples, *found)
         np.testing.assert_array_equal(found[0], expected[0], name)
         np.testing.assert_array_equal(found[1], expected[1], name)
         np.testing.assert_array_equal(counts, expected_counts, name)

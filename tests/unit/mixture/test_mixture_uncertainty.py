@@ -13,6 +13,7 @@ from megatron_chameleon.mixture import (
     resampled_means_direct,
     uncertainty,
 )
+from tests.addresses import at_offset
 
 
 def mean_shares(embeddings: np.ndarray) -> np.ndarray:
@@ -56,6 +57,18 @@ def test_the_seed_decides_and_more_resamples_keep_the_first():
     longer = bootstrap_weights(windows, mean_shares, 50, seed=5).weights
     np.testing.assert_allclose(longer[:20], first, rtol=1e-13)
     assert np.abs(bootstrap_weights(windows, mean_shares, 20, seed=6).weights - first).max() > 1e-3
+
+
+@pytest.mark.parametrize("offset", [8, 32])
+def test_weights_are_the_same_wherever_the_vectors_lie(offset):
+    """To the bit, or the same command would not write the same mixture twice."""
+    windows = windows_of([40, 33, 7, 130], h=37)
+    moved = [at_offset(vectors, offset) for vectors in windows]
+    one, other = (
+        bootstrap_weights(given, chameleon_weight_fn("pretrain", "scaled"), 10, seed=4)
+        for given in (windows, moved)
+    )
+    np.testing.assert_array_equal(one.weights, other.weights)
 
 
 def test_the_spread_of_the_means_is_the_standard_error():

@@ -36,7 +36,9 @@ def test_products_of_long_rows_are_those_of_float64(length):
     room = torch.randn(5, length + 10, generator=generator) + 0.5
     rows = room[1:4, 3 : 3 + length]
     expected = plain_products(rows)
-    assert (span_products(rows) - expected).abs().max() < 1e-6 * expected.diagonal().max()
+    # Sums of CHUNK products are taken in float32, whatever the order.
+    rounding = torch.finfo(torch.float32).eps * CHUNK**0.5
+    assert (span_products(rows) - expected).abs().max() < rounding * expected.diagonal().max()
 
 
 def test_a_large_row_does_not_swallow_a_small_one():
