@@ -23,13 +23,20 @@ STAMP := $(VENV)/.installed-$(SETUP_KEY)
 test test-slow test-gpu: export OMP_NUM_THREADS := 1
 
 # What these test has to hold without a GPU, also where there is one.
-test test-slow: export CUDA_VISIBLE_DEVICES :=
+test test-numeric test-slow: export CUDA_VISIBLE_DEVICES :=
 
-.PHONY: help setup quickstart test test-slow test-gpu measure-gpu lint format docs doctor clean
+# The rounding of another processor and of more threads; CONTRIBUTING.md has more combinations.
+test-numeric: export ATEN_CPU_CAPABILITY := default
+test-numeric: export OMP_NUM_THREADS := 2
+NUMERIC_TESTS := $(addprefix tests/unit/,mixture model embedding methods/test_swarm_stacked_gpt.py \
+  $(addprefix training/test_training_,step.py hook.py boundaries.py gradient_rows.py validation.py))
+
+.PHONY: help setup quickstart test test-numeric test-slow test-gpu measure-gpu lint format docs doctor clean
 
 help:
 	echo "make quickstart   the whole pipeline on real text, in minutes on 2 cores"
 	echo "make test         every test that needs no GPU"
+	echo "make test-numeric the numeric tests as another processor rounds, with two threads"
 	echo "make test-slow    the tests left out of 'make test' for their length"
 	echo "make test-gpu     the tests that need a CUDA device"
 	echo "make measure-gpu  test-gpu, then the benchmarks that measure a CUDA device"
@@ -54,6 +61,9 @@ test: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -n 2 || status=1
 	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/gpu || status=1
 	exit $$status
+
+test-numeric: $(STAMP)
+	$(BIN)/python -m pytest $(NUMERIC_TESTS) -n 2
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests
