@@ -195,6 +195,7 @@ def head_to_head(folder: RunFolder, selection: Selection) -> HeadToHead:
         UserError: if something is missing or unfinished, or if what is there cannot be compared.
     """
     selection.check()
+    folder = _with_uniform(folder)
     ledger = ledger_of(folder)
     found = [_contestant(folder, ledger, selection, name) for name in selection.names]
     results = {
@@ -241,6 +242,15 @@ def _contestant(folder: RunFolder, ledger: Ledger, selection: Selection, name: s
         results=tuple(evaluation_of(folder, n, r) for n, r in zip(names, runs, strict=True)),
         twin_of=None if twin is None else label_of(twin),
     )
+
+
+def _with_uniform(folder: RunFolder) -> RunFolder:
+    """The folder with uniform weights, which --mixture uniform needs no file for."""
+    if "uniform" in folder.mixtures or not folder.base_runs:
+        return folder
+    domains = list(next(iter(folder.base_runs.values())).mixture)
+    uniform = {"uniform": Mixture.uniform(domains)}
+    return dataclasses.replace(folder, mixtures=uniform | folder.mixtures)
 
 
 def _has_models(folder: RunFolder, selection: Selection, name: str) -> bool:

@@ -66,6 +66,14 @@ def test_averages_are_over_domains_for_every_seed(root):
     assert compared.perplexities.shape == (4, 3, 3)
 
 
+def test_uniform_weights_need_no_file(root):
+    with_file = compared_in(root)
+    (root / "4-mixture/uniform.json").unlink()
+    without = compared_in(root)
+    assert np.array_equal(with_file.perplexities, without.perplexities)
+    assert [cost_of(c) for c in without] == [cost_of(c) for c in with_file]
+
+
 def test_the_cost_of_chameleon_has_its_proxy_and_its_embeddings(root):
     uniform, _, chameleon, doremi = compared_in(root)
     assert cost_of(uniform) == (0, 0)
