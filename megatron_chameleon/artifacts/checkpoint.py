@@ -18,6 +18,7 @@ from typing import Any
 from megatron_chameleon.artifacts.files import (
     put_all_back,
     put_back,
+    require_regular_file,
     sha256_of_files,
     sha256_of_json,
 )
@@ -249,7 +250,9 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
 def _named_latest(run_dir: Path) -> Path | None:
     """The folder that the file ``latest`` names, there or not."""
     try:
-        name = (run_dir / FOLDER_NAME / LATEST_NAME).read_text(encoding="utf-8").strip()
+        path = run_dir / FOLDER_NAME / LATEST_NAME
+        require_regular_file(path)
+        name = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
     return run_dir / FOLDER_NAME / name

@@ -51,11 +51,32 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_leftovers_of_run(run_dir: Path) -> None:
-    """As :func:`remove_leftovers`, for every checkpoint of a run."""
+    """As :func:`remove_leftovers`, for every checkpoint of a run, and half-written files too.
+
+    No other process may be writing the run.
+    """
     put_all_back(run_dir / FOLDER_NAME)
     for folder in all_checkpoint_folders(run_dir):
         remove_replaced(folder)
     _remove((run_dir / FOLDER_NAME).glob(".step-*.tmp"))
+    for path in (*run_dir.glob(".*.tmp"), *(run_dir / FOLDER_NAME).glob(f".{LATEST_NAME}.*.tmp")):
+        path.unlink(missing_ok=True)
+
+
+def finish_latest(run_dir: Path) -> None:
+    """Make the checkpoint the latest that was complete when a job was killed before it said so.
+
+    No other process may be writing the run.
+
+    Raises:
+        UserError: if the file that says so cannot be written.
+    """
+    known = checkpoint_folders(run_dir)[-1:]
+    for path in (run_dir / FOLDER_NAME).glob(f".{LATEST_NAME}.*.tmp"):
+        meant = path.with_name(path.read_text(encoding="utf-8", errors="replace").strip())
+        if meant in all_checkpoint_folders(run_dir) and [meant] > known:
+            with naming_latest(meant):
+                pass
 
 
 @contextlib.contextmanager

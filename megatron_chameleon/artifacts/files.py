@@ -110,13 +110,10 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
             finite or has too many digits.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"cannot read {path}: not a regular file; {hint}")
-        if status.st_size > MAX_JSON_BYTES:
-            raise UserError(
-                f"cannot read {path}: {status.st_size} bytes, more than {MAX_JSON_BYTES}; {hint}"
-            )
+        require_regular_file(path)
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise UserError(f"cannot read {path}: {size} bytes, more than {MAX_JSON_BYTES}; {hint}")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; {hint}") from None
@@ -162,10 +159,21 @@ def _first_problem(value: Any, place: tuple[str | int, ...]) -> str | None:
     return next((problem for problem in found if problem), None)
 
 
+def require_regular_file(path: Path) -> None:
+    """Check that reading ``path`` comes to an end: of a pipe, a socket or a device it may not.
+
+    Raises:
+        OSError: if it is one of these, a folder, or not there.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 def sha256_of_files(*paths: Path, on_bytes: Callable[[int], object] | None = None) -> str:
     """Hex SHA-256 of the concatenated contents of ``paths``; ``on_bytes`` is told what was read."""
     digest = hashlib.sha256()
     for path in paths:
+        require_regular_file(path)
         with path.open("rb") as stream:
             while block := stream.read(_CHUNK):
                 digest.update(block)

@@ -14,7 +14,11 @@ from megatron_chameleon.artifacts.checkpoint import (
     CheckpointWarning,
     checkpoint_folders,
 )
-from megatron_chameleon.artifacts.checkpoint_upkeep import go_back_to, remove_leftovers_of_run
+from megatron_chameleon.artifacts.checkpoint_upkeep import (
+    finish_latest,
+    go_back_to,
+    remove_leftovers_of_run,
+)
 from megatron_chameleon.artifacts.files import put_all_back, writing
 from megatron_chameleon.artifacts.provenance import plain_options
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, keep_metrics_until
@@ -86,8 +90,8 @@ class Progress:
 def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
     """Look into the run's folder, and change nothing. Every rank calls this.
 
-    A damaged checkpoint is passed over for the one before. Only one that a killed save had set
-    aside gets its name back.
+    A damaged checkpoint is passed over for the one before. Only a save that was killed between
+    its last steps is finished.
 
     Raises:
         UserError: on every rank, if the folder holds a run of other options, corpus or mixture, or
@@ -109,6 +113,7 @@ def _find_run(plan: TrainingPlan) -> TrainingRun | None:
     if run is not None:
         with writing(run.root):
             put_all_back(run.root / FOLDER_NAME)
+            finish_latest(run.root)
     return run
 
 

@@ -12,8 +12,10 @@ from megatron_chameleon.artifacts.checkpoint import (
     step_folder,
 )
 from megatron_chameleon.artifacts.checkpoint_upkeep import (
+    finish_latest,
     go_back_to,
     keep_last,
+    naming_latest,
     remove_leftovers,
     remove_leftovers_of_run,
 )
@@ -160,6 +162,30 @@ def test_clearing_up_puts_back_what_a_killed_save_has_set_aside(tmp_path, remove
     checkpoint_in(folder.with_name(f".{folder.name}.replaced"))  # killed after its second rename
     remove(folder)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_save_that_was_killed_before_it_named_the_latest_is_finished(tmp_path):
+    for step in (1, 2):
+        checkpoint_in(step_folder(tmp_path, step))
+        with naming_latest(step_folder(tmp_path, step)):
+            pass
+    checkpoint_in(step_folder(tmp_path, 3))
+    folder = tmp_path / "checkpoints"
+    for name, step in (("a", 1), ("b", 3), ("c", 4)):
+        (folder / f".latest.{name}.tmp").write_text(f"step-{step:08d}\n")
+    (folder / ".latest.d.tmp").write_bytes(b"\xff")
+    (tmp_path / ".run.json.e.tmp").write_text("{")
+    finish_latest(tmp_path)
+    remove_leftovers_of_run(tmp_path)
+    assert checkpoint_folders(tmp_path) == [step_folder(tmp_path, step) for step in (1, 2, 3)]
+    assert (folder / "latest").read_text() == "step-00000003\n"
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_pipe_in_place_of_the_name_of_the_latest_is_not_read(tmp_path):
+    checkpoint_in(step_folder(tmp_path, 1))
+    os.mkfifo(tmp_path / "checkpoints" / "latest")
+    assert find_checkpoint(tmp_path) == step_folder(tmp_path, 1)
 
 
 def test_a_folder_without_checkpoints_is_refused_with_what_it_would_need(tmp_path):
