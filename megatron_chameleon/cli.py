@@ -9,9 +9,11 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import docstring_parser
@@ -32,6 +34,7 @@ from megatron_chameleon.console import (
     reader_has_left,
 )
 from megatron_chameleon.errors import STOPPED_STATUS, UserError, refusal_of_system
+from megatron_chameleon.options.ranges import check_ranges, each_value
 
 Options = TypeVar("Options")
 
@@ -71,15 +74,18 @@ def run_tool(
         prog: what --help calls the tool.
         prints_log: whether all that it prints is such a log.
     """
-    open_output()
+    _start()
     rank = int(os.environ.get("RANK", "0"))
     options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank, prog)
     signal.signal(signal.SIGTERM, _interrupt)
+    threading.excepthook = _thread_ended
     warnings.showwarning = OneLineWarnings() if rank == 0 else _no_warning
     for noise in (FutureWarning, DeprecationWarning):  # of libraries, for their programmers
         warnings.simplefilter("ignore", noise)
     escape_everything_printed()
     try:
+        check_ranges(options)
+        check_text_and_paths(options)
         status = function(options) or 0
     except UserError as error:
         _refuse(str(error), rank)
@@ -91,7 +97,7 @@ def run_tool(
         refusal = refusal_of_system(error)
         if refusal is None:
             raise
-        _refuse(refusal, rank)
+        _refuse(f"{refusal}; put that right and run the same command again", rank)
     # torchrun would make a traceback and status 1 of it, as of a failure, and a scheduler does not
     # queue again what has failed.
     is_told = status != STOPPED_STATUS or "TORCHELASTIC_RUN_ID" not in os.environ
@@ -102,7 +108,7 @@ def run_subcommand(
     commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]],
 ) -> NoReturn:
     """Like :func:`run_tool` for a tool whose first argument names one of ``commands``."""
-    open_output()
+    _start()
     rank = int(os.environ.get("RANK", "0"))
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     tool = os.path.basename(sys.argv[0])
@@ -140,7 +146,7 @@ class Choice:
 
 def run_choice(choice: Choice) -> NoReturn:
     """Like :func:`run_tool` for a tool with a flag that chooses its command."""
-    open_output()
+    _start()
     rank = int(os.environ.get("RANK", "0"))
     names, argv = take_values(choice.flag, sys.argv[1:])
     tool = os.path.basename(sys.argv[0])
@@ -245,6 +251,26 @@ def _fields_of_options(info: StructTypeInfo) -> StructConstructorSpec | None:
     )
 
 
+def check_text_and_paths(options: Any) -> None:
+    """Check that text can be recorded, and that paths are of files and folders.
+
+    To read a pipe or a device may never end, and a result would be renamed over it.
+
+    Raises:
+        UserError: for the first value that holds bytes which are not UTF-8, or the first path that
+            is a pipe, a socket or a device.
+    """
+    for flag, _, value in (("the working folder", None, os.getcwd()), *each_value(options)):
+        if not isinstance(value, str | Path):
+            continue
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{flag} {value}: not UTF-8; choose another name") from None
+        if isinstance(value, Path) and value.exists() and not (value.is_file() or value.is_dir()):
+            raise UserError(f"{flag} {value}: neither a regular file nor a folder")
+
+
 def field_helps(options_type: type) -> dict[str, str]:
     """Field -> the help of its flag, for the fields of an options dataclass that have one."""
     documented = {
@@ -316,8 +342,24 @@ def _flatten(box: str) -> str:
     return re.sub(r"([:,;]);", r"\1", flat)
 
 
+def _start() -> None:
+    """Prepare the streams, in UTF-8 mode: names and files mean the same in every locale."""
+    if sys.getfilesystemencoding() != "utf-8":
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    open_output()
+
+
 def _interrupt(_signal: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def _thread_ended(failed: threading.ExceptHookArgs) -> None:
+    """Print why a thread of a library has ended; what follows of it, the main thread will see."""
+    refusal = failed.exc_value and refusal_of_system(failed.exc_value)
+    if refusal:
+        warnings.warn(refusal, stacklevel=2)
+    else:
+        threading.__excepthook__(failed)
 
 
 def _one_of(names: Mapping[str, object]) -> str:

@@ -47,12 +47,12 @@ def refusal_of_system(error: BaseException) -> str | None:
     """
     for cause in _chain(error):
         if isinstance(cause, MemoryError):
-            return f"out of memory: {_first_line(cause)}; ask for less, or use a larger machine"
+            return f"out of memory: {_first_line(cause)}"
         if isinstance(cause, OSError) and cause.errno in _REFUSALS:
             where = f" ({os.fsdecode(cause.filename)})" if cause.filename else ""
-            return f"{cause.strerror}{where}; put that right and run the same command again"
+            return f"{cause.strerror}{where}"
         if isinstance(cause, Exception) and _REFUSAL_TEXT.search(str(cause)):
-            return f"{_first_line(cause)}; put that right and run the same command again"
+            return _first_line(cause)
     return None
 
 

@@ -74,7 +74,7 @@ def _tool_at(path: Path) -> Tool:
     """What the file hands to the command line; what it would call is not called."""
     commands: dict[str, type[Any]] = {}
 
-    def run_tool(_function: object, options_type: type[Any]) -> None:
+    def run_tool(_function: object, options_type: type[Any], **_how: object) -> None:
         commands[""] = options_type
 
     def run_subcommand(given: Commands) -> None:

@@ -52,8 +52,8 @@ def batch_indices(
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
-) -> list[list[int]]:
-    """The samples of one step on one rank, a list per micro-batch.
+) -> Iterator[list[int]]:
+    """The samples of one step on one rank, a list per micro-batch, each made when it is its turn.
 
     Step t is made of samples t*g to (t+1)*g - 1 at every layout, g being the global batch size;
     micro-batch i of rank r begins at sample t*g + (i*data_parallel_size + r)*micro_batch_size.
@@ -63,12 +63,10 @@ def batch_indices(
     """
     check_batch_sizes(global_batch_size, micro_batch_size, data_parallel_size)
     assert 0 <= data_parallel_rank < data_parallel_size
-    num_micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
-    starts = [
-        step * global_batch_size + (i * data_parallel_size + data_parallel_rank) * micro_batch_size
-        for i in range(num_micro_batches)
-    ]
-    return [list(range(start, start + micro_batch_size)) for start in starts]
+    first = step * global_batch_size + data_parallel_rank * micro_batch_size
+    stop = (step + 1) * global_batch_size
+    starts = range(first, stop, data_parallel_size * micro_batch_size)
+    return (list(range(start, start + micro_batch_size)) for start in starts)
 
 
 class MicroBatchIterator(Iterator[Batch]):

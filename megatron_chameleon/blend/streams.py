@@ -18,6 +18,7 @@ from megatron_chameleon.blend.sample_index import build_sample_index
 from megatron_chameleon.blend.shuffle import shuffle
 from megatron_chameleon.blend.token_data import DomainData
 from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.host_memory import require_host_memory
 
 # Megatron shuffles the last epoch on its own where less than this share of it is used, so that
 # its documents do not crowd out those of the whole epochs.
@@ -69,6 +70,10 @@ class MegatronStream:
         lengths = aligned_lengths(file)
 
         def build() -> dict[str, NDArray[Any]]:
+            needed = megatron_index_bytes(domain, num_samples, seq_length)
+            what = f"the order of {num_samples:,} samples of domain '{domain.name}'"
+            hint = "train on fewer samples, or choose --permutation feistel, which needs no memory"
+            require_host_memory(needed, what, hint)
             return megatron_indices(domain, lengths, num_samples, seq_length, seed, num_threads)
 
         if cache is None:
@@ -98,6 +103,12 @@ def index_key(
         "seq_length": seq_length,
         "seed": seed,
     }
+
+
+def megatron_index_bytes(domain: DomainData, num_samples: int, seq_length: int) -> int:
+    """What :func:`megatron_indices` takes at least: with entries of 32 bits."""
+    num_epochs = -(-num_samples * seq_length // domain.tokens)
+    return 4 * num_epochs * (domain.stop - domain.first) + 12 * num_samples
 
 
 def megatron_indices(

@@ -18,6 +18,9 @@ from megatron_chameleon.corpus.indexed_reader import (
 )
 from megatron_chameleon.errors import UserError
 
+MAX_DOMAINS = int(np.iinfo(np.int16).max)
+"""Domain numbers are int16, as in Megatron's blended index."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DomainData:
@@ -142,5 +145,10 @@ def check_weights(data: TokenData, weights: Sequence[float]) -> None:
             raise UserError(f"weight of '{name}' is {weight}; weights are finite and not negative")
     if not any(weights):
         raise UserError("all weights are zero; give at least one domain a weight")
+    if np.count_nonzero(weights) > MAX_DOMAINS:
+        raise UserError(
+            f"{np.count_nonzero(weights)} domains of {data.where} have a weight, and a blend holds "
+            f"{MAX_DOMAINS}; give the others weight 0, or merge domains"
+        )
     if not math.isfinite(sum(weights)):
         raise UserError("the weights are too large to add up; give shares of 1")

@@ -14,6 +14,7 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_window
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.evaluation import HeldOutOptions, PerplexityOptions
+from megatron_chameleon.options.ranges import check_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +35,13 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
     Raises:
         UserError: for the first mistake found.
     """
+    check_ranges(options)
     corpus = Corpus.load(options.corpus)
     record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     require_tokenizer(record, corpus)
     shape = shape_of(record)
     protocol = protocol_of(options, check_window(shape, options.window_length))
     check_model_layout(shape.size, options.parallel, protocol.window_length)
-    batch_size = options.evaluation_batch_size
-    if batch_size < 1:
-        raise UserError(f"--evaluation-batch-size {batch_size}: give a whole number from 1 on")
     check_output(options.output, KIND)
     return EvaluationPlan(
         options=options,

@@ -16,6 +16,7 @@ from megatron_chameleon.options.mixture import (
     RecipeOptions,
 )
 from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.ranges import InsideUnit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class ChameleonOptions(ChosenDomainsOptions):
     """What the mixture is for: domains, a,b or with shares a=2,b=1, or a text (.txt, or .jsonl with
     documents under "text"), which is embedded as the domains are and counts those nearest to it.
     Pretraining feels it at a small ridge, fine-tuning at a large one."""
-    target_strength: float | None = None
+    target_strength: InsideUnit | None = None
     """From 0 (all domains alike) to 1 (--target alone), both excluded; 0.5 unless given."""
     explain: bool = False
     """Print what is behind the weights: how alike the domains are, their scores, and what each knob

@@ -10,24 +10,25 @@ import dataclasses
 from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.common.method import Method
 from megatron_chameleon.options.fits import FitOptions
+from megatron_chameleon.options.ranges import Count, NonNegative, Positive, Repetitions, Seed, Share
 
 
 @dataclasses.dataclass(frozen=True)
 class LawOptions:
     """The laws, and the search for their optimum."""
 
-    huber_delta: float = 0.05
+    huber_delta: Positive = 0.05
     """Residuals above this, in nats, count linearly (the study: 0.05)."""
-    law_ridge: float = 1e-3
+    law_ridge: NonNegative = 1e-3
     """Of the laws' exponents, beside the mean Huber loss in units of its delta squared."""
-    num_starts: int = 16
+    num_starts: Repetitions = 16
     """Starts of the optimiser for each law."""
-    fit_seed: int = 0
+    fit_seed: Seed = 0
     """Of the starts."""
-    max_extrapolation: float | None = None
+    max_extrapolation: Share | None = None
     """No weight leaves the range of the trained mixtures by more than this; the whole simplex is
     searched unless given."""
-    target_steps: int | None = None
+    target_steps: Count | None = None
     """Predict the losses after so many steps before the laws are fitted, by a power law over the
     losses that were measured on the way (--eval-interval)."""
     fit_steps_from: int | None = None
@@ -47,7 +48,7 @@ class MixingLawsOptions(FitOptions):
     With --ratios and --metrics, runs that are there are fitted instead.
     """
 
-    num_proxies: int = 20
+    num_proxies: Repetitions = 20
     """Proxies to train, each on a mixture of its own (Chameleon's paper: 20)."""
     laws: LawOptions = dataclasses.field(default_factory=LawOptions)
 

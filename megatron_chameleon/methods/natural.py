@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_chameleon.methods.common.method import Method
 from megatron_chameleon.options.mixture import ChosenDomainsOptions
+from megatron_chameleon.options.ranges import Positive
 
 if TYPE_CHECKING:
     from megatron_chameleon.artifacts import Corpus
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class NaturalOptions(ChosenDomainsOptions):
     """Weigh every domain by how many training tokens it has."""
 
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """T: weights are proportional to tokens^(1/T). 1 leaves the proportions as they are, larger
     values move towards uniform. For an exponent, such as the 0.3 of XLM-R, give its inverse."""
 

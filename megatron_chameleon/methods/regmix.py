@@ -10,26 +10,33 @@ import dataclasses
 from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.common.method import Method
 from megatron_chameleon.options.fits import FitOptions
+from megatron_chameleon.options.ranges import (
+    Count,
+    PositiveShare,
+    Repetitions,
+    Seed,
+    SeveralRepetitions,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeOptions:
     """The regression (LightGBM), and the search for its optimum."""
 
-    num_trees: int = 1000
+    num_trees: Count = 1000
     """Trees of each regression; their number is fixed, nothing stops early (RegMix: 1000)."""
-    tree_learning_rate: float = 0.01
+    tree_learning_rate: PositiveShare = 0.01
     """How much of a tree counts (RegMix: 0.01)."""
-    min_runs_in_leaf: int | None = None
+    min_runs_in_leaf: Count | None = None
     """Runs that a leaf of a tree holds at least; unless given LightGBM's 20, and an eighth of the
     runs where there are fewer than 160."""
-    fit_seed: int = 42
+    fit_seed: Seed = 42
     """Of the trees, the folds and the draws among which the optimum is sought (RegMix: 42)."""
-    folds: int = 5
+    folds: SeveralRepetitions = 5
     """Parts that the runs are cut into to measure the fit: each is predicted from the others."""
-    num_draws: int = 100_000
+    num_draws: Repetitions = 100_000
     """Mixtures drawn around the domains' shares of the tokens to find the best (RegMix: 100k)."""
-    num_best: int = 128
+    num_best: Repetitions = 128
     """The mean of so many of the best draws is the mixture (RegMix: 128)."""
 
 
@@ -40,7 +47,7 @@ class RegmixOptions(FitOptions):
     With --ratios and --metrics, runs that are there are fitted instead.
     """
 
-    num_proxies: int = 512
+    num_proxies: Repetitions = 512
     """Proxies to train, each on a mixture of its own (RegMix: 512; Chameleon's paper: 200)."""
     trees: TreeOptions = dataclasses.field(default_factory=TreeOptions)
 

@@ -12,15 +12,16 @@ import dataclasses
 
 from megatron_chameleon.methods.common.method import Method
 from megatron_chameleon.options.mixture import ChosenDomainsOptions
+from megatron_chameleon.options.ranges import LargeCount, Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnimaxOptions(ChosenDomainsOptions):
     """Divide the tokens evenly, but go through no domain more often than is allowed."""
 
-    token_budget: int = dataclasses.field()  # without the default that it would inherit
+    token_budget: LargeCount = dataclasses.field()  # without the default that it would inherit
     """Tokens of the training to come: epochs are counted within it."""
-    max_epochs: float = 4.0
+    max_epochs: Positive = 4.0
     """Go through no domain's training tokens more often. Up to 4 times, repeats cost little
     (Muennighoff et al. 2023)."""
 

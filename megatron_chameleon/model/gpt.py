@@ -36,8 +36,9 @@ from megatron_chameleon.model.recompute import (
 )
 from megatron_chameleon.model.sizes import Activation, ModelShape, ModelSize
 from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.ranges import check_ranges
 from megatron_chameleon.options.recompute import RecomputeOptions
-from megatron_chameleon.parallel.layout import Layout, check_degrees, for_training
+from megatron_chameleon.parallel.layout import Layout, for_training
 
 VOCABULARY_MULTIPLE = 128
 """Rows of the embedding are padded to a multiple of this, for aligned matrix products."""
@@ -106,7 +107,7 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
     Raises:
         UserError: with the degrees that would work.
     """
-    check_degrees(options)
+    check_ranges(options)
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     if size.num_attention_heads % tensor:
         raise UserError(

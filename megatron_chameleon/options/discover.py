@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.ranges import Count, Repetitions, Seed, SeveralRepetitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,13 +15,13 @@ class DocumentEmbeddingOptions:
 
     layer: int | None = None
     """Hidden states after this many layers, before the final norm; the middle unless given."""
-    window_length: int | None = None
+    window_length: Count | None = None
     """Tokens per window, at most; the proxy's sequence length unless given."""
-    windows_per_document: int = 4
+    windows_per_document: Count = 4
     """Windows of a document, at most, spread evenly over it; their mean decides its cluster."""
-    fit_windows: int = 20_000
+    fit_windows: SeveralRepetitions = 20_000
     """Windows that k-means is fitted to, drawn from all training text that is divided."""
-    embedding_batch_size: int = 32
+    embedding_batch_size: Count = 32
     """Windows per forward pass and rank."""
 
 
@@ -46,9 +47,9 @@ class DiscoverOptions:
     store: Path | None = None
     """Folder of embeddings to use and fill; OUTPUT.embeddings unless given. It is kept: other
     numbers of clusters take no further embedding."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the draw of windows and of the starts of k-means."""
-    restarts: int = 10
+    restarts: Repetitions = 10
     """Starts of k-means; the one of the smallest inertia counts."""
     min_tokens_per_split: int = 1
     """A cluster with fewer tokens than this in train, valid or test is dissolved: its documents go

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from megatron_chameleon.options.ranges import BelowOne, Positive
+
 
 @dataclasses.dataclass(frozen=True)
 class DoremiRule:
@@ -14,9 +16,9 @@ class DoremiRule:
     """'original': the authors' code. 'fork': what Chameleon's baseline stood on, which clips the
     mean excess loss of a domain in place of each token's, takes small steps, smooths nothing and
     averages without the weights of the beginning."""
-    doremi_eta: float | None = None
+    doremi_eta: Positive | None = None
     """Step size of the weights (original: 1, fork: 0.1); smaller ones move less in a step."""
-    doremi_eps: float | None = None
+    doremi_eps: BelowOne | None = None
     """Share of the weights that is uniform after each step (original: 0.001, fork: 0), so that no
     domain is lost."""
     excess_floor: float = 0.0

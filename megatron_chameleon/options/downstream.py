@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.ranges import Count, Seed
 from megatron_chameleon.options.tokenizer import TokenizerChoice
 
 PAPER_TASKS = (
@@ -44,10 +45,10 @@ class DownstreamOptions:
     """lm-eval's names of tasks; the paper's thirteen unless given."""
     shots: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     """How many solved examples stand before each question; one evaluation for each number."""
-    limit: int | None = None
+    limit: Count | None = None
     """Questions of each task, at most, from its beginning; all unless given. For trying things
     out."""
-    fewshot_seed: int = 1234
+    fewshot_seed: Seed = 1234
     """Of the draw of the shots; lm-eval's own unless given."""
     data_dir: Path | None = None
     """Folder with copies of the tasks' data sets as OWNER/NAME, for machines without a hub; see
@@ -55,7 +56,7 @@ class DownstreamOptions:
     work_dir: Path | None = None
     """Where finished parts are kept, a file for each task and number of shots; --output without
     .json unless given."""
-    evaluation_batch_size: int = 8
+    evaluation_batch_size: Count = 8
     """Sequences of the model's length per forward pass and rank; of shorter ones as many as have
     so many tokens. Does not change the result."""
     evaluation_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -10,6 +10,7 @@ import tyro
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.ranges import Count, LargeCount
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class HeldOutOptions:
     packing: Literal["packed", "documents"] = "packed"
     """packed: documents one after another, in windows that run over their ends, as in training.
     documents: every document by itself, a long one in several windows."""
-    window_length: int | None = None
+    window_length: Count | None = None
     """Tokens predicted from one window, at most; the model's sequence length unless given."""
     overlap: int = 0
     """Tokens that a window takes over from the one before as context and does not score again:
@@ -34,9 +35,9 @@ class HeldOutOptions:
     is not scored."""
     score_end_of_document: bool = True
     """Count the prediction of end-of-document tokens too."""
-    max_tokens: int | None = None
+    max_tokens: LargeCount | None = None
     """Predicted tokens per domain, at most, in windows spread over the split; all unless given."""
-    evaluation_batch_size: int = 32
+    evaluation_batch_size: Count = 32
     """Windows per forward pass and rank, more where they are shorter than --window-length; does not
     change the result."""
     overwrite: bool = False

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from megatron_chameleon.options.ranges import LargeCount
+
 ExportFormat = Literal[
     "megatron-data-path",
     "megatron-data-args",
@@ -50,6 +52,6 @@ class ExportOptions:
     split: Literal["train", "valid", "test"] | None = None
     """Which split's files the formats megatron-data-path, megatron-data-args and olmo-core name;
     train unless given. The others name all splits, or none."""
-    token_budget: int | None = None
+    token_budget: LargeCount | None = None
     """Tokens of the training to come, for olmo-core alone, which repeats no text unless it is told
     how often it may; the budget that the mixture was computed for unless given."""

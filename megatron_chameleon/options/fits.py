@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron_chameleon.options.mixture import MethodOptions
+from megatron_chameleon.options.ranges import NonNegative, Positive, Repetitions, Seed
 from megatron_chameleon.options.swarm import SwarmOptions
 
 
@@ -13,18 +14,18 @@ from megatron_chameleon.options.swarm import SwarmOptions
 class DrawOptions:
     """How the mixtures are drawn that proxies are trained on; as RegMix does unless given."""
 
-    mixture_seed: int = 42
+    mixture_seed: Seed = 42
     """Of the draw of mixtures."""
     prior_exponent: float = 0.5
     """The draws' mean is the domains' shares of the tokens to this power (RegMix: 0.5; 1 keeps the
     shares, 0 makes all alike)."""
-    min_strength: float = 0.1
+    min_strength: Positive = 0.1
     """Least strength of a draw's Dirichlet distribution: little leaves few domains (RegMix)."""
-    max_strength: float = 5.0
+    max_strength: Positive = 5.0
     """Greatest strength of it (RegMix)."""
-    max_upweighting: float = 15.0
+    max_upweighting: Positive = 15.0
     """No domain weighs more than this many times its share of the tokens (RegMix: 15)."""
-    smallest_weight: float = 2e-4
+    smallest_weight: NonNegative = 2e-4
     """Smaller weights are 0, and all are multiples of it (RegMix: 2e-4)."""
 
 
@@ -32,7 +33,7 @@ class DrawOptions:
 class FitOptions(MethodOptions):
     """Of a method that fits what proxies on many mixtures came to."""
 
-    num_proxies: int
+    num_proxies: Repetitions
     """Proxies to train, each on a mixture of its own."""
     work_dir: Path | None = None
     """Folder of the proxies; the output without .json unless given."""

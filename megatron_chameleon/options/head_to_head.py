@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from megatron_chameleon.options.ranges import NonNegative, Seed
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareMethodsOptions:
@@ -18,7 +20,7 @@ class CompareMethodsOptions:
     """The run folder, with 1-corpus to 6-evaluation below it."""
     mixtures: tuple[str, ...]
     """Names of the mixtures, as in 4-mixture; the columns of the table, in this order."""
-    seeds: tuple[int, ...]
+    seeds: tuple[Seed, ...]
     """Seeds of the base models; at least three, the same ones for every mixture."""
     run_suffix: str = ""
     """What stands between the mixture's name and -seedN in the names of the base runs."""
@@ -34,7 +36,7 @@ class CompareMethodsOptions:
     Markdown beside it."""
     command: str | None = None
     """The command line that made all of it, for --record."""
-    wall_seconds: float | None = None
+    wall_seconds: NonNegative | None = None
     """What that took on the clock, for --record."""
     check: Literal["choice", "evaluations"] | None = None
     """Write nothing, but leave with status 2 where the comparison could not be made. choice: by the

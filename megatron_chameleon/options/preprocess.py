@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from megatron_chameleon.options.ranges import LargeCount, Processes
 from megatron_chameleon.options.source import DomainOptions, SourceOptions
 from megatron_chameleon.options.tokenizer import EncoderOptions
 
@@ -37,10 +38,10 @@ class PreprocessOptions:
     """Refuse a domain with fewer tokens than this in train, valid or test."""
     overwrite: bool = False
     """Replace the corpus that the output folder already holds."""
-    workers: int | None = None
+    workers: Processes | None = None
     """Processes that work on shards at the same time, each with a tokenizer of its own; without
     it, one for each core but one. With 1, no other process is started."""
-    shard_bytes: int = 256_000_000
+    shard_bytes: LargeCount = 256_000_000
     """Bytes of input, as they lie on disk, that make a shard: what is lost when a run is killed.
     Compressed files are not cut. The corpus does not depend on it."""
     shard: str | None = None

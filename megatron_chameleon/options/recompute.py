@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from megatron_chameleon.options.ranges import Count
+
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeOptions:
@@ -17,5 +19,5 @@ class RecomputeOptions:
     recompute_method: Literal["uniform", "block"] | None = None
     """Of full: every layer in units of --recompute-num-layers (uniform, the default), or only that
     many layers of each pipeline stage (block)."""
-    recompute_num_layers: int | None = None
+    recompute_num_layers: Count | None = None
     """Of full: see --recompute-method; 1 without it."""

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import tyro
 
+from megatron_chameleon.options.ranges import LargeCount, Share
+
 Inputs = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 
 
@@ -21,9 +23,9 @@ class SourceOptions:
     text_key: str = "text"
     """Key of the text in each line, or column of it; dots reach into nested objects. A text that
     is null is an empty document."""
-    max_malformed_share: float = 0.001
+    max_malformed_share: Share = 0.001
     """Malformed lines are left out and reported; a larger share of all lines ends the run."""
-    max_document_bytes: int = 1 << 28
+    max_document_bytes: LargeCount = 1 << 28
     """A longer line, or text of a row, is malformed: it is most likely a file that has lost its
     line ends, and would take several times as much memory."""
 

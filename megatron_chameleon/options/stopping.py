@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron_chameleon.options.ranges import Positive
+
 
 @dataclasses.dataclass(frozen=True)
 class StoppingOptions:
@@ -14,5 +16,5 @@ class StoppingOptions:
     SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, sent to any rank, do so at any time.
     """
 
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: Positive | None = None
     """Minutes after which it does, counted from the start of this command; never unless given."""

@@ -10,6 +10,7 @@ from megatron_chameleon.options.doge import DogeRule
 from megatron_chameleon.options.doremi import DoremiRule
 from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 from megatron_chameleon.options.proxy import ProxyOptions
+from megatron_chameleon.options.ranges import Count, Positive
 
 Method = Literal["chameleon", "doge", "doremi"]
 
@@ -18,14 +19,14 @@ Method = Literal["chameleon", "doge", "doremi"]
 class AxisOptions:
     """What is varied. Along each axis one knob takes these values while the others stay."""
 
-    sweep_train_iters: tuple[int, ...] | None = None
+    sweep_train_iters: tuple[Count, ...] | None = None
     """Values of --train-iters (paper: 1000 2000 5000 10000). Each is a run of its own, with a
     learning rate that decays to its last step."""
     sweep_model_size: tuple[str, ...] | None = None
     """Values of --model-size (paper: 60m 82m 124m 210m)."""
-    sweep_ridge: tuple[float, ...] | None = None
+    sweep_ridge: tuple[Positive, ...] | None = None
     """Values of --ridge (paper: 1 10 100). Nothing is trained or embedded for them."""
-    sweep_num_windows: tuple[int, ...] | None = None
+    sweep_num_windows: tuple[Count, ...] | None = None
     """Values of --num-windows (paper: 2k 4k 8k)."""
 
 

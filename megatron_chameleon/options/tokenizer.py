@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from megatron_chameleon.options.ranges import Count
 from megatron_chameleon.options.source import SourceOptions
 
 EncoderChoice = Literal["auto", "own", "gigatoken"]
@@ -19,7 +20,7 @@ class TrainTokenizerOptions:
     output: Path
     """The file to write: NAME.json trains byte-level BPE (tokenizers), NAME.model trains
     SentencePiece BPE with byte fallback."""
-    vocab_size: int = 8192
+    vocab_size: Count = 8192
     """Entries of the vocabulary, the end-of-document token included."""
     eod_token: str = "<|endoftext|>"
     """The end-of-document token to put into the vocabulary."""

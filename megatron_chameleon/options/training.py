@@ -13,6 +13,14 @@ from megatron_chameleon.options.logging import LoggingOptions
 from megatron_chameleon.options.online import OnlineOptions
 from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.profiling import ProfilingOptions
+from megatron_chameleon.options.ranges import (
+    BatchSize,
+    BelowOne,
+    Count,
+    NonNegative,
+    Positive,
+    Seed,
+)
 from megatron_chameleon.options.stopping import StoppingOptions
 from megatron_chameleon.options.validation import ValidationOptions
 
@@ -23,21 +31,21 @@ DryFirstStep = Literal["auto", "on", "off"]
 class OptimizerOptions:
     """AdamW with linear warm-up and cosine decay."""
 
-    lr: float = 5e-4
+    lr: Positive = 5e-4
     """Peak learning rate (paper, proxies: 5e-4; 684M and 1.2B: 1.5e-4)."""
-    min_lr: float = 1e-4
+    min_lr: NonNegative = 1e-4
     """Learning rate at the end of the cosine (paper, proxies: 1e-4; 684M and 1.2B: 5e-5)."""
     lr_warmup_iters: int = 500
     """Steps of linear warm-up (assumed: the paper does not say)."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegative = 0.01
     """Decoupled weight decay, on matrices only (paper)."""
-    adam_beta1: float = 0.9
+    adam_beta1: BelowOne = 0.9
     """First-moment decay (assumed)."""
-    adam_beta2: float = 0.95
+    adam_beta2: BelowOne = 0.95
     """Second-moment decay (assumed)."""
-    adam_eps: float = 1e-8
+    adam_eps: NonNegative = 1e-8
     """Added to the denominator of the update."""
-    clip_grad: float = 1.0
+    clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0 clips nothing (paper: 1.0)."""
 
 
@@ -69,15 +77,15 @@ class PretrainOptions:
     --pretrained-checkpoint, or 82m."""
     mixture: str | None = None
     """'uniform' (which is what a corpus is drawn by without it), or the path of a mixture.json."""
-    seq_length: int = 1024
+    seq_length: Count = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
-    train_iters: int = 2000
+    train_iters: Count = 2000
     """Optimizer steps (paper: 2000 for the Chameleon proxy, 10000 for the other proxies)."""
-    global_batch_size: int = 128
+    global_batch_size: BatchSize = 128
     """Sequences per step, over all ranks (paper: 128; Pile: 512)."""
-    micro_batch_size: int = 8
+    micro_batch_size: BatchSize = 8
     """Sequences per forward pass and rank."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Of the initial weights and of the order of samples."""
     pretrained_checkpoint: Path | None = None
     """Start from these trained weights, a run folder (its latest checkpoint), one checkpoint folder
@@ -94,9 +102,9 @@ class PretrainOptions:
     dry_first_step: DryFirstStep = "auto"
     """Before the first step, take the memory that a step takes, on random tokens and without a
     trace, so that a run that is too large ends at once; auto does where there is a GPU."""
-    log_interval: int = 10
+    log_interval: Count = 10
     """Steps between two lines of log and metrics."""
-    save_interval: int = 500
+    save_interval: Count = 500
     """Steps between two checkpoints; the last step always writes one."""
     overwrite: bool = False
     """Start anew; what run_dir holds is deleted as soon as the new run has begun."""

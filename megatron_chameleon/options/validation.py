@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron_chameleon.options.ranges import Count
+
 
 @dataclasses.dataclass(frozen=True)
 class ValidationOptions:
@@ -11,5 +13,5 @@ class ValidationOptions:
 
     eval_interval: int = 1000
     """Steps between two validations; 0 validates never."""
-    eval_iters: int = 100
+    eval_iters: Count = 100
     """Global batches that one validation reads, at most; domains have equal parts of them."""

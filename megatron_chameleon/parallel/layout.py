@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
+from megatron_chameleon.options.ranges import check_ranges
 from megatron_chameleon.parallel.cpu import install_cpu_stand_in, unusable_gpu
 
 T = TypeVar("T")
@@ -121,24 +122,9 @@ def leave_groups() -> None:
     dist.destroy_process_group()
 
 
-def check_degrees(options: ParallelOptions) -> None:
-    """Raises UserError for a parallel degree, or a time to wait, below 1."""
-    for flag, value in (
-        ("--tensor-model-parallel-size", options.tensor_model_parallel_size),
-        ("--pipeline-model-parallel-size", options.pipeline_model_parallel_size),
-        (
-            "--num-virtual-stages-per-pipeline-rank",
-            for_training(options).num_virtual_stages_per_pipeline_rank,
-        ),
-        ("--distributed-timeout-minutes", options.distributed_timeout_minutes),
-    ):
-        if value < 1:
-            raise UserError(f"{flag} {value}: it counts from 1 on")
-
-
 def check_layout(options: ParallelOptions, world_size: int) -> None:
     """Raises UserError if ``world_size`` ranks cannot be laid out as ``options`` ask."""
-    check_degrees(options)
+    check_ranges(options)
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     if world_size % (tensor * pipeline):
         raise UserError(

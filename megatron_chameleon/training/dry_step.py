@@ -7,6 +7,7 @@ them. The dry step makes the moments first, and then goes through a whole step u
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,9 +17,14 @@ from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.checkpoint.random_state import random_states, set_random_states
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.host_memory import require_host_memory
 from megatron_chameleon.model.activation_memory import chunks_in_flight
-from megatron_chameleon.model.memory import TrainingSetup
-from megatron_chameleon.model.memory_advice import describe_out_of_memory, training_setup
+from megatron_chameleon.model.memory import TrainingSetup, fullest_stage
+from megatron_chameleon.model.memory_advice import (
+    describe_out_of_memory,
+    remedies_line,
+    training_setup,
+)
 from megatron_chameleon.options.training import DryFirstStep
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.guards import GuardedOptimizer
@@ -58,6 +64,23 @@ def told_out_of_memory(
 
         advice = describe_out_of_memory(plan.options, plan.shape, layout, beside)
         raise UserError(advice) from error
+
+
+def check_host_memory(plan: TrainingPlan, layout: Layout) -> None:
+    """Check that the host can hold what its ranks take, where they train on the CPU.
+
+    Raises:
+        UserError: if the machine is too small, with the two flags most likely to help.
+    """
+    if layout.device.type != "cpu":
+        return
+    setup = training_setup(plan.options, plan.shape, layout.world_size)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    require_host_memory(
+        ranks * fullest_stage(setup).total,
+        f"training on {ranks} rank(s) of this machine",
+        remedies_line(setup),
+    )
 
 
 def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> None:

@@ -70,8 +70,9 @@ class JsonLinesLogger:
 
     def close(self) -> None:
         """Write the lines that wait, if there is room now."""
-        with contextlib.suppress(OSError):  # it has been told
-            self._append()
+        if self._waiting:
+            with contextlib.suppress(OSError):  # it has been told
+                self._append()
 
     def _append(self) -> None:
         """Write all lines that wait, or none of them."""

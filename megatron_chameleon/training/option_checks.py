@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.blend.data_path import DataPath
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.checkpointing import CheckpointingOptions
 from megatron_chameleon.options.guards import GuardOptions
 from megatron_chameleon.options.logging import LoggingOptions
 from megatron_chameleon.options.online import OnlineOptions
 from megatron_chameleon.options.profiling import ProfilingOptions
-from megatron_chameleon.options.stopping import StoppingOptions
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.options.validation import ValidationOptions
 from megatron_chameleon.training.loggers import wants_wandb
@@ -22,22 +19,12 @@ from megatron_chameleon.training.loggers import wants_wandb
 
 def check_watching(options: PretrainOptions) -> None:
     """Raises UserError for values by which a run cannot be watched."""
-    check_checkpointing(options.checkpointing)
     check_overwrite(options)
     check_guards(options.guards)
-    check_stopping(options.stopping)
     check_validation(options.validation, options.train_iters)
     check_logging(options.logging)
     check_profiling(options.profiling, options.train_iters)
     check_online(options.online, options.train_iters)
-
-
-def check_checkpointing(options: CheckpointingOptions) -> None:
-    """Raises UserError for a number of checkpoints that cannot be kept."""
-    if options.keep_last_checkpoints < 0:
-        raise UserError(
-            f"--keep-last-checkpoints {options.keep_last_checkpoints}: give 0 for all, or more"
-        )
 
 
 def check_overwrite(options: PretrainOptions) -> None:
@@ -66,32 +53,12 @@ def check_overwrite(options: PretrainOptions) -> None:
 
 def check_guards(options: GuardOptions) -> None:
     """Raises UserError for numbers that no step can be judged by."""
-    if options.max_consecutive_skipped_steps < 1:
-        raise UserError(
-            f"--max-consecutive-skipped-steps {options.max_consecutive_skipped_steps}: give a "
-            "whole number from 1 on"
-        )
-    if not 0 <= options.spike_factor < math.inf:
-        raise UserError(f"--spike-factor {options.spike_factor}: give 0 for none, or a number")
-    if options.spike_window < 2:
-        raise UserError(f"--spike-window {options.spike_window}: give a whole number from 2 on")
     if options.spike_factor == 0:
         _require_default(options, "spike_window", "only --spike-factor has a window")
 
 
-def check_stopping(options: StoppingOptions) -> None:
-    """Raises UserError for a time that has passed before the start."""
-    minutes = options.exit_duration_in_mins
-    if minutes is not None and not 0 < minutes < math.inf:
-        raise UserError(f"--exit-duration-in-mins {minutes}: give a number above 0")
-
-
 def check_validation(options: ValidationOptions, train_iters: int) -> None:
     """Raises UserError for counts that no validation can have, or if there would be none."""
-    if options.eval_interval < 0:
-        raise UserError(f"--eval-interval {options.eval_interval}: give 0 for never, or more")
-    if options.eval_iters < 1:
-        raise UserError(f"--eval-iters {options.eval_iters}: give a whole number from 1 on")
     if not 0 < options.eval_interval <= train_iters:
         never = f"--train-iters {train_iters} end before the first validation"
         if options.eval_interval > 0:
@@ -122,11 +89,7 @@ def check_profiling(options: ProfilingOptions, train_iters: int) -> None:
 
 def check_online(options: OnlineOptions, train_iters: int) -> None:
     """Raises UserError for a mixture that would never be computed anew, or not at all."""
-    interval, windows, kept = (
-        options.online_interval,
-        options.online_windows,
-        options.online_smoothing,
-    )
+    interval = options.online_interval
     if interval is None:
         for field in ("online_windows", "online_layer", "online_recipe", "online_smoothing"):
             _require_default(options, field, "without --online-interval the mixture stays")
@@ -135,12 +98,6 @@ def check_online(options: OnlineOptions, train_iters: int) -> None:
         raise UserError(
             f"--online-interval {interval}: give steps from 1 to {train_iters - 1}, one less than "
             "--train-iters, or leave it out"
-        )
-    if windows < 1:
-        raise UserError(f"--online-windows {windows}: give a whole number from 1 on")
-    if not 0 <= kept < 1:
-        raise UserError(
-            f"--online-smoothing {kept}: give 0 for none, or a share of the old weights below 1"
         )
 
 

@@ -23,13 +23,13 @@ from megatron_chameleon.model.compiled_layers import check_compile
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import DEFAULT_SIZE, ModelShape, model_size, name_of
 from megatron_chameleon.options.data import DataOptions
+from megatron_chameleon.options.ranges import check_ranges
 from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
 from megatron_chameleon.training.drawn import planned_epochs
 from megatron_chameleon.training.option_checks import check_watching
 from megatron_chameleon.training.pretrained import Pretrained, find_pretrained
 from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
 
-LARGEST_SEED = 2**32 - 1  # numpy's RandomState, by which megatron orders samples, takes no more
 # Beyond about four epochs, more passes over the same text teach less and less: Muennighoff et al.
 # 2023, "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4.0
@@ -81,7 +81,7 @@ def plan_training(options: PretrainOptions, way_out: WayOut = BY_FLAGS) -> Train
     Raises:
         UserError: for anything that would keep the run from starting.
     """
-    check_counts(options)
+    check_ranges(options)
     check_optimizer(options.optimizer, options.train_iters)
     check_watching(options)
     check_cache(options.data)
@@ -236,23 +236,6 @@ def warn_of_repeats(plan: TrainingPlan, schedule: MixtureSchedule) -> None:
             )
 
 
-def check_counts(options: PretrainOptions) -> None:
-    """Raises UserError for a count below 1, or a seed that no generator takes."""
-    for field in (
-        "seq_length",
-        "train_iters",
-        "global_batch_size",
-        "micro_batch_size",
-        "log_interval",
-        "save_interval",
-    ):
-        value = getattr(options, field)
-        if value < 1:
-            raise UserError(f"--{field.replace('_', '-')} {value}: give a whole number from 1 on")
-    if not 0 <= options.seed <= LARGEST_SEED:
-        raise UserError(f"--seed {options.seed}: give a whole number from 0 to {LARGEST_SEED}")
-
-
 def check_cache(options: DataOptions) -> None:
     """Raises UserError for a cache of indices that the order does not have."""
     if options.data_cache_path is not None and options.permutation != "megatron":
@@ -264,21 +247,14 @@ def check_cache(options: DataOptions) -> None:
 
 def check_optimizer(options: OptimizerOptions, train_iters: int) -> None:
     """Raises UserError for values that no schedule can be made of."""
-    if not math.inf > options.lr >= options.min_lr >= 0 or options.lr == 0:
+    check_ranges(options)
+    if options.lr < options.min_lr:
         raise UserError(
-            f"--lr {options.lr} --min-lr {options.min_lr}: give finite rates, the peak above zero "
-            "and not below the end of the cosine"
+            f"--lr {options.lr} --min-lr {options.min_lr}: the peak must not be below the end of "
+            "the cosine"
         )
-    if not 0 <= options.lr_warmup_iters < train_iters:
+    if options.lr_warmup_iters >= train_iters:
         raise UserError(
             f"--lr-warmup-iters {options.lr_warmup_iters} leaves nothing of "
             f"--train-iters {train_iters}; give fewer, or train longer"
         )
-    for field in ("adam_beta1", "adam_beta2"):
-        value = getattr(options, field)
-        if not 0 <= value < 1:
-            raise UserError(f"--{field.replace('_', '-')} {value}: it lies from 0 on and below 1")
-    for field in ("weight_decay", "adam_eps", "clip_grad"):
-        value = getattr(options, field)
-        if not 0 <= value < math.inf:
-            raise UserError(f"--{field.replace('_', '-')} {value}: give a number from 0 on")

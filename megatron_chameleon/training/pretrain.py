@@ -20,7 +20,7 @@ from megatron_chameleon.parallel.layout import (
 )
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.determinism import deterministic_algorithms
-from megatron_chameleon.training.dry_step import told_out_of_memory
+from megatron_chameleon.training.dry_step import check_host_memory, told_out_of_memory
 from megatron_chameleon.training.loop import Trainer
 from megatron_chameleon.training.plan import TrainingPlan, plan_training, warn_of_repeats
 from megatron_chameleon.training.records import RunRecords
@@ -61,6 +61,7 @@ def pretrain(
             options.parallel,
             options.global_batch_size // (options.micro_batch_size * layout.data_size),
         )
+        check_host_memory(plan, layout)
         if options.data.verify_corpus:
             verify_corpus(options, layout)
         samples = samples_of(plan, plan.schedule)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import runpy
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -376,3 +378,39 @@ def test_the_subcommands_of_evaluate_have_help_of_their_own(capsys, monkeypatch)
     (tool,) = [tool for tool in TOOLS if tool.stem == "evaluate"]
     assert run_file(tool, monkeypatch, "perplexity", "--help") == 0
     assert "--window-length" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("made", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_a_path_that_is_no_file_is_refused_before_the_work(capsys, tmp_path, made):
+    made(tmp_path / "pipe")
+    argv = ["--corpus", str(tmp_path / "pipe")]
+    assert leave(lambda _options: pytest.fail("it has started"), argv) == 2
+    assert capsys.readouterr().err.startswith(f"error: --corpus {tmp_path}/pipe: ")
+
+
+def test_a_name_that_is_no_utf8_is_refused_before_the_work(capsys, tmp_path):
+    argv = ["--corpus", str(tmp_path / "\udcff")]
+    assert leave(lambda _options: pytest.fail("it has started"), argv) == 2
+    assert capsys.readouterr().err.startswith("error: --corpus ")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(OSError(28, "No space left on device"), "warning: "), (KeyError(1), "Exc")]
+)
+def test_a_thread_that_the_system_ends_is_one_line(capsys, error, told):
+    def fail():
+        raise error
+
+    def tool(_options):
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+
+    before = threading.excepthook
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert leave(tool, ["--corpus", "c"]) == 0
+    threading.excepthook = before
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(told)
+    assert (len(lines) == 1) == (told == "warning: ")

@@ -130,7 +130,7 @@ def test_what_controls_a_terminal_is_escaped():
     assert escaped_but_for_bars("\x1b]0;title\x07\x1b[2J") == r"\x1b]0;title\x07\x1b[2J"
 
 
-@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "C.UTF-8"}])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_any_text_can_be_printed_in_any_locale(locale):
     program = f"""
 import json, warnings
@@ -144,14 +144,13 @@ def work(options):
     raise UserError(hostile)
 run_tool(work, DoctorOptions, [])
 """
-    environment = {"PATH": os.environ["PATH"], "PYTHONCOERCECLOCALE": "0", **locale}
+    environment = {"PATH": os.environ["PATH"], "PYTHONUTF8": "0", "LC_ALL": locale}
     done = run(program, stdout=subprocess.PIPE, env=environment)
-    shown = SHOWN if "PYTHONUTF8" not in locale else SHOWN.replace("é", r"\xe9")
     assert done.returncode == 2
-    assert done.stdout == f"{shown}\n"
+    assert done.stdout == f"{SHOWN}\n"
     warned, refused = done.stderr.splitlines()
-    assert warned == "warning: " + shown.replace(r"\r", " ")
-    assert refused == f"error: {shown}"
+    assert warned == "warning: " + SHOWN.replace(r"\r", " ")
+    assert refused == f"error: {SHOWN}"
 
 
 SYSTEM_ERRORS = [

@@ -95,8 +95,11 @@ def _listed(names: Collection[str]) -> str:
 
 
 def is_domain_name(name: str) -> bool:
-    """Whether ``name`` would do as a domain's."""
-    return 0 < len(name.encode()) <= MAX_DOMAIN_BYTES
+    """Whether ``name`` would do as a domain's; bytes that are no UTF-8 would not."""
+    try:
+        return 0 < len(name.encode()) <= MAX_DOMAIN_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 def _one_group(pattern: str | None) -> re.Pattern[str] | None:

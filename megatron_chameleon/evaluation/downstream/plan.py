@@ -18,6 +18,7 @@ from megatron_chameleon.evaluation.downstream.installed import require_harness
 from megatron_chameleon.evaluation.downstream.tasks import TaskLibrary
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.options.downstream import DownstreamOptions
+from megatron_chameleon.options.ranges import check_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,15 +112,9 @@ def _check_places(options: DownstreamOptions) -> None:
 
 
 def _check_numbers(options: DownstreamOptions) -> None:
+    check_ranges(options)
     for flag, values in (("--tasks", options.tasks), ("--shots", options.shots)):
         if not values:
             raise UserError(f"{flag} is empty; name at least one")
         if len(set(values)) < len(values):
             raise UserError(f"{flag} {' '.join(map(str, values))}: one is given twice")
-    for flag, number, least in (
-        ("--shots", min(options.shots), 0),
-        ("--limit", options.limit, 1),
-        ("--evaluation-batch-size", options.evaluation_batch_size, 1),
-    ):
-        if number is not None and number < least:
-            raise UserError(f"{flag} {number}: give a whole number from {least} on")

@@ -18,6 +18,7 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.discover import DiscoverOptions
+from megatron_chameleon.options.ranges import check_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
     Raises:
         UserError: for the first mistake found.
     """
-    _check_counts(options)
+    check_ranges(options)
     numbers = cluster_numbers(options.discover)
     if Corpus.exists(options.output):
         raise UserError(f"{options.output} already holds a corpus; choose another --output")
@@ -99,19 +100,6 @@ def cluster_numbers(given: str) -> list[int]:
             f"--discover {given}: {numbers[0]} divides nothing; give 2 or more clusters"
         )
     return numbers
-
-
-def _check_counts(options: DiscoverOptions) -> None:
-    for flag, value, least in (
-        ("--windows-per-document", options.embedding.windows_per_document, 1),
-        ("--fit-windows", options.embedding.fit_windows, 2),
-        ("--embedding-batch-size", options.embedding.embedding_batch_size, 1),
-        ("--restarts", options.restarts, 1),
-        ("--seed", options.seed, 0),
-        ("--min-tokens-per-split", options.min_tokens_per_split, 0),
-    ):
-        if value < least:
-            raise UserError(f"{flag} {value}: give a whole number from {least} on")
 
 
 def _check_names(

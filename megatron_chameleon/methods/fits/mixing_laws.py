@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable
 
@@ -33,6 +32,7 @@ from megatron_chameleon.mixture.mixing_laws import (
     fit_mixing_laws,
     refit_mixing_laws,
 )
+from megatron_chameleon.options.ranges import check_ranges
 from megatron_chameleon.progress import progress_bar
 
 NAME = "mixing-laws"
@@ -54,19 +54,7 @@ def check_mixing_laws(options: MixingLawsOptions) -> None:
 
 def check_laws(options: LawOptions) -> None:
     """Raises UserError for a number that no fit can have."""
-    for flag, value, least in (
-        ("--num-starts", options.num_starts, 1),
-        ("--fit-seed", options.fit_seed, 0),
-    ):
-        if value < least:
-            raise UserError(f"{flag} {value}: give a whole number from {least} on")
-    if not 0 < options.huber_delta < math.inf:
-        raise UserError(f"--huber-delta {options.huber_delta}: give a finite number above 0")
-    if not 0 <= options.law_ridge < math.inf:
-        raise UserError(f"--law-ridge {options.law_ridge}: give a finite number from 0 on")
-    most = options.max_extrapolation
-    if most is not None and not 0 <= most <= 1:
-        raise UserError(f"--max-extrapolation {most}: it lies between 0 and 1")
+    check_ranges(options)
 
 
 def check_number_of_runs(count: int) -> None:

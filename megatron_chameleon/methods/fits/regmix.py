@@ -30,6 +30,7 @@ from megatron_chameleon.mixture.regmix import (
     fit_trees,
     runs_in_leaf,
 )
+from megatron_chameleon.options.ranges import check_ranges
 from megatron_chameleon.progress import progress_bar
 
 NAME, SWARM = "regmix", "swarm"
@@ -49,20 +50,7 @@ def check_regmix(options: RegmixOptions) -> None:
 
 def check_trees(options: TreeOptions) -> None:
     """Raises UserError for a number that no fit can have."""
-    for flag, value, least in (
-        ("--num-trees", options.num_trees, 1),
-        ("--min-runs-in-leaf", options.min_runs_in_leaf, 1),
-        ("--fit-seed", options.fit_seed, 0),
-        ("--folds", options.folds, 2),
-        ("--num-draws", options.num_draws, 1),
-        ("--num-best", options.num_best, 1),
-    ):
-        if value is not None and value < least:
-            raise UserError(f"{flag} {value}: give a whole number from {least} on")
-    if not 0 < options.tree_learning_rate <= 1:
-        raise UserError(
-            f"--tree-learning-rate {options.tree_learning_rate}: it lies above 0, at most at 1"
-        )
+    check_ranges(options)
     if options.num_best > options.num_draws:
         raise UserError(
             f"--num-best {options.num_best} of --num-draws {options.num_draws}: take fewer"

@@ -23,6 +23,7 @@ from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.mixture_draws import DrawRule, draw_mixtures
 from megatron_chameleon.model.paper_flops import PaperSettings, paper_flops
 from megatron_chameleon.options.fits import DrawOptions, FitOptions
+from megatron_chameleon.options.ranges import check_ranges
 from megatron_chameleon.options.swarm import SwarmOptions
 
 # Options that are of no use where nothing is trained.
@@ -66,8 +67,7 @@ def check_options(options: FitOptions) -> None:
         if options.ratios is None:
             given, missing = missing, given
         raise UserError(f"{given} is one of two tables: give {missing} of the same runs too")
-    if options.num_proxies < 1:
-        raise UserError(f"--num-proxies {options.num_proxies}: give a whole number from 1 on")
+    check_ranges(options)
 
 
 def refuse_idle(options: FitOptions) -> None:
@@ -117,8 +117,6 @@ def drawn_mixtures(options: DrawOptions, count: int, corpus: Corpus) -> Array:
         max_upweighting=options.max_upweighting,
         smallest_weight=options.smallest_weight,
     )
-    if options.mixture_seed < 0:
-        raise UserError(f"--mixture-seed {options.mixture_seed}: give a whole number from 0 on")
     try:
         mixtures = draw_mixtures(prior_of(corpus), count, options.mixture_seed, rule)
     except ValueError as error:

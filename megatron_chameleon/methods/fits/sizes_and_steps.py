@@ -47,9 +47,6 @@ def check_laws_of_growth(options: MixingLawsOptions) -> None:
 
 
 def _check_steps(options: MixingLawsOptions) -> None:
-    first = options.laws.fit_steps_from
-    if first is not None and first < 0:
-        raise UserError(f"--fit-steps-from {first}: give a whole number from 0 on")
     steps, target = measured_steps(options), options.laws.target_steps
     if target is None or target <= options.swarm.train_iters:
         raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, Mixture, provenance
@@ -25,6 +24,7 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
+from megatron_chameleon.options.ranges import check_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
     checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     require_tokenizer(checkpoint, corpus)
     shape = shape_of(checkpoint)
-    check_numbers(options)
+    check_ranges(options)
     names = chosen_domains(options.domains, corpus)
     check_text(corpus, names, "to embed")
     limit_of(options, corpus, names).check()
@@ -117,17 +117,6 @@ def _inputs(
     return inputs
 
 
-def check_numbers(options: ChameleonOptions) -> None:
-    """Raises UserError for a count below 1 or a seed below 0."""
-    for flag, value, least in (
-        ("--num-windows", options.extraction.num_windows, 1),
-        ("--embedding-batch-size", options.extraction.embedding_batch_size, 1),
-        ("--extraction-seed", options.extraction.extraction_seed, 0),
-    ):
-        if value is not None and value < least:
-            raise UserError(f"{flag} {value}: give a whole number from {least} on")
-
-
 def kept_mixture(path: Path, names: list[str]) -> Mixture:
     """The mixture at ``path``, whose domains are to keep their ratios.
 
@@ -149,17 +138,7 @@ def resolve_options(options: RecipeOptions) -> Recipe:
     Raises:
         UserError: for a value that no recipe can have.
     """
-    if options.bootstrap_resamples < 2:
-        raise UserError(f"--bootstrap-resamples {options.bootstrap_resamples}: give 2 or more")
-    if not 0 < options.confidence < 1:
-        raise UserError(f"--confidence {options.confidence}: it lies between 0 and 1, such as 0.95")
-    for flag, value in (
-        ("--ridge", options.ridge),
-        ("--temperature", options.temperature),
-        ("--precision", options.precision),
-    ):
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{flag} {value}: give a finite number above 0")
+    check_ranges(options)
     try:
         return resolve_recipe(
             options.recipe,

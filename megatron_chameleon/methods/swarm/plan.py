@@ -15,14 +15,13 @@ from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.options.ranges import check_ranges
 from megatron_chameleon.options.swarm import SwarmOptions
-from megatron_chameleon.training.plan import LARGEST_SEED, check_optimizer
+from megatron_chameleon.training.plan import check_optimizer
 
 # Of the loss of a guess by no knowledge; beyond it a model is worse than none.
 MAX_LOSS_FACTOR = 1.5
 SUM_TOLERANCE = 1e-6
-AT_LEAST_ONE = ("train_iters", "seq_length", "global_batch_size", "log_interval")
-AT_LEAST_ZERO = ("eval_interval", "save_interval")
 # They change how fast results come, and their rounding, but not what they are results of.
 FREE_SETTINGS = (
     "micro_batch_size",
@@ -97,18 +96,9 @@ def plan_swarm(options: SwarmOptions, corpus: Corpus, mixtures: Array) -> SwarmP
 
 def check_options(options: SwarmOptions) -> None:
     """Raises UserError for a value that no swarm can be trained by."""
+    check_ranges(options)
     model_size(options.model_size)
     check_optimizer(options.optimizer, options.train_iters)
-    for fields, least in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
-        for field in fields:
-            if getattr(options, field) < least:
-                raise _too_small(field, getattr(options, field), least)
-    for field in ("members_at_once", "micro_batch_size"):
-        value = getattr(options, field)
-        if value is not None and value < 1:
-            raise _too_small(field, value, 1)
-    if not 0 <= options.seed <= LARGEST_SEED:
-        raise UserError(f"--seed {options.seed}: give a whole number from 0 to {LARGEST_SEED}")
     if options.eval_tokens < options.seq_length:
         raise UserError(
             f"--eval-tokens {options.eval_tokens} is less than one window of --seq-length "
@@ -119,13 +109,6 @@ def check_options(options: SwarmOptions) -> None:
             f"--micro-batch-size {options.micro_batch_size} does not divide --global-batch-size "
             f"{options.global_batch_size}; give one that does, or leave it out"
         )
-    if options.max_loss is not None and not options.max_loss > 0:
-        raise UserError(f"--max-loss {options.max_loss}: give a number above 0, or leave it out")
-
-
-def _too_small(field: str, value: int, least: int) -> UserError:
-    flag = field.replace("_", "-")
-    return UserError(f"--{flag} {value}: give a whole number from {least} on")
 
 
 def _checked_mixtures(mixtures: Array, corpus: Corpus) -> Array:

@@ -17,7 +17,6 @@ from megatron_chameleon.methods.common.proxy_run import (
 from megatron_chameleon.methods.common.work_dir import BY_OUTPUT
 from megatron_chameleon.methods.leverage.compute import compute_mixture
 from megatron_chameleon.methods.leverage.plan import (
-    check_numbers,
     embedding_recipe,
     resolve_options,
 )
@@ -33,6 +32,7 @@ from megatron_chameleon.methods.sweeps.points import (
     size_and_steps,
 )
 from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.options.ranges import check_ranges
 from megatron_chameleon.options.sweep import SweepOptions
 from megatron_chameleon.options.training import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
@@ -94,7 +94,7 @@ def check(options: SweepOptions, knobs: Knobs) -> None:
     check_run_folder(proxy)
     shape = proxy.shape
     weighing = mixture_options(options, knobs)
-    check_numbers(weighing)
+    check_ranges(weighing)
     resolve_options(weighing.weighting)
     corpus = Corpus.load(options.corpus)
     recipe = embedding_recipe(weighing.extraction, shape, "", corpus.tokenizer.sha256)

@@ -20,7 +20,7 @@ from megatron_chameleon.parallel.layout import check_interleaving, check_layout,
             {"num_virtual_stages_per_pipeline_rank": 2},
             "interleaves pipeline stages; leave it out, or give --pipeline-model-parallel-size 2",
         ),
-        ({"num_virtual_stages_per_pipeline_rank": 0}, "rank 0: it counts from 1 on"),
+        ({"num_virtual_stages_per_pipeline_rank": 0}, "--num-virtual-stages-per-pipeline-rank 0: "),
         ({"overlap_param_gather": True}, "give --use-distributed-optimizer too"),
         (
             {"overlap_param_gather": True, "use_distributed_optimizer": True},
