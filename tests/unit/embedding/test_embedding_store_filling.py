@@ -15,6 +15,7 @@ from tqdm import tqdm
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.embedding import extract
 from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store
 from megatron_chameleon.embedding.windows import Windows, draw_windows
@@ -70,6 +71,21 @@ def test_a_vector_is_the_mean_hidden_state_of_its_window_alone(
         text = tokens.get(int(windows.document[row]), start, length).astype(np.int64)
         hidden = reader.hidden_states(torch.from_numpy(text)[None], layer)  # [s, 1, h]
         np.testing.assert_allclose(vector, hidden[:, 0].double().mean(0).numpy(), atol=1e-6)
+
+
+def test_padding_to_few_widths_changes_no_vector(reader, corpus, windows, monkeypatch):
+    """As on a GPU; but never beyond the positions that the model has."""
+    expected, widths = embed(reader, corpus, windows, 1), set()
+    hidden_states = Reader.hidden_states
+
+    def spied(reader, tokens, layer):
+        widths.add(tokens.size(1))
+        return hidden_states(reader, tokens, layer)
+
+    monkeypatch.setattr(Reader, "hidden_states", spied)
+    monkeypatch.setattr(extract, "length_multiple", lambda _layout: 24)
+    np.testing.assert_allclose(embed(reader, corpus, windows, 1), expected, atol=1e-6)
+    assert widths == {24, 32}
 
 
 def test_the_final_norm_is_applied_to_every_state_by_option(reader, corpus, windows):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.readout import Reader, check_layer, check_window
+from megatron_chameleon.model.readout import Reader, check_layer, check_window, length_multiple
 from megatron_chameleon.model.sizes import ModelShape, model_size
 
 SHAPE = ModelShape(model_size("nano"), vocab_size=250, max_sequence_length=32)
@@ -25,6 +27,20 @@ def tokens(request):
 
 def positions_of(tokens):
     return torch.arange(tokens.size(1)).expand_as(tokens)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "device", "multiple"),
+    [(False, "cpu", 1), (True, "cpu", 3), (False, "cuda", 64), (True, "cuda", 192)],
+)
+def test_sequences_fit_the_layout_and_the_kernels(one_rank, sequence_parallel, device, multiple):
+    layout = dataclasses.replace(
+        one_rank,
+        tensor_size=3,
+        sequence_parallel=sequence_parallel,
+        device=torch.device(device),
+    )
+    assert length_multiple(layout) == multiple
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3, 4])
