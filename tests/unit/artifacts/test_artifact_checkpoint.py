@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 
@@ -101,6 +102,38 @@ def test_a_damaged_latest_checkpoint_is_passed_over_with_a_warning(tmp_path):
     (step_folder(tmp_path, 1) / "common.pt").unlink()
     with pytest.raises(UserError, match=r"step-00000002/common\.pt has changed .* no whole one"):
         find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"[" * 100_000,
+        b'{"step": ' + b"9" * 5000 + b"}",
+        b'{"kind": "checkpoint", "format_version": 2, "files": {}}',
+    ],
+    ids=["empty", "not UTF-8", "no object", "deep", "long integer", "no fields"],
+)
+def test_a_damaged_record_is_passed_over_for_an_older_checkpoint(tmp_path, content):
+    for step in (1, 2):
+        checkpoint_in(step_folder(tmp_path, step))
+    (step_folder(tmp_path, 2) / "checkpoint.json").write_bytes(content)
+    with pytest.warns(CheckpointWarning, match=r"step-00000002/checkpoint\.json"):
+        assert find_checkpoint(tmp_path) == step_folder(tmp_path, 1)
+
+
+@pytest.mark.parametrize("left_out", ["__0_0.distcp", "common.pt", ".metadata", "metadata.json"])
+def test_a_record_that_does_not_list_all_files_is_passed_over(tmp_path, left_out):
+    for step in (1, 2):
+        checkpoint_in(step_folder(tmp_path, step))
+    path = step_folder(tmp_path, 2) / "checkpoint.json"
+    body = json.loads(path.read_text())
+    del body["files"][left_out]
+    path.write_text(json.dumps(body))
+    with pytest.warns(CheckpointWarning, match=r"field files"):
+        assert find_checkpoint(tmp_path) == step_folder(tmp_path, 1)
 
 
 def test_the_shares_of_those_who_verify_together_are_all_of_it(record):

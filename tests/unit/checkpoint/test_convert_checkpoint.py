@@ -149,7 +149,8 @@ def test_a_pickle_is_read_only_where_that_is_asked_for(pickled, tmp_path, conver
 
 def test_code_in_a_pickle_is_not_run_even_then(pickled, tmp_path):
     ran = tmp_path / "ran"
-    torch.save({"transformer.wte.weight": PickledCode(ran)}, pickled / "pytorch_model.bin")
+    content = {"transformer.wte.weight": PickledCode(ran), "of_some_size": torch.zeros(10**6)}
+    torch.save(content, pickled / "pytorch_model.bin")
     torch.load(pickled / "pytorch_model.bin", weights_only=False)
     assert ran.exists()
     ran.rmdir()
@@ -197,12 +198,16 @@ def change_tensors(folder, **changes):
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "config.json does not exist; give a Hugging Face model's"),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json:1: not JSON"),
     "no object": (lambda f: (f / "config.json").write_text("[]"), "JSON object is expected"),
     "other model": (lambda f: change_config(f, model_type="opt"), "field model_type 'opt'"),
     "other width": (lambda f: change_config(f, n_inner=500), r"is \[150, 600\], .* \[150, 500\]"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "holds no weights: there is no model.safe"),
-    "damaged": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), r"cannot read .*model\.safete"),
+    "damaged": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 10**7), r"cannot read .*model\.safete"),
+    "cut short": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), r"config\.json: .* 99 bytes"),
+    "many layers": (lambda f: change_config(f, n_layer=10**9), r"config\.json: .* parameters do"),
+    "many tokens": (lambda f: change_config(f, vocab_size=10**12), r"config\.json: .* parameters"),
+    "a string": (lambda f: change_config(f, n_layer="2"), "field n_layer"),
     "missing": (lambda f: change_tensors(f, **{"transformer.ln_f.bias": None}), "no tensor tran"),
     "extra": (lambda f: change_tensors(f, score=torch.ones(2)), "score for one"),
     "not finite": (
