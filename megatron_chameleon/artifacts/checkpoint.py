@@ -87,6 +87,7 @@ class CheckpointRecord(FolderRecord):
     FILE_NAME = FILE_NAME
     FORMAT_VERSION = FORMAT_VERSION
     MADE_BY = MADE_BY
+    HAS_CHECKSUM = True
 
     model: dict[str, Any]
     step: Count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 from pathlib import Path, PurePosixPath
@@ -43,6 +44,8 @@ class FolderRecord:
     FILE_NAME: ClassVar[str]
     FORMAT_VERSION: ClassVar[int]
     MADE_BY: ClassVar[str]
+    HAS_CHECKSUM: ClassVar[bool] = False
+    """Whether the file has a checksum of what it says, which nobody then edits by hand."""
 
     root: Path
 
@@ -65,10 +68,18 @@ class FolderRecord:
 
     def save(self) -> None:
         """Write the JSON file into ``root``."""
-        write_record(self.root / self.FILE_NAME, self, kind=self.KIND, version=self.FORMAT_VERSION)
+        write_record(
+            self.root / self.FILE_NAME,
+            self,
+            kind=self.KIND,
+            version=self.FORMAT_VERSION,
+            has_checksum=self.HAS_CHECKSUM,
+        )
 
 
-def write_record(path: Path, record: Any, *, kind: str, version: int) -> None:
+def write_record(
+    path: Path, record: Any, *, kind: str, version: int, has_checksum: bool = False
+) -> None:
     """Write the dataclass ``record`` to ``path`` with its ``kind`` and format ``version``.
 
     Raises:
@@ -77,7 +88,8 @@ def write_record(path: Path, record: Any, *, kind: str, version: int) -> None:
     require_kind(path, kind)
     body = dataclasses.asdict(record)
     body.pop("root", None)  # where a file lies is not part of what it says
-    write_json(path, {"kind": kind, "format_version": version, **_plain(body)})
+    body = {"kind": kind, "format_version": version, **_plain(body)}
+    write_json(path, body | ({"checksum": _checksum(body)} if has_checksum else {}))
 
 
 def kind_of(path: Path) -> str | None:
@@ -110,6 +122,9 @@ def read_record(
         UserError: naming the file, the field and the way out (``made_by`` says what writes it).
     """
     body = read_json(path, made_by)
+    checksum = body.pop("checksum", None)
+    if checksum not in (None, _checksum(body)):
+        raise UserError(f"{path} has changed since it was written; {made_by}")
     found_kind, found_version = body.pop("kind", kind), body.pop("format_version", version)
     if found_kind != kind:
         raise UserError(f"{path} is a {found_kind} file, not a {kind}; {made_by}")
@@ -143,6 +158,11 @@ def check_values(
         raise UserError(
             f"{where}: field {place or '(the whole file)'}: {first['msg']}; {hint}"
         ) from error
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    """Hex SHA-256 of all that the file says, in its order, but for white space."""
+    return hashlib.sha256(json.dumps(body).encode("ascii")).hexdigest()
 
 
 @functools.cache

@@ -136,7 +136,9 @@ def test_a_mutated_record_is_read_as_it_says_or_refused(tmp_path, kind):
     assert set(samples) == set(KINDS)
     sample, scratch = samples[kind], tmp_path / "scratch.json"
     assert sample.load() == sample.written
-    text = sample.file.read_text(encoding="utf-8")
+    body = json.loads(sample.file.read_text(encoding="utf-8"))
+    body.pop("checksum", None)  # or every mutation would be found by it
+    text = json.dumps(body)
     all_mutations = list(mutations(text))[::EVERY]
     accepted = sum(check_mutation(sample, *mutation, scratch) for mutation in all_mutations)
     assert 0 < accepted < len(all_mutations)
@@ -146,6 +148,7 @@ def test_a_mutated_record_is_read_as_it_says_or_refused(tmp_path, kind):
 def test_a_number_without_a_point_is_read_as_a_float(tmp_path, kind):
     sample = write_samples(tmp_path)[kind]
     body = json.loads(sample.file.read_text(encoding="utf-8"), parse_float=lambda _: 0)
+    body.pop("checksum", None)
     if kind == "mixture":
         body["weights"] = dict.fromkeys(body["weights"], 0) | {next(iter(body["weights"])): 1}
     sample.file.write_text(json.dumps(body), encoding="utf-8")
