@@ -6,8 +6,11 @@ No torch here: the process that runs pytest reads the results with numpy alone.
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.options.data import DataOptions, Permutation
@@ -21,9 +24,17 @@ from megatron_chameleon.options.training import (
     OptimizerOptions,
     PretrainOptions,
 )
+from tests.small_corpus import VOCAB_SIZE
 
 TRAIN_ITERS, SAVE_INTERVAL = 12, 6
 MOST_RANKS = 4
+# Layouts and processors add the same float32 numbers in different orders. These tolerances are in
+# units of the last place: absolute for a loss, which is at most about that of a uniform guess, and
+# relative for a gradient's norm. An error changes some loss by more than LEAST_DIFFERENCE.
+EPSILON = float(np.finfo(np.float32).eps)
+LOSS_ROUNDING, NORM_ROUNDING = 16 * EPSILON * math.log(VOCAB_SIZE), 128 * EPSILON
+LEAST_DIFFERENCE = 1e-3
+assert LEAST_DIFFERENCE > 50 * LOSS_ROUNDING
 
 
 @dataclasses.dataclass(frozen=True)

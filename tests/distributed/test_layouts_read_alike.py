@@ -16,7 +16,7 @@ def test_hidden_states_are_what_a_hook_on_the_whole_model_sees(results, layer):
     reference = results.reference()
     hooked, read = reference[f"hidden/{layer}"], reference[f"reader/{layer}"]
     assert hooked.std() > 0.05
-    np.testing.assert_allclose(read, hooked, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(read, hooked, rtol=0, atol=TOLERANCE)
 
 
 def test_layers_are_not_alike(results):
