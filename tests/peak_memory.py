@@ -79,6 +79,13 @@ def peak_of_training(setup: TrainingSetup, layout: Layout) -> int:
 
 
 def _train(setup: TrainingSetup, layout: Layout) -> None:
+    step = training_step(setup, layout)
+    for _ in range(STEPS):
+        step()
+
+
+def training_step(setup: TrainingSetup, layout: Layout) -> Callable[[], None]:
+    """Build model and optimizer; each call of what is returned trains them for one step."""
     from megatron_chameleon.model.gpt import build_model_chunks
     from megatron_chameleon.options.training import OptimizerOptions
     from megatron_chameleon.training.optimizer import (
@@ -100,18 +107,24 @@ def _train(setup: TrainingSetup, layout: Layout) -> None:
     passes = Passes(
         model, BatchShape(setup.num_microbatches, setup.micro_batch_size, length), num_domains=1
     )
-    batches = (_batch(setup) for _ in range(STEPS * setup.num_microbatches))
-    for _ in range(STEPS):
+    batches = (_batch(setup, layout.device) for _ in range(STEPS * setup.num_microbatches))
+
+    def step() -> None:
         train_step(model, optimizer, scheduler, lambda: passes.forward_backward(batches))
 
+    return step
 
-def _batch(setup: TrainingSetup) -> dict[str, torch.Tensor]:
+
+def _batch(setup: TrainingSetup, device: torch.device) -> dict[str, torch.Tensor]:
     rows, length = setup.micro_batch_size, setup.shape.max_sequence_length
     text = torch.randint(setup.shape.vocab_size, (rows, length + 1))
-    return {
+    batch = {
         "tokens": text[:, :-1].contiguous(),
         "labels": text[:, 1:].contiguous(),
         "loss_mask": torch.ones(rows, length),
         "position_ids": torch.arange(length).expand(rows, length).contiguous(),
         "domain": torch.zeros(rows, dtype=torch.int64),
     }
+    if device.type == "cpu":
+        return batch
+    return {name: part.pin_memory().to(device, non_blocking=True) for name, part in batch.items()}

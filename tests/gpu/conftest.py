@@ -1,0 +1,99 @@
+"""Runs of the real tools on the GPUs of this machine and, for comparison, on its CPU.
+
+PRETENDED_CUDA=1 runs the tools on the pretended device of tests/pretended_cuda instead, so that the
+tests that only run tools can be tried without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.artifacts import Corpus, TrainingRun
+from megatron_chameleon.artifacts.files import sha256_of_files
+from tests.small_corpus import word_tokenizer, write_small_corpus
+
+ROOT = Path(__file__).resolve().parents[2]
+IS_PRETENDED = os.environ.get("PRETENDED_CUDA") == "1"
+STEPS = 12
+TRAINING_FLAGS = (
+    *("--model-size", "nano", "--seq-length", "32", "--train-iters", str(STEPS)),
+    *("--global-batch-size", "8", "--micro-batch-size", "4"),
+    *("--lr", "3e-3", "--lr-warmup-iters", "2"),
+)
+PRETRAINING_FLAGS = (*TRAINING_FLAGS, "--log-interval", "1", "--save-interval", "6")
+
+
+class Tools:
+    """Runs tools as a user would; a pretraining on the CPU is made once for its flags."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.corpus = self._write_corpus()
+        self._references: dict[tuple[str, ...], TrainingRun] = {}
+
+    def _write_corpus(self) -> Corpus:
+        folder = self.root / "corpus"
+        folder.mkdir()
+        tokenizer = word_tokenizer(folder / "tokenizer.json")
+        return write_small_corpus(folder, tokenizer_hash=sha256_of_files(tokenizer))
+
+    def run(self, tool: str, *flags: str | Path, ranks: int = 1, on_cpu: bool = False) -> None:
+        """Run a tool, which has to succeed; the CPU is asked for by hiding the devices.
+
+        A test that asks for more ranks than there are GPUs is skipped.
+        """
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if on_cpu or IS_PRETENDED:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        if not on_cpu:
+            require_gpus(ranks)
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if IS_PRETENDED and not on_cpu:
+            command += ["-m", "tests.pretended_cuda.run_tool"]
+        command += [str(ROOT / "tools" / tool), *map(str, flags)]
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def pretrain(
+        self, folder: Path, *flags: str | Path, ranks: int = 1, on_cpu: bool = False
+    ) -> TrainingRun:
+        """Pretrain into ``folder``, or resume what is there."""
+        places = ("--corpus", self.corpus.root, "--run-dir", folder)
+        self.run("pretrain_gpt.py", *places, *PRETRAINING_FLAGS, *flags, ranks=ranks, on_cpu=on_cpu)
+        return TrainingRun.load(folder)
+
+    def reference(self, *flags: str) -> TrainingRun:
+        """The run on one CPU rank with these flags."""
+        if flags not in self._references:
+            folder = self.root / f"reference-{len(self._references)}"
+            self._references[flags] = self.pretrain(folder, *flags, on_cpu=True)
+        return self._references[flags]
+
+
+def require_gpus(count: int) -> None:
+    """Skip the test on a machine with fewer GPUs."""
+    import torch
+
+    there = count if IS_PRETENDED else torch.cuda.device_count()
+    if there < count:
+        pytest.skip(f"needs {count} GPUs; there are {there}")
+
+
+def losses(run: TrainingRun, name: str = "loss") -> list[float]:
+    """The losses that a run has logged, one a step; or of a validation."""
+    return [record[name] for record in run.metrics() if name in record]
+
+
+@pytest.fixture(scope="session")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Tools:
+    """Tools, and a small corpus for them."""
+    return Tools(tmp_path_factory.mktemp("gpu"))

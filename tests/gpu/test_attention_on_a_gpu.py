@@ -1,0 +1,55 @@
+"""Attention on a GPU against float64 on the CPU: head dimensions that are padded, and masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_chameleon.model.attention import SDPACoreAttention, additive_mask
+
+LENGTH, BATCH, HEADS = 200, 3, 4
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def document_mask() -> torch.Tensor:
+    """[b, 1, s, s], True where a token may not look: ahead, and into other documents."""
+    documents = torch.randint(3, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    documents = documents.sort(dim=1).values
+    others = documents[:, :, None] != documents[:, None, :]
+    return (others | torch.ones(LENGTH, LENGTH).triu(1).bool())[:, None]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [48, 50, 64])
+@pytest.mark.parametrize("masked", ["causal", "boolean", "additive"])
+def test_outputs_and_gradients_are_those_of_the_cpu(
+    head_dim: int, masked: str, dtype: torch.dtype
+) -> None:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * head_dim,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        cuda_graph_scope=[],
+    )
+    attention = SDPACoreAttention(config, 1, AttnMaskType.causal, "self")
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, LENGTH, BATCH, HEADS, head_dim)
+    values = torch.randn(shape, generator=generator).to(dtype)
+
+    def computed(device: str, precision: torch.dtype) -> list[torch.Tensor]:
+        leaves = [part.to(device, precision).requires_grad_() for part in values[:3]]
+        mask = None if masked == "causal" else document_mask().to(device)
+        if masked == "additive" and mask is not None:
+            mask = additive_mask(mask, precision)
+        out = attention(*leaves, mask)
+        out.backward(values[3].to(device, precision).view_as(out))
+        return [out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves if leaf.grad is not None)]
+
+    for found, expected in zip(
+        computed("cuda", dtype), computed("cpu", torch.float64), strict=True
+    ):
+        torch.testing.assert_close(found.double(), expected, atol=TOLERANCE[dtype], rtol=1e-2)

@@ -1,0 +1,148 @@
+"""Pretraining on one and on several GPUs against the CPU of the same machine."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
+from megatron_chameleon.model.memory import TrainingSetup, estimate_memory
+from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
+from megatron_chameleon.options.parallel import TrainingParallelOptions
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.training.guards import GuardedOptimizer
+from tests.gpu.conftest import IS_PRETENDED, STEPS, Tools, losses
+from tests.peak_memory import STEPS as MEASURED_STEPS
+from tests.peak_memory import training_step
+
+# Sums of products are added up in another order, and 12 steps carry the difference on; bf16 rounds
+# every activation to 8 bits.
+FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 2e-2
+
+BF16, MASKS = ("--bf16",), ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
+OVERLAPPED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+VALIDATION = ("--eval-interval", "6", "--eval-iters", "2")
+ONLINE = ("--permutation", "epoch", "--online-interval", "6", "--online-windows", "4")
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
+
+# Flags of the run; ranks; which of its flags change losses, so that the CPU's run has them too.
+CASES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "fp32": ((), 1, ()),
+    "bf16": (BF16, 1, BF16),
+    "sharded": (OVERLAPPED[:1], 1, ()),
+    "async-save": (("--async-save",), 1, ()),
+    "compiled": (("--compile-layers",), 1, ()),
+    "masks": (MASKS, 1, MASKS),
+    "recomputation": (("--recompute-granularity", "full"), 1, ()),
+    "selective-recomputation": (("--recompute-granularity", "selective"), 1, ()),
+    "validation": (VALIDATION, 1, VALIDATION),
+    "online": (ONLINE, 1, ONLINE),
+    "data-parallel": ((), 2, ()),
+    "overlapped-async-save": ((*OVERLAPPED, "--async-save"), 2, ()),
+    "bf16-overlapped": ((*BF16, *OVERLAPPED), 2, BF16),
+    "tensor-sequence": (TENSOR, 2, ()),
+    "tensor-masks": ((*TENSOR, *MASKS), 2, MASKS),
+    "pipeline": (PIPELINE, 2, ()),
+    "interleaved": (INTERLEAVED, 2, ()),
+    "tensor-pipeline": ((*TENSOR, *PIPELINE), 4, ()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_the_cpu(tools: Tools, tmp_path: Path, case: str) -> None:
+    flags, ranks, same_on_cpu = CASES[case]
+    run = tools.pretrain(tmp_path / "run", *flags, ranks=ranks)
+    expected = tools.reference(*same_on_cpu)
+    tolerance = BF16_TOLERANCE if "--bf16" in flags else FP32_TOLERANCE
+    assert run.status == "finished"
+    assert len(losses(run)) == STEPS
+    assert losses(run)[0] - losses(run)[-1] > tolerance
+    for name in ("loss", "validation_loss"):
+        np.testing.assert_allclose(losses(run, name), losses(expected, name), atol=tolerance)
+    CheckpointRecord.load(step_folder(run.root, STEPS)).verify()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "flags", "ranks"),
+    [
+        ("cpu", "gpu", (), 1),
+        ("gpu", "cpu", (), 1),
+        ("gpu", "gpu", (), 1),
+        ("gpu", "gpu", (*OVERLAPPED, "--async-save"), 2),
+    ],
+)
+def test_a_run_is_resumed_on_either_device(
+    tools: Tools, tmp_path: Path, first: str, second: str, flags: tuple[str, ...], ranks: int
+) -> None:
+    """On the device that it was on, to the bit."""
+    whole = tools.pretrain(tmp_path / "whole", *flags, ranks=ranks, on_cpu=first == "cpu")
+    resumed = tmp_path / "resumed"
+    shutil.copytree(whole.root, resumed)
+    shutil.rmtree(step_folder(resumed, STEPS))
+    run = tools.pretrain(resumed, *flags, ranks=ranks, on_cpu=second == "cpu")
+    assert run.status == "finished"
+    if first == second and ranks == 1:
+        assert losses(run) == losses(whole)
+    np.testing.assert_allclose(losses(run), losses(whole), atol=FP32_TOLERANCE)
+
+
+def setup_of(shape: ModelShape, *, bf16: bool, micro_batch_size: int) -> TrainingSetup:
+    return TrainingSetup(shape, TrainingParallelOptions(), 1, micro_batch_size, 2, bf16)
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="the pretended device has no allocator")
+@pytest.mark.parametrize(
+    ("size", "bf16", "micro_batch_size"),
+    [("82m", False, 8), ("82m", True, 16), ("210m", True, 8), ("684m", True, 4)],
+)
+def test_the_memory_estimate_is_near_the_allocators_peak(
+    size: str, bf16: bool, micro_batch_size: int
+) -> None:
+    """Head dimensions 48 (210m) and 50 (684m) are among them."""
+    shape = ModelShape(model_size(size), 50_257, 1024)
+    setup = setup_of(shape, bf16=bf16, micro_batch_size=micro_batch_size)
+    gc.collect()
+    with distributed(setup.parallel, seed=0) as layout:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step = training_step(setup, layout)
+        for _ in range(MEASURED_STEPS):
+            step()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert estimate_memory(setup)[0].total == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.skipif(IS_PRETENDED, reason="waits are counted there by tests/pretended_cuda")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_step_waits_for_the_gradients_norm_alone(
+    monkeypatch: pytest.MonkeyPatch, bf16: bool
+) -> None:
+    """CUDA raises an error at any other wait, once the first step has compiled and allocated."""
+    norm = GuardedOptimizer.get_grad_norm
+
+    def norm_that_waits(optimizer: GuardedOptimizer) -> float:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return norm(optimizer)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    monkeypatch.setattr(GuardedOptimizer, "get_grad_norm", norm_that_waits)
+    setup = setup_of(ModelShape(ModelSize(2, 4, 200, 400), 1000, 64), bf16=bf16, micro_batch_size=2)
+    with distributed(setup.parallel, seed=0) as layout:
+        step = training_step(setup, layout)
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
