@@ -39,7 +39,7 @@ help:
 	echo "make test-numeric the numeric tests as another processor rounds, with two threads"
 	echo "make test-slow    the tests left out of 'make test' for their length"
 	echo "make test-gpu     the tests that need a CUDA device"
-	echo "make measure-gpu  test-gpu, then the benchmarks that measure a CUDA device"
+	echo "make measure-gpu  the GPU tests and benchmarks, committing results; goes on after failures"
 	echo "make lint         ruff, mypy and the import rules"
 	echo "make format       let ruff format and mend the sources"
 	echo "make docs         the documentation, into site/index.html"
@@ -75,14 +75,10 @@ test-gpu: $(STAMP)
 	fi
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-measure-gpu: test-gpu
-	$(BIN)/python benchmarks/pooling.py
-	$(BIN)/python benchmarks/embedding.py --windows 2048 --window-length 1024
-	$(BIN)/python benchmarks/mixture_cost.py --seq-length 1024
-	$(BIN)/python benchmarks/mixture_cost.py --seq-length 512
-	$(BIN)/python benchmarks/doge.py
-	$(BIN)/python benchmarks/swarm.py
-	$(BIN)/python benchmarks/train.py --seconds 1800
+# Finished steps are skipped when it is started again: MEASURE_GPU="--seconds 570" makes pieces of
+# less than 10 minutes.
+measure-gpu: $(STAMP)
+	$(BIN)/python benchmarks/measure_gpu.py $(MEASURE_GPU)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -25,8 +25,8 @@ PARTS = {
         "test_swarm_on_a_gpu.py",
         "test_attention_on_a_gpu.py",
     ),
-    "runs": ("test_one_gpu.py", "test_deterministic_runs.py"),
-    "methods": ("test_methods_on_a_gpu.py", "test_two_gpus.py"),
+    "runs": ("test_training_on_gpus.py", "test_deterministic_runs.py"),
+    "methods": ("test_methods_on_a_gpu.py",),
 }
 
 
