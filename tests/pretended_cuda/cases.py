@@ -1,0 +1,89 @@
+"""Commands that are run on the CPU and on the pretended device, and how near they have to be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+STEPS, LOG_INTERVAL, SAVE_INTERVAL = 6, 3, 3
+STEPS_WITHOUT_LOGGING = (2, 3, 5, 6)
+"""What is logged and saved after a step counts for the next one; the first one has a dry step."""
+
+# Sums are added up in another order, which changes fp32 losses of about 5 by parts in 10^7, and
+# --adam-eps is far above the rounding of gradients, so that updates stay as near. bf16 rounds each
+# logit by up to 2^-9 of itself; losses are means over 768 tokens. What goes wrong otherwise, as a
+# mask that is missing, changes losses by more than 1e-2.
+FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 2e-3
+
+TRAINING_FLAGS = (
+    *("--model-size", "nano", "--seq-length", "32", "--train-iters", str(STEPS)),
+    *("--global-batch-size", "8", "--micro-batch-size", "2"),
+    *("--lr", "3e-3", "--lr-warmup-iters", "2", "--adam-eps", "1e-4"),
+)
+PRETRAINING_FLAGS = (
+    *TRAINING_FLAGS,
+    *("--log-interval", str(LOG_INTERVAL), "--save-interval", str(SAVE_INTERVAL)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A pretraining on the device.
+
+    Attributes:
+        flags: besides PRETRAINING_FLAGS.
+        ranks: started for it.
+        reference: flags of the one-rank run on the CPU that has the same losses.
+        environment: variables that the run has besides.
+        is_core: part of ``make test``; the others are slow.
+    """
+
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    reference: tuple[str, ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_core: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        return BF16_TOLERANCE if "--bf16" in self.flags else FP32_TOLERANCE
+
+
+BF16 = ("--bf16",)
+SHARDED = ("--use-distributed-optimizer",)
+OVERLAPPED = (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")
+TENSOR = ("--tensor-model-parallel-size", "2")
+TENSOR_SEQUENCE = (*TENSOR, "--sequence-parallel")
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
+MASKS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
+VALIDATION = ("--eval-interval", "3", "--eval-iters", "2")
+RECOMPUTATION = ("--recompute-granularity", "full")
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+TRAINING = {
+    "fp32": Case(is_core=True),
+    "bf16": Case(BF16, reference=BF16, is_core=True),
+    "overlapped-async": Case((*OVERLAPPED, "--async-save"), ranks=2, is_core=True),
+    "tensor-sequence": Case(TENSOR_SEQUENCE, ranks=2, is_core=True),
+    "interleaved": Case(INTERLEAVED, ranks=2, is_core=True),
+    "data-parallel": Case(ranks=2, is_core=True),
+    "sharded": Case(SHARDED),
+    "pipeline": Case(PIPELINE, ranks=2),
+    "tensor-pipeline": Case((*TENSOR, *PIPELINE), ranks=4),
+    "bf16-overlapped-async": Case((*BF16, *OVERLAPPED, "--async-save"), ranks=2, reference=BF16),
+    "bf16-tensor-interleaved": Case(
+        (*BF16, *TENSOR_SEQUENCE, *INTERLEAVED, *SHARDED), ranks=4, reference=BF16
+    ),
+    "masks": Case(MASKS, reference=MASKS),
+    "masks-data-parallel": Case(MASKS, ranks=2, reference=MASKS),
+    "masks-recomputation-bf16": Case((*BF16, *MASKS, *RECOMPUTATION), reference=(*BF16, *MASKS)),
+    "recomputation": Case(RECOMPUTATION),
+    "recomputation-selective": Case(("--recompute-granularity", "selective")),
+    "validation": Case(VALIDATION, reference=VALIDATION),
+    "validation-pipeline": Case((*VALIDATION, *PIPELINE), ranks=2, reference=VALIDATION),
+    "deterministic": Case(("--deterministic",), reference=("--deterministic",)),
+    "kernels": Case(environment=INTERPRETED),
+    "kernels-bf16": Case(BF16, reference=BF16, environment=INTERPRETED),
+}
+ONLINE = ("--permutation", "epoch", "--online-interval", "3", "--online-windows", "4")

@@ -1,0 +1,140 @@
+"""Runs of the real tools on the CPU and on the pretended device, each made once a session."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
+from tests.pretended_cuda.cases import PRETRAINING_FLAGS
+from tests.pretended_cuda.driver import Driver, Kind, Request
+from tests.pretended_cuda.synchronizations import Synchronizations
+from tests.pretended_cuda.torch_internals import unsupported_reason
+from tests.small_corpus import word_tokenizer, write_small_corpus
+
+HERE = Path(__file__).parent
+CLOCK_FIELDS = {
+    *("seconds", "tokens_per_second", "tflops_per_second_per_device", "memory_bytes"),
+    *("phase_seconds", "mfu"),
+}
+PRETRAIN = ("tools/pretrain_gpt.py", "--corpus", "{corpus}", "--run-dir", "{folder}")
+SECONDS = 600.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip everything here where the device cannot be pretended; a test may wait for a run."""
+    reason = unsupported_reason()
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.timeout(SECONDS))
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A run that has ended: its exit status, what it printed, and where it wrote."""
+
+    status: int
+    log: str
+    folder: Path
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without what depends on the clock."""
+        lines = read_metrics(self.folder / METRICS_NAME)
+        return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
+
+    def values(self, name: str) -> list[float]:
+        """A figure of every line of metrics.jsonl that has it."""
+        return [line[name] for line in self.metrics() if name in line]
+
+    def synchronizations(self) -> list[Synchronizations]:
+        """The host's waits, rank by rank."""
+        first = self.folder.with_suffix(".waits")
+        others = sorted(first.parent.glob(f"{first.name}.*"))
+        return [Synchronizations.load(path) for path in (first, *others)]
+
+
+class Tools:
+    """Runs tools, as they are, each in processes of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        # Both import at the same time.
+        self._drivers: dict[Kind, Driver] = {kind: Driver(kind) for kind in ("cuda", "cpu")}
+        self._pretrained: dict[tuple[Any, ...], Finished] = {}
+
+    @property
+    def corpus(self) -> Path:
+        return self.root / "corpus"
+
+    def run(self, kind: Kind, name: str, command: Sequence[str | Path], **options: Any) -> Finished:
+        """Run ``command`` once; its files are named after ``name`` and ``kind``.
+
+        ``{folder}`` in the command is the run's own folder, and ``{corpus}`` the corpus.
+        ``options`` are further fields of :class:`Request`.
+        """
+        folder = self.root / f"{name}-{kind}"
+        places = {"folder": folder, "corpus": self.corpus}
+        words = [str(word).format_map(places) for word in command]
+        log, waits = folder.with_suffix(".log"), folder.with_suffix(".waits")
+        driver = self._drivers[kind]
+        driver.start(Request(words, str(log), str(waits), **options))
+        status = driver.finish()
+        return Finished(status, log.read_text(errors="replace"), folder)
+
+    def pretrain(
+        self,
+        kind: Kind,
+        name: str,
+        flags: Sequence[str] = (),
+        ranks: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> Finished:
+        """Pretrain, or take the run that the same call has made; it has to succeed."""
+        key = (kind, name)
+        if key not in self._pretrained:
+            done = self.run(
+                kind,
+                name,
+                [*PRETRAIN, *PRETRAINING_FLAGS, *flags],
+                ranks=ranks,
+                environment=environment or {},
+            )
+            assert done.status == 0, done.log
+            self._pretrained[key] = done
+        return self._pretrained[key]
+
+    def reference(self, flags: Sequence[str] = ()) -> Finished:
+        """The one-rank run on the CPU with these flags."""
+        return self.pretrain("cpu", "reference" + "".join(flags), flags)
+
+    def concurrently(
+        self, on_device: Callable[[], Finished], on_cpu: Callable[[], Finished]
+    ) -> tuple[Finished, Finished]:
+        """Make a run of each kind at the same time."""
+        with ThreadPoolExecutor(1) as pool:
+            expected = pool.submit(on_cpu)
+            return on_device(), expected.result()
+
+    def close(self) -> None:
+        """End the drivers."""
+        for driver in self._drivers.values():
+            driver.close()
+
+
+@pytest.fixture(scope="session")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
+    """Tools, and a small corpus for them."""
+    tools = Tools(tmp_path_factory.mktemp("pretended-cuda"))
+    tools.corpus.mkdir()
+    tokenizer = word_tokenizer(tools.corpus / "tokenizer.json")
+    write_small_corpus(tools.corpus, tokenizer_hash=sha256_of_files(tokenizer))
+    yield tools
+    tools.close()

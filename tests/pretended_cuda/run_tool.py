@@ -1,0 +1,73 @@
+"""Run a tool on the pretended CUDA device, by hand or as one rank.
+
+    python -m tests.pretended_cuda.run_tool [--synchronizations FILE] tools/TOOL.py OPTIONS...
+
+Under torchrun, as ``python -m torch.distributed.run --nproc-per-node N -m
+tests.pretended_cuda.run_tool ...``, each rank has a device of its own. ``--synchronizations``
+writes where the host waited, and how often, to FILE, and for ranks above 0 to FILE.RANK.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main() -> None:
+    """Install the device and run the tool."""
+    parser = argparse.ArgumentParser(prog="run_tool", description=__doc__)
+    parser.add_argument("--synchronizations", type=Path)
+    parser.add_argument("tool", type=Path)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    from tests.pretended_cuda import device
+
+    device.install()
+    use_kernels()
+    run_on_device(options.tool, options.arguments, options.synchronizations)
+
+
+def use_kernels() -> None:
+    """Interpret Triton's kernels where TRITON_INTERPRET=1 is set, or do without Triton."""
+    from tests.pretended_cuda import device
+
+    sys.modules.pop("triton", None)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        device.interpret_kernels()
+    else:
+        device.hide_triton()
+
+
+def run_on_device(tool: Path, arguments: Sequence[str], synchronizations: Path | None) -> None:
+    """Run ``tool`` as if started with ``arguments``; the device is installed.
+
+    Raises:
+        SystemExit: with the tool's exit status.
+    """
+    from tests.pretended_cuda.device import mark_steps_and_passes
+    from tests.pretended_cuda.tensors import DEVICE
+
+    DEVICE.count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    mark_steps_and_passes()
+    try:
+        run_as_main(tool, arguments)
+    finally:
+        if synchronizations is not None:
+            rank = int(os.environ.get("RANK", "0"))
+            suffix = f".{rank}" if rank else ""
+            DEVICE.synchronizations.save(synchronizations.with_name(synchronizations.name + suffix))
+
+
+def run_as_main(tool: Path, arguments: Sequence[str]) -> None:
+    """Run ``tool`` as ``python tool arguments...`` would."""
+    sys.argv = [str(tool), *arguments]
+    sys.path.insert(0, str(tool.resolve().parent))
+    runpy.run_path(str(tool), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

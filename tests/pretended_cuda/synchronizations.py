@@ -1,0 +1,94 @@
+"""Where the host waits for the device: counted by kind and place, and between marks."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.pretended_cuda.cases import STEPS
+
+DEVICE_MODULES = tuple(
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("synchronizations", "tensors", "cuda_api", "process_groups", "device")
+)
+# Marks: after each training step, and before each forward pass.
+TRAINING_STEP, FORWARD_PASS = "training step", "forward pass"
+REPOSITORY = str(Path(__file__).parents[2])
+Counts = collections.Counter[str]
+"""'kind at file:line function < file:line function' -> times."""
+
+
+@dataclasses.dataclass
+class Synchronizations:
+    """Counted since the start, and for each kind of mark since the mark before it.
+
+    Attributes:
+        total: all of them.
+        intervals: name of a mark -> what was counted between two such marks, in order.
+    """
+
+    total: Counts = dataclasses.field(default_factory=collections.Counter)
+    intervals: dict[str, list[Counts]] = dataclasses.field(default_factory=dict)
+    _at_mark: dict[str, Counts] = dataclasses.field(default_factory=dict)
+    _paused: bool = False
+
+    def add(self, kind: str) -> None:
+        """Count one, at the place that calls the device."""
+        if not self._paused:
+            self.total[f"{kind} at {calling_place()}"] += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which nothing is counted."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def mark(self, name: str) -> None:
+        """End an interval of this name, unless it is the first mark, and begin another."""
+        if name in self._at_mark:
+            self.intervals.setdefault(name, []).append(self.total - self._at_mark[name])
+        self._at_mark[name] = self.total.copy()
+
+    def of_step(self, step: int) -> Counts:
+        """What was counted in a training step; the last interval is that of step ``STEPS``."""
+        return self.intervals[TRAINING_STEP][step - STEPS - 1]
+
+    def save(self, path: Path) -> None:
+        """Write them as JSON, for :meth:`load`."""
+        path.write_text(json.dumps({"total": self.total, "intervals": self.intervals}, indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Synchronizations:
+        """Read what :meth:`save` has written."""
+        fields = json.loads(path.read_text())
+        intervals = {
+            name: [collections.Counter(counts) for counts in found]
+            for name, found in fields["intervals"].items()
+        }
+        return cls(collections.Counter(fields["total"]), intervals)
+
+
+def calling_place() -> str:
+    """The innermost frames outside of torch, out to the first one of this repository."""
+    places: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        in_repository = name.startswith(REPOSITORY) and "site-packages" not in name
+        if in_repository and name not in DEVICE_MODULES:
+            places.append(f"{name.removeprefix(REPOSITORY + '/')}:{frame.f_lineno} {code.co_name}")
+            break
+        if "/site-packages/" in name and "/torch/" not in name and len(places) < 3:
+            short = name.rpartition("/site-packages/")[2]
+            places.append(f"{short}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(places) or "a thread of autograd"

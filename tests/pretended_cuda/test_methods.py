@@ -1,0 +1,73 @@
+"""Methods that train proxies, on the device: the CPU's mixtures, and one wait a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_chameleon.artifacts import Mixture
+from tests.pretended_cuda.cases import (
+    OVERLAPPED,
+    PIPELINE,
+    PRETRAINING_FLAGS,
+    STEPS_WITHOUT_LOGGING,
+    TENSOR,
+    TRAINING_FLAGS,
+)
+from tests.pretended_cuda.conftest import Finished, Tools
+from tests.pretended_cuda.driver import Kind
+
+pytestmark = pytest.mark.slow
+
+# Weights follow from losses, or from products of gradients, that are as near as 1e-5.
+WEIGHT_TOLERANCE = 1e-4
+# Besides the gradient's norm: DoReMi reads the excess losses; DoGE which domains the batch has and
+# where their samples are, the products of gradients, and the number of samples.
+WAITS_OF_A_STEP = {"doremi": 2, "doge": 5}
+REGMIX = ("--num-proxies", "6", "--members-at-once", "3", "--eval-tokens", "320", "--folds", "2")
+LAYOUTS = {
+    "one": ((), 1),
+    "sharded": (OVERLAPPED, 2),
+    "tensor": (TENSOR, 2),
+    "pipeline": (PIPELINE, 2),
+}
+
+
+def compute(tools: Tools, kind: Kind, name: str, method: str, *flags: str, **options) -> Finished:
+    command = ("tools/compute_mixture.py", "--method", method, "--corpus", "{corpus}")
+    done = tools.run(kind, name, [*command, "--output", "{folder}/mixture.json", *flags], **options)
+    assert done.status == 0, done.log
+    return done
+
+
+def weights(done: Finished) -> dict[str, float]:
+    return dict(Mixture.load(done.folder / "mixture.json").weights)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", ["doremi", "doge"])
+def test_proxies_find_the_weights_of_the_cpu(tools: Tools, method: str, layout: str) -> None:
+    flags, ranks = LAYOUTS[layout]
+    if method == "doremi":
+        flags = (*flags, "--reference", str(tools.reference().folder))
+    else:
+        flags = (*flags, "--doge-mu", "0.05")
+    name = f"{method}-{layout}"
+    found, expected = tools.concurrently(
+        lambda: compute(tools, "cuda", name, method, *PRETRAINING_FLAGS, *flags, ranks=ranks),
+        lambda: compute(tools, "cpu", name, method, *PRETRAINING_FLAGS, *flags, ranks=ranks),
+    )
+    assert weights(found) == pytest.approx(weights(expected), abs=WEIGHT_TOLERANCE)
+    for step in STEPS_WITHOUT_LOGGING:
+        for waits in found.synchronizations():
+            counts = waits.of_step(step)
+            assert sum(counts.values()) <= WAITS_OF_A_STEP[method], (step, dict(counts))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_swarms_find_the_weights_of_the_cpu(tools: Tools, ranks: int) -> None:
+    name, flags = f"regmix-{ranks}", (*TRAINING_FLAGS, *REGMIX)
+    found, expected = tools.concurrently(
+        lambda: compute(tools, "cuda", name, "regmix", *flags, ranks=ranks),
+        lambda: compute(tools, "cpu", name, "regmix", *flags, ranks=ranks),
+    )
+    assert weights(found) == pytest.approx(weights(expected), abs=WEIGHT_TOLERANCE)

@@ -1,0 +1,112 @@
+"""Pretraining with every CUDA branch taken: the CPU's losses, and one wait a step."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.pretended_cuda.cases import (
+    FP32_TOLERANCE,
+    MASKS,
+    ONLINE,
+    SAVE_INTERVAL,
+    STEPS,
+    STEPS_WITHOUT_LOGGING,
+    TRAINING,
+)
+from tests.pretended_cuda.conftest import Finished, Tools
+
+CASES = [
+    pytest.param(name, marks=() if case.is_core else pytest.mark.slow)
+    for name, case in TRAINING.items()
+]
+
+
+def on_device(tools: Tools, name: str) -> Finished:
+    case = TRAINING[name]
+    return tools.pretrain("cuda", name, case.flags, case.ranks, case.environment)
+
+
+def assert_near(found: Finished, expected: Finished, tolerance: float) -> None:
+    """Losses, those of domains and of the validation, and the gradient's norms agree."""
+    lines, others = found.metrics(), expected.metrics()
+    assert [line["step"] for line in lines] == [line["step"] for line in others]
+    for line, other in zip(lines, others, strict=True):
+        assert line.keys() == other.keys()
+        for name in (name for name in other if "loss" in name or name == "grad_norm"):
+            # The norm comes from gradients, which are as far apart as losses relatively.
+            scale = 10 if name == "grad_norm" else 1
+            near = pytest.approx(other[name], rel=0, abs=scale * tolerance)
+            assert line[name] == near, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_the_cpu(tools: Tools, name: str) -> None:
+    case = TRAINING[name]
+    found, expected = tools.concurrently(
+        lambda: on_device(tools, name), lambda: tools.reference(case.reference)
+    )
+    assert_near(found, expected, case.tolerance)
+    assert "CUDA" in found.log or "H100" in found.log
+    assert found.values("loss")[0] - found.values("loss")[-1] > 100 * case.tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_waits_once_a_step(tools: Tools, name: str) -> None:
+    done, is_async = on_device(tools, name), "--async-save" in TRAINING[name].flags
+    for step in STEPS_WITHOUT_LOGGING:
+        if is_async and step > SAVE_INTERVAL:
+            break  # ranks ask each other in every step whether a save has ended
+        for rank, waits in enumerate(done.synchronizations()):
+            found = waits.of_step(step)
+            assert sum(found.values()) == 1, (rank, step, dict(found))
+
+
+@pytest.mark.parametrize("name", ["overlapped-async", "data-parallel"])
+def test_ranks_save_the_same_common_state(tools: Tools, name: str) -> None:
+    """Tensors of the device would be pickled in it, and be on the first rank's on every other."""
+    found = on_device(tools, name)
+    assert "common state" not in found.log
+    for waits in found.synchronizations():
+        assert not [place for place in waits.total if "pickled device tensor" in place]
+
+
+@pytest.mark.slow
+def test_masks_matter(tools: Tools) -> None:
+    plain, masked = tools.reference(), tools.reference(MASKS)
+    distances = np.subtract(plain.values("loss"), masked.values("loss"))
+    assert np.abs(distances).min() > 100 * FP32_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("cpu", "cuda"),
+        ("cuda", "cuda"),
+        pytest.param("cuda", "cpu", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_is_resumed_on_either_device(tools: Tools, first, second) -> None:
+    whole = tools.reference() if first == "cpu" else on_device(tools, "fp32")
+    name = f"from-{first}"
+    resumed = tools.root / f"{name}-{second}"
+    shutil.copytree(whole.folder, resumed)
+    last = resumed / "checkpoints" / f"step-{STEPS:08d}"
+    shutil.rmtree(last)
+    found = tools.pretrain(second, name)
+    if first == second:
+        assert found.metrics() == whole.metrics()
+    assert_near(found, tools.reference(), FP32_TOLERANCE)
+    assert last.is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_online_mixing_finds_the_weights_of_the_cpu(tools: Tools, ranks: int) -> None:
+    found, expected = tools.concurrently(
+        lambda: tools.pretrain("cuda", f"online-{ranks}", ONLINE, ranks),
+        lambda: tools.reference(ONLINE),
+    )
+    assert_near(found, expected, FP32_TOLERANCE)
