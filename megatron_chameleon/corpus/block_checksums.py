@@ -130,13 +130,13 @@ class BlockTokens:
             self.unread[block] = 0
 
     def _check_ids(self, content: NDArray[np.integer]) -> None:
-        smallest, largest = int(content.min()), int(content.max())
-        vocab_size = self._vocab_size
-        assert vocab_size is not None
-        if smallest < 0 or largest >= vocab_size:
+        assert self._vocab_size is not None
+        # Read as unsigned, a negative id is a large one: one pass over the block is enough.
+        if content.view(f"u{content.itemsize}").max() >= self._vocab_size:
+            outside = content[(content < 0) | (content >= self._vocab_size)][0]
             raise UserError(
-                f"{self._path} holds token {smallest if smallest < 0 else largest}, outside of the "
-                f"vocabulary of {vocab_size}: it is damaged or of another tokenizer; {_HINT}"
+                f"{self._path} holds token {outside}, outside of the vocabulary of "
+                f"{self._vocab_size}: it is damaged or of another tokenizer; {_HINT}"
             )
 
 

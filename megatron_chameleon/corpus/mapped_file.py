@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+# Read rather than mapped; twice this for each domain is little beside what a map costs.
+_SMALL_BYTES = 1 << 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -25,9 +27,10 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     """The bytes of a file, [size] uint8, read-only; pages are read when they are looked at.
 
     The map lives as long as the array or any view of it, and no descriptor does. The system
-    limits how many maps a process has (Linux: vm.max_map_count, 65,530 by default). A file that is
-    cut short while it is mapped ends the process when the lost part is read: replace files, do not
-    rewrite them.
+    limits how many maps a process has (Linux: vm.max_map_count, 65,530 by default), so small files,
+    such as those of tens of thousands of domains, are read into memory. A file that is cut short
+    while it is mapped ends the process when the lost part is read: replace files, do not rewrite
+    them.
 
     Raises:
         OSError: if there is no such file, it is no regular file, or it cannot be read or mapped.
@@ -38,8 +41,9 @@ def map_file(path: Path) -> NDArray[np.uint8]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        if status.st_size == 0:  # which cannot be mapped
-            return np.frombuffer(b"", np.uint8)
+        if status.st_size <= _SMALL_BYTES:
+            with open(descriptor, "rb", closefd=False) as stream:
+                return np.frombuffer(stream.read(), np.uint8)
         return _map(descriptor, status.st_size, path)
     finally:
         os.close(descriptor)

@@ -23,10 +23,16 @@ def columns_for(schema: pa.Schema, keys: Mapping[str, str], name: str) -> list[s
         name: what messages call the table.
 
     Raises:
-        UserError: naming the columns there are, if a key leads to none.
+        UserError: naming the columns there are, if a key leads to none or to several.
     """
     found = []
     for flag, key in keys.items():
+        top = key if key in schema.names else key.split(".")[0]
+        if schema.names.count(top) > 1:
+            raise UserError(
+                f"{name}: there are {schema.names.count(top)} columns '{top}'; rename all but the "
+                f"one that {flag} means"
+            )
         column = _column_of(schema, key)
         if column is None:
             there = ", ".join(list(_paths(schema))[:_COLUMNS_SHOWN]) or "(none)"

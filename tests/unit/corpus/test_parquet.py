@@ -173,6 +173,14 @@ def test_a_column_that_is_not_there_is_told_with_those_that_are(write, keys, pro
         read(write(some_rows(3)), **keys)
 
 
+@pytest.mark.parametrize("key", ["text", "text.in"])
+def test_two_columns_of_one_name_are_rejected(tmp_path, key):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+    with pytest.raises(UserError, match="2 columns 'text'"):
+        read(path, text_key=key)
+
+
 def test_a_key_that_no_object_in_a_string_has_is_told(write):
     path = write([{"text": "a", "meta": '{"b": 1}'}] * 3)
     with pytest.raises(UserError, match=r"no line has the key 'meta.a'.*text, meta, meta.b"):
