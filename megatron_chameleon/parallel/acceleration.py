@@ -1,4 +1,4 @@
-"""What acceleration is active here, what is lost without the rest, and what nobody has tested."""
+"""What acceleration is active here, what is lost without the rest, and what has run on a GPU."""
 
 from __future__ import annotations
 
@@ -14,24 +14,19 @@ from typing import Literal
 import torch
 
 from megatron_chameleon.parallel.cpu import unusable_gpu
+from megatron_chameleon.parallel.cuda_coverage import Coverage, Place, cuda_coverage
 from megatron_chameleon.parallel.triton_probe import triton_problem
 
 State = Literal["active", "available", "unused", "absent", "broken", "wrong package"]
 
-# Said plainly, so that nobody takes a clean run of the doctor for a test. Shorten it with a run.
-NEVER_TESTED = (
-    "any CUDA device: every test so far ran on CPU ranks over gloo",
-    "several GPUs, NCCL and more than one node",
-    "Transformer Engine, FP8 and context parallelism",
-    "NVIDIA's Apex and its fused kernels",
-    "on a GPU: --compile-layers, the cross entropy's Triton kernels (interpreted, and compiled "
-    "for sm_80 and sm_90), batches read ahead into pinned memory",
-    "--compile-layers with tensor or pipeline parallelism or recomputation, anywhere",
-)
-
 # NVIDIA's Apex has these subpackages; the unrelated project that has its name on the package index
 # has neither.
 APEX_SUBPACKAGES = ("optimizers", "normalization")
+_HEADINGS: dict[Place, str] = {
+    "real device": "Has run on a CUDA device:",
+    "pretended device": "Has run on a pretended CUDA device only (tests/pretended_cuda):",
+    "never": "Has never run on a CUDA device:",
+}
 _TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 # The layers are megatron-core's plain ones, with torch's norms.
 ONLY_ADAM = "of it, megatron-core takes FusedAdam alone"
@@ -54,11 +49,15 @@ class AccelerationReport:
     torch_version: str
     cuda_devices: tuple[str, ...]
     features: tuple[Feature, ...]
-    never_tested: tuple[str, ...] = NEVER_TESTED
+    coverage: tuple[Coverage, ...] = ()
 
 
-def acceleration_report() -> AccelerationReport:
-    """Look at this process's torch and packages. Nothing is changed and nothing is raised."""
+def acceleration_report(root: Path) -> AccelerationReport:
+    """Look at this process's torch and packages. Nothing is changed and nothing is raised.
+
+    Args:
+        root: the checkout whose tests tell what has run on a CUDA device.
+    """
     return AccelerationReport(
         torch_version=torch.__version__,
         cuda_devices=_cuda_devices(),
@@ -73,11 +72,12 @@ def acceleration_report() -> AccelerationReport:
             _fused_adam(),
             _nccl(),
         ),
+        coverage=cuda_coverage(root),
     )
 
 
 def format_report(report: AccelerationReport, width: int = 100) -> str:
-    """The report for people: a line a feature, what is lost below it, then the untested."""
+    """The report as text: a line per feature, what is lost without it, then what has run where."""
     lines = [f"torch {report.torch_version}"]
     lines += [f"  device {index}: {name}" for index, name in enumerate(report.cuda_devices)]
     lines.append("")
@@ -90,8 +90,11 @@ def format_report(report: AccelerationReport, width: int = 100) -> str:
                 initial_indent=" " * 21,
                 subsequent_indent=" " * 33,
             )
-    lines += ["", "Never tested by the authors:"]
-    lines += [f"  - {sentence}" for sentence in report.never_tested]
+    for place, heading in _HEADINGS.items():
+        covered = [row for row in report.coverage if row.place == place]
+        if covered:
+            lines += ["", heading]
+            lines += [f"  - {row.feature} {row.device}".rstrip() for row in covered]
     return "\n".join(lines)
 
 

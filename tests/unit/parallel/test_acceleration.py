@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from megatron_chameleon.parallel.acceleration import (
     format_report,
     nvidia_apex,
 )
+from megatron_chameleon.parallel.cuda_coverage import RESULTS, TABLE, Coverage, cuda_coverage
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -67,7 +70,7 @@ def test_an_apex_whose_extensions_do_not_load_is_broken(site):
 def test_a_machine_without_cuda_has_no_active_cuda_feature():
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    report = acceleration_report()
+    report = acceleration_report(ROOT)
     assert report.cuda_devices == ()
     states = {feature.name: feature.state for feature in report.features}
     assert states["CUDA"] == states["bf16"] == states["flash attention"] == "absent"
@@ -82,13 +85,21 @@ def test_the_text_says_what_is_lost_only_where_something_is():
             Feature("CUDA", "active", "CUDA 13.0", "not shown"),
             Feature("Triton", "absent", "not installed", "plain torch"),
         ),
-        never_tested=("several GPUs",),
+        coverage=(
+            Coverage("training", "real device", "(H200)"),
+            Coverage("pipelines", "pretended device"),
+            Coverage("several nodes", "never"),
+        ),
     )
     text = format_report(report)
     assert "device 0: H200, sm_90, 139 GiB" in text
     assert "not shown" not in text
     assert "without it: plain torch" in text
-    assert text.endswith("Never tested by the authors:\n  - several GPUs")
+    assert [line for line in text.splitlines() if line.startswith("  - ")] == [
+        "  - training (H200)",
+        "  - pipelines",
+        "  - several nodes",
+    ]
 
 
 def test_the_command_prints_json_and_leaves_with_0():
@@ -105,5 +116,62 @@ def test_the_command_prints_json_and_leaves_with_0():
     report = json.loads(done.stdout)
     names = {field.name for field in dataclasses.fields(AccelerationReport)}
     assert set(report) == names
-    assert report["never_tested"]
+    assert {row["place"] for row in report["coverage"]} >= {"pretended device", "never"}
     assert {feature["name"] for feature in report["features"]} >= {"CUDA", "Transformer Engine"}
+
+
+def test_every_test_that_covers_a_cuda_feature_exists():
+    from tests.gpu.test_training_on_gpus import CASES
+    from tests.pretended_cuda.cases import TRAINING
+
+    folders = {
+        "gpu": (ROOT / "tests/gpu", CASES),
+        "pretended": (ROOT / "tests/pretended_cuda", TRAINING),
+    }
+    rows = tomllib.loads((ROOT / TABLE).read_text(encoding="utf-8"))["feature"]
+    for row in rows:
+        assert row.keys() == {"name", *folders}
+        for kind, (folder, cases) in folders.items():
+            for test in row[kind]:
+                parts = re.fullmatch(r"(\w+\.py)::(\w+)(?:\[([\w-]+)\])?", test)
+                assert parts is not None, test
+                file, name, case = parts.groups()
+                assert f"def {name}(" in (folder / file).read_text(encoding="utf-8"), test
+                assert case is None or case in cases, test
+
+
+def test_a_feature_has_run_on_a_device_if_all_its_gpu_tests_passed_there(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / TABLE).write_text(
+        "\n".join(
+            f'[[feature]]\nname = "{name}"\ngpu = {gpu}\npretended = {pretended}'
+            for name, gpu, pretended in (
+                ("all cases", ["a.py::test_a"], []),
+                ("one case", ["a.py::test_b[x]"], []),
+                ("a failed case", ["a.py::test_b"], ["b.py::test_c"]),
+                ("not run", ["a.py::test_b[x]", "a.py::test_c"], []),
+                ("no tests", [], []),
+            )
+        )
+    )
+    tests = {
+        "test_a[1]": "passed",
+        "test_a[2]": "passed",
+        "test_b[x]": "passed",
+        "test_b[y]": "failed",
+    }
+    row = {
+        "machine": {"device": "H100"},
+        "tests": {f"tests/gpu/a.py::{k}": v for k, v in tests.items()},
+    }
+    (tmp_path / RESULTS).mkdir(parents=True)
+    (tmp_path / RESULTS / "tests-h100.json").write_text(json.dumps({"rows": [row]}))
+    places = {row.feature: row.place for row in cuda_coverage(tmp_path)}
+    assert places == {
+        "all cases": "real device",
+        "one case": "real device",
+        "a failed case": "pretended device",
+        "not run": "never",
+        "no tests": "never",
+    }
+    assert cuda_coverage(tmp_path / "tests") == ()

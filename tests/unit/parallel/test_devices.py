@@ -37,7 +37,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(UserError, match="driver"), layout.distributed(ParallelOptions(), 0):
             pass
-    states = {feature.name: feature.state for feature in acceleration_report().features}
+    states = {feature.name: feature.state for feature in acceleration_report(ROOT).features}
     assert states["CUDA"] == "broken"
 
 
