@@ -112,7 +112,8 @@ def nvidia_apex() -> Feature:
             "project of that name, which megatron-core takes for NVIDIA's: pip uninstall apex"
         )
         return Feature(name, "wrong package", detail, without)
-    return _importable(name, "apex", "apex.optimizers", without, ONLY_ADAM)
+    used_for = "its FusedAdam, and gradient_accumulation_fusion where it was built with that"
+    return _importable(name, "apex", "apex.optimizers", without, used_for)
 
 
 def _cuda_devices() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.compiled_cases import CASES, NUM_RANKS
 from tests.distributed.launch import finish, start, torchrun
 
-SECONDS = 600.0
+SECONDS = 1800.0
 # Recomputation runs a layer without gradients first, which is another graph.
 GRAPHS = {
     name: 2 if case.parallel.recompute.recompute_granularity == "full" else 1
