@@ -87,7 +87,6 @@ class CheckpointRecord(FolderRecord):
     FILE_NAME = FILE_NAME
     FORMAT_VERSION = FORMAT_VERSION
     MADE_BY = MADE_BY
-    HAS_CHECKSUM = True
 
     model: dict[str, Any]
     step: Count

@@ -99,7 +99,7 @@ class Mixture:
 
     def save(self, path: Path) -> None:
         """Write the mixture to ``path``."""
-        write_record(path, self, kind=KIND, version=FORMAT_VERSION)
+        write_record(path, self, kind=KIND, version=FORMAT_VERSION, is_editable=True)
 
     @property
     def hash(self) -> str:

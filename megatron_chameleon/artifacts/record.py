@@ -44,8 +44,6 @@ class FolderRecord:
     FILE_NAME: ClassVar[str]
     FORMAT_VERSION: ClassVar[int]
     MADE_BY: ClassVar[str]
-    HAS_CHECKSUM: ClassVar[bool] = False
-    """Whether the file has a checksum of what it says, which nobody then edits by hand."""
 
     root: Path
 
@@ -68,19 +66,15 @@ class FolderRecord:
 
     def save(self) -> None:
         """Write the JSON file into ``root``."""
-        write_record(
-            self.root / self.FILE_NAME,
-            self,
-            kind=self.KIND,
-            version=self.FORMAT_VERSION,
-            has_checksum=self.HAS_CHECKSUM,
-        )
+        write_record(self.root / self.FILE_NAME, self, kind=self.KIND, version=self.FORMAT_VERSION)
 
 
 def write_record(
-    path: Path, record: Any, *, kind: str, version: int, has_checksum: bool = False
+    path: Path, record: Any, *, kind: str, version: int, is_editable: bool = False
 ) -> None:
     """Write the dataclass ``record`` to ``path`` with its ``kind`` and format ``version``.
+
+    It has a checksum of all that it says, unless it ``is_editable`` by hand.
 
     Raises:
         UserError: if ``path`` holds anything but a record of this kind, or cannot be written.
@@ -89,7 +83,7 @@ def write_record(
     body = dataclasses.asdict(record)
     body.pop("root", None)  # where a file lies is not part of what it says
     body = {"kind": kind, "format_version": version, **_plain(body)}
-    write_json(path, body | ({"checksum": _checksum(body)} if has_checksum else {}))
+    write_json(path, body if is_editable else {**body, "checksum": _checksum(body)})
 
 
 def kind_of(path: Path) -> str | None:
@@ -122,9 +116,8 @@ def read_record(
         UserError: naming the file, the field and the way out (``made_by`` says what writes it).
     """
     body = read_json(path, made_by)
-    checksum = body.pop("checksum", None)
-    if checksum not in (None, _checksum(body)):
-        raise UserError(f"{path} has changed since it was written; {made_by}")
+    checksum = body.pop("checksum", None)  # older releases wrote none
+    is_unchanged = checksum in (None, _checksum(body))
     found_kind, found_version = body.pop("kind", kind), body.pop("format_version", version)
     if found_kind != kind:
         raise UserError(f"{path} is a {found_kind} file, not a {kind}; {made_by}")
@@ -133,6 +126,8 @@ def read_record(
             f"{path}: format_version {found_version}, this release reads {version}; "
             f"use the release that wrote it, or make it again: {made_by}"
         )
+    if not is_unchanged:
+        raise UserError(f"{path} has changed since it was written; restore it; {made_by}")
     body |= dict.fromkeys(known, "")
     record = check_values(str(path), record_type, body, made_by)
     return dataclasses.replace(record, **known)  # type: ignore[type-var]
@@ -151,7 +146,8 @@ def check_values(
     """
     try:
         # Only of JSON text does pydantic's strict mode make dataclasses and tuples.
-        return _adapter(value_type).validate_json(json.dumps(body), strict=True)
+        value: Record = _adapter(value_type).validate_json(json.dumps(body), strict=True)
+        return value
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in (field, *first["loc"]) if part != "")
@@ -166,7 +162,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _adapter(value_type: type[Record]) -> TypeAdapter[Record]:
+def _adapter(value_type: Any) -> TypeAdapter[Any]:
     return TypeAdapter(value_type)
 
 

@@ -39,7 +39,7 @@ def test_what_was_not_written_is_kept_and_need_not_be_told(corpus):
     assert Corpus.load(corpus.root).not_written == counted
     path = corpus.root / "corpus.json"
     record = json.loads(path.read_text())
-    del record["not_written"]
+    del record["not_written"], record["checksum"]
     path.write_text(json.dumps(record))
     assert Corpus.load(corpus.root).not_written == {}
 

@@ -73,7 +73,7 @@ def mutations(text: str) -> Iterator[tuple[str, str]]:
             if change != "<drop>":
                 new = {"<retype>": str(value), "<wrap>": [value]}.get(str(change), change)
                 if isinstance(holder, list):
-                    holder.insert(place[-1], new)
+                    holder.insert(int(place[-1]), new)
                 else:
                     holder[place[-1]] = new
             changed = json.dumps(body)

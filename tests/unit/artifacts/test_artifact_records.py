@@ -62,7 +62,16 @@ def test_the_file_says_what_it_is_and_not_where_it_lies(sample):
     assert str(sample.file.parent) not in sample.file.read_text()
 
 
-def test_a_checkpoints_record_is_refused_where_anything_was_changed(samples):
+def test_a_record_has_a_checksum_unless_it_is_for_editing(sample):
+    body = json.loads(sample.file.read_text())
+    assert ("checksum" in body) == (sample.kind != "mixture")
+    for name in body.keys() - {"kind", "format_version"}:
+        if name != "checksum" and sample.kind != "mixture":
+            sample.file.write_text(json.dumps(body | {name: [body[name]]}))
+            assert "has changed since it was written" in refusal(sample)
+
+
+def test_a_record_is_refused_where_any_part_of_it_was_changed(samples):
     sample = samples["checkpoint"]
     text = sample.file.read_text()
     for before, after in (

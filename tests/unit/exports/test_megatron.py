@@ -166,5 +166,6 @@ def without_text(corpus, folder, name, splits):
         # A header, and the one document index that every file has.
         idx = prefix.with_name(prefix.name + ".idx")
         idx.write_bytes(idx.read_bytes()[:18] + bytes(16 + 8))
+    described.pop("checksum", None)
     (folder / "corpus.json").write_text(json.dumps(described))
     return folder

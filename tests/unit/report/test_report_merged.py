@@ -39,6 +39,7 @@ def change_cost(path, seconds):
     """Another artifact of the same name: it took another time."""
     body = json.loads(path.read_text())
     body["cost"]["device_seconds"] = seconds
+    body.pop("checksum", None)
     path.write_text(json.dumps(body))
 
 
