@@ -52,7 +52,7 @@ def record_of(corpus: Corpus) -> dict[str, Any]:
     record = json.loads((corpus.root / "corpus.json").read_text())
     for name in ("created", "command", "git_commit"):  # someone may be at work on the sources
         del record["provenance"][name]
-    del record["cost"], record["provenance"]["options"]["output"]
+    del record["cost"], record["checksum"], record["provenance"]["options"]["output"]
     assert isinstance(record, dict)
     return record
 
