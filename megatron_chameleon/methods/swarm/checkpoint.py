@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.record import Amount, Count, Positive, check_values
 from megatron_chameleon.errors import UserError
 
 FORMAT_VERSION = 1
@@ -32,20 +33,29 @@ class GroupState:
         seconds: of each member [E], its share of the device's.
     """
 
-    step: int
-    members: list[int]
-    micro_batch_size: int
-    steps: list[int]
+    step: Count
+    members: list[Count]
+    micro_batch_size: Positive
+    steps: list[Count]
     losses: list[list[list[float | None]]]
-    flops: list[float]
-    seconds: list[float]
+    flops: list[Amount]
+    seconds: list[Amount]
 
 
 def save_state(path: Path, state: GroupState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write ``state`` and its ``tensors`` to ``path``, in place of what was there."""
+    """Write ``state`` and its ``tensors`` to ``path``, in place of what was there.
+
+    Raises:
+        UserError: if the disk is full or refuses; what was there is then as it was.
+    """
     told = json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(state)})
     with replacing(path) as temporary:
-        save_file(dict(tensors), temporary, metadata={"state": told})
+        try:
+            save_file(dict(tensors), temporary, metadata={"state": told})
+        except SafetensorError as error:  # its own error for a full disk
+            raise UserError(
+                f"cannot write {path} ({error}); free space or choose another folder"
+            ) from error
 
 
 def read_state(path: Path) -> GroupState:
@@ -54,20 +64,18 @@ def read_state(path: Path) -> GroupState:
     Raises:
         UserError: if the file is damaged or of another release.
     """
+    hint = "delete it, and its members start from scratch"
     try:
         with safe_open(path, framework="pt") as file:
-            told = json.loads((file.metadata() or {})["state"])
-    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); delete it, and its members begin again"
-        ) from error
-    version = told.pop("format_version")
+            told = dict(json.loads((file.metadata() or {})["state"]))
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {hint}") from error
+    version = told.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{path}: format_version {version}, this release reads {FORMAT_VERSION}; delete it, "
-            "and its members begin again"
+            f"{path}: format_version {version}, this release reads {FORMAT_VERSION}; {hint}"
         )
-    return GroupState(**told)
+    return check_values(str(path), GroupState, told, hint)
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
