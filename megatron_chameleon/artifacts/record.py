@@ -146,7 +146,8 @@ def check_values(
     """
     try:
         # Only of JSON text does pydantic's strict mode make dataclasses and tuples.
-        value: Record = _adapter(value_type).validate_json(json.dumps(body), strict=True)
+        hashable: Any = value_type  # mypy takes the type of a dataclass for unhashable
+        value: Record = _adapter(hashable).validate_json(json.dumps(body), strict=True)
         return value
     except ValidationError as error:
         first = error.errors()[0]
