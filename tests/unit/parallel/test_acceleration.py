@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_every_test_that_covers_a_cuda_feature_exists():
     from tests.gpu.test_training_on_gpus import CASES
     from tests.pretended_cuda.cases import TRAINING
 
-    folders = {
+    folders: dict[str, tuple[Path, Collection[str]]] = {
         "gpu": (ROOT / "tests/gpu", CASES),
         "pretended": (ROOT / "tests/pretended_cuda", TRAINING),
     }
