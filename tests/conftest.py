@@ -10,6 +10,8 @@ from pathlib import Path
 # Before anything imports torch or numpy: the tests' workers and ranks share a few cores, and one
 # thread a process also keeps the order of additions, which bit-identity tests rely on.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where there are more all the same, those that spin for each other on shared cores take minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
