@@ -115,7 +115,9 @@ def test_a_batch_may_come_from_views_of_every_kind():
 def test_windows_are_the_same_wherever_the_arrays_lie(offset):
     for dtype, index_dtype in ((np.uint16, np.int32), (np.int32, np.int64)):
         view = documents_view([50, 3, 0, 70], dtype, index_dtype, 4, 0, seed=1)
-        file = dataclasses.replace(view.file, tokens=at_offset(view.file.tokens, offset))
+        tokens = at_offset(view.file.tokens.unchecked, offset)
+        checked = BlockTokens(Path("a.bin"), tokens, None, VOCAB_SIZE)
+        file = dataclasses.replace(view.file, tokens=checked)
         arrays = ("starts", "lengths", "documents", "windows", "shuffle")
         moved = {name: at_offset(getattr(view, name), offset) for name in arrays}
         pairs = [(0, number) for number in range(view.num_samples)]
