@@ -20,9 +20,12 @@ from megatron_chameleon.blend.streams import (
     FeistelStream,
     MegatronStream,
     Stream,
+    megatron_index_bytes,
 )
 from megatron_chameleon.blend.threads import for_each, usable_threads
 from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, check_weights
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.host_memory import require_host_memory
 from megatron_chameleon.options.data import Permutation
 
 Batch = dict[str, torch.Tensor]
@@ -30,6 +33,8 @@ Batch = dict[str, torch.Tensor]
 # By how much more than asked Megatron builds of each data set that it blends. It decides the
 # number of whole epochs, and with that the order.
 MEGATRON_SURPLUS = 0.005
+# Minutes at the start: how often each domain is drawn is counted over all samples of a run.
+MAX_SAMPLES = 2**36
 
 
 class BlendedTokens(torch.utils.data.Dataset[Batch]):
@@ -85,6 +90,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self._table = ViewTable.empty(len(data.domains))
         self._next_unread = 0
         self._check(schedule)
+        self._check_size()
         self._phases = self._blend(schedule)
         self._open(self.counts(num_samples))
 
@@ -177,6 +183,29 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             lambda domain: self._stream(domain, int(counts[domain]), each), missing, threads
         )
         self._streams.update(zip(missing, streams, strict=True))
+
+    def _check_size(self) -> None:
+        """Raises UserError for a run whose order takes too long to find, or too much memory."""
+        if self._num_samples > MAX_SAMPLES:
+            raise UserError(
+                f"the run would read {self._num_samples:,} samples, more than {MAX_SAMPLES:,}; "
+                "lower --train-iters or --global-batch-size"
+            )
+        if self.permutation == "megatron":
+            weights = self.schedule.phases[0].weights
+            total = sum(weights)
+            needed = sum(
+                megatron_index_bytes(
+                    domain, math.ceil(self._num_samples * weight / total), self.seq_length
+                )
+                for domain, weight in zip(self.data.domains, weights, strict=True)
+                if weight
+            )
+            require_host_memory(
+                needed,
+                f"Megatron's order of {self._num_samples:,} samples",
+                "train on fewer, or choose --permutation feistel, which needs no memory",
+            )
 
     def _stream(self, domain: int, count: int, num_threads: int) -> Stream:
         tokens = self.data.domains[domain]

@@ -18,7 +18,6 @@ from megatron_chameleon.blend.sample_index import build_sample_index
 from megatron_chameleon.blend.shuffle import shuffle
 from megatron_chameleon.blend.token_data import DomainData
 from megatron_chameleon.corpus.indexed_reader import TokenFile
-from megatron_chameleon.host_memory import require_host_memory
 
 # Megatron shuffles the last epoch on its own where less than this share of it is used, so that
 # its documents do not crowd out those of the whole epochs.
@@ -70,10 +69,6 @@ class MegatronStream:
         lengths = aligned_lengths(file)
 
         def build() -> dict[str, NDArray[Any]]:
-            needed = megatron_index_bytes(domain, num_samples, seq_length)
-            what = f"the order of {num_samples:,} samples of domain '{domain.name}'"
-            hint = "train on fewer samples, or choose --permutation feistel, which needs no memory"
-            require_host_memory(needed, what, hint)
             return megatron_indices(domain, lengths, num_samples, seq_length, seed, num_threads)
 
         if cache is None:

@@ -13,7 +13,7 @@ from megatron.core.datasets.utils import get_blend_from_list, normalize
 
 from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_starts
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
-from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.dataset import MAX_SAMPLES, BlendedTokens
 from megatron_chameleon.blend.index import build_blending_indices
 from megatron_chameleon.blend.sampler import batch_indices
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
@@ -434,6 +434,13 @@ def test_a_token_that_the_vocabulary_lacks_is_refused_naming_the_file(corpus):
     dataset = blended(without_checksums(corpus), [1, 1, 1, 1], 400)
     with pytest.raises(UserError, match=r"short.*\.bin holds token 1000.*vocabulary of 1000"):
         dataset.batch(range(400))
+
+
+def test_an_order_that_is_too_large_is_refused_before_it_is_made(corpus):
+    with pytest.raises(UserError, match="--permutation feistel"):
+        blended(corpus, [1, 1, 1, 0], MAX_SAMPLES)
+    with pytest.raises(UserError, match="--train-iters"):
+        blended(corpus, [1, 1, 1, 0], MAX_SAMPLES + 1, permutation="feistel")
 
 
 def test_weights_that_cannot_be_drawn_by_are_refused(corpus):

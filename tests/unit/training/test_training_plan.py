@@ -21,6 +21,7 @@ from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.options.profiling import ProfilingOptions
 from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.options.validation import ValidationOptions
+from megatron_chameleon.training.dry_step import check_host_memory
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
 from tests.unit.blend.token_files import write_file
@@ -317,7 +318,7 @@ def test_what_the_run_reads_is_not_overwritten(plan, tmp_path, monkeypatch, chan
     ("weights", "problem"),
     [
         ({"news": -1.0}, r"m\.json: weight of 'news' is -1\.0"),
-        ({"news": math.nan}, "weight of 'news' is nan"),
+        ({"news": math.nan}, "news.* nan"),
         ({"news": 0.0, "code": 0.0}, "all weights are zero"),
         ({"news": 0.5, "songs": 0.5}, "weight for 'songs', .* its domains are news, code, poems"),
     ],
@@ -325,3 +326,12 @@ def test_what_the_run_reads_is_not_overwritten(plan, tmp_path, monkeypatch, chan
 def test_a_bad_mixture_has_one_clear_line(plan, tmp_path, weights, problem):
     with pytest.raises(UserError, match=problem):
         plan(mixture=written(tmp_path / "m.json", weights))
+
+
+def test_a_run_that_the_machine_cannot_hold_is_refused_before_it_takes_memory(
+    pretrain_options, tmp_path, one_rank
+):
+    options = pretrain_options(tmp_path, global_batch_size=2**24, micro_batch_size=2**24)
+    with pytest.raises(UserError, match="--micro-batch-size"):
+        check_host_memory(plan_training(options), one_rank)
+    check_host_memory(plan_training(pretrain_options(tmp_path)), one_rank)
