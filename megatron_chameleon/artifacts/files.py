@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from megatron_chameleon.errors import UserError
 MAX_JSON_BYTES = 1 << 28
 MAX_JSON_DEPTH = 64
 _CHUNK = 1 << 20
+# Of more files than these, everything that waits to be written is flushed by one call.
+_MOST_FLUSHED_ALONE = 1000
 _SET_ASIDE_SUFFIX = ".replaced"
 # What a write says when the disk is full, the quota is used up or the file may not grow.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -252,6 +254,15 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def flush_all_to_disk(paths: Sequence[Path]) -> None:
+    """Like :func:`flush_to_disk` for all of ``paths``; many at once, since each takes its time."""
+    if len(paths) > _MOST_FLUSHED_ALONE:
+        os.sync()
+    else:
+        for path in paths:
+            flush_to_disk(path)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -23,7 +23,12 @@ from pathlib import Path
 
 from megatron_chameleon.artifacts.corpus import FILE_NAME
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
-from megatron_chameleon.artifacts.files import flush_to_disk, sha256_of_files, writing
+from megatron_chameleon.artifacts.files import (
+    flush_all_to_disk,
+    flush_to_disk,
+    sha256_of_files,
+    writing,
+)
 from megatron_chameleon.artifacts.output_path import require_new
 from megatron_chameleon.corpus.shards.desk import desk_in, elsewhere_in, try_lock
 from megatron_chameleon.corpus.shards.plan import Plan
@@ -105,8 +110,7 @@ class CorpusFolder:
         files = sorted(path for path in made.rglob("*") if path.is_file())
         files.sort(key=lambda path: path.name == FILE_NAME)
         with writing(self.root):
-            for file in files:
-                flush_to_disk(file)
+            flush_all_to_disk(files)
             (self.root / FILE_NAME).unlink(missing_ok=True)
             for old in own_files(self.root):
                 old.unlink(missing_ok=True)

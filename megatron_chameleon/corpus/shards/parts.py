@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import SPLITS
-from megatron_chameleon.artifacts.files import flush_to_disk, writing
+from megatron_chameleon.artifacts.files import flush_all_to_disk, writing
 from megatron_chameleon.corpus.indexed_writer import IndexedWriter, TokenType
 
 # What all domains together may hold before it is written; a few domains never come near.
@@ -104,11 +104,9 @@ class PartsWriter:
         for source, writer in sorted(self._writers.items()):
             domain, split = divmod(source, len(SPLITS))
             counts = (writer.documents, writer.tokens, self._text_bytes[source])
-            part = ShardPart(domain, split, *counts, writer.finish(), writer.block_checksums)
-            for path in part.paths(self._folder):
-                with writing(path):
-                    flush_to_disk(path)
-            parts.append(part)
+            parts.append(ShardPart(domain, split, *counts, writer.finish(), writer.block_checksums))
+        with writing(self._folder):
+            flush_all_to_disk([path for part in parts for path in part.paths(self._folder)])
         return parts
 
     def _writer(self, source: int) -> IndexedWriter:
