@@ -53,5 +53,5 @@ def test_they_lie_in_the_training_part_of_a_data_path(corpus):
 
 def test_a_token_of_another_vocabulary_is_refused(corpus):
     domain = dataclasses.replace(corpus_tokens(corpus).domains[0], vocab_size=100)
-    with pytest.raises(UserError, match=r"holds token 250"):
+    with pytest.raises(UserError, match=r"holds token \d+"):
         hold_windows(domain, 32, 10_000, seed=0)

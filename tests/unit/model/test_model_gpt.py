@@ -184,5 +184,5 @@ def test_a_sequence_that_cannot_be_split_is_refused():
 @pytest.mark.parametrize("field", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
 @pytest.mark.parametrize("degree", [0, -2])
 def test_degrees_below_one_are_refused(field, degree):
-    with pytest.raises(UserError, match=f"--{field.replace('_', '-')} {degree}: .* from 1 on"):
+    with pytest.raises(UserError, match=f"--{field.replace('_', '-')} {degree}: "):
         check_model_layout(model_size("nano"), ParallelOptions(**{field: degree}), 32)

@@ -52,7 +52,7 @@ def test_gradients_are_bit_identical_and_layers_run_twice(one_rank, recompute):
     [
         (RecomputeOptions(recompute_method="block"), "--recompute-method block is of"),
         (RecomputeOptions("selective", recompute_num_layers=1), "--recompute-num-layers 1 is of"),
-        (RecomputeOptions("full", recompute_num_layers=0), "chunk has 1 to 4 layers"),
+        (RecomputeOptions("full", recompute_num_layers=0), "--recompute-num-layers 0"),
         (RecomputeOptions("full", "block", 5), "chunk has 1 to 4 layers"),
         (RecomputeOptions("full", recompute_num_layers=3), "does not divide the 4 layers"),
     ],
