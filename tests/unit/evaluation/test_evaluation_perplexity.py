@@ -228,7 +228,7 @@ def test_shorter_windows_predict_the_same_tokens(evaluate):
         ({"overlap": -1}, "--overlap -1: "),
         ({"window_length": 8, "overlap": 8}, "--overlap 8: a window of 8 tokens"),
         ({"first_token": "after-eod"}, "--first-token after-eod is for --packing documents"),
-        ({"evaluation_batch_size": 0}, "--evaluation-batch-size 0: give a whole number from 1 on"),
+        ({"evaluation_batch_size": 0}, "--evaluation-batch-size 0: "),
         ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere: neither a checkpoint nor a run"),
         ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist; tools/preprocess_"),
         ({"parallel": ParallelOptions(3)}, r"1 rank\(s\) cannot be laid out as tensor 3"),

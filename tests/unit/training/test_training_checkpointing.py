@@ -148,7 +148,7 @@ def test_all_are_kept_for_0(options_for, tmp_path):
 
 
 def test_a_number_below_0_is_refused(options_for):
-    with pytest.raises(UserError, match="--keep-last-checkpoints -1: give 0 for all"):
+    with pytest.raises(UserError, match="--keep-last-checkpoints -1: "):
         pretrain(options_for(checkpointing=CheckpointingOptions(keep_last_checkpoints=-1)))
 
 
