@@ -120,7 +120,9 @@ def test_all_of_a_split_stands_for_all_of_its_text(corpus):
     clusters, sizes = ClusterMap.of(tokens, text), token_bytes_of(corpus)
     found = scored_text(corpus, "news", "test", text, clusters, sizes)
     assert found.text_bytes is not None
-    first = 2 * int(sizes[tokens.tokens[0]])  # no token stands before it, so it is not scored
+    first = 2 * int(
+        sizes[tokens.tokens[:1]].item()
+    )  # no token stands before it, so it is not scored
     assert found.text_bytes.sum() == corpus.domains["news"].test.text_bytes - first
 
 

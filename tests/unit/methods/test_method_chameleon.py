@@ -114,9 +114,9 @@ def test_the_same_command_writes_the_same_bytes(compute, options, tmp_path, monk
     compute(output=given.output)
     one, other = ((folder / "mixture.json").read_text() for folder in (here, there))
     assert without_times(one) == without_times(other)
-    stores = [EmbeddingStore.load(folder / "embeddings") for folder in (here, there)]
+    ours, theirs = (EmbeddingStore.load(folder / "embeddings") for folder in (here, there))
     for name in DOMAINS:
-        np.testing.assert_array_equal(*(store.vectors(name) for store in stores))
+        np.testing.assert_array_equal(ours.vectors(name), theirs.vectors(name))
 
 
 def without_times(text):

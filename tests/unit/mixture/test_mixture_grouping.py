@@ -31,9 +31,9 @@ def test_each_window_is_in_one_group_and_the_mean_is_that_of_all():
     groups = grouped_windows(vectors, 3, seed=2)
     assert groups.shape == (33, 5)
     assert groups.dtype == np.float32
-    means = (array.mean(axis=0, dtype=np.float64) for array in (groups, vectors))
+    mean, expected = (array.mean(axis=0, dtype=np.float64) for array in (groups, vectors))
     rounding = np.finfo(np.float32).eps * np.abs(groups).max()  # that of each group's mean
-    np.testing.assert_allclose(*means, rtol=0, atol=rounding)
+    np.testing.assert_allclose(mean, expected, rtol=0, atol=rounding)
     order = np.random.default_rng([2, 100]).permutation(100)[:99].reshape(33, 3)
     plain = np.stack([vectors[rows].mean(axis=0) for rows in order])
     shift = vectors.mean(axis=0) - plain.mean(axis=0)

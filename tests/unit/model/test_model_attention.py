@@ -53,8 +53,9 @@ def attention_direct(query, key, value, masked, scale=SCALE):
 
 def assert_direct(result, inputs, masked, **more):
     """Compare with the direct formula in float64; its error in the inputs' precision is allowed."""
-    exact = attention_direct(*(part.double() for part in inputs), masked, **more)
-    assert_as_near(result, attention_direct(*inputs, masked, **more), exact)
+    q, k, v = inputs
+    exact = attention_direct(q.double(), k.double(), v.double(), masked, **more)
+    assert_as_near(result, attention_direct(q, k, v, masked, **more), exact)
 
 
 def causal_mask():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -182,7 +182,11 @@ def test_curves_are_the_recorded_losses(tmp_path):
 
 def test_a_damaged_record_is_left_out_of_the_curves(tmp_path):
     run = write_training_run(tmp_path, {"a": 1.0}, "uniform")
-    records = [{"step": 0, "loss": 1.0}, {"step": 1, "loss": "low"}, {"step": 2, "loss": 0.5}]
+    records: list[dict[str, Any]] = [
+        {"step": 0, "loss": 1.0},
+        {"step": 1, "loss": "low"},
+        {"step": 2, "loss": 0.5},
+    ]
     write_metrics(tmp_path / METRICS_NAME, records)
     with pytest.warns(MetricsWarning):
         curves = run_curves("x", run)

@@ -85,7 +85,7 @@ def logits_there(
     folder: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     with torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         return model.eval()(tokens).logits[..., :VOCAB_SIZE]
 
 
