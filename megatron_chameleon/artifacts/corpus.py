@@ -193,18 +193,21 @@ class Corpus(FolderRecord):
             UserError: naming the first file that is not what corpus.json says.
         """
         for prefix, expected in self._largest_first()[share::shares]:
-            files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+            bin_path, idx_path, checksums = (
+                prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".xxh3")
+            )
             try:
-                found = sha256_of_files(*files, on_bytes=on_bytes)
+                found = sha256_of_files(bin_path, idx_path, on_bytes=on_bytes)
+                of_checksums = expected.block_checksums and sha256_of_files(checksums)
             except OSError as error:
                 raise UserError(
                     f"cannot read {error.filename}: {error.strerror}; restore it or preprocess "
                     "again"
                 ) from error
-            if found != expected.sha256:
+            if found != expected.sha256 or of_checksums != expected.block_checksums:
                 raise UserError(
-                    f"{files[0]} or its .idx has changed since {self.root / FILE_NAME} was "
-                    "written; restore it or preprocess again"
+                    f"{bin_path}, its .idx or its .xxh3 has changed since {self.root / FILE_NAME} "
+                    "was written; restore it or preprocess again"
                 )
 
     def share_bytes(self, share: int, shares: int) -> int:

@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES, num_blocks
-from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.corpus.mapped_file import map_file
 from megatron_chameleon.errors import UserError
 
 _HINT = "restore it or preprocess again"
@@ -144,28 +144,33 @@ class BlockTokens:
 Tokens = BlockTokens | NDArray[np.integer]
 
 
-def read_checksums(
-    path: Path, tokens: NDArray[np.uint8], index: NDArray[np.uint8], sha256: str
+def open_checksums(
+    path: Path, tokens: NDArray[np.uint8], index: NDArray[np.uint8]
 ) -> NDArray[np.uint64]:
-    """The checksums of a .bin, those of its .idx being checked.
+    """Map the checksums of a .bin, and check the .idx by its own.
+
+    The checksums of a .bin are read with the blocks: of a corpus of trillions of tokens they take
+    gigabytes. Damage to them looks like damage to a block.
 
     Args:
         path: of both, with the suffix ``.xxh3``.
         tokens: bytes of the .bin.
         index: bytes of the .idx.
-        sha256: what the hash of the file at ``path`` should be.
+
+    Returns:
+        [num_blocks] of the .bin.
 
     Raises:
-        UserError: if the checksums are not those, or a block of the .idx does not match its own.
+        UserError: if the file does not fit the others, or a block of the .idx is damaged.
     """
     try:
-        found = sha256_of_files(path)
-        checksums = np.fromfile(path, "<u8")
+        content = map_file(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; {_HINT}") from error
     bin_blocks = num_blocks(tokens.size)
-    if found != sha256 or checksums.size != bin_blocks + num_blocks(index.size):
-        raise UserError(f"{path} has changed since corpus.json was written; {_HINT}")
+    if content.size != 8 * (bin_blocks + num_blocks(index.size)):
+        raise UserError(f"{path} does not have the size of its .bin's checksums; {_HINT}")
+    checksums = content.view("<u8")
     for block, checksum in enumerate(checksums[bin_blocks:].tolist()):
         content = index[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
         check_block(path.with_suffix(".idx"), content, block, checksum)
@@ -178,5 +183,5 @@ def check_block(path: Path, content: NDArray[np.integer], block: int, checksum: 
         first = block * BLOCK_BYTES
         raise UserError(
             f"{path}: bytes {first} to {first + content.nbytes - 1} (block {block}) do not match "
-            f"their checksum: the file is damaged; {_HINT}"
+            f"their checksum in the .xxh3: one of them is damaged; {_HINT}"
         )

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, DomainSplit, Split
-from megatron_chameleon.corpus.block_checksums import BlockTokens, read_checksums
+from megatron_chameleon.corpus.block_checksums import BlockTokens, open_checksums
 from megatron_chameleon.corpus.indexed_writer import HEADER, MAGIC, VERSION
 from megatron_chameleon.corpus.mapped_file import map_file
 from megatron_chameleon.errors import UserError
@@ -141,8 +141,7 @@ def open_token_file(
         raise _unexpected(idx_path, "number of tokens", tokens.size, expected.tokens)
     checksums = None
     if expected and expected.block_checksums is not None:
-        path = Path(f"{prefix}.xxh3")
-        checksums = read_checksums(path, bin_content, content, expected.block_checksums)
+        checksums = open_checksums(Path(f"{prefix}.xxh3"), bin_content, content)
     checked = BlockTokens(bin_path, tokens, checksums, vocab_size)
     return TokenFile(prefix, checked, lengths, pointers, boundaries)
 

@@ -118,14 +118,16 @@ def test_a_block_is_checked_once_and_gives_what_is_on_disk(corpus):
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".xxh3"])
-def test_any_flipped_bit_of_the_index_or_of_the_checksums_is_found_at_once(corpus, suffix):
+def test_any_flipped_bit_of_the_index_or_of_the_checksums_is_found(corpus, suffix):
     path = path_of(corpus, suffix)
     content = path.read_bytes()
     for bit in random.Random(1).sample(range(8 * len(content)), min(200, 8 * len(content))):
         flip(path, bit)
         with pytest.raises(UserError) as raised:
-            open_tokens(corpus, "news", "train")
+            open_tokens(corpus, "news", "train").tokens[:]
         assert path.stem in str(raised.value)
+        with pytest.raises(UserError):
+            corpus.verify()
         path.write_bytes(content)
 
 
