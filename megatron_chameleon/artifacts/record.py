@@ -89,9 +89,10 @@ def write_record(
 def kind_of(path: Path) -> str | None:
     """The kind of record in the file ``path``; None if it is not one."""
     try:
-        return str(read_json(path, "").get("kind"))
+        kind = read_json(path, "").get("kind")
     except UserError:
         return None
+    return None if kind is None else str(kind)
 
 
 def require_kind(path: Path, kind: str) -> None:
@@ -102,8 +103,8 @@ def require_kind(path: Path, kind: str) -> None:
     """
     if os.path.lexists(path) and (found := kind_of(path)) != kind:
         raise UserError(
-            f"{path} exists and is {f'a {found} file' if found else 'no artifact'}, not a {kind}; "
-            "choose another name, or move it away"
+            f"{path} exists and is {f'of kind {found!r}' if found else 'no artifact'}, and only a "
+            f"file of kind {kind!r} is replaced; choose another name, or move it away"
         )
 
 

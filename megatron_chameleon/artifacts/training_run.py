@@ -104,11 +104,6 @@ class TrainingRun(FolderRecord):
 
 
 @dataclasses.dataclass(frozen=True)
-class _HookMetrics:
-    weights: dict[str, FiniteFloat] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class _Metrics:
     """The fields of a line of metrics.jsonl that others read; a line may have more."""
 
@@ -116,7 +111,7 @@ class _Metrics:
     loss: FiniteFloat | None = None
     domain_loss: dict[str, FiniteFloat | None] | None = None
     validation_loss: dict[str, FiniteFloat | None] | None = None
-    hook: _HookMetrics | None = None
+    hook: dict[str, Any] | None = None  # whatever the hook logs
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_chameleon.artifacts import MixtureWarning, TrainingRun
@@ -80,9 +80,7 @@ def steadiness(path: WeightPath, run: TrainingRun) -> dict[str, Any]:
     mean = path.mean
     hooks = [(line["step"], line.get("hook") or {}) for line in run.metrics()]
     logged = [
-        (step, hook["weights"])
-        for step, hook in hooks
-        if (hook.get("weights") or {}).keys() == mean.keys()
+        (step, hook["weights"]) for step, hook in hooks if _are_weights(hook.get("weights"), mean)
     ]
     stride = -(-len(logged) // MOST_POINTS) or 1
     shown = logged[::-stride][::-1]  # from the end backwards, so that the last step is among them
@@ -101,3 +99,12 @@ def steadiness(path: WeightPath, run: TrainingRun) -> dict[str, Any]:
             "weights": {name: [weights[name] for _step, weights in shown] for name in mean},
         },
     }
+
+
+def _are_weights(logged: Any, names: Collection[str]) -> bool:
+    """Whether ``logged`` holds a number for each of ``names``; a damaged line may hold anything."""
+    return (
+        isinstance(logged, dict)
+        and logged.keys() == set(names)
+        and all(isinstance(weight, float | int) for weight in logged.values())
+    )

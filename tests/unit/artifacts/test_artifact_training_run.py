@@ -65,7 +65,6 @@ DAMAGED = [
     b'{"step": 4, "domain_loss": [1.0]}',
     b'{"step": 4, "validation_loss": {"a": "x"}}',
     b'{"step": 4, "hook": 3}',
-    b'{"step": 4, "hook": {"weights": [0.5, 0.5]}}',
 ]
 
 

@@ -61,9 +61,9 @@ def test_a_record_of_the_same_kind_is_replaced(tmp_path):
     check_output(path, KIND)
     sample_mixture().save(path)
     check_output(path, KIND)
-    with pytest.raises(UserError, match="is a mixture file, not a evaluation"):
+    with pytest.raises(UserError, match="of kind 'mixture'"):
         check_output(path, EVALUATION)
-    with pytest.raises(UserError, match="is a mixture file, not a evaluation"):
+    with pytest.raises(UserError, match="of kind 'mixture'"):
         sample_result().save(path)
     Mixture.uniform(["a", "b"]).save(path)
     assert Mixture.load(path).weights == {"a": 0.5, "b": 0.5}

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import io
 import json
 import shutil
@@ -190,8 +189,9 @@ def test_a_sweep_is_shown_where_there_is_one(root, capsys):
 
 def test_an_affinity_of_the_wrong_size_is_told(root):
     path = root / "4-mixture/chameleon-pretrain.json"
-    dataclasses.replace(Mixture.load(path), affinity=[[1.0, 0.0], [0.0, 1.0]]).save(path)
-    with pytest.raises(UserError, match="field affinity is not 3 x 3"):
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps({**body, "affinity": [[1.0, 0.0], [0.0, 1.0]]}))
+    with pytest.raises(UserError, match="affinity"):
         make_report(root)
     assert not (root / "7-report").exists()
 

@@ -14,6 +14,7 @@ from megatron_chameleon.artifacts import CheckpointRecord, DrawnTokens, Training
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.checkpoint.reader import open_reader
+from megatron_chameleon.console import Output, escaped
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.gpt import build_model
@@ -398,9 +399,12 @@ def test_standard_output_on_a_full_disk_costs_nothing_but_the_lines(
     pretrain_options, finished_run, tmp_path
 ):
     run_dir = tmp_path / "run"
-    with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
-        pretrain(pretrain_options(run_dir))
-        pretrain(pretrain_options(run_dir))
+    with open("/dev/full", "w") as full:
+        stream = Output(full.fileno(), "utf-8", escaped)
+        with contextlib.redirect_stdout(stream):
+            pretrain(pretrain_options(run_dir))
+            pretrain(pretrain_options(run_dir))
+    assert stream.lost is not None
     assert TrainingRun.load(run_dir).status == "finished"
     assert losses_of(run_dir) == losses_of(finished_run)
 
