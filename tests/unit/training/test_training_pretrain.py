@@ -279,7 +279,7 @@ def test_a_corpus_whose_tokens_have_changed_is_found_when_asked(pretrain_options
     path = corpus.prefix("code", "valid").with_suffix(".bin")
     path.write_bytes(b"\0" + path.read_bytes()[1:])
     options = {"corpus": corpus.root, "data": DataOptions(verify_corpus=True)}
-    with pytest.raises(UserError, match=r"code\.bin or its \.idx has changed"):
+    with pytest.raises(UserError, match=r"code\.bin.* has changed"):
         pretrain(pretrain_options(tmp_path / "run", **options))
     assert not (tmp_path / "run").exists()
 
