@@ -27,7 +27,7 @@ def told(tmp_path_factory):
 
 
 def test_a_damaged_corpus_that_one_rank_finds_is_refused_by_all(told):
-    assert "poems.bin or its .idx has changed" in told[0]["damage"]
+    assert "poems.bin" in told[0]["damage"]
     assert told[0]["damage"] == told[1]["damage"]
 
 
