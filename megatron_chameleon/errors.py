@@ -31,6 +31,7 @@ _REFUSALS = (
     errno.EACCES,
     errno.EPERM,
     errno.ENAMETOOLONG,
+    errno.ELOOP,
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOMEM,

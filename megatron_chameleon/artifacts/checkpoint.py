@@ -235,6 +235,9 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
             f"it needs {path / FOLDER_NAME}/step-*/{FILE_NAME}; {MADE_BY}"
         )
     problems: list[UserError] = []
+    latest = _named_latest(path)
+    if latest is not None and latest not in folders:
+        problems.append(UserError(f"{latest}, which {LATEST_NAME} names, is not complete"))
     for folder in reversed(folders):
         try:
             CheckpointRecord.load(folder).verify_in_threads()

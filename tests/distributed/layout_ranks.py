@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from megatron_chameleon.console import open_output
 from tests.distributed.discover_cases import DISCOVERING, discover_options
 from tests.distributed.doge_cases import DOGE, DOGE_AGAIN
 from tests.distributed.doge_ranks import find_doge, resume_doge
@@ -332,4 +333,5 @@ def main(places: Places) -> None:
 
 
 if __name__ == "__main__":
+    open_output()  # as the tools do: a rank whose disk is full cannot write its log either
     main(Places(Path(sys.argv[1])))

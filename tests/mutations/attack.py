@@ -104,7 +104,7 @@ def _without_provenance(path: str) -> Callable[[Path], Any]:
         return {
             k: v
             for k, v in body.items()
-            if k not in ("provenance", "cost", "parameters", "seconds")
+            if k not in ("provenance", "cost", "parameters", "seconds", "checksum")
         }
 
     return read

@@ -124,6 +124,15 @@ def test_a_damaged_record_is_passed_over_for_an_older_checkpoint(tmp_path, conte
         assert find_checkpoint(tmp_path) == step_folder(tmp_path, 1)
 
 
+def test_a_latest_checkpoint_without_a_record_is_passed_over_with_a_warning(tmp_path):
+    for step in (1, 2):
+        checkpoint_in(step_folder(tmp_path, step))
+    (tmp_path / "checkpoints/latest").write_text("step-00000002\n")
+    (step_folder(tmp_path, 2) / "checkpoint.json").unlink()
+    with pytest.warns(CheckpointWarning, match="step-00000002"):
+        assert find_checkpoint(tmp_path) == step_folder(tmp_path, 1)
+
+
 @pytest.mark.parametrize("left_out", ["__0_0.distcp", "common.pt", ".metadata", "metadata.json"])
 def test_a_record_that_does_not_list_all_files_is_passed_over(tmp_path, left_out):
     for step in (1, 2):
