@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +118,7 @@ def test_lanes_are_made_of_vector_instructions():
     # itself; else about a fifth as long. Timing shows that on an idle machine only, the code
     # anywhere. (The int32 kernel is written in vector instructions.) It is compiled again because
     # numba inspects nothing that comes from its cache.
-    compiled = njit("void" + ARGUMENTS)(float_kernel(True).py_func)
+    cached: Any = float_kernel(True)
+    compiled = njit("void" + ARGUMENTS)(cached.py_func)
     (code,) = compiled.inspect_llvm().values()
     assert len(re.findall(r"fmul <\d+ x double>", code)) >= BLOCK
