@@ -260,7 +260,11 @@ def check_text_and_paths(options: Any) -> None:
         UserError: for the first value that holds bytes which are not UTF-8, or the first path that
             is a pipe, a socket or a device.
     """
-    for flag, _, value in (("the working folder", None, os.getcwd()), *each_value(options)):
+    try:
+        working = os.getcwd()
+    except OSError as error:
+        raise UserError(f"the working folder: {error.strerror}; change to another one") from error
+    for flag, _, value in (("the working folder", None, working), *each_value(options)):
         if not isinstance(value, str | Path):
             continue
         try:

@@ -36,6 +36,7 @@ _REFUSALS = (
     errno.ENFILE,
     errno.ENOMEM,
 )
+_DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 # Libraries in C++ and Rust pass on the words alone.
 _REFUSAL_TEXT = re.compile("|".join(re.escape(os.strerror(number)) for number in _REFUSALS))
 
@@ -43,8 +44,9 @@ _REFUSAL_TEXT = re.compile("|".join(re.escape(os.strerror(number)) for number in
 def refusal_of_system(error: BaseException) -> str | None:
     """One line on what the system refused, where that is behind ``error``; None for a defect.
 
-    It is looked for in the whole chain of exceptions, by the number of an OSError, by the type of a
-    MemoryError, and in the text of other libraries' errors.
+    It is looked for in the chain of exceptions, by the number of an OSError, by the type of a
+    MemoryError, and in the text of other libraries' errors. A defect that comes up while a refusal
+    is handled is a defect.
     """
     for cause in _chain(error):
         if isinstance(cause, MemoryError):
@@ -63,7 +65,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while following is not None and id(following) not in seen:
         seen.add(id(following))
         yield following
-        following = following.__cause__ or following.__context__
+        is_wrapper = not (following.__suppress_context__ or isinstance(following, _DEFECTS))
+        following = following.__cause__ or (following.__context__ if is_wrapper else None)
 
 
 def _first_line(error: BaseException) -> str:

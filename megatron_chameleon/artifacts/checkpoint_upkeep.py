@@ -18,6 +18,7 @@ from megatron_chameleon.artifacts.checkpoint import (
     step_folder,
 )
 from megatron_chameleon.artifacts.files import (
+    flush_to_disk,
     put_all_back,
     put_back,
     remove_replaced,
@@ -72,9 +73,11 @@ def finish_latest(run_dir: Path) -> None:
         UserError: if the file that says so cannot be written.
     """
     known = checkpoint_folders(run_dir)[-1:]
+    complete = {folder.name: folder for folder in all_checkpoint_folders(run_dir)}
     for path in (run_dir / FOLDER_NAME).glob(f".{LATEST_NAME}.*.tmp"):
-        meant = path.with_name(path.read_text(encoding="utf-8", errors="replace").strip())
-        if meant in all_checkpoint_folders(run_dir) and [meant] > known:
+        # A loss of power may have left it empty.
+        meant = complete.get(path.read_text(encoding="utf-8", errors="replace").strip())
+        if meant and [meant] > known:
             with naming_latest(meant):
                 pass
 
@@ -91,6 +94,7 @@ def naming_latest(folder: Path) -> Iterator[None]:
     """
     with replacing(folder.with_name(LATEST_NAME)) as temporary:
         temporary.write_text(folder.name + "\n", encoding="utf-8")
+        flush_to_disk(temporary)  # finish_latest reads it if the job is killed in the block
         yield
 
 

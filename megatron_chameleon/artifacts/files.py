@@ -17,8 +17,9 @@ from typing import Any
 
 from megatron_chameleon.errors import UserError
 
-# Far above any artifact of ours: that of 40,000 domains takes 30 MB and 5 levels.
-MAX_JSON_BYTES = 1 << 28
+# The largest artifacts are an evaluation of 32,767 domains in 256 clusters and a swarm of 512
+# members over as many domains: about half of this.
+MAX_JSON_BYTES = 1 << 30
 MAX_JSON_DEPTH = 64
 _CHUNK = 1 << 20
 # Of more files than these, everything that waits to be written is flushed by one call.
@@ -93,10 +94,20 @@ def cannot_write(path: Path, error: OSError) -> UserError:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented UTF-8 JSON, atomically."""
+    """Write ``value`` as indented UTF-8 JSON, atomically.
+
+    Raises:
+        UserError: if it cannot be written, or :func:`read_json` would not read it again.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    content = text.encode()
+    if len(content) > MAX_JSON_BYTES:
+        raise UserError(
+            f"cannot write {path}: {len(content)} bytes, more than {MAX_JSON_BYTES}; use fewer "
+            "domains, clusters or members"
+        )
     with replacing(path) as temporary:
-        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.write_bytes(content)
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict
 
 from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import sha256_of_json
@@ -50,6 +52,9 @@ class Mixture:
         unconstrained: domain -> its weight if there were no such limit.
         capped: the domains whose epochs are that limit.
     """
+
+    # People edit this file: a misspelt field would do nothing.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     weights: dict[str, float]
     method: str = "manual"

@@ -150,9 +150,22 @@ _METRICS = TypeAdapter(_Metrics)
 
 
 def keep_metrics_until(path: Path, step: int) -> None:
-    """Drop the records after ``step``: those steps are run again from the checkpoint."""
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    write_metrics(path, kept)
+    """Drop the records after ``step``: those steps are run again from the checkpoint.
+
+    Damaged lines stay as they are, but for a last one that a crash has cut short.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+    with replacing(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a record; -1 of a damaged line."""
+    try:
+        return _METRICS.validate_json(line, strict=True).step
+    except ValueError:  # ValidationError is one
+        return -1
 
 
 def write_metrics(path: Path, records: Iterable[dict[str, Any]]) -> None:

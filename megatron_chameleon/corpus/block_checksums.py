@@ -61,8 +61,8 @@ class BlockHasher:
 class BlockTokens:
     """Tokens on disk; every block is checked the first time that any of it is read.
 
-    Reading is indexing, by a slice or by an array of positions from 0 on; both raise UserError for
-    a block that does not match its checksum or holds an id outside the vocabulary.
+    Reading is indexing, by a slice of step 1 or by an array of positions from 0 on; both raise
+    UserError for a block that does not match its checksum or holds an id outside the vocabulary.
 
     Args:
         path: of the .bin, for messages.
@@ -102,7 +102,8 @@ class BlockTokens:
 
     def __getitem__(self, key: slice | NDArray[np.integer]) -> NDArray[np.integer]:
         if isinstance(key, slice):
-            start, stop, _ = key.indices(self.size)
+            start, stop, step = key.indices(self.size)
+            assert step == 1, "blocks are checked in the order of their tokens"
             first, last = start // self._block, -(-stop // self._block)
             self.check(first + np.flatnonzero(self.unread[first:last]))
         else:

@@ -36,11 +36,6 @@ def token_type(vocab_size: int) -> TokenType:
     return "uint16" if vocab_size < _UINT16_VOCABULARY else "int32"
 
 
-def index_bytes(documents: int) -> int:
-    """Bytes of an .idx file of so many documents."""
-    return HEADER.size + 12 * documents + 8 * (documents + 1)
-
-
 class IndexedWriter:
     """Writes one pair of .bin/.idx files, each document one sequence, and their checksums.
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Corpus, Split
 from megatron_chameleon.artifacts.corpus import file_name_of
-from megatron_chameleon.artifacts.files import replacing, sha256_of_json
+from megatron_chameleon.artifacts.files import replacing, require_regular_file, sha256_of_json
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.windows import Windows
@@ -23,6 +25,9 @@ from megatron_chameleon.model.readout import Reader
 # hidden size of 2048, 256 MiB.
 BLOCK_DOCUMENTS = 8192
 _HASH_CHARACTERS = 16
+_CHECKSUM_BYTES = 8
+# Part of the folders' names: vectors of an earlier release, without a checksum, are not read.
+_FORMAT = "npy+xxh3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +82,7 @@ class DocumentVectors:
 
     def domain_folder(self, domain: str) -> Path:
         """Where everything that is embedded of a domain lies."""
-        made_from = [self.corpus.domain_hash(domain), dataclasses.asdict(self.recipe)]
+        made_from = [self.corpus.domain_hash(domain), dataclasses.asdict(self.recipe), _FORMAT]
         return (
             self.folder / f"{file_name_of(domain)}-{sha256_of_json(made_from)[:_HASH_CHARACTERS]}"
         )
@@ -96,9 +101,13 @@ class DocumentVectors:
 
 
 def write_vectors(path: Path, vectors: NDArray[np.float32]) -> None:
-    """Write ``vectors`` to ``path``, atomically."""
-    with replacing(path) as temporary, temporary.open("wb") as stream:
+    """Write ``vectors`` to ``path``, atomically, and the XXH3 checksum of the file at its end."""
+    with io.BytesIO() as stream:
         np.save(stream, np.ascontiguousarray(vectors, dtype=np.float32))
+        content = stream.getvalue()
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(content)
+        file.write(xxhash.xxh3_64_digest(content))
 
 
 def read_vectors(path: Path, rows: int, width: int) -> NDArray[np.float32]:
@@ -108,13 +117,18 @@ def read_vectors(path: Path, rows: int, width: int) -> NDArray[np.float32]:
         UserError: if the file is damaged, or holds another number of vectors.
     """
     try:
-        vectors: NDArray[np.float32] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        require_regular_file(path)
+        content = path.read_bytes()
+    except OSError as error:
         raise UserError(f"cannot read {path} ({error}); delete it and run again") from error
-    if vectors.shape != (rows, width) or vectors.dtype != np.float32:
+    content, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+    if xxhash.xxh3_64_digest(content) != checksum:
+        raise UserError(f"{path} does not match its checksum; delete it and run again")
+    vectors: NDArray[np.float32] = np.load(io.BytesIO(content), allow_pickle=False)
+    if vectors.shape != (rows, width):
         raise UserError(
-            f"{path} holds {vectors.dtype} of shape {vectors.shape}, not float32 of "
-            f"{(rows, width)}; delete it and run again"
+            f"{path} holds vectors of shape {vectors.shape}, not {(rows, width)}; delete it and "
+            "run again"
         )
     return vectors
 

@@ -26,9 +26,8 @@ def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
             other origin than an earlier report in its place.
     """
     earlier = _listed(folder)
-    if earlier or not os.path.lexists(folder / LIST_NAME):
-        new = [folder / name for name in files if name not in earlier]
-        require_new(new, "choose another --output, or move it away")
+    new = [folder / name for name in files if name not in earlier]
+    require_new(new, "choose another --output, or move it away")
     # Whatever happens on the way, the next report knows of all that lies there.
     write_json(folder / LIST_NAME, {"files": sorted({*earlier, *files})})
     for name, content in files.items():
@@ -46,12 +45,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _listed(folder: Path) -> set[str]:
-    """The files of an earlier report; none where its list cannot be read."""
-    try:
-        names = read_json(folder / LIST_NAME, "")["files"]
-        return {name for name in names if _is_inside(PurePosixPath(name))}
-    except (UserError, TypeError, KeyError):
+    """The files of an earlier report; none where there is no list of them.
+
+    Raises:
+        UserError: if the list is damaged or of other origin.
+    """
+    path = folder / LIST_NAME
+    if not os.path.lexists(path):
         return set()
+    hint = "choose another --output, or remove the folder"
+    body = read_json(path, hint)
+    names = body.get("files")
+    if set(body) != {"files"} or not isinstance(names, list):
+        raise UserError(f"{path} is not a list of a report's files; {hint}")
+    return {name for name in names if isinstance(name, str) and _is_inside(PurePosixPath(name))}
 
 
 def _is_inside(path: PurePosixPath) -> bool:

@@ -218,7 +218,9 @@ def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
             f"{', '.join(plan.data.names)}; give the files their names again, or {way_out}"
         )
     from_path = plan.options.data.data_path is not None
-    told = {"corpus": "content of --data-path, --split or tokenizer"} if from_path else {}
+    told = {"mixture": "mixture (its weights are in run.json; the file has to hold the very same)"}
+    if from_path:
+        told["corpus"] = "content of --data-path, --split or tokenizer"
     for name in {**inputs, **run.provenance.inputs}:
         if run.provenance.inputs.get(name) != inputs.get(name):
             what = told.get(name, name)

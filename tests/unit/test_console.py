@@ -163,6 +163,17 @@ SYSTEM_ERRORS = [
 ]
 
 
+def test_a_defect_that_comes_up_while_a_refusal_is_handled_keeps_its_traceback():
+    def work(_options):
+        try:
+            raise SYSTEM_ERRORS[0]
+        except OSError:
+            dict[str, int]()["handled"]
+
+    with pytest.raises(KeyError):
+        run_tool(work, DoctorOptions, [])
+
+
 @pytest.mark.parametrize("error", SYSTEM_ERRORS, ids=str)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_what_the_system_refuses_is_one_line(capsys, error, wrapped):

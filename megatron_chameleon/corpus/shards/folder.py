@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_chameleon.artifacts.corpus import FILE_NAME
+from megatron_chameleon.artifacts.corpus import FILE_NAME, Corpus
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import (
     flush_all_to_disk,
@@ -30,6 +30,7 @@ from megatron_chameleon.artifacts.files import (
     writing,
 )
 from megatron_chameleon.artifacts.output_path import require_new
+from megatron_chameleon.artifacts.record import require_kind
 from megatron_chameleon.corpus.shards.desk import desk_in, elsewhere_in, try_lock
 from megatron_chameleon.corpus.shards.plan import Plan
 from megatron_chameleon.corpus.tokenization.file import FILE_NAMES as TOKENIZER_NAMES
@@ -111,6 +112,7 @@ class CorpusFolder:
         files.sort(key=lambda path: path.name == FILE_NAME)
         with writing(self.root):
             flush_all_to_disk(files)
+            require_kind(self.root / FILE_NAME, Corpus.KIND)
             (self.root / FILE_NAME).unlink(missing_ok=True)
             for old in own_files(self.root):
                 old.unlink(missing_ok=True)
@@ -180,6 +182,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
                         f"{root} already holds a corpus; choose another --output or pass "
                         "--overwrite"
                     )
+                require_kind(root / FILE_NAME, Corpus.KIND)
                 if (
                     not (root / FILE_NAME).exists()
                     and not (root / PARTIAL_NAME / Plan.FILE_NAME).exists()

@@ -13,16 +13,17 @@ A shard is a folder that comes into being by one rename, so that where it is the
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts.corpus import num_blocks
 from megatron_chameleon.artifacts.files import flush_to_disk, writing
-from megatron_chameleon.artifacts.record import FolderRecord
-from megatron_chameleon.corpus.indexed_writer import TokenType, index_bytes
+from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
+from megatron_chameleon.corpus.indexed_writer import TokenType
 from megatron_chameleon.corpus.reading.malformed import MalformedRecord
 from megatron_chameleon.corpus.shards.parts import PartsWriter, ShardPart
 from megatron_chameleon.errors import UserError
@@ -67,6 +68,7 @@ class Shard(FolderRecord):
         runs: how many digests there are in each sorted run.
         copies: documents whose text came before in the same run.
         hashes: SHA-256 of what was read, for each piece.
+        checksums: file -> hex XXH3 (128 bits) of its content.
         malformed: the lines that were left out.
         seconds: on the clock.
         parts: the files of the tokens, where they lie apart by domain and split; else None.
@@ -75,7 +77,7 @@ class Shard(FolderRecord):
 
     KIND = "preprocessed shard"
     FILE_NAME = "shard.json"
-    FORMAT_VERSION = 1
+    FORMAT_VERSION = 2  # 1 had no checksums
     MADE_BY = "tools/preprocess_data.py writes it"
 
     plan: str
@@ -87,6 +89,7 @@ class Shard(FolderRecord):
     runs: list[int]
     copies: int
     hashes: list[str]
+    checksums: dict[InnerPath, str]
     malformed: MalformedRecord
     seconds: float
     parts: list[ShardPart] | None = None
@@ -98,38 +101,18 @@ class Shard(FolderRecord):
         return self.tokens * np.dtype(self.dtype).itemsize
 
     def check_files(self) -> None:
-        """Compare the sizes of the files with what they should hold.
+        """Compare the files with their checksums.
 
         Raises:
-            UserError: naming the first one that is another.
+            UserError: naming the first one that differs.
         """
-        expected = {
-            **self._token_files(),
-            DOCUMENTS_NAME: self.documents * DOCUMENT.itemsize,
-            DIGESTS_NAME: sum(self.runs) * DIGEST.itemsize,
-            COPIES_NAME: self.copies * COPY.itemsize,
-        }
-        for name, size in expected.items():
+        for name, checksum in self.checksums.items():
             path = self.root / name
-            if not path.is_file() or path.stat().st_size != size:
+            if not path.is_file() or _checksum(path) != checksum:
                 raise UserError(
-                    f"{path} does not hold the {size} bytes that {self.FILE_NAME} tells of: remove "
-                    f"{self.root} and run the same command again"
+                    f"{path} does not match its checksum: remove {self.root} and run the same "
+                    "command again"
                 )
-
-    def _token_files(self) -> dict[str, int]:
-        """Name and bytes of each file of tokens."""
-        if self.parts is None:
-            return {TOKENS_NAME: self.token_bytes}
-        size = np.dtype(self.dtype).itemsize
-        sizes: dict[str, int] = {}
-        for part in self.parts:
-            tokens, index, checksums = part.paths(self.root)
-            sizes[tokens.name] = part.tokens * size
-            sizes[index.name] = index_bytes(part.documents)
-            blocks = num_blocks(sizes[tokens.name]) + num_blocks(sizes[index.name])
-            sizes[checksums.name] = 8 * blocks
-        return sizes
 
     def document_blocks(self, size: int) -> Iterator[NDArray[np.void]]:
         """The DOCUMENT records, at most ``size`` at a time."""
@@ -159,6 +142,7 @@ class ShardWriter:
         self.runs: list[int] = []
         self.copies = 0
         self.parts: list[ShardPart] | None = None
+        self.checksums: dict[str, str] = {}
         self._parts = PartsWriter(folder, dtype) if apart else None
         for name in self._names():
             self._append(name, b"")
@@ -198,10 +182,13 @@ class ShardWriter:
             self._write_run()
 
     def finish(self) -> None:
-        """Write what is left, and wait until the disk has it."""
+        """Write what is left, wait until the disk has it, and take the files' checksums."""
         self._write_run()
+        files = [self._folder / name for name in self._names()]
         if self._parts is not None:
             self.parts = self._parts.finish()
+            files += [path for part in self.parts for path in part.paths(self._folder)]
+        self.checksums = {path.name: _checksum(path) for path in files}
         for name in self._names():
             with writing(self._folder / name):
                 flush_to_disk(self._folder / name)
@@ -266,6 +253,11 @@ def domain_number(numbers: dict[str, int], name: str) -> int:
             "right one?"
         )
     return number
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def _blocks(path: Path, dtype: np.dtype[np.void], size: int) -> Iterator[NDArray[np.void]]:

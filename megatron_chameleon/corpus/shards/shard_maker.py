@@ -105,6 +105,7 @@ class ShardMaker:
             runs=writer.runs,
             copies=writer.copies,
             hashes=[reader.hashes[piece] for piece in pieces],
+            checksums=writer.checksums,
             malformed=reader.malformed.record,
             seconds=stopwatch.seconds(),
             parts=writer.parts,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -16,6 +17,7 @@ from megatron_chameleon.artifacts.record import Amount, Count, Positive, check_v
 from megatron_chameleon.errors import UserError
 
 FORMAT_VERSION = 1
+_HINT = "delete it, and its members start from scratch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,10 @@ def save_state(path: Path, state: GroupState, tensors: Mapping[str, torch.Tensor
         UserError: if the disk is full or refuses; what was there is then as it was.
     """
     told = json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(state)})
+    metadata = {"state": told, "checksum": _checksum(told, tensors)}
     with replacing(path) as temporary:
         try:
-            save_file(dict(tensors), temporary, metadata={"state": told})
+            save_file(dict(tensors), temporary, metadata=metadata)
         except SafetensorError as error:  # its own error for a full disk
             raise UserError(
                 f"cannot write {path} ({error}); free space or choose another folder"
@@ -64,18 +67,17 @@ def read_state(path: Path) -> GroupState:
     Raises:
         UserError: if the file is damaged or of another release.
     """
-    hint = "delete it, and its members start from scratch"
     try:
         with safe_open(path, framework="pt") as file:
             told = dict(json.loads((file.metadata() or {})["state"]))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}); {hint}") from error
+        raise UserError(f"{path} cannot be read ({error}); {_HINT}") from error
     version = told.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{path}: format_version {version}, this release reads {FORMAT_VERSION}; {hint}"
+            f"{path}: format_version {version}, this release reads {FORMAT_VERSION}; {_HINT}"
         )
-    return check_values(str(path), GroupState, told, hint)
+    return check_values(str(path), GroupState, told, _HINT)
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
@@ -83,6 +85,23 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
 
     Each is a copy in memory of its own: on a CPU the file's are mapped from where they lie, while
     training writes to them.
+
+    Raises:
+        UserError: if they or the state are not those that were written.
     """
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    # Releases before this check wrote none.
+    if metadata.get("checksum", "") not in ("", _checksum(metadata["state"], tensors)):
+        raise UserError(f"{path} does not match its checksum; {_HINT}")
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _checksum(state: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hex XXH3 of the state's JSON, and of the tensors' names and bytes."""
+    digest = xxhash.xxh3_128(state.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -215,7 +215,8 @@ def test_a_save_that_was_killed_before_it_named_the_latest_is_finished(tmp_path)
     folder = tmp_path / "checkpoints"
     for name, step in (("a", 1), ("b", 3), ("c", 4)):
         (folder / f".latest.{name}.tmp").write_text(f"step-{step:08d}\n")
-    (folder / ".latest.d.tmp").write_bytes(b"\xff")
+    for name, content in (("d", b"\xff"), ("e", b""), ("f", b"../step-00000003")):
+        (folder / f".latest.{name}.tmp").write_bytes(content)
     (tmp_path / ".run.json.e.tmp").write_text("{")
     finish_latest(tmp_path)
     remove_leftovers_of_run(tmp_path)

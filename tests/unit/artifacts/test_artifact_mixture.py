@@ -145,3 +145,10 @@ def test_a_mixture_survives_the_file_to_the_last_bit(
     assert read.hash == written.hash
     read.save(path.with_name("again.json"))
     assert path.with_name("again.json").read_bytes() == path.read_bytes()
+
+
+def test_a_misspelt_field_is_refused(tmp_path):
+    path = tmp_path / "mixture.json"
+    path.write_text(json.dumps({"weights": {"a": 1.0}, "max_epoch": 3.0}))
+    with pytest.raises(UserError, match="max_epoch"):
+        Mixture.load(path)

@@ -33,7 +33,7 @@ PLAN = Plan(
 def write(folder, name):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(name)
+    path.write_text('{"kind": "corpus"}' if name == "corpus.json" else name)
 
 
 def write_corpus(root, names, overwrite=False):
@@ -50,6 +50,15 @@ def test_files_of_other_origin_are_not_replaced(tmp_path, name, overwrite):
     with pytest.raises(UserError, match=f"{name} exists"):
         write_corpus(tmp_path, ["tokenizer.json"], overwrite)
     assert left_in(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("content", ["mine", '{"kind": "mixture"}'])
+def test_a_corpus_json_that_is_no_corpuss_is_not_replaced(tmp_path, content):
+    (tmp_path / "corpus.json").write_text(content)
+    write(tmp_path, "tokenizer.json")
+    with pytest.raises(UserError, match=r"corpus\.json exists"):
+        write_corpus(tmp_path, ["tokenizer.json"], overwrite=True)
+    assert left_in(tmp_path) == ["corpus.json", "tokenizer.json"]
 
 
 def put_shard(folder, number, content="tokens"):

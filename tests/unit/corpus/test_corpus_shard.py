@@ -64,7 +64,7 @@ def written(folder, count, rng, run=None):
     writer.finish()
     no_lines = MalformedRecord(0, 0, [], [], [])
     shard = Shard(folder, "0" * 64, "uint16", ["a"], [0], writer.documents, writer.tokens,
-                  writer.runs, writer.copies, [], no_lines, 0.0)  # fmt: skip
+                  writer.runs, writer.copies, [], writer.checksums, no_lines, 0.0)  # fmt: skip
     shard.save()
     return Shard.load(folder), np.concatenate(tokens), lengths
 
@@ -94,15 +94,18 @@ def test_nothing_makes_a_shard_too(tmp_path):
 
 
 @pytest.mark.parametrize("name", [TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME])
-def test_a_file_of_another_size_is_refused(tmp_path, name):
+def test_a_damaged_file_is_refused(tmp_path, name):
     shard, _, _ = written(tmp_path / "shard", 30, np.random.default_rng(2))
     shard.check_files()
-    with (shard.root / name).open("ab") as stream:
-        stream.write(b"x")
-    with pytest.raises(UserError, match=rf"{name} does not hold the .*remove {shard.root} and run"):
-        shard.check_files()
-    (shard.root / name).unlink()
-    with pytest.raises(UserError, match=rf"{name} does not hold"):
+    path = shard.root / name
+    content = path.read_bytes()
+    damaged = bytes([*content[:-1], content[-1] ^ 1]) if content else b"x"
+    for wrong in (content + b"x", damaged):
+        path.write_bytes(wrong)
+        with pytest.raises(UserError, match=rf"{name} does not match .*remove {shard.root} and"):
+            shard.check_files()
+    path.unlink()
+    with pytest.raises(UserError, match=rf"{name} does not match"):
         shard.check_files()
 
 

@@ -34,7 +34,7 @@ def shards(tmp_path):
         no_lines = MalformedRecord(0, 0, [], [], [])
         root = tmp_path / f"{number}"
         empty = [number + 1] * NUM_DOMAINS
-        made.append(Shard(root, "", "uint16", names, empty, *counts, [], no_lines, 0.0))
+        made.append(Shard(root, "", "uint16", names, empty, *counts, [], {}, no_lines, 0.0))
     (tmp_path / "joined").mkdir()
     return made
 

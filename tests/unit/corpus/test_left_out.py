@@ -102,7 +102,7 @@ def shards_of(folder, rows_of_each):
         names = [str(domain) for domain in own]
         counts = (len(rows), len(rows), writer.runs, writer.copies)
         root = folder / f"{number}"
-        shards.append(Shard(root, "", "uint16", names, [], *counts, [], no_lines, 0.0))
+        shards.append(Shard(root, "", "uint16", names, [], *counts, [], {}, no_lines, 0.0))
     return shards, numbers
 
 

@@ -321,7 +321,7 @@ def test_a_shard_that_is_cut_short_is_refused_and_made_again_once_removed(one_do
     preprocess_data(dataclasses.replace(one_domain, shard="1/2"))
     broken = one_domain.output / ".partial" / "shards" / "000002"
     os.truncate(broken / "tokens.bin", 10)
-    with pytest.raises(UserError, match=rf"tokens\.bin does not hold .*: remove {broken} and run"):
+    with pytest.raises(UserError, match=rf"tokens\.bin does not match .*: remove {broken} and run"):
         preprocess_data(one_domain)
     shutil.rmtree(broken)
     assert_same(made(one_domain), made(dataclasses.replace(one_domain, output=tmp_path / "new")))

@@ -103,9 +103,11 @@ def test_vectors_are_read_as_they_were_written_and_damage_is_told(corpus, tmp_pa
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == [path]
     with pytest.raises(UserError, match="delete it and run again"):
         dataclasses.replace(vectors, hidden_size=9).read(block)
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(UserError, match=r"cannot read .*delete it and run again"):
-        vectors.read(block)
+    content = path.read_bytes()
+    for damaged in (content[:-5], content[:200] + b"\1" + content[201:], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"checksum; delete it and run again"):
+            vectors.read(block)
 
 
 def test_other_text_or_another_recipe_has_other_files(corpus, tmp_path):

@@ -345,9 +345,11 @@ def test_a_damaged_checkpoint_is_told_of(corpus, tmp_path):
     folder = tmp_path / "damaged"
     train_swarm(swarm_options(), corpus, MIXTURES, folder, StopsAfter(1))
     (path,) = (folder / "groups").glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"cannot be read .* delete it"):
-        train_swarm(swarm_options(), corpus, MIXTURES, folder)
+    content = path.read_bytes()
+    for damaged in (content[:100], content[:-1] + bytes([content[-1] ^ 1])):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="delete it"):
+            train_swarm(swarm_options(), corpus, MIXTURES, folder)
 
 
 def test_a_cosine_decays_and_a_constant_rate_does_not():

@@ -37,11 +37,13 @@ def test_a_list_that_was_changed_removes_nothing_elsewhere(tmp_path, name):
     assert all(path.read_text() == "kept" for path in kept)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}', '{"files": [3]}'])
-def test_a_list_that_cannot_be_read_is_no_reason_to_stop(tmp_path, content):
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}', '{"mine": 1}'])
+def test_nothing_is_written_beside_a_list_that_is_no_reports(tmp_path, content):
     (tmp_path / LIST_NAME).write_text(content)
-    write_report(tmp_path, {"a.png": b"1"})
-    assert json.loads((tmp_path / LIST_NAME).read_text()) == {"files": ["a.png"]}
+    with pytest.raises(UserError, match=LIST_NAME):
+        write_report(tmp_path, {"a.png": b"1"})
+    assert files_in(tmp_path) == [LIST_NAME]
+    assert (tmp_path / LIST_NAME).read_text() == content
 
 
 def test_a_file_of_other_origin_is_not_replaced(tmp_path):
