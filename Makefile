@@ -39,7 +39,7 @@ help:
 	echo "make test-numeric the numeric tests as another processor rounds, with two threads"
 	echo "make test-slow    the tests left out of 'make test' for their length"
 	echo "make test-gpu     the tests that need a CUDA device"
-	echo "make measure-gpu  the GPU tests and benchmarks, committing results; goes on after failures"
+	echo "make measure-gpu  the GPU tests and benchmarks: 45 minutes, resumable; commits results"
 	echo "make lint         ruff, mypy and the import rules"
 	echo "make format       let ruff format and mend the sources"
 	echo "make docs         the documentation, into site/index.html"
@@ -76,7 +76,7 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
 # Finished steps are skipped when it is started again: MEASURE_GPU="--seconds 570" makes pieces of
-# less than 10 minutes.
+# less than 10 minutes; benchmarks/measure_gpu.py exits with 75 while steps are left.
 measure-gpu: $(STAMP)
 	$(BIN)/python benchmarks/measure_gpu.py $(MEASURE_GPU)
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from megatron_chameleon.artifacts.files import write_json
+from megatron_chameleon.errors import STOPPED_STATUS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = (
@@ -111,6 +112,41 @@ def put_row(name: str, on: Mapping[str, Any], row: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     write_json(path, json.loads(json.dumps({"rows": rows})))
     return path
+
+
+def measure_rows(
+    rows: Mapping[str, Callable[[], dict[str, Any]]],
+    save: Callable[[dict[str, Any]], object],
+    seconds: float,
+    finished: Path | None,
+) -> int:
+    """Measure and save rows, each only if it would end in time taking as long as the longest yet.
+
+    Args:
+        rows: "what" -> function that measures the row.
+        save: called with each row.
+        seconds: for all of them.
+        finished: file of rows to skip, one "what" a line; those measured are added.
+
+    Returns:
+        The exit status: STOPPED_STATUS if rows were left out for lack of time, else 0.
+    """
+    begin, longest, status = time.perf_counter(), 0.0, 0
+    skipped = finished.read_text().splitlines() if finished and finished.exists() else []
+    for what, measure in rows.items():
+        row_begin = time.perf_counter()
+        if what in skipped:
+            continue
+        if row_begin + longest - begin > seconds:
+            print(f"left out for lack of time: {what}")
+            status = STOPPED_STATUS
+            continue
+        save(measure())
+        if finished:
+            with finished.open("a") as stream:
+                stream.write(f"{what}\n")
+        longest = max(longest, time.perf_counter() - row_begin)
+    return status
 
 
 def _today() -> str:

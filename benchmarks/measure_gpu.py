@@ -1,34 +1,42 @@
-"""Run the GPU tests and all benchmarks that measure a CUDA device, within 45 minutes.
+"""Run the GPU tests and all benchmarks that measure a CUDA device, within 45 minutes on one GPU.
 
     python benchmarks/measure_gpu.py [--seconds 570] [--retry] [--no-commit]
 
 A step that fails or exceeds its time limit does not keep the others from running. The results
-files of a step that succeeds are committed at once. Finished steps are skipped by the next call
-for the same code; --retry runs failed ones again. Logs and statuses are in runs/measure-gpu.
-Exit status: 0 if every step succeeded, 1 if one failed, 75 if --seconds left some for another call.
+files of a step that succeeds are committed at once, also if it left some rows to the next call.
+The next call for the same code skips finished steps; --retry runs failed ones again. Logs and
+statuses are in runs/measure-gpu. On several GPUs there is one more step, of 7 minutes at most.
+Exit status: 75 while steps are left for another call, then 1 if one failed, else 0.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.process_tree import run_within
+from megatron_chameleon.artifacts.files import write_json
+from megatron_chameleon.errors import STOPPED_STATUS
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 RESULTS = "benchmarks/results"
-SECONDS_TO_STOP = 10
+SOURCES = (
+    "*.py",
+    "benchmarks/**/*.py",
+    "megatron_chameleon/**/*.py",
+    "tests/**/*.py",
+    "tools/*.py",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +45,19 @@ class Step:
 
     name: str
     arguments: tuple[str, ...]
+    """In these, ``{folder}`` is the folder of the logs: it belongs to one version of the code."""
     seconds: int
+    gpus: int = 1
+    """The fewest GPUs of a machine that the step is for."""
 
 
 STEPS = (
     Step("doctor", ("tools/doctor.py",), 40),
     Step("test-kernels", ("benchmarks/gpu_tests.py", "kernels"), 150),
-    Step("test-runs", ("benchmarks/gpu_tests.py", "runs"), 360),
-    Step("test-methods", ("benchmarks/gpu_tests.py", "methods"), 240),
+    Step("test-losses", ("benchmarks/gpu_tests.py", "losses"), 230),
+    Step("test-runs", ("benchmarks/gpu_tests.py", "runs"), 220),
+    Step("test-methods", ("benchmarks/gpu_tests.py", "methods"), 220),
+    Step("test-several-gpus", ("benchmarks/gpu_tests.py", "several-gpus"), 420, gpus=2),
     Step("pooling", ("benchmarks/pooling.py",), 60),
     Step(
         "embedding",
@@ -52,17 +65,37 @@ STEPS = (
         150,
     ),
     Step("doge", ("benchmarks/doge.py",), 120),
-    Step("swarm", ("benchmarks/swarm.py", "--seconds", "120"), 180),
-    Step("train", ("benchmarks/train.py", "--seconds", "400"), 480),
-    Step("mixture-cost-512", ("benchmarks/mixture_cost.py", "--seq-length", "512"), 330),
-    Step("mixture-cost-1024", ("benchmarks/mixture_cost.py", "--seq-length", "1024"), 570),
+    Step(
+        "swarm",
+        ("benchmarks/swarm.py", "--seconds", "130", "--resume", "{folder}/swarm.rows"),
+        160,
+    ),
+    Step(
+        "train",
+        ("benchmarks/train.py", "--seconds", "410", "--resume", "{folder}/train.rows"),
+        440,
+    ),
+    *(
+        Step(
+            f"mixture-cost-{length}",
+            (
+                *("benchmarks/mixture_cost.py", "--seq-length", str(length)),
+                *("--work", "{folder}/mixture"),
+            ),
+            seconds,
+        )
+        for length, seconds in ((512, 330), (1024, 570))
+    ),
 )
-"""At most 45 minutes in all, and each within 10."""
+"""At most 45 minutes in all on one GPU, and each within 10."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepStatus:
-    """How a step ended: ``ok``, ``failed`` or ``timed out``; ``detail`` says what with."""
+    """How a step ended; the next call resumes what is ``unfinished``.
+
+    ``status`` is ``ok``, ``failed``, ``timed out`` or ``unfinished``; ``detail`` adds to it.
+    """
 
     status: str
     seconds: float
@@ -76,12 +109,17 @@ def main() -> int:
     parser.add_argument("--retry", action="store_true", help="run failed steps again")
     parser.add_argument("--no-commit", action="store_true", help="leave results uncommitted")
     arguments = parser.parse_args()
-    check = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if subprocess.run([sys.executable, "-c", check], check=False).returncode:
+    longest = max(step.seconds for step in STEPS)
+    if arguments.seconds is not None and arguments.seconds < longest:
+        parser.error(f"--seconds must be >= {longest}, the limit of the longest step")
+    count = "import torch; print(torch.cuda.is_available() * torch.cuda.device_count())"
+    counted = subprocess.run([sys.executable, "-c", count], stdout=subprocess.PIPE, text=True)
+    gpus = 0 if counted.returncode else int(counted.stdout)
+    if not gpus:
         print("error: torch sees no CUDA device here; see tools/doctor.py", file=sys.stderr)
         return 2
     return measure(
-        STEPS,
+        [step for step in STEPS if step.gpus <= gpus],
         ROOT,
         commit=not arguments.no_commit,
         retry=arguments.retry,
@@ -90,49 +128,56 @@ def main() -> int:
 
 
 def measure(steps: Sequence[Step], root: Path, *, commit: bool, retry: bool, seconds: float) -> int:
-    """Run the steps of ``steps`` that have no status yet, one after the other.
+    """Run the steps of ``steps`` that are not finished, one after the other.
 
     Args:
         steps: in the order in which they run.
-        root: the git repository whose results are measured; commands run there.
-        commit: commit the results files of each step that succeeds.
-        retry: run failed steps again.
+        root: the checkout whose results are measured; commands run there.
+        commit: commit the results files of each step that succeeds, if git is usable there.
+        retry: count failed steps as not run yet.
         seconds: for all steps of this call.
 
     Returns:
-        The exit status: 0 if all succeeded, 1 if one failed, 75 if some are left.
+        The exit status: 75 while steps are left, then 1 if one failed, else 0.
     """
-    from megatron_chameleon.artifacts.files import write_json
-    from megatron_chameleon.errors import STOPPED_STATUS
-
+    if commit and (problem := git_problem(root)):
+        print(f"results are not committed: {problem}", flush=True)
+        commit = False
     folder = root / "runs/measure-gpu" / code_version(root)
     folder.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + seconds
     statuses: dict[str, StepStatus] = {}
     for step in steps:
         path = folder / f"{step.name}.json"
-        known = StepStatus(**json.loads(path.read_text())) if path.exists() else None
-        if known is not None and (known.status == "ok" or not retry):
-            statuses[step.name] = known
-        elif time.monotonic() + step.seconds <= deadline:
+        if path.exists():
+            statuses[step.name] = StepStatus(**json.loads(path.read_text()))
+            if retry and statuses[step.name].status in ("failed", "timed out"):
+                path.unlink()
+                del statuses[step.name]
+        is_left = step.name not in statuses or statuses[step.name].status == "unfinished"
+        if is_left and step.seconds <= seconds:
             print(f"{step.name}: at most {step.seconds} s; log in {folder}", flush=True)
-            statuses[step.name] = run_step(step, root, folder / f"{step.name}.log", commit=commit)
+            begin = time.monotonic()
+            statuses[step.name] = run_step(step, root, folder, commit=commit)
+            seconds -= time.monotonic() - begin
             write_json(path, dataclasses.asdict(statuses[step.name]))
-    print_table(steps, statuses)
-    if any(status.status != "ok" for status in statuses.values()):
-        return 1
-    return STOPPED_STATUS if len(statuses) < len(steps) else 0
+    table = [statuses.get(step.name, StepStatus("not run", 0.0)) for step in steps]
+    width = max(len(step.name) for step in steps)
+    for step, row in zip(steps, table, strict=True):
+        print(f"{step.name:{width}}  {row.status:10}  {row.seconds:6.0f} s  {row.detail}".rstrip())
+    found = {row.status for row in table}
+    return STOPPED_STATUS if found & {"not run", "unfinished"} else int(found != {"ok"})
 
 
-def run_step(step: Step, root: Path, log: Path, *, commit: bool) -> StepStatus:
-    """Run one step and commit the results files that it wrote, if it succeeded."""
+def run_step(step: Step, root: Path, folder: Path, *, commit: bool) -> StepStatus:
+    """Run one step and commit the results files that it wrote, unless it failed."""
     before = digests(root / RESULTS)
     start = time.monotonic()
-    status, detail = run_limited([sys.executable, *step.arguments], step.seconds, root, log)
+    command = [sys.executable, *(word.format(folder=folder) for word in step.arguments)]
+    status, detail = run_limited(command, step.seconds, root, folder / f"{step.name}.log")
     seconds = round(time.monotonic() - start, 1)
     after = digests(root / RESULTS)
     changed = sorted(str(path) for path in after if after[path] != before.get(path))
-    if status == "ok" and changed:
+    if status in ("ok", "unfinished") and changed:
         detail = f"{len(changed)} results file(s)"
         if commit:
             problem = commit_files(root, changed, f"benchmarks: measure {step.name} on a GPU")
@@ -145,45 +190,35 @@ def run_step(step: Step, root: Path, log: Path, *, commit: bool) -> StepStatus:
 
 
 def run_limited(command: list[str], seconds: int, cwd: Path, log: Path) -> tuple[str, str]:
-    """Run ``command`` with its output in ``log``; stop it and its children after ``seconds``."""
+    """Run ``command`` with its output in ``log``; returns how it ended, and a detail."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with open(log, "wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return "timed out", f"after {seconds} s"
-        finally:
-            stop_group(process)
-    if code == 0:
-        return "ok", ""
+        code = run_within(command, seconds, output, cwd=cwd, environment=environment)
+    if code is None:
+        return "timed out", f"after {seconds} s"
+    if code in (0, STOPPED_STATUS):
+        return ("unfinished" if code else "ok"), ""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return "failed", f"status {code}: {lines[-1] if lines else 'no output'}"
 
 
-def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process that leads a group, and whatever it has left behind there."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(SECONDS_TO_STOP)
-
-
 def code_version(root: Path) -> str:
-    """Digest of the last commit and the uncommitted changes, results files apart."""
-    rest = ("--", ".", f":!{RESULTS}")
-    commit = git(root, "log", "-1", "--format=%H", *rest)
-    changes = git(root, "diff", "HEAD", *rest)
-    return hashlib.sha256((commit + changes).encode()).hexdigest()[:12]
+    """Digest of the source files. Without git: a container image may have none."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in SOURCES for path in root.glob(pattern)):
+        digest.update(repr((str(path.relative_to(root)), path.read_bytes())).encode())
+    return digest.hexdigest()[:12]
+
+
+def git_problem(root: Path) -> str | None:
+    """Why git cannot commit in ``root``; None if it can."""
+    try:
+        git(root, "rev-parse", "--verify", "HEAD")
+    except subprocess.CalledProcessError as error:
+        return str(error.stderr).partition("\n")[0]
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def commit_files(root: Path, paths: Sequence[str], subject: str) -> str | None:
@@ -206,14 +241,6 @@ def digests(folder: Path) -> dict[Path, str]:
     """SHA-256 of each file of ``folder``."""
     files = folder.iterdir() if folder.is_dir() else ()
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
-
-
-def print_table(steps: Sequence[Step], statuses: dict[str, StepStatus]) -> None:
-    """A line for each step."""
-    width = max(len(step.name) for step in steps)
-    for step in steps:
-        row: Any = statuses.get(step.name, StepStatus("not run", 0.0))
-        print(f"{step.name:{width}}  {row.status:9}  {row.seconds:6.0f} s  {row.detail}".rstrip())
 
 
 if __name__ == "__main__":

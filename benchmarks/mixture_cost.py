@@ -6,7 +6,7 @@ Both tools are run as commands and timed as they are, start-up and saving includ
 gathered from the installed packages, as in the quickstart, in seven domains; there is little of it,
 so the run goes through it many times, which changes no time and is said. A domain that has fewer
 windows than 4096 is embedded as far as it goes, and the rest is added at the same speed. With
---work the text, and a run that was cut off, are gone on with; the time then counts from there.
+--work the text is kept, and a run that was cut off is resumed; the whole is counted all the same.
 
 On a CPU a few small steps and windows are timed, and the whole is projected from their FLOPs per
 second. The paper needed 0.8 hours on an H100. Results are written to
@@ -128,6 +128,9 @@ def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
     corpus, proxy = work / "corpus", work / f"proxy-{seq_length}"
     output = work / f"mixture-{seq_length}.json"
     store_folder = work / f"embeddings-{seq_length}"
+    resumed_at = TrainingRun.load(proxy).step if TrainingRun.exists(proxy) else 0
+    before = EmbeddingStore.load(store_folder) if EmbeddingStore.exists(store_folder) else None
+    embedded = before.cost.wall_seconds if before else 0.0
     train = run("pretrain_gpt.py", *training_flags(corpus, proxy, seq_length, scale))
     weigh = run(
         *("compute_mixture.py", "--corpus", str(corpus), "--checkpoint", str(proxy)),
@@ -150,8 +153,8 @@ def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
         ),
     }
     around = {
-        "training": train - scale.steps * step,
-        "embedding": weigh - store.cost.wall_seconds,
+        "training": train - (scale.steps - resumed_at) * step,
+        "embedding": weigh - (store.cost.wall_seconds - embedded),
     }
     seconds = {part: around[part] + wanted[part] / rates[part] for part in wanted}
     return {

@@ -1,17 +1,77 @@
-"""Running a command, with the time it takes and the memory of it and all its children."""
+"""Run a command and its children: within a time limit, timed, or with their memory measured."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
+
+import psutil
 
 from megatron_chameleon.errors import UserError
 
+SECONDS_TO_STOP = 10
 _SECONDS_BETWEEN_LOOKS = 0.02
+
+
+def run_within(
+    command: Sequence[str],
+    seconds: float,
+    output: IO[bytes],
+    *,
+    cwd: Path,
+    environment: Mapping[str, str] = os.environ,
+) -> int | None:
+    """Run ``command``; when it ends, or after ``seconds``, stop all processes that it started.
+
+    They get SIGTERM, and SIGKILL after ``SECONDS_TO_STOP``. They are found by a variable in their
+    environment: torchrun's ranks have sessions of their own, and may outlive their parent.
+
+    Returns:
+        The exit status, or None after ``seconds``.
+    """
+    mark = f"RUN_WITHIN_{uuid.uuid4().hex}"
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**environment, mark: "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _stop_marked(mark)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver
+            process.wait(1)
+
+
+def _stop_marked(mark: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in _marked(mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        end = time.monotonic() + SECONDS_TO_STOP
+        while _marked(mark) and time.monotonic() < end:
+            time.sleep(0.1)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """The processes with ``mark`` in their environment. Zombies have none."""
+    every = psutil.process_iter(["environ"])
+    return [process for process in every if mark in (process.info["environ"] or ())]
 
 
 def seconds_of(command: Sequence[str]) -> float:

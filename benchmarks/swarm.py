@@ -1,13 +1,15 @@
 """A swarm's training speed on the device there is, beside one proxy after another.
 
     python benchmarks/swarm.py [--size 1m] [--members 8 ...] [--repeats 5] [--seconds 540]
+                               [--resume FILE]
 
 The proxies one after another are trained as tools/pretrain_gpt.py does it, at the micro-batch that
 is best for them; the swarm by methods/swarm, at the pass that it would choose. Both take whole
 optimizer steps on random tokens, GPT-2's vocabulary, in turn. What counts is tokens of all members
 per second, the median over the repeats; the spread between repeats is told beside it, and a row
 whose repeats differ by more than 1.5 times is marked as not settled: something else used the
-device. Results are written to benchmarks/results/swarm-DEVICE.json after every row.
+device. Results are written to benchmarks/results/swarm-DEVICE.json after every row. The exit status
+is 75 if rows were left out for lack of time.
 """
 
 from __future__ import annotations
@@ -34,31 +36,31 @@ CPU_MICRO_BATCH_TOKENS = (128, 512, 1024)
 MOST_SPREAD = 1.5
 
 
-def main() -> None:
+def main() -> int:
     """Measure on one rank, and write what was found."""
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")
     import torch
 
-    from benchmarks.measure import device_file, machine, put_row
+    from benchmarks.measure import device_file, machine, measure_rows, put_row
     from benchmarks.train_contestants import Case
     from megatron_chameleon.options.parallel import ParallelOptions
     from megatron_chameleon.parallel.layout import device_name, distributed
 
-    end = time.perf_counter() + arguments.seconds
     with distributed(ParallelOptions(), seed=0) as layout:
         on_gpu = layout.device.type == "cuda"
         name = device_name(layout.device)
         on = machine() | {"device": name, "threads": torch.get_num_threads()}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads")
         save = partial(put_row, device_file("swarm", name), on)
-        for length, sequences in GPU_BATCHES if on_gpu else CPU_BATCHES:
-            case = Case(arguments.size, length, on_gpu, length * sequences)
-            for members in arguments.members or ((8, 32) if on_gpu else (4,)):
-                if time.perf_counter() > end:
-                    print(f"left out for lack of time: {case}, {members} members")
-                    continue
-                save(measured(case, members, layout, arguments.repeats))
+        rows = {
+            what: partial(measured, what, case, members, layout, arguments.repeats)
+            for length, sequences in (GPU_BATCHES if on_gpu else CPU_BATCHES)
+            for members in arguments.members or ((8, 32) if on_gpu else (4,))
+            for case in [Case(arguments.size, length, on_gpu, length * sequences)]
+            for what in [f"{case}, {sequences} sequences a step, {members} members"]
+        }
+        return measure_rows(rows, save, arguments.seconds, arguments.resume)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -67,11 +69,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="1m", help="model size of a member")
     parser.add_argument("--members", type=int, nargs="+", help="members at once")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps")
-    parser.add_argument("--seconds", type=float, default=540, help="start no row after so long")
+    parser.add_argument("--seconds", type=float, default=540, help="start no row that ends later")
+    parser.add_argument("--resume", type=Path, help="file of rows to skip; adds those measured")
     return parser.parse_args()
 
 
-def measured(case: Any, members: int, layout: Any, repeats: int) -> dict[str, Any]:
+def measured(what: str, case: Any, members: int, layout: Any, repeats: int) -> dict[str, Any]:
     """A row: tokens per second of both, and how many times the swarm's the others' are."""
     from benchmarks.train_contestants import Ours
     from benchmarks.train_timing import best_micro_batch, free_memory
@@ -85,9 +88,8 @@ def measured(case: Any, members: int, layout: Any, repeats: int) -> dict[str, An
     seconds = seconds_in_turn(alone, size, swarm, repeats)
     tokens = {"alone": case.tokens_per_step, "swarm": members * case.tokens_per_step}
     speeds = {name: tokens[name] / statistics.median(seconds[name]) for name in seconds}
-    sequences = case.tokens_per_step // case.seq_length
     row = {
-        "what": f"{case}, {sequences} sequences a step, {members} members",
+        "what": what,
         "repeats": repeats,
         "seconds": seconds,
         "tokens_per_second": speeds,
@@ -184,4 +186,4 @@ class SwarmSteps:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

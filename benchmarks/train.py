@@ -1,13 +1,14 @@
 """Training speed on the device there is, beside a plain torch model of the same size.
 
     python benchmarks/train.py [--size 82m ...] [--peak-tflops T] [--seconds 540] [--compiled]
+                               [--resume FILE]
 
 On a GPU: 82m, 124m, 684m and 1.2b in bf16 at sequences 512 and 1024, every contestant at the
 micro-batch that is best for it, and the kernels of attention and loss. On a CPU: 82m at sequence
 512 in fp32 and bf16, a few steps, the contestants in turn; memory is not measured there, and the
-plain model runs eagerly unless --compiled is given. What --seconds leave no time for is said.
-Results are written to benchmarks/results/train-DEVICE.json after every row; rows that are not
-measured this time stay there, each with its date.
+plain model runs eagerly unless --compiled is given. Results are written to
+benchmarks/results/train-DEVICE.json after every row; rows that are not measured this time stay
+there, each with its date. The exit status is 75 if rows were left out for lack of time.
 
 Speeds are of whole optimizer steps on random tokens. Model FLOPs leave out padding of heads and
 vocabulary and count half of causal attention; MFU is their share of the dense bf16 peak.
@@ -16,11 +17,9 @@ vocabulary and count half of causal attention; MFU is their share of the dense b
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,14 @@ LEAST_REPEATS = 5
 MICRO_BATCH_TOKENS = (8_192, 16_384, 32_768, 65_536)
 
 
-def main() -> None:
+def main() -> int:
     """Measure on one rank, and write what was found."""
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")
     import torch
 
-    from benchmarks.measure import device_file, machine, put_row
+    from benchmarks.measure import device_file, machine, measure_rows, put_row
+    from megatron_chameleon.model.device_peak import dense_bf16_peak
     from megatron_chameleon.options.parallel import TrainingParallelOptions
     from megatron_chameleon.parallel.layout import device_name, distributed
 
@@ -49,10 +49,11 @@ def main() -> None:
         name = device_name(layout.device)
         on = machine() | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn_version()}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads")
-        measure = on_gpu if layout.device.type == "cuda" else on_cpu
-        measure(
-            layout, Settings.of(arguments, name), partial(put_row, device_file("train", name), on)
-        )
+        given = arguments.peak_tflops
+        arguments.peak = given * 1e12 if given else dense_bf16_peak(name)
+        rows = (on_gpu if layout.device.type == "cuda" else on_cpu)(layout, arguments)
+        save = partial(put_row, device_file("train", name), on)
+        return measure_rows(rows, save, arguments.seconds, arguments.resume)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,7 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", nargs="+", choices=GPU_SIZES, help="model sizes to measure")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak of an unknown device")
-    parser.add_argument("--seconds", type=float, default=540, help="start no row after so long")
+    parser.add_argument("--seconds", type=float, default=540, help="start no row that ends later")
+    parser.add_argument("--resume", type=Path, help="file of rows to skip; adds those measured")
     parser.add_argument(
         "--compiled", action="store_true", help="on a CPU, time the plain model compiled too"
     )
@@ -78,97 +80,64 @@ def cudnn_version() -> int | None:
     return torch.backends.cudnn.version() if torch.cuda.is_available() else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What was asked for, as the rows need it."""
-
-    sizes: Sequence[str] | None
-    peak: float | None
-    """Dense bf16 FLOP/s of the device."""
-    repeats: int
-    compiled: bool
-    end: float
-    """On time.perf_counter's clock: no row is begun after."""
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace, device: str) -> Settings:
-        """From the command line."""
-        from megatron_chameleon.model.device_peak import dense_bf16_peak
-
-        given = arguments.peak_tflops
-        return cls(
-            sizes=arguments.size,
-            peak=given * 1e12 if given else dense_bf16_peak(device),
-            repeats=arguments.repeats,
-            compiled=arguments.compiled,
-            end=time.perf_counter() + arguments.seconds,
-        )
-
-    def in_time(self, cases: Iterable[Any]) -> Iterator[Any]:
-        """The cases that there is time to begin; the others are said."""
-        for case in cases:
-            if time.perf_counter() < self.end:
-                yield case
-            else:
-                print(f"left out for lack of time: {case}")
+Rows = dict[str, Callable[[], dict[str, Any]]]
 
 
-def on_cpu(layout: Any, settings: Settings, save: Callable[..., None]) -> None:
+def on_cpu(layout: Any, arguments: argparse.Namespace) -> Rows:
     """The small case, in turn: ours, and the plain model, eager unless asked otherwise."""
     from benchmarks.train_contestants import Case, Contestant, Ours, Plain
     from benchmarks.train_timing import free_memory, timed_in_turn
 
     print("CPU: sequence 512 only, micro-batch 2, one micro-batch a step, in turn")
-    sizes = settings.sizes or CPU_SIZES
-    cases = [Case(size, 512, bf16, 1024) for size in sizes for bf16 in (False, True)]
-    for case in settings.in_time(cases):
+
+    def row(case: Case) -> dict[str, Any]:
         contestants: dict[str, Contestant] = {
             "ours": Ours(case, layout),
             "plain": Plain(case, layout),
         }
-        if settings.compiled:
+        if arguments.compiled:
             contestants["plain compiled"] = Plain(case, layout, compiled=True)
-        found = timed_in_turn(contestants, case, 2, settings.peak, settings.repeats)
-        report(case, found, save)
+        found = timed_in_turn(contestants, case, 2, arguments.peak, arguments.repeats)
         del contestants
         free_memory()
+        return compared(case, found)
+
+    sizes = arguments.size or CPU_SIZES
+    cases = [Case(size, 512, bf16, 1024) for size in sizes for bf16 in (False, True)]
+    return {str(case): partial(row, case) for case in cases}
 
 
-def on_gpu(layout: Any, settings: Settings, save: Callable[..., None]) -> None:
-    """The kernels, then every size and sequence length."""
-    from benchmarks.train_contestants import Case
-    from benchmarks.train_parts import measure_parts
-
-    for row in measure_parts():
-        save(row)
-    sizes = settings.sizes or GPU_SIZES
-    cases = [Case(size, length, True, 65_536) for length in (1024, 512) for size in sizes]
-    for case in settings.in_time(cases):
-        report(case, one_gpu_case(case, layout, settings), save)
-
-
-def one_gpu_case(case: Any, layout: Any, settings: Settings) -> dict[str, dict[str, Any]]:
-    """All contestants, each at the micro-batch that is best for it, one after the other."""
-    from benchmarks.train_contestants import Contestant, Ours, Plain
+def on_gpu(layout: Any, arguments: argparse.Namespace) -> Rows:
+    """The kernels, then every size and sequence length, each contestant at its best micro-batch."""
+    from benchmarks.train_contestants import Case, Contestant, Ours, Plain
+    from benchmarks.train_parts import parts
     from benchmarks.train_timing import timed_at_its_best
 
-    contestants: dict[str, Callable[[], Contestant]] = {
-        "ours": lambda: Ours(case, layout),
-        "ours compiled": lambda: Ours(case, layout, compiled=True),
-        "plain compiled": lambda: Plain(case, layout, compiled=True),
-    }
-    if case.shape.size.head_dim % 64 and case.seq_length == 1024:
-        contestants["ours compiled, heads padded to 64"] = lambda: Ours(
-            case, layout, compiled=True, head_dim_multiple=64
-        )
-    return {
-        name: timed_at_its_best(make, case, MICRO_BATCH_TOKENS, settings.peak, settings.repeats)
-        for name, make in contestants.items()
-    }
+    def row(case: Case) -> dict[str, Any]:
+        contestants: dict[str, Callable[[], Contestant]] = {
+            "ours": lambda: Ours(case, layout),
+            "ours compiled": lambda: Ours(case, layout, compiled=True),
+            "plain compiled": lambda: Plain(case, layout, compiled=True),
+        }
+        if case.shape.size.head_dim % 64 and case.seq_length == 1024:
+            contestants["ours compiled, heads padded to 64"] = lambda: Ours(
+                case, layout, compiled=True, head_dim_multiple=64
+            )
+        found = {
+            name: timed_at_its_best(
+                make, case, MICRO_BATCH_TOKENS, arguments.peak, arguments.repeats
+            )
+            for name, make in contestants.items()
+        }
+        return compared(case, found)
+
+    sizes = arguments.size or GPU_SIZES
+    cases = [Case(size, length, True, 65_536) for length in (1024, 512) for size in sizes]
+    return parts() | {str(case): partial(row, case) for case in cases}
 
 
-def report(case: Any, found: dict[str, dict[str, Any]], save: Callable[..., None]) -> None:
-    """Print and save a row; the ratio is of our fastest to the fastest plain model."""
+def compared(case: Any, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Print and return a row; the ratio is of our fastest to the fastest plain model."""
     best = {
         side: max(
             (f["tokens_per_second"] for n, f in found.items() if n.startswith(side) and "mfu" in f),
@@ -180,7 +149,7 @@ def report(case: Any, found: dict[str, dict[str, Any]], save: Callable[..., None
     for name, f in found.items():
         print(f"{case} | {name:34} | {told(f)}", flush=True)
     print(f"{case} | ours to plain: {ratio and round(ratio, 3)}", flush=True)
-    save({"what": str(case), "ours_to_plain": ratio, "contestants": found})
+    return {"what": str(case), "ours_to_plain": ratio, "contestants": found}
 
 
 def told(figures: dict[str, Any]) -> str:
@@ -197,4 +166,4 @@ def told(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,20 @@ PADDED_TO = {"684m": (None, 56, 64), "1.2b": (None,), "124m": (None,)}
 TOKENS = 16_384
 
 
-def measure_parts() -> list[dict[str, Any]]:
-    """Rows of milliseconds, forward and backward together."""
-    rows = [
-        {"what": f"attention of {name}", "milliseconds": _attention(name, widths)}
+def parts() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Functions that measure rows of milliseconds, forward and backward together."""
+
+    def row(what: str, measure: Callable[[], dict[str, float | str]]) -> dict[str, Any]:
+        milliseconds = measure()
+        print(what, milliseconds, flush=True)
+        return {"what": what, "milliseconds": milliseconds}
+
+    measured: dict[str, Callable[[], dict[str, float | str]]] = {
+        f"attention of {name}": partial(_attention, name, widths)
         for name, widths in PADDED_TO.items()
-    ]
-    rows.append({"what": f"loss of {TOKENS} tokens, bf16 logits", "milliseconds": _loss()})
-    for row in rows:
-        print(row["what"], row["milliseconds"], flush=True)
-    return rows
+    }
+    measured[f"loss of {TOKENS} tokens, bf16 logits"] = _loss
+    return {what: partial(row, what, measure) for what, measure in measured.items()}
 
 
 def _attention(size_name: str, widths: tuple[int | None, ...]) -> dict[str, float | str]:

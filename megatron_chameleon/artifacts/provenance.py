@@ -44,7 +44,7 @@ def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
         options=plain_options(options),
         inputs=dict(inputs),
         versions={"python": platform.python_version(), **package_versions(PACKAGES)},
-        git_commit=_git_commit(),
+        git_commit=git_commit(),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         working_folder=os.path.abspath("."),
     )
@@ -75,7 +75,7 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of the source tree, with '+changes' where it differs; None outside a checkout."""
     folder = Path(__file__).parent
 

@@ -7,14 +7,17 @@ tests that only run tools can be tried without a GPU.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.process_tree import run_within
 from megatron_chameleon.artifacts import Corpus, TrainingRun
 from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.parallel.layout import leave_groups
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,10 +62,10 @@ class Tools:
         if IS_PRETENDED and not on_cpu:
             command += ["-m", "tests.pretended_cuda.run_tool"]
         command += [str(ROOT / "tools" / tool), *map(str, flags)]
-        done = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        log = self.root / "log"
+        with log.open("wb") as output:
+            status = run_within(command, 280, output, cwd=ROOT, environment=environment)
+        assert status == 0, log.read_text()  # None: it took longer
 
     def pretrain(
         self, folder: Path, *flags: str | Path, ranks: int = 1, on_cpu: bool = False
@@ -82,8 +85,6 @@ class Tools:
 
 def require_gpus(count: int) -> None:
     """Skip the test on a machine with fewer GPUs."""
-    import torch
-
     there = count if IS_PRETENDED else torch.cuda.device_count()
     if there < count:
         pytest.skip(f"needs {count} GPUs; there are {there}")
@@ -92,6 +93,18 @@ def require_gpus(count: int) -> None:
 def losses(run: TrainingRun) -> list[float]:
     """The loss of each step."""
     return [line["loss"] for line in run.metrics() if "loss" in line]
+
+
+@pytest.fixture(autouse=True)
+def torch_as_the_tools_leave_it() -> Iterator[None]:
+    """No TF32, which NVIDIA's containers allow, and no process groups left by a failed test.
+
+    On CUDA, `distributed` leaves its groups only if its block raises nothing.
+    """
+    torch.set_float32_matmul_precision("highest")
+    yield
+    if torch.distributed.is_initialized():
+        leave_groups()
 
 
 @pytest.fixture(scope="session")
