@@ -74,8 +74,9 @@ def domain_weights(
     limited = _limited(ratios, mean, mode, score_floor, score_ceiling)
     if normalize:
         # Divided by the sum before the limits: afterwards one huge outlier, held at the ceiling,
-        # would lift all others and so undo the ceiling.
-        limited = limited / (float(vector.sum()) or float(limited.sum()))
+        # would lift all others and so undo the ceiling. A mean of 0, that of denormal scores too,
+        # has made all scores equal.
+        limited = limited / float((vector if mean > 0.0 else limited).sum())
     return softmax(1.0 / limited if mode == "pretrain" else limited, tau)
 
 

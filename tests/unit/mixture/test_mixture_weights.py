@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -32,6 +32,7 @@ def test_the_softmax_of_the_inverse_or_of_the_scores():
 
 @settings(deadline=None, max_examples=200)
 @given(any_scores, modes, st.floats(1e-6, 1e6), st.booleans())
+@example(np.array([5e-324, 0.0]), "pretrain", 1.0, True)
 def test_weights_always_lie_on_the_simplex(scores, mode, temperature, normalize):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a RuntimeWarning of numpy fails the test
