@@ -41,9 +41,8 @@ setup(
         "megatron_chameleon": [
             "py.typed",
             "artifacts/published/columns.json",
-            "report/html/script.js",
-            "report/html/style.css",
-            "report/paper/results.json",
+            "report/paper_results.json",
+            "report/template/*",
         ]
     },
     install_requires=[
@@ -71,6 +70,10 @@ setup(
         "docstring-parser>=0.16",
         "tyro>=1.0",
         "tqdm>=4.66",
+        # The report.
+        "jinja2>=3.1",
+        "matplotlib>=3.8",
+        "pandas>=2.2",
         # What training is watched with; a run without it says so and goes on.
         "tensorboard>=2.16",
     ],
@@ -82,7 +85,7 @@ setup(
         # To open the Hugging Face folders that tools/convert_checkpoint.py writes; it needs none.
         "hf": ["transformers>=4.46"],
         # The map of windows is drawn by PCA without umap-learn.
-        "plots": ["matplotlib>=3.8", "umap-learn>=0.5.9", "threadpoolctl>=3.1"],
+        "plots": ["umap-learn>=0.5.9", "threadpoolctl>=3.1"],
         "wandb": ["wandb>=0.17"],
         # What builds the pages of docs/.
         "docs": [

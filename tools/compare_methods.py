@@ -10,9 +10,13 @@ from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 def main(options: CompareMethodsOptions) -> None:
     """Call the report with what the command line asks for, or a check of it."""
     from megatron_chameleon.methods.common.registry import find_methods
-    from megatron_chameleon.report.head_to_head.checks import require_choice, require_evaluations
-    from megatron_chameleon.report.head_to_head.compare import Selection
-    from megatron_chameleon.report.head_to_head.page import Record, report_head_to_head
+    from megatron_chameleon.report.head_to_head import (
+        Record,
+        Selection,
+        report_head_to_head,
+        require_choice,
+        require_evaluations,
+    )
 
     selection = Selection(
         names=options.mixtures,
@@ -21,7 +25,7 @@ def main(options: CompareMethodsOptions) -> None:
         baseline=options.baseline,
         reference=options.reference,
     )
-    record = Record.asked_for(options.record, options.command, options.wall_seconds)
+    record = Record.from_options(options.record, options.command, options.wall_seconds)
     if options.check == "choice":
         require_choice(options.run, selection, find_methods())
     elif options.check == "evaluations":

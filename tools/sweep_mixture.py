@@ -13,10 +13,8 @@ from megatron_chameleon.options.sweep import SweepOptions
 def main(options: SweepOptions) -> int | None:
     """Find the mixtures, then show how far they lie apart; the exit status."""
     from megatron_chameleon.methods.sweeps.sweep import sweep_mixture
-    from megatron_chameleon.report.page import load_figures
-    from megatron_chameleon.report.stability import report_stability
+    from megatron_chameleon.report.page import report_stability
 
-    load_figures()  # what is missing is told before the proxies are trained
     sweep = sweep_mixture(options)
     if sweep is None:
         return STOPPED_STATUS

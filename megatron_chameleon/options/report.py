@@ -10,14 +10,13 @@ import tyro
 
 @dataclasses.dataclass(frozen=True)
 class ReportOptions:
-    """One page of a run: held-out perplexity, weights, tasks, cost, losses and more.
+    """Report a run in one HTML page: held-out perplexity, weights, tasks, cost, losses and more.
 
-    Beside it lie the tables as Markdown and CSV, and the pictures as PNG and PDF.
+    Also writes the tables as Markdown and CSV, and the figures as PNG and PDF.
     """
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """The run folder, with 1-corpus to 6-evaluation below it; of several on the same corpus, one
-    page of all."""
+    """Run folders with 1-corpus to 6-evaluation; several on the same corpus are merged."""
     baseline: str | None = None
     """Evaluated run to compare with, by name; default: the one trained with uniform weights."""
     output: Path | None = None

@@ -1,16 +1,19 @@
-"""The pictures of a report: domain weights, domain affinity, loss curves.
+"""The figures of a report: weights, affinity, loss curves, sweeps and the map of windows.
 
-Every function takes the data it draws and returns a figure of its own; pyplot and its global state
-are not used. Colours are from Okabe and Ito's palette and from a diverging map, both of which can
-be told apart with a colour-vision deficiency.
+Figures are built without pyplot's global state. The colours are Okabe and Ito's and a diverging
+map, both safe for colour-vision deficiencies.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,34 +21,58 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import Mixture
-from megatron_chameleon.report.curves import Curve, RunCurves
-from megatron_chameleon.report.names import display_width, shortened
-from megatron_chameleon.report.shown_domains import bar_domains, count_of_domains, panel_domains
+from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.comparison import BASELINE_METHOD, run_labels, uniform_first
+from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.tables import display_width, format_weight, shortened, unique_labels
+from megatron_chameleon.report.weights import SweptAxis, mode_of
+from megatron_chameleon.report.window_map import WindowMap, window_map
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PROXY_COLOR = "#777777"
 REFERENCE_COLOR = "#444444"
 GRID_COLOR = "#DDDDDD"
 LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
-DIVERGING = "RdBu_r"
+# Text on a coloured cell, the same in light and dark pages.
+DARK_TEXT, LIGHT_TEXT = "#111111", "#FDFDFD"
 DPI = 130
-NAME_LIMIT = 26
-# In a legend, and in a narrow panel.
-LABEL_LIMIT, NARROW_LIMIT = 40, 19
-MOST_COLUMNS = 4
-# A legend of more rows makes the figure higher, by so many inches for each.
-ROWS_OF_A_LEGEND, HEIGHT_OF_A_ROW = 3, 0.21
-# Beyond these, numbers in cells and names on axes would overlap.
-CELLS_WITH_NUMBERS = 12
-NAMES_ON_AN_AXIS = 60
-# Inches that the bars of many domains share.
-MOST_BARS_HEIGHT = 22.0
-# Of a curve in a panel more points than these are not seen, and all panels share so many.
-POINTS_OF_A_CURVE, POINTS_OF_ALL_CURVES = (60, 800), 12_000
-# Of what is written on a colour, which is the same on any background.
-DARK_SIGN, LIGHT_SIGN = "#111111", "#FDFDFD"
-LOSS_UNIT = "nats per token"
+# Characters of a name on an axis, in a legend, and in a narrow panel.
+NAME_LIMIT, LABEL_LIMIT, NARROW_LIMIT = 26, 40, 19
+# A legend with more rows makes the figure taller, by this many inches each.
+LEGEND_ROWS, LEGEND_ROW_HEIGHT = 3, 0.21
+# Above these, numbers in cells and names on axes would overlap.
+CELLS_WITH_NUMBERS, NAMES_ON_AN_AXIS = 12, 60
+# Domains with a panel of losses, and with bars.
+MOST_PANELS, MOST_BARS = 24, 60
+# Points shown per curve (minimum, maximum), and of all panels together.
+CURVE_POINTS, ALL_CURVE_POINTS = (60, 800), 12_000
+# A curve of this many independent points can be followed by eye.
+SMOOTH_POINTS = 25
+# Domains of a sweep, or of a map of windows, that have a colour and marker of their own.
+MOST_NAMED = 3 * len(COLORS)
+MODE_LABELS = {"pretrain": "pretraining", "finetune": "fine-tuning"}
+# A description lists this many domains, and runs.
+MOST_DESCRIBED, MOST_RUNS = 3, 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Picture:
+    """A figure and its texts; ``figure`` is None where ``missing`` says why.
+
+    Attributes:
+        name: of its files, without suffix.
+        title: a few words.
+        caption: how to read the figure, in sentences.
+        description: text alternative with the main numbers.
+    """
+
+    name: str
+    title: str
+    caption: str = ""
+    description: str = ""
+    figure: Figure | None = None
+    missing: str = ""
 
 
 def png(figure: Figure) -> bytes:
@@ -62,96 +89,328 @@ def pdf(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
-def settle(figure: Figure) -> None:
-    """Lay out ``figure`` once for all the files that are made of it."""
+def freeze_layout(figure: Figure) -> None:
+    """Lay out ``figure`` once for all files that are made of it."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
 
 
+def weights_picture(folder: RunFolder) -> Picture:
+    """A bar per domain and mixture."""
+    title, mixtures = "Weight of each domain", weight_series(folder)
+    if not mixtures:
+        return Picture("weights", title, missing="4-mixture holds no mixture but uniform")
+    shown, count = bar_domains(mixtures), _count_domains(mixtures)
+    caption = "Share of training tokens by each mixture; the dashed line is uniform."
+    if any(mixture.intervals for mixture in mixtures.values()):
+        caption += " Whiskers are bootstrap intervals."
+    if count > MOST_BARS:
+        caption += (
+            f" Of {count} domains the {MOST_BARS} with the largest weights in any mixture are "
+            f"shown; the table also has the other {count - MOST_BARS}."
+        )
+    sentences = [f"Bar chart of the weights of {len(shown)} domains."]
+    for label, mixture in mixtures.items():
+        ranked = sorted(mixture.weights.items(), key=lambda item: -item[1])
+        *top, last = [f"{n} {format_weight(w)}" for n, w in (*ranked[:MOST_DESCRIBED], ranked[-1])]
+        sentences.append(f"{label}: the largest are {', '.join(top)}; the smallest is {last}.")
+    figure = weights_figure(mixtures)
+    return Picture("weights", title, caption, " ".join(sentences), figure)
+
+
+def weight_series(folder: RunFolder) -> dict[str, Mixture]:
+    """Label -> mixture of the bar chart: pretraining first, uniform left out."""
+    modes = {
+        name: mode_of(name, mixture)
+        for name, mixture in folder.mixtures.items()
+        if mixture.method != BASELINE_METHOD
+    }
+    order: list[str | None] = [*MODE_LABELS, None]
+    names = sorted(modes, key=lambda n: order.index(modes[n]) if modes[n] in order else len(order))
+    count = list(modes.values()).count
+    labels = {n: MODE_LABELS.get(modes[n] or "", n) if count(modes[n]) == 1 else n for n in names}
+    labels = unique_labels(labels)
+    return {labels[name]: folder.mixtures[name] for name in names}
+
+
+def bar_domains(mixtures: Mapping[str, Mixture]) -> list[str]:
+    """The domains with bars, by decreasing weight in the first mixture.
+
+    Of more than ``MOST_BARS``, those with the largest weight in any mixture.
+    """
+    weights = _weights_by_domain(mixtures)
+    largest = weights.max(axis=1).sort_values(ascending=False, kind="stable")
+    shown = weights.loc[weights.index.isin(largest.index[:MOST_BARS])]
+    return list(shown.iloc[:, 0].sort_values(ascending=False, kind="stable").index)
+
+
+def _weights_by_domain(mixtures: Mapping[str, Mixture]) -> pd.DataFrame:
+    """Weights, 0 where a mixture has none, by domain (rows) and label (columns)."""
+    names = dict.fromkeys(name for mixture in mixtures.values() for name in mixture.weights)
+    columns = {label: mixture.weights for label, mixture in mixtures.items()}
+    return pd.DataFrame(columns, index=list(names)).fillna(0.0)
+
+
+def _count_domains(mixtures: Mapping[str, Mixture]) -> int:
+    return len({name for mixture in mixtures.values() for name in mixture.weights})
+
+
 def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
-    """Bars of the weight per domain, a group per domain with one bar for each mixture.
+    """Horizontal bars, a group per domain with one bar per mixture, and the intervals.
 
     Args:
-        mixtures: label -> mixture, at least one. Domains are sorted by the first one's weights,
-            the largest on top; of very many those with the largest weights are drawn. Intervals
-            are drawn where a mixture has them.
+        mixtures: label -> mixture, at least one; ``bar_domains`` are shown, the largest on top.
     """
-    names, count = bar_domains(mixtures), count_of_domains(mixtures)
+    names, count = bar_domains(mixtures), _count_domains(mixtures)
     thickness = 0.8 / len(mixtures)
-    height = len(names) * max(0.34, 0.19 * len(mixtures))
-    figure = new_figure(8.0, 1.6 + min(height, MOST_BARS_HEIGHT))
+    figure = new_figure(8.0, 1.6 + min(len(names) * max(0.34, 0.19 * len(mixtures)), 22.0))
     axes = figure.add_subplot()
     handles: list[Artist] = []
     for i, mixture in enumerate(mixtures.values()):
         positions = np.arange(len(names)) + (i + 0.5) * thickness - 0.4
         weights = [mixture.weights.get(name, 0.0) for name in names]
         handles.append(axes.barh(positions, weights, thickness * 0.92, color=color_of(i))[0])
-        _draw_intervals(axes, mixture, names, positions)
+        intervals = mixture.intervals or {}
+        there = [j for j, name in enumerate(names) if name in intervals]
+        if there:
+            # End to end: the weight itself may lie outside a bootstrap interval.
+            low, high = np.array([intervals[names[j]] for j in there]).T
+            style: dict[str, Any] = {
+                "fmt": "none",
+                "ecolor": "black",
+                "elinewidth": 1.1,
+                "capsize": 2.5,
+            }
+            axes.errorbar((low + high) / 2, positions[there], xerr=(high - low) / 2, **style)
     handles.append(axes.axvline(1 / count, color=REFERENCE_COLOR, linestyle="--", linewidth=1.2))
     axes.set_yticks(range(len(names)), [shortened(n, NAME_LIMIT) for n in names], parse_math=False)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"weight (share of training tokens){_whiskers(mixtures)}")
+    coverages = {mixture.confidence for mixture in mixtures.values() if mixture.intervals}
+    whiskers = f"; whiskers: {_coverage(coverages)}bootstrap interval" if coverages else ""
+    axes.set_xlabel(f"weight (share of training tokens){whiskers}")
     axes.grid(axis="x", color=GRID_COLOR)
     tidy(axes)
     legend_above(figure, handles, [*mixtures, f"uniform (1/{count})"])
     return figure
 
 
+def _coverage(coverages: set[float | None]) -> str:
+    """For example '95% ', where it is known and the same."""
+    (only,) = coverages if len(coverages) == 1 else (None,)
+    return f"{100 * only:g}% " if only else ""
+
+
+def affinity_picture(folder: RunFolder) -> Picture:
+    """Heat map of the first mixture that has an affinity matrix."""
+    title = "Affinity of the domains"
+    for label, mixture in weight_series(folder).items():
+        if mixture.affinity is None:
+            continue
+        names = list(mixture.weights)
+        if [len(row) for row in mixture.affinity] != [len(names)] * len(names):
+            raise UserError(
+                f"the {label} mixture in 4-mixture: field affinity is not {len(names)} x "
+                f"{len(names)}, as its weights require; run tools/compute_mixture.py again"
+            )
+        affinity = np.array(mixture.affinity, dtype=np.float64)
+        description = f"Heat map of {len(names)} by {len(names)} domains."
+        if len(names) > 1:
+            rows, columns = np.triu_indices(len(names), k=1)
+            pairs = affinity[rows, columns]
+            most, least = (
+                f"{names[rows[i]]} and {names[columns[i]]} ({pairs[i]:.3g})"
+                for i in (pairs.argmax(), pairs.argmin())
+            )
+            description += f" The most similar are {most}, the least similar {least}."
+        return Picture(
+            "affinity",
+            title,
+            f"Inner products of the domains' embeddings, of the {label} mixture: red where two "
+            "domains are similar, blue where they are opposite, white where neither.",
+            description,
+            affinity_figure(affinity, names),
+        )
+    return Picture("affinity", title, missing="no mixture in 4-mixture has an affinity matrix")
+
+
 def affinity_figure(affinity: NDArray[np.float64], names: Sequence[str]) -> Figure:
     """Heat map of the domain affinity [k, k]: white is 0, red positive, blue negative.
 
-    The colours span the entries off the diagonal, since the diagonal (how far a domain lies from
-    the mean of all) is often far larger; entries beyond the span have the end's colour.
+    The colour scale spans the entries off the diagonal, since the diagonal is often far larger;
+    entries beyond it have the end's colour.
     """
-    count = len(names)
-    span = color_span(affinity)
+    count, span = len(names), color_span(affinity)
     side = float(np.clip(2.4 + 0.42 * count, 5.0, 14.0))
     figure = new_figure(side + 1.2, side)
     axes = figure.add_subplot()
-    image = axes.imshow(affinity, cmap=DIVERGING, vmin=-span, vmax=span, interpolation="nearest")
-    every = -(-count // NAMES_ON_AN_AXIS)
-    ticks = range(0, count, every)
+    image = axes.imshow(affinity, cmap="RdBu_r", vmin=-span, vmax=span, interpolation="nearest")
+    ticks = range(0, count, -(-count // NAMES_ON_AN_AXIS))
     labels = [shortened(names[i], NAME_LIMIT) for i in ticks]
     axes.set_yticks(ticks, labels, parse_math=False)
-    axes.set_xticks(
-        ticks, labels, parse_math=False, rotation=45, ha="right", rotation_mode="anchor"
-    )
+    turned: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(ticks, labels, parse_math=False, **turned)
     axes.tick_params(length=0, labelsize=10 if count <= 30 else 7)
     axes.spines[:].set_visible(False)
-    axes.hlines(np.arange(1, count) - 0.5, -0.5, count - 0.5, color="white", linewidth=0.8)
-    axes.vlines(np.arange(1, count) - 0.5, -0.5, count - 0.5, color="white", linewidth=0.8)
-    if count <= CELLS_WITH_NUMBERS:
-        _write_cells(axes, affinity, span)
-    beyond = np.abs(affinity).max(initial=0.0) > span
-    bar = figure.colorbar(
-        image, ax=axes, extend="both" if beyond else "neither", shrink=0.8, aspect=28
-    )
-    assert bar.solids is not None  # one image in a page, rather than 256 forms
-    bar.solids.set_rasterized(True)
+    for lines in (axes.hlines, axes.vlines):
+        between = np.arange(1, count) - 0.5
+        lines(between, -0.5, count - 0.5, color="white", linewidth=0.8)
+    largest = np.abs(affinity).max(initial=0.0)
+    form = ".2f" if 0.1 <= largest < 1000 else ".1e"
+    for (row, column), value in np.ndenumerate(affinity) if count <= CELLS_WITH_NUMBERS else ():
+        color = LIGHT_TEXT if abs(value) > 0.6 * span else DARK_TEXT
+        centred: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+        axes.text(column, row, format(value, form), color=color, **centred)
+    extend = "both" if largest > span else "neither"
+    bar = figure.colorbar(image, ax=axes, extend=extend, shrink=0.8, aspect=28)
+    assert bar.solids is not None
+    bar.solids.set_rasterized(True)  # one image instead of 256 shapes
     bar.set_label("affinity (inner product of domain embeddings)")
     bar.outline.set_visible(False)
     return figure
 
 
 def color_span(affinity: NDArray[np.float64]) -> float:
-    """Absolute value at the ends of the colour map.
+    """Absolute value at the ends of the colour map: the largest entry off the diagonal.
 
-    The largest entry off the diagonal, but no less than a tenth of the largest of all: the
-    affinities of nearly orthogonal domains shall look as small as they are.
+    At least a tenth of the largest of all, so that nearly orthogonal domains look so.
     """
     size = np.abs(affinity)
     off_diagonal = size[~np.eye(len(affinity), dtype=bool)].max(initial=0.0)
     return float(max(off_diagonal, 0.1 * size.max(initial=0.0))) or 1.0
 
 
-def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) -> Figure:
-    """Training loss of all runs in one panel, and below it a small panel for each domain.
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunCurves:
+    """Losses of one run in nats per token, as Series over training steps.
 
-    Of very many domains some have a panel (``shown_domains.panel_domains``).
-    Thin lines are the recorded losses, bold lines their running mean (a curve of few points is
-    drawn as it is); dots are losses on held-out text. Panels of domains leave out the first tenth
-    of the steps, whose losses would flatten the rest.
+    Attributes:
+        label: of the run.
+        total: training loss over all domains.
+        domains: training loss by domain, at the steps that recorded it.
+        validation: held-out loss by domain.
+    """
+
+    label: str
+    total: pd.Series[float]
+    domains: dict[str, pd.Series[float]]
+    validation: dict[str, pd.Series[float]]
+
+
+def run_curves(label: str, run: TrainingRun) -> RunCurves:
+    """Read the metrics of ``run``."""
+    records = list(run.metrics())
+    steps = [float(record["step"]) for record in records]
+
+    def curves(field: str) -> dict[str, pd.Series[float]]:
+        frame = pd.DataFrame([record.get(field) or {} for record in records], index=steps)
+        found = {str(name): frame[name].dropna().astype(float) for name in frame}
+        return {name: curve for name, curve in found.items() if len(curve)}
+
+    total = pd.Series([record.get("loss") for record in records], steps, dtype=float).dropna()
+    return RunCurves(label, total, curves("domain_loss"), curves("validation_loss"))
+
+
+def smoothing_window(curve: pd.Series[float]) -> int:
+    """Points of the running mean: 1, no smoothing, for a curve of few points."""
+    return max(1, len(curve) // SMOOTH_POINTS)
+
+
+def smoothed(curve: pd.Series[float]) -> pd.Series[float]:
+    """Centred running mean of steps and losses; half a window is left out at each end."""
+    window = smoothing_window(curve)
+    steps, losses = (
+        np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
+        if len(curve)
+        else values
+        for values in (curve.index.to_numpy(float), curve.to_numpy(float))
+    )
+    return pd.Series(losses, steps)
+
+
+def thinned(curve: pd.Series[float], most: int) -> pd.Series[float]:
+    """At most ``most`` points, evenly, with the first and the last."""
+    if len(curve) <= most:
+        return curve
+    return curve.iloc[np.linspace(0, len(curve) - 1, most).round().astype(np.int64)]
+
+
+def outline(curve: pd.Series[float], most: int) -> pd.Series[float]:
+    """At most ``most`` points: the lowest and highest of each of many ranges of steps.
+
+    Drawn as a line it looks like the whole curve.
+    """
+    if len(curve) <= most:
+        return curve
+    losses = curve.reset_index(drop=True)
+    ranges = losses.groupby(np.arange(len(losses)) * (most // 2) // len(losses))
+    return curve.iloc[sorted({*ranges.idxmin(), *ranges.idxmax()})]
+
+
+def panel_domains(runs: Sequence[RunCurves]) -> list[str]:
+    """The domains with a panel of losses, in the order of the metrics.
+
+    Of more than ``MOST_PANELS``, those whose last losses differ most between runs, or the first.
+    """
+    names = _domains_with_losses(runs)
+    chosen = sorted(names, key=lambda name: -_last_loss_range(runs, name))[:MOST_PANELS]
+    return [name for name in names if name in set(chosen)]
+
+
+def _domains_with_losses(runs: Sequence[RunCurves]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in (*run.domains, *run.validation)))
+
+
+def _last_loss_range(runs: Sequence[RunCurves], name: str) -> float:
+    """Highest minus lowest last loss of the runs, in training or else on held-out text."""
+    for curves in ([run.domains for run in runs], [run.validation for run in runs]):
+        last = [float(smoothed(found[name]).iloc[-1]) for found in curves if name in found]
+        last = [loss for loss in last if math.isfinite(loss)]
+        if len(last) > 1:
+            return max(last) - min(last)
+    return 0.0
+
+
+def loss_picture(folder: RunFolder) -> Picture:
+    """Loss curves of the base runs and the proxies."""
+    title = "Training loss"
+    labels = run_labels(folder.base_runs, folder.base_runs)
+    runs = [run_curves(labels[n], folder.base_runs[n]) for n in uniform_first(folder.base_runs)]
+    proxies = [run_curves(f"proxy {name}", run) for name, run in folder.proxies.items()]
+    shown = [run for run in (*runs, *proxies) if len(run.total)]
+    if not shown:
+        return Picture("loss", title, missing="no training run has metrics")
+    caption = (
+        "All domains together at the top, each domain below. Thin lines are the recorded losses, "
+        "bold ones their running mean, dots losses on held-out text."
+    )
+    names = _domains_with_losses(runs)
+    if len(names) > MOST_PANELS:
+        differ = any(_last_loss_range(runs, name) for name in names)
+        caption += f" Panels show {'' if differ else 'the first '}{MOST_PANELS} of {len(names)} "
+        caption += "domains"
+        caption += (
+            ": those whose last losses (of the running mean) differ most between the runs."
+            if differ
+            else "."
+        )
+    count = len(panel_domains(runs))
+    panels = f", and a panel for each of {count} domains" if count else ""
+    sentences = [f"Line chart of the training loss of {len(runs)} base runs{panels}."]
+    for run in shown[:MOST_RUNS]:
+        curve = smoothed(run.total)
+        first, last = (f"{curve.iloc[i]:.2f} at step {curve.index[i]:,.0f}" for i in (0, -1))
+        sentences.append(f"{run.label} goes from {first} to {last}.")
+    if len(shown) > MOST_RUNS:
+        sentences.append(f"{len(shown) - MOST_RUNS} more runs are shown.")
+    return Picture("loss", title, caption, " ".join(sentences), loss_figure(runs, proxies))
+
+
+def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) -> Figure:
+    """Training loss of all runs in one panel, and a small panel for each of ``panel_domains``.
+
+    Thin lines are recorded losses, bold lines their running mean; dots are losses on held-out text.
+    Domain panels leave out the first tenth of the steps, which would flatten the rest.
     """
     names = panel_domains(runs)
     columns = min(5, max(3, round(len(names) ** 0.5)))
@@ -159,17 +418,37 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
     figure = new_figure(9.5, 4.2 + 1.75 * rows)
     grid = figure.add_gridspec(1 + rows, columns, height_ratios=[2.0] + [1.0] * rows)
     axes = figure.add_subplot(grid[0, :])
-    handles = _draw_total(axes, runs, proxies)
-    panels = [figure.add_subplot(grid[1 + i // columns, i % columns]) for i in range(len(names))]
-    most = int(np.clip(POINTS_OF_ALL_CURVES // (len(names) * len(runs) or 1), *POINTS_OF_A_CURVE))
-    limit = NAME_LIMIT if columns < 5 else NARROW_LIMIT
-    for i, (panel, name) in enumerate(zip(panels, names, strict=True)):
-        _draw_domain(panel, name, runs, most)
-        panel.set_title(shortened(name, limit), fontsize=9, loc="left", parse_math=False)
+    handles = [_draw_curve(axes, r.total, color_of(i), _style(i)) for i, r in enumerate(runs)]
+    handles += [
+        _draw_curve(axes, run.total, PROXY_COLOR, LINE_STYLES[(i + 1) % len(LINE_STYLES)])
+        for i, run in enumerate(proxies)
+    ]
+    is_smoothed = any(smoothing_window(run.total) > 1 for run in (*runs, *proxies))
+    bold = " (bold: running mean)" if is_smoothed else ""
+    axes.set_title(f"Training loss, all domains{bold}", fontsize=11, loc="left")
+    axes.grid(color=GRID_COLOR)
+    axes.margins(x=0.01)
+    axes.set_ylabel("loss (nats per token)")
+    tidy(axes)
+    most = int(np.clip(ALL_CURVE_POINTS // (len(names) * len(runs) or 1), *CURVE_POINTS))
+    for i, name in enumerate(names):
+        panel = figure.add_subplot(grid[1 + i // columns, i % columns])
+        for j, run in enumerate(runs):
+            if name in run.domains:
+                curve = _after_the_start(run.domains[name])
+                _draw_curve(panel, curve, color_of(j), _style(j), width=1.4, most=most)
+            if name in run.validation:
+                points = _after_the_start(run.validation[name])
+                panel.plot(points.index, points, "o", color=color_of(j), markersize=3.5)
+        panel.tick_params(labelsize=8)
+        panel.grid(color=GRID_COLOR)
+        panel.set_xlim(left=0)
+        tidy(panel)
+        title = shortened(name, NAME_LIMIT if columns < 5 else NARROW_LIMIT)
+        panel.set_title(title, fontsize=9, loc="left", parse_math=False)
         panel.tick_params(labelbottom=i + columns >= len(names))
-    axes.set_ylabel(f"loss ({LOSS_UNIT})")
     if names:
-        left_out = "panels of domains leave out the first tenth"
+        left_out = "domain panels leave out the first tenth"
         figure.supxlabel(f"training step ({left_out})", fontsize=10)
     else:
         axes.set_xlabel("training step")
@@ -180,133 +459,219 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
     return figure
 
 
-def _draw_total(
-    axes: Axes, runs: Sequence[RunCurves], proxies: Sequence[RunCurves]
-) -> list[Line2D]:
-    handles = []
-    for i, run in enumerate(runs):
-        style = LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)]
-        handles.append(_draw_curve(axes, run.total, color_of(i), style))
-    for i, run in enumerate(proxies):
-        style = LINE_STYLES[(i + 1) % len(LINE_STYLES)]
-        handles.append(_draw_curve(axes, run.total, PROXY_COLOR, style))
-    is_smoothed = any(run.total.window > 1 for run in (*runs, *proxies))
-    bold = " (bold: running mean)" if is_smoothed else ""
-    axes.set_title(f"Training loss, all domains{bold}", fontsize=11, loc="left")
-    axes.grid(color=GRID_COLOR)
-    axes.margins(x=0.01)
-    tidy(axes)
-    return handles
-
-
-def _draw_domain(axes: Axes, name: str, runs: Sequence[RunCurves], most: int) -> None:
-    for i, run in enumerate(runs):
-        style = LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)]
-        if name in run.domains:
-            curve = _after_the_start(run.domains[name])
-            _draw_curve(axes, curve, color_of(i), style, width=1.4, most=most)
-        if name in run.validation:
-            points = _after_the_start(run.validation[name])
-            axes.plot(points.steps, points.losses, "o", color=color_of(i), markersize=3.5)
-    axes.tick_params(labelsize=8)
-    axes.grid(color=GRID_COLOR)
-    axes.set_xlim(left=0)
-    tidy(axes)
-
-
 def _draw_curve(
     axes: Axes,
-    curve: Curve,
+    curve: pd.Series[float],
     color: str,
-    style: str = "solid",
+    style: str,
     width: float = 1.8,
-    most: int = POINTS_OF_A_CURVE[1],
+    most: int = CURVE_POINTS[1],
 ) -> Line2D:
-    """Draw the curve thin and its running mean bold; return the bold line.
-
-    Of more than ``most`` points those are drawn that are seen.
-    """
-    smooth = curve.smoothed().every(most // 2)
-    if curve.window > 1:
-        thin = curve.outline(most)
-        axes.plot(thin.steps, thin.losses, color=color, linewidth=0.6, alpha=0.35)
-    marker = "o" if len(curve.steps) == 1 else None
-    (line,) = axes.plot(
-        smooth.steps, smooth.losses, color=color, linestyle=style, linewidth=width, marker=marker
-    )
+    """Draw the curve thin and its running mean bold; return the bold line."""
+    bold = thinned(smoothed(curve), most // 2)
+    if smoothing_window(curve) > 1:
+        thin = outline(curve, most)
+        axes.plot(thin.index, thin, color=color, linewidth=0.6, alpha=0.35)
+    marker = "o" if len(curve) == 1 else None
+    line_style: dict[str, Any] = {"linestyle": style, "linewidth": width, "marker": marker}
+    (line,) = axes.plot(bold.index, bold, color=color, **line_style)
     return line
 
 
-def _after_the_start(curve: Curve) -> Curve:
-    kept = curve.steps > 0.1 * curve.steps.max(initial=0.0)
-    return Curve(curve.steps[kept], curve.losses[kept])
+def _after_the_start(curve: pd.Series[float]) -> pd.Series[float]:
+    return curve[curve.index > 0.1 * curve.index.max()] if len(curve) else curve
 
 
-def _draw_intervals(
-    axes: Axes, mixture: Mixture, names: Sequence[str], positions: NDArray[np.floating]
-) -> None:
-    """Whiskers from end to end: the weight itself may lie outside of a bootstrap interval."""
-    intervals = mixture.intervals or {}
-    there = [i for i, name in enumerate(names) if name in intervals]
-    if not there:
-        return
-    low, high = np.array([intervals[names[i]] for i in there]).T
-    axes.errorbar(
-        (low + high) / 2,
-        positions[there],
-        xerr=(high - low) / 2,
-        fmt="none",
-        ecolor="black",
-        elinewidth=1.1,
-        capsize=2.5,
+def _style(index: int) -> str:
+    return LINE_STYLES[index // len(COLORS) % len(LINE_STYLES)]
+
+
+def sweep_picture(swept: Sequence[SweptAxis]) -> Picture:
+    """A panel per hyperparameter of a sweep, at least one."""
+    return Picture(
+        "stability",
+        "Stability of the weights",
+        "A panel for each hyperparameter, a line for each domain: flat lines are weights that do "
+        "not depend on it. The dashed line is the centre of the sweep.",
+        f"Line charts of the weights over {len(swept)} hyperparameters. "
+        + " ".join(f"{axis.sentence}." for axis in swept),
+        sweep_figure(swept),
     )
 
 
-def _whiskers(mixtures: Mapping[str, Mixture]) -> str:
-    """What the whiskers are, for the axis label."""
-    with_intervals = [mixture for mixture in mixtures.values() if mixture.intervals]
-    if not with_intervals:
-        return ""
-    coverages = {f"{100 * m.confidence:g}% " if m.confidence else "" for m in with_intervals}
-    return f"; whiskers: {coverages.pop() if len(coverages) == 1 else ''}bootstrap interval"
+def sweep_figure(axes: Sequence[SweptAxis]) -> Figure:
+    """Weights [n, k] over the values of each hyperparameter, with their intervals as thin bars.
+
+    Values are evenly spaced. All panels share one scale; a dashed line marks the common centre.
+
+    Args:
+        axes: at least one, of the same domains.
+    """
+    first = axes[0]
+    by_weight = np.argsort(-first.weights[first.centre], kind="stable")
+    named = sorted(by_weight[:MOST_NAMED].tolist())
+    others = sorted(by_weight[MOST_NAMED:].tolist())
+    labels = [*(first.names[k] for k in named), *(["other domains"] if others else []), "centre"]
+    width = max(6.4, 3.3 * len(axes))
+    rows = -(-len(labels) // legend_columns(width, labels))
+    figure = new_figure(width, 3.9 + LEGEND_ROW_HEIGHT * min(rows, LEGEND_ROWS))
+    panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
+    # Lines are shifted so that their bars do not overlap.
+    shift = min(0.36, 0.04 * (len(named) - 1))
+    shifts = np.linspace(-shift / 2, shift / 2, len(named))
+    handles: list[Artist] = []
+    for panel, axis in zip(panels, axes, strict=True):
+        positions = np.arange(len(axis.values), dtype=np.float64)
+        for k in others:
+            panel.plot(positions, axis.weights[:, k], color=PROXY_COLOR, linewidth=0.6, alpha=0.5)
+        handles = []
+        for number, k in enumerate(named):
+            x, color, turn = positions + shifts[number], color_of(number), number // len(COLORS)
+            low, high = axis.intervals[:, k].T
+            panel.vlines(x, low, high, color=color, linewidth=0.9, alpha=0.7)
+            style = {"marker": "os^"[turn], "ls": LINE_STYLES[turn], "ms": 4, "linewidth": 1.4}
+            handles += panel.plot(x, axis.weights[:, k], color=color, **style)
+        if others:
+            handles.append(Line2D([], [], color=PROXY_COLOR, linewidth=0.6))
+        dashed = {"linestyle": "--", "linewidth": 0.9, "zorder": 0.5}
+        handles.append(panel.axvline(axis.centre, color=REFERENCE_COLOR, **dashed))
+        panel.set_xticks(positions, [shortened(v, 14) for v in axis.values], parse_math=False)
+        panel.set_xlim(-0.5, len(axis.values) - 0.5)
+        panel.set_xlabel(axis.label, parse_math=False)
+        moved, distance = np.abs(axis.changes).max(), axis.distances.max()
+        title = f"largest change {moved:.3f}, total variation {distance:.3f}"
+        panel.set_title(title, fontsize=8.5, loc="left")
+        panel.grid(axis="y", color=GRID_COLOR)
+        tidy(panel)
+    panels[0].set_ylim(bottom=0)
+    panels[0].set_ylabel("weight (share of training tokens)")
+    has_bars = not all(np.isnan(axis.intervals).all() for axis in axes)
+    bars = f"; bars: {_coverage({a.confidence for a in axes})}bootstrap intervals"
+    figure.supxlabel(f"flat lines: stable weights{bars if has_bars else ''}", fontsize=9)
+    legend_above(figure, handles, labels)
+    return figure
 
 
-def _write_cells(axes: Axes, affinity: NDArray[np.float64], span: float) -> None:
-    largest = np.abs(affinity).max(initial=0.0)
-    form = ".2f" if 0.1 <= largest < 1000 else ".1e"
-    for (row, column), value in np.ndenumerate(affinity):
-        color = LIGHT_SIGN if abs(value) > 0.6 * span else DARK_SIGN
-        text = format(value, form)
-        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+def windows_picture(folder: RunFolder) -> Picture:
+    """A point for each window of text."""
+    title, found = "Map of window embeddings", window_map(folder)
+    if found is None:
+        return Picture("windows", title, missing="no embedding store has windows to show")
+    names = found.names
+    description = f"Scatter plot of {len(found.points):,} windows of {len(names)} domains."
+    if len(names) > 1:
+        centres = centroids(found)
+        rows, columns = np.triu_indices(len(names), k=1)
+        distances = np.linalg.norm(centres[rows] - centres[columns], axis=1)
+        near, far = (
+            f"{names[rows[i]]} and {names[columns[i]]}"
+            for i in (distances.argmin(), distances.argmax())
+        )
+        description += f" On average {near} are closest to each other, {far} farthest apart."
+    return Picture(
+        "windows",
+        title,
+        f"A point for each window of text, near others with similar embeddings: {found.summary}.",
+        description,
+        window_map_figure(found),
+    )
+
+
+def window_map_figure(found: WindowMap) -> Figure:
+    """Every window as a point, coloured by domain, with a legend next to the map.
+
+    Of more than ``MOST_NAMED`` domains, that many with distant centroids are named, others grey.
+    """
+    named = named_domains(found)
+    figure = new_figure(9.0, 6.0)
+    axes = figure.add_subplot()
+    size = float(np.clip(120 / np.sqrt(len(found.points)), 2.6, 6.0))
+    others = ~np.isin(found.domains, named)
+    handles: list[Artist] = []
+    labels = [shortened(found.names[domain], NAME_LIMIT) for domain in named]
+    # Without edges, which would hide a small marker; as pixels in a PDF.
+    style: dict[str, Any] = {"linestyle": "none", "markeredgewidth": 0, "rasterized": True}
+    if others.any():
+        grey: dict[str, Any] = {
+            "marker": "o",
+            "color": PROXY_COLOR,
+            "markersize": 0.8 * size,
+            "alpha": 0.25,
+        }
+        axes.plot(*found.points[others].T, **grey, **style)
+        size = 6.0  # the few that are named stand out
+    for number, domain in enumerate(named):
+        look: dict[str, Any] = {"color": color_of(number), "marker": "o^s"[number // len(COLORS)]}
+        points = found.points[found.domains == domain].T
+        axes.plot(*points, markersize=size, alpha=0.65, **look, **style)
+        handles.append(Line2D([], [], linestyle="none", ms=6.0, **look))
+    if others.any():
+        handles.append(Line2D([], [], color=PROXY_COLOR, marker="o", linestyle="none", ms=4))
+        labels.append(f"{len(found.names) - len(named):,} other domains")
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_color(PROXY_COLOR)
+    axes.set_xlabel(shortened(found.summary, 130), fontsize=8.5, parse_math=False)
+    _legend(figure, handles, labels, loc="outside right upper", fontsize=8.5)
+    return figure
+
+
+def named_domains(found: WindowMap) -> list[int]:
+    """Indices of the domains with a colour: all, or the ``MOST_NAMED`` that cover the map best.
+
+    Greedily: first the centroid farthest from the middle, then each time the one farthest from all
+    chosen before.
+    """
+    count = len(found.names)
+    if count <= MOST_NAMED:
+        return list(range(count))
+    centres = centroids(found)
+    chosen = [int(np.linalg.norm(centres - centres.mean(axis=0), axis=1).argmax())]
+    nearest = np.full(count, np.inf)
+    while len(chosen) < MOST_NAMED:
+        nearest = np.minimum(nearest, np.linalg.norm(centres - centres[chosen[-1]], axis=1))
+        chosen.append(int(nearest.argmax()))
+    return sorted(chosen)
+
+
+def centroids(found: WindowMap) -> NDArray[np.float64]:
+    """Mean of the points of each domain, [k, 2] float64."""
+    points = pd.DataFrame(found.points.astype(np.float64))
+    return points.groupby(found.domains).mean().to_numpy()
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches, white."""
+    """An empty white figure of this size in inches."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """A legend outside of all axes, so that it covers no data; the figure grows by a long one."""
-    plain = [f"{i}" for i in range(len(labels))]  # matplotlib gives some names a meaning
+    """Add a legend above all axes; the figure grows with a long one."""
     columns = legend_columns(figure.get_figwidth(), labels)
-    more_rows = max(0, -(-len(labels) // columns) - ROWS_OF_A_LEGEND)
-    figure.set_figheight(figure.get_figheight() + more_rows * HEIGHT_OF_A_ROW)
-    legend = figure.legend(handles, plain, loc="outside upper center", ncols=columns, frameon=False)
+    more_rows = max(0, -(-len(labels) // columns) - LEGEND_ROWS)
+    figure.set_figheight(figure.get_figheight() + more_rows * LEGEND_ROW_HEIGHT)
+    _legend(figure, handles, labels, loc="outside upper center", ncols=columns)
+
+
+def legend_columns(width: float, labels: Sequence[str]) -> int:
+    """Columns of ``labels`` that fit in a legend of ``width`` inches, 4 at most."""
+    longest = max((display_width(shortened(label, LABEL_LIMIT)) for label in labels), default=0)
+    return max(1, min(4, len(labels), int(width / (0.65 + 0.085 * longest))))
+
+
+def _legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], **look: Any) -> None:
+    plain = [f"{i}" for i in range(len(labels))]  # matplotlib gives some labels a meaning
+    legend = figure.legend(handles, plain, frameon=False, **look)
     for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_parse_math(False)
         text.set_text(shortened(label, LABEL_LIMIT))
 
 
-def legend_columns(width: float, labels: Sequence[str]) -> int:
-    """How many columns of ``labels`` a legend in a figure of ``width`` inches has room for."""
-    longest = max((display_width(shortened(label, LABEL_LIMIT)) for label in labels), default=0)
-    return max(1, min(MOST_COLUMNS, len(labels), int(width / (0.65 + 0.085 * longest))))
-
-
 def color_of(index: int) -> str:
-    """The colour of the series at ``index``; they come round again."""
+    """The colour of the series at ``index``, cyclically."""
     return COLORS[index % len(COLORS)]
 
 

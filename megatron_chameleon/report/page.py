@@ -1,153 +1,519 @@
-"""The report of a run: read, put into words, rendered, written and printed."""
+"""The report of a run: its sections, and its files as HTML, Markdown, CSV, PNG and PDF."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import dataclasses
+import functools
+import hashlib
 import os
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path, PurePosixPath
 
+import jinja2
+from markupsafe import Markup
+
+from megatron_chameleon.artifacts import Provenance, Sweep
+from megatron_chameleon.artifacts.files import read_json, replacing, write_json
+from megatron_chameleon.artifacts.output_path import require_new
+from megatron_chameleon.artifacts.provenance import package_versions
+from megatron_chameleon.artifacts.sweep import FILE_NAME as SWEEP_NAME
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.csv_tables import csv_table
-from megatron_chameleon.report.document import Report
-from megatron_chameleon.report.markdown_page import markdown_page
-from megatron_chameleon.report.merged import merge
-from megatron_chameleon.report.names import one_line
-from megatron_chameleon.report.report_files import write_report
-from megatron_chameleon.report.run_folder import REPORT, RunFolder
-from megatron_chameleon.report.text_tables import NOTE_WIDTH, terminal_table
+from megatron_chameleon.report import figures
+from megatron_chameleon.report.comparison import Comparison, caveats, compare, findings, run_labels
+from megatron_chameleon.report.cost import cost_tables
+from megatron_chameleon.report.downstream import base_run_of, downstream_tables
+from megatron_chameleon.report.figures import Picture
+from megatron_chameleon.report.paper import paper_tables
+from megatron_chameleon.report.perplexity import (
+    bits_per_byte_table,
+    loss_table,
+    perplexity_table,
+    seed_table,
+)
+from megatron_chameleon.report.run_folder import (
+    EVALUATION,
+    REPORT,
+    RunFolder,
+    merge,
+    require_one_corpus,
+)
+from megatron_chameleon.report.svg import svg_content
+from megatron_chameleon.report.tables import (
+    MISSING,
+    NOTE_WIDTH,
+    SECONDS_PER_HOUR,
+    Table,
+    csv_table,
+    is_best,
+    markdown,
+    markdown_table,
+    one_line,
+    printable,
+    slug,
+    terminal_table,
+)
+from megatron_chameleon.report.weights import sweep_table, swept_axes, token_tables, weight_tables
 
-PAGE_NAME = "report.html"
-TABLES_NAME = "tables.md"
-# A file for each table, for spreadsheets.
+PAGE_NAME, TABLES_NAME = "report.html", "tables.md"
+# A CSV file for each table.
 TABLES_FOLDER = "tables"
-_MISSING_GLYPH = re.compile(r"Glyph (\d+) .*missing from font")
+# The files of a report, so that the next one removes those that it does not replace.
+LIST_NAME = "report_files.json"
+PACKAGES_OF_A_REPORT = ("megatron-chameleon", "numpy", "pandas", "matplotlib")
+HASH_DIGITS = 12
+NOT_EVALUATED = (
+    f"There is no perplexity evaluation in {EVALUATION}, so what depends on it is left out. Run "
+    "tools/evaluate.py perplexity for each base run, then make the report again."
+)
+# Name of a section -> its heading and introduction, in the order of the page.
+SECTIONS = {
+    "result": (
+        "Held-out perplexity",
+        "Each model on text that it was not trained on. Lower is better.",
+    ),
+    "loss": ("Held-out loss", "The same as mean losses, with their standard errors."),
+    "bits-per-byte": (
+        "Bits per byte",
+        "The same per byte of text, to compare with models of other tokenizers.",
+    ),
+    "weights": (
+        "Weights",
+        "The share of its training tokens that a model takes from each domain.",
+    ),
+    "downstream": (
+        "Downstream tasks",
+        "Accuracy of each model on tasks that it was not trained for.",
+    ),
+    "cost": ("Cost", "The cost to obtain each mixture, and that of every stage."),
+    "curves": ("Loss curves", "The loss during training, over all domains and on each."),
+    "tokens": (
+        "Target and actual tokens",
+        "Tokens of each domain: the target by the weights, and what training sampled.",
+    ),
+    "affinity": (
+        "Affinity",
+        "How similar the domains are to the model whose embeddings gave the weights.",
+    ),
+    "stability": (
+        "Stability",
+        "How far the weights move with the hyperparameters they were computed with.",
+    ),
+    "windows": (
+        "Map of windows",
+        "The windows of text whose embeddings gave the weights, in two dimensions.",
+    ),
+    "paper": (
+        "The paper's numbers",
+        "The paper's figures on these domains, next to those of these runs.",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Section:
+    """A heading, a sentence of introduction, and what is shown.
+
+    ``name`` is the section's anchor in the page.
+    """
+
+    name: str
+    heading: str
+    introduction: str
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Report:
+    """Everything in a report, in reading order.
+
+    Attributes:
+        title: of the page.
+        findings: the results, a sentence each.
+        caveats: what makes them less certain, a sentence each.
+        sections: those with something to show.
+        absent: pictures that could not be made.
+    """
+
+    title: str
+    findings: Sequence[str]
+    caveats: Sequence[str]
+    sections: Sequence[Section]
+    absent: Sequence[Picture] = ()
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures of all sections."""
+        return [p for section in self.sections for p in section.pictures if p.figure is not None]
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables of all sections."""
+        return [table for section in self.sections for table in section.tables]
+
+    @functools.cached_property
+    def names(self) -> dict[Table, str]:
+        """Table -> unique name for files and anchors, from its title."""
+        names: dict[Table, str] = {}
+        for table in self.tables:
+            name = stem = slug(table.title) or "table"
+            number = 1
+            while name in names.values():
+                number += 1
+                name = f"{stem}-{number}"
+            names[table] = name
+        return names
 
 
 def make_report(*runs: Path, baseline: str | None = None, output: Path | None = None) -> Path:
-    """Write the page, tables and pictures of the run folders ``runs``, and print the tables.
+    """Write the page, tables and figures of the run folders ``runs``, and print the tables.
 
-    Everything is read and drawn before the first file is written.
+    Everything is read and rendered before the first file is written.
 
     Args:
-        runs: at least one run folder; several are put together as one, each once.
+        runs: at least one run folder; several are merged, each once.
         baseline: name of the evaluated base run that the others are compared with; None takes
-            the one that was trained with uniform weights.
+            the first one trained with uniform weights.
         output: the folder to write to; None takes 7-report of the first run folder.
 
     Returns:
         The folder that was written.
 
     Raises:
-        UserError: if an artifact that a table needs is missing or damaged, if evaluations cannot
-            be compared, or if matplotlib is not installed.
+        UserError: if an artifact is missing or damaged, or if evaluations cannot be compared.
     """
-    with _noting_signs() as lacking:
-        report = settled_report(runs, baseline)
+    with _collect_missing_glyphs() as missing:
+        report = load_report(runs, baseline)
         files = rendered(report)
-    place = runs[0] / REPORT if output is None else output
-    write_report(place, files)
-    _print(report, place)
-    if lacking:
-        print(f"No font of the PNG and PDF pictures has: {' '.join(lacking)}; the page shows them")
-    print(f"All of it in one page: open {place / PAGE_NAME}", flush=True)
-    return place
-
-
-def settled_report(runs: tuple[Path, ...], baseline: str | None = None) -> Report:
-    """What :func:`make_report` says of ``runs``, its figures laid out. Raises as that does."""
-    figures = load_figures()
-    from megatron_chameleon.report.sections import report_of
-
-    runs = _distinct(runs)
-    folder = _load(runs)
-    report = report_of(folder, runs, _title(folder), baseline)
+    folder = runs[0] / REPORT if output is None else output
+    write_report(folder, files)
+    print("\n\n\n".join(map(terminal_table, report.tables)), end="\n\n")
+    shown = {note for table in report.tables for note in table.notes}
+    for sentence in (*report.findings, *(c for c in report.caveats if c not in shown)):
+        print(textwrap.fill(one_line(sentence), NOTE_WIDTH), end="\n\n")
     for picture in report.pictures:
-        figures.settle(picture.figure)
+        print(f"{picture.title}: {folder / picture.name}.png and .pdf")
+    for picture in report.absent:
+        print(f"{picture.title}: left out: {picture.missing}")
+    print(f"tables in Markdown: {folder / TABLES_NAME}, as CSV: {folder / TABLES_FOLDER}")
+    if missing:
+        print(f"PNG and PDF lack these characters, which no font has: {' '.join(missing)}")
+    print(f"the whole report in one page: {folder / PAGE_NAME}", flush=True)
+    return folder
+
+
+def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
+    """The report of ``runs`` with its figures laid out; arguments as of :func:`make_report`."""
+    if not runs:
+        raise UserError("no run folder given; pass at least one")
+    by_place: dict[str, Path] = {}
+    for run in runs:
+        by_place.setdefault(os.path.realpath(run), run)
+    distinct = list(by_place.values())
+    folder = merge([RunFolder.load(run) for run in distinct])
+    names = folder.merged.roots.values() if folder.merged else [folder.root.resolve().name]
+    report = report_of(folder, distinct, " + ".join(names), baseline)
+    for picture in report.pictures:
+        assert picture.figure is not None
+        figures.freeze_layout(picture.figure)
     return report
+
+
+def report_of(
+    folder: RunFolder, runs: Sequence[Path], title: str, baseline: str | None = None
+) -> Report:
+    """Everything there is to report on ``folder``.
+
+    Args:
+        folder: of one run, or of several merged.
+        runs: the folders that it was read from.
+        title: of the page.
+        baseline: as of :func:`make_report`.
+
+    Raises:
+        UserError: as :func:`make_report`.
+    """
+    comparison = compare(folder, baseline) if folder.evaluations else None
+    tables: dict[str, list[Table | None]] = {}
+    if comparison is None:
+        require_one_corpus([folder])
+        evaluated = [base_run_of(folder, name) for name in folder.downstream]
+        if baseline is not None and baseline not in evaluated:
+            choices = f"choose from {', '.join(evaluated)}, or " if evaluated else ""
+            raise UserError(
+                f"--baseline {baseline}: {folder.root / EVALUATION} has no result of it; "
+                f"{choices}run tools/evaluate.py perplexity for each base run first"
+            )
+    else:
+        tables["result"] = [seed_table(comparison), perplexity_table(folder, comparison)]
+        tables["loss"] = [loss_table(comparison)]
+        tables["bits-per-byte"] = [bits_per_byte_table(comparison)]
+    swept = [] if folder.sweep is None else swept_axes(folder.sweep)
+    tables["weights"] = [*weight_tables(folder)]
+    tables["downstream"] = [*downstream_tables(folder, baseline)]
+    tables["cost"] = [*cost_tables(folder)]
+    tables["tokens"] = [*token_tables(folder)]
+    tables["stability"] = [*map(sweep_table, swept)]
+    tables["paper"] = [*paper_tables(folder, comparison, baseline)]
+    pictures = {
+        "weights": figures.weights_picture(folder),
+        "curves": figures.loss_picture(folder),
+        "affinity": figures.affinity_picture(folder),
+        **({"stability": figures.sweep_picture(swept)} if swept else {}),
+        "windows": figures.windows_picture(folder),
+    }
+    sections = [
+        Section(
+            name,
+            *texts,
+            [table for table in tables.get(name, ()) if table is not None],
+            [pictures[name]] if name in pictures else [],
+        )
+        for name, texts in SECTIONS.items()
+    ]
+    sections.append(origins_section(folder, comparison, runs))
+    return Report(
+        title,
+        [] if comparison is None else findings(comparison),
+        [NOT_EVALUATED] if comparison is None else caveats(folder, comparison),
+        [s for s in sections if s.tables or s.facts or any(p.figure for p in s.pictures)],
+        [picture for picture in pictures.values() if picture.figure is None],
+    )
+
+
+def origins_section(
+    folder: RunFolder, comparison: Comparison | None, runs: Sequence[Path]
+) -> Section:
+    """What was read: folders, corpus, protocol, software and dates, from the artifacts alone.
+
+    Args:
+        folder: of the runs.
+        comparison: its evaluated runs; None where no perplexity was evaluated.
+        runs: the folders that were read.
+    """
+    fields = (folder.proxies, folder.embeddings, folder.mixtures, folder.base_runs)
+    results = (folder.evaluations, folder.downstream)
+    artifacts = [folder.corpus, *(a for found in (*fields, *results) for a in found.values())]
+    found = (getattr(artifact, "provenance", None) for artifact in artifacts)
+    made: list[Provenance] = [provenance for provenance in found if provenance is not None]
+    days = sorted(each.created[:10] for each in made)
+    used: dict[str, dict[str, None]] = {}
+    for each in made:
+        for package, version in each.versions.items():
+            used.setdefault(package, {})[version] = None
+    corpus, baseline = folder.corpus, comparison.baseline if comparison else None
+    facts = {
+        "run folders": ", ".join(map(str, runs)),
+        "corpus": f"{len(corpus.domains):,} domains, {sum(corpus.train_tokens.values()):,} "
+        f"training tokens, tokenizer {corpus.tokenizer.file} ({corpus.tokenizer.vocab_size:,} "
+        f"ids), hash {corpus.hash[:HASH_DIGITS]}"
+        if corpus
+        else "",
+        "evaluated on": comparison.runs[0].result.protocol.told() if comparison else "",
+        "compared with": baseline.name if baseline else "",
+        "artifacts made": " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
+        "by commit": ", ".join(sorted({each.git_commit for each in made if each.git_commit})),
+        "with": ", ".join(f"{package} {' and '.join(vs)}" for package, vs in used.items()),
+        "report made with": ", ".join(
+            f"{name} {version}" for name, version in package_versions(PACKAGES_OF_A_REPORT).items()
+        ),
+    }
+    if comparison is not None:
+        title, columns = "Evaluated runs", ["evaluated at step", "checkpoint"]
+        rows = [
+            [
+                run.name,
+                run.label,
+                run.run.mixture_method if run.run else MISSING,
+                f"{run.run.parameters:,}" if run.run else MISSING,
+                f"{run.run.tokens:,}" if run.run else MISSING,
+                f"{run.result.step:,}",
+                run.result.checkpoint_hash[:HASH_DIGITS],
+            ]
+            for run in comparison.runs
+        ]
+    else:
+        title, columns = "Base runs", ["step", "status"]
+        labels = run_labels(folder.base_runs, folder.base_runs)
+        rows = [
+            [
+                name,
+                labels[name],
+                run.mixture_method,
+                *(f"{count:,}" for count in (run.parameters, run.tokens, run.step)),
+                run.status,
+            ]
+            for name, run in folder.base_runs.items()
+        ]
+    header = ["run", "label", "method", "parameters", "training tokens", *columns]
+    return Section(
+        "origins",
+        "Provenance",
+        "What was read, and what it was made with.",
+        [Table.of(title, header, rows)] if rows else [],
+        facts={what: which for what, which in facts.items() if which},
+    )
 
 
 def rendered(report: Report) -> dict[str, bytes]:
     """Path below the report's folder -> content, for every file of the report."""
-    figures = load_figures()
-    from megatron_chameleon.report.html.page import html_page
-
     files: dict[str, bytes] = {}
     for picture in report.pictures:
+        assert picture.figure is not None
         files[f"{picture.name}.png"] = figures.png(picture.figure)
         files[f"{picture.name}.pdf"] = figures.pdf(picture.figure)
-    for name, table in report.named_tables():
+    for table, name in report.names.items():
         files[f"{TABLES_FOLDER}/{name}.csv"] = csv_table(table).encode("utf-8")
     files[TABLES_NAME] = markdown_page(report).encode("utf-8")
     files[PAGE_NAME] = html_page(report).encode("utf-8")
     return files
 
 
-def _distinct(runs: tuple[Path, ...]) -> tuple[Path, ...]:
-    """``runs`` without those that are an earlier one, by another way perhaps."""
-    by_place: dict[str, Path] = {}
-    for run in runs:
-        by_place.setdefault(os.path.realpath(run), run)
-    return tuple(by_place.values())
+def html_page(report: Report) -> str:
+    """The page as text; equal reports give equal pages. Every name in it is escaped."""
+    folder = resources.files("megatron_chameleon.report").joinpath("template")
+    read = {name: folder.joinpath(name).read_text("utf-8") for name in ("style.css", "script.js")}
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("megatron_chameleon.report", "template"),
+        autoescape=True,
+        finalize=_finalize,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.tests["best"] = is_best
+    environment.tests["any_true"] = any
+    environment.filters["csv_base64"] = lambda table: base64.b64encode(
+        csv_table(table).encode("utf-8")
+    ).decode("ascii")
+    environment.filters["svg"] = lambda picture: Markup(
+        svg_content(picture.figure, f"figure-{picture.name}")
+    )
+    digest = hashlib.sha256(read["script.js"].encode("utf-8")).digest()
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        names=report.names,
+        style=Markup(read["style.css"]),
+        script=Markup(read["script.js"]),
+        script_hash=base64.b64encode(digest).decode("ascii"),
+    )
 
 
-def _title(folder: RunFolder) -> str:
-    """The folder's name; of several, as much of their paths as tells them apart."""
-    names = folder.merged.roots.values() if folder.merged else [folder.root.resolve().name]
-    return " + ".join(names)
+def _finalize(value: object) -> object:
+    """Collapse white space and replace unprintable characters in text before it is escaped."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return printable(re.sub(r"\s+", " ", value))
+    return f"{value:g}" if isinstance(value, float) else value
 
 
-def _load(runs: tuple[Path, ...]) -> RunFolder:
-    if not runs:
-        raise UserError("no run folder given; give at least one")
-    return merge([RunFolder.load(run) for run in runs])
+def markdown_page(report: Report) -> str:
+    """The sections with their tables, and their figures by the names of their PNG files."""
+    sentences = [f"- {markdown(sentence)}" for sentence in (*report.findings, *report.caveats)]
+    parts = [f"# {markdown(report.title)}", *(["\n".join(sentences)] if sentences else [])]
+    for section in report.sections:
+        facts = [f"- {markdown(what)}: {markdown(which)}" for what, which in section.facts.items()]
+        shown = [picture for picture in section.pictures if picture.figure is not None]
+        parts += [
+            f"## {markdown(section.heading)}",
+            markdown(section.introduction),
+            *(f"![{markdown(picture.title)}]({picture.name}.png)" for picture in shown),
+            *(markdown_table(table, level=3) for table in section.tables),
+            *(["\n".join(facts)] if facts else []),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write ``files`` (path below ``folder`` -> content), and remove those of an earlier report.
+
+    Args:
+        folder: created if needed; other files in it are left alone.
+        files: at least one.
+
+    Raises:
+        UserError: if a file cannot be written (earlier ones stay), or would replace one that is not
+            of a report.
+    """
+    earlier = _listed_files(folder)
+    new = [folder / name for name in files if name not in earlier]
+    require_new(new, "choose another --output, or move it away")
+    # If this is interrupted, the next report knows all files that are there.
+    write_json(folder / LIST_NAME, {"files": sorted({*earlier, *files})})
+    for name, content in files.items():
+        with replacing(folder / name) as temporary:
+            temporary.write_bytes(content)
+    for name in earlier - set(files):
+        (folder / name).unlink(missing_ok=True)
+    write_json(folder / LIST_NAME, {"files": sorted(files)})
+
+
+def _listed_files(folder: Path) -> set[str]:
+    """The files of an earlier report, if there is one.
+
+    Raises:
+        UserError: if the list of them is damaged or not a report's.
+    """
+    path = folder / LIST_NAME
+    if not os.path.lexists(path):
+        return set()
+    hint = "choose another --output, or remove the folder"
+    body = read_json(path, hint)
+    names = body.get("files")
+    if set(body) != {"files"} or not isinstance(names, list):
+        raise UserError(f"{path} is not a list of a report's files; {hint}")
+    paths = {name: PurePosixPath(name) for name in names if isinstance(name, str)}
+    return {
+        name
+        for name, inner in paths.items()
+        if len(inner.parts) in (1, 2) and not inner.is_absolute() and ".." not in inner.parts
+    }
 
 
 @contextlib.contextmanager
-def _noting_signs() -> Iterator[list[str]]:
-    """A block that gathers the signs that matplotlib has no font for, and tells nothing of them.
-
-    matplotlib warns of each again wherever it is drawn. All other warnings go their way.
-    """
-    lacking: list[str] = []
+def _collect_missing_glyphs() -> Iterator[list[str]]:
+    """Collect the characters that matplotlib has no font for, instead of its repeated warnings."""
+    missing: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield lacking
+        yield missing
     for warning in caught:
-        found = _MISSING_GLYPH.match(str(warning.message))
+        found = re.match(r"Glyph (\d+) .*missing from font", str(warning.message))
         if found is None:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-        elif chr(int(found[1])) not in lacking:
-            lacking.append(chr(int(found[1])))
+        elif chr(int(found[1])) not in missing:
+            missing.append(chr(int(found[1])))
 
 
-def _print(report: Report, place: Path) -> None:
-    print("\n\n\n".join(map(terminal_table, report.tables)), end="\n\n")
-    shown = {note for table in report.tables for note in table.notes}
-    for sentence in (*report.findings, *(c for c in report.caveats if c not in shown)):
-        print(textwrap.fill(one_line(sentence), NOTE_WIDTH), end="\n\n")
-    for picture in report.pictures:
-        print(f"{picture.title}: {place / picture.name}.png and .pdf")
-    for picture in report.absent:
-        print(f"{picture.title}: not drawn: {picture.missing}")
-    print(f"These tables in Markdown: {place / TABLES_NAME}, as CSV: {place / TABLES_FOLDER}")
+def report_stability(sweep: Sweep) -> None:
+    """Print the tables of ``sweep`` and its cost, and write its figure to 7-report.
 
-
-def load_figures() -> ModuleType:
-    """The module that needs matplotlib, which is an extra."""
-    try:
-        from megatron_chameleon.report import figures
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise UserError(
-            "the report's pictures need matplotlib, which is not installed; "
-            "pip install 'megatron_chameleon[plots]'"
-        ) from error
-    return figures
+    Raises:
+        UserError: if a mixture cannot be read or the figure cannot be written.
+    """
+    axes = swept_axes(sweep)
+    figure = figures.sweep_figure(axes)
+    written = []
+    for suffix, content in (("png", figures.png(figure)), ("pdf", figures.pdf(figure))):
+        written.append(sweep.root / REPORT / f"stability.{suffix}")
+        with replacing(written[-1]) as temporary:
+            temporary.write_bytes(content)
+    tables = "\n\n\n".join(terminal_table(sweep_table(axis)) for axis in axes)
+    cost, centre = sweep.cost, sweep.root / sweep.centre.mixture
+    print(
+        f"\n{tables}\n\n"
+        f"{len(sweep.points)} mixtures took {cost.flops:.2e} FLOPs and "
+        f"{cost.device_seconds / SECONDS_PER_HOUR:.3g} device-hours, including existing proxies\n"
+        f"written to {sweep.root / SWEEP_NAME}, {written[0]} and {written[1]}\n"
+        f"next: tools/pretrain_gpt.py --mixture {centre}, or another one of {centre.parent}",
+        flush=True,
+    )

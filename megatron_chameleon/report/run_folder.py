@@ -1,11 +1,13 @@
-"""A run is a folder: which artifacts of which stage lie in it."""
+"""Which artifacts lie in a run folder, and several run folders on one corpus as one."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_chameleon.artifacts import (
     Corpus,
@@ -29,18 +31,37 @@ BASE = "5-base"
 EVALUATION = "6-evaluation"
 REPORT = "7-report"
 STAGES = (CORPUS, PROXY, EMBEDDINGS, MIXTURE, BASE, EVALUATION)
+# What examples/evaluate_downstream.sh appends to the name of the base run.
+DOWNSTREAM_SUFFIX = "-downstream"
+# Field of a run folder -> what precedes its names in the ledger.
+_PREFIXES = {
+    "proxies": f"{PROXY}/",
+    "embeddings": "",
+    "mixtures": f"{MIXTURE}/",
+    "base_runs": f"{BASE}/",
+    "evaluations": f"{EVALUATION}/",
+    "downstream": f"{EVALUATION}/",
+}
+# Fields whose names belong together, and are renamed together.
+_FAMILIES = (
+    ("proxies",),
+    ("embeddings",),
+    ("mixtures",),
+    ("base_runs", "evaluations", "downstream"),
+)
+# An error message lists this many domains.
+MOST_LISTED = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """How several run folders became one (``merged.merge``).
+    """How several run folders were merged (``merge``).
 
     Attributes:
-        roots: folder -> what is appended to its names where they collide.
+        roots: folder -> suffix of its names where they collide.
         mixture_files: name of a mixture -> its file.
-        copies: resolved place of an artifact that is not counted -> the entry of the ledger that
-            is, of which it is a copy.
-        uncounted: entries of the ledger that are copies of others, under names of their own.
+        copies: resolved path of a duplicate artifact -> ledger entry that it duplicates.
+        uncounted: ledger entries that duplicate others under names of their own.
     """
 
     roots: Mapping[Path, str]
@@ -51,13 +72,11 @@ class Merged:
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """What lies in a run folder; a stage that has not been run is None or empty.
+    """The artifacts of a run folder; a stage that has not been run is None or empty.
 
-    Each dictionary is sorted by name: the folder's for training runs, the file's without its suffix
-    for mixtures and evaluations; a base run and its evaluation have the same name. Downstream
-    accuracies may lie beside those, under names of their own. Embedding stores go by their path
-    below ``root``: ``3-embeddings``, or a folder in it or in ``4-mixture``, where
-    tools/compute_mixture.py puts one that it is given no place for.
+    Each dictionary is sorted by name: the folder's name for training runs, the file's stem for
+    mixtures and results. A base run and its evaluation have the same name. Embedding stores go by
+    their path below ``root``: ``3-embeddings``, or a folder in it or in ``4-mixture``.
     """
 
     root: Path
@@ -76,59 +95,53 @@ class RunFolder:
         """Read every artifact below ``root``.
 
         Raises:
-            UserError: if ``root`` is no run folder, or the error of the artifact that is damaged.
+            UserError: if ``root`` is not a run folder, or an artifact in it is damaged.
         """
         if not root.is_dir():
-            raise UserError(f"{root} is not a folder; give the one that holds {CORPUS} and so on")
-        corpus = root / CORPUS
-        evaluations = _json_files(root / EVALUATION)
-        downstream = [path for path in evaluations if kind_of(path) == DOWNSTREAM_KIND]
+            raise UserError(f"{root} is not a folder; pass the one that holds {CORPUS} and so on")
+        results = _json_files(root / EVALUATION)
+        downstream = [path for path in results if kind_of(path) == DOWNSTREAM_KIND]
+        perplexity = [path for path in results if path not in downstream]
+        stores = (root / EMBEDDINGS, *_folders(root / EMBEDDINGS), *_folders(root / MIXTURE))
         folder = cls(
             root=root,
-            corpus=Corpus.load(corpus) if (corpus / "corpus.json").is_file() else None,
+            corpus=Corpus.load(root / CORPUS)
+            if (root / CORPUS / "corpus.json").is_file()
+            else None,
             proxies=_training_runs(root / PROXY),
-            embeddings=_embedding_stores(root),
+            embeddings={
+                path.relative_to(root).as_posix(): EmbeddingStore.load(path)
+                for path in stores
+                if EmbeddingStore.exists(path)
+            },
             mixtures={path.stem: Mixture.load(path) for path in _json_files(root / MIXTURE)},
             base_runs=_training_runs(root / BASE),
-            evaluations={
-                path.stem: EvaluationResult.load(path)
-                for path in evaluations
-                if path not in downstream
-            },
+            evaluations={path.stem: EvaluationResult.load(path) for path in perplexity},
             sweep=Sweep.load(root) if Sweep.exists(root) else None,
             downstream={path.stem: DownstreamResult.load(path) for path in downstream},
         )
         if not folder.costs():
             raise UserError(
-                f"{root} holds no artifact of any stage; give a folder with {', '.join(STAGES)}"
+                f"{root} holds no artifact of any stage; pass a folder with {', '.join(STAGES)}"
             )
         return folder
 
     def costs(self) -> dict[str, Cost]:
-        """What each artifact cost, in the order of the stages; keys read like ``5-base/name``.
+        """Cost of each artifact, in stage order, by keys like ``5-base/name``.
 
-        One that is there under several names, by links, is there once.
+        An artifact that is there under several names, by links or as copies, is listed once.
         """
         found = {CORPUS: self.corpus.cost} if self.corpus is not None else {}
-        for stage, artifacts in (
-            (f"{PROXY}/", self.proxies),
-            ("", self.embeddings),
-            (f"{MIXTURE}/", self.mixtures),
-            (f"{BASE}/", self.base_runs),
-            (f"{EVALUATION}/", self.evaluations),
-            (f"{EVALUATION}/", self.downstream),
-        ):
-            found |= {f"{stage}{name}": artifact.cost for name, artifact in artifacts.items()}
+        for field, prefix in _PREFIXES.items():
+            found |= {f"{prefix}{name}": a.cost for name, a in getattr(self, field).items()}
         return {entry: cost for entry, cost in found.items() if entry not in self.uncounted}
 
     @functools.cached_property
     def entries_by_place(self) -> Mapping[Path, str]:
-        """Resolved place of an artifact -> its key in the costs; of a link, that of its goal."""
+        """Resolved path of an artifact -> its key in the costs; of a link, its target's key."""
         places = self._places
-        copied = self.merged.uncounted if self.merged else frozenset()
-        own = [entry for entry in places if entry not in copied]
-        # A stable sort: what a link leads to comes before the link.
-        own.sort(key=lambda entry: places[entry].is_symlink())
+        own = [e for e in places if self.merged is None or e not in self.merged.uncounted]
+        own.sort(key=lambda entry: places[entry].is_symlink())  # stable: targets before links
         found: dict[Path, str] = {}
         for entry in own:
             found.setdefault(places[entry].resolve(), entry)
@@ -138,54 +151,204 @@ class RunFolder:
 
     @functools.cached_property
     def uncounted(self) -> frozenset[str]:
-        """Keys of artifacts that cost nothing: each is another one, by a link or as a copy."""
+        """Keys of links to and copies of other artifacts, which cost nothing."""
         copied = self.merged.uncounted if self.merged else frozenset()
         known = self.entries_by_place
-        linked = (e for e, place in self._places.items() if known[place.resolve()] != e)
-        return copied | frozenset(linked)
+        return copied | {e for e, place in self._places.items() if known[place.resolve()] != e}
 
     @functools.cached_property
     def _places(self) -> Mapping[str, Path]:
-        """Key in the costs -> where the artifact lies; of results only where that is one folder."""
-        found = {f"{PROXY}/{name}": run.root for name, run in self.proxies.items()}
-        found |= {name: store.root for name, store in self.embeddings.items()}
-        found |= {f"{MIXTURE}/{name}": self.mixture_file(name) for name in self.mixtures}
-        found |= {f"{BASE}/{name}": run.root for name, run in self.base_runs.items()}
-        if self.merged is None:
-            stage = self.root / EVALUATION
-            results = (*self.evaluations, *self.downstream)
-            found |= {f"{EVALUATION}/{name}": stage / f"{name}.json" for name in results}
-        return found
+        """Key in the costs -> path; without the results of merged folders, which have no links."""
+        fields = list(_PREFIXES) if self.merged is None else list(_PREFIXES)[:4]
+        return {
+            f"{_PREFIXES[field]}{name}": self.place(field, name)
+            for field in fields
+            for name in getattr(self, field)
+        }
+
+    def place(self, field: str, name: str) -> Path:
+        """Path of the artifact ``name`` of ``field``."""
+        if field == "mixtures":
+            return self.mixture_file(name)
+        root: Path | None = getattr(getattr(self, field)[name], "root", None)
+        return self.root / EVALUATION / f"{name}.json" if root is None else root
 
     def mixture_file(self, name: str) -> Path:
-        """Where the mixture ``name`` lies."""
+        """Path of the mixture ``name``."""
         if self.merged is not None:
             return self.merged.mixture_files[name]
         return self.root / MIXTURE / f"{name}.json"
 
-    def parted(self, name: str) -> tuple[str, Path | None]:
-        """A name without what ``merged.merge`` appended, and the folder that this stood for."""
+    def split_name(self, name: str) -> tuple[str, Path | None]:
+        """A name without the suffix that ``merge`` appended, and the folder of that suffix."""
         for root, appended in self.merged.roots.items() if self.merged else ():
             if name.endswith(f" ({appended})"):
                 return name.removesuffix(f" ({appended})"), root
         return name, None
 
 
+def require_one_corpus(folders: Sequence[RunFolder]) -> None:
+    """Check that all artifacts of ``folders`` are of one corpus, that in 1-corpus where it exists.
+
+    A base run on ``--data-path`` has no corpus to compare. A mixture may leave out domains of the
+    corpus in 1-corpus, but not have others.
+
+    Raises:
+        UserError: naming the first artifact of another corpus.
+    """
+    first: tuple[Path, str] | None = None
+    for folder in folders:
+        for place, corpus_hash in _corpus_hashes(folder):
+            first = first or (place, corpus_hash)
+            if corpus_hash != first[1]:
+                raise UserError(
+                    f"{place} is of another corpus (hash {corpus_hash[:12]}) than {first[0]} "
+                    f"(hash {first[1][:12]}), and figures of different corpora cannot be "
+                    "compared; move it to a run folder of its corpus, or report it separately"
+                )
+        for name, mixture in folder.mixtures.items() if folder.corpus else ():
+            assert folder.corpus is not None
+            others = [domain for domain in mixture.weights if domain not in folder.corpus.domains]
+            if others:
+                more = f" and {len(others) - MOST_LISTED} more" if len(others) > MOST_LISTED else ""
+                raise UserError(
+                    f"{folder.mixture_file(name)} has weights for domains that the corpus in "
+                    f"{folder.root / CORPUS} does not have: {', '.join(others[:MOST_LISTED])}"
+                    f"{more}; compute it with --corpus {folder.root / CORPUS}, or move the file to "
+                    "a run folder of its corpus"
+                )
+
+
+def merge(folders: Sequence[RunFolder]) -> RunFolder:
+    """Merge ``folders`` into one run folder; a single folder is returned as it is.
+
+    Different artifacts of the same name get their folder's name appended, as in ``uniform-seed0
+    (run-b)``; a base run and its results alike. Identical artifacts, linked or copied, are listed
+    and counted once. ``root`` is that of the first folder.
+
+    Args:
+        folders: at least one.
+
+    Raises:
+        UserError: if they are not on one corpus, or hold different sweeps.
+    """
+    by_place: dict[Path, RunFolder] = {}
+    for folder in folders:
+        by_place.setdefault(folder.root.resolve(), folder)
+    distinct = list(by_place.values())
+    if len(distinct) == 1:
+        return distinct[0]
+    require_one_corpus(distinct)
+    appended = _distinct_endings([folder.root for folder in distinct])
+    found: dict[str, dict[str, Any]] = {field: {} for field in _PREFIXES}
+    mixture_files: dict[str, Path] = {}
+    copies: dict[Path, str] = {}
+    uncounted: set[str] = set()
+    for family in _FAMILIES:
+        colliding = _colliding(distinct, family)
+        sources = [
+            (field, folder, ending)
+            for field in family
+            for folder, ending in zip(distinct, appended, strict=True)
+        ]
+        for field, folder, ending in sources:
+            for name, artifact in getattr(folder, field).items():
+                stem, new, known = _stem(folder, field, name), name, found[field]
+                if stem in colliding:
+                    separator = "/" if stem == EMBEDDINGS else " "
+                    new = f"{stem}{separator}({ending}){name.removeprefix(stem)}"
+                same = next((n for n, other in known.items() if _is_same(artifact, other)), None)
+                if same is not None:
+                    place = folder.place(field, name).resolve()
+                    copies.setdefault(place, f"{_PREFIXES[field]}{same}")
+                if same == new:
+                    continue
+                if same is not None:
+                    uncounted.add(f"{_PREFIXES[field]}{new}")
+                known[new] = artifact
+                if field == "mixtures":
+                    mixture_files[new] = folder.place(field, name)
+    return RunFolder(
+        root=distinct[0].root,
+        corpus=next((folder.corpus for folder in distinct if folder.corpus is not None), None),
+        sweep=_only_sweep(distinct),
+        merged=Merged(
+            dict(zip((folder.root for folder in distinct), appended, strict=True)),
+            mixture_files,
+            copies,
+            frozenset(uncounted),
+        ),
+        **{field: dict(sorted(artifacts.items())) for field, artifacts in found.items()},
+    )
+
+
+def _corpus_hashes(folder: RunFolder) -> Iterator[tuple[Path, str]]:
+    """Path and corpus hash of every artifact that records one, the corpus first."""
+    if folder.corpus is not None:
+        yield folder.root / CORPUS, folder.corpus.hash
+    for name, result in folder.evaluations.items():
+        yield folder.root / EVALUATION / f"{name}.json", result.corpus_hash
+    for run in folder.base_runs.values():
+        data = run.provenance.options.get("data")
+        by_path = isinstance(data, dict) and data.get("data_path") is not None
+        if not by_path and "corpus" in run.provenance.inputs:
+            yield run.root, run.provenance.inputs["corpus"]
+    if folder.sweep is not None and "corpus" in folder.sweep.provenance.inputs:
+        yield folder.sweep.root / folder.sweep.FILE_NAME, folder.sweep.provenance.inputs["corpus"]
+
+
+def _colliding(folders: Sequence[RunFolder], family: Sequence[str]) -> set[str]:
+    """Names under which two folders have different artifacts of one of these fields."""
+    first: dict[tuple[str, str], Any] = {}
+    return {
+        _stem(folder, field, name)
+        for folder in folders
+        for field in family
+        for name, artifact in getattr(folder, field).items()
+        if not _is_same(first.setdefault((field, name), artifact), artifact)
+    }
+
+
+def _stem(folder: RunFolder, field: str, name: str) -> str:
+    """Name of the base run that a downstream result is named after; otherwise ``name``."""
+    run = name.removesuffix(DOWNSTREAM_SUFFIX)
+    is_of_run = run in folder.base_runs or run in folder.evaluations
+    return run if field == "downstream" and is_of_run else name
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two records are equal wherever they lie."""
+
+    def without_root(record: Any) -> Any:
+        return dataclasses.replace(record, root=Path()) if hasattr(record, "root") else record
+
+    return bool(without_root(one) == without_root(other))
+
+
+def _distinct_endings(roots: Sequence[Path]) -> list[str]:
+    """The shortest endings of the paths, in whole names, that are distinct."""
+    parts = [root.resolve().parts for root in roots]
+    for depth in range(1, max(map(len, parts))):
+        ends = ["/".join(names[-depth:]) for names in parts]
+        if max(Counter(ends).values()) == 1:
+            return ends
+    return [str(root.resolve()) for root in roots]
+
+
+def _only_sweep(folders: Sequence[RunFolder]) -> Sweep | None:
+    swept = [folder for folder in folders if folder.sweep is not None]
+    for folder in swept[1:]:
+        if not _is_same(folder.sweep, swept[0].sweep):
+            raise UserError(
+                f"{swept[0].root} and {folder.root} hold different sweeps, and a report shows one; "
+                "leave out one of the folders, or report them separately"
+            )
+    return swept[0].sweep if swept else None
+
+
 def _training_runs(stage: Path) -> dict[str, TrainingRun]:
-    return {
-        folder.name: TrainingRun.load(folder)
-        for folder in _folders(stage)
-        if TrainingRun.exists(folder)
-    }
-
-
-def _embedding_stores(root: Path) -> dict[str, EmbeddingStore]:
-    stage = root / EMBEDDINGS
-    return {
-        folder.relative_to(root).as_posix(): EmbeddingStore.load(folder)
-        for folder in (stage, *_folders(stage), *_folders(root / MIXTURE))
-        if EmbeddingStore.exists(folder)
-    }
+    runs = [path for path in _folders(stage) if TrainingRun.exists(path)]
+    return {path.name: TrainingRun.load(path) for path in runs}
 
 
 def _folders(stage: Path) -> list[Path]:

@@ -1,216 +1,219 @@
-"""The tables of a report: held-out perplexity and fine-tuning weights."""
+"""Tables of formatted figures, and their terminal, Markdown and CSV forms."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import textwrap
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
+import pandas as pd
 
-from megatron_chameleon.artifacts import Mixture, mean_perplexity_difference
-from megatron_chameleon.report.comparison import (
-    Comparison,
-    Evaluated,
-    caveats,
-    mixture_of,
-    same_weights,
-)
-from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.seeds import SeedGroup, Spread, seed_groups
-from megatron_chameleon.report.text_tables import MISSING, Cell, Row, Table
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightColumns:
-    """Weights, and their intervals where ``mixture`` has them; an empty label is not shown."""
-
-    label: str
-    weights: Mapping[str, float]
-    mixture: Mixture | None
-
-    @property
-    def has_intervals(self) -> bool:
-        """Whether a second column is shown."""
-        return self.mixture is not None and self.mixture.intervals is not None
-
-    def cells(self, domain: str) -> Row:
-        """The weight of ``domain`` and, where known, its interval; '-' where it has none."""
-        known = self.weights.get(domain)
-        weight = Cell() if known is None else Cell(format_weight(known))
-        interval = (Cell(format_interval(self.mixture, domain)),) if self.has_intervals else ()
-        return (weight, *interval)
-
-    def header(self) -> tuple[str, ...]:
-        """Headings of the cells."""
-        weight = f"{self.label} weight".strip()
-        if not self.has_intervals:
-            return (weight,)
-        return (weight, f"{self.label} {interval_name(self.mixture)}".strip())
+MISSING = "-"
+UNKNOWN = "unknown"
+ELLIPSIS = "…"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+NOTE_WIDTH, NAME_WIDTH = 80, 60
+SECONDS_PER_HOUR = 3600.0
+# Backslash escapes of these work in every Markdown dialect that has tables.
+_MARKDOWN_SIGNS = re.compile(r"([\\`*_\[\]<>|~&#!$])")
+# Spreadsheets evaluate a cell that starts like this, unless it is a number.
+_FORMULA = re.compile(r"[=+\-@\t\r]")
+_NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?%?|[+-]?inf|nan", re.IGNORECASE)
+# Separator of the two figures of a cell -> what their CSV headings end in.
+_PAIRS = {" ± ": ("", " ±"), " to ": (" from", " to")}
 
 
-def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
-    """Per domain: training weight, its interval, and the held-out perplexity of every run.
+class Best(str):
+    """Text of a cell that is the best of its row."""
 
-    The average is over domains, each counting the same, as in the paper's tables.
-    """
-    weighted = _weight_columns(folder, comparison)
-    blank = tuple(Cell("") for column in weighted for _ in column.header())
-    return Table(
-        title="Held-out perplexity",
-        header=(
-            "domain",
-            *(name for column in weighted for name in column.header()),
-            "unigram perplexity",
-            *(f"perplexity {run.label}" for run in comparison.runs),
-        ),
-        rows=_perplexity_rows(comparison, weighted),
-        summary=(_average(comparison, blank), *_domains_better(comparison, (*blank, Cell("")))),
-        notes=(
-            describe_protocol(comparison),
-            *_left_out(comparison),
-            *caveats(folder, comparison),
-            *verdicts(comparison),
-        ),
-    )
+    __slots__ = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class FineTuning:
-    """A mixture for fine-tuning and the one for pretraining that it stands beside.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A titled table.
 
     Attributes:
-        name: of the mixture for fine-tuning.
-        partner: name of the other; None where there is none, or several and none is called like it.
-        is_by_name: whether the two are called alike, and not merely the only ones.
+        title: also names the table's CSV file.
+        cells: texts, dtype object; the first column names the rows. ``Best`` cells are marked.
+        num_summary: how many of the last rows summarize the others (averages, counts, sums).
+        notes: sentences below the table.
     """
 
-    name: str
-    partner: str | None
-    is_by_name: bool
+    title: str
+    cells: pd.DataFrame
+    num_summary: int = 0
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        header: Iterable[str],
+        rows: Iterable[Sequence[str]],
+        summary: Iterable[Sequence[str]] = (),
+        notes: Iterable[str] = (),
+    ) -> Table:
+        """A table from rows of texts as long as ``header``."""
+        last = list(summary)
+        cells = pd.DataFrame([*rows, *last], columns=list(header), dtype=object)
+        return cls(title, cells, len(last), tuple(notes))
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """Column headings, that of the row names first."""
+        return tuple(self.cells.columns)
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The rows without the summary."""
+        return self.cells.iloc[: len(self.cells) - self.num_summary].to_numpy().tolist()
+
+    @property
+    def summary(self) -> list[list[str]]:
+        """The summary rows."""
+        return self.cells.iloc[len(self.cells) - self.num_summary :].to_numpy().tolist()
+
+    @property
+    def marked(self) -> list[bool]:
+        """Which columns have a ``Best`` cell."""
+        return self.cells.map(is_best).to_numpy(bool).any(axis=0).tolist()
 
 
-def fine_tuning_pairs(folder: RunFolder) -> list[FineTuning]:
-    """Each mixture for fine-tuning, with the one for pretraining called like it or alone there."""
-    modes = {name: mode_of(name, mixture) for name, mixture in folder.mixtures.items()}
-    pretrain = [name for name, mode in modes.items() if mode == "pretrain"]
-    pairs = []
-    for name in (name for name, mode in modes.items() if mode == "finetune"):
-        like = name.replace("finetune", "pretrain")
-        only = pretrain[0] if len(pretrain) == 1 else None
-        pairs.append(FineTuning(name, like if like in pretrain else only, like in pretrain))
-    return pairs
+def is_best(text: object) -> bool:
+    """Whether a cell is marked as the best of its row."""
+    return isinstance(text, Best)
 
 
-def fine_tuning_tables(folder: RunFolder) -> list[Table]:
-    """For each fine-tuning mixture: scores and weights, beside the pretraining weights."""
-    pairs = fine_tuning_pairs(folder)
-    return [_fine_tuning_table(folder, pair, is_alone=len(pairs) == 1) for pair in pairs]
+def cells_of(
+    values: Iterable[float | None],
+    form: Callable[[float], str],
+    best: Callable[[list[float]], float] | None = None,
+    errors: Iterable[float | None] = (),
+) -> list[str]:
+    """Format one row.
 
-
-def verdicts(comparison: Comparison) -> list[str]:
-    """A sentence for each method: its average and its count of better domains, by the baseline's.
-
-    A method with several seeds, or beside a baseline with several, is told by the mean over seeds;
-    a run by itself is compared with the baseline's run. Nothing without a baseline.
+    Args:
+        values: the figures; None becomes '-'.
+        form: formats a figure; errors are formatted alike, without a plus sign.
+        best: ``min`` or ``max``, marks the best finite figure where there are at least two figures.
+        errors: one per figure, shown after ' ± ' where it is known.
     """
-    baseline = comparison.baseline
-    if baseline is None:
-        return []
-    reference, *groups = seed_groups(comparison)
-    if not groups and len(reference.runs) > 1:
-        return [f"{_spread_told(reference)}; ± is the standard deviation over seeds."]
-    return [
-        _run_verdict(comparison, group.runs[0], baseline)
-        if len(group.runs) == 1
-        else _seeds_verdict(comparison, group, reference)
-        for group in groups
+    found, deviations = list(values), list(errors)
+    known = [value for value in found if value is not None]
+    finite = [value for value in known if math.isfinite(value)]
+    chosen = best(finite) if best and len(known) > 1 and finite else None
+    texts = []
+    for i, value in enumerate(found):
+        error = deviations[i] if deviations else None
+        text = MISSING if value is None else form(value)
+        text += "" if value is None or error is None else f" ± {form(error).lstrip('+')}"
+        texts.append(Best(text) if value is not None and value == chosen else text)
+    return texts
+
+
+def terminal_table(table: Table) -> str:
+    """Aligned columns under a title; '*' after the best of a row. Very long names are shortened."""
+    marked = table.marked
+    body = [
+        [
+            shortened(text, NAME_WIDTH)
+            if i == 0
+            else one_line(text)
+            # The blank keeps the digits of cells without a mark aligned.
+            + ("*" if is_best(text) else " " if marked[i] else "")
+            for i, text in enumerate(row)
+        ]
+        for row in (*table.rows, *table.summary)
     ]
+    columns = list(zip(*body, strict=True)) if body else [()] * len(table.header)
+    headings = []
+    for title, column in zip(map(one_line, table.header), columns, strict=True):
+        room = max(map(display_width, (*column, *title.split())), default=1)
+        headings.append(textwrap.wrap(title, max(room, 1), break_long_words=False) or [""])
+    height = max(map(len, headings))
+    head = list(zip(*([""] * (height - len(lines)) + lines for lines in headings), strict=True))
+    widths = [max(map(display_width, c)) for c in zip(*head, *body, strict=True)]
+    lines = []
+    for row in (*head, *body):
+        blanks = [" " * (width - display_width(t)) for t, width in zip(row, widths, strict=True)]
+        others = [blank + text for text, blank in zip(row[1:], blanks[1:], strict=True)]
+        lines.append("  ".join([row[0] + blanks[0], *others]).rstrip())
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    lines.insert(height, rule)
+    if table.num_summary:
+        lines.insert(len(lines) - table.num_summary, rule)
+    notes = [textwrap.fill(one_line(note), max(len(rule), NOTE_WIDTH)) for note in table.notes]
+    return "\n".join([one_line(table.title), "", *lines, *([""] if notes else []), *notes])
 
 
-def standings(comparison: Comparison) -> list[str]:
-    """A sentence for each method by itself, where there is no baseline."""
-    over = f"over {len(comparison.domains)} domains"
-    return [
-        f"{_spread_told(group)}, {over}; ± is the standard deviation over seeds."
-        if len(group.runs) > 1
-        else f"{group.label} has an average perplexity of "
-        f"{format_perplexity(group.perplexity.mean)} {over}."
-        for group in seed_groups(comparison)
+def markdown_table(table: Table, level: int = 2) -> str:
+    """A heading of ``level`` and a GitHub-flavoured Markdown table; the best of a row is bold."""
+    lines = [
+        [markdown(title) for title in table.header],
+        ["---", *["---:"] * (len(table.header) - 1)],
+        *(
+            [f"**{markdown(text)}**" if is_best(text) else markdown(text) for text in row]
+            for row in (*table.rows, *table.summary)
+        ),
     ]
+    body = [f"| {' | '.join(texts)} |" for texts in lines]
+    notes = [line for note in table.notes for line in ("", markdown(note))]
+    return "\n".join([f"{'#' * level} {markdown(table.title)}", "", *body, *notes])
 
 
-def _run_verdict(comparison: Comparison, run: Evaluated, baseline: Evaluated) -> str:
-    average, reference = run.result.mean_perplexity, baseline.result.mean_perplexity
-    error = mean_perplexity_difference(run.result, baseline.result).error
-    paired = "" if error is None else format_error(average - reference, error, 2)
-    again = ", trained with the same weights," if _is_another_seed(run, baseline) else ""
-    return (
-        f"{run.label}{again} has an average perplexity of {format_perplexity(average)}, "
-        f"{baseline.label} of {format_perplexity(reference)}"
-        f"{_change(average, reference, paired)}; {run.label} is lower in "
-        f"{comparison.domains_better(run)} of {len(comparison.domains)} domains."
-    )
+def csv_table(table: Table) -> str:
+    """All rows of ``table``.
+
+    Cells like '1.20 ± 0.03' and '0.1 to 0.2' take two columns; thousands have no comma, and missing
+    values are empty.
+    """
+    columns: list[tuple[str, list[str]]] = []
+    for i, (title, texts) in enumerate(zip(table.header, table.cells.to_numpy().T, strict=True)):
+        title, texts = one_line(title), [one_line(text) for text in texts]
+        columns += [(title, texts)] if i == 0 else _figure_columns(title, texts)
+    frame = pd.DataFrame(list(zip(*(texts for _, texts in columns), strict=True)), dtype=object)
+    return csv_text(frame.set_axis([title for title, _ in columns], axis=1))
 
 
-def _seeds_verdict(comparison: Comparison, group: SeedGroup, reference: SeedGroup) -> str:
-    theirs = reference.perplexity
-    difference = group.less(reference)
-    paired = ""
-    if difference is not None and difference.count > 1:
-        paired = (
-            f"{format_error(difference.mean, difference.deviation, 2)} by pairs of the "
-            f"{difference.count} seeds that both have"
-        )
-    return (
-        f"{_spread_told(group)}, {reference.label} of {_spread(theirs)}"
-        f"{_change(group.perplexity.mean, theirs.mean, paired)}; the mean of {group.label} is "
-        f"lower in {group.domains_better(reference)} of {len(comparison.domains)} domains. "
-        "± is the standard deviation over seeds."
-    )
+def csv_text(frame: pd.DataFrame) -> str:
+    """``frame`` as CSV; a "'" is put before text that a spreadsheet would run as a formula."""
+    stream = io.StringIO()
+    harmless = frame.map(_harmless).set_axis(list(map(_harmless, frame.columns)), axis=1)
+    harmless.to_csv(stream, index=False, lineterminator="\n")
+    return stream.getvalue()
 
 
-def _spread_told(group: SeedGroup) -> str:
-    return f"{group.label} has an average perplexity of {_spread(group.perplexity)}"
+def _figure_columns(title: str, texts: list[str]) -> list[tuple[str, list[str]]]:
+    """One column, or two where the cells hold two figures."""
+    for sign, endings in _PAIRS.items():
+        split = [text.split(sign) for text in texts]
+        pairs = [parts for parts in split if len(parts) == 2]
+        if pairs and all(_NUMBER.fullmatch(part) for parts in pairs for part in parts):
+            if sign == " to ":  # a single figure is both ends of its range
+                split = [parts * (3 - len(parts)) for parts in split]
+            return [
+                (title + ending, [_plain(parts[i]) if i < len(parts) else "" for parts in split])
+                for i, ending in enumerate(endings)
+            ]
+    return [(title, list(map(_plain, texts)))]
 
 
-def _spread(found: Spread) -> str:
-    """For example '20.12 ± 0.31 over 3 seeds'."""
-    seeds = "1 seed" if found.count == 1 else f"{found.count} seeds"
-    return f"{format_spread(found)} over {seeds}"
-
-
-def _change(average: float, reference: float, paired: str) -> str:
-    """In brackets the ratio and what else is known of it; nothing of infinite averages."""
-    if not (math.isfinite(average) and math.isfinite(reference)):
+def _plain(text: str) -> str:
+    if text == MISSING:
         return ""
-    return f" ({average / reference - 1:+.1%}{', ' if paired else ''}{paired})"
+    return text.replace(",", "") if _NUMBER.fullmatch(text) else text
 
 
-def _is_another_seed(run: Evaluated, baseline: Evaluated) -> bool:
-    """Whether what sets two runs apart is chance: a difference as of a seed, not of a mixture."""
-    if run.run is None or baseline.run is None:
-        return False
-    return same_weights(run.run.mixture, baseline.run.mixture)
-
-
-def mode_of(name: str, mixture: Mixture) -> str | None:
-    """What the mixture is for, "pretrain" or "finetune", by its parameters.
-
-    Where these do not say it, the name does, of a mixture of Chameleon's or of no known method.
-    """
-    stated = mixture.parameters.get("mode")
-    if stated is not None:
-        return str(stated)
-    if mixture.method and not mixture.method.startswith("chameleon"):
-        return None
-    return next((mode for mode in ("pretrain", "finetune") if name.endswith(mode)), None)
-
-
-def describe_protocol(comparison: Comparison) -> str:
-    """The protocol in words, as a note below a table."""
-    marked = "; the lowest of each row is marked" if len(comparison.runs) > 1 else ""
-    return f"On {comparison.runs[0].result.protocol.told()}. Lower is better{marked}."
+def _harmless(cell: object) -> object:
+    if isinstance(cell, str) and _FORMULA.match(cell) and not _NUMBER.fullmatch(cell):
+        return f"'{cell}"
+    return cell
 
 
 def format_weight(weight: float) -> str:
@@ -218,162 +221,90 @@ def format_weight(weight: float) -> str:
     return f"{weight:.4f}"
 
 
-def format_score(score: float | None) -> str:
-    """A leverage score, which is below 1, to four places or, where that says little, digits."""
-    if score is None:
-        return MISSING
+def format_score(score: float) -> str:
+    """A leverage score (below 1): four places, or four digits below 0.01."""
     return f"{score:.4f}" if score >= 0.01 or score == 0 else f"{score:.3e}"
 
 
-def format_interval(mixture: Mixture | None, domain: str) -> str:
-    """Both ends of the interval of a domain's weight, '-' where there is none."""
-    if mixture is None or mixture.intervals is None or domain not in mixture.intervals:
-        return MISSING
-    low, high = mixture.intervals[domain]
-    return f"{format_weight(low)} to {format_weight(high)}"
-
-
-def interval_name(mixture: Mixture | None) -> str:
-    """For example "95% interval"."""
-    if mixture is None or mixture.confidence is None:
-        return "interval"
-    return f"{100 * mixture.confidence:g}% interval"
-
-
 def format_perplexity(perplexity: float) -> str:
-    """A perplexity, to two places while that is short."""
+    """A perplexity, to two places below 10,000."""
     return f"{perplexity:.2f}" if perplexity < 1e4 else f"{perplexity:.3e}"
 
 
-def format_spread(found: Spread) -> str:
-    """A mean perplexity and its deviation over seeds, where that is known: '20.12 ± 0.31'."""
-    error = "" if found.deviation is None else f" ± {format_perplexity(found.deviation)}"
-    return f"{format_perplexity(found.mean)}{error}"
-
-
-def format_error(value: float, error: float | None, places: int, sign: str = "+") -> str:
-    """A figure with its standard error, like '+1.23 ± 0.04'; without one where it is not known."""
-    figure = f"{value:{sign}.{places}f}"
-    return figure if error is None else f"{figure} ± {error:.{places}f}"
-
-
 def format_flops(flops: float) -> str:
-    """Floating-point operations like 1.23e+13, '-' for none."""
+    """Floating-point operations like 1.23e+13, '-' for 0."""
     return f"{flops:.2e}" if flops else MISSING
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds to a tenth, '-' for none."""
+    """Seconds to a tenth, '-' for 0."""
     return f"{seconds:.1f}" if seconds else MISSING
 
 
-def _marked(perplexities: list[float]) -> Row:
-    """Cells of one row; the lowest is marked if it is finite and has something beside it."""
-    finite = [p for p in perplexities if math.isfinite(p)]
-    lowest = min(finite) if finite and len(perplexities) > 1 else None
-    return tuple(Cell(format_perplexity(p), best=p == lowest) for p in perplexities)
+def format_hours(seconds: float) -> str:
+    """Device-seconds as hours, to three digits, '-' for 0."""
+    hours = seconds / SECONDS_PER_HOUR
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours else MISSING
 
 
-def _domains_better(comparison: Comparison, blank: Row) -> tuple[Row, ...]:
-    baseline = comparison.baseline
-    if baseline is None or not comparison.others:
-        return ()
-    counts = (
-        Cell(f"{comparison.domains_better(run)} of {len(comparison.domains)}")
-        for run in comparison.others
-    )
-    return ((Cell(f"domains better than {baseline.label}"), *blank, Cell(MISSING), *counts),)
+def format_ratio(cost: float, reference: float) -> str:
+    """A ratio like '11.6x', '-' where either is 0."""
+    if not cost or not reference:
+        return MISSING
+    ratio = cost / reference
+    return f"{ratio:.2g}x" if ratio < 0.995 else f"{ratio:.1f}x"
 
 
-def _left_out(comparison: Comparison) -> list[str]:
-    """Which domains have no figures, since their split has nothing to predict."""
-    names = comparison.left_out
-    return [f"Nothing to predict, and not in the average: {', '.join(names)}."] if names else []
+def one_line(name: str) -> str:
+    """``name`` with white space collapsed and unprintable characters replaced."""
+    return printable(" ".join(name.split()))
 
 
-def _weight_columns(folder: RunFolder, comparison: Comparison) -> list[WeightColumns]:
-    """The distinct mixtures of the runs; the baseline's only where there is no other run."""
-    found: list[WeightColumns] = []
-    for run in comparison.others or comparison.runs:
-        if run.run is None or _is_listed(run, found):
-            continue
-        file = mixture_of(folder, run)
-        found.append(WeightColumns(run.label, run.run.mixture, file[1] if file else None))
-    return [dataclasses.replace(found[0], label="")] if len(found) == 1 else found
+def printable(text: str) -> str:
+    """Replace control and bidirectional formatting characters, which steer a terminal or page."""
+    return "".join(sign if sign.isprintable() else REPLACEMENT for sign in text)
 
 
-def _is_listed(run: Evaluated, columns: Iterable[WeightColumns]) -> bool:
-    assert run.run is not None
-    return any(same_weights(run.run.mixture, column.weights) for column in columns)
+def slug(title: str) -> str:
+    """``title`` for file names and anchors: lower case, digits and hyphens, 60 at most."""
+    plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower()
+    return re.sub("[^a-z0-9]+", "-", plain).strip("-")[:60].rstrip("-")
 
 
-def _perplexity_rows(comparison: Comparison, weighted: Sequence[WeightColumns]) -> tuple[Row, ...]:
-    """Of the domains with figures, and then of those that have nothing to predict."""
-    unigram = comparison.runs[0].result.domains
-    rows = [
-        (
-            Cell(name),
-            *(cell for column in weighted for cell in column.cells(name)),
-            Cell(format_perplexity(unigram[name].unigram_perplexity)),
-            *_marked([run.result.domains[name].perplexity for run in comparison.runs]),
-        )
-        for name in comparison.domains
-    ]
-    rows += [
-        (
-            Cell(name),
-            *(cell for column in weighted for cell in column.cells(name)),
-            *[Cell()] * (1 + len(comparison.runs)),
-        )
-        for name in comparison.left_out
-    ]
-    return tuple(rows)
+def shortened(name: str, limit: int) -> str:
+    """At most ``limit`` characters of ``name``; the middle goes, since names differ at the ends."""
+    name = one_line(name)
+    if len(name) <= limit:
+        return name
+    tail = (limit - 1) // 3
+    return name[: limit - 1 - tail] + ELLIPSIS + name[len(name) - tail :]
 
 
-def _average(comparison: Comparison, blank: Row) -> Row:
-    unigram = comparison.runs[0].result.domains.values()
-    mean = math.fsum(domain.unigram_perplexity for domain in unigram) / len(unigram)
-    return (
-        Cell("average"),
-        *blank,
-        Cell(format_perplexity(mean)),
-        *_marked([run.result.mean_perplexity for run in comparison.runs]),
+def unique_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """``labels`` by name; where two names share a label, both are labelled by their names."""
+    found = dict(labels)
+    while True:
+        count = Counter(found.values())
+        shared = {name for name, label in found.items() if count[label] > 1 and label != name}
+        if not shared:
+            return found
+        found |= {name: name for name in shared}
+
+
+def markdown(text: str) -> str:
+    """``text`` escaped for Markdown, table cells included."""
+    return _MARKDOWN_SIGNS.sub(r"\\\1", one_line(text))
+
+
+def display_width(text: str) -> int:
+    """Terminal columns of ``text``: two for a wide character, none for a combining one."""
+    return sum(
+        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+        for sign in text
     )
 
 
-def _fine_tuning_table(folder: RunFolder, pair: FineTuning, is_alone: bool) -> Table:
-    finetune = folder.mixtures[pair.name]
-    pretrain = None if pair.partner is None else folder.mixtures[pair.partner]
-    columns = [
-        WeightColumns(label, mixture.weights, mixture)
-        for label, mixture in (("pretraining", pretrain), ("fine-tuning", finetune))
-        if mixture is not None
-    ]
-    rows = tuple(
-        (
-            Cell(name),
-            Cell(format_score((finetune.scores or {}).get(name))),
-            *(cell for column in columns for cell in column.cells(name)),
-        )
-        for name in finetune.weights
-    )
-    by_chance = pair.partner is not None and not pair.is_by_name
-    partner = f"The pretraining weights are those of {pair.partner}, the only ones here."
-    return Table(
-        title="Weights for pretraining and fine-tuning" + ("" if is_alone else f": {pair.name}"),
-        header=("domain", "leverage score", *(n for c in columns for n in c.header())),
-        rows=rows,
-        notes=(*([partner] if by_chance else []), *_score_notes(finetune, pretrain)),
-    )
-
-
-def _score_notes(finetune: Mixture, pretrain: Mixture | None) -> tuple[str, ...]:
-    """A caveat where the two mixtures do not stem from one set of scores."""
-    if pretrain is None or not pretrain.scores or not finetune.scores:
-        return ()
-    both = (pretrain.scores, finetune.scores)
-    names = {name for scores in both for name in scores}
-    theirs, ours = ([scores.get(name, np.nan) for name in names] for scores in both)
-    if np.allclose(theirs, ours, rtol=1e-4):
-        return ()
-    return ("The pretraining weights come from other scores than those shown.",)
+def listed(parts: Sequence[str]) -> str:
+    """'a', 'a and b', 'a, b and c'."""
+    *others, last = parts
+    return f"{', '.join(others)} and {last}" if others else last

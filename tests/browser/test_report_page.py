@@ -139,15 +139,14 @@ ORDERED = [
 @pytest.fixture(scope="module")
 def sorting_page(browser, tmp_path_factory):
     """A page of one table with ``ORDERED`` in its columns, shuffled."""
-    from megatron_chameleon.report.document import Report, Section
-    from megatron_chameleon.report.html.page import html_page
-    from megatron_chameleon.report.text_tables import Cell, Table
+    from megatron_chameleon.report.page import Report, Section, html_page
+    from megatron_chameleon.report.tables import Table
 
     most = max(map(len, ORDERED))
     shuffled = [(values + [values[-1]] * (most - len(values)))[::-1] for values in ORDERED]
-    rows = tuple((Cell(f"row {i}"), *(Cell(values[i]) for values in shuffled)) for i in range(most))
+    rows = [[f"row {i}", *(values[i] for values in shuffled)] for i in range(most)]
     header = ("name", *(f"c{i}" for i in range(len(ORDERED))))
-    section = Section("s", "Sorted", "An introduction.", tables=(Table("Title", header, rows),))
+    section = Section("s", "Sorted", "An introduction.", tables=[Table.of("Title", header, rows)])
     path = tmp_path_factory.mktemp("sorting") / "report.html"
     path.write_text(html_page(Report("t", (), (), (section,), ())), encoding="utf-8")
     page = browser.new_page()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_chameleon.artifacts import Corpus, Mixture
-from megatron_chameleon.report.ledger import ledger_of
+from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.distributed.launch import REPOSITORY
 from tests.small_corpus import write_small_corpus

@@ -18,8 +18,11 @@ ALLOWED = {
     "report": {
         f"{PACKAGE}.artifacts",
         f"{PACKAGE}.errors",
-        "numpy",
+        "jinja2",
+        "markupsafe",
         "matplotlib",
+        "numpy",
+        "pandas",
         "umap",
         "threadpoolctl",
     },

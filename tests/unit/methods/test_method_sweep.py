@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import shutil
-import sys
 from functools import partial
 
 import pytest
@@ -307,15 +306,3 @@ def test_the_tool_shows_what_it_found(swept, options, tmp_path, capsys):
     assert "Weights over ridge" in capsys.readouterr().out
     report = sorted(path.name for path in (tmp_path / "run/7-report").iterdir())
     assert report == ["stability.pdf", "stability.png"]
-
-
-def test_a_library_that_the_picture_lacks_is_told_before_anything_is_trained(
-    options, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.artist", None)
-    monkeypatch.delitem(sys.modules, "megatron_chameleon.report.figures", raising=False)
-    monkeypatch.delattr("megatron_chameleon.report.figures", raising=False)
-    with pytest.raises(UserError, match="need matplotlib, which is not installed"):
-        main(options())
-    assert not (tmp_path / "run").exists()

@@ -36,7 +36,9 @@ class _Reader(HTMLParser):
             self.open.append(node)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        raise AssertionError(f"{tag} closes itself, which HTML does not know")
+        assert any(node.tag == "svg" for node in self.open), f"{tag} closes itself outside of SVG"
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open[-1].tag == tag, f"</{tag}> closes <{self.open[-1].tag}>"

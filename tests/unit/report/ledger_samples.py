@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_chameleon.artifacts import (
-    Cost,
-    EmbeddingStore,
-    Mixture,
-    TrainingRun,
-)
-from megatron_chameleon.report.cost_tables import (
-    mixture_cost_table,
-)
-from megatron_chameleon.report.ledger import ledger_of
+from megatron_chameleon.artifacts import Cost, EmbeddingStore, Mixture, TrainingRun
+from megatron_chameleon.report.cost import ledger_of, mixture_cost_table
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.report_samples import (
     NAMES,
@@ -75,7 +67,7 @@ def figures(cost):
 
 
 def cells_of(table):
-    return {row[0].text: [cell.text for cell in row[1:]] for row in (*table.rows, *table.summary)}
+    return {row[0]: list(row[1:]) for row in (*table.rows, *table.summary)}
 
 
 def note_of(root, name):

@@ -31,9 +31,9 @@ from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, write_metrics
 from megatron_chameleon.report.comparison import compare
+from megatron_chameleon.report.perplexity import perplexity_table
 from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.tables import perplexity_table
-from megatron_chameleon.report.text_tables import Table
+from megatron_chameleon.report.tables import Table
 
 PROVENANCE = Provenance(
     command=["sample"], options={}, inputs={}, versions={}, git_commit=None, created="2026-01-01"
@@ -209,7 +209,7 @@ def perplexity_of(folder: RunFolder, baseline: str | None = None) -> Table:
 
 def columns(table: Table) -> dict[str, tuple[str, ...]]:
     """Heading -> texts of the column, summary included."""
-    rows = [[cell.text for cell in row] for row in (*table.rows, *table.summary)]
+    rows = [list(row) for row in (*table.rows, *table.summary)]
     return dict(zip(table.header, zip(*rows, strict=True), strict=True))
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.report_files import LIST_NAME, write_report
+from megatron_chameleon.report.page import LIST_NAME, write_report
 
 
 def files_in(folder):

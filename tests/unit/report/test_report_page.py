@@ -14,8 +14,8 @@ from matplotlib.image import imread
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.page import make_report, settled_report
-from megatron_chameleon.report.pictures import weight_series
+from megatron_chameleon.report.figures import weight_series
+from megatron_chameleon.report.page import load_report, make_report
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.report_samples import NAMES, write_corpus, write_run_folder, write_sweep
 
@@ -62,7 +62,7 @@ def test_the_report_writes_and_prints_everything(made):
         assert title in printed
     for name in ("tables.md", "tables", *(f"{name}.png and .pdf" for name in PICTURES)):
         assert str(report / name) in printed
-    assert printed.splitlines()[-1] == f"All of it in one page: open {report / 'report.html'}"
+    assert str(report / "report.html") in printed.splitlines()[-1]
     for name in PICTURES:
         image = imread(report / f"{name}.png")
         assert min(image.shape[:2]) > 200
@@ -71,11 +71,6 @@ def test_the_report_writes_and_prints_everything(made):
     listed = json.loads((report / "report_files.json").read_text())["files"]
     there = [p.relative_to(report).as_posix() for p in report.rglob("*") if p.is_file()]
     assert sorted([*listed, "report_files.json"]) == sorted(there)
-
-
-def test_the_last_words_are_what_was_found(made):
-    words = " ".join(made[1].split())
-    assert words.rindex("Chameleon is lower in") < words.rindex("Weight of each domain:")
 
 
 def test_every_table_is_a_csv_file(made):
@@ -114,7 +109,7 @@ def test_several_run_folders_are_one_report(made, tmp_path):
 def test_signs_that_pictures_lack_are_told_once(tmp_path, capsys, recwarn):
     root = write_run_folder(tmp_path / "run", ["日本語", "plain"])
     make_report(root)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "No font" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no font" in line]
     assert "日 本 語" in line
     assert not [w for w in recwarn if "missing from font" in str(w.message)]
 
@@ -123,7 +118,7 @@ def test_the_markdown_holds_the_printed_numbers(made):
     text, printed = (made[0] / "tables.md").read_text(encoding="utf-8"), made[1]
     assert text.startswith("# run\n")
     assert "| a\\|b\\_\\<x\\> |" in text
-    assert "\n## Held-out perplexity\n\nWhat each model makes of text" in text
+    assert "\n## Held-out perplexity\n\n" in text
     assert "![Training loss](loss.png)" in text
     (line,) = [line for line in printed.splitlines() if line.startswith("average")]
     for figure in line.split()[1:]:
@@ -142,7 +137,7 @@ def test_a_folder_that_is_given_twice_counts_once(made, tmp_path):
 
 def test_folders_of_one_name_are_told_apart_in_the_title(made, tmp_path):
     roots = [write_run_folder(tmp_path / parent / "run", seed=3) for parent in ("x", "y")]
-    report = settled_report((*roots, roots[0]))
+    report = load_report((*roots, roots[0]))
     assert report.title == "x/run + y/run"
     assert dict(report.sections[-1].facts)["run folders"] == f"{roots[0]}, {roots[1]}"
 
@@ -158,7 +153,7 @@ def test_a_report_is_replaced_and_a_picture_without_data_removed(root, capsys):
     after = (root / "7-report/tables.md").read_text(encoding="utf-8")
     assert "affinity.png" in before
     assert "affinity.png" not in after
-    assert "not drawn: no mixture in 4-mixture" in capsys.readouterr().out
+    assert "left out: no mixture in 4-mixture" in capsys.readouterr().out
 
 
 def test_pictures_of_the_users_own_are_left_alone(tmp_path):
@@ -202,32 +197,6 @@ def test_the_bar_chart_takes_pretraining_first_and_leaves_uniform_out(root):
     Mixture({"code": 1.0}, parameters={"mode": "pretrain"}).save(root / "4-mixture/other.json")
     series = list(weight_series(RunFolder.load(root)))
     assert series == ["chameleon-pretrain", "other", "fine-tuning"]
-
-
-def test_pyplot_is_not_used(root):
-    done = run_python(
-        "-c",
-        "import sys; from pathlib import Path; from megatron_chameleon.report.page import *; "
-        f"make_report(Path({str(root)!r})); print('matplotlib.pyplot' in sys.modules)",
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_matplotlib_missing_is_told_with_the_extra(root):
-    done = run_python(
-        "-c",
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from pathlib import Path\n"
-        "from megatron_chameleon.cli import run_tool\n"
-        "from megatron_chameleon.options.report import ReportOptions\n"
-        "from megatron_chameleon.report.page import make_report\n"
-        f"run_tool(lambda o: make_report(*o.runs) and None, ReportOptions, [{str(root)!r}])",
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "pip install 'megatron_chameleon[plots]'" in done.stderr
-    assert not (root / "7-report").exists()
 
 
 def test_the_tool_reports_a_run_folder(root):

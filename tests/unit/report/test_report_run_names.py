@@ -8,10 +8,9 @@ import pytest
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.report.comparison import caveats, compare, mixture_of, run_labels
-from megatron_chameleon.report.downstream_tables import downstream_tables
-from megatron_chameleon.report.merged import merge
-from megatron_chameleon.report.names import unique_labels
-from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.downstream import downstream_tables
+from megatron_chameleon.report.run_folder import RunFolder, merge
+from megatron_chameleon.report.tables import unique_labels
 from tests.unit.report.downstream_samples import downstream, save
 from tests.unit.report.report_samples import (
     NAMES,

@@ -7,10 +7,17 @@ import statistics
 
 import pytest
 
-from megatron_chameleon.report.comparison import Comparison, Evaluated
-from megatron_chameleon.report.seed_table import seed_table
-from megatron_chameleon.report.seeds import Spread, seed_groups, seed_of
-from megatron_chameleon.report.tables import standings, verdicts
+from megatron_chameleon.report.comparison import (
+    Comparison,
+    Evaluated,
+    Spread,
+    findings,
+    seed_groups,
+    seed_of,
+    verdicts,
+)
+from megatron_chameleon.report.perplexity import seed_table
+from megatron_chameleon.report.tables import is_best
 from tests.unit.report.report_samples import NAMES, evaluation, write_training_run
 
 EVEN = dict.fromkeys(NAMES, 1 / 3)
@@ -91,8 +98,9 @@ def test_seeds_are_told_by_mean_and_deviation_and_paired_by_seed(seeded):
     (sentence,) = verdicts(seeded)
     assert sentence == (
         "Chameleon has an average perplexity of 20.00 ± 1.00 over 3 seeds, Uniform of "
-        "22.00 ± 2.00 over 3 seeds (-9.1%, -3.50 ± 0.71 by pairs of the 2 seeds that both have); "
-        "the mean of Chameleon is lower in 2 of 3 domains. ± is the standard deviation over seeds."
+        "22.00 ± 2.00 over 3 seeds (-9.1%, -3.50 ± 0.71 paired by the 2 seeds that both have); "
+        "the mean of Chameleon is lower in 2 of 3 domains. ± is the standard deviation across "
+        "seeds."
     )
 
 
@@ -114,13 +122,13 @@ def test_a_single_run_keeps_its_sentence(run_of):
 
 
 def test_seeds_of_the_baseline_alone_are_told(seeded):
-    (sentence,) = verdicts(Comparison(seeded.runs[:3], seeded.runs[0]))
-    assert sentence.startswith("Uniform has an average perplexity of 22.00 ± 2.00 over 3 seeds;")
+    (sentence,) = findings(Comparison(seeded.runs[:3], seeded.runs[0]))
+    assert sentence.startswith("Uniform has an average perplexity of 22.00 ± 2.00 over 3 seeds,")
 
 
 def test_without_a_baseline_each_method_has_a_sentence(seeded):
     runs = (seeded.runs[0], *seeded.runs[3:])
-    one, several = standings(Comparison(runs, None))
+    one, several = findings(Comparison(runs, None))
     assert one == "uniform-seed1 has an average perplexity of 20.00 over 3 domains."
     assert several.startswith("Chameleon has an average perplexity of 20.00 ± 1.00 over 3 seeds, ")
 
@@ -146,7 +154,7 @@ def test_the_table_over_seeds_has_a_column_for_each_method(seeded):
     table = seed_table(seeded)
     assert table is not None
     assert table.header == ("domain", "perplexity Uniform", "perplexity Chameleon")
-    texts = [[cell.text for cell in row] for row in (*table.rows, *table.summary)]
+    texts = [list(row) for row in (*table.rows, *table.summary)]
     assert texts == [
         [NAMES[0], "19.00 ± 2.00", "17.00 ± 1.00"],
         [NAMES[1], "22.00 ± 2.00", "23.00 ± 1.00"],
@@ -154,7 +162,7 @@ def test_the_table_over_seeds_has_a_column_for_each_method(seeded):
         ["average", "22.00 ± 2.00", "20.00 ± 1.00"],
         ["domains better than Uniform", "-", "2 of 3"],
     ]
-    assert [[cell.best for cell in row[1:]] for row in table.rows] == [
+    assert [[is_best(cell) for cell in row[1:]] for row in table.rows] == [
         [False, True],
         [True, False],
         [False, True],
@@ -166,9 +174,9 @@ def test_a_single_run_has_no_deviation_beside_methods_with_seeds(seeded, run_of)
     runs = (*seeded.runs, run_of("mine", [1, 2, math.inf], SKEWED, "mine"))
     table = seed_table(Comparison(runs, None))
     assert table is not None
-    assert [row[3].text for row in table.rows] == ["1.00", "2.00", "inf"]
-    assert [row[0].text for row in table.summary] == ["average"]
-    assert not table.rows[2][3].best
+    assert [row[3] for row in table.rows] == ["1.00", "2.00", "inf"]
+    assert [row[0] for row in table.summary] == ["average"]
+    assert not is_best(table.rows[2][3])
 
 
 def test_no_two_columns_are_called_alike(run_of):

@@ -1,26 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import cast
 
 import numpy as np
 import pytest
 from matplotlib.collections import LineCollection
-from matplotlib.image import imread
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.figures import COLORS, pdf, png
-from megatron_chameleon.report.stability import (
-    MOST_ROWS,
-    report_stability,
-    stability_axes,
-    stability_table,
-    stability_words,
-)
-from megatron_chameleon.report.stability_figure import MOST_LINES, stability_figure
-from megatron_chameleon.report.text_tables import terminal_table
+from megatron_chameleon.report.figures import COLORS, MOST_NAMED, png, sweep_figure
+from megatron_chameleon.report.page import report_stability
+from megatron_chameleon.report.tables import terminal_table
+from megatron_chameleon.report.weights import MOST_ROWS, sweep_table, swept_axes
 from tests.unit.report.report_samples import write_sweep
 
 # Chameleon, ICML 2025, appendix: weights at ridges 1, 10 and 100.
@@ -54,11 +46,11 @@ def random_axes(root, names, count=3, seed=0):
     rng = np.random.default_rng(seed)
     draws = rng.dirichlet(np.full(len(names), 9.0), size=count)
     mixtures = [mixture_of(dict(zip(names, draw.tolist(), strict=True))) for draw in draws]
-    return stability_axes(write_sweep(root, {"train_iters": mixtures, "num_windows": mixtures[:2]}))
+    return swept_axes(write_sweep(root, {"train_iters": mixtures, "num_windows": mixtures[:2]}))
 
 
 def test_changes_and_distances_are_to_the_centre(paper):
-    axis, still = stability_axes(paper)
+    axis, still = swept_axes(paper)
     one, centre, other = (
         np.array([w[i] for w in SLIMPAJAMA.values()]) / sum(w[i] for w in SLIMPAJAMA.values())
         for i in (0, 1, 2)
@@ -69,14 +61,13 @@ def test_changes_and_distances_are_to_the_centre(paper):
     np.testing.assert_allclose(axis.distances, half)
     np.testing.assert_allclose(axis.intervals[1], np.stack([0.9 * one, 1.2 * one], axis=1))
     assert axis.confidence == 0.95
-    value, domain = axis.largest
-    assert (axis.values[value], axis.names[domain]) == ("3", "github")
+    assert "github" in axis.sentence
     assert (still.label, still.distances.tolist()) == ("layer", [0.0, 0.0])
 
 
 def test_the_table_shows_weights_changes_and_distances(paper):
-    axis, still = stability_axes(paper)
-    text = terminal_table(stability_table(axis))
+    axis, still = swept_axes(paper)
+    text = terminal_table(sweep_table(axis))
     lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
     assert lines["github"] == [
         *(f"{weight:.4f}" for weight in axis.weights[:, axis.names.index("github")]),
@@ -85,8 +76,9 @@ def test_the_table_shows_weights_changes_and_distances(paper):
     assert lines["total"][1:-1] == [f"{distance:.4f}" for distance in axis.distances]
     assert lines["total"][-1] == f"{axis.distances.max():.4f}"
     assert "(centre)" in text
-    assert f"github {axis.changes[axis.largest]:+.4f} at 3" in " ".join(text.split())
-    assert stability_words(still) == "Over layer no weight changes"
+    change = axis.changes[2, axis.names.index("github")]
+    assert f"github {change:+.4f} at 3" in " ".join(text.split())
+    assert still.sentence == "Over layer no weight changes"
 
 
 def test_of_many_domains_those_that_move_are_listed(tmp_path):
@@ -95,10 +87,10 @@ def test_of_many_domains_those_that_move_are_listed(tmp_path):
     sweep = write_sweep(
         tmp_path / "run", {"ridge": [mixture_of(weights), mixture_of({**weights, names[-1]: 3.0})]}
     )
-    (axis,) = stability_axes(sweep)
-    table = stability_table(axis)
+    (axis,) = swept_axes(sweep)
+    table = sweep_table(axis)
     assert len(table.rows) == MOST_ROWS
-    assert table.rows[-1][0].text == names[-1]
+    assert table.rows[-1][0] == names[-1]
     assert table.notes[0] == "5 other domains move by less."
 
 
@@ -106,12 +98,12 @@ def test_mixtures_of_other_domains_are_refused(tmp_path):
     mixtures = [mixture_of({"a": 1.0, "b": 2.0}), mixture_of({"a": 1.0, "c": 2.0})]
     sweep = write_sweep(tmp_path / "run", {"ridge": mixtures})
     with pytest.raises(UserError, match=r"ridge-2\.json has other domains than .*ridge-1\.json"):
-        stability_axes(sweep)
+        swept_axes(sweep)
 
 
 def test_a_line_goes_through_the_weights_of_each_domain(paper):
-    axes = stability_axes(paper)
-    figure = stability_figure(axes)
+    axes = swept_axes(paper)
+    figure = sweep_figure(axes)
     for panel, axis in zip(figure.axes, axes, strict=True):
         lines = [line for line in panel.lines if line.get_linestyle() != "--"]
         drawn = np.array([line.get_ydata() for line in lines])
@@ -125,15 +117,15 @@ def test_a_line_goes_through_the_weights_of_each_domain(paper):
 
 
 def test_a_dashed_line_stands_at_the_centre(paper):
-    axis = dataclasses.replace(stability_axes(paper)[0], centre=2)
-    (panel,) = stability_figure([axis]).axes
+    axis = dataclasses.replace(swept_axes(paper)[0], centre=2)
+    (panel,) = sweep_figure([axis]).axes
     (dashed,) = [line for line in panel.lines if line.get_linestyle() == "--"]
     np.testing.assert_array_equal(dashed.get_xdata(), [2, 2])
 
 
 def test_bars_are_the_intervals_and_do_not_overlap(paper):
-    axis = stability_axes(paper)[0]
-    (panel,) = stability_figure([axis]).axes
+    axis = swept_axes(paper)[0]
+    (panel,) = sweep_figure([axis]).axes
     bars = cast(list[LineCollection], panel.collections)
     ends = np.array([[segment[:, 1] for segment in bar.get_segments()] for bar in bars])
     np.testing.assert_allclose(ends, axis.intervals.transpose(1, 0, 2))
@@ -141,16 +133,8 @@ def test_bars_are_the_intervals_and_do_not_overlap(paper):
     assert np.diff(positions).min() > 0.03
 
 
-def test_weights_without_intervals_have_no_bars(paper):
-    axis = stability_axes(paper)[0]
-    bare = dataclasses.replace(axis, intervals=np.full_like(axis.intervals, np.nan))
-    figure = stability_figure([bare])
-    assert "interval" not in figure.get_supxlabel()
-    assert len(png(figure)) > 10_000
-
-
 def test_any_name_is_drawn_as_it_is(tmp_path):
-    figure = stability_figure(random_axes(tmp_path / "run", ODD_NAMES))
+    figure = sweep_figure(random_axes(tmp_path / "run", ODD_NAMES))
     png(figure)
     (legend,) = figure.legends
     texts = [text.get_text() for text in legend.get_texts()]
@@ -161,26 +145,18 @@ def test_any_name_is_drawn_as_it_is(tmp_path):
 
 
 def test_of_many_domains_the_light_ones_are_grey(tmp_path):
-    names = [f"domain {i}" for i in range(MOST_LINES + 9)]
+    names = [f"domain {i}" for i in range(MOST_NAMED + 9)]
     (axis, _) = random_axes(tmp_path / "run", names)
-    figure = stability_figure([axis])
+    figure = sweep_figure([axis])
     (legend,) = figure.legends
     texts = [text.get_text() for text in legend.get_texts()]
-    assert len(texts) == MOST_LINES + 2
+    assert len(texts) == MOST_NAMED + 2
     assert texts[-2:] == ["other domains", "centre"]
-    heaviest = sorted(names, key=lambda n: -axis.weights[axis.centre, names.index(n)])[:MOST_LINES]
+    heaviest = sorted(names, key=lambda n: -axis.weights[axis.centre, names.index(n)])[:MOST_NAMED]
     assert set(texts[:-2]) == set(heaviest)
     named = [line for line in figure.axes[0].lines if line.get_color() in COLORS]
     styles = {(line.get_color(), line.get_marker()) for line in named}
-    assert len(styles) == MOST_LINES
-
-
-def test_the_picture_is_the_same_every_time(paper):
-    axes = stability_axes(paper)
-    for write in (png, pdf):
-        assert write(stability_figure(axes)) == write(stability_figure(axes))
-    image = imread(io.BytesIO(png(stability_figure(axes))))
-    assert min(image.shape[:2]) > 400
+    assert len(styles) == MOST_NAMED
 
 
 def test_the_report_writes_both_forms_and_says_what_it_took(paper, capsys):
@@ -191,5 +167,5 @@ def test_the_report_writes_both_forms_and_says_what_it_took(paper, capsys):
     said = capsys.readouterr().out
     assert "Weights over ridge" in said
     assert "Weights over layer" in said
-    assert "4 mixtures took 3.00e+12 FLOPs and 2 device hours" in said
+    assert "4 mixtures took 3.00e+12 FLOPs and 2 device-hours" in said
     assert f"next: tools/pretrain_gpt.py --mixture {paper.root / paper.centre.mixture}" in said

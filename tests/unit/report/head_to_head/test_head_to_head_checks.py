@@ -10,8 +10,7 @@ import pytest
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.head_to_head.checks import require_choice, require_evaluations
-from megatron_chameleon.report.head_to_head.compare import Selection
+from megatron_chameleon.report.head_to_head import Selection, require_choice, require_evaluations
 from tests.unit.report.head_to_head.samples import SEEDS, write_head_to_head
 
 METHODS = ("uniform", "doremi", "regmix")
@@ -21,12 +20,12 @@ SELECTION = Selection(names=("uniform", "doremi"), seeds=SEEDS)
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"seeds": (1, 2)}, "--seeds 1 2: give at least 3"),
-        ({"names": ("uniform",)}, "--mixtures uniform: give at least 2"),
+        ({"seeds": (1, 2)}, "--seeds 1 2: "),
+        ({"names": ("uniform",)}, "--mixtures uniform: "),
         ({"names": ("regmix", "doremi")}, "--baseline uniform is not among --mixtures"),
         ({"reference": "chamelon"}, "--reference chamelon is not among --mixtures"),
-        ({"names": ("uniform", "mine")}, r"--mixtures mine: no method has that name, and there is"),
-        ({"names": ("uniform", "regmix-2k")}, "--mixtures regmix-2k: no method has that name"),
+        ({"names": ("uniform", "mine")}, r"--mixtures mine: unknown method, and there is"),
+        ({"names": ("uniform", "regmix-2k")}, "--mixtures regmix-2k: unknown method"),
     ],
 )
 def test_a_choice_that_no_table_would_take_is_refused(tmp_path, changes, told):

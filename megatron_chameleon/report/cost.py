@@ -1,0 +1,277 @@
+"""The cost ledger: what every stage recorded, summed once over the run and once per mixture.
+
+Nothing is estimated here: stages count FLOPs from the model's shapes, and device-seconds are wall
+seconds times the devices held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_chameleon.artifacts import (
+    CheckpointRecord,
+    Cost,
+    EmbeddingStore,
+    Mixture,
+    TrainingRun,
+)
+from megatron_chameleon.artifacts.swarm import SwarmRecord
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.run_folder import BASE, EMBEDDINGS, MIXTURE, PROXY, STAGES, RunFolder
+from megatron_chameleon.report.tables import (
+    MISSING,
+    UNKNOWN,
+    Table,
+    format_flops,
+    format_hours,
+    format_ratio,
+    format_seconds,
+)
+
+# Costs of other mixtures are divided by that of the first mixture of the first of these methods.
+REFERENCE_METHODS = ("chameleon-pretrain", "chameleon-finetune")
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureCost:
+    """The cost to obtain one mixture.
+
+    Attributes:
+        mixture: with its method and its own cost.
+        parts: ledger entry -> cost: the mixture's own first, then what it was made from. Artifacts
+            that several mixtures were made from are parts of each.
+        missing: descriptions of the parts that are not there or have no recorded cost.
+    """
+
+    mixture: Mixture
+    parts: Mapping[str, Cost]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ``cost`` is complete."""
+        return not self.missing or "total_cost" in self.mixture.parameters
+
+    @property
+    def cost(self) -> Cost:
+        """The sum of the parts; if one is missing, at least the total that the method recorded."""
+        found = sum(self.parts.values(), start=Cost())
+        recorded = self.mixture.parameters.get("total_cost")
+        if not self.missing or not isinstance(recorded, dict):
+            return found
+        return dataclasses.replace(
+            found,
+            flops=max(found.flops, float(recorded.get("flops", 0.0))),
+            device_seconds=max(found.device_seconds, float(recorded.get("device_seconds", 0.0))),
+        )
+
+    @property
+    def paper_flops(self) -> float:
+        """FLOPs by the paper's formula, 0 where the method does not record them."""
+        return float(self.mixture.parameters.get("paper_flops") or 0.0)
+
+    def cells(self) -> list[str]:
+        """FLOPs and device-hours, 'unknown' where they are incomplete."""
+        if not self.is_known:
+            return [UNKNOWN, UNKNOWN]
+        return [format_flops(self.cost.flops), format_hours(self.cost.device_seconds)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """The costs of a run folder.
+
+    Attributes:
+        entries: artifact -> its cost, in stage order, each artifact once.
+        mixtures: name -> cost to obtain that mixture.
+    """
+
+    entries: Mapping[str, Cost]
+    mixtures: Mapping[str, MixtureCost]
+
+    @property
+    def total(self) -> Cost:
+        """Of everything, each artifact counted once."""
+        return sum(self.entries.values(), start=Cost())
+
+    @property
+    def reference(self) -> str | None:
+        """The mixture that the others' costs are divided by: Chameleon's, where there is one."""
+        for method in REFERENCE_METHODS:
+            for name, mixture in self.mixtures.items():
+                if mixture.mixture.method == method:
+                    return name
+        return None
+
+
+def ledger_of(folder: RunFolder) -> Ledger:
+    """Sum the recorded costs of ``folder``.
+
+    A mixture's ``parameters["made_from"]`` lists what it was made from, by paths relative to its
+    folder: runs, swarms and embedding stores, folders of them, and mixtures (with all that those
+    were made from); ``parameters["unknown_costs"]`` describes parts without a known cost.
+    Chameleon's mixtures have no such list: their proxy is the run in 2-proxy that saved the
+    checkpoint in their provenance, their store the one with the recipe of their embeddings.
+
+    Raises:
+        UserError: if an artifact is damaged.
+    """
+    proxies = {}
+    for name, run in folder.proxies.items():
+        for checkpoint in run.checkpoints:
+            # A damaged checkpoint is no reason to fail: the mixture's proxy is listed as missing.
+            with contextlib.suppress(UserError):
+                proxies[CheckpointRecord.load(run.root / checkpoint).hash] = name
+    mixtures = {}
+    for name, mixture in folder.mixtures.items():
+        place = folder.mixture_file(name).resolve()
+        parts, missing = _made_from(folder, mixture, proxies, (place,))
+        own = {f"{MIXTURE}/{name}": mixture.cost}
+        mixtures[name] = MixtureCost(mixture, own | parts, tuple(dict.fromkeys(missing)))
+    entries = folder.costs()
+    if folder.sweep is not None:
+        paths = [(folder.sweep.root / point.mixture).resolve() for point in folder.sweep.points]
+        entries |= {_entry(folder, p): Mixture.load(p).cost for p in paths if p.is_file()}
+    for cost in mixtures.values():
+        entries |= cost.parts
+
+    def stage_of(entry: str) -> int:
+        stage = entry.partition("/")[0]
+        return STAGES.index(stage) if stage in STAGES else len(STAGES)
+
+    names = sorted((name for name in entries if name not in folder.uncounted), key=stage_of)
+    return Ledger({name: entries[name] for name in names}, mixtures)
+
+
+def cost_tables(folder: RunFolder) -> list[Table]:
+    """Cost to obtain each mixture, where there are any, and cost of every artifact."""
+    ledger = ledger_of(folder)
+
+    def cells(cost: Cost) -> list[str]:
+        seconds = map(format_seconds, (cost.wall_seconds, cost.device_seconds))
+        return [format_flops(cost.flops), *seconds]
+
+    stages = Table.of(
+        "Cost",
+        ["stage", "FLOPs", "seconds", "device-seconds", "devices"],
+        [[stage, *cells(c), str(c.num_devices)] for stage, c in ledger.entries.items()],
+        [["total", *cells(ledger.total), ""]],
+        [
+            "FLOPs are counted from the model's shapes; device-seconds are seconds times the "
+            "devices (GPUs or CPU ranks) held."
+        ],
+    )
+    return [mixture_cost_table(ledger, folder), stages] if ledger.mixtures else [stages]
+
+
+def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
+    """FLOPs and device-hours per mixture, with everything it was made from, and their ratios."""
+    reference = ledger.mixtures[ledger.reference] if ledger.reference else None
+    by_paper = any("paper_flops" in m.mixture.parameters for m in ledger.mixtures.values())
+    header = ["mixture", "FLOPs", "device-hours"]
+    if reference is not None:
+        header += [f"FLOPs / {ledger.reference}", f"device-hours / {ledger.reference}"]
+    rows = []
+    for name, mixture in ledger.mixtures.items():
+        row = [name, *mixture.cells()]
+        if reference is not None:
+            known, a, b = mixture.is_known and reference.is_known, mixture.cost, reference.cost
+            ratios = [(a.flops, b.flops), (a.device_seconds, b.device_seconds)]
+            row += [format_ratio(*pair) if known else MISSING for pair in ratios]
+        rows.append([*row, format_flops(mixture.paper_flops)] if by_paper else row)
+    notes = [
+        "Includes the proxies and embeddings that a mixture was made from. What several mixtures "
+        "share counts for each of them here, and once in the total of the run."
+    ]
+    if by_paper:
+        header.append("FLOPs as the paper counts")
+        notes[0] += (
+            " The paper counts 6 FLOPs per parameter and token trained, 2 per token embedded, "
+            "without attention scores and output layer."
+        )
+    if folder.base_runs:
+        name, run = max(folder.base_runs.items(), key=lambda item: item[1].cost.flops)
+        notes.append(
+            f"Training {BASE}/{name} took {format_flops(run.cost.flops)} FLOPs and "
+            f"{format_hours(run.cost.device_seconds)} device-hours."
+        )
+    for name, mixture in ledger.mixtures.items():
+        if mixture.missing:
+            is_recorded = "total_cost" in mixture.mixture.parameters
+            rest = "; the total in its file is shown" if is_recorded else ""
+            missing = ", ".join(mixture.missing)
+            notes.append(f"Not found for {name}, and not counted: {missing}{rest}.")
+    return Table.of("Cost to obtain each mixture", header, rows, notes=notes)
+
+
+def _made_from(
+    folder: RunFolder, mixture: Mixture, proxies: Mapping[str, str], path: tuple[Path, ...]
+) -> tuple[dict[str, Cost], list[str]]:
+    """Costs of what a mixture was made from, and descriptions of what is missing.
+
+    Args:
+        folder: of the run.
+        mixture: whose parts are looked up.
+        proxies: checkpoint hash -> name of the run in 2-proxy that saved it.
+        path: the mixture's file last, preceded by those of the mixtures that it is a part of.
+    """
+    parts: dict[str, Cost] = {}
+    named = mixture.parameters.get("made_from")
+    if named is None:
+        checkpoint = mixture.provenance.inputs.get("checkpoint") if mixture.provenance else None
+        missing: list[str] = []
+        if checkpoint is None:
+            return parts, missing
+        if checkpoint in proxies:
+            run = folder.proxies[proxies[checkpoint]]
+            parts[_entry(folder, run.root.resolve())] = run.cost
+        else:
+            missing.append(f"the training of its model, which is not in {PROXY}")
+        recipe = mixture.parameters.get("embedding")
+        stores = [s for s in folder.embeddings.values() if dataclasses.asdict(s.recipe) == recipe]
+        if not stores:
+            missing.append(f"its embeddings, which are not in {EMBEDDINGS}")
+        return parts | {_entry(folder, s.root.resolve()): s.cost for s in stores[:1]}, missing
+    missing = [str(part) for part in mixture.parameters.get("unknown_costs", ())]
+    for place in ((path[-1].parent / str(name)).resolve() for name in named):
+        if place.is_file() and place.suffix == ".json":
+            part = Mixture.load(place)
+            parts[_entry(folder, place)] = part.cost
+            if place not in path:  # two mixtures may name each other, if overwritten in turn
+                found, lacking = _made_from(folder, part, proxies, (*path, place))
+                parts |= found
+                missing += lacking
+            continue
+        found = {_entry(folder, inside): cost for inside, cost in _costs_at(place)}
+        parts |= found
+        missing += [] if found else [os.path.relpath(place, path[0].parent)]
+    return parts, missing
+
+
+def _costs_at(place: Path) -> Iterator[tuple[Path, Cost]]:
+    """The artifact at ``place``, or those in the folder."""
+    for kind in (SwarmRecord, TrainingRun, EmbeddingStore):
+        if kind.exists(place):
+            yield place, kind.load(place).cost
+            return
+    if place.is_dir():
+        for inside in sorted(path for path in place.iterdir() if path.is_dir()):
+            yield from _costs_at(inside)
+
+
+def _entry(folder: RunFolder, place: Path) -> str:
+    """Ledger key of the artifact at ``place``, the same wherever it is named from."""
+    known = folder.entries_by_place.get(place)
+    if known is not None:
+        return known
+    name = place.with_suffix("") if place.suffix == ".json" else place
+    roots = folder.merged.roots if folder.merged else {folder.root: ""}
+    for path, appended in roots.items():
+        root = path.resolve()
+        if name.is_relative_to(root):
+            return name.relative_to(root).as_posix() + (f" ({appended})" if appended else "")
+    return name.as_posix()
