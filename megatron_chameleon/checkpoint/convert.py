@@ -1,4 +1,4 @@
-"""Checkpoints to Hugging Face GPT-2 folders and back, on one rank."""
+"""Convert checkpoints to Hugging Face GPT-2 folders and back, on one rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from megatron_chameleon.artifacts.checkpoint import FILE_NAME, CheckpointRecord
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.huggingface_folder import (
     CONFIG_NAME,
+    HuggingFaceWeights,
     check_output,
     write_folder,
 )
-from megatron_chameleon.checkpoint.huggingface_weights import HuggingFaceWeights
-from megatron_chameleon.checkpoint.reader import open_reader, shape_of
-from megatron_chameleon.checkpoint.recorded_tokenizer import (
-    DEFAULT_EOD_TOKEN,
-    RecordedTokenizer,
-)
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.corpus.tokenization.tokenizer import (
@@ -41,18 +37,18 @@ from megatron_chameleon.options.tokenizer import TokenizerChoice
 from megatron_chameleon.parallel.layout import Layout, distributed
 
 STARTED_FROM = "Hugging Face folder"
-"""The input in the provenance of a converted checkpoint that has its weights."""
+"""Name of the input in a converted checkpoint's provenance that holds the hash of its weights."""
 
+DEFAULT_EOD_TOKEN = "<|endoftext|>"
 TokenizerOptions = ToHuggingFaceOptions | TokenizerChoice
-"""What a tool is told of the tokenizer of a checkpoint."""
 
 
 def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
-    """Write the weights, the shape and the tokenizer of a checkpoint as a GPT-2 folder.
+    """Write the weights, shape and tokenizer of a checkpoint as a GPT-2 folder.
 
     Raises:
-        UserError: for a mistake in the options or in what they name, or weights that ``--dtype``
-            cannot hold. Nothing is then written.
+        UserError: for invalid options or inputs, or weights that ``--dtype`` cannot represent.
+            Nothing is then written.
     """
     output = _absolute(options.output)
     check_output(output, CONFIG_NAME, overwrite=options.overwrite)
@@ -86,7 +82,7 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     """Write a GPT-2 folder as a checkpoint of step 0 that every tool reads.
 
     Raises:
-        UserError: for a mistake in the options or in what they name. Nothing is then written.
+        UserError: for invalid options or inputs. Nothing is then written.
     """
     output = _absolute(options.output)
     check_output(output, FILE_NAME, overwrite=options.overwrite)
@@ -119,79 +115,90 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     print(
         *weights.left_out,
         f"{_describe(shape)}, from {options.model}\n"
-        f"written to {options.output}, a checkpoint of step 0; a corpus for it is made by "
-        f"tools/preprocess_data.py --tokenizer-model {tokenizer_path}",
+        f"written to {options.output}, a checkpoint of step 0\n"
+        f"next: preprocess a corpus for it with tools/preprocess_data.py --tokenizer-model "
+        f"{tokenizer_path}",
         sep="\n",
     )
 
 
 def find_tokenizer(options: TokenizerOptions, record: CheckpointRecord) -> Tokenizer:
-    """The tokenizer that made what the model of ``record`` was trained on.
+    """Open the tokenizer of the checkpoint's training data.
+
+    Its location is taken from ``options``, or from the options recorded in the checkpoint: those of
+    a run with --corpus or --data-path, or of a conversion.
 
     Raises:
-        UserError: if it cannot be found, or what is given is another one.
+        UserError: if it cannot be found, or is not the one the checkpoint was trained with.
     """
-    recorded = RecordedTokenizer.of(record)
-    path = options.tokenizer_model or _found(recorded, record)
+    recorded = record.provenance.options
+    if not recorded.get("corpus"):  # a corpus records what else there is to know
+        recorded = recorded.get("data") or recorded
+    place = recorded_tokenizer(record)
+    path = options.tokenizer_model or place
+    if path is None or not (options.tokenizer_model or path.exists()):
+        problem = f"is no longer at {path}" if path else "is not recorded"
+        raise UserError(
+            f"the tokenizer of {record.root} {problem}; give it, or the corpus that was made with "
+            "it, with --tokenizer-model"
+        )
     if Corpus.exists(path):
-        _refuse_what_a_corpus_says(options, path)
+        for flag, value in (
+            ("--tiktoken-pattern", options.tiktoken_pattern),
+            ("--eod-token", options.eod_token),
+        ):
+            if value is not None:
+                raise UserError(
+                    f"{flag} {value}: recorded in the corpus {path}; leave the option out, or give "
+                    "a tokenizer file with --tokenizer-model"
+                )
         tokenizer = corpus_tokenizer(Corpus.load(path))
     else:
-        eod_token = options.eod_token or _recorded_end(recorded, record)
-        pattern = options.tiktoken_pattern or recorded.tiktoken_pattern
+        eod_token = options.eod_token or recorded.get("eod_token")
+        if eod_token is None:
+            eod_token = DEFAULT_EOD_TOKEN
+            if place:
+                warnings.warn(
+                    f"{record.root} does not record its end-of-document token: assuming "
+                    f"{eod_token}; give --eod-token, or the corpus with --tokenizer-model",
+                    stacklevel=2,
+                )
+        pattern = options.tiktoken_pattern or recorded.get("tiktoken_pattern")
         tokenizer = load_tokenizer(path, eod_token, pattern)
     if tokenizer.sha256 != record.tokenizer_hash:
         raise UserError(
             f"{tokenizer.path} is not the tokenizer that {record.root} was trained with (its hash "
-            "differs); give that one, or the corpus that was made with it, by --tokenizer-model"
+            "differs); give that one, or the corpus that was made with it, with --tokenizer-model"
         )
     return tokenizer
 
 
-def _found(recorded: RecordedTokenizer, record: CheckpointRecord) -> Path:
-    """Where the tokenizer lies. Raises UserError if that is not known, or nothing is there."""
-    if recorded.place is not None and recorded.place.exists():
-        return recorded.place
-    known = "is not recorded" if recorded.place is None else f"is no longer at {recorded.place}"
-    raise UserError(
-        f"the tokenizer of {record.root} {known}; give it, or the corpus that was made with it, by "
-        "--tokenizer-model"
-    )
+def recorded_tokenizer(record: CheckpointRecord) -> Path | None:
+    """Return the path of the tokenizer, or of a corpus or model folder with it, if recorded.
 
-
-def _recorded_end(recorded: RecordedTokenizer, record: CheckpointRecord) -> str:
-    """The end-of-document token; told where it is taken for granted."""
-    if recorded.eod_token is None and recorded.place is not None:
-        warnings.warn(
-            f"{record.root} does not say what ended documents in its corpus: {DEFAULT_EOD_TOKEN} "
-            "is taken; give --eod-token, or the corpus by --tokenizer-model",
-            stacklevel=2,
-        )
-    return recorded.eod_token or DEFAULT_EOD_TOKEN
-
-
-def _refuse_what_a_corpus_says(options: TokenizerOptions, corpus: Path) -> None:
-    given = {"--tiktoken-pattern": options.tiktoken_pattern, "--eod-token": options.eod_token}
-    for flag, value in given.items():
-        if value is not None:
-            raise UserError(
-                f"{flag} {value}: the corpus {corpus} says it itself; leave the option out, or "
-                "give a tokenizer's file by --tokenizer-model"
-            )
+    A relative path is resolved from the folder the run was started in, else from here.
+    """
+    options = record.provenance.options
+    data = options.get("data") or options
+    place = options.get("corpus") or data.get("tokenizer_model") or options.get("model")
+    if not place:
+        return None
+    from_start = Path(record.provenance.working_folder or ".") / place
+    return Path(place) if Path(place).exists() and not from_start.exists() else from_start
 
 
 def _in_dtype(tensors: Tensors, dtype: torch.dtype, where: Path) -> Tensors:
-    """On the CPU and in ``dtype``. Raises UserError for numbers that are not finite there."""
+    """Convert to ``dtype`` on the CPU. Raises UserError for values that are not finite in it."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(
-                f"{where}: tensor {name} holds numbers that are not finite: the model has "
-                "diverged; convert an earlier checkpoint"
+                f"{where}: tensor {name} has values that are not finite: the model has diverged; "
+                "convert an earlier checkpoint"
             )
         tensors[name] = tensor.to("cpu", dtype)
         if not torch.isfinite(tensors[name]).all():
             raise UserError(
-                f"{where}: tensor {name} has numbers up to {tensor.abs().max():g}, too large for "
+                f"{where}: tensor {name} has values up to {tensor.abs().max():g}, too large for "
                 f"{dtype}; give --dtype bfloat16 or float32"
             )
     return tensors
@@ -201,7 +208,7 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, where: str) -> No
     if tokenizer.vocab_size > shape.vocab_size:
         raise UserError(
             f"{where}: a vocabulary of {shape.vocab_size} is too small for {tokenizer.path}, whose "
-            f"ids go up to {tokenizer.vocab_size - 1}; give the model's own by --tokenizer-model"
+            f"ids go up to {tokenizer.vocab_size - 1}; give the model's own with --tokenizer-model"
         )
 
 
@@ -209,15 +216,15 @@ def _check_shard_size(size: str) -> None:
     try:
         split_torch_state_dict_into_shards({}, max_shard_size=size)
         if float(size.strip()[:-2]) <= 0:  # before the unit
-            raise ValueError("it is not above 0")
+            raise ValueError("must be above 0")
     except (ValueError, OverflowError) as error:
-        raise UserError(f"--max-shard-size {size}: {error}; give a size as in 5GB") from error
+        raise UserError(f"--max-shard-size {size}: {error}; give a size such as 5GB") from error
 
 
 def _require_one_rank(layout: Layout) -> None:
     if layout.world_size > 1:
         raise UserError(
-            "tools/convert_checkpoint.py works on one rank, whatever layout wrote the checkpoint; "
+            "tools/convert_checkpoint.py runs on one rank, whatever layout wrote the checkpoint; "
             "start it with python, not with torchrun"
         )
 
@@ -237,6 +244,6 @@ def _about_tokenizer(tokenizer: Tokenizer) -> str:
     if tokenizer.file.kind == "tokenizers":
         return "with its tokenizer.json"
     return (
-        f"with its {tokenizer.file.name}, which AutoTokenizer does not read: encode with the "
-        f"package {tokenizer.file.kind}"
+        f"with its {tokenizer.file.name}, which AutoTokenizer cannot read: encode with the "
+        f"{tokenizer.file.kind} package"
     )

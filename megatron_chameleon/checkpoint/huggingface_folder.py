@@ -1,7 +1,6 @@
-"""A Hugging Face GPT-2 folder on disk: config.json, weights and tokenizer, read and written.
+"""Read and write Hugging Face GPT-2 folders: config.json, weights, tokenizer.
 
-Weights are read and written by safetensors and huggingface_hub, which the tokenizers package brings
-along; transformers itself is not needed.
+Weights go through safetensors and huggingface_hub; transformers is not needed.
 """
 
 from __future__ import annotations
@@ -27,12 +26,23 @@ from megatron_chameleon.artifacts.files import (
     read_json,
     remove_replaced,
     replace_folder,
+    sha256_of_files,
     write_json,
     writing,
 )
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.huggingface import Tensors
+from megatron_chameleon.model.gpt import unwrap
+from megatron_chameleon.model.huggingface import (
+    GPT2Config,
+    Tensors,
+    checked_tensors,
+    load_huggingface,
+    read_config,
+    shape_of_config,
+    with_vocabulary,
+)
+from megatron_chameleon.model.sizes import ModelShape
 
 CONFIG_NAME = "config.json"
 PROVENANCE_NAME = "provenance.json"
@@ -41,41 +51,99 @@ _INDEX_SUFFIX = ".index.json"
 
 
 def is_huggingface_folder(folder: Path) -> bool:
-    """Whether ``folder`` looks like a model of transformers, whole or not."""
+    """Whether ``folder`` holds a transformers model, complete or not."""
     names = (CONFIG_NAME, _SAFETENSORS, _SAFETENSORS + _INDEX_SUFFIX, _PICKLED)
     return any((folder / name).is_file() for name in names)
 
 
-def find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
-    """The files that hold the weights of ``folder``: one, or those that its index names.
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceWeights:
+    """A GPT-2 folder; its tensors stay on disk until :meth:`read` or :meth:`load`.
 
-    Args:
+    Attributes:
         folder: of the model.
-        allow_pickle: take torch's own format where there is no safetensors file.
-
-    Raises:
-        UserError: if there are none of a format that may be read.
+        files: that hold its weights.
+        config: from its config.json.
+        vocab_size: embedding rows to read, at most those that exist: public models are padded
+            beyond their tokenizer's vocabulary.
     """
-    for name in (_SAFETENSORS, _PICKLED):
-        found = _files_called(folder, name)
-        if not found:
-            continue
-        if name == _PICKLED and not allow_pickle:
-            raise UserError(
-                f"{folder} has its weights in {_PICKLED} alone, which is a pickle and can hold "
-                f"code; get it with {_SAFETENSORS}, or make a checkpoint of it by "
-                "tools/convert_checkpoint.py from-huggingface --allow-pickle, which reads tensors "
-                "of it"
+
+    folder: Path
+    files: tuple[Path, ...]
+    config: GPT2Config
+    vocab_size: int
+
+    @classmethod
+    def find(cls, folder: Path, *, allow_pickle: bool = False) -> HuggingFaceWeights:
+        """Open ``folder`` without reading its tensors.
+
+        Args:
+            folder: of the model.
+            allow_pickle: accept torch's own format where there is no safetensors file.
+
+        Raises:
+            UserError: for an unsupported model, or weights in no format that may be read.
+        """
+        where = folder / CONFIG_NAME
+        config = read_config(read_json(where, "give a Hugging Face model's folder"), str(where))
+        files = _find_weights(folder, allow_pickle=allow_pickle)
+        held = sum(path.stat().st_size for path in files)
+        shape_of_config(config).require_bytes(held, str(where))
+        return cls(folder, tuple(files), config, config.vocab_size)
+
+    @property
+    def config_file(self) -> Path:
+        """The file that holds the shape."""
+        return self.folder / CONFIG_NAME
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the model that is read."""
+        return dataclasses.replace(shape_of_config(self.config), vocab_size=self.vocab_size)
+
+    @property
+    def left_out(self) -> list[str]:
+        """What is not read, one line each."""
+        lines = []
+        rows = self.config.vocab_size - self.vocab_size
+        if rows:
+            lines.append(
+                f"the last {rows} of its {self.config.vocab_size} embedding rows are left out: the "
+                f"tokenizer has {self.vocab_size} tokens"
             )
-        return found
-    raise UserError(f"{folder} holds no weights: there is no {_SAFETENSORS} in it")
+        if self.config.largest_dropout:
+            lines.append(
+                f"its dropout of {self.config.largest_dropout:g} is left out: models here train "
+                "without"
+            )
+        return lines
+
+    def hash(self) -> str:
+        """Hex SHA-256 of the files of config and weights."""
+        return sha256_of_files(self.config_file, *self.files)
+
+    def read(self) -> Tensors:
+        """Read the tensors onto the CPU, under their Hugging Face names.
+
+        Raises:
+            UserError: if they are damaged, or do not match the config.
+        """
+        stored = shape_of_config(self.config)
+        tensors = checked_tensors(read_tensors(self.files), stored, str(self.folder))
+        return with_vocabulary(tensors, self.vocab_size)
+
+    def load(self, model: Sequence[torch.nn.Module]) -> None:
+        """Load the weights into ``model``, this rank's chunks. Raises as :meth:`read`."""
+        tensors = self.read()
+        for chunk in model:
+            load_huggingface(unwrap(chunk), tensors, self.shape)
 
 
 def read_tensors(files: Sequence[Path]) -> Tensors:
-    """Every tensor in ``files``, on the CPU.
+    """Read every tensor in ``files`` onto the CPU.
 
     Raises:
-        UserError: if a file is damaged, or asks for more than tensors.
+        UserError: if a file is damaged or holds more than tensors.
     """
     tensors: Tensors = {}
     for path in files:
@@ -91,10 +159,10 @@ def write_folder(
     provenance: Provenance,
     max_shard_size: str,
 ) -> None:
-    """Write a folder that transformers reads; it has its name only once it is complete.
+    """Write a folder that transformers reads; it gets its name once it is complete.
 
     Raises:
-        UserError: if the disk is full or refuses; what was there before is then as it was.
+        UserError: if it cannot be written; what was there before is then unchanged.
     """
     with _replacing_folder(folder) as temporary:
         write_json(temporary / CONFIG_NAME, config)
@@ -110,43 +178,58 @@ def write_folder(
             raise UserError(
                 f"cannot write {folder} ({reason}); free space or choose another folder"
             ) from error
-        for path in temporary.glob("*.safetensors"):  # made unreadable for others
+        for path in temporary.glob("*.safetensors"):  # created with mode 0600
             shutil.copymode(temporary / CONFIG_NAME, path)
 
 
 def check_output(folder: Path, marker: str, *, overwrite: bool) -> None:
-    """Refuse to write where something is that is not to be replaced.
+    """Check that ``folder`` may be written.
 
     Args:
         folder: to be written.
-        marker: the file by which a folder of the kind to be written is known.
-        overwrite: whether one of that kind may be replaced.
+        marker: the file that identifies a folder of the kind to be written.
+        overwrite: whether a folder of that kind may be replaced.
 
     Raises:
-        UserError: saying what is there.
+        UserError: naming what is there.
     """
     with writing(folder):
-        put_back(folder)  # one whose replacement was cut off is there
+        put_back(folder)  # restore it if its replacement was interrupted
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir() or folder.is_symlink():
-        raise UserError(f"--output {folder} is no folder of its own; give a new one")
+        raise UserError(f"--output {folder} is not a folder; choose a new one")
     if not any(folder.iterdir()):
         return
     if not (folder / marker).is_file():
         raise UserError(
-            f"--output {folder} holds other files and no {marker}; give a new folder, since the "
+            f"--output {folder} holds other files and no {marker}; choose a new folder, since the "
             "whole folder would be replaced"
         )
     if not overwrite:
         raise UserError(
-            f"--output {folder} holds a {marker} already; give another folder, or --overwrite to "
-            "replace the whole folder"
+            f"--output {folder} already holds a {marker}; choose another folder, or pass "
+            "--overwrite to replace the whole folder"
         )
 
 
-def _files_called(folder: Path, name: str) -> list[Path]:
-    """The file ``name`` in ``folder``, or the shards that its index names, or nothing."""
+def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
+    for name in (_SAFETENSORS, _PICKLED):
+        found = _weight_files(folder, name)
+        if not found:
+            continue
+        if name == _PICKLED and not allow_pickle:
+            raise UserError(
+                f"{folder} has its weights only in {_PICKLED}, a pickle, which can contain code; "
+                f"get it with {_SAFETENSORS}, or convert its tensors to a checkpoint with "
+                "tools/convert_checkpoint.py from-huggingface --allow-pickle"
+            )
+        return found
+    raise UserError(f"{folder} holds no weights: it has no {_SAFETENSORS}")
+
+
+def _weight_files(folder: Path, name: str) -> list[Path]:
+    """The file ``name`` in ``folder``, or the shards listed in its index, or nothing."""
     index = folder / (name + _INDEX_SUFFIX)
     if (folder / name).is_file():
         return [folder / name]
@@ -155,10 +238,10 @@ def _files_called(folder: Path, name: str) -> list[Path]:
     weight_map = read_json(index, "get the folder again").get("weight_map")
     names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
-        raise UserError(f"{index}: field weight_map: it does not say which files hold the weights")
+        raise UserError(f"{index}: field weight_map: expected tensor names and file names")
     for path in (folder / shard for shard in names):
         if not path.is_file():
-            raise UserError(f"{path} is missing, which {index} names; get the folder again")
+            raise UserError(f"{path} is missing, but listed in {index}; get the folder again")
     return [folder / shard for shard in names]
 
 
@@ -176,7 +259,7 @@ def _read_pickled(path: Path) -> Tensors:
     except Exception as error:
         raise _unreadable(path, error) from error
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
-        raise UserError(f"{path} holds other things than named tensors; give a model's weights")
+        raise UserError(f"{path} holds more than named tensors; give a model's weights")
     return dict(found)
 
 
@@ -186,7 +269,7 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 
 
 def _tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """What tells transformers to take tokenizer.json as it is, and which token ends documents."""
+    """Make transformers use tokenizer.json unchanged, with the end-of-document token."""
     library = tokenizers.Tokenizer.from_str(tokenizer.file.content.decode("utf-8"))
     eod = library.id_to_token(tokenizer.eod_id)
     return {
@@ -201,7 +284,7 @@ def _tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``folder``, which takes its place when the block ends well."""
+    """Yield an empty folder that replaces ``folder`` when the block succeeds."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         put_back(folder)

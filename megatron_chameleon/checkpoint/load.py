@@ -1,41 +1,112 @@
-"""Reading a checkpoint, in whatever layout this process runs."""
+"""Load a checkpoint into a model or a training run under any parallel layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import pickle
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonLoadStrategy,
+)
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 
-from megatron_chameleon.artifacts.checkpoint import FILE_NAME, CheckpointRecord
-from megatron_chameleon.checkpoint.adamw_repairs import convert_loaded_state, prepare_for_loading
-from megatron_chameleon.checkpoint.checked_reading import CheckedLoadStrategy
-from megatron_chameleon.checkpoint.pickled_index import read_index
-from megatron_chameleon.checkpoint.random_state import (
+from megatron_chameleon.artifacts import CheckpointRecord, Corpus
+from megatron_chameleon.artifacts.checkpoint import FILE_NAME
+from megatron_chameleon.artifacts.record import check_values
+from megatron_chameleon.checkpoint.index import read_index
+from megatron_chameleon.checkpoint.optimizer_fixes import convert_loaded_state, prepare_for_loading
+from megatron_chameleon.checkpoint.state import (
+    RANDOM,
+    State,
     loadable_random_states,
+    model_state,
     set_random_states,
+    training_state,
 )
-from megatron_chameleon.checkpoint.state import RANDOM, State, model_state, training_state
-from megatron_chameleon.checkpoint.unpickled import SmallValues, checking_content
-from megatron_chameleon.model.gpt import unwrap
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.gpt import build_model, unwrap
+from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.parallel.layout import Layout
+
+# Raised by torch for files that are damaged, truncated, or hold more than tensors and plain values.
+_FILE_ERRORS = (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError)
+
+# Raised by megatron for names, types or shapes that differ from those of the run.
+_CONTENT_ERRORS = (
+    CheckpointingException,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    ValueError,
+)
+
+
+def shape_of(record: CheckpointRecord) -> ModelShape:
+    """Return the model's shape.
+
+    Raises:
+        UserError: if checkpoint.json has no valid shape, or one too large for its files.
+    """
+    where, hint = f"{record.root}/checkpoint.json", "the checkpoint is damaged; use another"
+    shape = check_values(where, ModelShape, record.model, hint, "model")
+    held = sum(file.bytes for file in record.files.values())
+    shape.require_bytes(held, f"{where}: field model")
+    return shape
+
+
+def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
+    """Raise UserError if the model and the corpus use different tokenizers."""
+    if record.tokenizer_hash != corpus.tokenizer.sha256:
+        raise UserError(
+            f"{record.root} was trained with another tokenizer than {corpus.root} was made with; "
+            "preprocess the text again with that tokenizer (--tokenizer-model)"
+        )
+
+
+def open_reader(record: CheckpointRecord, layout: Layout, *, bf16: bool = False) -> Reader:
+    """Build this rank's part of the model in eval mode and load its weights.
+
+    In float32 by default, whatever it was trained in, so that embeddings and losses agree across
+    layouts and devices; ``bf16`` is faster.
+    """
+    shape = shape_of(record)
+    model = build_model(shape, layout, seed=0, bf16=bf16)
+    load_weights(record, [model])
+    model.eval()
+    return Reader(model=unwrap(model), shape=shape, layout=layout)
 
 
 def load_weights(record: CheckpointRecord, model: Sequence[torch.nn.Module]) -> None:
-    """Read the weights of ``record`` into ``model``, this rank's chunks.
+    """Load the weights of ``record`` into ``model``, this rank's chunks. Collective.
 
     Raises:
-        UserError: if a file is damaged, not listed in ``record``, or not of such a model.
+        UserError: if a file is damaged, not listed in ``record``, or of another model.
     """
     wanted = model_state(model)
-    with checking_content(record.root):
-        state = _read(record, wanted, read_index(record.root))
-        _load_model(model, state)
+    with _content_errors(record.root):
+        _load_model(model, _read(record, wanted, read_index(record.root)))
 
 
 def load_training(
@@ -44,16 +115,16 @@ def load_training(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    """Read weights, optimizer, schedule and random state of ``record``: the run goes on as it was.
+    """Load weights, optimizer, scheduler and random states, to resume a run exactly. Collective.
 
-    Data-parallel ranks read a part each of what they have in common, and exchange it.
+    Data-parallel ranks each read a part of their common state, and exchange it.
 
     Raises:
-        UserError: if a file is damaged, not listed in ``record``, or not of such a run.
+        UserError: if a file is damaged, not listed in ``record``, or of another run.
     """
     prepare_for_loading(optimizer)
     wanted = training_state(model, optimizer, scheduler, is_loading=True)
-    with checking_content(record.root):
+    with _content_errors(record.root):
         index = read_index(record.root)
         wanted[RANDOM] = loadable_random_states(index)
         state = _read(record, wanted, index)
@@ -65,10 +136,10 @@ def load_training(
 
 
 def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
-    """What the checkpoint holds of ``wanted``: tensors and plain values, nothing pickled.
+    """Read what the checkpoint holds of ``wanted``: tensors and plain values, nothing pickled.
 
-    megatron's "_extra_state" entries are left out. They are empty without Transformer Engine, and
-    torch would unpickle whatever is in their place.
+    megatron's "_extra_state" entries are skipped. They are empty without Transformer Engine, and
+    torch would unpickle whatever is stored in their place.
     """
     for place in index.storage_data.values():
         if place.relative_path not in record.files:
@@ -76,20 +147,134 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
     for name, part in wanted.items():
         if name.startswith("model"):
             wanted[name] = {k: v for k, v in part.items() if not k.endswith("_extra_state")}
-    return dist_checkpointing.load(wanted, str(record.root), _strategy(index), SmallValues())
-
-
-def _strategy(index: Metadata) -> FullyParallelLoadStrategyWrapper:
-    return FullyParallelLoadStrategyWrapper(
+    strategy = FullyParallelLoadStrategyWrapper(
         CheckedLoadStrategy(index),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
+    return dist_checkpointing.load(wanted, str(record.root), strategy, _CommonLoadStrategy())
 
 
 def _load_model(model: Sequence[torch.nn.Module], state: State) -> None:
     for number, chunk in enumerate(model):
-        # strict=False for megatron's "_extra_state" entries alone; a missing weight is an error
-        # above.
+        # strict=False only for megatron's "_extra_state" entries; _read fails on a missing weight.
         missing, unexpected = unwrap(chunk).load_state_dict(state[f"model{number}"], strict=False)
         assert not [key for key in missing if not key.endswith("_extra_state")], missing
         assert not unexpected, unexpected
+
+
+class CheckedReader(FileSystemReader):
+    """torch's file reader with an index that :func:`read_index` has checked."""
+
+    def __init__(self, folder: str | Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self) -> Metadata:
+        """Return the index. Without a rank argument, torch looks for no per-rank index."""
+        return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Read tensors with ``weights_only``.
+
+        Raises:
+            UnpicklingError: for any other entry, which the planner would unpickle unrestricted.
+        """
+        for item in plan.items:
+            if item.type is not LoadItemType.TENSOR:
+                raise pickle.UnpicklingError(f"{item.storage_index.fqn} is not a tensor")
+        return super().read_data(plan, planner)
+
+
+class CheckedLoadStrategy(TorchDistLoadShardedStrategy):
+    """megatron's torch_dist strategy, reading only by the given ``index``."""
+
+    def __init__(self, index: Metadata) -> None:
+        super().__init__()
+        self._index = index
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
+        """Load tensors through a :class:`CheckedReader`."""
+        with self._checked_reader():
+            return super().load(sharded_state_dict, checkpoint_dir)
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: Path, metadata: Metadata | None = None
+    ) -> ShardedStateDict:
+        """Return the tensors' shapes from the checked index."""
+        return super().load_tensors_metadata(checkpoint_dir, metadata or self._index)
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Return all entries' shapes from the checked index."""
+        with self._checked_reader():
+            return super().load_sharded_metadata(checkpoint_dir)
+
+    @contextlib.contextmanager
+    def _checked_reader(self) -> Iterator[None]:
+        """Replace megatron's reader factory: a module-level function that cannot be passed in."""
+        before = torch_dist._get_filesystem_reader
+
+        def reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> Any:
+            return CheckedReader(checkpoint_dir, self._index)
+
+        torch_dist._get_filesystem_reader = reader
+        try:
+            yield
+        finally:
+            torch_dist._get_filesystem_reader = before
+
+
+class _CommonLoadStrategy(TorchCommonLoadStrategy):
+    """megatron's reader of common state, restricted to tensors and plain values."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Read ``common.pt``.
+
+        Raises:
+            UserError: if it is damaged or holds anything but tensors and plain values.
+        """
+        path = Path(checkpoint_dir) / COMMON_STATE_FNAME
+        try:
+            values = torch.load(path, map_location="cpu", weights_only=True)
+            if not isinstance(values, dict):
+                raise pickle.UnpicklingError(f"it holds a {type(values).__name__}")
+        except _FILE_ERRORS as error:
+            raise _unreadable(path, error) from error
+        return values
+
+
+@contextlib.contextmanager
+def _content_errors(folder: Path) -> Iterator[None]:
+    """Turn what torch and megatron raise for a bad checkpoint into a UserError."""
+    try:
+        yield
+    except UserError:  # a ValueError, too
+        raise
+    except CheckpointException as error:
+        cause = next((cause for cause, _ in error.failures.values()), error)
+        known = (*_FILE_ERRORS, *_CONTENT_ERRORS)
+        if not isinstance(cause, known) or isinstance(cause, torch.OutOfMemoryError):
+            raise
+        raise _unreadable(folder, cause) from error
+    except _CONTENT_ERRORS as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"cannot load {folder} ({type(error).__name__}: {reason}): its state does not match "
+            "this run; use another checkpoint"
+        ) from error
+
+
+def _unreadable(path: Path, error: BaseException) -> UserError:
+    # torch's messages are for programmers, and advise loading the file with the code in it.
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror
+    elif asked := re.search(r"GLOBAL (\S+)", text):
+        reason = f"it asks for {asked[1]}"
+    elif "weights_only" in text:
+        reason = "it holds more than tensors and plain values"
+    else:
+        reason = (text.splitlines() or [type(error).__name__])[0]
+    return UserError(
+        f"cannot read {path} ({reason}): it is damaged, or crafted to run code; use another "
+        "checkpoint"
+    )

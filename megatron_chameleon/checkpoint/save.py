@@ -1,25 +1,43 @@
-"""Writing a checkpoint: by all ranks, under a temporary name, then renamed."""
+"""Write a checkpoint: all ranks write to a temporary folder, which is then renamed.
+
+megatron plans and writes. Added here: the process that writes a file also hashes it, in the
+background if the save is asynchronous; a failure on one rank is reported to rank 0 and raised on
+all ranks, where megatron would wait for a rank that has left; and no process is started to carry
+results, which would outlive a killed rank, nor one per file, which megatron would wait for forever
+if it is killed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import os
+import pickle
+import queue
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, hash_files
+from megatron_chameleon.artifacts.checkpoint import CheckpointFile, CheckpointRecord, hash_files
 from megatron_chameleon.artifacts.checkpoint_upkeep import (
     naming_latest,
     remove_leftovers,
@@ -27,46 +45,45 @@ from megatron_chameleon.artifacts.checkpoint_upkeep import (
 )
 from megatron_chameleon.artifacts.files import flush_to_disk, replace_folder
 from megatron_chameleon.checkpoint.state import State
-from megatron_chameleon.checkpoint.write import HashingSaveStrategy, Shares, first_line
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import from_main
 
+Files = dict[str, CheckpointFile]
+
 
 class SaveError(UserError):
-    """A checkpoint could not be written; every rank raises it. Earlier ones are as they were."""
+    """A checkpoint could not be written. Raised on every rank; earlier checkpoints are intact."""
 
 
 def save_checkpoint(state: State, record: CheckpointRecord) -> None:
-    """Write ``state`` and ``record`` to ``record.root``. Every rank calls this.
+    """Write ``state`` and ``record`` to ``record.root``. Collective.
 
-    The folder has its name only once it is complete; a copy left by a killed run is removed.
+    The folder gets its name once it is complete; leftovers of a killed save are removed.
 
     Raises:
-        UserError: on every rank, if the disk of any is full or refuses; earlier checkpoints are as
-            they were.
+        UserError: on every rank, if any rank cannot write; earlier checkpoints are intact.
     """
     try:
         plan_save(state, record).execute_sync()
     except SaveError as error:
         raise UserError(
             f"{error}; free space or choose another folder, and run again: earlier checkpoints are "
-            "as they were"
+            "intact"
         ) from error
 
 
 def plan_save(state: State, record: CheckpointRecord, *, is_latest: bool = False) -> AsyncRequest:
-    """What is left to do of a save: all but the planning. Every rank calls this.
+    """Plan a save and return the request that executes it. Collective.
 
-    Each data-parallel rank writes a part of what they have in common
-    (:class:`FullyParallelSaveStrategyWrapper`). Nothing waits for a rank on which something fails.
+    Data-parallel ranks each write a part of their common state.
 
     Args:
-        state: what is saved; its tensors may change once the request's writing has begun.
-        record: what is said of it. Its ``files`` are filled in.
-        is_latest: whether it becomes the latest checkpoint of the run whose folder it is in.
+        state: its tensors may change once the request has started to write.
+        record: of the checkpoint; its ``files`` are filled in.
+        is_latest: whether it becomes the latest checkpoint of its run.
 
     Raises:
-        SaveError: on every rank, here or by the last of the request's functions.
+        SaveError: on every rank, here or from the last of the request's functions.
     """
     save = _Save(record, is_latest, temporary_name(record.root, from_main(_token)))
     shards, common = save_preprocess(state)
@@ -79,29 +96,62 @@ def plan_save(state: State, record: CheckpointRecord, *, is_latest: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
+class RankResult:
+    """What one rank wrote, or its error."""
+
+    results: list[WriteResult] = dataclasses.field(default_factory=list)
+    files: Files = dataclasses.field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What all ranks wrote; on rank 0."""
+
+    writer: FileSystemWriterAsync
+    index: Metadata
+    ranks: list[RankResult]
+
+    @property
+    def error(self) -> str | None:
+        """The error of the first rank that has one."""
+        errors = (f"rank {n}: {rank.error}" for n, rank in enumerate(self.ranks) if rank.error)
+        return next(errors, None)
+
+    @property
+    def files(self) -> Files:
+        """The files of all ranks."""
+        return {name: file for rank in self.ranks for name, file in rank.files.items()}
+
+    def write_index(self) -> None:
+        """Write torch's index of the files. Raises OSError."""
+        self.writer.finish(self.index, [rank.results for rank in self.ranks])
+
+
+@dataclasses.dataclass(frozen=True)
 class _Save:
-    """What rank 0 does of a save, before the others and after them."""
+    """Rank 0's part of a save, before and after the ranks write."""
 
     record: CheckpointRecord
     is_latest: bool
     temporary: Path
 
     def begin(self, common: dict[str, Any]) -> None:
-        """Make the temporary folder, with the values in it that are no tensors."""
-        with self._refusing():
+        """Create the temporary folder and write the state that is not sharded."""
+        with self._save_errors():
             remove_leftovers(self.record.root)
             self.temporary.mkdir(parents=True)
             TorchCommonSaveStrategy("torch", 1).save_common(common, self.temporary)
 
-    def complete(self, shares: Shares) -> None:
-        """Write what is missing, and give the folder its name."""
-        with self._refusing():
-            if shares.problem:
-                raise OSError(shares.problem)
-            shares.write_index()
+    def complete(self, written: Written) -> None:
+        """Write the index and the record, and rename the folder."""
+        with self._save_errors():
+            if written.error:
+                raise OSError(written.error)
+            written.write_index()
             save_config(CheckpointingConfig("torch_dist", 1), str(self.temporary))
-            own = hash_files(self.temporary, leave_out=shares.files)
-            files = dict(sorted({**shares.files, **own}.items()))
+            own = hash_files(self.temporary, leave_out=written.files)
+            files = dict(sorted({**written.files, **own}.items()))
             dataclasses.replace(self.record, root=self.temporary, files=files).save()
             for name in own:
                 flush_to_disk(self.temporary / name)
@@ -111,15 +161,189 @@ class _Save:
             flush_to_disk(self.record.root.parent)
 
     @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Tell in one line what goes wrong; what cannot be used takes no room then."""
+    def _save_errors(self) -> Iterator[None]:
+        """Raise SaveError for what goes wrong, after removing the temporary folder."""
         try:
             yield
-        except (OSError, RuntimeError, UserError) as error:  # RuntimeError: of torch, for files
+        except (OSError, RuntimeError, UserError) as error:  # RuntimeError: torch's for files
             shutil.rmtree(self.temporary, ignore_errors=True)
             raise SaveError(
                 f"cannot write the checkpoint {self.record.root} ({first_line(error)})"
             ) from error
+
+
+class HashingSaveStrategy(TorchDistSaveShardedStrategy):
+    """megatron's torch_dist strategy, which hashes files and agrees on errors.
+
+    ``complete`` is called on rank 0 once all ranks have written; a UserError that it raises is
+    raised on every rank.
+    """
+
+    def __init__(self, complete: Callable[[Written], None]) -> None:
+        super().__init__("torch_dist", 1)
+        self._complete = complete
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path
+    ) -> AsyncRequest:
+        """Plan the save, with results handed over in memory.
+
+        megatron takes its results queue from a module variable. Without one, it starts a process of
+        270 MB in every rank, which survives the rank.
+        """
+        before = filesystem_async._results_queue
+        filesystem_async._results_queue = Handover()
+        try:
+            return super().async_save(sharded_state_dict, checkpoint_dir)
+        finally:
+            filesystem_async._results_queue = before
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, planned: Any
+    ) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, planned)
+        _, index, ranks = planned
+        staged: list[Any] = []
+
+        def stage() -> list[Any]:
+            """Copy to the host and keep a reference: freed pinned memory would be reused."""
+            staged.extend(request.preload_fn())
+            return staged
+
+        def finalize() -> None:
+            results = ranks.gather_object(_result_of(writer))
+            staged.clear()
+            from_main(lambda: self._complete(Written(writer, index, results)))
+
+        if request.async_fn is None:  # this rank has nothing to write
+            return request._replace(finalize_fns=[finalize])
+        return request._replace(
+            async_fn=_WriteAndHash([writer.transforms]),
+            preload_fn=stage,
+            finalize_fns=[finalize],
+        )
+
+
+class Handover:
+    """Pass one value of any size from a forked process to its parent.
+
+    The memory is anonymous and shared. A pipe would block the writer until it is read, and a queue
+    of ``multiprocessing`` needs a thread or process of its own. A value put by the parent itself
+    stays in the parent.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._value: Any = None
+        self._memory = os.fdopen(os.memfd_create("handover"), "w+b")
+
+    def put(self, value: Any) -> None:
+        """Pass ``value``; the parent reads it once this process has ended."""
+        if os.getpid() == self._pid:
+            self._value = value
+            return
+        pickle.dump(value, self._memory)
+        self._memory.flush()
+
+    def get(self) -> Any:
+        """Return the value; None if none was put, or the process was killed while putting it."""
+        if self._value is not None:
+            return self._value
+        self._memory.seek(0)
+        try:
+            return pickle.load(self._memory)
+        except (EOFError, pickle.UnpicklingError):
+            return None
+
+
+class _WriteAndHash:
+    """Writes and hashes one rank's files, in this process or in a fork with a copy of the tensors.
+
+    On the CPU the fork's copy keeps training from changing what is being written.
+    """
+
+    def __init__(self, transforms: list[Any]) -> None:
+        self._transforms = transforms
+
+    def __call__(self, rank: int, buckets: list[Any], handover: Handover) -> None:
+        """Write, then hand over (megatron's results, hashes), or the error message."""
+        outcome: tuple[Any, Files] | str
+        try:
+            results = self._write(buckets)
+            outcome = results, hash_written([Path(path) for path, *_ in buckets])
+        except Exception as error:
+            outcome = first_line(error)
+        handover.put(outcome)
+
+    def _write(self, buckets: list[Any]) -> dict[int, Any]:
+        """Write each file in a thread, with the function that megatron runs in a process.
+
+        Raises:
+            Exception: the first file's error.
+        """
+        done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        begun: queue.Queue[int] = queue.Queue()  # megatron counts its processes with it
+
+        def write(number: int) -> None:
+            begun.put(number)
+            FileSystemWriterAsync.write_preloaded_data(
+                self._transforms, number, buckets[number], done, begun, use_fsync=True
+            )
+
+        # In a fork, collecting what the parent has on a GPU would be an error.
+        with _without_collection(), ThreadPoolExecutor(len(buckets)) as pool:
+            list(pool.map(write, range(len(buckets))))
+        outcomes = dict(sorted(done.get_nowait() for _ in buckets))
+        for outcome in outcomes.values():
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def hash_written(paths: list[Path]) -> Files:
+    """Hash files concurrently: hashing releases the GIL."""
+    with ThreadPoolExecutor(len(paths)) as pool:
+        files = pool.map(CheckpointFile.of, paths)
+        return {path.name: file for path, file in zip(paths, files, strict=True)}
+
+
+def first_line(error: BaseException) -> str:
+    """Describe ``error`` in one line, for an OSError with the system's message."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if "inline_container" in str(error):  # from torch's archive, about its own source
+        return "a file could not be written completely, as on a full disk"
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _result_of(writer: FileSystemWriterAsync) -> RankResult:
+    """Collect this rank's result, once its writing has ended."""
+    if not writer.write_buckets:
+        return RankResult()
+    outcome = writer.results_queue.get()
+    if outcome is None:
+        return RankResult(error="the process that writes was killed")
+    if isinstance(outcome, str):
+        return RankResult(error=outcome)
+    results, files = outcome
+    # megatron checks them for completeness.
+    writer.results_queue = queue.SimpleQueue()
+    writer.results_queue.put(results)
+    checked = writer.retrieve_write_results()
+    if isinstance(checked, tuple):  # an exception and where it was raised
+        return RankResult(error=first_line(checked[0].__cause__ or checked[0]))
+    return RankResult(checked, files)
 
 
 def _token() -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as sharded state: each rank names its part of every tensor."""
+"""The sharded state of a training run: each rank contributes its shards of every tensor."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_chameleon.checkpoint.bucket_repair import gather_with_padding
-from megatron_chameleon.checkpoint.random_state import sharded_random_states
+from megatron_chameleon.checkpoint.optimizer_fixes import gather_with_padding
 from megatron_chameleon.model.gpt import unwrap
 
-# The only optimizer format that another tensor or pipeline parallel degree can read.
+# The only optimizer format that another tensor or pipeline parallel size can load.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 RANDOM = "random"
@@ -24,16 +27,16 @@ State = dict[str, Any]
 
 
 def model_state(model: Sequence[torch.nn.Module]) -> State:
-    """Weights of this rank's chunks, which may be wrapped for data parallelism or bfloat16."""
+    """Sharded weights of this rank's model chunks, DDP or Float16Module wrappers allowed."""
     return {
         f"model{number}": unwrap(chunk).sharded_state_dict() for number, chunk in enumerate(model)
     }
 
 
 def finish_param_gather(model: Sequence[torch.nn.Module]) -> None:
-    """Bring parameters up to date that would only be gathered in the next forward pass.
+    """Complete the parameter all-gather that ``overlap_param_gather`` defers to the next forward.
 
-    Every rank calls this before parameters are read in any other way than by a forward pass.
+    Collective. Call it before reading parameters in any way other than a forward pass.
     """
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.use_forward_hook:
@@ -47,9 +50,10 @@ def training_state(
     *,
     is_loading: bool,
 ) -> State:
-    """Weights, optimizer, schedule and random state: all that a run needs to go on.
+    """Sharded weights, optimizer, scheduler and random states.
 
-    With ``is_loading``, what of it every checkpoint has: the random state depends on the layout.
+    With ``is_loading``, random states are left out: which ones a checkpoint holds depends on the
+    parallel layout that wrote it.
     """
     finish_param_gather(model)
     gather_with_padding(optimizer)
@@ -71,3 +75,53 @@ def scalar_to_host(value: Any) -> Any:
     tensor of ``cuda:0`` would be unpickled onto that device by every rank.
     """
     return value.cpu() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+# Random states. Training draws no random numbers (no dropout; the data order is a function of seed
+# and index), but a method's hook may. They are saved as tensors, named by the rank's coordinates,
+# so that nothing has to be unpickled. Under another layout, ranks without a counterpart keep the
+# state that the seed gave them.
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """This rank's generators: name -> uint8 state on the CPU; megatron's names start with "mp."."""
+    tracked = get_cuda_rng_tracker().get_states()
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        **{f"mp.{name}": state for name, state in tracked.items()},
+    }
+
+
+def set_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Set the generators named in ``states``; the others are unchanged."""
+    tracker = get_cuda_rng_tracker()
+    tracked = {n.removeprefix("mp."): s for n, s in states.items() if n.startswith("mp.")}
+    tracker.set_states({**tracker.get_states(), **tracked})
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    if "cpu" in states:  # after "cuda", which maps to the CPU generator where there is no GPU
+        torch.set_rng_state(states["cpu"])
+
+
+def sharded_random_states() -> dict[str, ShardedTensor]:
+    """This rank's random states as sharded tensors to save."""
+    coordinates = (
+        f"pipeline{parallel_state.get_pipeline_model_parallel_rank()}"
+        f".tensor{parallel_state.get_tensor_model_parallel_rank()}"
+        f".data{parallel_state.get_data_parallel_rank()}"
+    )
+    return {
+        name: ShardedTensor.from_rank_offsets(f"random_state.{coordinates}.{name}", state)
+        for name, state in random_states().items()
+    }
+
+
+def loadable_random_states(index: Metadata) -> dict[str, ShardedTensor]:
+    """This rank's random states that the checkpoint with this ``index`` holds."""
+
+    def is_held(tensor: ShardedTensor) -> bool:
+        entry = index.state_dict_metadata.get(tensor.key)
+        return isinstance(entry, TensorStorageMetadata) and entry.size == tensor.global_shape
+
+    return {name: tensor for name, tensor in sharded_random_states().items() if is_held(tensor)}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Clusters, DomainLoss, EvaluationResult, Protocol, Stopwatch
-from megatron_chameleon.checkpoint.reader import open_reader
+from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out_corpus import HeldOutCorpus
 from megatron_chameleon.evaluation.plan import EvaluationPlan, kept_result, plan_evaluation

@@ -8,7 +8,7 @@ from megatron_chameleon.artifacts import Corpus, EvaluationResult, Protocol, Pro
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.evaluation_result import KIND, FirstToken
 from megatron_chameleon.artifacts.output_path import check_output
-from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_window

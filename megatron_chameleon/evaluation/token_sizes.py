@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus
-from megatron_chameleon.checkpoint.recorded_tokenizer import RecordedTokenizer
+from megatron_chameleon.checkpoint.convert import recorded_tokenizer
 from megatron_chameleon.corpus.text_bytes import token_bytes
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
@@ -28,7 +28,7 @@ def token_sizes(corpus: Corpus, record: CheckpointRecord) -> TokenSizes:
     Without a tokenizer, losses and perplexities can be had all the same.
     """
     problems = []
-    for place in dict.fromkeys([None, RecordedTokenizer.of(record).place]):
+    for place in dict.fromkeys([None, recorded_tokenizer(record)]):
         try:
             return TokenSizes(token_bytes(corpus_tokenizer(corpus, place)))
         except UserError as error:

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.sampler import Batch
-from megatron_chameleon.checkpoint.random_state import random_states, set_random_states
+from megatron_chameleon.checkpoint.state import random_states, set_random_states
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
 from megatron_chameleon.model.activation_memory import chunks_in_flight

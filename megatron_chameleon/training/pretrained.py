@@ -11,10 +11,11 @@ import torch
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import find_checkpoint
 from megatron_chameleon.blend.token_data import TokenData
-from megatron_chameleon.checkpoint.huggingface_folder import is_huggingface_folder
-from megatron_chameleon.checkpoint.huggingface_weights import HuggingFaceWeights
-from megatron_chameleon.checkpoint.load import load_weights
-from megatron_chameleon.checkpoint.reader import shape_of
+from megatron_chameleon.checkpoint.huggingface_folder import (
+    HuggingFaceWeights,
+    is_huggingface_folder,
+)
+from megatron_chameleon.checkpoint.load import load_weights, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
 from megatron_chameleon.options.training import PretrainOptions

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
-from megatron_chameleon.checkpoint.load import load_weights
-from megatron_chameleon.checkpoint.reader import shape_of
+from megatron_chameleon.checkpoint.load import load_weights, shape_of
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexity

@@ -174,11 +174,11 @@ def cut_run(origin: Path, target: Path, step: int) -> None:
 
 def resume_unrepaired(places: Places, name: str) -> None:
     """Go on with a distributed optimizer whose loading is not wholly repaired."""
-    from megatron_chameleon.checkpoint import adamw_repairs
+    from megatron_chameleon.checkpoint import optimizer_fixes
 
     repairs: dict[str, Callable[[MegatronOptimizer], None]] = {
         "no-repair": lambda optimizer: None,
-        "zero-state-only": adamw_repairs.create_zero_state,
+        "zero-state-only": optimizer_fixes.create_zero_state,
         "shared-step-count": prepare_but_share_step_count,
     }
     with mock.patch("megatron_chameleon.checkpoint.load.prepare_for_loading", repairs[name]):
@@ -192,7 +192,7 @@ def resume_unrepaired(places: Places, name: str) -> None:
 
 def prepare_but_share_step_count(optimizer: MegatronOptimizer) -> None:
     """All repairs but the one by which each parameter gets a step count of its own."""
-    from megatron_chameleon.checkpoint.adamw_repairs import prepare_for_loading
+    from megatron_chameleon.checkpoint.optimizer_fixes import prepare_for_loading
 
     prepare_for_loading(optimizer)
     for part in optimizer.chained_optimizers:

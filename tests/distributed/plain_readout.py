@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.checkpoint.reader import open_reader
+from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.parallel.layout import distributed

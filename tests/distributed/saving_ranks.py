@@ -39,7 +39,7 @@ from tests.full_disk import largest_file_size
 
 NUM_RANKS = 2
 SECONDS_OF_A_SLOW_WRITE = 3.0
-WRITER = "megatron_chameleon.checkpoint.write"
+WRITER = "megatron_chameleon.checkpoint.save"
 
 
 def train_saving(places: Places, name: str) -> None:
@@ -92,14 +92,14 @@ def kill_myself() -> None:
 @contextlib.contextmanager
 def killed_when_written(step: int) -> Iterator[None]:
     """This process is killed where it would tell the hashes of its files of that step."""
-    from megatron_chameleon.checkpoint import write
+    from megatron_chameleon.checkpoint import save
 
     def hash_and_die(paths: list[Path]) -> Any:
         if f"step-{step:08d}" in paths[0].parent.name:
             kill_myself()
         return hash_written(paths)
 
-    hash_written = write.hash_written
+    hash_written = save.hash_written
     with mock.patch(f"{WRITER}.hash_written", hash_and_die):
         yield
 
@@ -107,14 +107,14 @@ def killed_when_written(step: int) -> Iterator[None]:
 @contextlib.contextmanager
 def slow_writes() -> Iterator[None]:
     """Writing the checkpoint of step 9 takes a few seconds longer, on every rank."""
-    from megatron_chameleon.checkpoint import write
+    from megatron_chameleon.checkpoint import save
 
     def hash_late(paths: list[Path]) -> Any:
         if "step-00000009" in paths[0].parent.name:
             time.sleep(SECONDS_OF_A_SLOW_WRITE)
         return hash_written(paths)
 
-    hash_written = write.hash_written
+    hash_written = save.hash_written
     with mock.patch(f"{WRITER}.hash_written", hash_late):
         yield
 

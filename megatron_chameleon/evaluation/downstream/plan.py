@@ -12,7 +12,7 @@ from megatron_chameleon.artifacts.downstream_part import DownstreamPart, PartSet
 from megatron_chameleon.artifacts.downstream_result import KIND, DownstreamProtocol
 from megatron_chameleon.artifacts.output_path import check_folder, check_output
 from megatron_chameleon.checkpoint.convert import find_tokenizer
-from megatron_chameleon.checkpoint.reader import shape_of
+from megatron_chameleon.checkpoint.load import shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream.installed import require_harness
 from megatron_chameleon.evaluation.downstream.tasks import TaskLibrary

@@ -7,7 +7,7 @@ import dataclasses
 from megatron_chameleon.artifacts import SPLITS, Corpus, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import require_tokenizer, shape_of
 from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.reading.domain_names import is_domain_name
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_chameleon.artifacts import Corpus, MixtureWarning, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.provenance import plain_options
-from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import ModelShape

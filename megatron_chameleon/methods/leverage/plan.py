@@ -11,7 +11,7 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture import KIND
 from megatron_chameleon.artifacts.output_path import check_output
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.methods.common.check_text import check_text

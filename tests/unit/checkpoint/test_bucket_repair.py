@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_chameleon.checkpoint.bucket_repair import gather_with_padding
+from megatron_chameleon.checkpoint.optimizer_fixes import gather_with_padding
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.options.training import OptimizerOptions

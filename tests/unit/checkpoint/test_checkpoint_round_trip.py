@@ -14,9 +14,13 @@ import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint import save
-from megatron_chameleon.checkpoint.adamw_repairs import prepare_for_loading
-from megatron_chameleon.checkpoint.load import load_training
-from megatron_chameleon.checkpoint.reader import open_reader, require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import (
+    load_training,
+    open_reader,
+    require_tokenizer,
+    shape_of,
+)
+from megatron_chameleon.checkpoint.optimizer_fixes import prepare_for_loading
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.errors import UserError
@@ -141,7 +145,7 @@ def test_a_step_saved_again_that_cannot_be_put_in_place_leaves_the_old_one(
     model = build_model(SHAPE, one_rank, seed=6)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", refuse)
-        with pytest.raises(UserError, match=r"Input/output error.* earlier checkpoints are as"):
+        with pytest.raises(UserError, match=r"Input/output error.* earlier checkpoints are"):
             save_checkpoint(model_state([model]), old)
     assert [path.name for path in old.root.parent.iterdir()] == ["step"]
     found = CheckpointRecord.load(old.root)

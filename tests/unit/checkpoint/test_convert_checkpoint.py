@@ -24,7 +24,7 @@ from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import FILE_NAME
 from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
 from megatron_chameleon.checkpoint.huggingface_folder import read_tensors
-from megatron_chameleon.checkpoint.reader import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
@@ -140,7 +140,7 @@ def pickled(folder):
 
 def test_a_pickle_is_read_only_where_that_is_asked_for(pickled, tmp_path, converted):
     output = tmp_path / "checkpoint"
-    with pytest.raises(UserError, match=r"pytorch_model\.bin alone, .* --allow-pickle"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin.* --allow-pickle"):
         convert_from_huggingface(FromHuggingFaceOptions(pickled, output))
     assert not output.exists()
     convert_from_huggingface(FromHuggingFaceOptions(pickled, output, allow_pickle=True))
@@ -202,7 +202,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no object": (lambda f: (f / "config.json").write_text("[]"), "JSON object is expected"),
     "other model": (lambda f: change_config(f, model_type="opt"), "field model_type 'opt'"),
     "other width": (lambda f: change_config(f, n_inner=500), r"is \[150, 600\], .* \[150, 500\]"),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), "holds no weights: there is no model.safe"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "holds no weights: it has no model.safe"),
     "damaged": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 10**7), r"cannot read .*model\.safete"),
     "cut short": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), r"config\.json: .* 99 bytes"),
     "many layers": (lambda f: change_config(f, n_layer=10**9), r"config\.json: .* parameters do"),
@@ -221,7 +221,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
             .rename(f / f"{WEIGHTS}.index.json")
             .write_text('{"weight_map": {"a": "gone.safetensors"}}')
         ),
-        r"gone\.safetensors is missing, which",
+        r"gone\.safetensors is missing",
     ),
     "shards elsewhere": (
         lambda f: (
@@ -252,7 +252,7 @@ def test_a_model_whose_replacement_was_killed_is_not_replaced_unasked(converted,
     for convert in (lambda: convert_from_huggingface(back), lambda: convert_to_huggingface(to)):
         convert()
         output.rename(tmp_path / ".out.replaced")
-        with pytest.raises(UserError, match="or --overwrite to replace"):
+        with pytest.raises(UserError, match="--overwrite"):
             convert()
         shutil.rmtree(output)
         assert not list(tmp_path.iterdir())
@@ -293,9 +293,9 @@ def test_a_replacement_that_fails_leaves_what_was_there(
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda p: p.write_text("a file"), "is no folder of its own"),
+        (lambda p: p.write_text("a file"), "is not a folder"),
         (lambda p: (p.mkdir(), (p / "notes.txt").touch()), "holds other files and no config.json"),
-        (lambda p: (p.mkdir(), (p / "config.json").touch()), "already; .*, or --overwrite to"),
+        (lambda p: (p.mkdir(), (p / "config.json").touch()), "already .* --overwrite to"),
     ],
 )
 def test_what_is_there_is_not_replaced_unasked(converted, tmp_path, spoil, told):
@@ -314,7 +314,7 @@ def test_a_checkpoint_is_not_replaced_unasked(made, converted, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (output / FILE_NAME).write_text("of before")
-    with pytest.raises(UserError, match=r"holds a checkpoint\.json already"):
+    with pytest.raises(UserError, match=r"checkpoint\.json.* --overwrite"):
         convert_from_huggingface(FromHuggingFaceOptions(made, output))
     assert (output / FILE_NAME).read_text() == "of before"
     convert_from_huggingface(FromHuggingFaceOptions(made, output, overwrite=True))
@@ -364,7 +364,7 @@ def test_weights_that_cannot_be_written_are_refused_by_name(tmp_path, made, valu
 
 @pytest.mark.parametrize("size", ["many", "-5GB", " 0 KB", "0.0MB", "nanGB", "infGB", "5"])
 def test_a_size_that_is_none_is_refused(converted, exported, size):
-    with pytest.raises(UserError, match=rf"--max-shard-size {size}: .* as in 5GB"):
+    with pytest.raises(UserError, match=rf"--max-shard-size {size}: .* such as 5GB"):
         exported(max_shard_size=size)
 
 
@@ -381,4 +381,4 @@ def test_the_tool_converts_both_ways(made, tmp_path, monkeypatch, capsys):
     assert same_tensors(tensors_in(theirs), tensors_in(made))
     assert capsys.readouterr().err == ""
     assert tool("to-huggingface", "--checkpoint", ours, "--output", theirs) == 2
-    assert capsys.readouterr().err.startswith(f"error: --output {theirs} holds a config.json")
+    assert capsys.readouterr().err.startswith(f"error: --output {theirs} ")

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from megatron_chameleon.checkpoint.handover import Handover
+from megatron_chameleon.checkpoint.save import Handover
 
 LARGER_THAN_ANY_PIPE = {"values": list(range(1_000_000))}
 

@@ -7,15 +7,16 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.checkpoint.index import read_index
 from megatron_chameleon.checkpoint.load import load_training
-from megatron_chameleon.checkpoint.pickled_index import read_index
-from megatron_chameleon.checkpoint.random_state import (
+from megatron_chameleon.checkpoint.save import save_checkpoint
+from megatron_chameleon.checkpoint.state import (
     loadable_random_states,
+    model_state,
     random_states,
     set_random_states,
+    training_state,
 )
-from megatron_chameleon.checkpoint.save import save_checkpoint
-from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from tests.unit.checkpoint.test_checkpoint_round_trip import OPTIONS, SHAPE, record_at, train

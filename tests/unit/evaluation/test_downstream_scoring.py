@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.reader import open_reader
+from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream import scoring
 from megatron_chameleon.evaluation.downstream.prefix_rows import Packing, pack

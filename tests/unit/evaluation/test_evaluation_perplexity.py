@@ -19,7 +19,7 @@ from megatron_chameleon.artifacts import (
     find_checkpoint,
 )
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.reader import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.indexed_writer import IndexedWriter
 from megatron_chameleon.errors import UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_chameleon.artifacts import EvaluationResult, find_checkpoint
-from megatron_chameleon.checkpoint.reader import open_reader
+from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities, evaluate_perplexity
 from megatron_chameleon.evaluation.scored_text import scored_text

@@ -14,7 +14,7 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
 )
 from megatron_chameleon.artifacts.checkpoint import find_checkpoint, step_folder
-from megatron_chameleon.checkpoint.reader import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.methods.doremi import METHOD, DoremiOptions
 from megatron_chameleon.methods.excess_loss import compute as compute_module
 from megatron_chameleon.methods.excess_loss.compute import compute_doremi

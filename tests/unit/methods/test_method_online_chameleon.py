@@ -20,7 +20,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.corpus import index_file_bytes
-from megatron_chameleon.checkpoint.random_state import random_states
+from megatron_chameleon.checkpoint.state import random_states
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.methods.leverage.compute import compute_mixture

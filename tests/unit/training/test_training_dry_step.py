@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
-from megatron_chameleon.checkpoint.random_state import random_states
+from megatron_chameleon.checkpoint.state import random_states
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.activation_memory import chunks_in_flight

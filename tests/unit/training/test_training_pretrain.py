@@ -13,7 +13,7 @@ import torch
 from megatron_chameleon.artifacts import CheckpointRecord, DrawnTokens, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
-from megatron_chameleon.checkpoint.reader import open_reader
+from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.console import Output, escaped
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import training_flops

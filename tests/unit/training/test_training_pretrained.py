@@ -12,7 +12,7 @@ import torch
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
-from megatron_chameleon.checkpoint.reader import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.options.training import OptimizerOptions

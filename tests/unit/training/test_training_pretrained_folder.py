@@ -16,7 +16,7 @@ import transformers
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.reader import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
@@ -111,7 +111,7 @@ def test_it_says_what_it_starts_from_and_what_is_left_out(options_for, made, cap
     assert said[0].startswith("training: nano, ")
     start = said.index(f"starting from the weights of the Hugging Face folder {made}")
     assert said[start + 1] == (
-        "the last 69 of its 320 rows of embedding are left out: the tokenizer has 251 tokens"
+        "the last 69 of its 320 embedding rows are left out: the tokenizer has 251 tokens"
     )
     assert said[start + 2] == "its dropout of 0.1 is left out: models here train without"
 

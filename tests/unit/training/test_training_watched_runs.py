@@ -11,7 +11,7 @@ import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord, EvaluationResult, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
-from megatron_chameleon.checkpoint.reader import open_reader
+from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
 from megatron_chameleon.options.evaluation import PerplexityOptions

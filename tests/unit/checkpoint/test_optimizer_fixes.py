@@ -11,10 +11,10 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_chameleon.checkpoint.adamw_repairs import (
+from megatron_chameleon.checkpoint.optimizer_fixes import (
     create_zero_state,
+    load_into_own_steps,
     prepare_for_loading,
-    write_loaded_state_safely,
 )
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
@@ -76,7 +76,7 @@ def test_loaded_tensors_are_written_and_each_parameter_counts_for_itself(optimiz
     shared_by_all = torch.tensor(7.0)  # as megatron leaves it
     for shard in shards(optimizer):
         optimizer.optimizer.state[shard]["step"] = shared_by_all
-    write_loaded_state_safely(optimizer)
+    load_into_own_steps(optimizer)
     generator = torch.Generator().manual_seed(0)
     for model_parameter in optimizer.model_param_group_index_map:
         shard = main_parameter(optimizer, model_parameter)

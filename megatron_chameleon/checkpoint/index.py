@@ -1,0 +1,109 @@
+"""Read the index of a torch_dist checkpoint without running code from it.
+
+torch reads weights and common state with ``weights_only=True``, but it unpickles ``.metadata``, the
+index, without restriction. Here the index is unpickled once, with only the classes that an index
+consists of; torch gets the result (:class:`~megatron_chameleon.checkpoint.load.CheckedReader`).
+An index could also declare a value as pickled bytes, which torch would then unpickle: rejected too.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+from megatron_chameleon.errors import UserError
+
+INDEX_NAME = ".metadata"
+_RECORDS = (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    planner.SavePlan,
+    planner.TensorWriteData,
+    planner.WriteItem,
+    filesystem._StorageInfo,
+)
+_VALUES = (torch.Size, metadata._MEM_FORMAT_ENCODING, planner.WriteItemType)
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read the index of the checkpoint in ``folder``, which locates its tensors.
+
+    Raises:
+        UserError: if the file is damaged or asks for any other class.
+    """
+    path = folder / INDEX_NAME
+    try:
+        with path.open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+        if type(index) is not Metadata:
+            raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
+        # megatron's "_extra_state" entries are never read.
+        for name, entry in index.state_dict_metadata.items():
+            if type(entry) is not TensorStorageMetadata and "_extra_state" not in name:
+                raise pickle.UnpicklingError(f"{name} is not a tensor")
+        return index
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; use another checkpoint") from error
+    except Exception as error:  # damaged bytes can raise anything
+        raise UserError(
+            f"{path} is not a checkpoint index ({' '.join(str(error).split())}): it is damaged, or "
+            "crafted to run code; use another checkpoint"
+        ) from error
+
+
+def _layout(name: str) -> torch.layout:
+    """Like ``torch.serialization._get_layout``, but without its cache, which could be edited."""
+    return _LAYOUTS[name]
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("torch.serialization", "_get_layout"): _layout,
+    **{(kind.__module__, kind.__qualname__): kind for kind in (*_RECORDS, *_VALUES)},
+    **{("torch", name): v for name, v in vars(torch).items() if isinstance(v, torch.dtype)},
+}
+
+
+class _IndexUnpickler(pickle._Unpickler):
+    """Restricted to plain values, torch's dtypes and the records of an index.
+
+    Python's implementation, since C's lets a pickle set state on anything it names: on functions
+    and classes that stay in use, through attributes and ``__setstate__``.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def load_build(self) -> None:
+        """Set the state of a newly made record, and of nothing else."""
+        state = self.stack.pop()
+        made = self.stack[-1]
+        kind = type(made)
+        if kind not in _RECORDS or vars(made):
+            raise pickle.UnpicklingError(f"it changes a {kind.__name__}")
+        if kind is TensorProperties and type(state) is tuple:
+            TensorProperties.__setstate__(made, state)
+        elif type(state) is dict and all(
+            type(name) is str and not name.startswith("_") for name in state
+        ):
+            vars(made).update(state)
+        else:
+            raise pickle.UnpicklingError(f"it sets fields that a {kind.__name__} does not have")
+
+    dispatch[pickle.BUILD[0]] = load_build

@@ -1,0 +1,138 @@
+"""Fixes for saving and loading optimizer state in megatron-core 0.16.
+
+Loading. With Apex or Transformer Engine the step count is in the parameter groups; torch's AdamW
+keeps one per parameter. megatron mixes the two: it asks a new optimizer for a step count that it
+does not have yet, looks for a step in every parameter's saved state, writes in place to leaf views,
+and shares one step tensor among all parameters, which is then incremented once per parameter.
+Unsharded optimizers load the step only where the optimizer that saved it keeps it.
+
+Saving. The distributed optimizer gathers the state of a gradient buffer without the padding between
+its buckets, but slices parameters at offsets that include it. Everything after the first bucket is
+shifted and silently saved wrong. There are several buckets with ``overlap_grad_reduce``, and in the
+first pipeline stage, where the tied embedding has a bucket of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_GATHER = "get_parameter_state_dp_zero"
+
+
+def prepare_for_loading(optimizer: MegatronOptimizer) -> None:
+    """Give every distributed torch AdamW inside ``optimizer`` a state that can be loaded into."""
+    for part in _distributed_parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            create_zero_state(part)
+            load_into_own_steps(part)
+
+
+def convert_loaded_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    """Convert loaded state to this process's Adam, whichever Adam saved it.
+
+    torch's AdamW keeps the step per parameter, which megatron saves as ``common_step``; the
+    FusedAdam of Transformer Engine and Apex keeps it in the parameter groups. A saved group has
+    only the settings of the optimizer that saved it.
+
+    Args:
+        optimizer: the optimizer that ``state`` will be loaded into.
+        state: as nested by megatron's ``sharded_state_dict``; changed in place.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for number, part in enumerate(parts):
+        saved = state if len(parts) == 1 else state[number]
+        saved = saved.get("optimizer", saved)  # nested, except in fp32
+        for group in saved["param_groups"]:
+            for name, value in part.optimizer.defaults.items():
+                group.setdefault(name, value)
+        if not isinstance(part, DistributedOptimizer):
+            _move_step(saved, per_parameter=isinstance(part.optimizer, torch.optim.AdamW))
+
+
+def create_zero_state(optimizer: DistributedOptimizer) -> None:
+    """Create the state of step 0 for every parameter of this rank's shard."""
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.optimizer.state[parameter]:
+                optimizer.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    **{key: torch.zeros_like(parameter) for key in _MOMENTS},
+                }
+
+
+def gather_with_padding(optimizer: MegatronOptimizer) -> None:
+    """Make every distributed optimizer inside ``optimizer`` include padding when it gathers."""
+    for part in _distributed_parts(optimizer):
+        if _GATHER not in vars(part):
+            _replace_gather(part)
+
+
+def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if isinstance(part, DistributedOptimizer)]
+
+
+def _move_step(saved: dict[str, Any], *, per_parameter: bool) -> None:
+    steps = [group["step"] for group in saved["param_groups"] if "step" in group]
+    if per_parameter and steps:
+        saved["state"]["common_step"] = torch.tensor(float(max(steps)))
+        for group in saved["param_groups"]:
+            group.pop("step", None)
+    elif not per_parameter and "common_step" in saved["state"]:
+        step = int(saved["state"].pop("common_step"))
+        for group in saved["param_groups"]:
+            group["step"] = step
+
+
+def load_into_own_steps(optimizer: DistributedOptimizer) -> None:
+    """Replace the method that writes loaded tensors, on this optimizer only."""
+
+    @torch.no_grad()  # the fp32 shards are views of leaves
+    def set_state(model_parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        group, order = optimizer.model_param_group_index_map[model_parameter]
+        main_parameter = optimizer.optimizer.param_groups[group]["params"][order]
+        state = optimizer.optimizer.state[main_parameter]
+        state["step"] = state["step"].clone()  # no longer shared among parameters
+        main_parameter.copy_(tensors["param"])
+        for key in _MOMENTS:
+            state[key].copy_(tensors[key])
+
+    optimizer._set_main_param_and_optimizer_states = set_state
+
+
+def _replace_gather(optimizer: DistributedOptimizer) -> None:
+    """Replace the method on this optimizer only."""
+    gather = getattr(optimizer, _GATHER)
+
+    def gather_padded(**settings: Any) -> dict[Any, Any] | None:
+        with _padding_counted(optimizer.buffers):
+            state: dict[Any, Any] | None = gather(**settings)
+        return state
+
+    setattr(optimizer, _GATHER, gather_padded)
+
+
+@contextlib.contextmanager
+def _padding_counted(buffers: Sequence[Any]) -> Iterator[None]:
+    """Let unpadded sizes include the padding, so that buckets are gathered to their own offsets.
+
+    Moving the state after gathering would need a second copy of up to 12 bytes a parameter on the
+    host of every rank.
+    """
+    padded = {buffer: buffer.numel for buffer in buffers}
+    padded |= {b: b.grad_data.numel() for buffer in buffers for b in buffer.buckets}
+    unpadded = {part: part.numel_unpadded for part in padded}
+    try:
+        for part, size in padded.items():
+            part.numel_unpadded = size
+        yield
+    finally:
+        for part, size in unpadded.items():
+            part.numel_unpadded = size
