@@ -15,7 +15,7 @@ from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.record import Amount, Count, Positive, check_values
 from megatron_chameleon.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: samples in the order of version 2, see blend.order
 
 
 @dataclasses.dataclass(frozen=True)

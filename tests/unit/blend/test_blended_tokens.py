@@ -13,8 +13,9 @@ from megatron.core.datasets.utils import get_blend_from_list, normalize
 
 from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_starts
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
-from megatron_chameleon.blend.dataset import MAX_SAMPLES, BlendedTokens
-from megatron_chameleon.blend.index import build_blending_indices
+from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.megatron_order import build_blending_indices
+from megatron_chameleon.blend.order import MAX_SAMPLES
 from megatron_chameleon.blend.sampler import batch_indices
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
