@@ -22,28 +22,33 @@ from megatron_chameleon.blend.order import BlendOrder
 from megatron_chameleon.corpus.indexed_writer import HEADER, MAGIC, TYPE_CODES, VERSION
 from megatron_chameleon.options.data import Permutation
 
-# Domains -> repeats. With 1000 domains the compiled helper takes half a minute for each.
-BLENDS = {7: 15, 17: 15, 1000: 5}
+# Domains -> samples. With 1000 domains the compiled helper takes a microsecond for each.
+BLENDS = {7: 20_000_000, 17: 20_000_000, 1000: 2_000_000}
+REPEATS = 9
 READ_AT_ONCE = 8192
 SEQ_LENGTH = 4096
 
 
 def measure(
-    num_samples: int = 20_000_000,
     num_domains: int = 1000,
     num_tokens: int = 15_000_000_000_000,
     document_length: int = 1_000_000,
 ) -> list[dict[str, Any]]:
     """Time all of them; kernels are compiled, and outputs compared or checked, before."""
-    rows = [_megatron(domains, num_samples, repeats) for domains, repeats in BLENDS.items()]
-    rows += [_closed_form(domains, num_samples // 10) for domains in (*BLENDS, 5000)]
+    permutation: Permutation
+    rows = [_megatron(domains, num_samples) for domains, num_samples in BLENDS.items()]
+    rows += [_closed_form(domains) for domains in (*BLENDS, 5000)]
     with tempfile.TemporaryDirectory() as folder:
+        for permutation in ("epoch", "feistel"):  # to load the kernels
+            _first_and_last(_sparse_domains(Path(folder), 3, num_tokens // 1000, 1000), permutation)
         data = _sparse_domains(Path(folder), num_domains, num_tokens, document_length)
-        rows += [_first_and_last(data, permutation) for permutation in ("epoch", "feistel")]
+        for permutation in ("epoch", "feistel"):
+            rows.append(_first_and_last(data, permutation))
+            print(rows[-1], flush=True)
     return rows
 
 
-def _megatron(num_domains: int, num_samples: int, repeats: int) -> dict[str, Any]:
+def _megatron(num_domains: int, num_samples: int) -> dict[str, Any]:
     weights = _weights(num_domains)
     theirs, ours = _touched(num_samples), _touched(num_samples)
     runs: dict[str, Callable[[], object]] = {
@@ -58,13 +63,13 @@ def _megatron(num_domains: int, num_samples: int, repeats: int) -> dict[str, Any
         np.testing.assert_array_equal(found, expected)
     row = compared(
         f"Megatron's blended index, {num_domains} domains, {num_samples:,} samples, one thread",
-        interleaved(runs, repeats),
+        interleaved(runs, REPEATS),
     )
     print(told(row), flush=True)
     return row
 
 
-def _closed_form(num_domains: int, num_samples: int) -> dict[str, Any]:
+def _closed_form(num_domains: int, num_samples: int = 2_000_000) -> dict[str, Any]:
     """Nanoseconds a sample read in order far into a run, and the largest deviation on the way."""
     weights = _weights(num_domains)
     blended = BlendOrder(weights.tolist())
@@ -76,16 +81,20 @@ def _closed_form(num_domains: int, num_samples: int) -> dict[str, Any]:
         expected = weights * float(start + READ_AT_ONCE)
         deviation = max(deviation, float(np.abs(counts - expected).max()))
 
-    def read() -> None:
+    ready, read = [], []
+    for _ in range(REPEATS):  # CPU time of the one thread, since other processes take turns with it
+        begin = time.process_time()
+        BlendOrder(weights.tolist())
+        ready.append(time.process_time() - begin)
+        begin = time.process_time()
         for start in range(first, first + num_samples, READ_AT_ONCE):
             blended.locate(np.arange(start, start + READ_AT_ONCE))
-
-    seconds = interleaved({"ready": lambda: BlendOrder(weights.tolist()), "read": read}, 5)
-    medians = {name: float(np.median(times)) for name, times in seconds.items()}
+        read.append(time.process_time() - begin)
     row = {
         "what": f"closed-form order, {num_domains} domains",
-        "seconds_until_ready": medians["ready"],
-        "nanoseconds_a_sample": medians["read"] / num_samples * 1e9,
+        "repeats": REPEATS,
+        "seconds_until_ready": float(np.median(ready)),
+        "nanoseconds_a_sample": float(np.median(read)) / num_samples * 1e9,
         "largest_deviation_in_samples": deviation,
     }
     print(row, flush=True)
@@ -105,14 +114,12 @@ def _first_and_last(data: TokenData, permutation: Permutation) -> dict[str, Any]
         seconds[name] = time.perf_counter() - begin
         peak = max(peak, psutil.Process().memory_info().rss)
     index_bytes = sum(os.path.getsize(f"{domain.prefix}.idx") for domain in data.domains)
-    row = {
+    return {
         "what": f"{sum(data.tokens.values()):,} tokens in {len(data.domains)} domains, "
         f"--permutation {permutation}",
         "seconds_until_batch": seconds,
         "memory_per_byte_of_idx": (peak - before) / index_bytes,
     }
-    print(row, flush=True)
-    return row
 
 
 def _sparse_domains(

@@ -350,6 +350,26 @@ def test_a_change_of_weights_neither_loses_nor_repeats_a_sample(corpus, permutat
     assert torch.equal(changed.batch(range(boundary))["tokens"], before["tokens"])
 
 
+@pytest.mark.parametrize("num_domains", [4, 30])
+def test_counts_follow_weights_that_change_often(make_corpus, num_domains):
+    (domain,) = corpus_tokens(make_corpus({"a": [SEQ_LENGTH + 1]})).domains
+    data = dataclasses.replace(
+        corpus_tokens(make_corpus({"b": [9]}, folder="other")), domains=(domain,) * num_domains
+    )
+    rng = np.random.default_rng(num_domains)
+    starts = [0, *np.cumsum(rng.integers(1, 60, 40)).tolist()]
+    weights = rng.dirichlet(np.ones(num_domains), len(starts))
+    schedule = MixtureSchedule(tuple(map(Phase, starts, map(tuple, weights.tolist()))))
+    dataset = BlendedTokens(data, schedule, starts[-1] + 50, SEQ_LENGTH, 1, "epoch")
+    domains, numbers = dataset.locate(np.arange(len(dataset)))
+    counts = np.cumsum(np.eye(num_domains, dtype=int)[domains], axis=0)
+    np.testing.assert_array_equal(numbers, counts[np.arange(len(dataset)), domains] - 1)
+    targets = np.cumsum([schedule.weights_at(sample) for sample in range(len(dataset))], axis=0)
+    assert np.abs(counts - targets).max() < 2
+    for samples in (1, starts[5], starts[5] + 1, len(dataset)):
+        assert dataset.counts(samples).tolist() == counts[samples - 1].tolist()
+
+
 @pytest.mark.parametrize("permutation", FREE)
 def test_a_change_while_the_run_goes_on_is_that_decided_before(corpus, permutation):
     known = MixtureSchedule((Phase(0, (1, 1, 0, 0)), Phase(40, (0, 1, 2, 3))))
