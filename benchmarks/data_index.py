@@ -1,162 +1,155 @@
-"""The blended index and its parts, against megatron.core's compiled helpers and numpy."""
+"""Megatron's blended index, against its compiled helper, and the closed form, up to 15T tokens."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from megatron.core.datasets import helpers
 from numpy.typing import NDArray
 
 from benchmarks.measure import compared, interleaved, told
-from megatron_chameleon.blend.implicit_index import ImplicitBlendingIndices
-from megatron_chameleon.blend.index import BlendedIndex, build_blending_indices
-from megatron_chameleon.blend.sample_index import build_sample_index
-from megatron_chameleon.blend.shuffle import shuffle
+from benchmarks.synthetic_domains import IDENTITY
+from megatron_chameleon.blend import BlendedTokens, DomainData, MixtureSchedule, TokenData
+from megatron_chameleon.blend.megatron_order import BlendedIndex, build_blending_indices
+from megatron_chameleon.blend.order import BlendOrder
+from megatron_chameleon.corpus.indexed_writer import HEADER, MAGIC, TYPE_CODES, VERSION
+from megatron_chameleon.options.data import Permutation
 
-REPEATS = 15
-# Domains -> repeats. With 1000 domains the compiled helper takes half a minute for each.
-BLENDS = {7: REPEATS, 17: REPEATS, 1000: 5}
+# Domains -> samples. With 1000 domains the compiled helper takes a microsecond for each.
+BLENDS = {7: 20_000_000, 17: 20_000_000, 1000: 2_000_000}
+REPEATS = 9
+READ_AT_ONCE = 8192
+SEQ_LENGTH = 4096
 
 
 def measure(
-    num_samples: int = 20_000_000,
-    implicit_samples: int = 100_000_000,
-    shuffled: int = 10_000_000,
-    num_documents: int = 1_000_000,
+    num_domains: int = 1000,
+    num_tokens: int = 15_000_000_000_000,
+    document_length: int = 1_000_000,
 ) -> list[dict[str, Any]]:
-    """Time all of them; kernels are compiled and every page is touched before, outputs compared."""
-    rows = [_blended(num_domains, num_samples) for num_domains in BLENDS]
-    rows.append(_implicit(7, implicit_samples))
-    rows.append(_shuffle(shuffled))
-    rows += [_sample_index(num_documents, seq_length) for seq_length in (512, 2048)]
+    """Time all of them; kernels are compiled, and outputs compared or checked, before."""
+    permutation: Permutation
+    rows = [_megatron(domains, num_samples) for domains, num_samples in BLENDS.items()]
+    rows += [_closed_form(domains) for domains in (*BLENDS, 5000)]
+    with tempfile.TemporaryDirectory() as folder:
+        for permutation in ("epoch", "feistel"):  # to load the kernels
+            _first_and_last(_sparse_domains(Path(folder), 3, num_tokens // 1000, 1000), permutation)
+        data = _sparse_domains(Path(folder), num_domains, num_tokens, document_length)
+        for permutation in ("epoch", "feistel"):
+            rows.append(_first_and_last(data, permutation))
+            print(rows[-1], flush=True)
     return rows
 
 
-def _blended(num_domains: int, num_samples: int) -> dict[str, Any]:
+def _megatron(num_domains: int, num_samples: int) -> dict[str, Any]:
     weights = _weights(num_domains)
     theirs, ours = _touched(num_samples), _touched(num_samples)
     runs: dict[str, Callable[[], object]] = {
-        "ours, one thread": lambda: build_blending_indices(weights, num_samples, ours, 1),
-        "ours, two threads": lambda: build_blending_indices(weights, num_samples, ours, 2),
-        "theirs": lambda: _by_helper(weights, theirs),
+        "ours": lambda: build_blending_indices(weights, num_samples, ours),
+        "theirs": lambda: helpers.build_blending_indices(
+            *theirs, weights, num_domains, num_samples, False
+        ),
     }
-    runs["theirs"]()
-    for name in ("ours, one thread", "ours, two threads"):
-        ours[0].fill(-1)
-        ours[1].fill(-1)
-        runs[name]()
-        for found, expected in zip(ours, theirs, strict=True):
-            np.testing.assert_array_equal(found, expected)
-    return _tell(
-        f"blended index, {num_domains} domains, {num_samples:,} samples",
-        interleaved(runs, BLENDS[num_domains]),
+    for run in runs.values():
+        run()
+    for found, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    row = compared(
+        f"Megatron's blended index, {num_domains} domains, {num_samples:,} samples, one thread",
+        interleaved(runs, REPEATS),
     )
-
-
-def _implicit(num_domains: int, num_samples: int) -> dict[str, Any]:
-    weights = _weights(num_domains)
-    theirs = _touched(num_samples)
-    _by_helper(weights, theirs)
-    implicit = ImplicitBlendingIndices(weights, num_samples)
-    samples = np.sort(np.random.default_rng(0).integers(0, num_samples, 1000))
-    index, numbers = implicit.indices(samples)
-    np.testing.assert_array_equal(index, theirs[0][samples])
-    np.testing.assert_array_equal(numbers, theirs[1][samples])
-    for sample in (0, num_samples // 3, num_samples):
-        expected = np.bincount(theirs[0][:sample], minlength=num_domains)
-        np.testing.assert_array_equal(implicit.counts(sample), expected)
-    seconds = interleaved(
-        {
-            "ours": lambda: ImplicitBlendingIndices(weights, num_samples),
-            "ours, one thread": lambda: ImplicitBlendingIndices(
-                weights, num_samples, num_threads=1
-            ),
-            "theirs": lambda: _by_helper(weights, theirs),
-        }
-    )
-    memory = {
-        "ours": ImplicitBlendingIndices(weights, num_samples).nbytes,
-        "ours, after reading": implicit.nbytes,
-        "theirs": sum(array.nbytes for array in theirs),
-    }
-    return _tell(
-        f"implicit index, {num_domains} domains, {num_samples:,} samples",
-        seconds,
-        bytes=memory,
-        times_smaller={
-            name: memory["theirs"] / memory[name] for name in ("ours", "ours, after reading")
-        },
-        milliseconds_to_look_up=_look_up_times(implicit),
-    )
-
-
-def _look_up_times(implicit: ImplicitBlendingIndices) -> dict[str, float]:
-    """A sample anywhere, and the next 512 in order."""
-    rng = np.random.default_rng(1)
-
-    def anywhere() -> None:
-        implicit.indices(rng.integers(0, len(implicit), 1))
-
-    place = iter(range(0, len(implicit), 512))
-
-    def next_batch() -> None:
-        implicit.indices(np.arange(512) + next(place))
-
-    seconds = interleaved({"a sample anywhere": anywhere, "the next 512": next_batch}, 51)
-    return {name: float(np.median(times)) * 1e3 for name, times in seconds.items()}
-
-
-def _shuffle(size: int) -> dict[str, Any]:
-    ours, theirs = np.arange(size, dtype=np.uint32), np.arange(size, dtype=np.uint32)
-    states = [np.random.RandomState(5) for _ in range(2)]
-    seconds = interleaved(
-        {
-            "ours": lambda: shuffle(states[0], ours),
-            "theirs": lambda: states[1].shuffle(theirs),
-        },
-        REPEATS,
-    )
-    np.testing.assert_array_equal(ours, theirs)
-    assert states[0].randint(2**31) == states[1].randint(2**31)
-    return _tell(f"numpy's RandomState.shuffle, {size:,} numbers", seconds)
-
-
-def _sample_index(num_documents: int, seq_length: int) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(6.2, 1.0, num_documents), 1, 20_000).astype(np.int32)
-    order = np.arange(num_documents, dtype=np.int32)
-    np.random.RandomState(1234).shuffle(order)
-    arguments = lengths, order, seq_length, 1, int(lengths.sum()), True, True
-
-    def ours(threads: int) -> NDArray[Any]:
-        return build_sample_index(*arguments, threads)
-
-    for threads in (1, 2):
-        np.testing.assert_array_equal(ours(threads), helpers.build_sample_idx(*arguments))
-    seconds = interleaved(
-        {
-            "ours, one thread": lambda: ours(1),
-            "ours, two threads": lambda: ours(2),
-            "theirs": lambda: helpers.build_sample_idx(*arguments),
-        },
-        2 * REPEATS,
-    )
-    return _tell(
-        f"sample index, {num_documents:,} documents, sequence {seq_length}",
-        seconds,
-    )
-
-
-def _tell(what: str, seconds: dict[str, list[float]], **more: Any) -> dict[str, Any]:
-    row = compared(what, seconds, **more)
     print(told(row), flush=True)
     return row
 
 
-def _by_helper(weights: NDArray[np.float64], out: BlendedIndex) -> None:
-    helpers.build_blending_indices(*out, weights, weights.size, out[0].size, False)
+def _closed_form(num_domains: int, num_samples: int = 2_000_000) -> dict[str, Any]:
+    """Nanoseconds a sample read in order far into a run, and the largest deviation on the way."""
+    weights = _weights(num_domains)
+    blended = BlendOrder(weights.tolist())
+    first, deviation = 2**35, 0.0
+    counts = blended.counts(first)
+    for start in range(first, first + num_samples, READ_AT_ONCE):
+        domains, _ = blended.locate(np.arange(start, start + READ_AT_ONCE))
+        counts += np.bincount(domains, minlength=num_domains)
+        expected = weights * float(start + READ_AT_ONCE)
+        deviation = max(deviation, float(np.abs(counts - expected).max()))
+
+    ready, read = [], []
+    for _ in range(REPEATS):  # CPU time of the one thread, since other processes take turns with it
+        begin = time.process_time()
+        BlendOrder(weights.tolist())
+        ready.append(time.process_time() - begin)
+        begin = time.process_time()
+        for start in range(first, first + num_samples, READ_AT_ONCE):
+            blended.locate(np.arange(start, start + READ_AT_ONCE))
+        read.append(time.process_time() - begin)
+    row = {
+        "what": f"closed-form order, {num_domains} domains",
+        "repeats": REPEATS,
+        "seconds_until_ready": float(np.median(ready)),
+        "nanoseconds_a_sample": float(np.median(read)) / num_samples * 1e9,
+        "largest_deviation_in_samples": deviation,
+    }
+    print(row, flush=True)
+    return row
+
+
+def _first_and_last(data: TokenData, permutation: Permutation) -> dict[str, Any]:
+    """From opening all files to the first batch, and to the last one, as in a resumed run."""
+    schedule = MixtureSchedule.fixed(_weights(len(data.domains)).tolist())
+    num_samples = sum(data.tokens.values()) // SEQ_LENGTH
+    before, seconds = psutil.Process().memory_info().rss, {}
+    peak = 0
+    for name, start in (("first", 0), ("last", num_samples - 512)):
+        begin = time.perf_counter()
+        samples = BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, 1234, permutation)
+        samples.batch(range(start, start + 512))
+        seconds[name] = time.perf_counter() - begin
+        peak = max(peak, psutil.Process().memory_info().rss)
+    index_bytes = sum(os.path.getsize(f"{domain.prefix}.idx") for domain in data.domains)
+    return {
+        "what": f"{sum(data.tokens.values()):,} tokens in {len(data.domains)} domains, "
+        f"--permutation {permutation}",
+        "seconds_until_batch": seconds,
+        "memory_per_byte_of_idx": (peak - before) / index_bytes,
+    }
+
+
+def _sparse_domains(
+    folder: Path, num_domains: int, num_tokens: int, document_length: int
+) -> TokenData:
+    """Domains of documents of one length, whose tokens are holes in a file."""
+    documents = num_tokens // num_domains // document_length
+    lengths = np.full(documents, document_length, "<i4")
+    pointers = 2 * document_length * np.arange(documents, dtype="<i8")
+    header = HEADER.pack(MAGIC, VERSION, TYPE_CODES["uint16"], documents, documents + 1)
+    index = header + lengths.tobytes() + pointers.tobytes()
+    index += np.arange(documents + 1, dtype="<i8").tobytes()
+    domains = []
+    for number in range(num_domains):
+        prefix = folder / f"d{number}"
+        Path(f"{prefix}.idx").write_bytes(index)
+        Path(f"{prefix}.bin").touch()
+        os.truncate(f"{prefix}.bin", 2 * documents * document_length)
+        domains.append(
+            DomainData(
+                name=prefix.name,
+                prefix=prefix,
+                first=0,
+                stop=documents,
+                tokens=documents * document_length,
+                order_key=prefix.name,
+                vocab_size=IDENTITY.vocab_size,
+            )
+        )
+    return TokenData(str(folder), tuple(domains), IDENTITY, "0" * 64)
 
 
 def _weights(num_domains: int) -> NDArray[np.float64]:
@@ -164,5 +157,5 @@ def _weights(num_domains: int) -> NDArray[np.float64]:
 
 
 def _touched(num_samples: int) -> BlendedIndex:
-    """Arrays whose pages are there: the first writing of a page costs more than what is written."""
+    """Arrays whose pages are there: the first write of a page costs more than what is written."""
     return np.full(num_samples, -1, np.int16), np.full(num_samples, -1, np.int64)

@@ -81,6 +81,7 @@ class CheckpointRecord(FolderRecord):
         guard: what judges the steps that follow: counts, the last losses and gradient norms, and
             the steps skipped in a row up to this one.
         hook: of the method that watches the run, if one does.
+        order_version: version of the order of the samples; a run resumes in the same one.
     """
 
     KIND = "checkpoint"
@@ -102,6 +103,7 @@ class CheckpointRecord(FolderRecord):
     provenance: Provenance
     guard: dict[str, Any] = dataclasses.field(default_factory=dict)
     hook: HookState | None = None
+    order_version: Count = 1
 
     @classmethod
     def load(cls, folder: Path) -> CheckpointRecord:

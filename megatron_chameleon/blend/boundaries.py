@@ -1,4 +1,4 @@
-"""What the end of a document does within a sample that holds several, by Megatron's options."""
+"""Position ids and masks where documents end within a sample, by Megatron's options."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from megatron_chameleon.options.training import DocumentBoundaryOptions
 class DocumentBoundaries:
     """Positions and masks of a batch of samples.
 
-    They are those of megatron.core's ``_get_ltor_masks_and_position_ids``, which makes them sample
-    by sample. A document ends with its end-of-document token, which still belongs to it.
+    The same as megatron.core's ``_get_ltor_masks_and_position_ids``, for a whole batch. A document
+    ends with its end-of-document token, which still belongs to it.
 
     Attributes:
         eod_id: the end-of-document token.
-        options: what becomes of it.
+        options: which of them are reset or masked.
     """
 
     eod_id: int
     options: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
 
     def __call__(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What a batch holds beside its tokens, [b, s] int64.
+        """Position ids and masks of ``tokens`` [b, s] int64.
 
         Returns:
-            position_ids [b, s] int64; loss_mask [b, s] float32, 0 where nothing is learnt; and with
-            ``reset_attention_mask`` document_starts [b, s] int64, of which :func:`document_mask`
-            makes the attention mask. That is s times as large, so it is best made where it is used.
-            Without it the plain causal mask holds, for which attention needs no tensor.
+            position_ids [b, s] int64; loss_mask [b, s] float32, 0 where there is no loss; and with
+            ``reset_attention_mask`` document_starts [b, s] int64, from which :func:`document_mask`
+            makes the attention mask where it is used, since that is s times as large. Without it
+            the mask is causal, for which attention needs no tensor.
         """
         options, device = self.options, tokens.device
         made = {
-            # Expanded: it is the same for every sample, and takes no time to fill.
+            # Expanded, since it is the same for every sample.
             "position_ids": torch.arange(tokens.size(1), device=device).expand(tokens.shape),
             "loss_mask": torch.ones(tokens.shape, device=device),
         }
@@ -53,10 +53,10 @@ class DocumentBoundaries:
 
 
 def document_starts(is_eod: torch.Tensor) -> torch.Tensor:
-    """Where each token's document begins in its sample, [b, s] int64.
+    """Position at which each token's document begins in its sample, [b, s] int64.
 
     Args:
-        is_eod: [b, s] bool, whether a token ends its document.
+        is_eod: [b, s] bool, whether a token is the end of its document.
     """
     positions = torch.arange(is_eod.size(1), device=is_eod.device)
     begins = torch.zeros_like(is_eod, dtype=torch.int64)
@@ -65,10 +65,10 @@ def document_starts(is_eod: torch.Tensor) -> torch.Tensor:
 
 
 def document_mask(starts: torch.Tensor) -> torch.Tensor:
-    """Causal attention within documents, [b, 1, s, s] bool, True where it is not allowed.
+    """Mask of causal attention within documents, [b, 1, s, s] bool, True where it is masked.
 
     Args:
-        starts: [b, s] int64, where each token's document begins.
+        starts: [b, s] int64, from :func:`document_starts`.
     """
     seen = torch.arange(starts.size(1), device=starts.device)
     later = seen[None, :] > seen[:, None]  # [s, s]

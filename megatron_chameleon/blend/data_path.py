@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -17,7 +18,6 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 
 from megatron_chameleon.artifacts import SPLITS, Split, TokenizerIdentity
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
-from megatron_chameleon.blend.threads import for_each, usable_threads
 from megatron_chameleon.blend.token_data import DomainData, TokenData, tokens_between
 from megatron_chameleon.corpus.indexed_reader import open_token_file
 from megatron_chameleon.errors import UserError
@@ -30,17 +30,17 @@ HASHED_BLOCKS, HASHED_BLOCK_BYTES = 1024, 1 << 14
 
 @dataclasses.dataclass(frozen=True)
 class DataPath:
-    """What ``--data-path`` says: prefixes, and their weights unless it gives none."""
+    """Value of ``--data-path``: prefixes, and their weights; None if it has no weights."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
     @classmethod
     def parse(cls, given: str) -> DataPath:
-        """Read '0.3 PREFIX 0.7 PREFIX', or 'PREFIX' alone, or several without weights.
+        """Parse '0.3 PREFIX 0.7 PREFIX', or prefixes without weights.
 
         Raises:
-            UserError: if it is neither, or names a prefix twice.
+            UserError: for another form, or a prefix that is given twice.
         """
         words = given.split()
         weights = [_number(word) for word in words[::2]]
@@ -48,7 +48,7 @@ class DataPath:
         prefixes = words[1::2] if pairs else words
         if not prefixes or any(_number(word) is not None for word in prefixes):
             raise UserError(
-                f"--data-path '{given}': give 'WEIGHT PREFIX WEIGHT PREFIX ...', or prefixes alone"
+                f"--data-path '{given}': must be 'WEIGHT PREFIX WEIGHT PREFIX ...' or prefixes only"
             )
         files = [Path(prefix).resolve() for prefix in prefixes]
         twice = [
@@ -62,17 +62,18 @@ class DataPath:
 def data_path_tokens(
     path: DataPath, split: str, tokenizer: TokenizerIdentity, part: Split = "train"
 ) -> TokenData:
-    """One split of Megatron data sets, cut as Megatron-LM cuts them by ``--split``.
+    """One split of Megatron data sets, by ``--split`` as in Megatron-LM.
 
-    Neither the hash nor the order of the samples hangs on where the files lie: both come from what
-    :func:`hash_token_file` reads of them.
+    Neither the hash nor the order of the samples depends on where the files are, only on their
+    :func:`hash_token_file`.
 
     Raises:
-        UserError: for files that are damaged, or a split that leaves nothing for ``part``.
+        UserError: for damaged files, or a split that leaves nothing for ``part``.
     """
     bounds = split_range(split, part)
     prefixes = [Path(prefix) for prefix in path.prefixes]
-    cuts = for_each(lambda prefix: _cut(prefix, *bounds), prefixes, usable_threads())
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        cuts = list(pool.map(lambda prefix: _cut(prefix, *bounds), prefixes))
     hashes = [cut.sha256 for cut in cuts]
     domains = [
         DomainData(
@@ -81,7 +82,7 @@ def data_path_tokens(
             cut.first,
             cut.stop,
             cut.tokens,
-            # A text that is given twice, under two prefixes, is read in two orders.
+            # The same text under two prefixes is read in two orders.
             order_key=f"{cut.sha256} {hashes[:number].count(cut.sha256)}",
             vocab_size=tokenizer.vocab_size,
         )
@@ -113,10 +114,10 @@ def _cut(prefix: Path, begin: float, end: float) -> _Cut:
 
 
 def domain_names(prefixes: Sequence[str]) -> list[str]:
-    """What the files are called: of each path, as many of its last parts as tell it apart.
+    """Domain names: of each path, as many of its last parts as make it unique.
 
     ``data/news_document`` and ``data/code_document`` are ``news_document`` and ``code_document``;
-    ``news/train`` and ``code/train`` keep both parts. So names stay when a folder moves.
+    ``news/train`` and ``code/train`` keep both parts. So names stay the same when a folder moves.
     """
     parts = [Path(os.path.abspath(prefix)).parts for prefix in prefixes]
     assert len(set(parts)) == len(parts), "a data path names no file twice"
@@ -132,10 +133,10 @@ def domain_names(prefixes: Sequence[str]) -> list[str]:
 
 
 def hash_token_file(prefix: Path) -> str:
-    """Hex SHA-256 of a pair of files: all of the .idx, and what is sampled of the .bin.
+    """Hex SHA-256 of a pair of files: the whole .idx, and blocks of the .bin.
 
-    Of a .bin of up to 16 MiB that is all of it. Of a larger one it is the size and, besides the
-    first and the last, evenly spread blocks, 16 MiB together.
+    A .bin of up to 16 MiB is hashed whole; of a larger one its size and 16 MiB of evenly spaced
+    blocks, the first and the last included.
     """
     bin_path = Path(f"{prefix}.bin")
     size = bin_path.stat().st_size
@@ -148,7 +149,7 @@ def hash_token_file(prefix: Path) -> str:
 
 
 def _hashed_places(size: int) -> Sequence[int]:
-    """Where the hashed blocks of a file begin."""
+    """First bytes of the hashed blocks of a file."""
     if size <= HASHED_BLOCKS * HASHED_BLOCK_BYTES:
         return range(0, size, HASHED_BLOCK_BYTES)
     last, intervals = size - HASHED_BLOCK_BYTES, HASHED_BLOCKS - 1
@@ -156,23 +157,25 @@ def _hashed_places(size: int) -> Sequence[int]:
 
 
 def split_range(split: str, part: Split) -> tuple[float, float]:
-    """Where ``part`` begins and ends, as shares of all sequences, by Megatron's ``--split``.
+    """Begin and end of ``part`` as fractions of all sequences, by Megatron's ``--split``.
 
     Raises:
-        UserError: unless ``split`` is one to three numbers, not negative, of which that of
-            ``part`` is above 0.
+        UserError: unless ``split`` is one to three numbers, none negative, and that of ``part`` is
+            above 0.
     """
-    # No exponents: Megatron reads digits and dots alone.
+    # No exponents: Megatron parses digits and dots only.
     words = split.split(",")
     shares = [_number(word) if PLAIN_NUMBER.fullmatch(word.strip()) else None for word in words]
     if not 1 <= len(shares) <= len(SPLITS) or None in shares:
-        raise UserError(f"--split {split}: up to three numbers with commas between, as 969,30,1")
+        raise UserError(
+            f"--split {split}: must be up to three numbers separated by commas, e.g. 969,30,1"
+        )
     if min(share for share in shares if share is not None) < 0 or not any(shares):
-        raise UserError(f"--split {split}: shares are not negative, and not all of them zero")
+        raise UserError(f"--split {split}: shares must not be negative, nor all zero")
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     found = bounds[SPLITS.index(part)]
     if found is None:
-        raise UserError(f"--split {split} leaves nothing for {part}; give it a share above 0")
+        raise UserError(f"--split {split} leaves nothing for {part}; its share must be above 0")
     return float(found[0]), float(found[1])
 
 

@@ -1,28 +1,24 @@
-"""Training samples drawn from domains by weights that may change."""
+"""Training samples of several domains, blended by a schedule of weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core.datasets.utils import normalize
 from numpy.typing import NDArray
 
+from megatron_chameleon.blend import order
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
-from megatron_chameleon.blend.gather import View, ViewTable
-from megatron_chameleon.blend.implicit_index import ImplicitBlendingIndices
+from megatron_chameleon.blend.gather import ViewTable
+from megatron_chameleon.blend.megatron_order import MegatronOrder
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase, check_changes
-from megatron_chameleon.blend.streams import (
-    EpochStream,
-    FeistelStream,
-    MegatronStream,
-    Stream,
-    megatron_index_bytes,
-)
-from megatron_chameleon.blend.threads import for_each, usable_threads
+from megatron_chameleon.blend.streams import EpochStream, megatron_index_bytes, megatron_view
 from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, check_weights
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
@@ -30,42 +26,65 @@ from megatron_chameleon.options.data import Permutation
 
 Batch = dict[str, torch.Tensor]
 
-# By how much more than asked Megatron builds of each data set that it blends. It decides the
-# number of whole epochs, and with that the order.
+# Megatron's oversampling margin per blended dataset. It decides the number of whole epochs, and
+# with that the order.
 MEGATRON_SURPLUS = 0.005
-# Minutes at the start: how often each domain is drawn is counted over all samples of a run.
-MAX_SAMPLES = 2**36
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlendedPhase:
+    """Order of the samples from ``phase.first_sample`` on.
+
+    Attributes:
+        phase: its weights.
+        order: of the samples, numbered from the first one of the phase.
+        before: [num_domains] samples of each domain before the phase.
+    """
+
+    phase: Phase
+    order: order.BlendOrder | MegatronOrder
+    before: NDArray[np.int64]
+
+    def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Domain and number within it of samples of this phase."""
+        domains, numbers = self.order.locate(samples - self.phase.first_sample)
+        return domains, numbers + self.before[domains]
+
+    def counts(self, samples: int) -> NDArray[np.int64]:
+        """[num_domains] samples of each domain among the run's first ``samples``."""
+        return self.before + self.order.counts(samples - self.phase.first_sample)
 
 
 class BlendedTokens(torch.utils.data.Dataset[Batch]):
     """Samples of a run in their order, its domains blended by a schedule of weights.
 
-    Every rank builds its own indices, from these arguments alone: no rank waits for another and
-    no disk is shared. Domains that give no sample are never opened.
+    Every rank builds it independently, from these arguments alone: no rank waits for another, and
+    no disk is shared. Domains that are never sampled are never opened.
 
     With ``permutation="megatron"`` the samples are those of Megatron's BlendedDataset over its
-    GPTDatasets; the weights cannot change then, since its order hangs on the number of samples.
-    With "epoch" and "feistel" a domain's samples are a function of the seed, its ``order_key`` and
-    their number alone, so the weights can change at any sample.
+    GPTDatasets; the weights cannot change then, since its order depends on the number of samples.
+    With "epoch" and "feistel" both the blend and the order within a domain are in closed form (see
+    :mod:`megatron_chameleon.blend.order` and :mod:`megatron_chameleon.blend.streams`): nothing is
+    built, and the weights can change at any sample.
 
-    One thread reads samples; others may ask for :meth:`counts` meanwhile, as a run does of itself
-    while its next batches are read ahead. Weights are changed while nobody reads.
+    One thread reads samples; others may call :meth:`counts` concurrently. Weights must not change
+    while samples are being read.
 
     Args:
         data: where the tokens are.
         schedule: weights of the domains, in the order of ``data.domains``; scaled to sum to 1.
         num_samples: length of the data set.
-        seq_length: tokens per sample (s); the labels are the same tokens, one further on.
+        seq_length: tokens per sample (s); the labels are the same tokens, shifted by one.
         seed: of the order of documents and samples within each domain.
-        permutation: by what they are ordered.
-        boundaries: what becomes of the ends of documents within a sample.
-        cache: folder for Megatron's indices; None keeps them in memory alone.
-        by_size: whether the weights are sizes, as Megatron takes them where it is given none: it
-            scales them once instead of twice, and builds no surplus.
+        permutation: order of a domain's samples.
+        boundaries: position ids and masks at the ends of documents within a sample.
+        cache: folder for Megatron's indices; None keeps them in memory only.
+        by_size: whether the weights are sizes, as Megatron takes them if it is given none: it
+            scales them once instead of twice, and oversamples nothing.
 
     Raises:
-        UserError: for weights that cannot be drawn by, a domain with too few tokens, files that
-            are not what they were, or weights that change in Megatron's order.
+        UserError: for invalid weights, a domain with too few tokens, files that have changed, or
+            weights that change in Megatron's order.
     """
 
     def __init__(
@@ -85,17 +104,23 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self._num_samples, self._seed = num_samples, seed
         self._cache, self._by_size = cache, by_size
         self._boundaries = boundaries or DocumentBoundaries(data.tokenizer.eod_id)
-        self._streams: dict[int, Stream] = {}
-        self._views: dict[int, View] = {}
-        self._table = ViewTable.empty(len(data.domains))
+        self._streams: dict[int, EpochStream] = {}
+        self._views = ViewTable(len(data.domains))
+        self._opened: set[int] = set()
+        self._phases: list[_BlendedPhase] = []
         self._next_unread = 0
         self._check(schedule)
         self._check_size()
         self._phases = self._blend(schedule)
-        self._open(self.counts(num_samples))
+        self._open()
 
     def __len__(self) -> int:
         return self._num_samples
+
+    @property
+    def order_version(self) -> int:
+        """Version of the order: equal arguments give equal samples as long as it is the same."""
+        return 1 if self.permutation == "megatron" else order.VERSION
 
     def __getitem__(self, index: int) -> Batch:
         """Sample ``index``: the values of :meth:`batch`, without their first dimension."""
@@ -104,16 +129,16 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         return {name: part[0] for name, part in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Several samples at once, gathered by one compiled call.
+        """Several samples at once, read by one compiled call.
 
         Returns:
             tokens [b, s] int64, labels [b, s] int64 (views of one tensor, one token apart),
-            domain [b] int64 (a position in ``data.domains``), and what ``boundaries`` make of the
-            tokens: position_ids [b, s] int64, loss_mask [b, s] float32 and, where attention is
-            kept within documents, document_starts [b, s] int64.
+            domain [b] int64 (a position in ``data.domains``), and what ``boundaries`` adds:
+            position_ids [b, s] int64, loss_mask [b, s] float32 and, where attention is kept within
+            documents, document_starts [b, s] int64.
 
         Raises:
-            UserError: if the tokens are damaged or outside of the vocabulary.
+            UserError: if the tokens are damaged or outside the vocabulary.
         """
         samples = np.asarray(indices, np.int64)
         domains, numbers = self.locate(samples)
@@ -128,25 +153,34 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         }
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which domain [b] gives each of ``samples`` [b], and which of its own samples that is."""
+        """Domain [b] of each of ``samples`` [b], and its number within the domain.
+
+        Raises:
+            IndexError: for a sample that the run does not have.
+        """
+        lowest, highest = int(samples.min()), int(samples.max())
+        if not 0 <= lowest <= highest < len(self):
+            raise IndexError(f"samples {lowest} to {highest} of {len(self)}")
+        first, last = self.schedule.phase_at(lowest), self.schedule.phase_at(highest)
+        if first == last:
+            return self._phases[first].locate(samples)
         domains, numbers = np.empty_like(samples), np.empty_like(samples)
-        starts = [phase.first for phase in self._phases]
+        starts = [phase.phase.first_sample for phase in self._phases]
         phases = np.searchsorted(starts, samples, side="right") - 1
-        for number in np.unique(phases):
+        for number in range(first, last + 1):
             here = phases == number
             domains[here], numbers[here] = self._phases[number].locate(samples[here])
         return domains, numbers
 
     def counts(self, samples: int) -> NDArray[np.int64]:
-        """[num_domains] how many of the first ``samples`` samples each domain gives."""
-        phase = self._phases[self.schedule.phase_at(max(samples - 1, 0))]
-        return phase.counts(samples)
+        """[num_domains] samples of each domain among the first ``samples``."""
+        return self._phases[self.schedule.phase_at(max(samples - 1, 0))].counts(samples)
 
     def change_weights(self, first_sample: int, weights: Sequence[float]) -> None:
-        """Draw by other weights from ``first_sample`` on. Every rank has to do the same.
+        """Sample by other weights from ``first_sample`` on. Every rank has to do the same.
 
         Raises:
-            UserError: for weights that cannot be drawn by, or in Megatron's order.
+            UserError: for invalid weights, or in Megatron's order.
             ValueError: if a sample from there on has been read already.
         """
         if first_sample < self._next_unread:
@@ -158,7 +192,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self._check(schedule)
         self._phases = self._blend(schedule)
         self.schedule = schedule
-        self._open(self.counts(self._num_samples))
+        self._open()
 
     def _check(self, schedule: MixtureSchedule) -> None:
         for phase in schedule.phases:
@@ -166,35 +200,17 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             check_enough_tokens(self.data, phase.weights, self.seq_length)
         check_changes(schedule, self.permutation)
 
-    def _blend(self, schedule: MixtureSchedule) -> list[_BlendedPhase]:
-        phases: list[_BlendedPhase] = []
-        before = np.zeros(len(self.data.domains), np.int64)
-        for phase, length in schedule.spans(max(self._num_samples, 1)):
-            phases.append(_BlendedPhase(phase, length, before, self._by_size))
-            before = phases[-1].counts(phase.first_sample + length)
-        return phases
-
-    def _open(self, counts: NDArray[np.int64]) -> None:
-        """Make the streams of the domains that give any samples and have none yet."""
-        missing = [int(i) for i in np.flatnonzero(counts) if int(i) not in self._streams]
-        threads = usable_threads()
-        each = max(1, threads // max(1, len(missing)))
-        streams = for_each(
-            lambda domain: self._stream(domain, int(counts[domain]), each), missing, threads
-        )
-        self._streams.update(zip(missing, streams, strict=True))
-
     def _check_size(self) -> None:
-        """Raises UserError for a run whose order takes too long to find, or too much memory."""
-        if self._num_samples > MAX_SAMPLES:
+        """Raises UserError for a run whose order is too long, or takes too much memory."""
+        if self._num_samples > order.MAX_SAMPLES:
             raise UserError(
-                f"the run would read {self._num_samples:,} samples, more than {MAX_SAMPLES:,}; "
-                "lower --train-iters or --global-batch-size"
+                f"the run would read {self._num_samples:,} samples, more than "
+                f"{order.MAX_SAMPLES:,}; lower --train-iters or --global-batch-size"
             )
         if self.permutation == "megatron":
             weights = self.schedule.phases[0].weights
             total = sum(weights)
-            needed = sum(
+            needed = MegatronOrder.BYTES_PER_SAMPLE * self._num_samples + sum(
                 megatron_index_bytes(
                     domain, math.ceil(self._num_samples * weight / total), self.seq_length
                 )
@@ -207,92 +223,80 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
                 "train on fewer, or choose --permutation feistel, which needs no memory",
             )
 
-    def _stream(self, domain: int, count: int, num_threads: int) -> Stream:
+    def _blend(self, schedule: MixtureSchedule) -> list[_BlendedPhase]:
+        """The phases of ``schedule``; those that have not changed are kept."""
+        phases: list[_BlendedPhase] = []
+        before = np.zeros(len(self.data.domains), np.int64)
+        targets = np.zeros(len(self.data.domains))
+        known = self._phases
+        for place, (phase, length) in enumerate(schedule.spans(max(self._num_samples, 1))):
+            if place < len(known) and known[place].phase == phase:
+                phases.append(known[place])
+            else:
+                known = []  # all that follows depends on this phase
+                blended: order.BlendOrder | MegatronOrder
+                if self.permutation == "megatron":
+                    blended = MegatronOrder(phase.weights, length, self._by_size)
+                else:
+                    blended = order.BlendOrder(phase.weights, (targets - before).tolist())
+                phases.append(_BlendedPhase(phase, blended, before))
+            before = phases[-1].counts(phase.first_sample + length)
+            targets += length * (np.array(phase.weights) / math.fsum(phase.weights))
+        return phases
+
+    def _open(self) -> None:
+        """Open the domains that are sampled and not open yet."""
+        counts = self.counts(self._num_samples)
+        missing = [int(i) for i in np.flatnonzero(counts) if int(i) not in self._opened]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda domain: self._open_one(domain, int(counts[domain])), missing))
+        self._opened.update(missing)
+
+    def _open_one(self, domain: int, count: int) -> None:
         tokens = self.data.domains[domain]
         file = tokens.open()
-        if self.permutation == "epoch":
-            return EpochStream(tokens, file, self.seq_length, self._seed)
-        if self.permutation == "feistel":
-            return FeistelStream(tokens, file, self.seq_length, self._seed)
-        num_samples = self._samples_built(domain, count)
-        return MegatronStream(
-            tokens, file, num_samples, self.seq_length, self._seed, self._cache, num_threads
-        )
+        if self.permutation == "megatron":
+            built = self._samples_built(domain, count)
+            self._views.put(
+                domain,
+                megatron_view(tokens, file, built, self.seq_length, self._seed, self._cache),
+            )
+        else:
+            self._streams[domain] = EpochStream(
+                tokens, file, self.seq_length, self._seed, self.permutation == "epoch"
+            )
 
     def _samples_built(self, domain: int, count: int) -> int:
-        """Of how many samples Megatron builds the order of a domain that gives ``count``.
+        """Samples for which Megatron builds the order of a domain that is sampled ``count`` times.
 
         Data sets that are blended by size it builds for one whole epoch, whose order is that of any
-        number of samples up to there; a data set alone, for what is asked of it.
+        number of samples up to there; a data set alone, for its number of samples.
         """
         if self._by_size:
             return count
-        share = self._phases[0].shares[domain]
+        blended = self._phases[0].order
+        assert isinstance(blended, MegatronOrder)
+        share = blended.shares[domain]
         built = math.ceil(math.ceil(self._num_samples * share) * (1 + MEGATRON_SURPLUS))
-        # No domain is ever more than one sample ahead of its share, so that it gives no more than
-        # the inner ceil; the surplus, one sample at least, is far above what rounding could add.
+        # No domain is ever more than one sample ahead of its share, so the inner ceil is enough;
+        # the surplus, one sample at least, is far above what rounding could add.
         assert count <= built
         return built
 
     def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        table = self._table
-        inside = (numbers >= table.first[domains]) & (numbers < table.stop[domains])
+        views = self._views
+        inside = (numbers >= views.first[domains]) & (numbers < views.stop[domains])
         if inside.all():
-            return table.gather(domains, numbers, self.seq_length)
-        # Some domain's next epoch begins within this batch, or nothing was read of it yet.
-        pairs = zip(domains.tolist(), numbers.tolist(), strict=True)
-        views = [self._view(domain, number) for domain, number in pairs]
-        places = np.arange(len(views))
-        return ViewTable(views).gather(places, numbers, self.seq_length)
-
-    def _view(self, domain: int, number: int) -> View:
-        """The view that holds a domain's sample, which stays at hand for the samples after it."""
-        view = self._views.get(domain)
-        if view is None or not view.first <= number < view.first + view.num_samples:
-            view = self._streams[domain].view_of(number)
-            self._views[domain] = view
-            self._table.put(domain, view)
-        return view
-
-
-class _BlendedPhase:
-    """The blended index of one phase, over the domains that it draws from.
-
-    Left in, a domain of weight 0 would win ties. So would one whose weight is 0 beside the others
-    in float64.
-
-    Args:
-        phase: weights, and the first sample that is drawn by them.
-        length: samples of the phase.
-        before: [num_domains] samples that each domain has given before.
-        by_size: whether the weights are sizes.
-
-    Attributes:
-        shares: [num_domains] the weights, scaled once to sum to 1.
-    """
-
-    def __init__(self, phase: Phase, length: int, before: NDArray[np.int64], by_size: bool) -> None:
-        weights = np.asarray(phase.weights, np.float64)
-        self.first = phase.first_sample
-        self._before = before
-        given = np.flatnonzero(weights)
-        scaled = np.zeros(len(weights))
-        scaled[given] = normalize(weights[given].tolist())
-        self.shares: list[float] = scaled.tolist()
-        self._drawn = np.flatnonzero(scaled)
-        # Weights are scaled twice, as Megatron does on the way from --data-path to its blended data
-        # set: the second time may change the last bit, which decides ties.
-        drawn = scaled[self._drawn].tolist()
-        self._index = ImplicitBlendingIndices(drawn if by_size else normalize(drawn), length)
-
-    def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Domain and number within it of samples of this phase."""
-        index, numbers = self._index.indices(samples - self.first)
-        domains = self._drawn[index]
-        return domains, numbers + self._before[domains]
-
-    def counts(self, samples: int) -> NDArray[np.int64]:
-        """[num_domains] what each domain has given of the run's first ``samples`` samples."""
-        counts = self._before.copy()
-        counts[self._drawn] += self._index.counts(samples - self.first)
-        return counts
+            return views.gather(domains, numbers, self.seq_length)
+        # A domain's next epoch begins within this batch, or nothing has been read of it yet.
+        windows = np.empty((len(domains), self.seq_length + 1), np.int64)
+        waiting = np.arange(len(domains))
+        while len(waiting):
+            own, number = domains[waiting], numbers[waiting]
+            inside = (number >= views.first[own]) & (number < views.stop[own])
+            windows[waiting[inside]] = views.gather(own[inside], number[inside], self.seq_length)
+            waiting = waiting[~inside]
+            for sample in waiting[np.unique(domains[waiting], return_index=True)[1]].tolist():
+                domain = int(domains[sample])
+                views.put(domain, self._streams[domain].view_of(int(numbers[sample])))
+        return windows

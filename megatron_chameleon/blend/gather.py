@@ -1,9 +1,9 @@
-"""Reading a whole batch of windows out of memory-mapped token files in one compiled call."""
+"""Read a batch of windows from memory-mapped token files in one compiled call."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numba import carray, njit, types
@@ -12,52 +12,70 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
-from megatron_chameleon.blend.permutation import permute_position, permute_position_reference
 from megatron_chameleon.corpus.indexed_reader import TokenFile
 
-# What the columns of a table of views hold. An address of 0 says that there is no such array.
-(
-    _TOKENS,  # address of the tokens
-    _TOKEN_BYTES,  # 2 for uint16, 4 for int32
-    _NUM_TOKENS,
-    _UNREAD,  # address of what is 1 for each block of the tokens that is yet to be checked, uint8
-    _STARTS,  # address of the sequences' first tokens, int64
-    _LENGTHS,  # address of the sequences' lengths, int32
-    _DOCUMENTS,  # address of the order of the sequences, int32
-    _NUM_DOCUMENTS,
-    _WINDOWS,  # address of the windows' places in that order: position and offset
-    _WINDOW_BYTES,  # 4 for int32, 8 for int64
-    _SHUFFLE,  # address of the order of the windows
-    _SHUFFLE_BYTES,  # 4 for uint32, 8 for int64
-    _FIRST,  # number of the view's first sample
-    _NUM_SAMPLES,
-    _KEY,  # of the permutation of the windows where there is no array of it
-    _BEGIN,  # first token of a range that is read as one stream
-    _PHASE,  # where in that range the first window begins
-    _NUM_COLUMNS,
-) = range(18)
+# Luby and Rackoff 1988: four rounds make a Feistel network of random functions a pseudorandom
+# permutation; the round function here is less than random, hence more rounds.
+ROUNDS = 8
+# The multipliers of the finalizer of MurmurHash3; the golden ratio makes the rounds differ.
+_MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(33)
+
+# Shuffled documents whose end is kept: one in so many. Those between are added up when read.
+DOCUMENTS_PER_END = 16
 
 _OUT_OF_RANGE = -1
 
+# A view in the form that the compiled code reads: numbers, and addresses of arrays (0: no array).
+_ROW = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "first",  # number of the view's first sample
+            "num_samples",
+            # The token file.
+            "tokens",  # address, uint16 or int32
+            "token_bytes",
+            "checked",  # address: 1 for each block of tokens that has been checked, uint8
+            "lengths",  # address: tokens of each sequence, int32
+            "pointers",  # address: first byte of each sequence, int64
+            # Order of the windows.
+            "shuffle",  # address: uint32 or int64
+            "shuffle_bytes",
+            "window_key",  # of their permutation, without an array
+            # Where windows begin.
+            "windows",  # address: position and offset of each, int32 or int64
+            "window_bytes",
+            "phase",  # without an array: token of the epoch where the first window begins
+            "begin",  # first token of the domain
+            "num_tokens",  # of the domain
+            # Order of the documents.
+            "documents",  # address: int32
+            "num_documents",
+            "first_document",
+            "document_key",  # of their permutation, without an array
+            "next_document_key",  # the same for the next epoch
+            "ends",  # address: tokens up to every DOCUMENTS_PER_END-th document, int64
+        )
+    ]
+)
+
 
 @dataclasses.dataclass(frozen=True)
-class ShuffledDocuments:
-    """Samples ``first`` to ``first + num_samples`` of a domain: windows over ordered sequences.
+class IndexedView:
+    """Samples of a domain by Megatron's three indices.
 
     Attributes:
         file: the tokens.
-        starts: [num_sequences] int64, where each sequence of ``file`` begins in its tokens.
-        lengths: [num_sequences] int32, their tokens.
-        documents: order of the sequences, int32 numbers into ``file``.
+        documents: [n] int32, sequences of ``file`` in the order in which they are read.
         windows: [>= num_samples, 2] int32 or int64: position in ``documents`` and offset in tokens
             at which each window begins.
-        shuffle: [num_samples] uint32 or int64, the order of the windows.
-        first: number of the first sample within its domain.
+        shuffle: [num_samples] uint32 or int64, order of the windows.
+        first: number of the first sample within the domain.
     """
 
     file: TokenFile
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int32]
     documents: NDArray[np.int32]
     windows: NDArray[np.integer]
     shuffle: NDArray[np.integer]
@@ -65,278 +83,365 @@ class ShuffledDocuments:
 
     @property
     def num_samples(self) -> int:
-        """Samples that the view holds."""
+        """Samples in the view."""
         return len(self.shuffle)
 
-    def row(self) -> NDArray[np.int64]:
-        """The view as a row of a table."""
-        row = _file_row(self.file, self.first, self.num_samples)
-        row[_STARTS] = _address(self.starts, np.int64)
-        row[_LENGTHS] = _address(self.lengths, np.int32)
-        row[_DOCUMENTS] = _address(self.documents, np.int32)
-        row[_NUM_DOCUMENTS] = len(self.documents)
-        row[_WINDOWS] = _address(self.windows, np.int32, np.int64)
-        row[_WINDOW_BYTES] = self.windows.itemsize
-        row[_SHUFFLE] = _address(self.shuffle, np.uint32, np.int64)
-        row[_SHUFFLE_BYTES] = self.shuffle.itemsize
-        return row
+    def fields(self) -> dict[str, int]:
+        """Fields of its row that are not 0, without those of the file."""
+        return {
+            "documents": _address(self.documents, np.int32),
+            "num_documents": len(self.documents),
+            "windows": _address(self.windows, np.int32, np.int64),
+            "window_bytes": self.windows.itemsize,
+            "shuffle": _address(self.shuffle, np.uint32, np.int64),
+            "shuffle_bytes": self.shuffle.itemsize,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
-class ShuffledWindows:
-    """Samples of a domain as windows of one run of tokens, in an order that needs no memory.
+class EpochView:
+    """One epoch of a domain: shuffled windows over its documents, in shuffled or in file order.
+
+    The permutations are computed position by position, so that little has to be kept.
 
     Attributes:
         file: the tokens.
-        begin: first token of the run, which is read around in a circle.
-        num_tokens: length of the run.
-        phase: token of the run, from ``begin`` on, at which the first window begins.
-        first: number of the first sample within its domain.
-        num_samples: windows.
-        key: of their permutation.
+        first: number of the first sample within the domain.
+        num_samples: windows that begin in this epoch.
+        phase: token of the epoch at which the first window begins.
+        begin: first token of the domain.
+        num_tokens: tokens of the domain.
+        window_key: of the permutation of the windows.
+        first_document: first sequence of the domain.
+        num_documents: its sequences.
+        document_keys: of the permutations of the documents, in this epoch and in the next one, into
+            which the last window may reach; None for file order.
+        ends: tokens up to every ``DOCUMENTS_PER_END``-th document of this epoch, from
+            :func:`document_ends`; None for file order.
     """
 
     file: TokenFile
-    begin: int
-    num_tokens: int
-    phase: int
     first: int
     num_samples: int
-    key: int
+    phase: int
+    begin: int
+    num_tokens: int
+    window_key: int
+    first_document: int = 0
+    num_documents: int = 0
+    document_keys: tuple[int, int] | None = None
+    ends: NDArray[np.int64] | None = None
 
-    def row(self) -> NDArray[np.int64]:
-        """The view as a row of a table."""
+    def fields(self) -> dict[str, int]:
+        """Fields of its row that are not 0, without those of the file."""
         assert 0 <= self.begin <= self.begin + self.num_tokens <= self.file.tokens.size
-        row = _file_row(self.file, self.first, self.num_samples)
-        row[_NUM_TOKENS] = self.num_tokens
-        row[_BEGIN] = self.begin
-        row[_PHASE] = self.phase
-        row[_KEY] = np.uint64(self.key).astype(np.int64)
-        return row
+        fields = {
+            "window_key": self.window_key,
+            "phase": self.phase,
+            "begin": self.begin,
+            "num_tokens": self.num_tokens,
+        }
+        if self.document_keys is not None and self.ends is not None:
+            fields["document_key"], fields["next_document_key"] = self.document_keys
+            fields["first_document"] = self.first_document
+            fields["num_documents"] = self.num_documents
+            fields["ends"] = _address(self.ends, np.int64)
+        return fields
 
 
-View = ShuffledDocuments | ShuffledWindows
+View = IndexedView | EpochView
 
 
 class ViewTable:
-    """Views by their place in a list, in the form that the compiled loop reads.
+    """One view a domain, in the form that the compiled loop reads.
 
     Attributes:
-        first: [num_views] number of each view's first sample.
-        stop: [num_views] one more than its last.
+        first: [num_domains] number of the first sample of each view.
+        stop: [num_domains] one more than its last; 0 where there is no view yet.
     """
 
-    def __init__(self, views: Sequence[View]) -> None:
-        # Kept, since the rows hold addresses into their arrays.
-        self._views: list[View | None] = list(views)
-        self._rows = np.array([view.row() for view in views], np.int64).reshape(-1, _NUM_COLUMNS)
-        self.first = self._rows[:, _FIRST].copy()
-        self.stop = self.first + self._rows[:, _NUM_SAMPLES]
+    def __init__(self, num_domains: int) -> None:
+        # Kept, since the rows hold addresses of their arrays.
+        self._views: list[View | None] = [None] * num_domains
+        self._rows = np.zeros(num_domains, _ROW)
+        self.first, self.stop = np.zeros((2, num_domains), np.int64)
 
-    @classmethod
-    def empty(cls, num_views: int) -> ViewTable:
-        """Places that hold nothing yet."""
-        table = cls([])
-        table._views = [None] * num_views
-        table._rows = np.zeros((num_views, _NUM_COLUMNS), np.int64)
-        table.first, table.stop = np.zeros((2, num_views), np.int64)
-        return table
-
-    def put(self, place: int, view: View) -> None:
-        """Replace one view."""
-        self._views[place] = view
-        self._rows[place] = view.row()
-        self.first[place], self.stop[place] = view.first, view.first + view.num_samples
+    def put(self, domain: int, view: View) -> None:
+        """Set the view of ``domain``."""
+        file, row = view.file, np.zeros((), _ROW)
+        fields = {
+            "first": view.first,
+            "num_samples": view.num_samples,
+            "tokens": _address(file.tokens.unchecked, np.uint16, np.int32),
+            "token_bytes": file.dtype.itemsize,
+            "checked": _address(file.tokens.checked, np.uint8),
+            "lengths": file.lengths.ctypes.data,
+            "pointers": file.pointers.ctypes.data,
+        }
+        for name, number in (fields | view.fields()).items():
+            row[name] = np.uint64(number).astype(np.int64)
+        self._views[domain], self._rows[domain] = view, row
+        self.first[domain], self.stop[domain] = view.first, view.first + view.num_samples
 
     def gather(
-        self,
-        places: NDArray[np.int64],
-        numbers: NDArray[np.int64],
-        seq_length: int,
+        self, domains: NDArray[np.int64], numbers: NDArray[np.int64], seq_length: int
     ) -> NDArray[np.int64]:
         """Windows of tokens, each with the token that follows it.
 
         Args:
-            places: [b] which view each sample is of.
-            numbers: [b] its number within its domain.
+            domains: [b] domain of each sample.
+            numbers: [b] its number within the domain, from ``first`` to ``stop`` of its view.
             seq_length: tokens of a window (s).
 
         Returns:
             [b, s + 1] int64.
 
         Raises:
-            UserError: if the tokens are damaged or outside of the vocabulary.
+            UserError: if the tokens are damaged or outside the vocabulary.
         """
-        windows = np.empty((len(places), seq_length + 1), np.int64)
+        windows = np.empty((len(domains), seq_length + 1), np.int64)
         # Every document that a window reads begins a block at most, and so does every token.
         blocks = np.empty(2 * (seq_length + 1), np.int64)
         first = 0
-        while first < len(places):
-            sample, unread = _gather(self._rows, places, numbers, first, windows, blocks)
-            assert unread != _OUT_OF_RANGE, "a sample lies outside its view"
-            if unread:
-                view = self._views[places[sample]]
+        while first < len(domains):
+            sample, unchecked = _gather(self._rows, domains, numbers, first, windows, blocks)
+            assert unchecked != _OUT_OF_RANGE, "a sample lies outside its view"
+            if unchecked:
+                view = self._views[domains[sample]]
                 assert view is not None
-                view.file.tokens.check(blocks[:unread])
+                view.file.tokens.check(blocks[:unchecked])
             first = sample + 1
         return windows
 
 
-def gather_reference(view: View, number: int, seq_length: int) -> NDArray[np.int64]:
-    """One window [s + 1] int64, by plain slices; for tests."""
-    place = number - view.first
-    tokens = view.file.tokens
-    if isinstance(view, ShuffledWindows):
-        run = tokens[view.begin : view.begin + view.num_tokens].astype(np.int64)
-        window = permute_position_reference(place, view.num_samples, view.key)
-        start = view.phase + seq_length * window
-        return np.array([run[(start + i) % run.size] for i in range(seq_length + 1)])
-    position, offset = view.windows[view.shuffle[place]]
-    parts = [
-        tokens[view.starts[d] : view.starts[d] + view.lengths[d]].astype(np.int64)
-        for d in view.documents[position:]
-    ]
-    return np.concatenate(parts)[offset : offset + seq_length + 1]
+def document_ends(file: TokenFile, first: int, stop: int, key: int) -> NDArray[np.int64]:
+    """Tokens up to and with each ``DOCUMENTS_PER_END``-th of the shuffled sequences.
+
+    Args:
+        file: of the sequences.
+        first: first sequence.
+        stop: one after the last.
+        key: of their permutation.
+
+    Returns:
+        [ceil((stop - first) / DOCUMENTS_PER_END)] int64; the last one is the sum of all.
+    """
+    ends = np.empty(-(-(stop - first) // DOCUMENTS_PER_END), np.int64)
+    _sum_ends(file.lengths.ctypes.data, first, stop - first, np.uint64(key), ends)
+    return ends
 
 
-def _file_row(file: TokenFile, first: int, num_samples: int) -> NDArray[np.int64]:
-    row = np.zeros(_NUM_COLUMNS, np.int64)
-    row[_TOKENS] = _address(file.tokens.unchecked, np.uint16, np.int32)
-    row[_TOKEN_BYTES] = file.dtype.itemsize
-    row[_NUM_TOKENS] = file.tokens.size
-    row[_UNREAD] = _address(file.tokens.unread, np.uint8)
-    row[_FIRST], row[_NUM_SAMPLES] = first, num_samples
-    return row
-
-
-def _address(array: NDArray[np.generic], *dtypes: type) -> int:
+def _address(array: NDArray[Any], *dtypes: type) -> int:
     assert array.dtype in [np.dtype(dtype) for dtype in dtypes], array.dtype
     assert array.flags.c_contiguous
     assert array.flags.aligned
     return int(array.ctypes.data)
 
 
+@njit(cache=True, nogil=True)
+def permuted(position: int, size: int, key: np.uint64) -> np.int64:
+    """Image of ``position`` under a pseudorandom permutation of 0 to ``size`` - 1.
+
+    Nothing is kept of the permutation, of which there is one for each key. A Feistel network
+    permutes the numbers of an even number of bits, up to four times as many as are wanted; an image
+    that is too large is permuted again (cycle walking, Black and Rogaway 2002).
+    """
+    half = np.uint64(1)
+    while np.int64(1) << np.int64(half + half) < size:
+        half += np.uint64(1)
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    permuted = np.uint64(position)
+    while True:
+        left, right = permuted >> half, permuted & mask
+        for number in range(ROUNDS):
+            mixed = right ^ (key + np.uint64(number + 1) * _GOLDEN_RATIO)
+            mixed = (mixed ^ (mixed >> _SHIFT)) * _MIX_1
+            mixed = (mixed ^ (mixed >> _SHIFT)) * _MIX_2
+            left, right = right, left ^ ((mixed ^ (mixed >> _SHIFT)) & mask)
+        permuted = (left << half) | right
+        if permuted < np.uint64(size):
+            return np.int64(permuted)
+
+
 @intrinsic
-def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
+def _pointer(_: Any, address: Any) -> Any:
     """An address as the pointer that carray takes."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def emit(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
-    return types.voidptr(address), generate
+    return types.voidptr(address), emit
+
+
+def _loader(kind: Any) -> Any:
+    @intrinsic
+    def load(_: Any, address: Any) -> Any:
+        """Load a number from any address: in an .idx they are not aligned."""
+
+        def emit(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            pointer = context.get_value_type(kind).as_pointer()
+            return builder.load(builder.inttoptr(arguments[0], pointer), align=1)
+
+        return kind(address), emit
+
+    return load
+
+
+_load_uint32, _load_int32, _load_int64 = map(_loader, (types.uint32, types.int32, types.int64))
+
+
+@njit(cache=True, nogil=True)
+def _sum_ends(
+    lengths: int, first: int, num_documents: int, key: np.uint64, ends: NDArray[np.int64]
+) -> None:
+    """Fill ``ends`` of :func:`document_ends` from the lengths at an address."""
+    total = np.int64(0)
+    for position in range(num_documents):
+        document = first + permuted(position, num_documents, key)
+        total += _load_int32(lengths + 4 * document)
+        ends[position // DOCUMENTS_PER_END] = total
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _gather(
-    table: NDArray[np.int64],
-    places: NDArray[np.int64],
+    rows: NDArray[Any],
+    domains: NDArray[np.int64],
     numbers: NDArray[np.int64],
     first: int,
     windows: NDArray[np.int64],
     blocks: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Fill ``windows`` from sample ``first`` on, up to the first one with unread blocks.
+    """Fill ``windows`` from sample ``first`` on, up to the first one with unchecked blocks.
 
     Returns:
-        the last sample that was filled, and the number of its unread blocks, which are in
+        the last sample that was filled, and the number of its unchecked blocks, which are in
         ``blocks``; or _OUT_OF_RANGE.
     """
-    for sample in range(first, places.size):
-        row = table[places[sample]]
-        number = numbers[sample] - row[_FIRST]
-        if number < 0 or number >= row[_NUM_SAMPLES]:
+    for sample in range(first, domains.size):
+        row = rows[domains[sample]]
+        number = numbers[sample] - row.first
+        if number < 0 or number >= row.num_samples:
             return sample, _OUT_OF_RANGE
-        if row[_DOCUMENTS] != 0:
-            unread = _read_documents(row, number, windows[sample], blocks)
+        out = windows[sample]
+        if row.windows != 0:
+            position, offset = _window_start(row, number)
+            unchecked = _read_documents(row, position, offset, out, blocks)
         else:
-            unread = _read_circle(row, number, windows[sample], blocks)
-        if unread != 0:
-            return sample, unread
-    return places.size - 1, 0
+            window = permuted(number, row.num_samples, np.uint64(row.window_key))
+            start = row.phase + window * (out.size - 1)
+            if row.ends != 0:
+                position, offset = _find_document(row, start)
+                unchecked = _read_documents(row, position, offset, out, blocks)
+            else:
+                unchecked = _read_circle(row, start, out, blocks)
+        if unchecked != 0:
+            return sample, unchecked
+    return domains.size - 1, 0
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _window_start(row: Any, number: int) -> tuple[Any, Any]:
+    """Position and offset of the view's sample ``number``, by arrays."""
+    if row.shuffle_bytes == 4:
+        window = np.int64(_load_uint32(row.shuffle + 4 * number))
+    else:
+        window = _load_int64(row.shuffle + 8 * number)
+    start = row.windows + 2 * row.window_bytes * window
+    if row.window_bytes == 4:
+        return np.int64(_load_int32(start)), np.int64(_load_int32(start + 4))
+    return _load_int64(start), _load_int64(start + 8)
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _find_document(row: Any, token: int) -> tuple[int, int]:
+    """Position and offset of a token of an epoch: a search among the ends, then one by one."""
+    low, high = 0, (row.num_documents - 1) // DOCUMENTS_PER_END
+    while low < high:
+        middle = (low + high) // 2
+        if _load_int64(row.ends + 8 * middle) > token:
+            high = middle
+        else:
+            low = middle + 1
+    offset = token - (_load_int64(row.ends + 8 * (low - 1)) if low > 0 else 0)
+    position = low * DOCUMENTS_PER_END
+    length = _length(row, _document(row, position))
+    while offset >= length:
+        offset -= length
+        position += 1
+        length = _length(row, _document(row, position))
+    return position, offset
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _document(row: Any, position: int) -> Any:
+    """The sequence at ``position`` of the order; from ``num_documents`` on, of the next epoch."""
+    if row.documents != 0:
+        return np.int64(_load_int32(row.documents + 4 * position))
+    if position < row.num_documents:
+        key = np.uint64(row.document_key)
+    else:
+        position, key = position - row.num_documents, np.uint64(row.next_document_key)
+    return row.first_document + permuted(position, row.num_documents, key)
+
+
+@njit(cache=True, nogil=True, boundscheck=False)
+def _length(row: Any, document: int) -> Any:
+    return np.int64(_load_int32(row.lengths + 4 * document))
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _read_documents(
-    row: NDArray[np.int64], number: int, out: NDArray[np.int64], blocks: NDArray[np.int64]
+    row: Any, position: int, offset: int, out: NDArray[np.int64], blocks: NDArray[np.int64]
 ) -> int:
-    """One window over sequences in their order; its unread blocks, or _OUT_OF_RANGE."""
-    position, offset = _window_place(row, _shuffled(row, number))
-    num_documents = row[_NUM_DOCUMENTS]
-    documents = carray(_pointer(row[_DOCUMENTS]), num_documents, np.int32)
-    filled, unread = 0, 0
+    """One window over sequences in their order; its unchecked blocks, or _OUT_OF_RANGE."""
+    stop = row.num_documents if row.documents != 0 else 2 * row.num_documents
+    filled, unchecked = 0, 0
     while filled < out.size:
-        if position >= num_documents:
+        if position >= stop:
             return _OUT_OF_RANGE
-        document = documents[position]
-        start = carray(_pointer(row[_STARTS] + 8 * document), 1, np.int64)[0]
-        length = carray(_pointer(row[_LENGTHS] + 4 * document), 1, np.int32)[0]
-        count = min(length - offset, out.size - filled)
-        unread = _copy(row, start + offset, out[filled : filled + count], blocks, unread)
+        document = _document(row, position)
+        start = _load_int64(row.pointers + 8 * document) // row.token_bytes
+        count = min(_length(row, document) - offset, out.size - filled)
+        unchecked = _copy(row, start + offset, out[filled : filled + count], blocks, unchecked)
         filled += count
         position += 1
         offset = 0
-    return unread
+    return unchecked
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
-def _shuffled(row: NDArray[np.int64], number: int) -> np.int64:
-    """Which window the view's sample ``number`` is."""
-    if row[_SHUFFLE_BYTES] == 4:
-        return np.int64(carray(_pointer(row[_SHUFFLE]), row[_NUM_SAMPLES], np.uint32)[number])
-    return carray(_pointer(row[_SHUFFLE]), row[_NUM_SAMPLES], np.int64)[number]
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _window_place(row: NDArray[np.int64], window: int) -> tuple[np.int64, np.int64]:
-    """Where a window begins: position in the order of the sequences, and offset in tokens."""
-    if row[_WINDOW_BYTES] == 4:
-        narrow = carray(_pointer(row[_WINDOWS] + 8 * window), 2, np.int32)
-        return np.int64(narrow[0]), np.int64(narrow[1])
-    wide = carray(_pointer(row[_WINDOWS] + 16 * window), 2, np.int64)
-    return wide[0], wide[1]
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _read_circle(
-    row: NDArray[np.int64], number: int, out: NDArray[np.int64], blocks: NDArray[np.int64]
-) -> int:
-    """One window of a run of tokens whose end is followed by its beginning; its unread blocks."""
-    key = np.uint64(row[_KEY])
-    window = permute_position(number, row[_NUM_SAMPLES], key)
-    start = (row[_PHASE] + window * (out.size - 1)) % row[_NUM_TOKENS]
-    filled, unread = 0, 0
+def _read_circle(row: Any, start: int, out: NDArray[np.int64], blocks: NDArray[np.int64]) -> int:
+    """One window in file order, where the domain's end is followed by its beginning."""
+    start %= row.num_tokens
+    filled, unchecked = 0, 0
     while filled < out.size:
-        count = min(row[_NUM_TOKENS] - start, out.size - filled)
-        unread = _copy(row, row[_BEGIN] + start, out[filled : filled + count], blocks, unread)
+        count = min(row.num_tokens - start, out.size - filled)
+        unchecked = _copy(row, row.begin + start, out[filled : filled + count], blocks, unchecked)
         filled += count
         start = 0
-    return unread
+    return unchecked
 
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _copy(
-    row: NDArray[np.int64],
-    start: int,
-    out: NDArray[np.int64],
-    blocks: NDArray[np.int64],
-    unread: int,
+    row: Any, start: int, out: NDArray[np.int64], blocks: NDArray[np.int64], unchecked: int
 ) -> int:
-    """Copy tokens, and add their unread blocks to the first ``unread`` of ``blocks``."""
+    """Copy tokens, and append their unchecked blocks to the first ``unchecked`` of ``blocks``."""
     if out.size == 0:
-        return unread
-    first = start * row[_TOKEN_BYTES] // BLOCK_BYTES
-    last = ((start + out.size) * row[_TOKEN_BYTES] - 1) // BLOCK_BYTES
-    is_unread = carray(_pointer(row[_UNREAD]), last + 1, np.uint8)
+        return unchecked
+    first = start * row.token_bytes // BLOCK_BYTES
+    last = ((start + out.size) * row.token_bytes - 1) // BLOCK_BYTES
+    checked = carray(_pointer(row.checked), last + 1, np.uint8)
     for block in range(first, last + 1):
-        if is_unread[block] != 0:
-            blocks[unread] = block
-            unread += 1
-    if row[_TOKEN_BYTES] == 2:
-        narrow = carray(_pointer(row[_TOKENS] + 2 * start), out.size, np.uint16)
+        if checked[block] == 0:
+            blocks[unchecked] = block
+            unchecked += 1
+    if row.token_bytes == 2:
+        narrow = carray(_pointer(row.tokens + 2 * start), out.size, np.uint16)
         for i in range(out.size):
             out[i] = narrow[i]
     else:
-        wide = carray(_pointer(row[_TOKENS] + 4 * start), out.size, np.int32)
+        wide = carray(_pointer(row.tokens + 4 * start), out.size, np.int32)
         for i in range(out.size):
             out[i] = wide[i]
-    return unread
+    return unchecked

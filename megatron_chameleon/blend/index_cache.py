@@ -1,4 +1,4 @@
-"""Index arrays kept on disk between runs: keyed by content, written at once, checked when read."""
+"""Index arrays on disk: keyed by content, written atomically, checked when read."""
 
 from __future__ import annotations
 
@@ -23,35 +23,34 @@ from megatron_chameleon.corpus.mapped_file import map_file
 from megatron_chameleon.errors import UserError
 
 _DESCRIPTION = "index.json"
-# Folders under a temporary name: of an entry that is being written, or of a damaged one.
+# Temporary folders: of an entry that is being written, or of a damaged one.
 _TEMPORARY = re.compile(r"\.([0-9a-f]{16}|damaged)\.")
-# No entry takes as long to write; older temporary folders are of processes that were killed.
+# No entry takes as long to write: older temporary folders are leftovers of killed processes.
 STALE_AFTER_SECONDS = 24 * 3600
 Arrays = dict[str, NDArray[Any]]
 
 
 def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """What ``build`` returns for ``key``, from ``folder`` where it is there and whole.
+    """The arrays that ``build`` returns for ``key``, from ``folder`` if it has them.
 
-    An entry that is damaged is built again and replaced, with a warning. Processes may share the
-    folder: each entry comes into being by one rename, and the arrays are mapped from disk, so that
-    ranks on a machine hold one copy of them. What a killed process left half-written is cleared
-    away by a later one, when it is a day old.
+    A damaged entry is rebuilt and replaced, with a warning. Processes may share the folder: each
+    entry is written by one rename, and the arrays are mapped from disk, so that ranks of a machine
+    share one copy. Leftovers of killed processes are removed when they are a day old.
 
     Args:
         folder: of the cache.
-        key: all that decides the arrays, JSON values.
+        key: all that the arrays depend on, JSON values.
         build: makes the arrays, by name.
 
     Raises:
-        UserError: if the folder cannot be searched, or an entry cannot be written into it.
+        UserError: if the folder cannot be read or written.
     """
     entry = folder / sha256_of_json(key)
     if _is_there(entry):
         try:
             return _read(entry, key)
         except (OSError, ValueError, LookupError, TypeError) as problem:
-            warnings.warn(f"{entry} is damaged ({problem}) and is built again", stacklevel=2)
+            warnings.warn(f"{entry} is damaged ({problem}) and is rebuilt", stacklevel=2)
             try:
                 _discard(entry)
             except OSError as error:
@@ -60,7 +59,7 @@ def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]
     try:
         _clear_stale(folder)
         _write(entry, key, arrays)
-        # As every later reader has them, so that the ones in memory can go.
+        # Mapped, as for every later reader, so that those in memory can be freed.
         return {name: _mapped(entry / f"{name}.npy") for name in arrays}
     except OSError as error:
         raise cannot_write(entry, error) from error
@@ -71,13 +70,13 @@ def _is_there(entry: Path) -> bool:
         return entry.is_dir()
     except OSError as error:
         raise UserError(
-            f"--data-cache-path {entry.parent} cannot be read: {error.strerror}; give a folder "
-            "that can be, or leave it out"
+            f"--data-cache-path {entry.parent} cannot be read: {error.strerror}; use a readable "
+            "folder, or leave it out"
         ) from error
 
 
 def _clear_stale(folder: Path) -> None:
-    """Remove the temporary folders that nothing has been written to for a day."""
+    """Remove temporary folders that have not been written to for a day."""
     oldest = time.time() - STALE_AFTER_SECONDS
     for temporary in folder.glob(".*") if folder.is_dir() else ():
         if _TEMPORARY.match(temporary.name) and _last_change(temporary) < oldest:
@@ -85,7 +84,7 @@ def _clear_stale(folder: Path) -> None:
 
 
 def _last_change(folder: Path) -> float:
-    """When anything in a folder last changed, in seconds; inf while another process removes it."""
+    """Time of the last change in a folder, in seconds; inf if another process removes it."""
     try:
         return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
     except FileNotFoundError:
@@ -95,7 +94,7 @@ def _last_change(folder: Path) -> float:
 def _read(entry: Path, key: dict[str, Any]) -> Arrays:
     description = orjson.loads((entry / _DESCRIPTION).read_bytes())
     if description["key"] != key:
-        raise ValueError("it is of another key")
+        raise ValueError("it has another key")
     for name, sha256 in description["sha256"].items():
         if sha256_of_files(entry / name) != sha256:
             raise ValueError(f"the hash of {name} differs")
@@ -103,7 +102,7 @@ def _read(entry: Path, key: dict[str, Any]) -> Arrays:
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    """An array of a .npy file, which stays on disk and keeps no file open."""
+    """An array mapped from a .npy file, without keeping the file open."""
     with path.open("rb") as stream:
         np.lib.format.read_magic(stream)
         shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
@@ -128,7 +127,7 @@ def _write(entry: Path, key: dict[str, Any], arrays: Arrays) -> None:
 
 
 def _put_in_place(temporary: Path, entry: Path) -> None:
-    """Rename a folder; where another process was first with the same entry, that one stays."""
+    """Rename a folder; if another process was first with the same entry, keep that one."""
     try:
         os.rename(temporary, entry)
     except OSError:
@@ -137,7 +136,7 @@ def _put_in_place(temporary: Path, entry: Path) -> None:
 
 
 def _discard(entry: Path) -> None:
-    """Take a damaged entry away at once; another process may do the same at this time."""
+    """Remove a damaged entry atomically; another process may do the same concurrently."""
     with (
         tempfile.TemporaryDirectory(prefix=".damaged.", dir=entry.parent) as folder,
         contextlib.suppress(FileNotFoundError),

@@ -1,4 +1,4 @@
-"""Micro-batches read ahead by a thread, so that the GPU does not wait for them."""
+"""Micro-batches prefetched by a thread, so that the GPU does not wait for them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ ALL_AT_ONCE = (None,)
 
 @dataclasses.dataclass(frozen=True)
 class _End:
-    """What follows the last batch: the error that ended the reading, if it was one."""
+    """End of the batches, with the error that caused it, if any."""
 
     error: BaseException | None
 
 
 class Prefetcher(Iterator[Batch]):
-    """The batches of another iterator, the same and in the same order, on ``device``.
+    """The batches of another iterator, in the same order, on ``device``.
 
     A thread reads up to ``depth`` of them ahead into pinned memory, from which they are copied
-    while the device computes. What the other iterator raises is raised here, in the place of the
-    batch that could not be read. Close it before its samples change or go away.
+    while the device computes. An exception of the other iterator is raised in the place of the
+    batch that it failed to read. Close it before its samples change.
 
     Args:
-        batches: read by the thread alone from now on.
-        device: where the batches are wanted.
+        batches: read by the thread only from now on.
+        device: destination of the batches.
         depth: batches read ahead.
     """
 
@@ -79,16 +79,16 @@ class Prefetcher(Iterator[Batch]):
     def _read(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a new thread begins at the first one
-            while self._may_go_on():
+                torch.cuda.set_device(self._device)  # new threads default to device 0
+            while self._wait_for_room():
                 batch = next(self._batches)
                 self._ready.put(self._pinned(batch))
         except StopIteration:
             self._ready.put(_End(None))
-        except BaseException as error:  # told where the batch is missed
+        except BaseException as error:  # raised by __next__
             self._ready.put(_End(error))
 
-    def _may_go_on(self) -> bool:
+    def _wait_for_room(self) -> bool:
         self._free.acquire()
         return not self._stopping
 
@@ -104,9 +104,9 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy ``tensor`` from the host to ``device`` without waiting for what the device computes.
+    """Copy ``tensor`` from the host to ``device`` without waiting for the device's work.
 
-    A copy from memory that is not pinned would wait, ``non_blocking`` or not.
+    A copy from memory that is not pinned would wait, even with ``non_blocking``.
     """
     pinned = _pin(tensor) if device.type == "cuda" and tensor.device.type == "cpu" else tensor
     return pinned.to(device, non_blocking=True)
@@ -116,16 +116,16 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def read_ahead(
     batches: Iterator[Batch], device: torch.device, parts: Sequence[int | None] = ALL_AT_ONCE
 ) -> Iterator[Iterator[Batch]]:
-    """``batches`` read ahead for the block where ``device`` is a GPU.
+    """Prefetch ``batches`` inside the block if ``device`` is a GPU.
 
-    On the CPU they are read as they are asked for: a thread would take its time from the cores that
-    compute, and a batch takes thousands of times less than a step.
+    On the CPU they are read on demand: a thread would compete with the compute for the cores, and a
+    batch takes thousands of times less than a step.
 
     Args:
         batches: to be read.
-        device: where they are wanted.
-        parts: batches until their samples may change, and so on to the last; none of a part is read
-            before its first one is asked for. By default they never change.
+        device: their destination.
+        parts: number of batches until the samples may change, and so on to the end; no batch of a
+            part is read before its first one is requested. By default samples never change.
     """
     if device.type != "cuda":
         yield batches
@@ -137,16 +137,16 @@ def read_ahead(
 def read_parts_ahead(
     batches: Iterator[Batch], device: torch.device, parts: Sequence[int | None]
 ) -> Generator[Batch]:
-    """``batches`` as :class:`Prefetcher` gives them, by one for each of ``parts``."""
+    """``batches`` through one :class:`Prefetcher` for each of ``parts``."""
     for count in parts:
         with Prefetcher(itertools.islice(batches, count), device) as ahead:
             yield from ahead
 
 
 def steps_between_changes(first_step: int, train_iters: int, interval: int) -> list[int]:
-    """The steps of each part of a run that begins at ``first_step``, in order.
+    """Number of steps of each part of a run that starts at ``first_step``.
 
-    A part ends where the mixture may change: at the multiples of ``interval``, or never for 0.
+    A part ends where the mixture may change: at multiples of ``interval``, or never if it is 0.
     """
     first_change = first_step - first_step % interval + interval if interval else train_iters
     ends = [first_step, *range(first_change, train_iters, interval or 1), train_iters]

@@ -1,4 +1,4 @@
-"""Which samples make each step's batch, and on which data-parallel rank."""
+"""Samples of each step's global batch, and of each data-parallel rank's micro-batches."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Batch = dict[str, torch.Tensor]
 
 
 class SampleSource(Protocol):
-    """What batches are made of: numbered samples, of which several are read at once."""
+    """Numbered samples, several of which can be read at once."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The samples of these numbers, stacked."""
+        """The samples with these numbers, stacked."""
         ...
 
 
 def check_batch_sizes(
     global_batch_size: int, micro_batch_size: int, data_parallel_size: int
 ) -> None:
-    """Refuse a global batch that the ranks cannot share equally.
+    """Check that the global batch can be sharded equally over the ranks.
 
     Raises:
-        UserError: naming global batch sizes that would work.
+        UserError: naming global batch sizes that can be.
     """
     if micro_batch_size < 1 or global_batch_size < 1:
         raise UserError(
@@ -53,9 +53,9 @@ def batch_indices(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> Iterator[list[int]]:
-    """The samples of one step on one rank, a list per micro-batch, each made when it is its turn.
+    """The sample numbers of one step on one rank, a list per micro-batch.
 
-    Step t is made of samples t*g to (t+1)*g - 1 at every layout, g being the global batch size;
+    Step t consists of samples t*g to (t+1)*g - 1 in every layout, with the global batch size g;
     micro-batch i of rank r begins at sample t*g + (i*data_parallel_size + r)*micro_batch_size.
 
     Raises:
@@ -70,21 +70,21 @@ def batch_indices(
 
 
 class MicroBatchIterator(Iterator[Batch]):
-    """One rank's micro-batches in order, from the beginning of any step.
+    """One rank's micro-batches in order, from the start of any step.
 
-    Each is a dictionary of the samples' tensors, stacked: tokens [b, s], domain [b] and so on. It
-    ends after the last step for which the data set has a whole global batch.
+    Each is a dictionary of stacked tensors: tokens [b, s], domain [b] and so on. It ends after the
+    last step for which the data set has a whole global batch.
 
     Args:
         dataset: the samples.
-        global_batch_size: samples per step over all ranks.
+        global_batch_size: samples per step, over all ranks.
         micro_batch_size: samples per micro-batch (b).
         data_parallel_rank: of this rank.
-        data_parallel_size: ranks that share the samples of a step.
-        start_step: the step whose first micro-batch comes first.
+        data_parallel_size: ranks over which the samples of a step are sharded.
+        start_step: step to start with.
 
     Raises:
-        UserError: if the ranks cannot share the global batch equally.
+        UserError: if the global batch cannot be sharded equally.
     """
 
     def __init__(

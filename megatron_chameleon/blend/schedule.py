@@ -1,4 +1,4 @@
-"""Weights that may change while a run goes on."""
+"""Mixture weights that may change during a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class MixtureSchedule:
-    """The weights of every sample of a run: phases in order, the first from sample 0 on.
+    """The weights of every sample of a run: phases in order, the first one from sample 0 on.
 
-    A phase blends by its weights as if it were a run of its own, while each domain's samples go
-    on from where they were: a change neither loses nor repeats one.
+    At a change each domain's samples continue where they were: none is lost or repeated.
 
     Raises:
-        ValueError: unless the phases begin at 0, in increasing order, for as many domains each.
+        ValueError: unless the phases begin at 0, in increasing order, for the same number of
+            domains.
     """
 
     phases: tuple[Phase, ...]
@@ -34,10 +34,12 @@ class MixtureSchedule:
     def __post_init__(self) -> None:
         starts = [phase.first_sample for phase in self.phases]
         if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
-            raise ValueError(f"phases begin at {starts}; the first is at 0, the others come after")
+            raise ValueError(f"phases begin at {starts}: must be increasing from 0")
         sizes = {len(phase.weights) for phase in self.phases}
         if len(sizes) != 1:
-            raise ValueError(f"phases have weights for {sorted(sizes)} domains; give all for each")
+            raise ValueError(
+                f"phases have weights for {sorted(sizes)} domains: must be the same number"
+            )
 
     @classmethod
     def fixed(cls, weights: Sequence[float]) -> MixtureSchedule:
@@ -46,21 +48,21 @@ class MixtureSchedule:
 
     @property
     def num_domains(self) -> int:
-        """Domains that each phase has a weight for."""
+        """Number of weights of each phase."""
         return len(self.phases[0].weights)
 
     def phase_at(self, sample: int) -> int:
-        """Which phase ``sample`` is in."""
+        """Number of the phase that ``sample`` is in."""
         if sample < 0:
             raise ValueError(f"sample {sample}: samples are numbered from 0 on")
         return bisect_right([phase.first_sample for phase in self.phases], sample) - 1
 
     def weights_at(self, sample: int) -> tuple[float, ...]:
-        """The weights by which ``sample`` is drawn."""
+        """The weights in force at ``sample``."""
         return self.phases[self.phase_at(sample)].weights
 
     def changed(self, first_sample: int, weights: Sequence[float]) -> MixtureSchedule:
-        """The same up to ``first_sample``, and ``weights`` from there on, whatever was to follow.
+        """The same up to ``first_sample``, and ``weights`` from there on; later phases are dropped.
 
         Raises:
             ValueError: for a sample below 0, or another number of weights.
@@ -69,18 +71,18 @@ class MixtureSchedule:
         return MixtureSchedule((*kept, Phase(first_sample, tuple(weights))))
 
     def until(self, sample: int) -> tuple[Phase, ...]:
-        """The phases that begin before ``sample``: what has been decided for good by then."""
+        """The phases that begin before ``sample``."""
         return tuple(phase for phase in self.phases if phase.first_sample < max(sample, 1))
 
     def spans(self, num_samples: int) -> Iterator[tuple[Phase, int]]:
-        """Each phase that begins before ``num_samples``, with how many samples of it come."""
+        """Each phase that begins before ``num_samples``, and its length up to there."""
         started = [phase for phase in self.phases if phase.first_sample < num_samples]
         ends = [*(phase.first_sample for phase in started[1:]), num_samples]
         for phase, end in zip(started, ends, strict=False):  # no phase starts before sample 0
             yield phase, end - phase.first_sample
 
     def samples_asked(self, num_samples: int) -> list[float]:
-        """[num_domains] how many of the first samples the weights ask for of each domain."""
+        """[num_domains] target counts of the first ``num_samples`` samples."""
         asked = [0.0] * self.num_domains
         for phase, length in self.spans(num_samples):
             total = sum(phase.weights)
@@ -90,13 +92,13 @@ class MixtureSchedule:
 
 
 def check_changes(schedule: MixtureSchedule, permutation: Permutation) -> None:
-    """Refuse weights that change in an order that hangs on their staying the same.
+    """Check that weights change only in an order that allows it.
 
     Raises:
-        UserError: saying by which orders they can change.
+        UserError: if they change in Megatron's order.
     """
     if permutation == "megatron" and len(schedule.phases) > 1:
         raise UserError(
-            "Megatron's order of samples hangs on weights that stay the same; for weights that "
-            "change, begin the run with --permutation epoch or feistel"
+            "Megatron's order of samples depends on weights that stay the same; for weights that "
+            "change, start the run with --permutation epoch or feistel"
         )

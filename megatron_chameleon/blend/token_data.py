@@ -1,4 +1,4 @@
-"""Where the tokens of a run lie, domain by domain, and whether they can be drawn by weights."""
+"""Token files of a run, domain by domain, and checks of weights over them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ class DomainData:
     """The sequences of one domain: ``first`` to ``stop`` of a pair of .bin/.idx files.
 
     Attributes:
-        name: what weights and records call the domain.
+        name: of the domain in weights and records.
         prefix: path of the files, without their suffix.
-        tokens: of these sequences together.
-        order_key: what its order is drawn from beside the seed; the same wherever the files lie.
+        first: first sequence.
+        stop: one after the last sequence.
+        tokens: in these sequences together.
+        order_key: what the order within the domain depends on, with the seed; the same wherever
+            the files are.
         vocab_size: one more than the largest token id.
-        expected: what a corpus says of the files.
+        expected: dtype, counts and checksums from corpus.json; None for other files.
     """
 
     name: str
@@ -45,16 +48,16 @@ class DomainData:
     expected: ExpectedTokens | None = None
 
     def open(self) -> TokenFile:
-        """The whole file, of which the sequences are a part.
+        """Open and check the whole file that holds the sequences.
 
         Raises:
-            UserError: if it is damaged, not what it was, or of a token type that is not read here.
+            UserError: if it is damaged, has changed, or has an unsupported token type.
         """
         file = open_token_file(self.prefix, self.expected, self.vocab_size)
         if file.dtype not in (np.uint16, np.int32):
             raise UserError(
-                f"{self.prefix}.bin holds tokens of type {file.dtype}; data sets of uint16 and "
-                "int32 are trained on: preprocess again"
+                f"{self.prefix}.bin holds tokens of type {file.dtype}; supported are uint16 and "
+                "int32: preprocess again"
             )
         if len(file) < self.stop or tokens_between(file, self.first, self.stop) != self.tokens:
             raise UserError(
@@ -64,19 +67,19 @@ class DomainData:
 
 
 def tokens_between(file: TokenFile, first: int, stop: int) -> int:
-    """How many tokens sequences ``first`` to ``stop`` have."""
+    """Number of tokens in sequences ``first`` to ``stop``."""
     return int(file.lengths[first:stop].sum(dtype=np.int64))
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenData:
-    """All domains that a run may draw from, in the order of its weights.
+    """All domains of a run, in the order of its weights.
 
     Attributes:
-        where: what the user gave, for messages.
+        where: corpus folder or option that the user gave, for messages.
         domains: their sequences.
         tokenizer: vocabulary and end-of-document token.
-        hash: hex SHA-256 of what the tokens are, wherever they lie.
+        hash: hex SHA-256 of the contents, wherever the files are.
     """
 
     where: str
@@ -86,7 +89,7 @@ class TokenData:
 
     @property
     def names(self) -> list[str]:
-        """Domain names, in the order in which weights list them."""
+        """Domain names, in the order of the weights."""
         return [domain.name for domain in self.domains]
 
     @property
@@ -115,10 +118,10 @@ def corpus_tokens(corpus: Corpus, split: Split = "train") -> TokenData:
 
 
 def check_enough_tokens(data: TokenData, weights: Sequence[float], seq_length: int) -> None:
-    """Refuse a domain that is to be drawn from but holds less than one sequence.
+    """Check that every domain with a weight holds at least one sequence.
 
     Raises:
-        UserError: naming the domain and what would help.
+        UserError: naming the domain that does not.
     """
     for domain, weight in zip(data.domains, weights, strict=True):
         if weight > 0 and domain.tokens < seq_length + 1:
@@ -130,7 +133,7 @@ def check_enough_tokens(data: TokenData, weights: Sequence[float], seq_length: i
 
 
 def check_weights(data: TokenData, weights: Sequence[float]) -> None:
-    """Refuse weights that nothing can be drawn by.
+    """Check that samples can be drawn by ``weights``.
 
     Raises:
         UserError: unless there is one finite, non-negative weight per domain and one is positive.

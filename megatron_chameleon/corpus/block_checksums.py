@@ -6,6 +6,7 @@ Beside PREFIX.bin and PREFIX.idx, PREFIX.xxh3 holds the 64-bit XXH3 hash, little
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from megatron_chameleon.artifacts.corpus import BLOCK_BYTES, num_blocks
 from megatron_chameleon.corpus.mapped_file import map_file
 from megatron_chameleon.errors import UserError
 
+# From so many blocks on, the flags of a file are mapped.
+_MAPPED_BLOCKS = 1 << 16
 _HINT = "restore it or preprocess again"
 
 
@@ -71,7 +74,7 @@ class BlockTokens:
         vocab_size: ids go from 0 to one less; None where they are not checked.
 
     Attributes:
-        unread: [num_blocks] uint8, 1 for each block that is yet to be checked.
+        checked: [num_blocks] uint8, 1 for each block that needs no check any more.
     """
 
     def __init__(
@@ -84,8 +87,14 @@ class BlockTokens:
         self._path, self.unchecked = path, unchecked
         self._checksums, self._vocab_size = checksums, vocab_size
         self._block = BLOCK_BYTES // unchecked.itemsize
-        is_checked = checksums is not None or vocab_size is not None
-        self.unread = np.full(num_blocks(unchecked.nbytes), is_checked, np.uint8)
+        blocks = num_blocks(unchecked.nbytes)
+        if checksums is None and vocab_size is None:
+            self.checked = np.ones(blocks, np.uint8)
+        elif blocks < _MAPPED_BLOCKS:
+            self.checked = np.zeros(blocks, np.uint8)
+        else:
+            # Pages that are never written take no memory: for 15T tokens that would be 2 GB.
+            self.checked = np.frombuffer(mmap.mmap(-1, blocks, mmap.MAP_PRIVATE), np.uint8)
 
     def __len__(self) -> int:
         return self.size
@@ -105,30 +114,30 @@ class BlockTokens:
             start, stop, step = key.indices(self.size)
             assert step == 1, "blocks are checked in the order of their tokens"
             first, last = start // self._block, -(-stop // self._block)
-            self.check(first + np.flatnonzero(self.unread[first:last]))
+            self.check(first + np.flatnonzero(self.checked[first:last] == 0))
         else:
             if np.min(key, initial=0) < 0:
                 raise IndexError("positions of tokens are not negative")
             blocks = np.atleast_1d(key) // self._block
-            self.check(np.unique(blocks[self.unread[blocks] != 0]))
+            self.check(np.unique(blocks[self.checked[blocks] == 0]))
         return self.unchecked[key]
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray[np.integer]:
         return np.array(self[:], dtype=dtype, copy=copy)  # type: ignore[call-overload]
 
     def check(self, blocks: NDArray[np.int64]) -> None:
-        """Check those of ``blocks`` that are unread.
+        """Check those of ``blocks`` that have not been checked.
 
         Raises:
             UserError: naming the file and the block.
         """
-        for block in blocks[self.unread[blocks] != 0].tolist():
+        for block in blocks[self.checked[blocks] == 0].tolist():
             content = self.unchecked[block * self._block : (block + 1) * self._block]
             if self._checksums is not None:
                 check_block(self._path, content, block, int(self._checksums[block]))
             if self._vocab_size is not None:
                 self._check_ids(content)
-            self.unread[block] = 0
+            self.checked[block] = 1
 
     def _check_ids(self, content: NDArray[np.integer]) -> None:
         assert self._vocab_size is not None

@@ -28,16 +28,15 @@ class DataOptions:
     eod_token: str = "<|endoftext|>"
     """The end-of-document token of --tokenizer-model."""
     mixture_change: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
-    """STEP=MIXTURE: from that step on, draw by another mixture ('uniform', or a file). May be
-    given several times, and be added to when a run is continued. Needs --permutation epoch or
-    feistel."""
+    """STEP=MIXTURE: sample by another mixture ('uniform', or a file) from that step on. Repeatable;
+    changes can be added when a run is resumed. Needs --permutation epoch or feistel."""
     permutation: Permutation = "megatron"
-    """What orders a domain's samples. megatron: Megatron's own order, for weights that stay the
-    same. epoch: documents and windows shuffled anew in each epoch, whatever the weights do.
-    feistel: the same of windows alone, documents staying in file order; needs no memory."""
+    """Order of the samples. megatron: Megatron-LM's, for weights that stay the same. epoch: domains
+    in closed form, documents and windows shuffled anew in each epoch; weights may change. feistel:
+    as epoch, but documents stay in file order; needs no memory."""
     data_cache_path: Path | None = None
-    """Folder to keep the indices of --permutation megatron in, for later starts and for the ranks
-    of one machine to share; without it each rank builds its own in memory."""
+    """Folder that keeps the indices of --permutation megatron, for later starts and shared by the
+    ranks of one machine; without it each rank builds its own in memory."""
     verify_corpus: bool = False
     """Read every token file of the corpus before the start and compare its hash."""
 

@@ -104,6 +104,7 @@ class RunRecords:
             provenance=plan.provenance,
             guard=guard,
             hook=hook,
+            order_version=self.samples.order_version,
         )
 
     def write_run(

@@ -194,11 +194,18 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
 def check_same_samples(
     samples: BlendedTokens, checkpoint: CheckpointRecord, way_out: WayOut = BY_FLAGS
 ) -> None:
-    """Refuse samples of which the next ones are not those that the run would have read.
+    """Check that a resumed run reads the samples that it would have read without a stop.
 
     Raises:
-        UserError: if the domains would not go on where the checkpoint says they are.
+        UserError: if the checkpoint was written with another version of the order, or its counts of
+            samples per domain are not those of the order.
     """
+    if checkpoint.order_version != samples.order_version:
+        raise UserError(
+            f"{checkpoint.root} has version {checkpoint.order_version} of the sample order of "
+            f"--permutation {samples.permutation}, this release has version "
+            f"{samples.order_version}; resume with the release that wrote it, or {way_out.anew}"
+        )
     counts = samples.counts(checkpoint.samples).tolist()
     for name, count in zip(samples.data.names, counts, strict=True):
         if count != checkpoint.domain_samples.get(name):

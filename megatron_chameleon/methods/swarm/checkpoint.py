@@ -16,7 +16,7 @@ from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.record import Amount, Count, Positive, check_values
 from megatron_chameleon.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: samples in the order of version 2, see blend.order; with a checksum
 _HINT = "delete it, and its members start from scratch"
 
 
@@ -92,8 +92,7 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    # Releases before this check wrote none.
-    if metadata.get("checksum", "") not in ("", _checksum(metadata["state"], tensors)):
+    if metadata.get("checksum") != _checksum(metadata["state"], tensors):
         raise UserError(f"{path} does not match its checksum; {_HINT}")
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 

@@ -13,8 +13,9 @@ from megatron.core.datasets.utils import get_blend_from_list, normalize
 
 from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_starts
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
-from megatron_chameleon.blend.dataset import MAX_SAMPLES, BlendedTokens
-from megatron_chameleon.blend.index import build_blending_indices
+from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.megatron_order import build_blending_indices
+from megatron_chameleon.blend.order import MAX_SAMPLES
 from megatron_chameleon.blend.sampler import batch_indices
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
@@ -347,6 +348,26 @@ def test_a_change_of_weights_neither_loses_nor_repeats_a_sample(corpus, permutat
         assert torch.equal(stream_of(changed, domain, 120), expected["tokens"][:count])
     before = blended(corpus, (5, 3, 2, 0), 120, **options).batch(range(boundary))
     assert torch.equal(changed.batch(range(boundary))["tokens"], before["tokens"])
+
+
+@pytest.mark.parametrize("num_domains", [4, 30])
+def test_counts_follow_weights_that_change_often(make_corpus, num_domains):
+    (domain,) = corpus_tokens(make_corpus({"a": [SEQ_LENGTH + 1]})).domains
+    data = dataclasses.replace(
+        corpus_tokens(make_corpus({"b": [9]}, folder="other")), domains=(domain,) * num_domains
+    )
+    rng = np.random.default_rng(num_domains)
+    starts = [0, *np.cumsum(rng.integers(1, 60, 40)).tolist()]
+    weights = rng.dirichlet(np.ones(num_domains), len(starts))
+    schedule = MixtureSchedule(tuple(map(Phase, starts, map(tuple, weights.tolist()))))
+    dataset = BlendedTokens(data, schedule, starts[-1] + 50, SEQ_LENGTH, 1, "epoch")
+    domains, numbers = dataset.locate(np.arange(len(dataset)))
+    counts = np.cumsum(np.eye(num_domains, dtype=int)[domains], axis=0)
+    np.testing.assert_array_equal(numbers, counts[np.arange(len(dataset)), domains] - 1)
+    targets = np.cumsum([schedule.weights_at(sample) for sample in range(len(dataset))], axis=0)
+    assert np.abs(counts - targets).max() < 2
+    for samples in (1, starts[5], starts[5] + 1, len(dataset)):
+        assert dataset.counts(samples).tolist() == counts[samples - 1].tolist()
 
 
 @pytest.mark.parametrize("permutation", FREE)

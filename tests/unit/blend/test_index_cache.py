@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.blend import streams
-from megatron_chameleon.blend.gather import ShuffledDocuments
 from megatron_chameleon.blend.index_cache import STALE_AFTER_SECONDS, cached_arrays
-from megatron_chameleon.blend.streams import MegatronStream, index_key
+from megatron_chameleon.blend.streams import index_key, megatron_view
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
 
@@ -82,7 +81,7 @@ def test_a_damaged_entry_is_built_again(tmp_path, damage):
     cached_arrays(tmp_path, KEY, lambda: arrays_of(9))
     (entry,) = tmp_path.iterdir()
     damage(entry)
-    with pytest.warns(UserWarning, match=r"is damaged .* and is built again"):
+    with pytest.warns(UserWarning, match=r"is damaged .* and is rebuilt"):
         assert_same(cached_arrays(tmp_path, KEY, lambda: arrays_of(9)), arrays_of(9))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -233,11 +232,9 @@ def test_seeds_and_ranges_do_not_take_each_others_indices(domain, tmp_path):
         part = dataclasses.replace(domain, first=first, stop=first + 2, tokens=18)
         for seed in (1, 2, 3):
             arguments = (part, part.open(), 20, 4, seed)
-            expected = MegatronStream(*arguments).view_of(0)
+            expected = megatron_view(*arguments)
             for _ in range(2):  # built, then read
-                found = MegatronStream(*arguments, cache=tmp_path).view_of(0)
-                assert isinstance(found, ShuffledDocuments)
-                assert isinstance(expected, ShuffledDocuments)
+                found = megatron_view(*arguments, cache=tmp_path)
                 np.testing.assert_array_equal(found.documents, expected.documents)
                 np.testing.assert_array_equal(found.shuffle, expected.shuffle)
     assert len(list(tmp_path.iterdir())) == 6 + 1  # and the corpus
@@ -245,7 +242,7 @@ def test_seeds_and_ranges_do_not_take_each_others_indices(domain, tmp_path):
 
 def test_without_a_cache_no_lengths_are_hashed(domain, monkeypatch):
     monkeypatch.setattr(streams, "index_key", build_nothing)
-    MegatronStream(domain, domain.open(), 5, 4, 1)
+    megatron_view(domain, domain.open(), 5, 4, 1)
 
 
 def build_beside_others(folder, start, results):

@@ -112,7 +112,7 @@ def test_a_block_is_checked_once_and_gives_what_is_on_disk(corpus):
         assert np.array_equal(tokens[positions], on_disk[positions])
     assert tokens[-5:].tolist() == on_disk[-5:].tolist()
     assert np.array_equal(tokens[:], on_disk)
-    assert not tokens.unread.any()
+    assert tokens.checked.all()
     with pytest.raises(IndexError):
         tokens[np.array([-1])]
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets import helpers
 
-from megatron_chameleon.blend.fillers import FEW_ERRORS
-from megatron_chameleon.blend.index import (
+from megatron_chameleon.blend.megatron_order import (
+    COUNTED,
     MAX_DOMAINS,
-    blending_indices_reference,
+    MegatronOrder,
     build_blending_indices,
 )
 from tests.unit.blend.blend_weights import hard_weights
@@ -69,14 +69,39 @@ def test_equal_weights_on_4000_domains():
     assert_same(build_blending_indices(weights, 12_345), compiled(weights, 12_345))
 
 
-# Enough samples for every kernel to be used, and for more than one part.
-@pytest.mark.parametrize("num_threads", [1, 3])
+# Enough samples for several rounds of all lanes, with good and with hopeless guesses.
 @pytest.mark.parametrize("num_domains", [2, 7, 17, 40, 600])
-def test_equals_the_compiled_helper_with_every_kernel(num_domains, num_threads):
-    num_samples = max(530_000 // max(1, num_domains // 20), FEW_ERRORS // num_domains + 1)
+def test_equals_the_compiled_helper_however_hard_the_weights(num_domains):
+    num_samples = 400_000 // max(1, num_domains // 10)
     for weights in hard_weights(num_domains).values():
-        found = build_blending_indices(weights, num_samples, num_threads=num_threads)
-        assert_same(found, compiled(weights, num_samples))
+        assert_same(build_blending_indices(weights, num_samples), compiled(weights, num_samples))
+
+
+def reference(weights, num_samples):
+    """The greedy rule in plain Python."""
+    counts, index, numbers = [0] * len(weights), [], []
+    for sample in range(num_samples):
+        errors = [
+            w * float(max(sample, 1)) - float(c) for w, c in zip(weights, counts, strict=True)
+        ]
+        index.append(errors.index(max(errors)))
+        numbers.append(counts[index[-1]])
+        counts[index[-1]] += 1
+    return np.array(index, np.int16), np.array(numbers, np.int64)
+
+
+def test_counts_and_places_are_those_of_the_index():
+    weights, num_samples = [0.5, 0.0, 0.3, 0.2], COUNTED * 2 + 5
+    blended = MegatronOrder(weights, num_samples)
+    index, numbers = compiled([0.5, 0.3, 0.2], num_samples)
+    index = np.array([0, 2, 3])[index]
+    for samples in (0, 1, COUNTED - 1, COUNTED, COUNTED + 1, num_samples):
+        expected = np.bincount(index[:samples], minlength=4)
+        assert blended.counts(samples).tolist() == expected.tolist()
+    places = np.random.default_rng(0).integers(0, num_samples, 1000)
+    found = blended.locate(places)
+    np.testing.assert_array_equal(found[0], index[places])
+    np.testing.assert_array_equal(found[1], numbers[places])
 
 
 def test_minus_zero_is_zero():
@@ -93,7 +118,7 @@ def test_minus_zero_is_zero():
 def test_fast_helper_and_reference_agree(weights, num_samples):
     expected = compiled(weights, num_samples)
     assert_same(build_blending_indices(weights, num_samples), expected)
-    assert_same(blending_indices_reference(weights, num_samples), expected)
+    assert_same(reference(weights, num_samples), expected)
 
 
 def test_writes_into_the_arrays_given():
@@ -132,8 +157,3 @@ def test_refuses_arrays_that_do_not_fit(out):
 def test_refuses_what_is_no_blend(weights, num_samples, problem):
     with pytest.raises(ValueError, match=problem):
         build_blending_indices(weights, num_samples)
-
-
-def test_refuses_no_threads():
-    with pytest.raises(ValueError, match="num_threads is 0"):
-        build_blending_indices([0.5, 0.5], 10, num_threads=0)

@@ -1,0 +1,207 @@
+"""Blended order in closed form: which domain gives sample n, without state or start-up.
+
+Two domains are merged by due time: sample j of domain i is due at ``(j + 1/2) / weight[i]``, so the
+first m samples hold ``floor(m * r + 1/2)`` of a domain whose share is r. More domains are merged
+in a binary tree, two groups at a node, which splits its domains into halves of about equal weight.
+Sorting all domains by due time at once would let rounding errors add up: with a weight of 0.5 and
+200 equal ones, the heavy domain would run 50 samples ahead before the first light one is due. In
+the tree a node adds at most 1/2 to the error of its children, of which a child passes on its share:
+as shares are about half at every level, the errors add up to about 1.
+
+The split at a node is integer arithmetic on 52-bit shares, identical on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+VERSION = 2
+"""Version of the sample order of ``epoch`` and ``feistel``; raise it with every change of either.
+
+1 chose the domain of each sample as Megatron does, and shuffled epochs with numpy."""
+
+# Samples are numbered below this, so that products with half a share fit into int64.
+MAX_SAMPLES = 2**36
+# Shares have twice as many bits. At MAX_SAMPLES they are exact to 2**-16 samples.
+HALF_BITS = 26
+WEIGHT_BITS = 61
+# Samples sorted into the tree at a time: the buffers stay in the second-level cache.
+CHUNK = 8192
+
+# Columns of the tree's nodes: share of the left child and offset, each as upper and lower half of a
+# fixed-point number; then both children, a node's number or, below 0, ``~domain``.
+SHARE, SHARE_LOW, OFFSET, OFFSET_LOW, CHILDREN = range(5)
+
+
+class BlendOrder:
+    """Domains of the samples of a run, or of one phase of it, by fixed weights.
+
+    Each domain's count stays within 2 samples of its share of the samples so far, and as a rule
+    within 1.2. Where weights change, the next phase is given what each domain is owed, and evens it
+    out.
+
+    Args:
+        weights: [num_domains], not negative, scaled here to sum to 1. A domain is never sampled if
+            its weight is 0, or below 2**-61 of the sum.
+        owed: [num_domains] samples that each domain should have had before the first one, minus
+            those it has had; by default none.
+    """
+
+    def __init__(self, weights: Sequence[float], owed: Sequence[float] | None = None) -> None:
+        self.num_domains = len(weights)
+        total = math.fsum(weights)
+        shares = [int(weight / total * 2**WEIGHT_BITS) for weight in weights]
+        self._nodes = _tree(shares, [0.0] * len(weights) if owed is None else list(owed))
+
+    def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Domain [n] of each of ``samples`` [n], in any order, and its number within the domain."""
+        found = np.empty((2, len(samples)), np.int64)
+        _locate(self._nodes, samples, found[0], found[1])
+        return found[0], found[1]
+
+    def counts(self, samples: int) -> NDArray[np.int64]:
+        """[num_domains] samples of each domain among the first ``samples``."""
+        counts = np.zeros(self.num_domains, np.int64)
+        _count(self._nodes, samples, counts)
+        return counts
+
+
+def _tree(shares: list[int], owed: list[float]) -> NDArray[np.int64]:
+    """Nodes [>= 1, 6] int64 of the tree; parents come before their children."""
+    leaves = _leaves(shares, owed)
+    share_before = [0, *accumulate(shares[leaf] for leaf in leaves)]
+    owed_before = [0.0, *accumulate(owed[leaf] for leaf in leaves)]
+    if len(leaves) == 1:
+        return np.array([[0, 0, 0, 0, ~leaves[0], ~leaves[0]]], np.int64)
+    nodes: list[list[int]] = []
+    spans = [(0, len(leaves), [0], 0)]  # leaves of a node, and where its parent refers to it
+    for first, stop, parent, column in spans:  # grows meanwhile
+        if stop - first == 1:
+            parent[column] = ~leaves[first]
+            continue
+        begin, end = share_before[first], share_before[stop]
+        # The split nearest to half of the weight, with at least one leaf on each side.
+        split = bisect_left(share_before, (begin + end) // 2, first + 1, stop - 1)
+        if split > first + 1 and begin + end > share_before[split - 1] + share_before[split]:
+            split -= 1
+        share = (share_before[split] - begin) / (end - begin)
+        left_owed = owed_before[split] - owed_before[first]
+        offset = 0.5 + left_owed - share * (owed_before[stop] - owed_before[first])
+        node = [*_halves(share), *_halves(offset), 0, 0]
+        parent[column] = len(nodes)
+        nodes.append(node)
+        spans += [(first, split, node, CHILDREN), (split, stop, node, CHILDREN + 1)]
+    return np.array(nodes, np.int64)
+
+
+def _leaves(shares: list[int], owed: list[float]) -> list[int]:
+    """Domains that are sampled, in the order of the tree's leaves.
+
+    Heavy ones come first, which keeps the tree balanced. Those that are owed samples alternate with
+    those that are ahead, so that what any group of neighbours is owed stays small: it is paid
+    before the group gives or gets anything else.
+    """
+    by_weight = sorted((i for i, share in enumerate(shares) if share), key=lambda i: shares[i])
+    behind = [i for i in by_weight if owed[i] > 0]
+    ahead = [i for i in by_weight if owed[i] <= 0]
+    leaves: list[int] = []
+    total = 0.0
+    while behind and ahead:
+        if total == 0:
+            side = behind if shares[behind[-1]] > shares[ahead[-1]] else ahead
+        else:
+            side = behind if total < 0 else ahead
+        leaves.append(side.pop())
+        total += owed[leaves[-1]]
+    return leaves + behind[::-1] + ahead[::-1]
+
+
+def _halves(number: float) -> tuple[int, int]:
+    """Upper and lower half of a fixed-point number, which may be negative."""
+    return divmod(math.floor(number * 2 ** (2 * HALF_BITS)), 2**HALF_BITS)
+
+
+@njit(inline="always")
+def _floor(high: int, low: int, samples: int) -> int:
+    """Integer part of a fixed-point number, clipped to 0 and ``samples``.
+
+    Of ``share * samples + offset`` that is how many of a node's samples its left child gets.
+    """
+    return min(max((high + (low >> HALF_BITS)) >> HALF_BITS, 0), samples)
+
+
+@njit(cache=True, nogil=True)
+def _count(nodes: NDArray[np.int64], samples: int, counts: NDArray[np.int64]) -> None:
+    """Add to ``counts`` [num_domains] those of the first ``samples`` samples."""
+    given = np.zeros(len(nodes), np.int64)
+    given[0] = samples
+    for number in range(len(nodes)):
+        node = nodes[number]
+        high = given[number] * node[SHARE] + node[OFFSET]
+        left = _floor(high, given[number] * node[SHARE_LOW] + node[OFFSET_LOW], given[number])
+        for child, count in ((node[CHILDREN], left), (node[CHILDREN + 1], given[number] - left)):
+            if child >= 0:
+                given[child] = count
+            else:
+                counts[~child] += count
+
+
+@njit(cache=True, nogil=True)
+def _locate(
+    nodes: NDArray[np.int64],
+    samples: NDArray[np.int64],
+    domains: NDArray[np.int64],
+    numbers: NDArray[np.int64],
+) -> None:
+    """Write domain and number of each of ``samples`` [n].
+
+    Walking down the tree sample by sample would mispredict a branch at every level. Instead each
+    node partitions all samples that reach it, without a branch, into those of its children.
+    """
+    size = min(CHUNK, len(samples))
+    # The number of each sample within a node, and its place in ``samples``: at each level they are
+    # moved from one buffer to the other.
+    number, place = np.empty((2, size), np.int64), np.empty((2, size), np.int64)
+    starts, stops = np.empty(len(nodes), np.int64), np.empty(len(nodes), np.int64)
+    source = np.zeros(len(nodes), np.int64)
+    for begin in range(0, len(samples), CHUNK):
+        starts[:], stops[:] = 0, 0
+        stops[0] = min(CHUNK, len(samples) - begin)
+        for i in range(stops[0]):
+            number[0, i], place[0, i] = samples[begin + i], begin + i
+        for at in range(len(nodes)):
+            if starts[at] == stops[at]:
+                continue
+            # As scalars: of an array the compiler assumes that the stores below may change it.
+            share, share_low = nodes[at, SHARE], nodes[at, SHARE_LOW]
+            offset, offset_low = nodes[at, OFFSET], nodes[at, OFFSET_LOW]
+            buffer = source[at]
+            number_in, place_in = number[buffer], place[buffer]
+            number_out, place_out = number[1 - buffer], place[1 - buffer]
+            # Those of the left child are written from the front, the others from the back.
+            front, back = np.uint64(starts[at]), np.uint64(stops[at])
+            for i in range(front, back):
+                own = number_in[i]
+                high, low = own * share + offset, own * share_low + offset_low
+                left = _floor(high, low, own)
+                is_left = _floor(high + share, low + share_low, own + 1) - left
+                to = front if is_left != 0 else back - np.uint64(1)
+                number_out[to] = left if is_left != 0 else own - left
+                place_out[to] = place_in[i]
+                front += np.uint64(is_left)
+                back -= np.uint64(1 - is_left)
+            middle = np.int64(front)
+            for column, start, stop in ((0, starts[at], middle), (1, middle, stops[at])):
+                child = nodes[at, CHILDREN + column]
+                if child >= 0:
+                    starts[child], stops[child], source[child] = start, stop, 1 - buffer
+                else:
+                    for i in range(start, stop):
+                        domains[place_out[i]], numbers[place_out[i]] = ~child, number_out[i]

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_chameleon.blend import order
+from megatron_chameleon.blend.order import CHUNK, MAX_SAMPLES, BlendOrder
+from tests.unit.blend.blend_weights import hard_weights
+
+WEIGHTS = st.lists(st.floats(0, 1) | st.just(1.0), min_size=1, max_size=12).filter(
+    lambda weights: sum(weights) > 1e-6
+)
+
+
+def reference(blended, num_samples):
+    """Domain of each of the first samples: every node counts what it was given."""
+    half = order.HALF_BITS
+    given_out = [0] * len(blended._nodes)
+    domains = []
+    for _ in range(num_samples):
+        at = 0
+        while at >= 0:
+            share, share_low, offset, offset_low, *children = (int(n) for n in blended._nodes[at])
+            share, offset = (share << half) + share_low, (offset << half) + offset_low
+            lefts = [
+                min(max(int(Fraction(share * n + offset, 1 << 2 * half).__floor__()), 0), n)
+                for n in (given_out[at], given_out[at] + 1)
+            ]
+            given_out[at] += 1
+            at = children[0] if lefts[1] > lefts[0] else children[1]
+        domains.append(~at)
+    return domains
+
+
+def deviation(weights, domains, owed=None):
+    """The largest difference between a count and its target after any sample."""
+    shares = np.asarray(weights) / np.sum(weights)
+    counts = np.cumsum(np.eye(len(shares))[domains], axis=0)
+    targets = np.arange(1, len(domains) + 1)[:, None] * shares
+    return np.abs(counts - targets - (0 if owed is None else np.asarray(owed))).max()
+
+
+@settings(deadline=None)
+@given(WEIGHTS, st.integers(1, 300), st.data())
+def test_places_and_counts_are_those_of_counting_on(weights, num_samples, data):
+    owed = data.draw(
+        st.none() | st.lists(st.floats(-2, 2), min_size=len(weights), max_size=len(weights))
+    )
+    blended = BlendOrder(weights, owed)
+    expected = reference(blended, num_samples)
+    samples = np.random.default_rng(0).permutation(num_samples)
+    domains, numbers = blended.locate(samples)
+    for sample, domain, number in zip(samples, domains, numbers, strict=True):
+        assert domain == expected[sample]
+        assert number == expected[:sample].count(domain)
+    counts = np.bincount(expected, minlength=len(weights))
+    assert blended.counts(num_samples).tolist() == counts.tolist()
+    assert all(weights[domain] > 0 for domain in expected)
+
+
+def test_two_domains_are_merged_by_due_time():
+    weights = Fraction(617, 1000), Fraction(383, 1000)  # without ties
+    due = sorted((Fraction(2 * j + 1, 2) / w, i) for i, w in enumerate(weights) for j in range(99))
+    found, _ = BlendOrder([float(weight) for weight in weights]).locate(np.arange(100))
+    assert found.tolist() == [domain for _, domain in due[:100]]
+
+
+@pytest.mark.parametrize("num_domains", [2, 7, 40, 500])
+def test_counts_follow_the_weights_however_hard_they_are(num_domains):
+    for name, weights in hard_weights(num_domains).items():
+        if weights.min() >= 0 < weights.max():
+            domains, _ = BlendOrder(weights.tolist()).locate(np.arange(5000))
+            assert deviation(weights, domains) < 1.25, name
+
+
+@pytest.mark.parametrize("heavy", [0.3, 0.5, 0.9])
+def test_many_equal_domains_do_not_let_a_heavy_one_run_ahead(heavy):
+    weights = [heavy, *[(1 - heavy) / 200] * 200]
+    domains, _ = BlendOrder(weights).locate(np.arange(2000))
+    assert deviation(weights, domains) < 1.1
+
+
+def test_what_is_owed_is_evened_out():
+    weights, owed = [0.4, 0.3, 0.2, 0.1], [1.5, -1.0, 0.5, -1.0]
+    domains, _ = BlendOrder(weights, owed).locate(np.arange(1000))
+    assert deviation(weights, domains, owed) <= 1.5
+    counts = np.bincount(domains)
+    assert np.abs(counts - (1000 * np.array(weights) + owed)).max() < 1.1
+
+
+def test_no_sample_is_lost_or_repeated_at_the_far_end():
+    weights = np.random.default_rng(0).dirichlet(np.ones(300))
+    blended = BlendOrder(weights.tolist())
+    first, size = MAX_SAMPLES - 3 * CHUNK - 5, 3 * CHUNK + 5
+    domains, numbers = blended.locate(np.arange(first, MAX_SAMPLES))
+    before = blended.counts(first)
+    assert before.sum() == first
+    assert np.abs(before - weights * first).max() < 1.1
+    for domain in range(300):
+        own = numbers[domains == domain]
+        np.testing.assert_array_equal(own, before[domain] + np.arange(len(own)))
+    assert len(domains) == size
+
+
+def test_the_order_never_changes_without_its_version():
+    # A resumed run goes on with it, on whatever machine.
+    domains, _ = BlendOrder([0.5, 0.3, 0.15, 0.05]).locate(np.arange(20))
+    far, numbers = BlendOrder([0.5, 0.3, 0.15, 0.05], [0.5, -1, 0, 0.5]).locate(
+        np.arange(10**10, 10**10 + 10)
+    )
+    assert (order.VERSION, domains.tolist()) == (2, ORDER)
+    assert (far.tolist(), numbers.tolist()) == (FAR, NUMBERS)
+
+
+ORDER = [0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 3, 0, 1, 0, 2, 0, 1]
+FAR = [3, 0, 1, 0, 2, 0, 1, 0, 1, 0]
+NUMBERS = [
+    500000000,
+    5000000001,
+    2999999999,
+    5000000002,
+    1500000000,
+    5000000003,
+    3000000000,
+    5000000004,
+    3000000001,
+    5000000005,
+]
