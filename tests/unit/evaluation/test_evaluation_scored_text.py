@@ -14,8 +14,12 @@ from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text
-from megatron_chameleon.evaluation.scored_text import ClusterMap, scored_text
-from megatron_chameleon.evaluation.unigram import token_counts, unigram_loss
+from megatron_chameleon.evaluation.perplexity import (
+    ClusterMap,
+    scored_text,
+    token_counts,
+    unigram_loss,
+)
 from tests.small_corpus import word_tokenizer, write_small_corpus
 from tests.unit.evaluation.plain_protocol import (
     DOCUMENTS,
@@ -114,18 +118,6 @@ def test_tokens_and_bytes_are_counted_by_cluster(corpus, max_tokens):
     assert found.text_bytes.sum() == round(expected_bytes.sum())
 
 
-def test_all_of_a_split_stands_for_all_of_its_text(corpus):
-    tokens = open_tokens(corpus, "news", "test")
-    text = choose_windows(tokens.tokens, 16)
-    clusters, sizes = ClusterMap.of(tokens, text), token_bytes_of(corpus)
-    found = scored_text(corpus, "news", "test", text, clusters, sizes)
-    assert found.text_bytes is not None
-    first = 2 * int(
-        sizes[tokens.tokens[:1]].item()
-    )  # no token stands before it, so it is not scored
-    assert found.text_bytes.sum() == corpus.domains["news"].test.text_bytes - first
-
-
 @pytest.mark.parametrize("cause", ["no tokenizer", "no bytes"])
 def test_bytes_that_nobody_knows_are_none(corpus, cause):
     tokens = open_tokens(corpus, "news", "test")
@@ -163,7 +155,7 @@ def test_the_unigram_loss_is_that_of_smoothed_frequencies(training, labels, voca
 
 
 def test_counting_in_pieces_counts_everything(monkeypatch):
-    monkeypatch.setattr("megatron_chameleon.evaluation.unigram._CHUNK", 7)
+    monkeypatch.setattr("megatron_chameleon.evaluation.perplexity._CHUNK", 7)
     monkeypatch.setattr("megatron_chameleon.evaluation.held_out._BLOCK_WINDOWS", 3)
     stream = np.random.default_rng(0).integers(0, 30, 100).astype(np.uint16)
     counts = token_counts(stream, 40)

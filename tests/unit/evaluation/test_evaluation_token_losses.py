@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Protocol
-from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text
-from megatron_chameleon.evaluation.scored_text import ClusterMap
-from megatron_chameleon.evaluation.token_losses import batches, cluster_losses, reading_flops
+from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text, reading_flops
+from megatron_chameleon.evaluation.perplexity import (
+    ClusterMap,
+    batches,
+    cluster_losses,
+)
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.readout import Reader
@@ -84,12 +87,6 @@ def test_ranks_share_the_batches_and_each_document_gets_its_tokens(
         expected[one.document] += np.sqrt(np.float32(one.label + 2))
     found = np.sum(parts, axis=0)
     assert found[found > 0] == pytest.approx(expected[expected > 0], rel=1e-12)
-
-
-def test_a_stage_without_losses_adds_nothing():
-    tokens = token_file([[1] * 40])
-    text = choose_windows(tokens.tokens, 8)
-    assert sums_of(LabelReader(speaks=False), tokens, text, 4).tolist() == [0.0]
 
 
 def test_short_windows_go_together_and_no_batch_is_wider_than_it_must_be():

@@ -21,7 +21,7 @@ def test_names_that_torchtitan_cannot_tell_apart_are_refused(export, tmp_path):
     write_small_corpus(tmp_path / "corpus", ["Code", "code"])
     mixture = tmp_path / "mixture.json"
     mixture.write_text('{"weights": {"Code": 0.5, "code": 0.5}}')
-    with pytest.raises(UserError, match="'Code' and 'code' are one name"):
+    with pytest.raises(UserError, match="'Code' and 'code' are the same name"):
         export("torchtitan", corpus=tmp_path / "corpus", mixture=mixture)
     mixture.write_text('{"weights": {"Code": 1.0, "code": 0.0}}')
     loaded = json.loads(export("torchtitan", corpus=tmp_path / "corpus", mixture=mixture))
@@ -64,5 +64,5 @@ def test_olmo_core_is_allowed_the_repeats_that_a_budget_asks_for(
 
 def test_a_path_that_olmo_core_takes_for_a_pattern_is_refused(export, corpus, tmp_path):
     moved = shutil.copytree(corpus.root, tmp_path / "a*b")
-    with pytest.raises(UserError, match="takes '\\*' for a pattern"):
+    with pytest.raises(UserError, match="reads '\\*' as a pattern"):
         export("olmo-core", corpus=moved)

@@ -10,12 +10,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.checkpoint.reader import open_reader
 from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.downstream.checkpoint_model import open_shared_model
-from megatron_chameleon.evaluation.downstream.generation import Prompt
-from megatron_chameleon.evaluation.downstream.harness_model import HarnessModel
-from megatron_chameleon.evaluation.downstream.request_tokens import encode_pairs
+from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
+from megatron_chameleon.evaluation.scoring import Answers, Prompt, Scorer
 from tests.fixtures.task_data import Words
 from tests.text_checkpoint import EOD_TOKEN
 
@@ -32,8 +31,7 @@ def instances(kind, *arguments):
 def ours(text_checkpoint, one_rank):
     tokenizer = load_tokenizer(text_checkpoint.tokenizer, EOD_TOKEN)
     record = CheckpointRecord.load(text_checkpoint.checkpoint)
-    shared = open_shared_model(record, tokenizer, one_rank, 2, bf16=False)
-    return HarnessModel(shared, tokenizer)
+    return ScorerLM(Scorer(open_reader(record, one_rank), 2, tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -77,67 +75,52 @@ def test_texts_are_generated_as_by_the_exported_model(ours, theirs):
 def test_an_end_of_document_ends_a_generation(ours, monkeypatch):
     context = np.array(ours.tok_encode(CONTEXTS[0]), np.int32)
     prompt = Prompt(context, max_new_tokens=6, stops=())
-    (six,) = ours.shared.generate([prompt]).tokens
+    (six,) = ours.scorer.generate([prompt]).tokens
     assert len(six) == 6
-    monkeypatch.setattr(ours.shared.generator, "eod_id", six[1])
-    (ended,) = ours.shared.generate([prompt]).tokens
+    monkeypatch.setattr(ours.scorer, "eod_id", six[1])
+    (ended,) = ours.scorer.generate([prompt]).tokens
     assert ended == six[: six.index(six[1]) + 1]
     assert len(ended) < 6
 
 
-def test_a_stop_ends_a_generation(ours):
-    context = np.array(ours.tok_encode(CONTEXTS[0]), np.int32)
-    (six,) = ours.shared.generate([Prompt(context, max_new_tokens=6, stops=())]).tokens
-    stop = ours.tok_decode(six[:2])
-    (ended,) = ours.shared.generate([Prompt(context, max_new_tokens=6, stops=(stop,))]).tokens
-    assert ended == six[:2]
-
-
 def test_a_task_that_samples_is_refused(ours):
     settings = {"until": [], "do_sample": True, "temperature": 0.7}
-    with pytest.raises(UserError, match="wants to sample"):
-        ours.generate_until(instances("generate_until", ("A", settings)))
-
-
-def test_a_continuation_that_is_longer_than_the_model_is_refused(ours):
-    long = instances("loglikelihood", ("A", WORDS.text(60)))
-    with pytest.raises(UserError, match=r"has \d+ tokens, and the model looks at 256 at most"):
-        ours.loglikelihood(long)
-    assert not ours.failed  # no rank was asked
-
-
-def test_more_new_tokens_than_positions_are_refused(ours):
-    settings = {"until": [], "max_gen_toks": 256}
-    with pytest.raises(UserError, match="generates up to 256 tokens, and the model looks at 256"):
+    with pytest.raises(UserError, match="a task samples"):
         ours.generate_until(instances("generate_until", ("A", settings)))
 
 
 TEXTS = st.text(alphabet="ab é.\n", max_size=8)
 
 
-@given(context=TEXTS, continuation=TEXTS.filter(bool))
-def test_pairs_are_encoded_as_lm_eval_does(ours, context, continuation):
-    (found,) = encode_pairs(ours._encode, [(context, continuation)], ours.eot_token_id)
-    if context.strip():
-        before, after = ours._encode_pair(context, continuation)
-    else:
+@given(pairs=st.lists(st.tuples(TEXTS, TEXTS.filter(bool)), min_size=1, max_size=4))
+def test_requests_are_encoded_in_one_batch_as_lm_eval_does_one_by_one(ours, pairs):
+    asked = []
+
+    def score(questions, _description):
+        asked.extend(questions)
+        return Answers(np.zeros(len(questions)), np.zeros(len(questions), bool), 0, 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours.scorer, "score", score)
+        ours.loglikelihood(instances("loglikelihood", *pairs))
+    for (context, continuation), question in zip(pairs, asked, strict=True):
         before, after = [ours.eot_token_id], ours.tok_encode(context + continuation)
-    assert found.context.tolist() == before
-    assert found.continuation.tolist() == after
+        if context.strip():
+            before, after = ours._encode_pair(context, continuation)
+        assert question.context.tolist() == before
+        assert question.continuation.tolist() == after
 
 
-def test_a_continuation_that_begins_with_the_end_of_a_document_is_its_own_context(ours):
-    def encode(texts):
-        return [np.array([ours.eot_token_id, 5] if text else [], np.int32) for text in texts]
+def test_requests_with_one_context_share_its_tokens(ours, monkeypatch):
+    asked = []
 
-    (found,) = encode_pairs(encode, [("", "x")], ours.eot_token_id)
-    assert found.context.tolist() == [ours.eot_token_id]
-    assert found.continuation.tolist() == [5]
+    def score(questions, _description):
+        asked.extend(questions)
+        return Answers(np.zeros(2), np.zeros(2, bool), 0, 0.0)
 
-
-def test_contexts_that_are_alike_are_one_array(ours):
-    one, other = encode_pairs(ours._encode, [("Who?", " I"), ("Who?", " you")], 0)
-    assert one.context is other.context
+    monkeypatch.setattr(ours.scorer, "score", score)
+    ours.loglikelihood(instances("loglikelihood", ("Who?", " I"), ("Who?", " you")))
+    assert asked[0].context is asked[1].context
 
 
 def test_what_was_asked_is_counted_and_told_apart(ours):
@@ -146,6 +129,5 @@ def test_what_was_asked_is_counted_and_told_apart(ours):
         ours.new_tally("")
         ours.loglikelihood(instances("loglikelihood", (CONTEXTS[0], answer)))
         digests.append(ours.tally.digest.hexdigest())
-        assert ours.tally.requests == 1
         assert ours.tally.flops > 0
     assert digests[0] == digests[1] != digests[2]

@@ -150,7 +150,7 @@ def test_a_path_that_megatron_would_strip_is_refused(export, corpus, tmp_path):
     body["domains"]["news"]["train"]["prefix"] += " "
     del body["checksum"]
     (moved / "corpus.json").write_text(json.dumps(body))
-    with pytest.raises(UserError, match="ends in white space"):
+    with pytest.raises(UserError, match="strips white space"):
         export("megatron-per-split", corpus=moved)
 
 

@@ -17,13 +17,11 @@ from lm_eval.tasks import TaskManager
 
 from megatron_chameleon.artifacts.downstream_result import (
     DownstreamResult,
-    require_same_questions,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.downstream.asking import ask
-from megatron_chameleon.evaluation.downstream.evaluate import evaluate_downstream
-from megatron_chameleon.evaluation.downstream.tasks import TaskLibrary
-from megatron_chameleon.options.downstream import DownstreamOptions
+from megatron_chameleon.evaluation.downstream import evaluate_downstream, evaluate_part
+from megatron_chameleon.evaluation.options import DownstreamOptions
+from megatron_chameleon.evaluation.tasks import TaskLibrary
 from megatron_chameleon.options.tokenizer import TokenizerChoice
 from tests.unit.evaluation.conftest import DOCUMENTS
 
@@ -49,9 +47,9 @@ def asked(monkeypatch):
 
     def noting(model, loaded, settings):
         parts.append((settings.task, settings.shots))
-        return ask(model, loaded, settings)
+        return evaluate_part(model, loaded, settings)
 
-    monkeypatch.setattr("megatron_chameleon.evaluation.downstream.evaluate.ask", noting)
+    monkeypatch.setattr("megatron_chameleon.evaluation.downstream.evaluate_part", noting)
     return parts
 
 
@@ -155,8 +153,8 @@ def test_a_data_set_that_is_a_program_is_told_with_the_way_out(options, tmp_path
     folder.mkdir(parents=True)
     (folder / "logiqa.py").write_text("raise SystemExit('it was run')\n")
     there = dataclasses.replace(options, data_dir=tmp_path / "hub", tasks=("logiqa",))
-    program = "its repository on the hub is a program; give copies of data sets by --data-dir"
-    with pytest.raises(UserError, match=f"no task could be asked, .* logiqa: .*{program}"):
+    program = "its repository on the hub is a program; pass copies of data sets by --data-dir"
+    with pytest.raises(UserError, match=f"no task could be evaluated, .* logiqa: .*{program}"):
         evaluate_downstream(there)
     assert not options.output.exists()
 
@@ -185,23 +183,6 @@ def test_what_is_too_long_for_the_model_leaves_a_gap(options, task_data, tmp_pat
     assert result.complete_tasks == ["winogrande"]
 
 
-def test_bfloat16_is_another_protocol(options):
-    exact = evaluate_downstream(dataclasses.replace(options, tasks=("sciq",), shots=(0,)))
-    rounded = dataclasses.replace(
-        options,
-        output=options.output.with_name("rounded.json"),
-        tasks=("sciq",),
-        shots=(0,),
-        evaluation_dtype="bfloat16",
-    )
-    found = evaluate_downstream(rounded)
-    assert found.protocol.dtype == "bfloat16"
-    asked = [each.tasks["sciq"].by_shots[0].requests_hash for each in (exact, found)]
-    assert asked[0] == asked[1]
-    with pytest.raises(UserError, match="dtype is float32 and bfloat16"):
-        require_same_questions({"exact": exact, "rounded": found})
-
-
 def test_what_the_model_fails_at_is_no_gap(options, monkeypatch):
     def broken(*_arguments):
         raise RuntimeError("out of memory")
@@ -228,13 +209,13 @@ def test_a_checkpoint_without_its_tokenizer_says_what_to_give(options, text_chec
     ("changes", "message"),
     [
         ({"tasks": ("sciqq",)}, "--tasks sciqq: lm-eval has no such task; is it sciq"),
-        ({"tasks": ("glue",)}, "--tasks glue: that is a group of tasks"),
+        ({"tasks": ("glue",)}, "--tasks glue: this is a group of tasks"),
         ({"tasks": ()}, "--tasks is empty"),
         ({"tasks": ("sciq", "sciq")}, "--tasks sciq sciq: one is given twice"),
         ({"shots": (-1,)}, "--shots -1: "),
         ({"limit": 0}, "--limit 0: "),
         ({"evaluation_batch_size": 0}, "--evaluation-batch-size 0: "),
-        ({"data_dir": Path("nowhere")}, "--data-dir nowhere is no folder"),
+        ({"data_dir": Path("nowhere")}, "--data-dir nowhere is not a folder"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_asked(options, changes, message):

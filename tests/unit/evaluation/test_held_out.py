@@ -1,4 +1,4 @@
-"""What a protocol predicts, against a plain enumeration token by token."""
+"""Windows over held-out text compared with a plain enumeration, token by token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_chameleon.artifacts import Protocol
-from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, held_out_text
-from megatron_chameleon.evaluation.token_losses import batches
+from megatron_chameleon.evaluation.held_out import (
+    HeldOutText,
+    ScoredWindows,
+    choose_windows,
+    cut_windows,
+    held_out_text,
+    spread_evenly,
+)
+from megatron_chameleon.evaluation.perplexity import batches
 from tests.unit.evaluation.plain_protocol import (
     DOCUMENTS,
     EOD,
@@ -21,7 +28,63 @@ from tests.unit.evaluation.plain_protocol import (
     token_file,
 )
 
-sizes = st.integers(1, 40)
+SIZES = st.lists(st.integers(0, 50), max_size=10)
+WINDOWS = st.integers(1, 20).flatmap(
+    lambda length: st.tuples(st.just(length), st.integers(0, length - 1))
+)
+
+
+def cut_sizes(
+    sizes: list[int], window_length: int, overlap: int
+) -> tuple[ScoredWindows, list[int]]:
+    """Stretches of these sizes with a token between them that is none of theirs, and their own."""
+    first = np.cumsum([size + 1 for size in sizes]) - np.array(sizes, int) if sizes else []
+    windows = cut_windows(
+        np.array(first, np.int64), np.array(sizes, np.int64), window_length, overlap
+    )
+    own = [t for start, size in zip(first, sizes, strict=True) for t in range(start, start + size)]
+    return windows, own
+
+
+@given(SIZES, WINDOWS)
+def test_every_token_is_scored_exactly_once_and_in_order(sizes, window):
+    windows, own = cut_sizes(sizes, *window)
+    scored = [t for s, e in zip(windows.scored, windows.end, strict=True) for t in range(s, e)]
+    assert scored == own
+    assert windows.num_scored.sum() == len(own)
+
+
+@given(SIZES, WINDOWS)
+def test_windows_are_as_long_as_they_may_be_and_overlap_as_asked(sizes, window):
+    window_length, overlap = window
+    windows, own = cut_sizes(sizes, window_length, overlap)
+    stretch_of = {t: number for number, t in enumerate(own)}
+    assert np.all(windows.lengths <= window_length)
+    assert np.all(windows.lengths >= 1)
+    for begin, scored, end in zip(windows.begin, windows.scored, windows.end, strict=True):
+        assert set(range(begin, end)) <= stretch_of.keys()  # never outside of its stretch
+        starts_stretch = begin - 1 not in stretch_of
+        assert scored - begin == (0 if starts_stretch else overlap)
+        if end in stretch_of:  # the stretch goes on
+            assert end - begin == window_length
+
+
+@given(SIZES.filter(any), WINDOWS, st.integers(1, 200))
+def test_fewer_windows_are_as_many_as_fit_and_lie_from_end_to_end(sizes, window, more):
+    windows, own = cut_sizes(sizes, *window)
+    max_tokens = window[0] + more
+    chosen = spread_evenly(windows, max_tokens)
+    if len(own) <= max_tokens:
+        assert chosen is windows
+        return
+    places = np.searchsorted(windows.begin, chosen.begin)
+    assert len(set(places.tolist())) == len(chosen) >= 1
+    assert np.array_equal(windows.end[places], chosen.end)
+    assert chosen.num_scored.sum() <= max_tokens
+    if len(chosen) > 1:
+        assert places[0] == 0
+        assert places[-1] == len(windows) - 1
+        assert np.diff(places).max() - np.diff(places).min() <= 1
 
 
 def scored(text: HeldOutText, batch_size: int) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -118,7 +181,7 @@ def test_text_without_anything_to_score_is_none():
     assert held_out_text(token_file([[EOD], [EOD]]), packed, EOD) is not None
 
 
-@given(st.integers(42, 400), sizes, st.integers(0, 5))
+@given(st.integers(42, 400), st.integers(1, 40), st.integers(0, 5))
 def test_fewer_packed_windows_are_whole_distinct_and_spread(length, window_length, more):
     stream = np.arange(length, dtype=np.uint16)
     max_tokens = window_length * (1 + more) + window_length // 2

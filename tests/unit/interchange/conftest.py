@@ -7,8 +7,7 @@ import json
 import pytest
 
 from megatron_chameleon.artifacts import Mixture
-from megatron_chameleon.exports.formats import exported_text
-from megatron_chameleon.options.export import ExportOptions
+from megatron_chameleon.interchange import ExportOptions, exported_text
 from tests.small_corpus import write_small_corpus
 
 # 'poems' has no weight. The others are far from uniform, and none is short in decimals.
