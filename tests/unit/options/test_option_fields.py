@@ -21,8 +21,8 @@ from megatron_chameleon.evaluation.options import (
 )
 from megatron_chameleon.interchange import ExportOptions
 from megatron_chameleon.methods.common.registry import find_methods
+from megatron_chameleon.methods.discovery.options import DiscoverOptions
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
-from megatron_chameleon.options.discover import DiscoverOptions
 from megatron_chameleon.options.doctor import DoctorOptions
 from megatron_chameleon.options.gather import GatherOptions
 from megatron_chameleon.options.head_to_head import CompareMethodsOptions

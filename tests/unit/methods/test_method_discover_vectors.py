@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from megatron_chameleon.corpus.indexed_reader import open_tokens
-from megatron_chameleon.embedding import documents
-from megatron_chameleon.embedding.documents import (
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.discovery.vectors import (
     DocumentBlock,
     DocumentRecipe,
     DocumentVectors,
     embed_block,
     spread_windows,
 )
-from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.model.sizes import ModelShape, model_size
@@ -86,7 +85,7 @@ def test_a_document_is_the_mean_of_its_windows(reader, corpus):
 
 
 def test_blocks_hold_every_document_once(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 25)
+    monkeypatch.setattr("megatron_chameleon.methods.discovery.vectors.BLOCK_DOCUMENTS", 25)
     vectors = DocumentVectors(tmp_path, corpus, RECIPE, 8)
     blocks = list(vectors.blocks("news", "train"))
     assert [(block.first, block.stop) for block in blocks] == [(0, 25), (25, 50), (50, 60)]
