@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.cluster import MiniBatchKMeans
+from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.metrics import pairwise_distances_argmin, silhouette_score
 from sklearn.preprocessing import StandardScaler, normalize
 
@@ -119,7 +119,7 @@ def choose_clusters(plan: DiscoverPlan) -> KMeansFit:
 def fit_clusters(
     vectors: NDArray[np.float32], numbers: list[int], seed: int, restarts: int
 ) -> KMeansFit:
-    """Mini-batch k-means (Sculley, 2010) from k-means++ starts, by scikit-learn.
+    """Mini-batch k-means (Sculley, 2010) from k-means++ starts, refined by Lloyd's; scikit-learn's.
 
     The result depends on the arguments only.
 
@@ -135,7 +135,7 @@ def fit_clusters(
     scaler = StandardScaler().fit(vectors)
     scaled = normalize(scaler.transform(vectors))
     silhouettes: dict[int, float] = {}
-    fitted: dict[int, MiniBatchKMeans] = {}
+    fitted: dict[int, KMeans] = {}
     runs = len(numbers) * restarts
     with progress_bar(runs, " starts", "fitting", delay=_PROGRESS_DELAY_SECONDS) as bar:
         for number in numbers:
@@ -157,8 +157,10 @@ def fit_clusters(
                     f"--discover {number}: {len(scaled)} windows are too few or too similar for so "
                     "many clusters; pass fewer, or more --fit-windows"
                 )
-            fitted[number] = chosen
-            silhouettes[number] = _silhouette(scaled, chosen.labels_, seed)
+            # Mini-batches stop early: Lloyd's iterations over all windows finish the best run.
+            centroids = chosen.cluster_centers_
+            fitted[number] = KMeans(number, init=centroids, n_init=1).fit(scaled)
+            silhouettes[number] = _silhouette(scaled, fitted[number].labels_, seed)
     best = fitted[max(silhouettes, key=lambda number: silhouettes[number])]
     return KMeansFit(scaler, best.cluster_centers_, float(best.inertia_), silhouettes, len(scaled))
 

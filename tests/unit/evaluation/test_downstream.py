@@ -213,8 +213,6 @@ def test_a_checkpoint_without_its_tokenizer_says_what_to_give(options, text_chec
         ({"tasks": ()}, "--tasks is empty"),
         ({"tasks": ("sciq", "sciq")}, "--tasks sciq sciq: one is given twice"),
         ({"shots": (-1,)}, "--shots -1: "),
-        ({"limit": 0}, "--limit 0: "),
-        ({"evaluation_batch_size": 0}, "--evaluation-batch-size 0: "),
         ({"data_dir": Path("nowhere")}, "--data-dir nowhere is not a folder"),
     ],
 )

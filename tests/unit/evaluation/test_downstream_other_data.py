@@ -94,14 +94,6 @@ def test_questions_that_changed_between_shots_leave_a_gap(options, other_data, m
     assert "mean of 1 of 2 tasks" in capsys.readouterr().out
 
 
-def test_what_caused_an_error_of_datasets_is_told(options, task_data, tmp_path):
-    some = Path(shutil.copytree(task_data, tmp_path / "some"))
-    path = some / "allenai" / "sciq" / "default" / "test.jsonl"
-    path.write_text(path.read_text()[:-20])
-    with pytest.raises(UserError, match=r"generating the dataset \(\w+: .*JSON"):
-        evaluate_downstream(dataclasses.replace(options, data_dir=some))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

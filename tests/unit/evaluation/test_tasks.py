@@ -109,15 +109,6 @@ def test_tasks_say_how_to_do_without_the_hub(point_to, monkeypatch, tmp_path):
     assert len(calls) == HUB_ATTEMPTS
 
 
-def test_where_the_hub_is_not_to_be_asked_it_is_not(point_to, monkeypatch, tmp_path):
-    point_to(9)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(TaskUnavailableError, match=r"OfflineModeIsEnabled.*--data-dir"):
-        TaskLibrary(["sciq"], None).load("sciq")
-
-
 LEFT_OUT = ", the question's own document left out"
 
 

@@ -1,25 +1,33 @@
-"""Clusters, bytes and the unigram model of held-out text, against plain counts."""
+"""Sums of losses, clusters, bytes and unigram counts compared with plain enumerations."""
 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
-from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts import Corpus, Protocol
 from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.corpus.indexed_reader import open_tokens
-from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text
+from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text, reading_flops
 from megatron_chameleon.evaluation.perplexity import (
     ClusterMap,
+    cluster_losses,
     scored_text,
     token_counts,
-    unigram_loss,
 )
+from megatron_chameleon.model.flops import forward_flops
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.sizes import ModelShape, model_size
 from tests.small_corpus import word_tokenizer, write_small_corpus
 from tests.unit.evaluation.plain_protocol import (
     DOCUMENTS,
@@ -28,6 +36,111 @@ from tests.unit.evaluation.plain_protocol import (
     protocols,
     token_file,
 )
+
+SHAPE = ModelShape(model_size("nano"), vocab_size=250, max_sequence_length=32)
+
+
+@dataclasses.dataclass
+class LabelReader:
+    """In place of a model: the loss of a token is a number that stands for it alone."""
+
+    data_rank: int = 0
+    data_size: int = 1
+    speaks: bool = True
+
+    @property
+    def layout(self) -> Any:
+        return SimpleNamespace(
+            data_rank=self.data_rank,
+            data_size=self.data_size,
+            tensor_size=2,
+            sequence_parallel=False,
+            device=torch.device("cpu"),
+            is_last_stage=self.speaks,
+        )
+
+    def token_losses(self, tokens, labels):
+        return torch.sqrt(labels.float() + 2) if self.speaks else None
+
+    def sum_over_ranks(self, values, *, spoken):
+        assert spoken == self.speaks
+        return values
+
+
+def sums_of(reader, tokens, text, batch_size):
+    with tqdm(total=text.num_predictions, disable=True) as progress:
+        updates: list[int] = []
+        progress.update = updates.append
+        sums = cluster_losses(reader, text, ClusterMap.of(tokens, text), batch_size, progress)
+    assert sum(updates) == text.num_predictions  # the bar ends where it should
+    return sums
+
+
+@given(DOCUMENTS, protocols(), st.integers(1, 7), st.integers(1, 4))
+def test_ranks_share_the_batches_and_each_document_gets_its_tokens(
+    documents, protocol, batch_size, data_size
+):
+    tokens = token_file(documents)
+    text = held_out_text(tokens, protocol, EOD)
+    if text is None:
+        return
+    parts = [
+        sums_of(LabelReader(rank, data_size), tokens, text, batch_size) for rank in range(data_size)
+    ]
+    expected = np.zeros(len(documents))
+    for one in predictions(documents, protocol):
+        expected[one.document] += np.sqrt(np.float32(one.label + 2))
+    found = np.sum(parts, axis=0)
+    assert found[found > 0] == pytest.approx(expected[expected > 0], rel=1e-12)
+
+
+def test_windows_cost_what_their_own_lengths_cost():
+    text = choose_windows(np.zeros(2 * 16 + 5 + 1, np.uint16), 16, overlap=0)
+    expected = 2 * forward_flops(SHAPE, 16, 16) + forward_flops(SHAPE, 5, 5)
+    assert reading_flops(SHAPE, text) == expected
+    assert expected != forward_flops(SHAPE, 37, 16)
+
+
+@pytest.fixture(scope="module")
+def reader(one_rank):
+    model = build_model(SHAPE, one_rank, seed=3)
+    model.eval()
+    return Reader(model, SHAPE, one_rank)
+
+
+def loss_of(reader: Reader, context: tuple[int, ...], label: int) -> float:
+    """Of one token, by the logits of its own context alone, its softmax in float64."""
+    tokens = torch.tensor([context])
+    with torch.no_grad():
+        logits = reader.model(tokens, torch.arange(len(context))[None], None)
+    return -float(logits[0, -1, : SHAPE.vocab_size].double().log_softmax(-1)[label])
+
+
+PROTOCOLS = [
+    Protocol("test", 32),
+    Protocol("test", 13, overlap=5),
+    Protocol("test", 32, end_of_document=False),
+    Protocol("test", 32, packing="documents", first_token="after-eod"),
+    Protocol("test", 16, packing="documents", overlap=15),
+    Protocol("test", 9, packing="documents", overlap=4, first_token="after-eod"),
+    Protocol("test", 32, packing="documents", end_of_document=False, first_token="after-eod"),
+]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda p: f"{p.packing}-{p.window_length}")
+def test_a_real_models_sums_are_those_of_every_token_by_itself(reader, protocol):
+    rng = np.random.default_rng(protocol.window_length)
+    lengths = (1, 50, 2, 0, 33, 7)
+    documents = [[*rng.integers(10, 250, n - 1).tolist(), EOD] if n else [] for n in lengths]
+    expected = np.zeros(len(documents))
+    for one in predictions(documents, protocol):
+        expected[one.document] += loss_of(reader, one.context, one.label)
+    tokens = token_file(documents)
+    text = held_out_text(tokens, protocol, EOD)
+    assert text is not None
+    for batch_size in (1, 3, 64):
+        found = sums_of(reader, tokens, text, batch_size)
+        assert found[found > 0] == pytest.approx(expected[expected > 0], abs=2e-5)
 
 
 @given(DOCUMENTS, protocols())
@@ -130,28 +243,6 @@ def test_bytes_that_nobody_knows_are_none(corpus, cause):
         corpus = dataclasses.replace(corpus, domains=domains)
     clusters = ClusterMap.of(tokens, text)
     assert scored_text(corpus, "news", "test", text, clusters, sizes).text_bytes is None
-
-
-def unigram_loss_direct(training, labels, vocab_size):
-    """One label at a time, with one added to the count of every token."""
-    total = 0.0
-    for label in labels:
-        count = sum(1 for token in training if token == label) + 1
-        total -= np.log(count / (len(training) + vocab_size))
-    return total / len(labels)
-
-
-@given(
-    st.lists(st.integers(0, 19), max_size=60),
-    st.lists(st.integers(0, 19), min_size=1, max_size=60),
-    st.integers(20, 40),
-)
-def test_the_unigram_loss_is_that_of_smoothed_frequencies(training, labels, vocab_size):
-    counts, seen = (
-        token_counts(np.array(stream, dtype=np.uint16), vocab_size) for stream in (training, labels)
-    )
-    loss = unigram_loss(counts, seen, vocab_size)
-    assert loss == pytest.approx(unigram_loss_direct(training, labels, vocab_size), rel=1e-12)
 
 
 def test_counting_in_pieces_counts_everything(monkeypatch):
