@@ -55,6 +55,8 @@ setup(
         "numpy>=1.26",
         "scipy>=1.11",
         "numba>=0.60",
+        # The clusters of discovered domains.
+        "scikit-learn>=1.4",
         # The regression of RegMix.
         "lightgbm>=4.3",
         # Text in, tokens out.

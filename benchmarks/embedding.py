@@ -160,7 +160,7 @@ def ours(task: Task, layout: Any, *, bf16: bool = False) -> Callable[[], NDArray
 
     from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
     from megatron_chameleon.checkpoint.load import open_reader
-    from megatron_chameleon.embedding.extract import embed_windows
+    from megatron_chameleon.embedding.embed import embed_windows
     from megatron_chameleon.options.mixture import ExtractionOptions
     from megatron_chameleon.progress import progress_bar
 

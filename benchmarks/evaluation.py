@@ -149,8 +149,8 @@ def prepare(folder: Path, documents: int) -> Places:
 
 def make_requests(places: Places, shots: int, documents: int) -> list[Instance]:
     """What lm-eval asks of so many documents of each of the thirteen tasks."""
-    from megatron_chameleon.evaluation.downstream.tasks import TaskLibrary
-    from megatron_chameleon.options.downstream import PAPER_TASKS
+    from megatron_chameleon.evaluation.options import PAPER_TASKS
+    from megatron_chameleon.evaluation.tasks import TaskLibrary
 
     library = TaskLibrary(PAPER_TASKS, places.data)
     requests: list[Instance] = []
@@ -167,15 +167,16 @@ def our_model(places: Places, layout: Any) -> Any:
     """What tools/evaluate.py downstream asks, with its own batch size."""
     from benchmarks.embedding import EOD_TOKEN
     from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+    from megatron_chameleon.checkpoint.load import open_reader
     from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
-    from megatron_chameleon.evaluation.downstream.checkpoint_model import open_shared_model
-    from megatron_chameleon.evaluation.downstream.harness_model import HarnessModel
-    from megatron_chameleon.options.downstream import DownstreamOptions
+    from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
+    from megatron_chameleon.evaluation.options import DownstreamOptions
+    from megatron_chameleon.evaluation.scoring import Scorer
 
     tokenizer = load_tokenizer(places.tokenizer, EOD_TOKEN)
     record = CheckpointRecord.load(places.checkpoint)
     size = DownstreamOptions.evaluation_batch_size
-    return HarnessModel(open_shared_model(record, tokenizer, layout, size, bf16=False), tokenizer)
+    return ScorerLM(Scorer(open_reader(record, layout), size, tokenizer))
 
 
 def their_model(places: Places, device: Any, batch_size: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import re
@@ -225,6 +226,12 @@ def parse_options(
         if left.code in (0, None):
             _leave(0)
         _refuse(_flatten(printed.getvalue()), rank)
+    except RejectedOptionsError as error:
+        _refuse(str(error), rank)
+
+
+class RejectedOptionsError(Exception):
+    """A UserError of options that validate themselves; tyro would reword a ValueError."""
 
 
 @OPTION_TYPES.struct_rule
@@ -237,8 +244,16 @@ def _fields_of_options(info: StructTypeInfo) -> StructConstructorSpec | None:
         return None
     types = get_type_hints(info.type, include_extras=True)
     helps = field_helps(info.type)
+
+    @functools.wraps(info.type, updated=())  # the help takes its description from here
+    def instantiate(**values: Any) -> Any:
+        try:
+            return info.type(**values)
+        except UserError as error:
+            raise RejectedOptionsError(str(error)) from error
+
     return StructConstructorSpec(
-        instantiate=info.type,
+        instantiate=instantiate,
         fields=tuple(
             StructFieldSpec(
                 name=field.name,

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from megatron_chameleon.cli import run_subcommand
-from megatron_chameleon.options.downstream import DownstreamOptions
-from megatron_chameleon.options.evaluation import PerplexityToolOptions
+from megatron_chameleon.evaluation.options import DownstreamOptions, PerplexityToolOptions
 
 
 def perplexity(options: PerplexityToolOptions) -> None:
@@ -18,10 +17,7 @@ def perplexity(options: PerplexityToolOptions) -> None:
 
 def downstream(options: DownstreamOptions) -> None:
     """Write accuracy on downstream tasks."""
-    from megatron_chameleon.evaluation.downstream.installed import require_harness
-
-    require_harness()
-    from megatron_chameleon.evaluation.downstream.evaluate import evaluate_downstream
+    from megatron_chameleon.evaluation.downstream import evaluate_downstream
 
     evaluate_downstream(options)
 

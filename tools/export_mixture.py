@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.options.export import ExportOptions
+from megatron_chameleon.interchange import ExportOptions
 
 
 def main(options: ExportOptions) -> None:
     """Write or print it."""
-    from megatron_chameleon.exports.formats import export_mixture
+    from megatron_chameleon.interchange import export_mixture
 
     export_mixture(options)
 

@@ -1,4 +1,4 @@
-"""Which stretches of text are embedded: windows drawn by seed and domain."""
+"""The windows of text that are embedded, sampled by seed and domain."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_chameleon.blend.token_data import DomainData
+from megatron_chameleon.corpus.block_checksums import BlockTokens
+from megatron_chameleon.corpus.indexed_reader import TokenFile
+
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows as ranges of tokens: ``length`` of them from ``start`` of ``document`` on.
+    """Windows as token ranges: ``length`` tokens from ``start`` of ``document``.
 
-    Arrays are [n] int64. One that crosses documents goes on in those after its own.
+    Arrays are [n] int64. A window that crosses documents continues in the following ones.
     """
 
     document: NDArray[np.int64]
@@ -24,7 +28,7 @@ class Windows:
         return len(self.document)
 
     def longest_first(self) -> Windows:
-        """The same windows in an order that leaves little padding in a batch."""
+        """The same windows sorted by length, so that batches need little padding."""
         order = np.argsort(-self.length, kind="stable")
         return Windows(self.document[order], self.start[order], self.length[order])
 
@@ -38,20 +42,20 @@ def draw_windows(
     *,
     cross_documents: bool = False,
 ) -> Windows:
-    """Draw windows of at most ``window_length`` tokens, none twice.
+    """Sample distinct windows of at most ``window_length`` tokens.
 
-    Every document is cut into the fewest windows of nearly equal length that fit, so that no
-    window crosses into another document and none is a mere rest; with ``cross_documents`` all of
-    them together, as if they were one. The draw depends on ``seed`` and the domain's ``name``
-    alone. A domain with fewer windows than asked for gives all it has.
+    Each document is cut into the fewest windows of nearly equal length that fit, so that no window
+    crosses documents and none is a short remainder; with ``cross_documents``, all documents are cut
+    as if they were one. The sample depends only on ``seed`` and the domain's ``name``. A domain
+    with fewer windows yields all of them.
 
     Args:
         document_lengths: [d] tokens per document.
-        window_length: tokens per window, at most.
-        num_windows: windows to draw, at most.
-        seed: of the draw.
+        window_length: maximum tokens per window.
+        num_windows: maximum number of windows.
+        seed: of the sample.
         name: the domain.
-        cross_documents: whether windows may.
+        cross_documents: whether windows may cross documents.
     """
     lengths = np.asarray(document_lengths, dtype=np.int64)
     if cross_documents:
@@ -71,3 +75,46 @@ def draw_windows(
     start = lengths[document] * part // per_document[document]
     end = lengths[document] * (part + 1) // per_document[document]
     return Windows(document, start, end - start)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeldWindows:
+    """``windows`` of ``tokens``, which hold nothing else; longest first."""
+
+    tokens: TokenFile
+    windows: Windows
+
+
+def hold_windows(
+    domain: DomainData, window_length: int, num_windows: int, seed: int
+) -> HeldWindows:
+    """Sample windows of ``domain`` with :func:`draw_windows`, and read them into memory.
+
+    The sample depends only on ``seed`` and the domain's ``order_key``, not on where its files are.
+
+    Args:
+        domain: at least one token.
+        window_length: maximum tokens per window.
+        num_windows: maximum number of windows.
+        seed: of the sample.
+
+    Raises:
+        UserError: if the tokens are damaged or outside the vocabulary.
+    """
+    file = domain.open()
+    lengths = file.lengths[domain.first : domain.stop]
+    drawn = draw_windows(lengths, window_length, num_windows, seed, domain.order_key)
+    drawn = drawn.longest_first()
+    places = zip(drawn.document.tolist(), drawn.start.tolist(), drawn.length.tolist(), strict=True)
+    tokens = np.concatenate([file.get(domain.first + d, start, n) for d, start, n in places])
+    count, ends = len(drawn), np.cumsum(drawn.length)
+    return HeldWindows(
+        TokenFile(
+            prefix=file.prefix,
+            tokens=BlockTokens(file.prefix, tokens),
+            lengths=drawn.length.astype(np.int32),
+            pointers=(ends - drawn.length) * tokens.itemsize,
+            document_boundaries=np.arange(count + 1),
+        ),
+        Windows(np.arange(count), np.zeros(count, np.int64), drawn.length),
+    )

@@ -1,4 +1,4 @@
-"""Which held-out tokens are predicted, and from what."""
+"""Held-out windows: which tokens are scored, and from which context each is predicted."""
 
 from __future__ import annotations
 
@@ -11,100 +11,179 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Protocol
 from megatron_chameleon.corpus.block_checksums import Tokens
 from megatron_chameleon.corpus.indexed_reader import TokenFile
-from megatron_chameleon.evaluation.windows import Windows, cut, spread_evenly
+from megatron_chameleon.model.flops import forward_flops
+from megatron_chameleon.model.sizes import ModelShape
 
-# Windows looked at together where all of a text is gone through.
+# Windows processed at a time when a whole split is scanned.
 _BLOCK_WINDOWS = 1 << 10
 
 
 @dataclasses.dataclass(frozen=True)
+class ScoredWindows:
+    """Windows over a token stream as positions in it; all arrays are [w] int64, in text order.
+
+    Window w predicts the tokens ``begin[w]`` to ``end[w]`` - 1, the first of them from the token
+    before it. Those from ``scored[w]`` on are scored; the others are context that the previous
+    window has scored.
+    """
+
+    begin: NDArray[np.int64]
+    scored: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[w] model input tokens."""
+        return self.end - self.begin
+
+    @property
+    def num_scored(self) -> NDArray[np.int64]:
+        """[w] scored tokens."""
+        return self.end - self.scored
+
+    def take(self, chosen: NDArray[np.integer]) -> ScoredWindows:
+        """The windows at indices ``chosen``."""
+        return ScoredWindows(self.begin[chosen], self.scored[chosen], self.end[chosen])
+
+
+def cut_windows(
+    first: NDArray[np.int64], sizes: NDArray[np.int64], window_length: int, overlap: int = 0
+) -> ScoredWindows:
+    """Cut ranges of predicted tokens into windows; windows do not cross ranges.
+
+    The first window of a range has ``window_length`` tokens. Each later one repeats the last
+    ``overlap`` tokens of the previous one as context and scores the tokens after them; the last
+    window of a range may be shorter.
+
+    Args:
+        first: [n] start of each range.
+        sizes: [n] tokens in each range; an empty range has no window.
+        window_length: maximum tokens predicted per window.
+        overlap: from 0 to ``window_length`` - 1.
+    """
+    stride = window_length - overlap
+    counts = np.where(sizes > 0, 1 + -(-np.maximum(sizes - window_length, 0) // stride), 0)
+    source = np.repeat(np.arange(len(sizes)), counts)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin = first[source] + number * stride
+    return ScoredWindows(
+        begin=begin,
+        scored=np.where(number > 0, begin + overlap, begin),
+        end=np.minimum(begin + window_length, first[source] + sizes[source]),
+    )
+
+
+def spread_evenly(windows: ScoredWindows, max_tokens: int | None) -> ScoredWindows:
+    """Choose windows that score at most ``max_tokens`` in total, evenly spaced over all of them.
+
+    The first windows alone would represent only the first few documents.
+
+    Args:
+        windows: none may score more than ``max_tokens``.
+        max_tokens: None keeps all windows.
+    """
+    scored = windows.num_scored
+    total = int(scored.sum())
+    if max_tokens is None or total <= max_tokens:
+        return windows
+    for count in range(len(scored) * max_tokens // total, 0, -1):
+        chosen = np.linspace(0, len(scored) - 1, count).round().astype(np.int64)
+        if scored[chosen].sum() <= max_tokens:
+            return windows.take(chosen)
+    raise AssertionError("a single window scores more than max_tokens")
+
+
+@dataclasses.dataclass(frozen=True)
 class HeldOutText:
-    """Windows of a token stream.
+    """Windows over the token stream of a split.
 
     Attributes:
-        stream: [n] tokens; documents follow one another, each with its end-of-document token.
-        window_length: tokens predicted from one window, at most.
-        windows: those that are predicted; every token of the stream is scored in one at most.
-        eod_id: what the first token of a document is predicted from, where ``after_eod`` says so.
-        after_eod: [w] whether the window begins with a document that is predicted from there;
-            None where no window does.
-        leave_out: a token that is predicted but does not count; None if all count.
+        stream: [n] tokens; documents are concatenated, each with its end-of-document token.
+        window_length: maximum tokens predicted per window.
+        windows: every token of the stream is scored in at most one of them.
+        eod_id: model input before the first token of a document where ``after_eod`` is set.
+        after_eod: [w] bool, windows that start with the first token of a document and predict it
+            from ``eod_id``; None if there are none.
+        leave_out: token id whose predictions are not scored; None scores all.
     """
 
     stream: Tokens
     window_length: int
-    windows: Windows
+    windows: ScoredWindows
     eod_id: int = 0
     after_eod: NDArray[np.bool_] | None = None
     leave_out: int | None = None
 
     @property
     def num_predictions(self) -> int:
-        """Tokens that windows score, those of ``leave_out`` included."""
+        """Tokens that windows score, including those equal to ``leave_out``."""
         return int(self.windows.num_scored.sum())
 
     def batch(
         self, first: int, last: int, width: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Windows ``first`` to ``last`` - 1 of ``windows``, filled up with token 0 where short.
+        """Windows ``first`` to ``last`` - 1, padded on the right with token 0.
 
         Args:
-            first: from 0 on.
-            last: at most the number of windows.
-            width: at least the length of each of them; the window length unless given.
+            first: index of the first window.
+            last: index past the last one.
+            width: at least the length of each window; default: the window length.
 
         Returns:
-            tokens, labels (both int64) and the mask of what counts (bool), each [b, width].
+            tokens and labels [b, width] int64, and the mask of scored labels [b, width] bool.
         """
-        positions, is_there = self._positions(first, last, width or self.window_length)
-        labels = np.where(is_there, self._at(positions), 0)
-        tokens = np.where(is_there, self._at(positions - 1), 0)
+        positions, inside = self._positions(first, last, width)
+        labels = np.where(inside, self._at(positions), 0)
+        tokens = np.where(inside, self._at(positions - 1), 0)
         if self.after_eod is not None:
             tokens[self.after_eod[first:last], 0] = self.eod_id
-        mask = is_there & self._counts(positions, labels, first, last)
+        mask = inside & self._is_scored(positions, labels, first, last)
         return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask)
 
     def positions(self, first: int, last: int, width: int | None = None) -> NDArray[np.int64]:
-        """Where the labels of :meth:`batch` lie in ``stream``, [b, width]; -1 where there is none.
+        """[b, width] positions in ``stream`` of the labels of :meth:`batch`; -1 for padding.
 
-        Labels that do not count are there too.
+        Labels that are not scored are included.
         """
-        positions, is_there = self._positions(first, last, width or self.window_length)
-        return np.where(is_there, positions, -1)
+        positions, inside = self._positions(first, last, width)
+        return np.where(inside, positions, -1)
 
     def scored_positions(self, first: int, last: int) -> NDArray[np.int64]:
-        """[n] int64: where the labels lie that count in windows ``first`` to ``last`` - 1."""
-        positions, is_there = self._positions(first, last, self.window_length)
-        labels = np.where(is_there, self._at(positions), 0)
-        counts: NDArray[np.int64] = positions[
-            is_there & self._counts(positions, labels, first, last)
+        """[n] int64 positions of the scored labels of windows ``first`` to ``last`` - 1."""
+        positions, inside = self._positions(first, last)
+        labels = np.where(inside, self._at(positions), 0)
+        found: NDArray[np.int64] = positions[
+            inside & self._is_scored(positions, labels, first, last)
         ]
-        return counts
+        return found
 
     def blocks(self) -> list[tuple[int, int]]:
-        """All windows, some at a time: the ``first`` and ``last`` of each block."""
+        """Ranges (first, last) that cover all windows, a bounded number at a time."""
         count = len(self.windows)
         starts = range(0, count, _BLOCK_WINDOWS)
         return [(start, min(start + _BLOCK_WINDOWS, count)) for start in starts]
 
     def longest_first(self) -> HeldOutText:
-        """The same windows in an order in which neighbours are about as long."""
+        """The same windows sorted by length, so that batches need little padding."""
         order = np.argsort(-self.windows.lengths, kind="stable")
         after_eod = None if self.after_eod is None else self.after_eod[order]
         return dataclasses.replace(self, windows=self.windows.take(order), after_eod=after_eod)
 
     def _positions(
-        self, first: int, last: int, width: int
+        self, first: int, last: int, width: int | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         begin, end = self.windows.begin[first:last, None], self.windows.end[first:last, None]
-        positions = begin + np.arange(width)
+        positions = begin + np.arange(width or self.window_length)
         return positions, positions < end
 
     def _at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens at ``positions``; of one outside of the stream, some token."""
+        """Tokens at ``positions``; an arbitrary token for positions outside the stream."""
         return self.stream[np.clip(positions, 0, len(self.stream) - 1)].astype(np.int64)
 
-    def _counts(
+    def _is_scored(
         self, positions: NDArray[np.int64], labels: NDArray[np.int64], first: int, last: int
     ) -> NDArray[np.bool_]:
         is_new = positions >= self.windows.scored[first:last, None]
@@ -118,67 +197,57 @@ def choose_windows(
     overlap: int = 0,
     tokens: range | None = None,
 ) -> HeldOutText:
-    """Windows of ``stream`` [n] as in training: over the ends of documents, all of one length.
+    """Windows of ``stream`` [n] as in training: across document boundaries, all of one length.
 
-    All of them, or as many as ``max_tokens`` allow; the last, which may be shorter, is then none of
-    them. The first token is not predicted.
+    The first token is not predicted. With ``max_tokens``, a shorter last window is left out.
 
     Args:
-        stream: of less than 2 tokens, nothing is predicted.
-        window_length: tokens predicted from one window.
-        max_tokens: predicted tokens, at most; not below ``window_length``.
-        overlap: see :func:`cut`.
-        tokens: positions of the tokens that windows may read; all of the stream unless given.
+        stream: fewer than 2 tokens give no window.
+        window_length: tokens predicted per window.
+        max_tokens: maximum predicted tokens, at least ``window_length``; None for all.
+        overlap: see :func:`cut_windows`.
+        tokens: positions that windows may read; default: the whole stream.
     """
     tokens = range(len(stream)) if tokens is None else tokens
     size = max(len(tokens) - 1, 0)
-    windows = cut(np.array([tokens.start + 1]), np.array([size]), window_length, overlap)
+    windows = cut_windows(np.array([tokens.start + 1]), np.array([size]), window_length, overlap)
     if max_tokens is not None and size > max_tokens:
         is_whole = windows.lengths == window_length
         windows = spread_evenly(windows.take(np.flatnonzero(is_whole)), max_tokens)
     return HeldOutText(stream, window_length, windows)
 
 
-def document_windows(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOutText:
-    """Windows inside of documents, by a protocol of that packing; some documents have none."""
-    starts, lengths = tokens.starts, tokens.lengths.astype(np.int64)
-    skipped = 0 if protocol.first_token == "after-eod" else 1
-    ends = starts + lengths
-    if not protocol.end_of_document:
-        last = tokens.tokens[np.maximum(ends - 1, 0)] if tokens.tokens.size else ends
-        ends = ends - ((lengths > 0) & (last == eod_id))
-    first = starts + skipped
-    sizes = np.maximum(ends - first, 0)
-    windows = cut(first, sizes, protocol.window_length, protocol.overlap)
-    windows = spread_evenly(windows, protocol.max_tokens)
-    return HeldOutText(
-        tokens.tokens,
-        protocol.window_length,
-        windows,
-        eod_id,
-        after_eod=None if skipped else np.isin(windows.begin, first),
-        leave_out=None if protocol.end_of_document else eod_id,
-    )
-
-
 def held_out_text(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOutText | None:
-    """What ``protocol`` predicts of a split; None if that is nothing.
+    """The windows of a split under ``protocol``; None if nothing is scored.
 
     Args:
-        tokens: of the split, a document a sequence.
-        protocol: with a window length that the model has.
+        tokens: the split, one document per sequence.
+        protocol: its window length is one that the model has positions for.
         eod_id: the end-of-document token.
     """
-    if protocol.packing == "documents":
-        text = document_windows(tokens, protocol, eod_id)
-    else:
-        text = _packed_windows(tokens.tokens, protocol, eod_id)
-    scores_something = any(len(text.scored_positions(*block)) for block in text.blocks())
-    return text if scores_something else None
-
-
-def _packed_windows(stream: Tokens, protocol: Protocol, eod_id: int) -> HeldOutText:
-    """Windows over the ends of documents; a stream of less than two tokens has none."""
     length, leave_out = protocol.window_length, None if protocol.end_of_document else eod_id
-    text = choose_windows(stream, length, protocol.max_tokens, protocol.overlap)
-    return dataclasses.replace(text, leave_out=leave_out)
+    if protocol.packing == "packed":
+        text = choose_windows(tokens.tokens, length, protocol.max_tokens, protocol.overlap)
+        text = dataclasses.replace(text, leave_out=leave_out)
+    else:
+        skipped = 0 if protocol.first_token == "after-eod" else 1
+        ends = tokens.starts + tokens.lengths.astype(np.int64)
+        if not protocol.end_of_document:
+            last = tokens.tokens[np.maximum(ends - 1, 0)] if tokens.tokens.size else ends
+            ends = ends - ((tokens.lengths > 0) & (last == eod_id))
+        first = tokens.starts + skipped
+        windows = cut_windows(first, np.maximum(ends - first, 0), length, protocol.overlap)
+        windows = spread_evenly(windows, protocol.max_tokens)
+        after_eod = None if skipped else np.isin(windows.begin, first)
+        text = HeldOutText(tokens.tokens, length, windows, eod_id, after_eod, leave_out)
+    is_scored = any(len(text.scored_positions(*block)) for block in text.blocks())
+    return text if is_scored else None
+
+
+def reading_flops(shape: ModelShape, text: HeldOutText) -> float:
+    """Forward FLOPs of all windows of ``text``, context included and padding excluded."""
+    lengths, counts = np.unique(text.windows.lengths, return_counts=True)
+    return sum(
+        forward_flops(shape, int(count * length), int(length))
+        for length, count in zip(lengths, counts, strict=True)
+    )

@@ -1,27 +1,63 @@
-"""Held-out loss, perplexity and bits per byte of every domain, by an explicit protocol."""
+"""tools/evaluate.py perplexity: held-out loss, perplexity and bits per byte of every domain."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_chameleon.artifacts import Clusters, DomainLoss, EvaluationResult, Protocol, Stopwatch
-from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.artifacts import (
+    Clusters,
+    Corpus,
+    DomainLoss,
+    EvaluationResult,
+    Protocol,
+    Provenance,
+    Split,
+    Stopwatch,
+    provenance,
+)
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
+from megatron_chameleon.artifacts.evaluation_result import KIND, FirstToken
+from megatron_chameleon.artifacts.output_path import check_output
+from megatron_chameleon.blend.prefetch import read_ahead
+from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.checkpoint.convert import recorded_tokenizer
+from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
+from megatron_chameleon.corpus.block_checksums import Tokens
+from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
+from megatron_chameleon.corpus.text_bytes import token_bytes
+from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.held_out_corpus import HeldOutCorpus
-from megatron_chameleon.evaluation.plan import EvaluationPlan, kept_result, plan_evaluation
-from megatron_chameleon.evaluation.result_table import result_table
-from megatron_chameleon.evaluation.scored_text import ScoredText
-from megatron_chameleon.evaluation.token_losses import cluster_losses, reading_flops
-from megatron_chameleon.model.readout import Reader
-from megatron_chameleon.options.evaluation import PerplexityOptions
+from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text, reading_flops
+from megatron_chameleon.evaluation.options import HeldOutOptions, PerplexityOptions
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.readout import Reader, check_window, length_multiple, padded_length
+from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
+
+# Tokens counted at a time.
+_CHUNK = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationPlan:
+    """The options of one evaluation with the artifacts that they name, all checked."""
+
+    options: PerplexityOptions
+    corpus: Corpus
+    checkpoint: CheckpointRecord
+    shape: ModelShape
+    protocol: Protocol
+    provenance: Provenance
 
 
 def evaluate_perplexity(options: PerplexityOptions) -> EvaluationResult:
@@ -37,13 +73,14 @@ def evaluate_perplexity(options: PerplexityOptions) -> EvaluationResult:
 
 
 def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[EvaluationResult]:
-    """As :func:`evaluate_perplexity`, several checkpoints one after the other.
+    """Evaluate several checkpoints one after the other; see :func:`evaluate_perplexity`.
 
-    Everything that is named is checked before the first of them is evaluated; each result is
-    written as soon as it is there. One that is there from before is kept, unless asked otherwise.
+    All options are checked before the first evaluation starts, and each result is written as soon
+    as it is complete. Existing results of the same evaluation are kept, unless ``overwrite`` is
+    set. Evaluations with the same corpus and protocol share the held-out text.
 
     Args:
-        evaluations: at least one; all in the same parallel layout, on one corpus.
+        evaluations: at least one; all with the same parallelism.
 
     Raises:
         UserError: for a mistake in the options or in what they name.
@@ -53,33 +90,93 @@ def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[Eval
         kept = from_main(lambda: [kept_result(plan) for plan in plans])
         texts: dict[object, HeldOutCorpus] = {}
         for plan, result in zip(plans, kept, strict=True):
+            if result is None and (plan.corpus.root, plan.protocol) not in texts:
+                texts[plan.corpus.root, plan.protocol] = HeldOutCorpus(plan, layout)
+        results = []
+        for plan, result in zip(plans, kept, strict=True):
             if result is None:
-                texts[_text_of(plan)] = texts.get(_text_of(plan)) or HeldOutCorpus(plan, layout)
-        return [
-            _evaluate(plan, texts[_text_of(plan)], layout)
-            if result is None
-            else _keep(plan, result, layout)
-            for plan, result in zip(plans, kept, strict=True)
-        ]
+                result = _evaluate(plan, texts[plan.corpus.root, plan.protocol], layout)
+            elif layout.is_main:
+                print(result_table(result))
+                print(f"{plan.options.output} was there already; --overwrite evaluates again")
+            results.append(result)
+        return results
 
 
-def _text_of(plan: EvaluationPlan) -> tuple[Path, Protocol]:
-    """What evaluations with the same held-out text have in common."""
-    return plan.corpus.root, plan.protocol
+def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
+    """Load and check the artifacts that ``options`` name; nothing is written.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    corpus = Corpus.load(options.corpus)
+    record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    require_tokenizer(record, corpus)
+    shape = shape_of(record)
+    protocol = protocol_of(options, check_window(shape, options.window_length))
+    check_model_layout(shape.size, options.parallel, protocol.window_length)
+    check_output(options.output, KIND)
+    made = provenance(options, {"corpus": corpus.hash, "checkpoint": record.hash})
+    return EvaluationPlan(options, corpus, record, shape, protocol, made)
 
 
-def _keep(plan: EvaluationPlan, result: EvaluationResult, layout: Layout) -> EvaluationResult:
-    """A result that is there."""
-    if layout.is_main:
-        print(result_table(result))
-        print(f"{plan.options.output} was there already; --overwrite evaluates again")
-    return result
+def protocol_of(options: HeldOutOptions, window_length: int) -> Protocol:
+    """The evaluation protocol of ``options`` for windows of ``window_length`` tokens.
+
+    Raises:
+        UserError: if the overlap or the token limit does not fit the window length.
+    """
+    if not 0 <= options.overlap < window_length:
+        raise UserError(
+            f"--overlap {options.overlap}: must be from 0 to {window_length - 1}, less than one "
+            f"window of {window_length} tokens"
+        )
+    if options.max_tokens is not None and options.max_tokens < window_length:
+        raise UserError(
+            f"--max-tokens {options.max_tokens} is less than one window of {window_length} tokens; "
+            "raise it, or shorten --window-length"
+        )
+    default: FirstToken = "after-eod" if options.packing == "documents" else "not-scored"
+    return Protocol(
+        split=options.split,
+        window_length=window_length,
+        packing=options.packing,
+        end_of_document=options.score_end_of_document,
+        max_tokens=options.max_tokens,
+        overlap=options.overlap,
+        first_token=options.first_token or default,
+    )
+
+
+def kept_result(plan: EvaluationPlan) -> EvaluationResult | None:
+    """An existing ``--output`` of the same weights, corpus and protocol, if it is to be kept."""
+    output = plan.options.output
+    if plan.options.overwrite or not output.is_file():
+        return None
+    try:
+        found = EvaluationResult.load(output)
+    except UserError:
+        return None  # of another format, or damaged: it is replaced
+    wanted = (plan.checkpoint.hash, plan.corpus.hash, plan.protocol)
+    return found if wanted == (found.checkpoint_hash, found.corpus_hash, found.protocol) else None
 
 
 def _evaluate(plan: EvaluationPlan, held_out: HeldOutCorpus, layout: Layout) -> EvaluationResult:
+    """Evaluate one checkpoint and write the result.
+
+    Raises:
+        UserError: if a loss is not finite.
+    """
     reader = open_reader(plan.checkpoint, layout)
     stopwatch = Stopwatch()
-    domains = domain_losses(reader, plan, held_out)
+    domains = {}
+    total = sum(text.num_predictions for text in held_out.texts.values())
+    with progress_bar(total, " tokens", quiet=not layout.is_main) as progress:
+        for name, text in held_out.texts.items():
+            progress.set_description(f"perplexity {name}")
+            batch_size = plan.options.evaluation_batch_size
+            sums = cluster_losses(reader, text, held_out.clusters[name], batch_size, progress)
+            domains[name] = _domain_loss(plan, name, sums, held_out.scored(name))
     flops = sum(reading_flops(plan.shape, text) for text in held_out.texts.values())
     result = EvaluationResult(
         checkpoint=str(plan.checkpoint.root),
@@ -99,29 +196,9 @@ def _evaluate(plan: EvaluationPlan, held_out: HeldOutCorpus, layout: Layout) -> 
     return result
 
 
-def domain_losses(
-    reader: Reader, plan: EvaluationPlan, held_out: HeldOutCorpus
-) -> dict[str, DomainLoss]:
-    """Loss of the model, and of the unigram model, on the held-out text of every domain.
-
-    Raises:
-        UserError: if a loss is not finite.
-    """
-    total = sum(text.num_predictions for text in held_out.texts.values())
-    domains = {}
-    with progress_bar(total, " tokens", quiet=not reader.layout.is_main) as progress:
-        for name in held_out.texts:
-            progress.set_description(f"perplexity {name}")
-            domains[name] = _domain_loss(reader, plan, held_out, name, progress)
-    return domains
-
-
 def _domain_loss(
-    reader: Reader, plan: EvaluationPlan, held_out: HeldOutCorpus, name: str, progress: tqdm
+    plan: EvaluationPlan, name: str, sums: NDArray[np.float64], scored: ScoredText
 ) -> DomainLoss:
-    text, clusters = held_out.texts[name], held_out.clusters[name]
-    sums = cluster_losses(reader, text, clusters, plan.options.evaluation_batch_size, progress)
-    scored = held_out.scored(name)
     tokens = int(scored.tokens.sum())
     loss = math.fsum(sums) / tokens
     if not math.isfinite(loss):
@@ -129,15 +206,308 @@ def _domain_loss(
             f"{plan.checkpoint.root}: the loss on domain '{name}' is {loss}: the model has "
             "diverged; evaluate an earlier checkpoint"
         )
-    text_bytes = None if scored.text_bytes is None else int(scored.text_bytes.sum())
-    return DomainLoss(loss, tokens, scored.unigram_loss, text_bytes, _clusters(sums, scored))
-
-
-def _clusters(sums: NDArray[np.float64], scored: ScoredText) -> Clusters:
-    """Of the clusters that have tokens."""
-    there = scored.tokens > 0
-    return Clusters(
-        sums[there].tolist(),
-        scored.tokens[there].tolist(),
-        None if scored.text_bytes is None else scored.text_bytes[there].tolist(),
+    used, text_bytes = scored.tokens > 0, scored.text_bytes
+    clusters = Clusters(
+        sums[used].tolist(),
+        scored.tokens[used].tolist(),
+        None if text_bytes is None else text_bytes[used].tolist(),
     )
+    total_bytes = None if text_bytes is None else int(text_bytes.sum())
+    return DomainLoss(loss, tokens, scored.unigram_loss, total_bytes, clusters)
+
+
+def cluster_losses(
+    reader: Reader, text: HeldOutText, clusters: ClusterMap, batch_size: int, progress: tqdm
+) -> NDArray[np.float64]:
+    """Sum the negative log-likelihoods of the scored tokens of each cluster.
+
+    Batches are assigned to data-parallel ranks in turn. Sums are in float64 and do not depend on
+    the layout or the batch size, up to the rounding of the forward pass.
+
+    Args:
+        reader: the model.
+        text: its windows are read longest first.
+        clusters: of the scored tokens.
+        batch_size: windows of the full window length per forward pass and rank.
+        progress: updated by the number of scored tokens.
+
+    Returns:
+        [c] float64 in nats, on every rank.
+    """
+    layout, text = reader.layout, text.longest_first()
+    # The last element collects labels that are not scored.
+    sums = torch.zeros(clusters.count + 1, dtype=torch.float64, device=layout.device)
+    all_batches = list(batches(text, batch_size, length_multiple(layout)))
+    own = all_batches[layout.data_rank :: layout.data_size]
+    with read_ahead((_batch(text, clusters, *each) for each in own), layout.device) as ahead:
+        for number, (first, last, _) in enumerate(all_batches):
+            progress.update(int(text.windows.num_scored[first:last].sum()))
+            if number % layout.data_size != layout.data_rank:
+                continue
+            batch = next(ahead)
+            losses = reader.token_losses(batch["tokens"], batch["labels"])
+            if losses is not None:
+                sums.index_add_(0, batch["clusters"].flatten(), losses.double().flatten())
+    summed = reader.sum_over_ranks(sums, spoken=layout.is_last_stage)
+    return summed[:-1].cpu().numpy()
+
+
+def _batch(text: HeldOutText, clusters: ClusterMap, first: int, last: int, width: int) -> Batch:
+    """Tokens, labels and the labels' clusters, [b, width] int64 each.
+
+    Labels that are not scored are assigned to cluster ``clusters.count``.
+    """
+    tokens, labels, mask = text.batch(first, last, width)
+    positions = text.positions(first, last, width)
+    found = np.where(mask.numpy(), clusters.at(positions), clusters.count)
+    return {"tokens": tokens, "labels": labels, "clusters": torch.from_numpy(found)}
+
+
+def batches(
+    text: HeldOutText, batch_size: int, multiple: int = 1
+) -> Iterator[tuple[int, int, int]]:
+    """Batches of consecutive windows: first, last (exclusive), width.
+
+    A batch is as wide as its first window, the longest, rounded up to ``multiple``, and holds the
+    tokens of ``batch_size`` windows of the full window length.
+    """
+    lengths, first = text.windows.lengths, 0
+    while first < len(lengths):
+        width = min(padded_length(int(lengths[first]), multiple), text.window_length)
+        last = min(first + batch_size * text.window_length // width, len(lengths))
+        yield first, last, width
+        first = last
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterMap:
+    """The cluster of each scored token: one per document, or of neighbouring documents.
+
+    Attributes:
+        document_ends: [d] int64, position past the last token of each document.
+        cluster_of_document: [d] int64; meaningless for documents without scored tokens.
+        count: number of clusters, at most ``MAX_CLUSTERS``; see :class:`Clusters`.
+    """
+
+    document_ends: NDArray[np.int64]
+    cluster_of_document: NDArray[np.int64]
+    count: int
+
+    @classmethod
+    def of(cls, tokens: TokenFile, text: HeldOutText) -> ClusterMap:
+        """Clusters of what ``text`` scores of ``tokens``, whose sequences are documents."""
+        ends = tokens.starts + tokens.lengths
+        first, last = (
+            np.searchsorted(ends, place, side="right")
+            for place in (text.windows.scored, text.windows.end - 1)
+        )
+        covering = np.zeros(len(ends) + 1, np.int64)
+        np.add.at(covering, first, 1)
+        np.add.at(covering, last + 1, -1)
+        is_scored = (np.cumsum(covering)[:-1] > 0) & (tokens.lengths > 0)
+        documents = int(is_scored.sum())
+        count = min(documents, MAX_CLUSTERS)
+        number = np.maximum(np.cumsum(is_scored) - 1, 0)
+        return cls(ends, number * count // max(documents, 1), count)
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Clusters of the tokens at ``positions``, of any shape."""
+        documents = np.searchsorted(self.document_ends, positions, side="right")
+        found: NDArray[np.int64] = self.cluster_of_document[documents]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredText:
+    """Model-independent figures of the scored tokens of a domain.
+
+    Attributes:
+        tokens: [c] scored tokens per cluster; 0 for some.
+        text_bytes: [c] bytes of text they stand for; None if unknown.
+        unigram_loss: see :func:`unigram_loss`; 0 without tokens.
+    """
+
+    tokens: NDArray[np.int64]
+    text_bytes: NDArray[np.int64] | None
+    unigram_loss: float
+
+
+class HeldOutCorpus:
+    """The held-out text of a corpus under one protocol, shared by all evaluated checkpoints.
+
+    Domains with nothing to score are excluded from averages, with a warning.
+
+    Args:
+        plan: any of the evaluations that share the corpus and the protocol.
+        layout: every rank constructs one.
+
+    Attributes:
+        texts: domain -> its windows, in the corpus's order.
+        clusters: domain -> the clusters of its tokens.
+        left_out: domains with nothing to score.
+        unknown_bytes: on rank 0, why bits per byte are unknown; empty if they are known.
+
+    Raises:
+        UserError: if no domain has anything to score.
+    """
+
+    def __init__(self, plan: EvaluationPlan, layout: Layout) -> None:
+        self.texts: dict[str, HeldOutText] = {}
+        self.clusters: dict[str, ClusterMap] = {}
+        self.unknown_bytes = ""
+        self._plan = plan
+        self._scored: dict[str, ScoredText] = {}
+        self._token_sizes: list[NDArray[np.int32] | None] = []  # one, when first needed
+        corpus, split = plan.corpus, plan.protocol.split
+        for name in corpus.names:
+            tokens = open_tokens(corpus, name, split)
+            text = held_out_text(tokens, plan.protocol, corpus.tokenizer.eod_id)
+            if text is not None:
+                self.texts[name] = text
+                self.clusters[name] = ClusterMap.of(tokens, text)
+        self.left_out = [name for name in corpus.names if name not in self.texts]
+        hint = f"preprocess again with a larger {split} share (--split)"
+        if not self.texts:
+            raise UserError(
+                f"{corpus.root}: no domain has anything to predict in its {split} split; {hint}"
+            )
+        if self.left_out and layout.is_main:
+            warnings.warn(
+                f"nothing to predict in the {split} split of {', '.join(self.left_out)}: left out "
+                f"of the averages; {hint} to include it",
+                stacklevel=2,
+            )
+
+    def scored(self, name: str) -> ScoredText:
+        """Model-independent figures of a domain, computed at first use. Every rank calls this."""
+        if name not in self._scored:
+            self._scored[name] = from_main(lambda: self._scan(name))
+        return self._scored[name]
+
+    def _scan(self, name: str) -> ScoredText:
+        corpus, split = self._plan.corpus, self._plan.protocol.split
+        if not self._token_sizes:
+            sizes, self.unknown_bytes = token_sizes(corpus, self._plan.checkpoint)
+            self._token_sizes.append(sizes)
+        text, clusters = self.texts[name], self.clusters[name]
+        return scored_text(corpus, name, split, text, clusters, self._token_sizes[0])
+
+
+def token_sizes(corpus: Corpus, record: CheckpointRecord) -> tuple[NDArray[np.int32] | None, str]:
+    """Bytes of text per token id, [vocab_size], from the corpus's or the checkpoint's tokenizer.
+
+    None and the reason if neither tokenizer can be loaded; losses do not need it.
+    """
+    problems = []
+    for place in dict.fromkeys([None, recorded_tokenizer(record)]):
+        try:
+            return token_bytes(corpus_tokenizer(corpus, place)), ""
+        except UserError as error:
+            problems.append(str(error))
+    return None, problems[0]
+
+
+def scored_text(
+    corpus: Corpus,
+    name: str,
+    split: Split,
+    text: HeldOutText,
+    clusters: ClusterMap,
+    sizes: NDArray[np.int32] | None,
+) -> ScoredText:
+    """Count the scored tokens and bytes of a domain, and score them by its unigram model.
+
+    Args:
+        corpus: holds the domain.
+        name: of the domain.
+        split: of ``text``.
+        text: windows of the split.
+        clusters: of the same.
+        sizes: [vocab_size] bytes of each token; None without a tokenizer.
+    """
+    vocab_size = corpus.tokenizer.vocab_size
+    tokens = np.zeros(clusters.count, np.int64)
+    counted = np.zeros(clusters.count, np.float64)
+    seen = np.zeros(vocab_size, np.int64)
+    for first, last in text.blocks():
+        positions = text.scored_positions(first, last)
+        labels, cluster = text.stream[positions], clusters.at(positions)
+        tokens += np.bincount(cluster, minlength=clusters.count)
+        seen += np.bincount(labels, minlength=vocab_size)
+        if sizes is not None:
+            counted += np.bincount(cluster, sizes[labels], minlength=clusters.count)
+    training = token_counts(open_tokens(corpus, name, "train").tokens, vocab_size)
+    loss = unigram_loss(training, seen, vocab_size) if seen.any() else 0.0
+    decoded = 0 if sizes is None else int(token_counts(text.stream, vocab_size) @ sizes)
+    recorded = corpus.domains[name].split(split).text_bytes
+    if not (decoded and recorded):
+        return ScoredText(tokens, None, loss)
+    # The recorded bytes of the text and the bytes its tokens decode to differ slightly: a tokenizer
+    # may drop or normalise characters. Cluster ends are rounded, so that the sum stays exact.
+    ends = np.rint(np.cumsum(counted * (recorded / decoded))).astype(np.int64)
+    return ScoredText(tokens, np.diff(ends, prepend=0), loss)
+
+
+def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
+    """Occurrences of each token, [vocab_size] int64."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for first in range(0, len(stream), _CHUNK):
+        counts += np.bincount(stream[first : first + _CHUNK], minlength=vocab_size)
+    return counts
+
+
+def unigram_loss(
+    training_counts: NDArray[np.int64], label_counts: NDArray[np.int64], vocab_size: int
+) -> float:
+    """Mean negative log-likelihood of labels under a unigram model, in nats per token.
+
+    Probabilities are the training frequencies with add-one (Laplace) smoothing. The model ignores
+    context: a baseline for every trained model.
+
+    Args:
+        training_counts: [vocab_size] occurrences in the training text.
+        label_counts: [vocab_size] occurrences among the labels; not all 0.
+        vocab_size: number of tokens.
+    """
+    probabilities = (training_counts + 1) / (training_counts.sum() + vocab_size)
+    return float(-(label_counts @ np.log(probabilities)) / label_counts.sum())
+
+
+def result_table(result: EvaluationResult, unknown_bytes: str = "") -> str:
+    """Format an evaluation for the terminal: a row per domain, the average, the protocol.
+
+    Args:
+        result: of one checkpoint.
+        unknown_bytes: why bits per byte are unknown, if there is a reason to report.
+    """
+
+    def number(value: float | None, places: int) -> str:
+        return "-" if value is None else f"{value:.{places}f}"
+
+    header = ["domain", "tokens", "loss", "±", "perplexity", "±", "bits/byte", "±", "unigram"]
+    rows = [
+        [
+            name,
+            f"{domain.tokens:,}",
+            *(number(domain.loss, 4), number(domain.loss_error, 4)),
+            *(number(domain.perplexity, 2), number(domain.perplexity_error, 2)),
+            *(number(domain.bits_per_byte, 4), number(domain.bits_per_byte_error, 4)),
+            number(domain.unigram_perplexity, 2),
+        ]
+        for name, domain in result.domains.items()
+    ]
+    mean = number(result.mean_perplexity, 2), number(result.mean_perplexity_error, 2)
+    table = [header, *rows, ["average", "", "", "", *mean, "", "", ""]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        numbers = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        _, *rest = numbers
+        lines.append("  ".join([f"{row[0]:{widths[0]}}", *rest]).rstrip())
+    lines.append(f"on {result.protocol.told()}; ± is the standard error over documents")
+    if any(domain.text_bytes is None for domain in result.domains.values()):
+        reason = unknown_bytes or "corpus.json does not say how many bytes the text has"
+        lines.append(f"no bits per byte: {reason}")
+    if result.left_out:
+        lines.append(f"nothing to predict, and not in the average: {', '.join(result.left_out)}")
+    return "\n".join(lines)

@@ -15,8 +15,7 @@ from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.blend.token_data import DomainData, TokenData, corpus_tokens
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows
-from megatron_chameleon.evaluation.token_losses import reading_flops
+from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.losses import domain_sums

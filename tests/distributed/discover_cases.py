@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_chameleon.options.discover import DiscoverOptions, DocumentEmbeddingOptions
+from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
 from tests.distributed.layout_cases import DP2, ONE, TP2, Places, reading_layout
 
 DISCOVERING = {"one": ONE, "dp2": DP2, "tp2": TP2}

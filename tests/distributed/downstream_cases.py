@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_chameleon.evaluation.downstream.generation import Prompt
-from megatron_chameleon.evaluation.downstream.scoring import Question
-from megatron_chameleon.options.downstream import DownstreamOptions
+from megatron_chameleon.evaluation.options import DownstreamOptions
+from megatron_chameleon.evaluation.scoring import Prompt, Question
 from megatron_chameleon.options.parallel import ParallelOptions
 
 RANKS, SEQUENCES_AT_ONCE = 4, 1

@@ -9,8 +9,9 @@ import numpy as np
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.checkpoint.convert import find_tokenizer
-from megatron_chameleon.evaluation.downstream.checkpoint_model import open_shared_model
-from megatron_chameleon.evaluation.downstream.evaluate import evaluate_downstream
+from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.evaluation.downstream import evaluate_downstream
+from megatron_chameleon.evaluation.scoring import Scorer
 from megatron_chameleon.parallel.layout import distributed
 from tests.distributed.downstream_cases import (
     LAYOUTS,
@@ -28,13 +29,13 @@ def answer(root: Path, name: str) -> None:
     with distributed(LAYOUTS[name], seed=0) as layout:
         record = CheckpointRecord.load(options.checkpoint)
         tokenizer = find_tokenizer(options.tokenizer, record)
-        shared = open_shared_model(record, tokenizer, layout, SEQUENCES_AT_ONCE, bf16=False)
+        scorer = Scorer(open_reader(record, layout), SEQUENCES_AT_ONCE, tokenizer)
         if not layout.is_main:
-            shared.serve()
+            scorer.serve()
             return
-        answers = shared.score(make_questions())
-        generated = shared.generate(make_prompts())
-        shared.stop()
+        answers = scorer.score(make_questions())
+        generated = scorer.generate(make_prompts())
+        scorer.stop()
         np.savez(
             answers_file(root, name),
             log_likelihoods=answers.log_likelihoods,

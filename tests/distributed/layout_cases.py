@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.options.data import DataOptions, Permutation
-from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.mixture import ExtractionOptions, RecipeOptions
 from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.options.recompute import RecomputeOptions

@@ -41,8 +41,9 @@ def alone(root):
     """The same on one rank, in this process: answers, generated tokens, and the tool's result."""
     from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
     from megatron_chameleon.checkpoint.convert import find_tokenizer
-    from megatron_chameleon.evaluation.downstream.checkpoint_model import open_shared_model
-    from megatron_chameleon.evaluation.downstream.evaluate import evaluate_downstream
+    from megatron_chameleon.checkpoint.load import open_reader
+    from megatron_chameleon.evaluation.downstream import evaluate_downstream
+    from megatron_chameleon.evaluation.scoring import Scorer
     from megatron_chameleon.options.parallel import ParallelOptions
     from megatron_chameleon.parallel.layout import distributed
 
@@ -50,8 +51,8 @@ def alone(root):
     with distributed(ParallelOptions(), seed=0) as layout:
         record = CheckpointRecord.load(options.checkpoint)
         tokenizer = find_tokenizer(options.tokenizer, record)
-        shared = open_shared_model(record, tokenizer, layout, 4, bf16=False)
-        answers, generated = shared.score(make_questions()), shared.generate(make_prompts())
+        scorer = Scorer(open_reader(record, layout), 4, tokenizer)
+        answers, generated = scorer.score(make_questions()), scorer.generate(make_prompts())
     return answers, generated, evaluate_downstream(options)
 
 

@@ -16,9 +16,8 @@ from typing import Any
 from torch.distributed.run import get_args_parser
 
 from megatron_chameleon.cli import parse_options, take_values
+from megatron_chameleon.evaluation.options import DownstreamOptions, PerplexityToolOptions
 from megatron_chameleon.methods.common.registry import DEFAULT_METHOD, find_methods
-from megatron_chameleon.options.downstream import DownstreamOptions
-from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 from megatron_chameleon.options.report import ReportOptions
 from megatron_chameleon.options.sweep import SweepOptions

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from megatron_chameleon.evaluation.options import PerplexityToolOptions
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.methods.common.registry import find_methods
-from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 from megatron_chameleon.options.mixture import MethodOptions
 from megatron_chameleon.options.training import PretrainOptions

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.options.downstream import PAPER_TASKS, DownstreamOptions
+from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions
 from tests.unit.launched import Launcher
 
 NAME = "evaluate_downstream"

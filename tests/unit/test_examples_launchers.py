@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_chameleon.evaluation.options import PerplexityToolOptions
 from megatron_chameleon.methods.chameleon import ChameleonOptions
-from megatron_chameleon.options.evaluation import PerplexityToolOptions
 from tests.unit.launched import (
     EXAMPLES,
     LAUNCHERS,

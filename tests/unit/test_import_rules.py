@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,3 +138,10 @@ def test_an_import_that_is_not_allowed_is_found(path, source, imported):
 )
 def test_an_import_that_is_allowed_passes(path, source):
     assert broken_rules(path, source) == []
+
+
+def test_options_and_interchange_load_no_torch():
+    modules = ("evaluation.options", "methods.discovery.options", "interchange")
+    script = f"import sys, {', '.join(f'{PACKAGE}.{name}' for name in modules)}\n"
+    script += "assert not {'torch', 'sklearn'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

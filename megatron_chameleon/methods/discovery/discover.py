@@ -1,14 +1,19 @@
-"""Domains for text without labels: clusters of documents by their embeddings, as a corpus."""
+"""tools/discover_domains.py: domains for unlabelled text, as clusters of document embeddings."""
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import warnings
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+from sklearn.cluster import KMeans, MiniBatchKMeans
+from sklearn.metrics import pairwise_distances_argmin, silhouette_score
+from sklearn.preprocessing import StandardScaler, normalize
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Stopwatch
+from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Split, Stopwatch
 from megatron_chameleon.artifacts.discovered import (
     DiscoveredDomain,
     DiscoveredDomains,
@@ -19,59 +24,283 @@ from megatron_chameleon.corpus.indexed_reader import open_tokens
 from megatron_chameleon.corpus.regroup import regroup
 from megatron_chameleon.corpus.shards.folder import corpus_folder
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, corpus_tokenizer
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.table import aligned
-from megatron_chameleon.methods.discovery.clusters import (
-    Clusters,
-    Near,
-    assign_documents,
-    fit_clusters,
-    nearest_documents,
+from megatron_chameleon.methods.discovery.options import DiscoverOptions
+from megatron_chameleon.methods.discovery.vectors import (
+    DiscoverPlan,
+    DocumentBlock,
+    cluster_names,
+    embed_missing,
+    fit_vectors,
+    plan_discovery,
 )
-from megatron_chameleon.methods.discovery.plan import DiscoverPlan, cluster_names, plan_discovery
-from megatron_chameleon.methods.discovery.vectors import embed_missing
-from megatron_chameleon.options.discover import DiscoverOptions
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
+BATCH_ROWS = 1024
+"""Windows per mini-batch of k-means."""
+SILHOUETTE_ROWS = 2048
+"""Windows sampled for a silhouette: their distances take 34 MB."""
+NEAREST_SHOWN = 3
 PREVIEW_CHARACTERS = 100
-# Enough for so many characters, but for text that is one token a byte.
+# Enough for PREVIEW_CHARACTERS, except for text of one token per byte.
 _PREVIEW_TOKENS = 4 * PREVIEW_CHARACTERS
 _LEAST_SHARE_SHOWN, _SHARES_SHOWN = 0.01, 4
+_PROGRESS_DELAY_SECONDS = 2.0
+
+Labels = dict[tuple[str, Split], NDArray[np.int32]]
+"""(domain, split) -> [num_documents] cluster of each document."""
 
 
 def discover_domains(options: DiscoverOptions) -> None:
-    """Cluster the documents of a corpus and write one of the clusters. Every rank calls this.
+    """Cluster the documents of a corpus and write the corpus of the clusters. Collective.
 
     Raises:
-        UserError: for a mistake in the options or in what they name. What was embedded is kept.
+        UserError: for a mistake in the options or in what they name. Embeddings are kept.
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_discovery(options))
         cost = embed_missing(plan, layout)
-        if layout.is_main:
-            stopwatch = Stopwatch()
-            clusters = assign_documents(plan, fit_clusters(plan))
-            _warn_of_dissolved(plan, clusters)
-            made = _write(plan, clusters, cost, stopwatch)
-            print(_closing_words(plan, made))
+        if not layout.is_main:
+            return
+        stopwatch = Stopwatch()
+        clusters = assign_documents(plan, choose_clusters(plan))
+        if clusters.dissolved:
+            warnings.warn(
+                f"{clusters.dissolved} of {len(clusters.fit.centroids)} clusters had too little "
+                "text in train, valid or test (--min-tokens-per-split "
+                f"{options.min_tokens_per_split}); their documents went to the nearest of the "
+                f"other {len(clusters.centroids)}",
+                stacklevel=2,
+            )
+        print(_summary(plan, _write(plan, clusters, cost, stopwatch)))
 
 
-def _warn_of_dissolved(plan: DiscoverPlan, clusters: Clusters) -> None:
-    if clusters.dissolved:
-        warnings.warn(
-            f"{clusters.dissolved} of {len(clusters.fitted.centroids)} clusters had too little "
-            "text in train, valid or test (--min-tokens-per-split "
-            f"{plan.options.min_tokens_per_split}); their documents went to the nearest of the "
-            f"other {len(clusters.centroids)}",
-            stacklevel=2,
-        )
+@dataclasses.dataclass(frozen=True, eq=False)
+class KMeansFit:
+    """Centroids of windows, and how vectors are scaled before they are compared.
+
+    Hidden states share a large mean, and a few of their features vary far more than the others;
+    both would hide the differences between texts. So vectors are centred, each feature is divided
+    by its standard deviation, and the result is scaled to length 1: squared distances are then
+    2 - 2 cos.
+
+    Attributes:
+        scaler: means and standard deviations of the windows' features, [h] each.
+        centroids: [k, h] float32, of scaled vectors.
+        inertia: sum of squared distances of the windows to their centroids.
+        silhouettes: number of clusters -> mean silhouette, for each number tried.
+        windows: number of windows.
+    """
+
+    scaler: StandardScaler
+    centroids: NDArray[np.float32]
+    inertia: float
+    silhouettes: dict[int, float]
+    windows: int
+
+    def scaled(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+        """``vectors`` [n, h] as they are compared; one that equals the mean becomes zero."""
+        found: NDArray[np.float32] = normalize(self.scaler.transform(vectors))
+        return found
+
+
+def choose_clusters(plan: DiscoverPlan) -> KMeansFit:
+    """Fit each number of clusters to the windows; return the fit with the best silhouette.
+
+    Raises:
+        UserError: if the windows are too few or too similar for so many clusters.
+    """
+    options = plan.options
+    return fit_clusters(fit_vectors(plan), options.numbers, options.seed, options.restarts)
+
+
+def fit_clusters(
+    vectors: NDArray[np.float32], numbers: list[int], seed: int, restarts: int
+) -> KMeansFit:
+    """Mini-batch k-means (Sculley, 2010) from k-means++ starts, refined by Lloyd's; scikit-learn's.
+
+    The result depends on the arguments only.
+
+    Args:
+        vectors: [n, h].
+        numbers: of clusters, increasing; of equal silhouettes (Rousseeuw, 1987), the first wins.
+        seed: of the starts, the mini-batches and the silhouettes' samples.
+        restarts: runs per number; the one with the smallest inertia is kept.
+
+    Raises:
+        UserError: if the vectors are too few or too similar for so many clusters.
+    """
+    scaler = StandardScaler().fit(vectors)
+    scaled = normalize(scaler.transform(vectors))
+    silhouettes: dict[int, float] = {}
+    fitted: dict[int, KMeans] = {}
+    runs = len(numbers) * restarts
+    with progress_bar(runs, " starts", "fitting", delay=_PROGRESS_DELAY_SECONDS) as bar:
+        for number in numbers:
+            chosen: MiniBatchKMeans | None = None
+            for start in range(restarts if number <= len(scaled) else 0):
+                state = np.random.SeedSequence([seed, number, start]).generate_state(1)
+                found = MiniBatchKMeans(
+                    number, n_init=1, batch_size=BATCH_ROWS, random_state=int(state[0])
+                )
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # empty clusters are checked below
+                    found.fit(scaled)
+                is_full = len(np.unique(found.labels_)) == number
+                if is_full and (chosen is None or found.inertia_ < chosen.inertia_):
+                    chosen = found
+                bar.update()
+            if chosen is None:
+                raise UserError(
+                    f"--discover {number}: {len(scaled)} windows are too few or too similar for so "
+                    "many clusters; pass fewer, or more --fit-windows"
+                )
+            # Mini-batches stop early: Lloyd's iterations over all windows finish the best run.
+            centroids = chosen.cluster_centers_
+            fitted[number] = KMeans(number, init=centroids, n_init=1).fit(scaled)
+            silhouettes[number] = _silhouette(scaled, fitted[number].labels_, seed)
+    best = fitted[max(silhouettes, key=lambda number: silhouettes[number])]
+    return KMeansFit(scaler, best.cluster_centers_, float(best.inertia_), silhouettes, len(scaled))
+
+
+def _silhouette(scaled: NDArray[np.float32], labels: NDArray[np.integer], seed: int) -> float:
+    """Mean silhouette of a sample; 0 if the sample has one cluster, or only clusters of one."""
+    size = min(SILHOUETTE_ROWS, len(scaled))
+    try:
+        return float(silhouette_score(scaled, labels, sample_size=size, random_state=seed))
+    except ValueError:
+        return 0.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DocumentClusters:
+    """The cluster of each document, the largest cluster first.
+
+    Attributes:
+        fit: before small clusters were dissolved.
+        labels: (domain, split) -> [num_documents].
+        centroids: [k, h], of the clusters that are left.
+        tokens: [k, domains, splits].
+        documents: [k].
+        dissolved: number of clusters that were too small.
+    """
+
+    fit: KMeansFit
+    labels: Labels
+    centroids: NDArray[np.float32]
+    tokens: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    dissolved: int
+
+
+def assign_documents(plan: DiscoverPlan, fit: KMeansFit) -> DocumentClusters:
+    """Assign every document to the nearest centroid, and dissolve clusters that are too small.
+
+    A document's vector is the mean over its windows, so its nearest centroid has the least sum of
+    squared distances to them (except for the scaling to length 1). Documents are read block by
+    block. The smallest cluster is dissolved first: its documents may be enough for another one.
+
+    Raises:
+        UserError: if fewer than two clusters have enough text in every split.
+    """
+    labels: Labels = {
+        (name, split): np.full(plan.corpus.domains[name].split(split).documents, -1, np.int32)
+        for name in plan.names
+        for split in SPLITS
+    }
+    count, least = len(fit.centroids), plan.options.min_tokens_per_split
+    left = np.arange(count)
+    _assign(plan, fit, labels, -1, left)
+    while True:
+        tokens = _token_counts(plan, labels, count)
+        by_split = tokens.sum(axis=1)[left]
+        is_small = (by_split.min(axis=1) < least) | (by_split[:, SPLITS.index("train")] == 0)
+        small = np.flatnonzero(is_small)
+        if not small.size:
+            break
+        smallest = int(left[small[np.argmin(by_split[small].sum(axis=1))]])
+        left = left[left != smallest]
+        if len(left) < 2:
+            raise UserError(
+                f"--discover {plan.options.discover}: fewer than two clusters have {least} tokens "
+                "in each of train, valid and test; pass fewer clusters, or add text"
+            )
+        _assign(plan, fit, labels, smallest, left)
+    order = left[np.argsort(-tokens[left].sum(axis=(1, 2)), kind="stable")]
+    new = np.full(count, -1, np.int32)
+    new[order] = np.arange(len(order))
+    labels = {key: new[here] for key, here in labels.items()}
+    documents = sum(np.bincount(here, minlength=len(order)) for here in labels.values())
+    return DocumentClusters(
+        fit=fit,
+        labels=labels,
+        centroids=fit.centroids[order],
+        tokens=tokens[order],
+        documents=np.asarray(documents, np.int64),
+        dissolved=count - len(order),
+    )
+
+
+def _assign(
+    plan: DiscoverPlan, fit: KMeansFit, labels: Labels, old: int, left: NDArray[np.intp]
+) -> None:
+    """Move the documents with label ``old`` to the nearest of the clusters that are ``left``."""
+    documents = sum(int((here == old).sum()) for here in labels.values())
+    with progress_bar(documents, " documents", "assigning", delay=_PROGRESS_DELAY_SECONDS) as bar:
+        for block in plan.blocks():
+            here = _labels_of(labels, block)
+            rows = np.flatnonzero(here == old)
+            if rows.size:
+                scaled = fit.scaled(plan.vectors.read(block)[rows])
+                here[rows] = left[pairwise_distances_argmin(scaled, fit.centroids[left])]
+                bar.update(len(rows))
+
+
+def _labels_of(labels: Labels, block: DocumentBlock) -> NDArray[np.int32]:
+    """A view of the labels of ``block``."""
+    return labels[block.domain, block.split][block.first : block.stop]
+
+
+def _token_counts(plan: DiscoverPlan, labels: Labels, count: int) -> NDArray[np.int64]:
+    """[count, domains, splits] tokens of the documents of each label."""
+    tokens = np.zeros((count, len(plan.names), len(SPLITS)), np.int64)
+    for (name, split), here in labels.items():
+        lengths = open_tokens(plan.corpus, name, split).lengths
+        sums = np.bincount(here, weights=lengths, minlength=count)  # exact below 2^53
+        tokens[:, plan.names.index(name), SPLITS.index(split)] = sums
+    return tokens
+
+
+def nearest_documents(
+    plan: DiscoverPlan, clusters: DocumentClusters
+) -> list[list[tuple[float, str, int]]]:
+    """Per cluster (distance, domain, document) of the training documents nearest to its centroid.
+
+    Nearest first; ``document`` counts from 0.
+    """
+    nearest: list[list[tuple[float, str, int]]] = [[] for _ in clusters.centroids]
+    for block in plan.blocks("train"):
+        labels = _labels_of(clusters.labels, block)
+        scaled = clusters.fit.scaled(plan.vectors.read(block))
+        distances = np.linalg.norm(scaled - clusters.centroids[labels], axis=1)
+        for number in np.unique(labels).tolist():
+            rows = np.flatnonzero(labels == number)
+            rows = rows[np.argsort(distances[rows], kind="stable")[:NEAREST_SHOWN]]
+            found = [(float(distances[i]), block.domain, block.first + int(i)) for i in rows]
+            both = sorted(nearest[number] + found, key=lambda near: near[0])
+            nearest[number] = both[:NEAREST_SHOWN]
+    return nearest
 
 
 def _write(
-    plan: DiscoverPlan, clusters: Clusters, embedding: Cost, stopwatch: Stopwatch
+    plan: DiscoverPlan, clusters: DocumentClusters, embedding: Cost, stopwatch: Stopwatch
 ) -> DiscoveredDomains:
-    """Write the corpus with its record, all under their names at once; return the record."""
-    names = cluster_names(plan.options.cluster_name, len(clusters.centroids), plan.numbers[-1])
+    """Write the corpus and its record, which appear together; return the record."""
+    names = cluster_names(
+        plan.options.cluster_name, len(clusters.centroids), plan.options.numbers[-1]
+    )
     tokenizer = corpus_tokenizer(plan.corpus)
     total = int(clusters.tokens.sum()) * plan.corpus.token_bytes
     with corpus_folder(plan.options.output, overwrite=False, shared=False) as folder:
@@ -94,105 +323,107 @@ def _write(
         ).save()
         record = _record(plan, clusters, names, tokenizer, made, cost)
         record.save()
-        scaling = clusters.fitted.scaling
-        record.save_centroids(clusters.centroids, scaling.mean, scaling.deviation)
+        scaler = clusters.fit.scaler
+        record.save_centroids(clusters.centroids, scaler.mean_, scaler.scale_)
         folder.publish(made)
     return record
 
 
 def _record(
     plan: DiscoverPlan,
-    clusters: Clusters,
+    clusters: DocumentClusters,
     names: list[str],
     tokenizer: Tokenizer,
     root: Path,
     cost: Cost,
 ) -> DiscoveredDomains:
-    fitted, recipe = clusters.fitted, plan.vectors.recipe
-    nearest = nearest_documents(plan, clusters)
+    fit, recipe = clusters.fit, plan.vectors.recipe
+    domains = {}
+    for name, tokens, documents, nearest in zip(
+        names, clusters.tokens, clusters.documents, nearest_documents(plan, clusters), strict=True
+    ):
+        by_domain = tokens.sum(axis=1)  # of tokens [domains, splits]
+        shares = by_domain / by_domain.sum()
+        domains[name] = DiscoveredDomain(
+            documents=int(documents),
+            tokens=dict(zip(SPLITS, tokens.sum(axis=0).tolist(), strict=True)),
+            shares={
+                plan.names[i]: float(shares[i])
+                for i in np.argsort(-shares, kind="stable").tolist()
+                if shares[i] > 0
+            },
+            nearest=[
+                NearDocument(where, i, distance, _preview(plan, where, i, tokenizer))
+                for distance, where, i in nearest
+            ],
+        )
     return DiscoveredDomains(
         root=root,
-        num_clusters=len(fitted.centroids),
-        silhouettes=fitted.silhouettes,
-        inertia=fitted.inertia,
-        fitted_windows=fitted.windows,
+        num_clusters=len(fit.centroids),
+        silhouettes=fit.silhouettes,
+        inertia=fit.inertia,
+        fitted_windows=fit.windows,
         model_hash=recipe.model_hash,
         layer=recipe.layer,
         window_length=recipe.window_length,
         windows_per_document=recipe.windows_per_document,
         seed=plan.options.seed,
         dissolved=clusters.dissolved,
-        domains={
-            name: _described(plan, clusters, number, nearest[number], tokenizer)
-            for number, name in enumerate(names)
-        },
+        domains=domains,
         divided=plan.names,
         provenance=plan.provenance,
         cost=cost,
     )
 
 
-def _described(
-    plan: DiscoverPlan, clusters: Clusters, number: int, nearest: list[Near], tokenizer: Tokenizer
-) -> DiscoveredDomain:
-    tokens = clusters.tokens[number]  # [domains, splits]
-    by_domain = tokens.sum(axis=1)
-    shares = by_domain / by_domain.sum()
-    largest_first = np.argsort(-shares, kind="stable").tolist()
-    return DiscoveredDomain(
-        documents=int(clusters.documents[number]),
-        tokens=dict(zip(SPLITS, tokens.sum(axis=0).tolist(), strict=True)),
-        shares={plan.names[i]: float(shares[i]) for i in largest_first if shares[i] > 0},
-        nearest=[
-            NearDocument(near.domain, near.document, near.distance, _preview(plan, near, tokenizer))
-            for near in nearest
-        ],
-    )
-
-
-def _preview(plan: DiscoverPlan, near: Near, tokenizer: Tokenizer) -> str:
-    """How a training document begins, with what does not print escaped."""
-    tokens = open_tokens(plan.corpus, near.domain, "train").get(near.document)
+def _preview(plan: DiscoverPlan, domain: str, document: int, tokenizer: Tokenizer) -> str:
+    """The beginning of a training document, with unprintable characters escaped."""
+    tokens = open_tokens(plan.corpus, domain, "train").get(document)
     # The last one ends the document.
     text = tokenizer.decode(tokens[:-1][:_PREVIEW_TOKENS].tolist())
     return visible(text[:PREVIEW_CHARACTERS])
 
 
 def visible(text: str) -> str:
-    r"""``text`` on one line: characters that do not print, and backslashes, as in \n or \x1b."""
+    r"""``text`` on one line: unprintable characters and backslashes as in \n or \x1b."""
     return "".join(
         sign if sign.isprintable() and sign != "\\" else sign.encode("unicode_escape").decode()
         for sign in text
     )
 
 
-def _closing_words(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
-    """The clusters in a table and one by one, what was written, and what to run next."""
-    head = ["domain", "documents", *(f"{split} tokens" for split in SPLITS)]
-    rows = [
-        [name, f"{d.documents:,}", *(f"{d.tokens[split]:,}" for split in SPLITS)]
-        for name, d in made.domains.items()
-    ]
+def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
+    """The clusters as a table and one by one, what was written, and the next command."""
     scores = ", ".join(f"{k}: {score:.3f}" for k, score in made.silhouettes.items())
-    fitted = f"silhouette by number of clusters, {made.fitted_windows:,} windows fitted: {scores}"
-    described = "\n".join(_lines_on(name, domain) for name, domain in made.domains.items())
+    rows = [
+        ["domain", "documents", *(f"{split} tokens" for split in SPLITS)],
+        *(
+            [name, f"{d.documents:,}", *(f"{d.tokens[split]:,}" for split in SPLITS)]
+            for name, d in made.domains.items()
+        ),
+    ]
+    described = []
+    for name, domain in made.domains.items():
+        shown = [
+            f"{share:.0%} {original}"
+            for original, share in domain.shares.items()
+            if share >= _LEAST_SHARE_SHOWN
+        ]
+        more = ", ..." if len(shown) > _SHARES_SHOWN else ""
+        described.append(f"{name}: {', '.join(shown[:_SHARES_SHOWN])}{more}")
+        described += [f"    {near.text}" for near in domain.nearest]
     output = plan.options.output
     proxy, corpus = shlex.quote(str(plan.options.checkpoint)), shlex.quote(str(output))
-    return (
-        f"{fitted}\n" + "\n".join(aligned([head, *rows])) + f"\n\n{described}\n\n"
-        f"wrote {output}; {plan.vectors.folder} holds the embeddings: with it, other numbers of "
-        "clusters take no embedding; remove it when you are done\n"
-        f"next: torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {corpus} "
-        f"--checkpoint {proxy} --output MIXTURE.json"
+    return "\n".join(
+        [
+            f"silhouette by number of clusters, {made.fitted_windows:,} windows fitted: {scores}",
+            *aligned(rows),
+            "",
+            *described,
+            "",
+            f"wrote {output}; {plan.vectors.folder} holds the embeddings: with it, other numbers "
+            "of clusters need no new embeddings; remove it when you are done",
+            f"next: torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {corpus} "
+            f"--checkpoint {proxy} --output MIXTURE.json",
+        ]
     )
-
-
-def _lines_on(name: str, domain: DiscoveredDomain) -> str:
-    shown = [
-        f"{share:.0%} {original}"
-        for original, share in domain.shares.items()
-        if share >= _LEAST_SHARE_SHOWN
-    ]
-    more = ", ..." if len(shown) > _SHARES_SHOWN else ""
-    lines = [f"{name}: {', '.join(shown[:_SHARES_SHOWN])}{more}"]
-    return "\n".join([*lines, *(f"    {near.text}" for near in domain.nearest)])

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from megatron_chameleon.artifacts import MixtureWarning
-from megatron_chameleon.embedding.extract import embed_windows
-from megatron_chameleon.embedding.fill_store import windows_flops
-from megatron_chameleon.embedding.held_windows import HeldWindows, hold_windows
+from megatron_chameleon.embedding.embed import embed_windows, windows_flops
+from megatron_chameleon.embedding.windows import HeldWindows, hold_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.mixture import DegenerateScoreWarning, chameleon_weights
 from megatron_chameleon.mixture.checks import Array

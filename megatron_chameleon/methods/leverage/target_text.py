@@ -16,8 +16,7 @@ from megatron_chameleon.corpus.reading.malformed import MalformedLineError
 from megatron_chameleon.corpus.reading.opening import size_and_time
 from megatron_chameleon.corpus.reading.record_values import object_in, text_at
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
-from megatron_chameleon.embedding.extract import embed_windows
-from megatron_chameleon.embedding.fill_store import drawn_windows, windows_flops
+from megatron_chameleon.embedding.embed import drawn_windows, embed_windows, windows_flops
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.progress import progress_bar

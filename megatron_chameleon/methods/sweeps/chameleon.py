@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingStore
-from megatron_chameleon.embedding.fill_store import require_recipe
+from megatron_chameleon.embedding.embed import require_recipe
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.methods.common.check_text import check_text
 from megatron_chameleon.methods.common.proxy_run import (

@@ -41,11 +41,6 @@ def test_what_padding_holds_never_enters(padding):
     np.testing.assert_allclose(masked_mean(hidden, lengths=lengths).numpy(), expected, atol=1e-6)
 
 
-def test_a_sequence_without_tokens_is_zero():
-    hidden = torch.full((4, 2, 3), math.nan)
-    assert torch.equal(masked_mean(hidden, lengths=torch.tensor([0, 0])), torch.zeros(2, 3))
-
-
 def test_a_number_that_is_none_among_the_tokens_is_not_hidden():
     hidden = torch.ones(4, 2, 3)
     hidden[1, 0, 2] = math.nan

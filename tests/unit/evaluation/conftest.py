@@ -14,7 +14,7 @@ from tests.text_checkpoint import TextCheckpoint, write_text_checkpoint
 
 if TYPE_CHECKING:
     from megatron_chameleon.artifacts import Corpus, EvaluationResult
-    from megatron_chameleon.options.evaluation import PerplexityOptions
+    from megatron_chameleon.evaluation.options import PerplexityOptions
 
 DOCUMENTS = 8
 
@@ -34,7 +34,7 @@ def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def perplexity_options(corpus: Corpus, finished_run: Path, tmp_path: Path) -> PerplexityOptions:
     """One evaluation of the finished run."""
-    from megatron_chameleon.options.evaluation import PerplexityOptions
+    from megatron_chameleon.evaluation.options import PerplexityOptions
 
     return PerplexityOptions(
         corpus=corpus.root,

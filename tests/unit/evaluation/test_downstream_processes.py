@@ -10,8 +10,8 @@ import pytest
 
 from megatron_chameleon.artifacts.downstream_part import part_path
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
-from megatron_chameleon.evaluation.downstream.evaluate import evaluate_downstream
-from megatron_chameleon.options.downstream import PAPER_TASKS, DownstreamOptions
+from megatron_chameleon.evaluation.downstream import evaluate_downstream
+from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions
 from tests.distributed.launch import REPOSITORY, finish, kill_group, start
 
 SECONDS = 250.0

@@ -57,7 +57,7 @@ def test_a_store_may_lie_elsewhere(compute, tmp_path):
 
 def test_a_store_of_another_layer_is_refused(compute, options):
     compute()
-    with pytest.raises(UserError, match=r"another layer \(2, now 3\); give another --store"):
+    with pytest.raises(UserError, match=r"another layer \(2, now 3\); pass another --store"):
         compute(extraction=ExtractionOptions(layer=3, num_windows=WINDOWS))
 
 

@@ -11,9 +11,8 @@ from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.published.columns import published_column
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.exports.formats import exported_text
+from megatron_chameleon.interchange import ExportOptions, exported_text
 from megatron_chameleon.methods.manual import ManualOptions, compute
-from megatron_chameleon.options.export import ExportOptions
 from tests.small_corpus import write_small_corpus
 
 SLIMPAJAMA = ("arxiv", "book", "cc", "c4", "github", "stackexchange", "wikipedia")

@@ -14,13 +14,16 @@ import pytest
 
 import megatron_chameleon.options as options_package
 from megatron_chameleon.cli import parse_options
+from megatron_chameleon.evaluation.options import (
+    DownstreamOptions,
+    PerplexityOptions,
+    PerplexityToolOptions,
+)
+from megatron_chameleon.interchange import ExportOptions
 from megatron_chameleon.methods.common.registry import find_methods
+from megatron_chameleon.methods.discovery.options import DiscoverOptions
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
-from megatron_chameleon.options.discover import DiscoverOptions
 from megatron_chameleon.options.doctor import DoctorOptions
-from megatron_chameleon.options.downstream import DownstreamOptions
-from megatron_chameleon.options.evaluation import PerplexityOptions, PerplexityToolOptions
-from megatron_chameleon.options.export import ExportOptions
 from megatron_chameleon.options.gather import GatherOptions
 from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 from megatron_chameleon.options.memory import EstimateMemoryOptions
@@ -96,7 +99,7 @@ def with_groups(options_type: type) -> list[type]:
 
 
 PACKAGE = dataclasses_of_the_package()
-ALL = list(dict.fromkeys([*PACKAGE, *(part for method in METHODS for part in with_groups(method))]))
+ALL = list(dict.fromkeys([*PACKAGE, *(part for tool in TOOLS for part in with_groups(tool))]))
 
 
 def test_every_options_class_belongs_to_a_tool():

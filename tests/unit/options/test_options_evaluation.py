@@ -8,7 +8,7 @@ import pytest
 
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.evaluation import PerplexityOptions, PerplexityToolOptions
+from megatron_chameleon.evaluation.options import PerplexityOptions, PerplexityToolOptions
 
 
 def given(line: str) -> list[PerplexityOptions]:
@@ -63,8 +63,8 @@ def test_packed_windows_as_in_training_are_the_default():
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("--output a.json", "--checkpoint is missing: give a run folder"),
-        ("--checkpoint a", "1 --checkpoint but 0 --output: give the file to write for each"),
+        ("--output a.json", "--checkpoint is missing: pass a run folder"),
+        ("--checkpoint a", "1 --checkpoint but 0 --output: pass one output file"),
         ("--checkpoint a b --output a.json", "2 --checkpoint but 1 --output"),
         ("--checkpoint a --output a.json b.json", "1 --checkpoint but 2 --output"),
         ("--checkpoint a b --output x.json x.json", r"--output x\.json is given twice"),

@@ -13,8 +13,8 @@ from megatron_chameleon.artifacts import CheckpointRecord, EvaluationResult, Tra
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
-from megatron_chameleon.options.evaluation import PerplexityOptions
 from megatron_chameleon.options.guards import GuardOptions
 from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.options.profiling import ProfilingOptions

@@ -1,0 +1,220 @@
+"""Embed a domain's windows with a proxy, and fill an embedding store domain by domain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, EmbeddingStore, Stopwatch
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.blend.prefetch import read_ahead
+from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
+from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
+from megatron_chameleon.embedding.windows import Windows, draw_windows
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.flops import embedding_flops
+from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.progress import progress_bar
+
+
+def embed_windows(
+    reader: Reader,
+    tokens: TokenFile,
+    windows: Windows,
+    layer: int,
+    batch_size: int,
+    progress: tqdm,
+    name: str | None = None,
+    *,
+    final_norm: bool = False,
+) -> NDArray[np.float32]:
+    """Embed ``windows``: the mean over tokens of the hidden states after ``layer`` layers.
+
+    Collective: batches are assigned to data-parallel ranks in turn. The result does not depend on
+    the layout.
+
+    Args:
+        reader: the proxy.
+        tokens: the domain's documents.
+        windows: which tokens of which document.
+        layer: from 1 to num_layers.
+        batch_size: windows per forward pass and rank.
+        progress: counts windows.
+        name: the domain in messages; default: the path of its tokens.
+        final_norm: apply the model's final layer norm to the hidden states first.
+
+    Returns:
+        [n, h] float32, row i for window i, on every rank.
+
+    Raises:
+        UserError: if the proxy's hidden states are not finite, with the domain and the window.
+    """
+    layout = reader.layout
+    vectors = torch.zeros(len(windows), reader.shape.size.hidden_size, device=layout.device)
+    norm = None
+    if final_norm:
+        (weight, bias), epsilon = reader.final_norm()
+        norm = FinalNorm(weight, bias, epsilon)
+    spoken = False
+    batches = [
+        range(first, min(first + batch_size, len(windows)))
+        for first in range(0, len(windows), batch_size)
+    ]
+    own = batches[layout.data_rank :: layout.data_size]
+    with read_ahead(
+        (_padded(reader, tokens, windows, rows) for rows in own), layout.device
+    ) as ahead:
+        for number, rows in enumerate(batches):
+            progress.update(len(rows))
+            if number % layout.data_size != layout.data_rank:
+                continue
+            batch = next(ahead)
+            hidden = reader.hidden_states(batch["tokens"], layer)
+            if hidden is not None:
+                spoken = True
+                vectors[rows.start : rows.stop] = masked_mean(
+                    hidden, lengths=batch["lengths"], norm=norm
+                )
+    whole = reader.sum_over_ranks(vectors, spoken=spoken)
+    result: NDArray[np.float32] = whole.cpu().numpy()
+    _check_finite(result, windows, layer, name or str(tokens.prefix))
+    return result
+
+
+def _check_finite(vectors: NDArray[np.float32], windows: Windows, layer: int, name: str) -> None:
+    """Raise a UserError that names the first window, in text order, with a non-finite vector."""
+    broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if not broken.size:
+        return
+    first = broken[np.lexsort((windows.start[broken], windows.document[broken]))[0]]
+    start, length = int(windows.start[first]), int(windows.length[first])
+    raise UserError(
+        f"domain '{name}': hidden states after layer {layer} are not finite in {broken.size} of "
+        f"{len(windows)} windows (first: tokens {start} to {start + length - 1} of document "
+        f"{int(windows.document[first])}, counted from 0); the proxy has diverged: use an earlier "
+        "checkpoint or a lower learning rate"
+    )
+
+
+def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) -> Batch:
+    """Tokens [b, s] padded with zeros on the right, invisible to causal attention; lengths [b]."""
+    batch_rows = slice(rows.start, rows.stop)
+    lengths = windows.length[batch_rows]
+    multiple, longest = length_multiple(reader.layout), reader.shape.max_sequence_length
+    width = min(padded_length(int(lengths.max()), multiple), longest)
+    batch = np.zeros((len(rows), width), dtype=np.int64)
+    firsts = tokens.starts[windows.document[batch_rows]] + windows.start[batch_rows]
+    for row, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
+        batch[row, :length] = tokens.tokens[first : first + length]
+    return {"tokens": torch.from_numpy(batch), "lengths": torch.from_numpy(lengths)}
+
+
+def open_store(
+    folder: Path, recipe: EmbeddingRecipe, hidden_size: int, made: Provenance
+) -> EmbeddingStore:
+    """The store in ``folder``, or an empty one that is not yet on disk.
+
+    Raises:
+        UserError: if the folder holds vectors of another recipe.
+    """
+    if not EmbeddingStore.exists(folder):
+        return EmbeddingStore(folder, recipe, hidden_size, {}, made, Cost())
+    store = EmbeddingStore.load(folder)
+    require_recipe(folder, store.recipe, recipe)
+    return store
+
+
+def require_recipe(folder: Path, there: EmbeddingRecipe, wanted: EmbeddingRecipe) -> None:
+    """Raise a UserError if ``there``, the recipe of the store in ``folder``, is not ``wanted``."""
+    for field, name in (
+        ("model_hash", "proxy"),
+        ("layer", "layer"),
+        ("window_length", "window length"),
+        ("num_windows", "number of windows"),
+        ("seed", "extraction seed"),
+        ("cross_documents", "choice of whether windows cross documents"),
+        ("tokenizer_hash", "tokenizer"),
+        ("dtype", "data type"),
+        ("final_norm", "choice of whether the final norm is applied"),
+    ):
+        if getattr(there, field) != getattr(wanted, field):
+            raise UserError(
+                f"{folder} holds embeddings of another {name} "
+                f"({getattr(there, field)}, now {getattr(wanted, field)}); "
+                "pass another --store, or delete this one"
+            )
+
+
+def missing_domains(store: EmbeddingStore, corpus: Corpus, names: Sequence[str]) -> list[str]:
+    """The domains among ``names`` that the store lacks, or holds for other text."""
+    return [name for name in names if not store.holds(name, corpus.domain_hash(name))]
+
+
+def fill_store(
+    store: EmbeddingStore, corpus: Corpus, reader: Reader, names: list[str], batch_size: int
+) -> tuple[EmbeddingStore, Cost]:
+    """Embed the domains ``names`` and write them to the store one after another.
+
+    Collective; rank 0 writes. An interrupted run keeps the finished domains.
+
+    Returns:
+        The store, with the domains on rank 0, and their cost; other processes may have added to the
+        store's own cost meanwhile.
+    """
+    layout = reader.layout
+    sources = {name: open_tokens(corpus, name, "train") for name in names}
+    windows = {name: drawn_windows(store.recipe, name, source) for name, source in sources.items()}
+    total, spent = sum(map(len, windows.values())), Cost()
+    with progress_bar(total, " windows", quiet=not layout.is_main) as progress:
+        for name in names:
+            progress.set_description(f"embedding {name}")
+            stopwatch = Stopwatch()
+            vectors = embed_windows(
+                reader,
+                sources[name],
+                windows[name],
+                store.recipe.layer,
+                batch_size,
+                progress,
+                name,
+                final_norm=store.recipe.final_norm,
+            )
+            cost = stopwatch.cost(
+                windows_flops(reader.shape, store.recipe.layer, windows[name]), layout.world_size
+            )
+            spent += cost
+            if layout.is_main:
+                store = store.with_domain(name, vectors, corpus.domain_hash(name), cost)
+    return store, spent
+
+
+def windows_flops(shape: ModelShape, layer: int, windows: Windows) -> float:
+    """FLOPs of embedding ``windows`` with the first ``layer`` layers, over all ranks.
+
+    Windows have several lengths, and attention costs more per token in longer ones.
+    """
+    lengths, counts = np.unique(windows.length, return_counts=True)
+    return sum(
+        embedding_flops(shape, layer, int(count * length), int(length))
+        for length, count in zip(lengths, counts, strict=True)
+    )
+
+
+def drawn_windows(recipe: EmbeddingRecipe, name: str, source: TokenFile) -> Windows:
+    """The windows of ``source`` that ``recipe`` samples for the domain ``name``."""
+    windows = draw_windows(
+        source.lengths,
+        recipe.window_length,
+        recipe.num_windows,
+        recipe.seed,
+        name,
+        cross_documents=recipe.cross_documents,
+    )
+    return windows.longest_first()

@@ -1,0 +1,389 @@
+"""Accuracy on downstream tasks by lm-eval: tools/evaluate.py downstream, and lm-eval's own command.
+
+    python -m megatron_chameleon.evaluation.downstream run \
+      --model megatron_chameleon --model_args checkpoint=runs/mine/5-base/uniform-seed1 --tasks sciq
+
+lm-eval 0.4.13 cannot discover models of other packages: it knows the models that are registered
+before it looks. :func:`main` registers ours and calls lm-eval. Under torchrun, start it with -m.
+lm-eval is optional, so the modules that import it are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.downstream_part import DownstreamPart, PartSettings, find_part
+from megatron_chameleon.artifacts.downstream_result import (
+    KIND,
+    Accuracy,
+    DownstreamProtocol,
+    DownstreamResult,
+    Gap,
+    ShotScore,
+    TaskScore,
+)
+from megatron_chameleon.artifacts.output_path import check_folder, check_output
+from megatron_chameleon.checkpoint.convert import find_tokenizer
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.options import DownstreamOptions
+from megatron_chameleon.evaluation.scoring import Scorer
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.parallel.layout import Layout, distributed, from_main
+
+if TYPE_CHECKING:
+    from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
+    from megatron_chameleon.evaluation.tasks import LoadedTask
+
+MODEL_NAME = "megatron_chameleon"
+NOTES = MappingProxyType(
+    {
+        "race": "from version 3 (May 2026) on, its definition fills in the blanks of an article's "
+        "earlier questions; the paper asked with the blanks",
+    }
+)
+
+
+def require_lm_eval() -> str:
+    """The version of lm-eval.
+
+    Raises:
+        UserError: if it is not installed.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "downstream tasks need lm-eval, which is not installed: "
+            "pip install 'megatron-chameleon[eval]'"
+        )
+    return metadata.version("lm_eval")
+
+
+def register_model() -> None:
+    """Register our model with lm-eval by name; it is imported when it is used."""
+    from lm_eval.api.registry import model_registry
+
+    if MODEL_NAME not in model_registry:
+        target = "megatron_chameleon.evaluation.lm_eval_model:CheckpointLM"
+        model_registry.register(MODEL_NAME, target=target)
+
+
+def main() -> None:
+    """Run lm-eval's command. A user's mistake exits with status 2 and one line."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")  # rank 0 logs
+    try:
+        require_lm_eval()
+        from lm_eval.__main__ import cli_evaluate
+
+        register_model()
+        cli_evaluate()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class DownstreamPlan:
+    """The options with the artifacts that they name, all checked.
+
+    ``data`` identifies the data set of each task (see PartSettings).
+    """
+
+    options: DownstreamOptions
+    checkpoint: CheckpointRecord
+    protocol: DownstreamProtocol
+    provenance: Provenance
+    data: dict[str, str | None]
+
+    def part(self, task: str, shots: int) -> DownstreamPart | None:
+        """An existing part. Raises UserError if it has other settings."""
+        return find_part(self.options.parts_dir, self.settings(task, shots))
+
+    def settings(self, task: str, shots: int) -> PartSettings:
+        """What the part of a task with a number of shots depends on."""
+        return PartSettings(
+            checkpoint_hash=self.checkpoint.hash,
+            lm_eval_version=self.protocol.lm_eval_version,
+            task=task,
+            shots=shots,
+            limit=self.protocol.limit,
+            fewshot_seed=self.protocol.fewshot_seed,
+            dtype=self.protocol.dtype,
+            data=self.data[task],
+        )
+
+    def missing(self) -> Iterator[tuple[str, list[int]]]:
+        """Tasks with the numbers of shots that are still to be evaluated, in their order."""
+        for task in self.options.tasks:
+            shots = [number for number in self.options.shots if self.part(task, number) is None]
+            if shots:
+                yield task, shots
+
+
+def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
+    """Evaluate a checkpoint on all tasks with all numbers of shots, and write the result.
+
+    Every rank calls this, and every rank gets the result. Existing parts are not evaluated again; a
+    task that cannot be evaluated leaves a gap.
+
+    Raises:
+        UserError: for a mistake in the options or in what they name, or if no task can be
+            evaluated.
+    """
+    with distributed(options.parallel, seed=0) as layout:
+        plan = from_main(lambda: plan_downstream(options))
+        gaps: list[Gap] = []
+        if from_main(lambda: any(plan.missing())):
+            gaps = _evaluate_missing(plan, layout)
+        result = from_main(lambda: collect(plan, gaps))
+        if not result.tasks:
+            raise UserError(f"no task could be evaluated, and nothing is written; {result.gaps[0]}")
+        if layout.is_main:
+            result.save(options.output)
+            print_result(result)
+            print(f"written to {options.output}; next: the same for what it is compared with")
+        return result
+
+
+def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
+    """Load and check what ``options`` name; nothing is written.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    version = require_lm_eval()
+    from megatron_chameleon.evaluation.tasks import TaskLibrary
+
+    record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    shape = shape_of(record)
+    check_model_layout(shape.size, options.parallel, shape.max_sequence_length)
+    tokenizer = find_tokenizer(options.tokenizer, record)
+    library = TaskLibrary(options.tasks, options.data_dir)  # rejects unknown names
+    check_output(options.output, KIND)
+    check_folder(options.parts_dir, f"--work-dir {options.parts_dir}")
+    plan = DownstreamPlan(
+        options=options,
+        checkpoint=record,
+        protocol=DownstreamProtocol(
+            lm_eval_version=version,
+            shots=sorted(options.shots),
+            limit=options.limit,
+            fewshot_seed=options.fewshot_seed,
+            dtype=options.evaluation_dtype,
+        ),
+        provenance=provenance(options, {"checkpoint": record.hash, "tokenizer": tokenizer.sha256}),
+        data={task: library.data_of(task) for task in options.tasks},
+    )
+    list(plan.missing())  # rejects parts of another evaluation
+    return plan
+
+
+def _evaluate_missing(plan: DownstreamPlan, layout: Layout) -> list[Gap]:
+    """Evaluate what is missing on all ranks; rank 0 returns what could not be evaluated."""
+    from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
+
+    options = plan.options
+    tokenizer = find_tokenizer(options.tokenizer, plan.checkpoint)
+    reader = open_reader(plan.checkpoint, layout, bf16=options.evaluation_dtype == "bfloat16")
+    scorer = Scorer(reader, options.evaluation_batch_size, tokenizer)
+    if not layout.is_main:
+        scorer.serve()
+        return []
+    gaps = evaluate_parts(plan, ScorerLM(scorer))
+    scorer.stop()
+    return gaps
+
+
+def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
+    """Write every missing part as soon as it is complete; return what could not be evaluated."""
+    from megatron_chameleon.evaluation.tasks import TaskLibrary, TaskUnavailableError
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs every default that it uses
+    missing = list(plan.missing())
+    library = TaskLibrary([task for task, _ in missing], plan.options.data_dir)
+    gaps: list[Gap] = []
+    total, done, stopwatch = sum(len(shots) for _, shots in missing), 0, Stopwatch()
+
+    def report(line: str, parts: int = 1) -> None:
+        nonlocal done
+        done += parts
+        seconds = stopwatch.seconds() / done * (total - done)
+        left = f", about {seconds / 60:.0f} min left" if seconds >= 60 else ""
+        print(f"{line} ({done}/{total}{left})", flush=True)
+
+    for task, numbers in missing:
+        try:
+            loaded = library.load(task)
+        except TaskUnavailableError as error:
+            gaps.append(Gap(task, None, str(error)))
+            report(f"not evaluated: {gaps[-1]}", len(numbers))
+            continue
+        for shots in numbers:
+            try:
+                part = evaluate_part(model, loaded, plan.settings(task, shots))
+            except TaskUnavailableError as error:
+                gaps.append(Gap(task, shots, str(error)))
+                report(f"not evaluated: {gaps[-1]}")
+                continue
+            part.save(plan.options.parts_dir)
+            found = Accuracy.of(part.values)
+            error_bar = (
+                "" if found.standard_error is None else f" ± {100 * found.standard_error:.2f}"
+            )
+            report(
+                f"{task}, {shots}-shot: {part.metric} {100 * found.accuracy:.2f}{error_bar} of "
+                f"{len(part.answers):,} questions"
+            )
+    return gaps
+
+
+def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -> DownstreamPart:
+    """Evaluate one task with one number of shots; rank 0 calls this, the others serve.
+
+    Raises:
+        TaskUnavailableError: if the task or its data do not allow it.
+        UserError: if the model has diverged.
+    """
+    from lm_eval.evaluator import evaluate
+
+    from megatron_chameleon.evaluation.tasks import TaskUnavailableError, in_one_line
+
+    stopwatch = Stopwatch()
+    model.new_tally(f"{loaded.name}, {settings.shots}-shot")
+    loaded.set_shots(settings.shots, settings.fewshot_seed)
+    try:
+        found: dict[str, Any] | None = evaluate(
+            lm=model,
+            task_dict={"tasks": {loaded.name: loaded.task}},
+            limit=settings.limit,
+            bootstrap_iters=0,  # standard errors are computed over questions, here
+            log_samples=True,
+        )
+    except Exception as error:  # of the definition, of a document or of a request: any type
+        if model.failed:
+            raise  # the model's: other ranks may be waiting
+        raise TaskUnavailableError(in_one_line(error)) from error
+    assert found is not None, "lm-eval sees a single rank"
+    # Only the first filter's samples, in the order of the data set.
+    samples = found["samples"][loaded.name]
+    samples = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
+    samples.sort(key=lambda sample: int(sample["doc_id"]))
+    if not samples:
+        raise TaskUnavailableError("its data set has no questions")
+    if not all(sample.get(loaded.metric) in (0, 1) for sample in samples):
+        raise TaskUnavailableError(f"its {loaded.metric} is not 0 or 1 for each question")
+    hashes = "\n".join(sample["doc_hash"] for sample in samples)
+    return DownstreamPart(
+        settings=settings,
+        metric=loaded.metric,
+        version=loaded.version,
+        shots_from=loaded.shots_from,
+        answers="".join("1" if sample[loaded.metric] else "0" for sample in samples),
+        truncated_requests=model.tally.truncated,
+        requests_hash=model.tally.digest.hexdigest(),
+        questions_hash=hashlib.sha256(hashes.encode()).hexdigest(),
+        cost=stopwatch.cost(model.tally.flops, model.scorer.layout.world_size),
+    )
+
+
+def collect(plan: DownstreamPlan, gaps: Iterable[Gap]) -> DownstreamResult:
+    """The result, from the existing parts."""
+    tasks: dict[str, TaskScore] = {}
+    cost, gaps = Cost(), list(gaps)
+    for task in plan.options.tasks:
+        found = [(shots, plan.part(task, shots)) for shots in plan.protocol.shots]
+        parts = {shots: part for shots, part in found if part is not None}
+        if len({part.questions_hash for part in parts.values()}) > 1:
+            reason = (
+                "its questions differ between numbers of shots, since its data set has changed; "
+                f"delete {plan.options.parts_dir}/{task}-*shot.json and run again"
+            )
+            gaps.append(Gap(task, None, reason))
+        elif parts:
+            tasks[task] = task_score(parts, is_complete=len(parts) == len(found))
+            cost = sum((part.cost for part in parts.values()), cost)
+    return DownstreamResult(
+        checkpoint=str(plan.checkpoint.root),
+        checkpoint_hash=plan.checkpoint.hash,
+        step=plan.checkpoint.step,
+        protocol=plan.protocol,
+        tasks=tasks,
+        gaps=gaps,
+        provenance=plan.provenance,
+        cost=cost,
+    )
+
+
+def task_score(parts: dict[int, DownstreamPart], *, is_complete: bool) -> TaskScore:
+    """The score of a task from its parts by number of shots; at least one."""
+    some = next(iter(parts.values()))
+    by_shots = {}
+    for shots, part in parts.items():
+        found = Accuracy.of(part.values)
+        by_shots[shots] = ShotScore(
+            accuracy=found.accuracy,
+            standard_error=found.standard_error,
+            documents=len(part.answers),
+            truncated_requests=part.truncated_requests,
+            requests_hash=part.requests_hash,
+        )
+    by_question = list(zip(*(part.values for part in parts.values()), strict=True))
+    means = [sum(values) / len(values) for values in by_question]
+    return TaskScore(
+        metric=some.metric,
+        version=some.version,
+        shots_from=some.shots_from,
+        by_shots=by_shots,
+        mean=Accuracy.of(means) if is_complete else None,
+    )
+
+
+def print_result(result: DownstreamResult) -> None:
+    """Print percentages by task and number of shots, gaps and notes."""
+
+    def percent(found: Accuracy | ShotScore | None) -> str:
+        return f"{'-' if found is None else f'{100 * found.accuracy:.2f}':>7}"
+
+    def with_error(found: Accuracy | None) -> str:
+        error = None if found is None else found.standard_error
+        return percent(found) + ("" if error is None else f" ± {100 * error:.2f}")
+
+    shots = result.protocol.shots
+    names = list(dict.fromkeys([*result.tasks, *(gap.task for gap in result.gaps)]))
+    mean = f"mean of {len(result.complete_tasks)} of {len(names)} tasks"
+    width = max(len("mean of 13 of 13 tasks"), *map(len, names))
+    header = "".join(f"{f'{number}-shot':>7} " for number in shots)
+    print(f"{'accuracy, %':{width}}  {'metric':11}  {header} mean ± standard error")
+    for name in names:
+        score = result.tasks.get(name)
+        by_shots = {} if score is None else score.by_shots
+        cells = "".join(f"{percent(by_shots.get(number))} " for number in shots)
+        metric, total = ("-", None) if score is None else (score.metric, score.mean)
+        print(f"{name:{width}}  {metric:11}  {cells} {with_error(total)}")
+    print(f"{mean:{width}}  {'':11}  {' ' * 8 * len(shots)} {with_error(result.mean)}")
+    for gap in result.gaps:
+        print(f"not evaluated: {gap}")
+    for name, score in result.tasks.items():
+        if name in NOTES:
+            print(f"note: {name}: {NOTES[name]}")
+        truncated = sum(each.truncated_requests for each in score.by_shots.values())
+        if truncated:
+            print(
+                f"note: {name}: {truncated:,} requests were longer than the model's sequence "
+                "length; their contexts were truncated on the left"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Our checkpoints as lm-eval models: strings in, log-likelihoods and texts out."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.checkpoint.convert import find_tokenizer
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.scoring import Answers, Prompt, Question, Scorer, Tokens
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.tokenizer import TokenizerChoice
+from megatron_chameleon.parallel.layout import distributed, from_main
+
+
+@dataclasses.dataclass
+class Tally:
+    """Requests since the last :meth:`ScorerLM.new_tally`, and what they cost."""
+
+    truncated: int = 0
+    flops: float = 0.0
+    digest: Any = dataclasses.field(default_factory=hashlib.sha256)
+
+    def add(self, requests: Sequence[Instance]) -> None:
+        """Add each of ``requests`` to the digest."""
+        for request in requests:
+            line = json.dumps([request.request_type, *request.args], sort_keys=True)
+            self.digest.update(line.encode() + b"\n")
+
+
+class ScorerLM(TemplateLM):
+    """lm-eval's interface to a :class:`Scorer`.
+
+    lm-eval sees a single rank; the scorer distributes the work. Every rank gets the results of the
+    requests of rank 0.
+
+    Attributes:
+        tally: of the requests.
+        description: of the progress bar.
+        failed: whether scoring or generation was interrupted, so that ranks may be out of step.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
+        self.scorer = scorer
+        self.tally = Tally()
+        self.description = ""
+        self.failed = False
+        self._encoded: dict[str, Tokens] = {}
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-document token: stands for an empty context, and ends a generation."""
+        return self.scorer.eod_id
+
+    @property
+    def max_length(self) -> int:
+        """The model's sequence length."""
+        return self.scorer.max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Identifies the tokenizer in lm-eval's request cache."""
+        return f"megatron_chameleon-{self.scorer.tokenizer.sha256}"
+
+    def new_tally(self, description: str) -> None:
+        """Reset the tally; ``description`` is for the progress bar."""
+        self.tally, self.description = Tally(), description
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_more: Any
+    ) -> Sequence[int]:
+        """Tokens of a text, without special tokens: corpora have no beginning-of-text token."""
+        if string in self._encoded:
+            return self._encoded[string]  # type: ignore[return-value]
+        tokens: list[int] = self._encode([string])[0].tolist()
+        return tokens
+
+    def tok_decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without end-of-document tokens."""
+        return self.scorer.tokenizer.decode([t for t in tokens if t != self.eot_token_id])
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether greedy decoding gives it) of each continuation.
+
+        Texts are encoded in one batch, each distinct one once; TemplateLM pairs them up.
+
+        Raises:
+            UserError: if a continuation is longer than the model's sequence length.
+        """
+        self.tally.add(requests)
+        pairs = [request.args for request in requests]
+        texts = list(dict.fromkeys(t for c, more in pairs for t in (c.rstrip(), c + more)))
+        self._encoded = dict(zip(texts, self._encode(texts), strict=True))
+        try:
+            found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        finally:
+            self._encoded = {}
+        return found
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihood of each whole text, in windows of the model's sequence length."""
+        self.tally.add(requests)
+        windows = [
+            [make_disjoint_window(window) for window in self._rolling_windows(tokens)]
+            for tokens in self._encode([request.args[0] for request in requests])
+        ]
+        answers = self._answers(list(itertools.chain.from_iterable(windows)))
+        ends = np.cumsum([0, *map(len, windows)])
+        sums = np.concatenate([[0.0], np.cumsum(answers.log_likelihoods)])[ends]
+        found: list[float] = np.diff(sums).tolist()
+        return found
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy continuations, each up to the first of its stops.
+
+        Raises:
+            UserError: if a task samples, or wants more new tokens than the model has positions.
+        """
+        self.tally.add(requests)
+        contexts = self._encode([request.args[0] for request in requests])
+        settings = (request.args[1] for request in requests)
+        prompts = [self._prompt(*each) for each in zip(contexts, settings, strict=True)]
+        self.failed = True
+        generated = self.scorer.generate(prompts)
+        self.failed = False
+        self.tally.flops += generated.flops
+        return [
+            postprocess_generated_text(self.tok_decode(new), list(prompt.stops), None)
+            for prompt, new in zip(prompts, generated.tokens, strict=True)
+        ]
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval records about the model in its results."""
+        reader = self.scorer.reader
+        return {
+            "model_num_parameters": reader.shape.num_parameters,
+            "model_dtype": str(reader.model.config.params_dtype),
+            "model_layout": reader.layout.describe(),
+        }
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], Sequence[int], Sequence[int]]], **_more: Any
+    ) -> list[tuple[float, bool]]:
+        answers = self._answers([(context, rest) for _, context, rest in requests])
+        found = zip(answers.log_likelihoods.tolist(), answers.is_greedy.tolist(), strict=True)
+        return list(found)
+
+    def _answers(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Answers:
+        questions = [
+            Question(
+                # No copy of what is an array: contexts are shared.
+                np.asarray(context if len(context) else [self.eot_token_id], dtype=np.int32),
+                np.asarray(continuation, dtype=np.int32),
+            )
+            for context, continuation in pairs
+        ]
+        longest = max((len(question.continuation) for question in questions), default=0)
+        if longest > self.max_length:
+            raise UserError(
+                f"a continuation has {longest} tokens, more than the model's sequence length of "
+                f"{self.max_length}; remove the task"
+            )
+        self.failed = True
+        answers = self.scorer.score(questions, self.description)
+        self.failed = False
+        assert len(answers.is_greedy) == len(questions), "ranks request different things"
+        self.tally.flops += answers.flops
+        self.tally.truncated += answers.num_truncated
+        return answers
+
+    def _encode(self, texts: Sequence[str]) -> list[Tokens]:
+        encoder = self.scorer.tokenizer.encoder
+        return [ids.astype(np.int32) for ids in encoder.encode_batch(texts)]
+
+    def _rolling_windows(self, tokens: Tokens) -> Any:
+        """lm-eval's windows over all of ``tokens``; the last one is filled up with context."""
+        return get_rolling_token_windows(
+            token_list=tokens.tolist(),
+            prefix_token=self.eot_token_id,
+            max_seq_len=self.max_length,
+            context_len=1,
+        )
+
+    def _prompt(self, tokens: Tokens, settings: dict[str, Any]) -> Prompt:
+        wanted = normalize_gen_kwargs(settings)
+        if wanted["do_sample"]:
+            raise UserError(
+                "a task samples (do_sample), and only greedy generation is supported; remove the "
+                "task, or pass --gen_kwargs do_sample=False to lm-eval's own command"
+            )
+        if wanted["max_gen_toks"] >= self.max_length:
+            raise UserError(
+                f"a task generates up to {wanted['max_gen_toks']} tokens, and the model's sequence "
+                f"length is {self.max_length}; remove the task"
+            )
+        if not len(tokens):
+            tokens = np.array([self.eot_token_id], dtype=np.int32)
+        # The end-of-document token ends a generation by its id, whatever its text is.
+        stops = [stop for stop in handle_stop_sequences(wanted["until"], eos=None) if stop]
+        return Prompt(tokens, wanted["max_gen_toks"], tuple(stops))
+
+
+class CheckpointLM(ScorerLM):
+    """A checkpoint, opened from the --model_args of lm-eval's own command.
+
+    Args:
+        checkpoint: a run folder (its latest checkpoint) or one checkpoint folder.
+        batch_size: sequences of the model's length per forward pass and rank.
+        tensor_model_parallel_size: see ParallelOptions.
+        pipeline_model_parallel_size: see ParallelOptions.
+        sequence_parallel: see ParallelOptions.
+        dtype: float32 or bfloat16.
+        tokenizer_model: the tokenizer, or a corpus made with it, if the checkpoint's is not found.
+        eod_token: see TokenizerChoice.
+        tiktoken_pattern: see TokenizerChoice.
+        device: ignored. lm-eval always passes one, and each rank has its own.
+
+    Raises:
+        UserError: for a mistake in these.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        batch_size: int | str = 1,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        dtype: str = "float32",
+        tokenizer_model: str | None = None,
+        eod_token: str | None = None,
+        tiktoken_pattern: str | None = None,
+        device: str | None = None,
+    ) -> None:
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise UserError(f"--batch_size {batch_size}: must be >= 1")
+        if dtype not in ("float32", "bfloat16"):
+            raise UserError(f"dtype={dtype}: must be float32 or bfloat16")
+        parallel = ParallelOptions(
+            tensor_model_parallel_size, pipeline_model_parallel_size, sequence_parallel
+        )
+        choice = TokenizerChoice(
+            tokenizer_model=None if tokenizer_model is None else Path(tokenizer_model),
+            eod_token=eod_token,
+            tiktoken_pattern=tiktoken_pattern,
+        )
+        path = Path(checkpoint)
+        with contextlib.ExitStack() as groups:
+            layout = groups.enter_context(distributed(parallel, seed=0))
+            record = from_main(lambda: CheckpointRecord.load(find_checkpoint(path)))
+            shape = shape_of(record)
+            check_model_layout(shape.size, parallel, shape.max_sequence_length)
+            reader = open_reader(record, layout, bf16=dtype == "bfloat16")
+            scorer = Scorer(reader, int(batch_size), find_tokenizer(choice, record))
+            self._groups = groups.pop_all()
+        super().__init__(scorer)
+        atexit.register(self.close)  # lm-eval does not say when it is done with a model
+
+    def close(self) -> None:
+        """Leave the process groups; every rank does."""
+        self._groups.close()

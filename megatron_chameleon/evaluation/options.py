@@ -1,0 +1,185 @@
+"""Options of tools/evaluate.py perplexity and downstream. Importing them loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.parallel import ParallelOptions
+from megatron_chameleon.options.ranges import Count, LargeCount, Seed, check_ranges
+from megatron_chameleon.options.tokenizer import TokenizerChoice
+
+PAPER_TASKS = (
+    "arc_easy",
+    "copa",
+    "hellaswag",
+    "lambada_openai",
+    "logiqa",
+    "multirc",
+    "openbookqa",
+    "piqa",
+    "qqp",
+    "race",
+    "sciq",
+    "social_iqa",
+    "winogrande",
+)
+"""The thirteen tasks of the paper's tables, by lm-eval's names."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldOutOptions:
+    """Held-out perplexity per domain; by default over packed windows, as in training.
+
+    Raises:
+        UserError: for a number out of range, or ``first_token`` without ``packing="documents"``.
+    """
+
+    corpus: Path
+    """Folder written by tools/preprocess_data.py."""
+    split: Literal["valid", "test"] = "test"
+    """The held-out split."""
+    packing: Literal["packed", "documents"] = "packed"
+    """packed: documents are concatenated and windows cross document boundaries, as in training.
+    documents: each document is scored separately, a long one in several windows."""
+    window_length: Count | None = None
+    """Maximum tokens predicted per window; default: the model's sequence length."""
+    overlap: int = 0
+    """Tokens of the previous window that each window repeats as context without scoring them again.
+    A larger overlap gives early tokens more context and costs more windows."""
+    first_token: Literal["after-eod", "not-scored"] | None = None
+    """The first token of each document with --packing documents: predicted from an end-of-document
+    token (the default), or not scored. With packed documents, only the first token of the split has
+    no context; it is never scored."""
+    score_end_of_document: bool = True
+    """Score the prediction of end-of-document tokens too."""
+    max_tokens: LargeCount | None = None
+    """Maximum predicted tokens per domain, in windows spread over the split; default: all."""
+    evaluation_batch_size: Count = 32
+    """Windows per forward pass and rank, more where they are shorter than --window-length. Does not
+    change the result."""
+    overwrite: bool = False
+    """Evaluate again even if --output exists. By default, an existing result of the same weights,
+    corpus and protocol is kept, so that an interrupted command resumes."""
+    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
+
+    def __post_init__(self) -> None:
+        """Check the values; the checks against the model's sequence length come with the model."""
+        check_ranges(self)
+        if self.first_token is not None and self.packing != "documents":
+            raise UserError(
+                f"--first-token {self.first_token} is for --packing documents; remove it"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerplexityOptions(HeldOutOptions):
+    """Perplexity of one checkpoint."""
+
+    checkpoint: Path
+    """A run folder (its latest checkpoint) or one checkpoint folder."""
+    output: Path
+    """The JSON file to write."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerplexityToolOptions(HeldOutOptions):
+    """Held-out perplexity per domain; by default over packed windows, as in training.
+
+    Several checkpoints are evaluated one after the other in one process.
+    """
+
+    checkpoint: Annotated[tuple[tuple[Path, ...], ...], tyro.conf.UseAppendAction] = ()
+    """A run folder (its latest checkpoint) or one checkpoint folder. Repeat the flag, or list
+    several."""
+    output: Annotated[tuple[tuple[Path, ...], ...], tyro.conf.UseAppendAction] = ()
+    """The JSON file to write; one per checkpoint, in the same order."""
+
+    def one_by_one(self) -> list[PerplexityOptions]:
+        """The options of each checkpoint's evaluation.
+
+        Raises:
+            UserError: unless every checkpoint has its own output.
+        """
+        checkpoints = [path for group in self.checkpoint for path in group]
+        outputs = [path for group in self.output for path in group]
+        if not checkpoints:
+            raise UserError("--checkpoint is missing: pass a run folder or a checkpoint folder")
+        if len(outputs) != len(checkpoints):
+            raise UserError(
+                f"{len(checkpoints)} --checkpoint but {len(outputs)} --output: "
+                "pass one output file per checkpoint, in the same order"
+            )
+        twice = next((path for path in outputs if outputs.count(path) > 1), None)
+        if twice is not None:
+            raise UserError(f"--output {twice} is given twice; pass one file per checkpoint")
+        common = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(HeldOutOptions)
+        }
+        return [
+            PerplexityOptions(checkpoint=checkpoint, output=output, **common)
+            for checkpoint, output in zip(checkpoints, outputs, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DownstreamOptions:
+    """Accuracy on downstream tasks, by lm-eval.
+
+    Each task is evaluated with each number of shots, and its figure is the mean over them:
+    normalised accuracy where the task defines it, else accuracy. The same command resumes an
+    interrupted evaluation; tasks and shots can be added to a finished one.
+
+    Raises:
+        UserError: for a number out of range, empty or repeated tasks or shots, or an output without
+            .json and no ``work_dir``.
+    """
+
+    checkpoint: Path
+    """A run folder (its latest checkpoint) or one checkpoint folder."""
+    output: Path
+    """The JSON file to write."""
+    tasks: tuple[str, ...] = PAPER_TASKS
+    """lm-eval task names; default: the paper's thirteen."""
+    shots: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    """Numbers of few-shot examples; one evaluation for each."""
+    limit: Count | None = None
+    """Evaluate only the first LIMIT questions of each task, as a smoke test; default: all."""
+    fewshot_seed: Seed = 1234
+    """Random seed for sampling the few-shot examples; default: lm-eval's."""
+    data_dir: Path | None = None
+    """Folder with copies of the tasks' data sets as OWNER/NAME, for machines that cannot reach the
+    hub; see docs/downstream.md."""
+    work_dir: Path | None = None
+    """Folder for intermediate results, one file per task and number of shots; default: --output
+    without .json."""
+    evaluation_batch_size: Count = 8
+    """Sequences of the model's length per forward pass and rank; shorter ones fill the same number
+    of tokens. Does not change the result."""
+    evaluation_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype. bfloat16 is faster on a GPU, and changes a few answers."""
+    tokenizer: TokenizerChoice = dataclasses.field(default_factory=TokenizerChoice)
+    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_ranges(self)
+        for flag, values in (("--tasks", self.tasks), ("--shots", self.shots)):
+            if not values:
+                raise UserError(f"{flag} is empty; pass at least one")
+            if len(set(values)) < len(values):
+                raise UserError(f"{flag} {' '.join(map(str, values))}: one is given twice")
+        if self.work_dir is None and self.output.suffix != ".json":
+            raise UserError(
+                f"--output {self.output}: must end in .json, since the intermediate results go to "
+                "the folder of that name without it; or pass --work-dir"
+            )
+
+    @property
+    def parts_dir(self) -> Path:
+        """Folder of the intermediate results."""
+        return self.work_dir or self.output.with_suffix("")

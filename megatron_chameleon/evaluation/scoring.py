@@ -1,0 +1,594 @@
+"""Log-likelihoods of continuations and greedy generation by a model in any parallel layout.
+
+Sequences are packed into rows in which a prefix that several of them share is computed once: the
+answers to a question differ in their last few tokens, and the contexts of a document in a few
+words. A row is a tree of sequences. Each token attends to the earlier tokens of its own sequence
+only, at the position it has there, so the result equals that of the sequence alone.
+
+lm-eval runs on rank 0: it loads the tasks and samples the few-shot examples there only, so that
+ranks cannot disagree on the requests. The other ranks :meth:`Scorer.serve`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+from torch.nn.functional import linear
+
+from megatron_chameleon.blend.prefetch import read_ahead, to_device
+from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.flops import forward_flops, head_forward_flops, layer_forward_flops
+from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.progress import progress_bar
+
+Tokens = NDArray[np.int32]
+
+# Every row of a batch fills at least this fraction of the longest one.
+MIN_FILL = 0.75
+# Logits computed at a time; on a CPU few enough to spare its memory bandwidth.
+LOGITS_ON_CPU, LOGITS_ON_GPU = 1 << 23, 1 << 28
+PROGRESS_DELAY_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """How likely is ``continuation`` after ``context``? Both are [n] int32.
+
+    The context has at least one token, the continuation at most the model's sequence length.
+    """
+
+    context: Tokens
+    continuation: Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Results for a list of questions, in their order.
+
+    Attributes:
+        log_likelihoods: [n] float64, in nats.
+        is_greedy: [n] bool, whether every token of the continuation is the most likely one.
+        num_truncated: questions whose context was truncated on the left to fit the model.
+        flops: forward FLOPs of all ranks.
+    """
+
+    log_likelihoods: NDArray[np.float64]
+    is_greedy: NDArray[np.bool_]
+    num_truncated: int
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A context to continue greedily.
+
+    Attributes:
+        context: [n] int32, at least one token; truncated on the left where it does not fit.
+        max_new_tokens: less than the model's sequence length.
+        stops: generation ends as soon as the generated text contains one of these.
+    """
+
+    context: Tokens
+    max_new_tokens: int
+    stops: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """New tokens of each prompt, the end-of-document token included; forward FLOPs of all ranks."""
+
+    tokens: list[list[int]]
+    flops: float
+
+
+@dataclasses.dataclass
+class Row:
+    """A tree of sequences: segments of tokens, each of which continues a path through earlier ones.
+
+    Attributes:
+        tokens: the tokens of each segment.
+        before: for each segment, the places in the row of the tokens that precede it, in order.
+        predicting: for each sequence its number, and the places of the tokens that predict.
+        length: tokens in the row.
+    """
+
+    tokens: list[Tokens] = dataclasses.field(default_factory=list)
+    before: list[NDArray[np.int64]] = dataclasses.field(default_factory=list)
+    predicting: list[tuple[int, NDArray[np.int64]]] = dataclasses.field(default_factory=list)
+    length: int = 0
+
+    def add(self, new: Tokens, before: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Append the segment ``new`` after the path ``before``; return the places of the path."""
+        places = np.arange(self.length, self.length + len(new))
+        if len(new):
+            self.tokens.append(new)
+            self.before.append(before)
+            self.length += len(new)
+        return np.concatenate([before, places])
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether causal attention suffices: every token follows all that precede it in the row."""
+        return all(len(before) == start for start, before, _ in self._segments())
+
+    def all_tokens(self) -> Tokens:
+        """[length] int32."""
+        return np.concatenate(self.tokens)
+
+    def positions(self) -> NDArray[np.int64]:
+        """[length] int64, the position of each token in its sequences."""
+        return np.concatenate([len(b) + np.arange(len(new)) for _, b, new in self._segments()])
+
+    def visible(self) -> NDArray[np.bool_]:
+        """[length, length] bool, whether the row's token attends to the column's."""
+        seen = np.zeros((self.length, self.length), dtype=bool)
+        for start, before, new in self._segments():
+            own = slice(start, start + len(new))
+            seen[own, before] = True
+            seen[own, own] = np.tri(len(new), dtype=bool)
+        return seen
+
+    def _segments(self) -> Iterator[tuple[int, NDArray[np.int64], Tokens]]:
+        start = 0
+        for before, new in zip(self.before, self.tokens, strict=True):
+            yield start, before, new
+            start += len(new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """When a sequence joins the row of the previous one: if that takes less work.
+
+    Attributes:
+        longest: maximum tokens of a row of several sequences.
+        token_work: work per token, in any unit.
+        pair_work: work per pair of tokens; a row of n tokens takes n * n.
+    """
+
+    longest: int
+    token_work: float
+    pair_work: float
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Packing:
+        """In forward FLOPs of one layer; rows of at most twice the sequence length."""
+        return cls(
+            longest=2 * shape.max_sequence_length,
+            token_work=layer_forward_flops(shape, seq_length=0),  # without attention
+            pair_work=4 * shape.size.hidden_size,
+        )
+
+    def joins(self, row_length: int, sequence_length: int, shared: int) -> bool:
+        """Whether a sequence joins a row with which it shares a prefix of ``shared`` tokens."""
+        together = row_length + sequence_length - shared
+        more_pairs = together**2 - row_length**2 - sequence_length**2
+        return (
+            shared > 0
+            and together <= self.longest
+            and more_pairs * self.pair_work < shared * self.token_work
+        )
+
+
+def pack(sequences: Sequence[Tokens], predicting: Sequence[int], packing: Packing) -> list[Row]:
+    """Pack every sequence into a row.
+
+    Args:
+        sequences: at least one non-negative token each.
+        predicting: for each sequence, how many of its last tokens predict something.
+        packing: when sequences share a row.
+    """
+    rows: list[Row] = []
+    previous, path = np.empty(0, np.int32), np.empty(0, np.int64)
+    # Sorted by their bytes, the sequences with the longest shared prefixes are neighbours, and a
+    # prefix comes before its continuations.
+    for number in sorted(range(len(sequences)), key=lambda n: sequences[n].tobytes()):
+        tokens = sequences[number]
+        shared = shared_length(previous, tokens)
+        if not rows or not packing.joins(rows[-1].length, len(tokens), shared):
+            rows.append(Row())
+            shared = 0
+        path = rows[-1].add(tokens[shared:], path[:shared])
+        rows[-1].predicting.append((number, path[len(path) - predicting[number] :]))
+        previous = tokens
+    return rows
+
+
+def shared_length(first: Tokens, second: Tokens) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def batches(rows: Sequence[Row], tokens_at_once: int, multiple: int = 1) -> Iterator[list[Row]]:
+    """Batches of rows of similar lengths, longest first: a batch too large for memory fails early.
+
+    Args:
+        rows: to be batched.
+        tokens_at_once: maximum tokens of a batch, padding included; a longer row is a batch alone.
+        multiple: the longest row of a batch is padded to a multiple of it.
+    """
+    batch: list[Row] = []
+    for row in sorted(rows, key=lambda row: -row.length):
+        if batch:
+            longest = batch[0].length
+            is_full = (len(batch) + 1) * padded_length(longest, multiple) > tokens_at_once
+            if is_full or row.length < MIN_FILL * longest:
+                yield batch
+                batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def batch_tensors(batch: Sequence[Row], width: int) -> Batch:
+    """Model inputs of a batch: rows padded on the right to ``width`` tokens.
+
+    Returns:
+        tokens and positions [b, width] int64; unless all rows are plain sequences, hidden_from
+        [b, 1, width, width] bool, True where the row's token does not attend to the column's.
+    """
+    tokens = np.zeros((len(batch), width), np.int64)
+    positions = np.zeros((len(batch), width), np.int64)
+    for row, filled, at in zip(batch, tokens, positions, strict=True):
+        filled[: row.length] = row.all_tokens()
+        at[: row.length] = row.positions()
+    made = {"tokens": torch.from_numpy(tokens), "positions": torch.from_numpy(positions)}
+    if not all(row.is_chain for row in batch):
+        # Padding attends to itself: kernels differ in the result of a softmax over nothing.
+        seen = np.repeat(np.eye(width, dtype=bool)[None], len(batch), axis=0)
+        for row, seen_in_row in zip(batch, seen, strict=True):
+            seen_in_row[: row.length, : row.length] = row.visible()
+        made["hidden_from"] = torch.from_numpy(~seen)[:, None]
+    return made
+
+
+def prediction_tensors(batch: Sequence[Row], questions: Sequence[Question], width: int) -> Batch:
+    """Which token of a batch, in rows of ``width`` tokens, predicts which label of which question.
+
+    Returns:
+        places: [p] int64, increasing and distinct: tokens of the flattened batch that predict.
+        rows: [m] int64, increasing: the index in ``places`` that predicts each label.
+        labels: [m] int64.
+        asked: [m] int64, the question of each label.
+    """
+    parts = [
+        (at + number * width, questions[asked].continuation, np.full(len(at), asked))
+        for number, row in enumerate(batch)
+        for asked, at in row.predicting
+    ]
+    at, labels, asked = (np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True))
+    order = np.argsort(at, kind="stable")
+    places, rows = np.unique(at[order], return_inverse=True)
+    arrays = {"places": places, "rows": rows, "labels": labels[order], "asked": asked[order]}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def batch_flops(shape: ModelShape, batch: Sequence[Row], width: int) -> float:
+    """Forward FLOPs of a batch as computed.
+
+    Padding is included, each token attends to its whole row, and the output layer runs at the
+    places that predict something.
+    """
+    packing = Packing.of(shape)
+    layer = len(batch) * (width * packing.token_work + width**2 * packing.pair_work)
+    places = sum(len(np.unique(np.concatenate([at for _, at in r.predicting]))) for r in batch)
+    return shape.size.num_layers * layer + places * head_forward_flops(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputWeights:
+    """This rank's shard of the output layer. All ranks of ``group`` call its methods together.
+
+    Attributes:
+        weight: [v, h], the rows of the tokens from ``first`` on.
+        first: token id of the first row.
+        vocab_size: size of the vocabulary over all ranks; later rows are padding.
+        group: the ranks that shard the vocabulary; None if it is not sharded.
+    """
+
+    weight: torch.Tensor
+    first: int
+    vocab_size: int
+    group: dist.ProcessGroup | None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, v] float32 logits of ``hidden`` [n, h]; minus infinity for padding rows."""
+        logits = linear(hidden, self.weight).float()
+        logits[:, max(self.vocab_size - self.first, 0) :] = -torch.inf
+        return logits
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """[n] int64, the token of the largest of ``logits`` [n, v], the first if several are."""
+        own = logits.argmax(dim=1)
+        if self.group is None:
+            return own
+        largest = self._gather(logits.gather(1, own[:, None])[:, 0])
+        tokens = self._gather(own + self.first)
+        return tokens.gather(0, largest.argmax(dim=0)[None])[0]
+
+    def score_labels(
+        self, hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of labels, and whether each is the most likely token.
+
+        Logits are computed a few rows at a time, and only for the places that predict: for whole
+        contexts they would cost as much as the layers of a small model.
+
+        Args:
+            hidden: [n, h] states after the final layer norm.
+            rows: [m] int64, the row of ``hidden`` that predicts each label.
+            labels: [m] int64.
+
+        Returns:
+            [m] float32 in nats and [m] bool; of several most likely tokens, the first counts.
+        """
+        log_probabilities = torch.zeros(len(rows), device=hidden.device)
+        is_likeliest = torch.zeros(len(rows), dtype=torch.bool, device=hidden.device)
+        elements = LOGITS_ON_GPU if self.weight.is_cuda else LOGITS_ON_CPU
+        step = max(1, elements // self.weight.size(0))
+        for start in range(0, len(hidden), step):
+            logits = self.logits(hidden[start : start + step])
+            # All labels in every chunk: selecting the chunk's own would synchronise with the host.
+            is_own = (rows >= start) & (rows < start + step)
+            own_rows = (rows - start).clamp(0, len(logits) - 1)
+            scores = self._label_logits(logits, own_rows, labels)
+            normalizer = logits.logsumexp(dim=1)
+            if self.group is not None:
+                normalizer = self._gather(normalizer).logsumexp(dim=0)
+            scores -= normalizer[own_rows]
+            log_probabilities = torch.where(is_own, scores, log_probabilities)
+            is_likeliest |= is_own & (self.likeliest(logits)[own_rows] == labels)
+        return log_probabilities, is_likeliest
+
+    def _label_logits(
+        self, logits: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """[m] logits of ``labels`` [m] in ``rows`` [m]; the rank that holds one sends it to all."""
+        columns = labels - self.first
+        is_own = (columns >= 0) & (columns < logits.size(1))
+        found = torch.where(is_own, logits[rows, columns.clamp(0, logits.size(1) - 1)], 0.0)
+        if self.group is not None:
+            dist.all_reduce(found, group=self.group)
+        return found
+
+    def _gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[ranks, n] ``values`` [n] of every rank of the group."""
+        assert self.group is not None
+        parts = [torch.empty_like(values) for _ in range(self.group.size())]
+        dist.all_gather(parts, values.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+
+class Scorer:
+    """Scores continuations and generates text with a model.
+
+    :meth:`score` and :meth:`generate` are collective. The arguments of rank 0 count; the other
+    ranks either make the same calls or :meth:`serve`. All ranks get the results.
+
+    Args:
+        reader: the model.
+        sequences_at_once: sequences of the model's length per forward pass and rank; shorter ones
+            fill the same number of tokens.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, reader: Reader, sequences_at_once: int, tokenizer: Tokenizer) -> None:
+        self.reader = reader
+        self.layout = reader.layout
+        self.max_length = reader.shape.max_sequence_length
+        self.tokens_at_once = sequences_at_once * self.max_length
+        self.tokenizer = tokenizer
+        self.eod_id = tokenizer.eod_id
+        self._calls: dict[str, Callable[..., Any]] = {
+            "score": self._score,
+            "generate": self._generate,
+        }
+
+    def score(self, questions: Sequence[Question], description: str = "") -> Answers:
+        """Score the continuations; ``description`` is for the progress bar.
+
+        Raises:
+            UserError: if a likelihood is not finite.
+        """
+        answers: Answers = self._run(self._broadcast(("score", questions, description)))
+        return answers
+
+    def generate(self, prompts: Sequence[Prompt]) -> Generated:
+        """Continue each prompt greedily up to a stop or the end of a document.
+
+        There is no key-value cache: each new token costs a forward pass over the unfinished
+        sequences. The tasks of the paper generate nothing.
+        """
+        generated: Generated = self._run(self._broadcast(("generate", prompts)))
+        return generated
+
+    def serve(self) -> None:
+        """Take part in the calls of rank 0 until it calls :meth:`stop`."""
+        assert not self.layout.is_main
+        while (call := self._broadcast(None)) is not None:
+            self._run(call)
+
+    def stop(self) -> None:
+        """End :meth:`serve` on the other ranks; called by rank 0."""
+        assert self.layout.is_main
+        self._broadcast(None)
+
+    def _broadcast(self, call: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        """The call of rank 0, on every rank."""
+        if self.layout.world_size == 1:
+            return call
+        box = [call if self.layout.is_main else None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _run(self, call: tuple[Any, ...] | None) -> Any:
+        assert call is not None
+        name, *arguments = call
+        return self._calls[name](*arguments)
+
+    def _output_weights(self) -> OutputWeights:
+        """This rank's shard; the last pipeline stage only has one."""
+        weight = self.reader.model.shared_embedding_or_output_weight()
+        group = parallel_state.get_tensor_model_parallel_group()
+        return OutputWeights(
+            weight=weight,
+            first=self.layout.tensor_rank * weight.size(0),
+            vocab_size=self.reader.shape.vocab_size,
+            group=group if self.layout.tensor_size > 1 else None,
+        )
+
+    @torch.no_grad()
+    def _score(self, questions: Sequence[Question], description: str) -> Answers:
+        layout, shape = self.layout, self.reader.shape
+        inputs = [self._model_input(question) for question in questions]
+        predicting = [len(question.continuation) for question in questions]
+        rows = pack(inputs, predicting, Packing.of(shape))
+        # Log-likelihoods, and the number of tokens that are not the most likely.
+        sums = torch.zeros(2, len(questions), dtype=torch.float64, device=layout.device)
+        flops, multiple = 0.0, length_multiple(layout)
+        all_batches = [
+            (batch, padded_length(batch[0].length, multiple))
+            for batch in batches(rows, self.tokens_at_once, multiple)
+        ]
+        own = (
+            {**batch_tensors(batch, width), **prediction_tensors(batch, questions, width)}
+            for batch, width in all_batches[layout.data_rank :: layout.data_size]
+        )
+        bar = progress_bar(
+            len(questions),
+            " requests",
+            description,
+            quiet=not layout.is_main,
+            delay=PROGRESS_DELAY_SECONDS,
+        )
+        with bar, read_ahead(own, layout.device) as ahead:
+            for number, (batch, width) in enumerate(all_batches):
+                flops += batch_flops(shape, batch, width)
+                if number % layout.data_size == layout.data_rank:
+                    self._score_batch(next(ahead), sums)
+                bar.update(sum(len(row.predicting) for row in batch))
+        sums = self.reader.sum_over_ranks(sums, spoken=layout.is_last_stage)
+        log_likelihoods, misses = sums.cpu().numpy()
+        if not np.isfinite(log_likelihoods).all():
+            raise UserError(
+                "a log-likelihood is not finite: the model has diverged; evaluate an earlier "
+                "checkpoint"
+            )
+        lengths = [len(q.context) + len(q.continuation) for q in questions]
+        truncated = sum(length > self.max_length + 1 for length in lengths)
+        return Answers(log_likelihoods, misses == 0, truncated, flops)
+
+    def _model_input(self, question: Question) -> Tokens:
+        """All but the last token, truncated on the left to the model's length."""
+        assert len(question.continuation) <= self.max_length
+        whole = np.concatenate([question.context, question.continuation])
+        return whole[-(self.max_length + 1) :][:-1] if len(question.continuation) else whole[:1]
+
+    def _score_batch(self, batch: Batch, sums: torch.Tensor) -> None:
+        """Add the log-likelihoods and misses of a batch to ``sums`` [2, n]."""
+        hidden = self.reader.final_hidden_states(
+            batch["tokens"], batch["positions"], batch.get("hidden_from")
+        )
+        if hidden is None or not len(batch["labels"]):
+            return
+        states = hidden.transpose(0, 1).flatten(0, 1)[batch["places"]]
+        output = self._output_weights()
+        scores, hits = output.score_labels(states, batch["rows"], batch["labels"])
+        sums[0].index_add_(0, batch["asked"], scores.double())
+        sums[1].index_add_(0, batch["asked"], (~hits).double())
+
+    @torch.no_grad()
+    def _generate(self, prompts: Sequence[Prompt]) -> Generated:
+        layout = self.layout
+        own: dict[int, list[int]] = {}
+        flops = 0.0
+        for index, numbers in enumerate(self._prompt_batches(prompts)):
+            if index % layout.data_size == layout.data_rank:
+                new, spent = self._continue([prompts[number] for number in numbers])
+                own |= dict(zip(numbers, new, strict=True))
+                flops += spent
+        # The ranks of one replica have the same results; one of them reports the cost.
+        reports = layout.tensor_rank == 0 and layout.is_last_stage
+        everywhere: list[tuple[dict[int, list[int]], float]] = [({}, 0.0)] * layout.world_size
+        dist.all_gather_object(everywhere, (own, flops if reports else 0.0))
+        found = {number: new for part, _ in everywhere for number, new in part.items()}
+        return Generated(
+            tokens=[found[number] for number in range(len(prompts))],
+            flops=sum(each for _, each in everywhere),
+        )
+
+    def _prompt_batches(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
+        """Indices of prompts of similar lengths, longest first, with room for the new tokens."""
+        batch: list[int] = []
+        widest = 0
+        for number in sorted(range(len(prompts)), key=lambda n: -len(self._kept(prompts[n]))):
+            needed = len(self._kept(prompts[number])) + prompts[number].max_new_tokens
+            widest = max(widest, needed)
+            if batch and (len(batch) + 1) * widest > self.tokens_at_once:
+                yield batch
+                batch, widest = [], needed
+            batch.append(number)
+        if batch:
+            yield batch
+
+    def _kept(self, prompt: Prompt) -> Tokens:
+        """The context, truncated on the left to leave room for the new tokens."""
+        room = self.max_length - prompt.max_new_tokens
+        assert room > 0
+        return prompt.context[-room:]
+
+    def _continue(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], float]:
+        """New tokens and forward FLOPs of a batch, on the ranks of one replica."""
+        shape, flops = self.reader.shape, 0.0
+        contexts = [self._kept(prompt).tolist() for prompt in prompts]
+        new: list[list[int]] = [[] for _ in prompts]
+        while left := [n for n, each in enumerate(prompts) if not self._is_finished(each, new[n])]:
+            sequences = [contexts[n] + new[n] for n in left]
+            for n, token in zip(left, self._next_tokens(sequences), strict=True):
+                new[n].append(token)
+            width = max(map(len, sequences))
+            positions = len(left) * width
+            # The output layer reads one state per sequence.
+            unread = (positions - len(left)) * head_forward_flops(shape)
+            flops += forward_flops(shape, positions, width) - unread
+        return new, flops
+
+    def _is_finished(self, prompt: Prompt, new: list[int]) -> bool:
+        if len(new) >= prompt.max_new_tokens or new[-1:] == [self.eod_id]:
+            return True
+        text = self.tokenizer.decode(new)
+        return any(stop in text for stop in prompt.stops)
+
+    def _next_tokens(self, sequences: Sequence[list[int]]) -> list[int]:
+        """The most likely token after each sequence, on every rank of the replica."""
+        layout = self.layout
+        width = padded_length(max(map(len, sequences)), length_multiple(layout))
+        tokens = np.zeros((len(sequences), min(width, self.max_length)), np.int64)
+        for row, sequence in zip(tokens, sequences, strict=True):
+            row[: len(sequence)] = sequence
+        on_device = to_device(torch.from_numpy(tokens), layout.device)
+        positions = torch.arange(tokens.shape[1], device=layout.device).expand_as(on_device)
+        hidden = self.reader.final_hidden_states(on_device, positions)
+        found = torch.zeros(len(sequences), dtype=torch.int64, device=layout.device)
+        if hidden is not None:
+            last = to_device(torch.tensor([len(s) - 1 for s in sequences]), layout.device)
+            states = hidden[last, torch.arange(len(sequences), device=layout.device)]
+            output = self._output_weights()
+            found = output.likeliest(output.logits(states))
+        if layout.pipeline_size > 1:
+            last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast(found, src=last_stage, group=group)
+        tokens_found: list[int] = found.tolist()
+        return tokens_found

@@ -1,1 +1,0 @@
-"""A mixture in the forms that other trainers read: one module a trainer."""

@@ -1,0 +1,397 @@
+"""Mixtures in the formats of other trainers, for tools/export_mixture.py. Loads no torch.
+
+The corpus has separate files for train, valid and test, so Megatron must not split them again with
+``--split``: a training run takes the formats for all splits, or one format per split.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, MixtureWarning, Split
+from megatron_chameleon.artifacts.files import replacing, writing
+from megatron_chameleon.artifacts.output_path import require_new
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.ranges import LargeCount, check_ranges
+
+ExportFormat = Literal[
+    "megatron-data-path",
+    "megatron-data-args",
+    "megatron-per-split",
+    "megatron-bridge",
+    "torchtitan",
+    "olmo-core",
+    "litgpt",
+    "csv",
+    "json",
+]
+# Option -> the formats that it applies to.
+APPLIES_TO: dict[str, tuple[ExportFormat, ...]] = {
+    "split": ("megatron-data-path", "megatron-data-args", "olmo-core"),
+    "token_budget": ("olmo-core",),
+}
+# Characters in a path that split or change a word in $(...) or between double quotes.
+UNSAFE_IN_SHELL = re.compile(r"""[\s*?\[\\$`"']""")
+# Megatron-LM splits the file's content at white space, without quoting.
+UNSAFE_IN_ARGS_FILE = re.compile(r"\s")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """Write a mixture in another trainer's format. Paths are absolute, weights exact.
+
+    Raises:
+        UserError: for an option that does not apply to the format, or a number out of range.
+    """
+
+    mixture: Path
+    """A mixture.json, from tools/compute_mixture.py or written by hand."""
+    corpus: Path
+    """Folder written by tools/preprocess_data.py, with the mixture's domains."""
+    format: ExportFormat
+    """'megatron-data-path': the arguments of --data-path or --train-data-path, on one line.
+
+    'megatron-data-args': the same arguments for --data-args-path, one domain per line.
+
+    'megatron-per-split': for --per-split-data-args-path: the corpus's train, valid and test.
+
+    'megatron-bridge': the blend_per_split of Megatron Bridge's GPTDatasetConfig.
+
+    'torchtitan': the sources of its InterleavedHuggingFaceTextDataLoader.
+
+    'olmo-core': OLMo-core's SourceMixtureList.
+
+    'litgpt': arguments of CombinedStreamingDataset, which litgpt's data modules mix with.
+
+    'csv' and 'json': a table of all domains."""
+    output: Path | None = None
+    """The file to write; default: standard output."""
+    overwrite: bool = False
+    """Replace an existing output file."""
+    split: Literal["train", "valid", "test"] | None = None
+    """The split whose files megatron-data-path, megatron-data-args and olmo-core list; default:
+    train. The other formats list all splits, or none."""
+    token_budget: LargeCount | None = None
+    """Training tokens, for olmo-core only, which repeats text only up to a given ratio; default:
+    the budget that the mixture was computed for."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_ranges(self)
+        for name, formats in APPLIES_TO.items():
+            if getattr(self, name) is not None and self.format not in formats:
+                raise UserError(
+                    f"--{name.replace('_', '-')} does nothing for --format {self.format}; it "
+                    f"applies to {', '.join(formats)}"
+                )
+        if self.output is not None and self.output.resolve() == self.mixture.resolve():
+            raise UserError(f"--output {self.output} is the mixture itself; choose another name")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedDomain:
+    """A domain of the corpus.
+
+    Attributes:
+        name: in the corpus.
+        weight: share of the sampled tokens; sums to 1 over domains, may be 0.
+        tokens: split -> tokens.
+        prefixes: split -> absolute path of its .bin and .idx files, without the suffix.
+    """
+
+    name: str
+    weight: float
+    tokens: dict[Split, int]
+    prefixes: dict[Split, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """The content of an export.
+
+    Attributes:
+        domains: all domains of the corpus, in its order.
+        split: whose files are listed by the formats that list one split.
+        token_budget: training tokens, if known.
+    """
+
+    domains: tuple[WeightedDomain, ...]
+    split: Split = "train"
+    token_budget: int | None = None
+
+    def sampled(self) -> list[WeightedDomain]:
+        """The domains with a weight above 0; most readers reject a weight of 0."""
+        return [domain for domain in self.domains if domain.weight > 0]
+
+    def sampled_from(self, split: Split) -> list[WeightedDomain]:
+        """The domains with a weight above 0 and tokens in ``split``.
+
+        The weight of those without valid or test tokens goes to the others.
+
+        Raises:
+            UserError: for a domain with a weight above 0 and no training tokens.
+        """
+        sampled = self.sampled()
+        empty = [domain.name for domain in sampled if domain.tokens[split] == 0]
+        if empty and split == "train":
+            raise UserError(
+                f"the mixture gives '{empty[0]}' a weight, but the corpus has no training tokens "
+                "of it; add text, or set its weight to 0"
+            )
+        if not empty:
+            return sampled
+        warnings.warn(
+            f"no {split} tokens of {', '.join(empty)}: left out of {split}, where the other "
+            "domains share the weight",
+            MixtureWarning,
+            stacklevel=2,
+        )
+        left = [domain for domain in sampled if domain.tokens[split] > 0]
+        total = math.fsum(domain.weight for domain in left)
+        return [dataclasses.replace(domain, weight=domain.weight / total) for domain in left]
+
+
+def export_mixture(options: ExportOptions) -> None:
+    """Write or print the mixture in the requested format.
+
+    Raises:
+        UserError: for a mixture and a corpus that do not match, a path that the format cannot
+            hold, or a file that cannot be written.
+    """
+    if options.output is not None and not options.overwrite:
+        require_new([options.output], "choose another --output or pass --overwrite")
+    text = exported_text(options)
+    if options.output is None:
+        sys.stdout.write(text)
+        return
+    with writing(options.output), replacing(options.output) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
+    print(f"written to {options.output}")
+
+
+def exported_text(options: ExportOptions) -> str:
+    """The content that :func:`export_mixture` writes; the same errors.
+
+    Raises:
+        UserError: see there, or for a weight on a domain that the corpus does not have.
+    """
+    mixture, corpus = Mixture.load(options.mixture), Corpus.load(options.corpus)
+    weights = mixture.weights_for(corpus.names, str(corpus.root))
+    domains = tuple(
+        WeightedDomain(
+            name,
+            weight,
+            {split: corpus.domains[name].split(split).tokens for split in SPLITS},
+            {split: _absolute_prefix(corpus, name, split) for split in SPLITS},
+        )
+        for name, weight in zip(corpus.names, weights, strict=True)
+    )
+    budget = mixture.token_budget if options.token_budget is None else options.token_budget
+    return FORMATS[options.format](Export(domains, options.split or "train", budget))
+
+
+def _absolute_prefix(corpus: Corpus, name: str, split: Split) -> str:
+    prefix = os.path.abspath(corpus.prefix(name, split))
+    try:
+        prefix.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"the path {prefix!r} is not UTF-8; rename the folder") from None
+    return prefix
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def megatron_data_path(export: Export) -> str:
+    """``WEIGHT PREFIX WEIGHT PREFIX ...`` on one line, for ``--train-data-path``.
+
+    Raises:
+        UserError: for a path that a shell or Megatron-LM would split.
+    """
+    return " ".join(_bare_words(export, UNSAFE_IN_SHELL)) + "\n"
+
+
+def megatron_data_args(export: Export) -> str:
+    """The same words for ``--data-args-path``, a weight and a prefix per line.
+
+    Raises:
+        UserError: for a path with white space, at which Megatron-LM would split it.
+    """
+    words = _bare_words(export, UNSAFE_IN_ARGS_FILE)
+    lines = zip(words[::2], words[1::2], strict=True)
+    return "".join(f"{weight} {prefix}\n" for weight, prefix in lines)
+
+
+def megatron_per_split(export: Export) -> str:
+    """The JSON of ``--per-split-data-args-path``: split -> words, or null without text.
+
+    The words are a list, so that paths may contain white space.
+
+    Raises:
+        UserError: for a path that ends in white space, which Megatron-LM strips.
+    """
+    return _json({split: _words(export, split) or None for split in SPLITS})
+
+
+def megatron_bridge(export: Export) -> str:
+    """Keyword arguments of Megatron Bridge's ``GPTDatasetConfig``, as JSON.
+
+    ``blend_per_split`` has the list of prefixes and the list of weights for train, valid and test;
+    ``blend`` and ``split`` must then be null, whatever the recipe sets.
+
+    Raises:
+        UserError: for a path that ends in white space, which Megatron strips.
+    """
+    blends = []
+    for split in SPLITS:
+        words = _words(export, split)
+        blends.append([words[1::2], [float(weight) for weight in words[::2]]] if words else None)
+    return _json({"blend": None, "blend_per_split": blends, "split": None})
+
+
+def _words(export: Export, split: Split) -> list[str]:
+    """Weight, prefix, weight, prefix ... of the files of ``split``."""
+    words = []
+    for domain in export.sampled_from(split):
+        prefix = domain.prefixes[split]
+        if prefix != prefix.strip():
+            raise UserError(
+                f"'{prefix}.bin': Megatron strips white space at the end of a path; rename the file"
+            )
+        words += [repr(domain.weight), prefix]
+    return words
+
+
+def _bare_words(export: Export, unsafe: re.Pattern[str]) -> list[str]:
+    words = _words(export, export.split)
+    if not words:
+        raise UserError(
+            f"no domain with a weight has {export.split} tokens; preprocess with a --split that "
+            "leaves some"
+        )
+    for prefix in words[1::2]:
+        if found := unsafe.search(prefix):
+            raise UserError(
+                f"{prefix}: {found[0]!r} in a path is not preserved in this format; use --format "
+                "megatron-per-split, which takes any path, or move the corpus"
+            )
+    return words
+
+
+def torchtitan(export: Export) -> str:
+    """Keyword arguments of ``HFDataSource``, one set per domain, under the key ``sources``.
+
+    ``InterleavedHuggingFaceTextDataLoader`` samples packed sequences by these weights, so they are
+    shares of the tokens. torchtitan reads text, not .bin files: each domain must be registered in
+    its ``DATASETS``, which it looks up in lower case.
+
+    Raises:
+        UserError: for two domains whose names differ in case only.
+    """
+    sampled = export.sampled()
+    names: dict[str, str] = {}
+    for domain in sampled:
+        other = names.setdefault(domain.name.lower(), domain.name)
+        if other != domain.name:
+            raise UserError(
+                f"'{other}' and '{domain.name}' are the same name for torchtitan, which ignores "
+                "case; rename one of them when preprocessing (--rename-domain)"
+            )
+    listed = [{"dataset": domain.name.lower(), "weight": domain.weight} for domain in sampled]
+    return _json({"sources": listed})
+
+
+def olmo_core(export: Export) -> str:
+    """A ``SourceMixtureList`` as JSON, with the .bin files of the corpus.
+
+    OLMo-core reads these files as they are: token ids without a header, each document ended by the
+    end-of-document token. Its ``dtype`` is ``uint16`` or ``uint32`` (for our int32: no id is
+    negative). With a token budget, ``max_repetition_ratio`` is the number of epochs over the
+    domain, rounded up; without it no text is repeated.
+
+    Raises:
+        UserError: for a path that OLMo-core would read as a pattern, or a split without text.
+    """
+    sampled = export.sampled_from(export.split)
+    if not sampled:
+        raise UserError(f"no domain with a weight has {export.split} tokens")
+    sources = []
+    for domain in sampled:
+        path = f"{domain.prefixes[export.split]}.bin"
+        if "*" in path:
+            raise UserError(f"{path}: OLMo-core reads '*' as a pattern; move the corpus")
+        source: dict[str, Any] = {
+            "source_name": domain.name,
+            "target_ratio": domain.weight,
+            "paths": [path],
+        }
+        if export.token_budget is not None:
+            epochs = export.token_budget * domain.weight / domain.tokens[export.split]
+            source["max_repetition_ratio"] = float(max(1, math.ceil(epochs)))
+        sources.append(source)
+    return _json({"sources": sources})
+
+
+def litgpt(export: Export) -> str:
+    """Arguments of litdata's ``CombinedStreamingDataset`` as JSON, with names for data sets.
+
+    litdata reads its own chunks, not .bin files: replace each name by a ``StreamingDataset``.
+    ``iterate_over_all`` is false because litdata rejects weights otherwise.
+    """
+    sampled = export.sampled()
+    arguments = {
+        "datasets": [domain.name for domain in sampled],
+        "weights": [domain.weight for domain in sampled],
+        "iterate_over_all": False,
+    }
+    return _json(arguments)
+
+
+def csv_table(export: Export) -> str:
+    """Comma-separated values (RFC 4180) with a header: domain, weight, tokens and prefixes."""
+    rows = _rows(export)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def json_table(export: Export) -> str:
+    """The same rows as a JSON list of objects."""
+    return _json(_rows(export))
+
+
+def _rows(export: Export) -> list[dict[str, Any]]:
+    """A row per domain of the corpus, those without weight included."""
+    return [
+        {"domain": domain.name, "weight": domain.weight}
+        | {f"{split}_tokens": domain.tokens[split] for split in SPLITS}
+        | {f"{split}_prefix": domain.prefixes[split] for split in SPLITS}
+        for domain in export.domains
+    ]
+
+
+FORMATS: dict[ExportFormat, Callable[[Export], str]] = {
+    "megatron-data-path": megatron_data_path,
+    "megatron-data-args": megatron_data_args,
+    "megatron-per-split": megatron_per_split,
+    "megatron-bridge": megatron_bridge,
+    "torchtitan": torchtitan,
+    "olmo-core": olmo_core,
+    "litgpt": litgpt,
+    "csv": csv_table,
+    "json": json_table,
+}

@@ -1,0 +1,199 @@
+"""Windows over held-out text compared with a plain enumeration, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_chameleon.artifacts import Protocol
+from megatron_chameleon.evaluation.held_out import (
+    HeldOutText,
+    ScoredWindows,
+    choose_windows,
+    cut_windows,
+    held_out_text,
+    spread_evenly,
+)
+from megatron_chameleon.evaluation.perplexity import batches
+from tests.unit.evaluation.plain_protocol import (
+    DOCUMENTS,
+    EOD,
+    predictions,
+    protocols,
+    token_file,
+)
+
+SIZES = st.lists(st.integers(0, 50), max_size=10)
+WINDOWS = st.integers(1, 20).flatmap(
+    lambda length: st.tuples(st.just(length), st.integers(0, length - 1))
+)
+
+
+def cut_sizes(
+    sizes: list[int], window_length: int, overlap: int
+) -> tuple[ScoredWindows, list[int]]:
+    """Stretches of these sizes with a token between them that is none of theirs, and their own."""
+    first = np.cumsum([size + 1 for size in sizes]) - np.array(sizes, int) if sizes else []
+    windows = cut_windows(
+        np.array(first, np.int64), np.array(sizes, np.int64), window_length, overlap
+    )
+    own = [t for start, size in zip(first, sizes, strict=True) for t in range(start, start + size)]
+    return windows, own
+
+
+@given(SIZES, WINDOWS)
+def test_every_token_is_scored_exactly_once_and_in_order(sizes, window):
+    windows, own = cut_sizes(sizes, *window)
+    scored = [t for s, e in zip(windows.scored, windows.end, strict=True) for t in range(s, e)]
+    assert scored == own
+    assert windows.num_scored.sum() == len(own)
+
+
+@given(SIZES, WINDOWS)
+def test_windows_are_as_long_as_they_may_be_and_overlap_as_asked(sizes, window):
+    window_length, overlap = window
+    windows, own = cut_sizes(sizes, window_length, overlap)
+    stretch_of = {t: number for number, t in enumerate(own)}
+    assert np.all(windows.lengths <= window_length)
+    assert np.all(windows.lengths >= 1)
+    for begin, scored, end in zip(windows.begin, windows.scored, windows.end, strict=True):
+        assert set(range(begin, end)) <= stretch_of.keys()  # never outside of its stretch
+        starts_stretch = begin - 1 not in stretch_of
+        assert scored - begin == (0 if starts_stretch else overlap)
+        if end in stretch_of:  # the stretch goes on
+            assert end - begin == window_length
+
+
+@given(SIZES.filter(any), WINDOWS, st.integers(1, 200))
+def test_fewer_windows_are_as_many_as_fit_and_lie_from_end_to_end(sizes, window, more):
+    windows, own = cut_sizes(sizes, *window)
+    max_tokens = window[0] + more
+    chosen = spread_evenly(windows, max_tokens)
+    if len(own) <= max_tokens:
+        assert chosen is windows
+        return
+    places = np.searchsorted(windows.begin, chosen.begin)
+    assert len(set(places.tolist())) == len(chosen) >= 1
+    assert np.array_equal(windows.end[places], chosen.end)
+    assert chosen.num_scored.sum() <= max_tokens
+    if len(chosen) > 1:
+        assert places[0] == 0
+        assert places[-1] == len(windows) - 1
+        assert np.diff(places).max() - np.diff(places).min() <= 1
+
+
+def scored(text: HeldOutText, batch_size: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(what the model is given, label) of everything that the batches of ``text`` score."""
+    for first, last, width in batches(text, batch_size):
+        tokens, labels, mask = text.batch(first, last, width)
+        assert tokens.shape == labels.shape == mask.shape == (last - first, width)
+        assert tokens.dtype == labels.dtype == torch.int64
+        for row, place in mask.nonzero().tolist():
+            yield tuple(tokens[row, : place + 1].tolist()), int(labels[row, place])
+
+
+@given(DOCUMENTS, protocols(), st.integers(1, 7), st.booleans())
+def test_every_token_is_scored_once_from_the_context_that_the_protocol_says(
+    documents, protocol, batch_size, is_sorted
+):
+    expected = [(one.context, one.label) for one in predictions(documents, protocol)]
+    text = held_out_text(token_file(documents), protocol, EOD)
+    if text is None:
+        assert expected == []
+        return
+    if is_sorted:
+        lengths = text.longest_first().windows.lengths
+        assert np.all(np.diff(lengths) <= 0)
+        assert sorted(scored(text.longest_first(), batch_size)) == sorted(expected)
+    else:
+        # Batches are as wide as their first window: one by one, in the order of the text.
+        rows = [text.batch(row, row + 1) for row in range(len(text.windows))]
+        found = [
+            (tuple(tokens[0, : place + 1].tolist()), int(labels[0, place]))
+            for tokens, labels, mask in rows
+            for place in mask[0].nonzero()[:, 0].tolist()
+        ]
+        assert found == expected
+
+
+@given(DOCUMENTS, protocols())
+def test_positions_are_those_of_the_labels(documents, protocol):
+    text = held_out_text(token_file(documents), protocol, EOD)
+    if text is None:
+        return
+    count = len(text.windows)
+    _, labels, mask = text.batch(0, count)
+    positions = text.positions(0, count)
+    assert np.array_equal(text.stream[positions[mask.numpy()]], labels.numpy()[mask.numpy()])
+    assert not labels.numpy()[positions < 0].any()
+    in_blocks = np.concatenate([text.scored_positions(*block) for block in text.blocks()])
+    assert np.array_equal(in_blocks, positions[mask.numpy()])
+
+
+@given(DOCUMENTS, protocols(), st.integers(1, 60))
+def test_a_limit_leaves_out_whole_windows_and_keeps_the_context(documents, protocol, more):
+    limited = dataclasses.replace(protocol, max_tokens=protocol.window_length + more)
+    text = held_out_text(token_file(documents), limited, EOD)
+    if text is None:
+        return
+    assert text.num_predictions <= limited.max_tokens
+    everything = [(one.context, one.label) for one in predictions(documents, protocol)]
+    found = list(scored(text.longest_first(), 3))
+    assert len(found) <= text.num_predictions
+    left = everything.copy()
+    for one in found:
+        left.remove(one)  # none of them twice more than it is there
+
+
+def test_a_documents_first_token_follows_an_end_whatever_stands_before_it():
+    # Nothing stands before the first, and no end before the third.
+    documents = [[1, 2, EOD], [3, 4], [5, EOD]]
+    protocol = Protocol("test", 4, packing="documents", first_token="after-eod")
+    text = held_out_text(token_file(documents), protocol, EOD)
+    assert text is not None
+    tokens, labels, mask = text.batch(0, 3)
+    assert tokens[:, 0].tolist() == [EOD, EOD, EOD]
+    assert labels[mask].tolist() == [1, 2, EOD, 3, 4, 5, EOD]
+
+
+def test_a_document_that_fills_its_windows_has_none_for_an_end_that_is_left_out():
+    documents = [[1, 2, 3, 4, EOD], [5, EOD], [6, 7, 8, 1]]
+    protocol = Protocol("test", 4, "documents", end_of_document=False, first_token="after-eod")
+    text = held_out_text(token_file(documents), protocol, EOD)
+    assert text is not None
+    assert text.windows.num_scored.tolist() == [4, 1, 4]
+    assert text.num_predictions == 9
+
+
+def test_text_without_anything_to_score_is_none():
+    packed = Protocol("test", 4)
+    inside = Protocol("test", 4, packing="documents")
+    without_ends = dataclasses.replace(packed, end_of_document=False)
+    assert held_out_text(token_file([]), packed, EOD) is None
+    assert held_out_text(token_file([[EOD]]), packed, EOD) is None
+    assert held_out_text(token_file([[EOD], [EOD], []]), inside, EOD) is None
+    assert held_out_text(token_file([[EOD], [EOD]]), without_ends, EOD) is None
+    assert held_out_text(token_file([[EOD], [EOD]]), packed, EOD) is not None
+
+
+@given(st.integers(42, 400), st.integers(1, 40), st.integers(0, 5))
+def test_fewer_packed_windows_are_whole_distinct_and_spread(length, window_length, more):
+    stream = np.arange(length, dtype=np.uint16)
+    max_tokens = window_length * (1 + more) + window_length // 2
+    text = choose_windows(stream, window_length, max_tokens)
+    labels = text.stream[text.scored_positions(0, len(text.windows))]
+    assert len(set(labels.tolist())) == len(labels) == text.num_predictions <= max_tokens
+    if length - 1 > max_tokens:
+        assert text.num_predictions == window_length * (1 + more)
+        assert labels[0] == 1
+        if more:  # the last window is as near to the end as a whole one can be
+            assert labels[-1] > length - 1 - window_length
+        gaps = np.diff(text.windows.begin) // window_length
+        assert not len(gaps) or gaps.max() - gaps.min() <= 1
+    else:
+        assert labels.tolist() == stream[1:].tolist()

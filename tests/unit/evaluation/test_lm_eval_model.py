@@ -1,0 +1,133 @@
+"""Our model for lm-eval beside lm-eval's own for the exported checkpoint, request by request."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
+from megatron_chameleon.evaluation.scoring import Answers, Prompt, Scorer
+from tests.fixtures.task_data import Words
+from tests.text_checkpoint import EOD_TOKEN
+
+TOLERANCE = 1e-4
+WORDS = Words("requests")
+CONTEXTS = [WORDS.text(number) for number in (1, 1, 2, 5, 9, 40)]
+
+
+def instances(kind, *arguments):
+    return [Instance(kind, {}, each, idx) for idx, each in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def ours(text_checkpoint, one_rank):
+    tokenizer = load_tokenizer(text_checkpoint.tokenizer, EOD_TOKEN)
+    record = CheckpointRecord.load(text_checkpoint.checkpoint)
+    return ScorerLM(Scorer(open_reader(record, one_rank), 2, tokenizer))
+
+
+@pytest.fixture(scope="module")
+def theirs(text_checkpoint):
+    return HFLM(str(text_checkpoint.exported), device="cpu", dtype="float32", batch_size=4)
+
+
+def test_log_likelihoods_are_those_of_the_exported_model(ours, theirs):
+    pairs = [(context, f" {WORDS.phrase()}") for context in CONTEXTS for _ in range(3)]
+    pairs += [(context, answer) for context in CONTEXTS for answer in (" yes", " no")]
+    pairs += [("", "Nothing stood before."), (CONTEXTS[1] + "  ", "two spaces"), pairs[4]]
+    requests = instances("loglikelihood", *pairs)
+    found, expected = (model.loglikelihood(requests) for model in (ours, theirs))
+    scores, hits = zip(*found, strict=True)
+    their_scores, their_hits = zip(*expected, strict=True)
+    np.testing.assert_allclose(scores, their_scores, rtol=0, atol=TOLERANCE)
+    assert hits == their_hits
+    assert np.std(scores) > 1
+
+
+def test_log_likelihoods_of_texts_are_those_of_the_exported_model(ours, theirs):
+    texts = [(CONTEXTS[0],), (CONTEXTS[-1] + CONTEXTS[-2],), (CONTEXTS[2],), (CONTEXTS[-1],)]
+    requests = instances("loglikelihood_rolling", *texts)
+    found, expected = (model.loglikelihood_rolling(requests) for model in (ours, theirs))
+    # Their windows are up to two to a text, each within the tolerance.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=10 * TOLERANCE)
+
+
+def test_texts_are_generated_as_by_the_exported_model(ours, theirs):
+    settings = [
+        {"until": [stop], "max_gen_toks": number} for stop, number in ((".", 12), ("a", 40))
+    ]
+    asked = [(context, each) for context in CONTEXTS for each in settings]
+    requests = instances("generate_until", *asked)
+    found, expected = (model.generate_until(requests) for model in (ours, theirs))
+    assert found == expected
+    assert len(set(found)) > 3
+    assert all("." not in text for text in found[::2])
+
+
+def test_an_end_of_document_ends_a_generation(ours, monkeypatch):
+    context = np.array(ours.tok_encode(CONTEXTS[0]), np.int32)
+    prompt = Prompt(context, max_new_tokens=6, stops=())
+    (six,) = ours.scorer.generate([prompt]).tokens
+    assert len(six) == 6
+    monkeypatch.setattr(ours.scorer, "eod_id", six[1])
+    (ended,) = ours.scorer.generate([prompt]).tokens
+    assert ended == six[: six.index(six[1]) + 1]
+    assert len(ended) < 6
+
+
+def test_a_task_that_samples_is_refused(ours):
+    settings = {"until": [], "do_sample": True, "temperature": 0.7}
+    with pytest.raises(UserError, match="a task samples"):
+        ours.generate_until(instances("generate_until", ("A", settings)))
+
+
+TEXTS = st.text(alphabet="ab é.\n", max_size=8)
+
+
+@given(pairs=st.lists(st.tuples(TEXTS, TEXTS.filter(bool)), min_size=1, max_size=4))
+def test_requests_are_encoded_in_one_batch_as_lm_eval_does_one_by_one(ours, pairs):
+    asked = []
+
+    def score(questions, _description):
+        asked.extend(questions)
+        return Answers(np.zeros(len(questions)), np.zeros(len(questions), bool), 0, 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours.scorer, "score", score)
+        ours.loglikelihood(instances("loglikelihood", *pairs))
+    for (context, continuation), question in zip(pairs, asked, strict=True):
+        before, after = [ours.eot_token_id], ours.tok_encode(context + continuation)
+        if context.strip():
+            before, after = ours._encode_pair(context, continuation)
+        assert question.context.tolist() == before
+        assert question.continuation.tolist() == after
+
+
+def test_requests_with_one_context_share_its_tokens(ours, monkeypatch):
+    asked = []
+
+    def score(questions, _description):
+        asked.extend(questions)
+        return Answers(np.zeros(2), np.zeros(2, bool), 0, 0.0)
+
+    monkeypatch.setattr(ours.scorer, "score", score)
+    ours.loglikelihood(instances("loglikelihood", ("Who?", " I"), ("Who?", " you")))
+    assert asked[0].context is asked[1].context
+
+
+def test_what_was_asked_is_counted_and_told_apart(ours):
+    digests = []
+    for answer in (" a lamp", " a lamp", " a clock"):
+        ours.new_tally("")
+        ours.loglikelihood(instances("loglikelihood", (CONTEXTS[0], answer)))
+        digests.append(ours.tally.digest.hexdigest())
+        assert ours.tally.flops > 0
+    assert digests[0] == digests[1] != digests[2]

@@ -1,0 +1,270 @@
+"""Packed rows, label scores and answers compared with plain loops, one sequence at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.checkpoint.convert import find_tokenizer
+from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation import scoring
+from megatron_chameleon.evaluation.scoring import (
+    OutputWeights,
+    Packing,
+    Question,
+    Scorer,
+    batch_flops,
+    batch_tensors,
+    batches,
+    pack,
+)
+from megatron_chameleon.model.flops import head_forward_flops
+from megatron_chameleon.options.tokenizer import TokenizerChoice
+from tests.text_checkpoint import POSITIONS
+
+TOLERANCE = 1e-4
+
+ALWAYS = Packing(longest=10_000, token_work=1.0, pair_work=0.0)
+NEVER = Packing(longest=0, token_work=1.0, pair_work=0.0)
+
+# Few tokens, so that beginnings are often shared; 300 takes two bytes.
+SEQUENCES = st.lists(st.lists(st.sampled_from([0, 1, 2, 300]), min_size=1, max_size=6), min_size=1)
+
+
+def arrays(lists):
+    return [np.array(each, dtype=np.int32) for each in lists]
+
+
+def seen_by(row, place):
+    """The tokens that the token at ``place`` sees, in order, with their positions."""
+    places = np.flatnonzero(row.visible()[place])
+    return row.all_tokens()[places].tolist(), row.positions()[places].tolist()
+
+
+@pytest.mark.parametrize(
+    "packing", [ALWAYS, NEVER, Packing(longest=8, token_work=10.0, pair_work=1.0)]
+)
+@given(lists=SEQUENCES, data=st.data())
+def test_each_token_sees_its_own_sequence_and_nothing_else(packing, lists, data):
+    counts = [data.draw(st.integers(0, len(each))) for each in lists]
+    rows = pack(arrays(lists), counts, packing)
+    found = {number: (row, places) for row in rows for number, places in row.predicting}
+    assert sorted(found) == list(range(len(lists)))
+    for number, each in enumerate(lists):
+        row, places = found[number]
+        assert len(places) == counts[number]
+        for end, place in zip(range(len(each) - counts[number], len(each)), places, strict=True):
+            assert seen_by(row, place) == (each[: end + 1], list(range(end + 1)))
+
+
+@given(lists=SEQUENCES)
+def test_where_all_may_share_each_beginning_stands_once(lists):
+    beginnings = {tuple(each[: n + 1]) for each in lists for n in range(len(each))}
+    rows = pack(arrays(lists), [1] * len(lists), ALWAYS)
+    assert sum(row.length for row in rows) == len(beginnings)
+    assert len(rows) == len({each[0] for each in lists})
+
+
+def test_a_row_is_a_chain_where_sequences_go_on_one_another():
+    (row,) = pack(arrays([[1, 2], [1, 2, 3], [1, 2, 3]]), [1, 1, 1], ALWAYS)
+    assert row.length == 3
+    assert row.is_chain
+    assert row.visible().tolist() == np.tri(3, dtype=bool).tolist()
+
+
+def test_sharing_has_to_save_more_than_looking_at_each_other_costs():
+    packing = Packing(longest=1000, token_work=100.0, pair_work=1.0)
+    # Together 190 tokens: 190^2 - 100^2 - 100^2 pairs more, for 10 tokens less.
+    assert not packing.joins(row_length=100, sequence_length=100, shared=10)
+    assert packing.joins(row_length=100, sequence_length=100, shared=80)
+    assert not packing.joins(row_length=990, sequence_length=90, shared=79)  # 1001 tokens
+    assert not packing.joins(row_length=0, sequence_length=5, shared=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens_at_once", "expected"),
+    [
+        (16, [[10], [9], [8, 7], [6, 5], [4, 3], [2], [1]]),
+        (1000, [[10, 9, 8], [7, 6], [5, 4], [3], [2], [1]]),
+    ],
+)
+def test_batches_are_of_like_lengths_and_hold_as_many_tokens_as_they_may(tokens_at_once, expected):
+    rows = pack(arrays([[n] * (n + 1) for n in range(10)]), [1] * 10, NEVER)
+    found = [[row.length for row in batch] for batch in batches(rows, tokens_at_once)]
+    assert found == expected
+
+
+VOCAB_SIZE, PADDED = 21, 32
+
+
+@pytest.fixture
+def output():
+    torch.manual_seed(0)
+    weight = torch.randn(PADDED, 8)
+    weight[VOCAB_SIZE:] *= 100  # whoever counts the padding finds it the likeliest
+    return OutputWeights(weight, first=0, vocab_size=VOCAB_SIZE, group=None)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+def test_scores_are_those_of_a_softmax_over_the_real_vocabulary(output, rows_at_once, monkeypatch):
+    monkeypatch.setattr(scoring, "LOGITS_ON_CPU", rows_at_once * PADDED)
+    hidden = torch.randn(10, 8)
+    rows = torch.randint(0, 10, (40,)).sort().values
+    labels = torch.randint(0, VOCAB_SIZE, (40,))
+    scores, hits = output.score_labels(hidden, rows, labels)
+    expected = (hidden @ output.weight[:VOCAB_SIZE].T).log_softmax(dim=1)
+    torch.testing.assert_close(scores, expected[rows, labels])
+    assert hits.tolist() == (expected.argmax(dim=1)[rows] == labels).tolist()
+    assert 0 < hits.sum() < 40
+
+
+def test_the_first_of_equally_likely_tokens_is_taken(output):
+    logits = torch.zeros(1, PADDED)
+    logits[0, [4, 7]] = 1.0
+    assert output.likeliest(logits).tolist() == [4]
+
+
+def test_a_rank_that_holds_padding_alone_has_no_logits(output):
+    beyond = OutputWeights(output.weight, first=PADDED, vocab_size=VOCAB_SIZE, group=None)
+    assert torch.isneginf(beyond.logits(torch.randn(2, 8))).all()
+
+
+@pytest.fixture(scope="module")
+def reader(text_checkpoint, one_rank):
+    return open_reader(CheckpointRecord.load(text_checkpoint.checkpoint), one_rank)
+
+
+@pytest.fixture(scope="module")
+def scorer(text_checkpoint, reader):
+    """``scorer(sequences_at_once)``."""
+    record = CheckpointRecord.load(text_checkpoint.checkpoint)
+    tokenizer = find_tokenizer(TokenizerChoice(), record)
+    return lambda sequences_at_once: Scorer(reader, sequences_at_once, tokenizer)
+
+
+def question(context, continuation):
+    return Question(np.array(context, np.int32), np.array(continuation, np.int32))
+
+
+@pytest.fixture(scope="module")
+def questions(reader):
+    """Choices after contexts, alone or shared, of all lengths; some too long for the model."""
+    rng = np.random.default_rng(0)
+
+    def draw(length):
+        return rng.integers(0, reader.shape.vocab_size, length).tolist()
+
+    asked = []
+    for length in (1, 5, 40, 41, 120, POSITIONS - 3, POSITIONS + 30):
+        context = draw(length)
+        asked += [question(context, draw(int(rng.integers(1, 12)))) for _ in range(4)]
+        asked += [question(context, [token]) for token in draw(3)]  # of one token, as letters are
+        asked += [question([*context[:-1], 7], draw(3))]  # another context with its beginning
+    asked += [asked[0], question(draw(9), []), question(draw(2), draw(POSITIONS))]
+    return [asked[number] for number in rng.permutation(len(asked))]
+
+
+def plainly(reader, question):
+    """(log-likelihood, whether it is greedy), from all logits of a pass over this question."""
+    whole = np.concatenate([question.context, question.continuation]).astype(np.int64)
+    tokens = torch.from_numpy(whole[-(POSITIONS + 1) :])
+    inputs, length = tokens[None, :-1], len(question.continuation)
+    if not length:
+        return 0.0, True
+    positions = torch.arange(inputs.size(1))[None]
+    with torch.no_grad():
+        logits = reader.model(inputs, positions, None)[0, -length:, : reader.shape.vocab_size]
+    labels = tokens[-length:]
+    scores = logits.double().log_softmax(dim=1).gather(1, labels[:, None])
+    return float(scores.sum()), bool((logits.argmax(dim=1) == labels).all())
+
+
+@pytest.fixture(scope="module")
+def expected(reader, questions):
+    return [plainly(reader, each) for each in questions]
+
+
+@pytest.mark.parametrize("sequences_at_once", [1, 3, 100])
+def test_scores_are_those_of_each_question_alone(scorer, questions, expected, sequences_at_once):
+    answers = scorer(sequences_at_once).score(questions)
+    found, greedy = zip(*expected, strict=True)
+    np.testing.assert_allclose(answers.log_likelihoods, found, rtol=0, atol=TOLERANCE)
+    assert answers.is_greedy.tolist() == list(greedy)
+    lengths = [len(each.context) + len(each.continuation) for each in questions]
+    assert answers.num_truncated == sum(length > POSITIONS + 1 for length in lengths) > 0
+
+
+def test_what_greedy_decoding_gives_is_known(reader, scorer):
+    context = [5, 6, 7]
+    greedy: list[int] = []
+    for _ in range(4):
+        tokens = torch.tensor([context + greedy])
+        logits = reader.model(tokens, torch.arange(tokens.size(1))[None], None)
+        greedy.append(int(logits[0, -1].argmax()))
+    wrong = [*greedy[:3], (greedy[3] + 1) % 100]
+    asked = [question(context, greedy), question(context, wrong), question(context, greedy[:2])]
+    assert scorer(1).score(asked).is_greedy.tolist() == [True, False, True]
+
+
+def test_sharing_saves_work_and_changes_nothing(scorer, questions, monkeypatch):
+    shared = scorer(8).score(questions)
+
+    def alone_in_rows(sequences, predicting, packing):
+        return pack(sequences, predicting, dataclasses.replace(packing, longest=0))
+
+    monkeypatch.setattr(scoring, "pack", alone_in_rows)
+    alone = scorer(8).score(questions)
+    np.testing.assert_allclose(shared.log_likelihoods, alone.log_likelihoods, atol=TOLERANCE)
+    assert shared.flops < alone.flops / 2
+
+
+def test_flops_are_those_of_the_shapes(reader, scorer):
+    size = reader.shape.size
+    context = list(range(10))
+    (row,) = pack(
+        [np.array([*context, 20], np.int32), np.array([*context, 30], np.int32)],
+        [2, 2],
+        Packing(longest=100, token_work=1.0, pair_work=0.0),
+    )
+    h, f, width = size.hidden_size, size.ffn_hidden_size, 12
+    layer = width * (8 * h * h + 4 * h * f) + 4 * h * width**2
+    places = 3  # the end of the context, and one of each answer
+    expected = size.num_layers * layer + places * head_forward_flops(reader.shape)
+    assert batch_flops(reader.shape, [row], width) == expected
+    asked = [question(context, [20, 1]), question(context, [30, 1])]
+    assert scorer(1).score(asked).flops == expected
+
+
+def test_what_fills_rows_up_does_not_matter(reader):
+    rows = pack(
+        [np.array([1, 2, 3], np.int32), np.array([1, 2, 4], np.int32)],
+        [1, 1],
+        Packing(longest=100, token_work=1.0, pair_work=0.0),
+    )
+    states = []
+    for width in (4, 9):
+        tokens, positions, hidden = batch_tensors(rows, width).values()
+        assert not hidden.all(dim=3).any()  # each token sees one at least
+        tokens[:, 4:] = 17
+        states.append(reader.final_hidden_states(tokens, positions, hidden)[:4])
+    torch.testing.assert_close(states[0], states[1])
+
+
+def test_a_model_that_has_diverged_is_told(reader, scorer):
+    weight = reader.model.embedding.word_embeddings.weight
+    kept = weight[3].clone()
+    try:
+        with torch.no_grad():
+            weight[3] = torch.nan
+        with pytest.raises(UserError, match="not finite: the model has diverged"):
+            scorer(1).score([question([3], [4])])
+    finally:
+        with torch.no_grad():
+            weight[3] = kept

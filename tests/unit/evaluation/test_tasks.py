@@ -1,0 +1,158 @@
+"""Task definitions: the splits of examples, and a hub that does not answer."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+
+import datasets
+import pytest
+from huggingface_hub import close_session, constants
+from lm_eval.api.task import ConfigurableTask
+
+from megatron_chameleon.evaluation.tasks import (
+    HUB_ATTEMPTS,
+    TaskLibrary,
+    TaskUnavailableError,
+    exclude_own_document,
+)
+
+
+@pytest.fixture
+def point_to(monkeypatch):
+    """Lets the hub be at a port of this machine."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()
+
+    def point(port):
+        address = f"http://127.0.0.1:{port}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+    yield point
+    close_session()
+
+
+@pytest.fixture
+def silent_port():
+    """Takes connections, and says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+@pytest.fixture
+def asked():
+    """The paths that the answering hub was asked for."""
+    return []
+
+
+@pytest.fixture
+def answering_port(asked):
+    """Answers that it has nothing."""
+
+    class Nothing(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_arguments):
+            """Be quiet."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def test_a_hub_that_answers_is_asked_by_datasets(point_to, answering_port, asked):
+    point_to(answering_port)
+    hub = TaskLibrary(["sciq"], None)
+    with hub._probed_hub("allenai/sciq"):
+        assert not constants.HF_HUB_OFFLINE
+    assert hub.hub_problem == ""
+    assert asked == ["/datasets/allenai/sciq/resolve/main/README.md"]
+
+
+def test_a_hub_that_says_nothing_is_not_asked_again(point_to, silent_port):
+    point_to(silent_port)
+    hub = TaskLibrary(["sciq"], None)
+    with hub._probed_hub("allenai/sciq"):
+        assert constants.HF_HUB_OFFLINE
+        assert datasets.config.HF_HUB_OFFLINE
+    assert not constants.HF_HUB_OFFLINE
+    assert f"http://127.0.0.1:{silent_port} does not answer (ReadTimeout" in hub.hub_problem
+
+
+def test_tasks_say_how_to_do_without_the_hub(point_to, monkeypatch, tmp_path):
+    calls = []
+
+    def refuse(*address, **_more):
+        calls.append(address)
+        raise OSError("there is no network")
+
+    point_to(9)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    library = TaskLibrary(["sciq", "piqa"], None)
+    for task in ("sciq", "piqa"):
+        with pytest.raises(
+            TaskUnavailableError,
+            match=r"does not answer \(\w+: .*\), and the data set is not cached; .* --data-dir",
+        ):
+            library.load(task)
+    assert len(calls) == HUB_ATTEMPTS
+
+
+LEFT_OUT = ", the question's own document left out"
+
+
+def documents(split):
+    """Five that name their split."""
+    rows = [{"text": f"{split} {number}", "label": number % 2} for number in range(5)]
+    return datasets.Dataset.from_list(rows)
+
+
+def custom_dataset(**_arguments):
+    return {split: documents(split) for split in ("train", "validation", "test")}
+
+
+@pytest.mark.parametrize(
+    ("splits", "told"),
+    [
+        ({"training_split": "train", "test_split": "test"}, "train"),
+        ({"training_split": "train", "validation_split": "validation"}, "train"),
+        ({"validation_split": "validation", "test_split": "test"}, "validation"),
+        ({"test_split": "test"}, "test" + LEFT_OUT),
+        ({"validation_split": "validation"}, "validation" + LEFT_OUT),
+        ({"training_split": "test", "test_split": "test"}, "test" + LEFT_OUT),
+        ({"validation_split": "test", "fewshot_split": "test"}, "test" + LEFT_OUT),
+        ({"test_split": "test", "fewshot_split": "test"}, "test" + LEFT_OUT),
+    ],
+)
+def test_a_question_is_never_its_own_example(splits, told):
+    task = ConfigurableTask(
+        config={
+            "task": "made_up",
+            "custom_dataset": custom_dataset,
+            "output_type": "multiple_choice",
+            "doc_to_text": "<{{text}}>",
+            "doc_to_target": "label",
+            "doc_to_choice": ["no", "yes"],
+            "num_fewshot": 4,
+            **splits,
+        }
+    )
+    assert exclude_own_document(task) == told
+    task.set_fewshot_seed(seed=0)
+    task.build_all_requests(rank=0, world_size=1)
+    examples = told.removesuffix(LEFT_OUT)
+    for request in task.instances:
+        context = request.args[0]
+        assert context.count(f"<{examples} ") >= 4
+        assert context.count(f"<{request.doc['text']}>") == 1

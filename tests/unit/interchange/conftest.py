@@ -1,0 +1,48 @@
+"""A corpus of four domains, and a mixture of it whose weights rounding would change."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.interchange import ExportOptions, exported_text
+from tests.small_corpus import write_small_corpus
+
+# 'poems' has no weight. The others are far from uniform, and none is short in decimals.
+WEIGHTS = {"news": 0.1 + 0.2, "code": 1 / 7, "poems": 0.0, "wiki(en)": 1 - (0.1 + 0.2) - 1 / 7}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return write_small_corpus(tmp_path_factory.mktemp("exported") / "corpus", list(WEIGHTS))
+
+
+@pytest.fixture(scope="session")
+def mixture_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exported") / "mixture.json"
+    path.write_text(json.dumps({"weights": WEIGHTS}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def weights(mixture_file):
+    """Domain -> weight, as the mixture is read; those above 0 are what a reader is to find."""
+    return Mixture.load(mixture_file).weights
+
+
+@pytest.fixture(scope="session")
+def drawn(weights):
+    return {name: weight for name, weight in weights.items() if weight > 0}
+
+
+@pytest.fixture
+def export(corpus, mixture_file):
+    """``export(format, **options)``: the text of that format."""
+
+    def exported(chosen, **options):
+        given = {"mixture": mixture_file, "corpus": corpus.root, **options}
+        return exported_text(ExportOptions(format=chosen, **given))
+
+    return exported
