@@ -21,7 +21,7 @@ from megatron_chameleon.artifacts import (
     TokenizerIdentity,
     provenance,
 )
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.source import SourceOptions
 

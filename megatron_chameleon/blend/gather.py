@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
 from megatron_chameleon.blend.permutation import permute_position, permute_position_reference
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile
 
 # What the columns of a table of views hold. An address of 0 says that there is no such array.
 (

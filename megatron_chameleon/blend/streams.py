@@ -17,7 +17,7 @@ from megatron_chameleon.blend.permutation import epoch_permutation, permutation_
 from megatron_chameleon.blend.sample_index import build_sample_index
 from megatron_chameleon.blend.shuffle import shuffle
 from megatron_chameleon.blend.token_data import DomainData
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile
 
 # Megatron shuffles the last epoch on its own where less than this share of it is used, so that
 # its documents do not crowd out those of the whole epochs.

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import SPLITS, Corpus, Domain, DomainSplit, Split
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import link_or_copy, writing
-from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter, TokenFile, open_tokens
 from megatron_chameleon.corpus.shards.folder import TOKENS_NAME
 from megatron_chameleon.corpus.text_bytes import document_bytes, token_bytes
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
 
 _BLOCK_TOKENS = 1 << 22

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from megatron_chameleon.artifacts import Corpus, Split
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import replacing, require_regular_file, sha256_of_json
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.windows import Windows
 from megatron_chameleon.errors import UserError

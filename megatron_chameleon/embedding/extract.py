@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
 from megatron_chameleon.embedding.windows import Windows
 from megatron_chameleon.errors import UserError

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, EmbeddingStore, Stopwatch
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
+from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError

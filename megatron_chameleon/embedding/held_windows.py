@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 
 from megatron_chameleon.blend.token_data import DomainData
-from megatron_chameleon.corpus.block_checksums import BlockTokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text
 from megatron_chameleon.evaluation.plan import EvaluationPlan

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, Split
 from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
-from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
+from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.evaluation.held_out import HeldOutText
 from megatron_chameleon.evaluation.unigram import token_counts, unigram_loss
 

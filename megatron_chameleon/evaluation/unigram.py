@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.corpus.block_checksums import Tokens
+from megatron_chameleon.corpus.indexed import Tokens
 
 _CHUNK = 1 << 24
 

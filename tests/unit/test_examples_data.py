@@ -19,7 +19,7 @@ import pytest
 import zstandard
 
 from megatron_chameleon.artifacts import SPLITS, Corpus
-from megatron_chameleon.corpus.indexed_reader import open_split
+from megatron_chameleon.corpus.indexed import open_split
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
 from megatron_chameleon.corpus.tokenization.training import byte_level_bpe
 

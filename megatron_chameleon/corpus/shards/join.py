@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import SPLITS, Domain, DomainSplit, NotWritten, Split
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import link_or_copy, writing
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter, TokenType
+from megatron_chameleon.corpus.indexed import IndexedWriter, TokenType
 from megatron_chameleon.corpus.reading.malformed import MalformedLines
 from megatron_chameleon.corpus.shards.folder import TOKENS_NAME
 from megatron_chameleon.corpus.shards.left_out import DUPLICATE, KEPT, LeftOut, find_left_out

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import SPLITS
 from megatron_chameleon.artifacts.files import flush_all_to_disk, writing
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter, TokenType
+from megatron_chameleon.corpus.indexed import IndexedWriter, TokenType
 
 # What all domains together may hold before it is written; a few domains never come near.
 _WAITING_BYTES = 1 << 26

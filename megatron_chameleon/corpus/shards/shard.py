@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.files import flush_to_disk, writing
 from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
-from megatron_chameleon.corpus.indexed_writer import TokenType
+from megatron_chameleon.corpus.indexed import TokenType
 from megatron_chameleon.corpus.reading.malformed import MalformedRecord
 from megatron_chameleon.corpus.shards.parts import PartsWriter, ShardPart
 from megatron_chameleon.errors import UserError

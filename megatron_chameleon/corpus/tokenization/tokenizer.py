@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, TokenizerIdentity
-from megatron_chameleon.corpus.indexed_writer import TokenType, token_type
+from megatron_chameleon.corpus.indexed import TokenType, token_type
 from megatron_chameleon.corpus.tokenization.encoders import Encoder
 from megatron_chameleon.corpus.tokenization.file import (
     TokenizerFile,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import SPLITS, Split
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.embedding.documents import DocumentBlock
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.discovery.plan import DiscoverPlan

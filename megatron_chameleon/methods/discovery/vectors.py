@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts import SPLITS, Cost, Stopwatch
 from megatron_chameleon.checkpoint.reader import open_reader
-from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
+from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.embedding.documents import (
     DocumentBlock,
     embed_block,

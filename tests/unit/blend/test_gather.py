@@ -14,8 +14,7 @@ from megatron_chameleon.blend.gather import (
     ViewTable,
     gather_reference,
 )
-from megatron_chameleon.corpus.block_checksums import BlockTokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 from megatron_chameleon.errors import UserError
 from tests.addresses import at_offset
 

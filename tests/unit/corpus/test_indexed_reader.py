@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from megatron_chameleon.artifacts import Corpus
-from megatron_chameleon.corpus import indexed_reader
-from megatron_chameleon.corpus.indexed_reader import (
+from megatron_chameleon.corpus import indexed
+from megatron_chameleon.corpus.indexed import (
     ExpectedTokens,
+    IndexedWriter,
     TokenFile,
     open_split,
     open_token_file,
     open_tokens,
 )
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import DOMAINS, write_small_corpus
 
@@ -111,7 +111,7 @@ def test_a_document_added_as_a_whole_is_read(tmp_path):
 
 def test_the_token_types_are_megatrons():
     integers = {kind.value: kind.name for kind in DType if not kind.name.startswith("float")}
-    assert integers == indexed_reader._TOKEN_TYPES
+    assert integers == indexed._TOKEN_TYPES
     assert sorted(INTEGERS) == sorted(integers.values())
 
 
@@ -250,7 +250,7 @@ PROBLEMS = {
     "last length": (
         AT_LENGTHS + 12,
         b"\x02",
-        "bin holds 18 bytes where its .idx places tokens up to byte 20",
+        "bin holds 18 bytes, its .idx places tokens up to byte 20",
     ),
     "longest length": (
         AT_LENGTHS + 12,
@@ -269,7 +269,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("block", [1, 2, 3, 1 << 15])  # sequences checked at a time
 @pytest.mark.parametrize(("place", "bytes_", "problem"), PROBLEMS.values(), ids=PROBLEMS)
 def test_what_is_wrong_is_named(tmp_path, monkeypatch, block, place, bytes_, problem):
-    monkeypatch.setattr(indexed_reader, "_BLOCK", block)
+    monkeypatch.setattr(indexed, "_CHECK_BLOCK", block)
     prefix = write(tmp_path / "a")
     content = bytearray(path_of(prefix, ".idx").read_bytes())
     content[place : place + len(bytes_)] = bytes_
@@ -280,7 +280,7 @@ def test_what_is_wrong_is_named(tmp_path, monkeypatch, block, place, bytes_, pro
 
 @pytest.mark.parametrize("block", [1, 2, 3])
 def test_whole_files_are_read_in_blocks_of_any_size(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(indexed_reader, "_BLOCK", block)
+    monkeypatch.setattr(indexed, "_CHECK_BLOCK", block)
     assert sequences(open_token_file(write(tmp_path / "a"), EXPECTED)) == DOCUMENTS
 
 
@@ -295,7 +295,7 @@ def test_whole_files_are_read_in_blocks_of_any_size(tmp_path, monkeypatch, block
 def test_files_that_are_not_those_expected_are_refused(tmp_path, change, problem):
     prefix = write(tmp_path / "a")
     expected = dataclasses.replace(EXPECTED, **change)
-    with pytest.raises(UserError, match=rf"a\.idx is not what corpus.json says: {problem}; "):
+    with pytest.raises(UserError, match=rf"a\.idx does not match corpus.json: {problem}; "):
         open_token_file(prefix, expected)
 
 
@@ -347,7 +347,7 @@ def test_no_room_for_a_map_is_told_with_the_limits_to_raise(tmp_path, monkeypatc
     def no_room(path: Path) -> NoReturn:
         raise OSError(errno.ENOMEM, "Cannot map 4 bytes: Cannot allocate memory", str(path))
 
-    monkeypatch.setattr(indexed_reader, "map_file", no_room)
+    monkeypatch.setattr(indexed, "map_file", no_room)
     with pytest.raises(UserError, match=r"a\.idx: Cannot map .*; raise .*vm\.max_map_count"):
         open_token_file(tmp_path / "a")
 

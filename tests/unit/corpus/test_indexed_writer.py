@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from megatron_chameleon.corpus import indexed_writer
-from megatron_chameleon.corpus.indexed_writer import (
+from megatron_chameleon.corpus import indexed
+from megatron_chameleon.corpus.indexed import (
     HEADER,
     MAGIC,
     TYPE_CODES,
@@ -36,7 +36,7 @@ def files(prefix):
 def test_files_are_those_of_megatrons_builder(
     tmp_path, monkeypatch, buffer_bytes, count, vocab_size
 ):
-    monkeypatch.setattr(indexed_writer, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(indexed, "_BUFFER_BYTES", buffer_bytes)
     documents = random_documents(np.random.default_rng(count), count, vocab_size)
 
     builder = IndexedDatasetBuilder(
@@ -99,7 +99,7 @@ def test_documents_can_come_in_blocks_of_any_size(tmp_path, monkeypatch, blocks,
         one_by_one.add(document)
     digest = one_by_one.finish()
 
-    monkeypatch.setattr(indexed_writer, "_INDEX_BLOCK", index_block)
+    monkeypatch.setattr(indexed, "_INDEX_BLOCK", index_block)
     writer = IndexedWriter(tmp_path / "blocks", "uint16")
     lengths = np.array([document.size for document in documents], dtype=np.int32)
     for part in np.array_split(np.arange(100), blocks):
@@ -113,7 +113,7 @@ def test_documents_can_come_in_blocks_of_any_size(tmp_path, monkeypatch, blocks,
 
 
 def test_what_waits_in_memory_is_little_and_can_be_flushed(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed_writer, "_BUFFER_BYTES", 100)
+    monkeypatch.setattr(indexed, "_BUFFER_BYTES", 100)
     writer = IndexedWriter(tmp_path / "a", "uint16")
     for _ in range(20):
         writer.add(np.arange(10))

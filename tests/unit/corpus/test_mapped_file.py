@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_chameleon.corpus.mapped_file import map_file
+from megatron_chameleon.corpus.indexed import map_file
 
 
 def write(path: Path, content: bytes) -> Path:

@@ -11,7 +11,7 @@ import zstandard
 
 from megatron_chameleon.artifacts import SPLITS, Corpus
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.shards import shard, shard_maker
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer, load_tokenizer

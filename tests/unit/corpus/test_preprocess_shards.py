@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_chameleon.artifacts import Corpus
-from megatron_chameleon.corpus import indexed_writer
+from megatron_chameleon.corpus import indexed
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.shards import join, left_out, shard, shard_maker, token_source
 from megatron_chameleon.corpus.shards.plan import Plan
@@ -125,8 +125,8 @@ def test_blocks_in_memory_do_not_show_however_small(options, whole, monkeypatch)
         (join, "_BLOCK_DOCUMENTS", 3),
         (token_source, "_BLOCK_BYTES", 16),
         (join, "_WAITING_BYTES", 200),
-        (indexed_writer, "_BUFFER_BYTES", 64),
-        (indexed_writer, "_INDEX_BLOCK", 5),
+        (indexed, "_BUFFER_BYTES", 64),
+        (indexed, "_INDEX_BLOCK", 5),
     ]:
         assert hasattr(module, name)
         monkeypatch.setattr(module, name, size)

@@ -13,8 +13,7 @@ from megatron_chameleon.artifacts import SPLITS, Corpus
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.corpus import regroup as regrouping
 from megatron_chameleon.corpus import text_bytes
-from megatron_chameleon.corpus.block_checksums import BlockTokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile, open_tokens
 from megatron_chameleon.corpus.regroup import regroup
 from megatron_chameleon.corpus.text_bytes import document_bytes, token_bytes
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer, load_tokenizer

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.embedding import extract
 from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.fill_store import fill_store, missing_domains, open_store

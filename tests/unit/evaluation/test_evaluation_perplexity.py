@@ -20,8 +20,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.reader import open_reader, shape_of
-from megatron_chameleon.corpus.indexed_reader import open_tokens
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.options.parallel import ParallelOptions

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text
 from megatron_chameleon.evaluation.scored_text import ClusterMap, scored_text
 from megatron_chameleon.evaluation.unigram import token_counts, unigram_loss

@@ -18,7 +18,7 @@ from megatron_chameleon.artifacts import (
     TokenizerIdentity,
     provenance,
 )
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.methods.gradient_alignment.compute import compute_doge
 from megatron_chameleon.options.doge import DogeRule
 from megatron_chameleon.options.preprocess import PreprocessOptions

@@ -19,7 +19,7 @@ from megatron_chameleon.artifacts import (
     Mixture,
     find_checkpoint,
 )
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.tokenization.file import recorded_tokenizer_file
 from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
