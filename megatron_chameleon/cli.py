@@ -225,6 +225,8 @@ def parse_options(
         if left.code in (0, None):
             _leave(0)
         _refuse(_flatten(printed.getvalue()), rank)
+    except UserError as error:  # of an options class that validates itself
+        _refuse(str(error), rank)
 
 
 @OPTION_TYPES.struct_rule

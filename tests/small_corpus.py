@@ -22,8 +22,7 @@ from megatron_chameleon.artifacts import (
     provenance,
 )
 from megatron_chameleon.corpus.indexed import IndexedWriter
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import SourceOptions
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 
 # Odd, so that no tensor-parallel degree divides it and the last rows of the embedding are padding.
 VOCAB_SIZE = 251

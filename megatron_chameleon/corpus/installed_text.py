@@ -24,8 +24,8 @@ from typing import Any
 import orjson
 
 from megatron_chameleon.artifacts.files import replacing, write_json
+from megatron_chameleon.corpus.options import GatherOptions
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.gather import GatherOptions
 
 MIN_DOMAINS = 6
 SUMMARY_FILE = "gathered.json"

@@ -20,6 +20,7 @@ import orjson
 import psutil
 from numpy.typing import NDArray
 
+from megatron_chameleon.corpus.options import EncoderChoice
 from megatron_chameleon.corpus.tokenization.awkward_texts import awkward_texts
 from megatron_chameleon.corpus.tokenization.encoders import Encoder, is_panic
 from megatron_chameleon.corpus.tokenization.file import TokenizerFile
@@ -27,7 +28,6 @@ from megatron_chameleon.corpus.tokenization.settled import SettledCharacters
 from megatron_chameleon.corpus.tokenization.tiktoken_file import PATTERNS
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.tokenizer import EncoderChoice
 
 Encode = Callable[[bytes], NDArray[np.uint32]]
 

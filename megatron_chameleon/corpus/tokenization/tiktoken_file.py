@@ -211,7 +211,7 @@ def pattern_and_special_tokens(
     if wanted is None:
         alike = [file.pattern for file in published.values() if file.ranks == len(ranks)]
         raise UserError(
-            f"{path} does not say how text is split into words: give --tiktoken-pattern "
+            f"{path} does not say how text is split into words: pass --tiktoken-pattern "
             f"{', '.join(PATTERNS)} or a regular expression; it holds {len(ranks)} ranks"
             + (f", as many as the file of {alike[0]}" if alike else "")
         )

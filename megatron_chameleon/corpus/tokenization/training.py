@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import sentencepiece
 import tokenizers
@@ -17,14 +16,12 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.output_path import require_new
-from megatron_chameleon.corpus.reading.pieces import Piece
-from megatron_chameleon.corpus.reading.readers import DocumentReader
-from megatron_chameleon.corpus.reading.sources import find_sources
+from megatron_chameleon.corpus.options import TrainTokenizerOptions
+from megatron_chameleon.corpus.readers import DocumentReader
+from megatron_chameleon.corpus.sources import Piece, find_sources
 from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.tokenizer import TrainTokenizerOptions
 
-BYTES = 256
 # SentencePiece writes its number of threads into the model: one number for all machines, or the
 # file would depend on where it was made.
 _SENTENCEPIECE_THREADS = 4
@@ -39,27 +36,13 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     Raises:
         UserError: if the text cannot be read or the vocabulary cannot be made from it.
     """
-    train = _trainer_for(options.output)
+    train = byte_level_bpe if options.output.suffix == ".json" else sentencepiece_bpe
     if not options.overwrite:
         require_new([options.output], "choose another --output or pass --overwrite")
-    if options.vocab_size <= BYTES + 1:
-        raise UserError(
-            f"--vocab-size {options.vocab_size} has no room for the {BYTES} bytes, "
-            f"{options.eod_token} and a merge; ask for {BYTES + 2} or more"
-        )
     model = _train_on_documents(train, options)
     with replacing(options.output) as temporary:
         temporary.write_bytes(model)
     _report(load_tokenizer(options.output, options.eod_token), options)
-
-
-def _trainer_for(output: Path) -> Train:
-    trainers: dict[str, Train] = {".json": byte_level_bpe, ".model": sentencepiece_bpe}
-    if output.suffix not in trainers:
-        raise UserError(
-            f"--output {output}: end it in .json for byte-level BPE, or in .model for SentencePiece"
-        )
-    return trainers[output.suffix]
 
 
 def _train_on_documents(train: Train, options: TrainTokenizerOptions) -> bytes:

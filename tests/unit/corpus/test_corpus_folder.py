@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.corpus.reading.pieces import Piece
-from megatron_chameleon.corpus.reading.sources import Source
-from megatron_chameleon.corpus.shards import desk as desk_module
-from megatron_chameleon.corpus.shards.desk import desk_in, try_lock
-from megatron_chameleon.corpus.shards.folder import corpus_folder
-from megatron_chameleon.corpus.shards.plan import Plan
+from megatron_chameleon.corpus import staging
+from megatron_chameleon.corpus.plan import Plan
+from megatron_chameleon.corpus.sources import Piece, Source
+from megatron_chameleon.corpus.staging import _try_lock as try_lock
+from megatron_chameleon.corpus.staging import corpus_folder
+from megatron_chameleon.corpus.staging import staging_directory as desk_in
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.corpus_making import left_in
 
@@ -207,15 +207,6 @@ def test_two_runs_cannot_write_one_folder_unless_they_share_it(tmp_path):
     enter(shared=False)
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(UserError, match="cannot write to"),
-        corpus_folder(tmp_path / "file" / "corpus", overwrite=False, shared=False),
-    ):
-        pass
-
-
 def test_a_corpus_that_was_cut_off_while_it_cleaned_up_is_whole_and_cleaned_up_later(tmp_path):
     write_corpus(tmp_path, ["tokenizer.json"])
     left = tmp_path / ".partial" / "desks" / f"{os.uname().nodename}-dead" / "joined" / "000000"
@@ -233,7 +224,7 @@ def test_many_can_come_and_go_at_once(tmp_path, monkeypatch, slow):
         return try_lock(descriptor, kind)
 
     if slow:
-        monkeypatch.setattr(desk_module, "try_lock", slow_lock)
+        monkeypatch.setattr(staging, "_try_lock", slow_lock)
 
     def come_and_go(number):
         for _ in range(20):
@@ -254,8 +245,8 @@ def test_many_can_come_and_go_at_once(tmp_path, monkeypatch, slow):
 def test_the_desks_of_killed_processes_are_removed_and_no_others(tmp_path):
     code = (
         "import os, sys, pathlib\n"
-        "from megatron_chameleon.corpus.shards.desk import desk_in\n"
-        "with desk_in(pathlib.Path(sys.argv[1])) as desk:\n"
+        "from megatron_chameleon.corpus.staging import staging_directory\n"
+        "with staging_directory(pathlib.Path(sys.argv[1])) as desk:\n"
         "    (desk / 'half-written').touch()\n"
         "    print(desk, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"

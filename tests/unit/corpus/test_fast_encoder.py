@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_chameleon.corpus import preprocess
+from megatron_chameleon.corpus.options import EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.tokenization import fast_encoder
 from megatron_chameleon.corpus.tokenization.awkward_texts import awkward_texts
 from megatron_chameleon.corpus.tokenization.fast_encoder import (
@@ -26,8 +27,6 @@ from megatron_chameleon.corpus.tokenization.long_texts import LONGEST_PART
 from megatron_chameleon.corpus.tokenization.tiktoken_file import PATTERNS
 from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.tokenizer import EncoderOptions
 from tests.unit.corpus.corpus_making import files_of, made
 from tests.unit.corpus.corpus_making import given as given_inputs
 from tests.unit.corpus.tokenizer_samples import (

@@ -100,15 +100,6 @@ def test_what_megatrons_builder_merges_is_read(tmp_path):
     assert_holds(open_token_file(tmp_path / "merged"), "int32", together)
 
 
-def test_a_document_added_as_a_whole_is_read(tmp_path):
-    builder = IndexedDatasetBuilder(f"{tmp_path}/a.bin", dtype=np.int32)
-    builder.add_document(np.arange(9), [4, 3, 2])
-    builder.finalize(f"{tmp_path}/a.idx")
-    file = open_token_file(tmp_path / "a")
-    assert sequences(file) == [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
-    assert file.document_boundaries.tolist() == [0, 3]
-
-
 def test_the_token_types_are_megatrons():
     integers = {kind.value: kind.name for kind in DType if not kind.name.startswith("float")}
     assert integers == indexed._TOKEN_TYPES
@@ -336,11 +327,6 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, suffix, make, problem):
     with pytest.raises(UserError, match=problem) as raised:
         open_token_file(tmp_path / "a")
     assert str(path) in str(raised.value)
-
-
-@pytest.mark.parametrize("prefix", [".", "..", "/", "no/such/folder/a", "a" * 300])
-def test_a_prefix_that_names_no_files_is_refused(prefix):
-    assert refuses(Path(prefix), None)
 
 
 def test_no_room_for_a_map_is_told_with_the_limits_to_raise(tmp_path, monkeypatch):

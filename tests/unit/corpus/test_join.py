@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import SPLITS
-from megatron_chameleon.corpus import indexed
-from megatron_chameleon.corpus.reading.malformed import MalformedRecord
-from megatron_chameleon.corpus.shards import join
-from megatron_chameleon.corpus.shards.join import join_shards
-from megatron_chameleon.corpus.shards.shard import DOCUMENT, Shard, ShardWriter
+from megatron_chameleon.corpus import indexed, join
+from megatron_chameleon.corpus.join import join_shards
+from megatron_chameleon.corpus.records import MalformedRecord
+from megatron_chameleon.corpus.shards import DOCUMENT, Shard, ShardWriter
 
 NUM_DOMAINS, NUM_DOCUMENTS = 40, 1000
 

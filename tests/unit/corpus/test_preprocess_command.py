@@ -95,7 +95,7 @@ def test_workers_that_are_interrupted_leave_finished_shards_to_go_on_with(
 
     done = run(arguments)
     assert done.returncode == 0, done.stderr
-    assert f"{finished} of {total} shards were there from before" in done.stdout
+    assert f"{finished} of {total} shards were finished before" in done.stdout
     assert sorted(path.name for path in (tmp_path / "corpus").iterdir()) == [
         "corpus.json",
         "sources.json",

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_chameleon.corpus.shards.read_ahead import quick_turns, read_ahead
+from megatron_chameleon.corpus.shards import quick_thread_switches, read_ahead
 
 
 def test_the_items_come_in_their_order():
@@ -56,9 +56,9 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_threads_take_quick_turns_in_the_block_alone():
+def test_threads_take_quick_thread_switches_in_the_block_alone():
     before = sys.getswitchinterval()
-    with contextlib.suppress(KeyError), quick_turns():
+    with contextlib.suppress(KeyError), quick_thread_switches():
         assert sys.getswitchinterval() == pytest.approx(5e-4)
         raise KeyError
     assert sys.getswitchinterval() == before

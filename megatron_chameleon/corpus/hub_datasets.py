@@ -1,4 +1,4 @@
-"""Hugging Face data sets by name, or in a folder: what they consist of, and their rows."""
+"""Hugging Face data sets, by name or in a folder: their files or shards, and their rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_chameleon.artifacts import Split
-from megatron_chameleon.corpus.reading.input_files import kind_of_file
-from megatron_chameleon.corpus.reading.opening import INSTALL_DATA, is_remote, one_line
+from megatron_chameleon.corpus.input_files import (
+    INSTALL_DATA,
+    is_remote,
+    kind_of_file,
+    one_line,
+)
 from megatron_chameleon.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "hf:"
 ALL_CONFIGS = "*"
-# What data sets call their splits.
+# Names of splits in data sets -> our splits.
 _SPLITS: dict[str, Split] = {
     "train": "train",
     "validation": "valid",
@@ -34,7 +38,7 @@ _BATCH_ROWS = 256
 
 @dataclasses.dataclass(frozen=True)
 class DatasetName:
-    """What ``hf:OWNER/NAME[@REVISION][:CONFIG][#SPLIT]`` says; a folder has no revision."""
+    """The parts of ``hf:OWNER/NAME[@REVISION][:CONFIG][#SPLIT]``; a folder has no revision."""
 
     path: str
     revision: str | None = None
@@ -43,10 +47,10 @@ class DatasetName:
 
     @classmethod
     def parse(cls, given: str) -> DatasetName:
-        """Take ``given`` apart.
+        """Parse ``given``.
 
         Raises:
-            UserError: if there is no name in it.
+            UserError: if it has no name.
         """
         rest, _, split = given.removeprefix(PREFIX).partition("#")
         head, colon, config = rest.rpartition(":")
@@ -59,7 +63,7 @@ class DatasetName:
         else:
             head, _, revision = head.partition("@")
         if not head:
-            raise UserError(f"{given}: a data set is given as {PREFIX}OWNER/NAME[:CONFIG]")
+            raise UserError(f"{given}: must be {PREFIX}OWNER/NAME[:CONFIG]")
         return cls(head, revision or None, config or None, split or None)
 
     def __str__(self) -> str:
@@ -69,12 +73,12 @@ class DatasetName:
 
 @dataclasses.dataclass(frozen=True)
 class DatasetPart:
-    """A file of a data set, or one shard of a data set of another format than ours.
+    """A file of a data set, or one shard of a data set whose format our readers do not support.
 
     Attributes:
         dataset: the data set with its revision, config and split.
-        split: of ours, None where it was named and its role is for the user to say.
-        file: path or address of the file, None where ``datasets`` is to read it.
+        split: of ours, None if the user named the split, whose role the flag decides.
+        file: path or address of the file, None if ``datasets`` reads it.
         shard: number of the shard among ``num_shards``.
     """
 
@@ -86,15 +90,15 @@ class DatasetPart:
 
 
 def is_dataset(given: str) -> bool:
-    """Whether an input is a data set by name."""
+    """Whether an input names a data set."""
     return given.startswith(PREFIX)
 
 
 def find_parts(given: str) -> list[DatasetPart]:
-    """What the data set consists of, in order: configs, splits, files.
+    """The parts of a data set, in the order of configs, splits and files.
 
     Raises:
-        UserError: if there is no such data set, config or split, or it cannot be reached.
+        UserError: if the data set, config or split does not exist, or cannot be reached.
     """
     name = DatasetName.parse(given)
     configs = _all_configs(name) if name.config == ALL_CONFIGS else [name.config]
@@ -105,7 +109,7 @@ def find_parts(given: str) -> list[DatasetPart]:
 
 
 def read_shard(dataset: str, shard: int, num_shards: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The rows of one shard as ``datasets`` streams them; numbers count from 1.
+    """Stream the rows of one shard with ``datasets``; row numbers count from 1.
 
     Raises:
         UserError: if they cannot be read.
@@ -145,11 +149,11 @@ def _parts_of_config(name: DatasetName) -> list[DatasetPart]:
 
 
 def _is_read_by_us(builder: DatasetBuilder) -> bool:
-    """Whether our own readers, which need less memory and count what is malformed, would do."""
+    """Whether our own readers, which need less memory and count malformed lines, support it."""
     config = builder.config
     if getattr(config, "field", None) is not None or not config.data_files:
         return False
-    # A .json file may as well be one large array.
+    # A .json file may also be one large array.
     files = [str(file) for files in config.data_files.values() for file in files]
     return all(
         kind_of_file(file) and not file.endswith(".json") and file.count("://") <= 1
@@ -160,16 +164,16 @@ def _is_read_by_us(builder: DatasetBuilder) -> bool:
 def _wanted_splits(name: DatasetName, there: list[str]) -> dict[str, Split | None]:
     if name.split is not None:
         if name.split not in there:
-            raise UserError(f"{name}: there is no such split; there are {', '.join(there)}")
+            raise UserError(f"{name}: no such split; existing splits: {', '.join(there)}")
         return {name.split: None}
     wanted = {split: _SPLITS[split] for split in there if split in _SPLITS}
     others = ", ".join(split for split in there if split not in wanted)
     if "train" not in wanted.values():
         raise UserError(
-            f"{name}: there is no split 'train'; name one of {', '.join(there)} as {name}#SPLIT"
+            f"{name} has no split 'train'; name one of {', '.join(there)} as {name}#SPLIT"
         )
     if others:
-        warnings.warn(f"{name}: left out are the splits {others}", stacklevel=2)
+        warnings.warn(f"{name}: skipping the splits {others}", stacklevel=2)
     return dict(wanted)
 
 
@@ -188,7 +192,7 @@ def _streamed(name: DatasetName) -> dict[str, IterableDataset]:
 
 
 def _revision(files: Any) -> str | None:
-    """The commit that the addresses of the files hold, so that every machine reads the same."""
+    """The commit in the addresses of the files, so that every machine reads the same."""
     for file in (file for part in (files or {}).values() for file in part):
         if is_remote(str(file)) and "@" in str(file):
             return str(file).partition("@")[2].partition("/")[0]
@@ -197,33 +201,32 @@ def _revision(files: Any) -> str | None:
 
 @contextlib.contextmanager
 def _one_line_errors(name: DatasetName) -> Iterator[None]:
-    """Turn what ``datasets`` raises into one line with what to do."""
+    """Turn the errors of ``datasets`` into a UserError of one line with a hint."""
     try:
         yield
     except ImportError as error:
         raise UserError(
-            f"{name}: data sets by name are read by datasets, which lacks {error.name}; "
-            f"{INSTALL_DATA}"
+            f"{name}: data sets by name need the package {error.name}; {INSTALL_DATA}"
         ) from error
     except UserError:
         raise
     except Exception as error:  # of many libraries, which share no class
-        raise UserError(f"{name}: {one_line(error).rstrip('.')}; {_remedy(error)}") from error
+        raise UserError(f"{name}: {one_line(error).rstrip('.')}; {_hint(error)}") from error
 
 
-def _remedy(error: Exception) -> str:
-    said = str(error)
-    if "scripts are no longer supported" in said or "trust_remote_code" in said:
+def _hint(error: Exception) -> str:
+    message = str(error)
+    if "scripts are no longer supported" in message or "trust_remote_code" in message:
         return (
-            "take the copy that the hub makes of it, NAME@refs/convert/parquet, if there is one, "
-            "or download its text and give the files"
+            "use the hub's copy NAME@refs/convert/parquet, if it exists, or download the text and "
+            "pass the files"
         )
-    if "is a gated dataset" in said or "must be authenticated" in said:
-        return "ask for access on its page, then log in with 'hf auth login' or set HF_TOKEN"
-    if "cannot be accessed" in said:
+    if "is a gated dataset" in message or "must be authenticated" in message:
+        return "request access on its page, then log in with 'hf auth login' or set HF_TOKEN"
+    if "cannot be accessed" in message:
         return "correct the name, or log in with 'hf auth login' if it is private"
-    if "Config name is missing" in said:
+    if "Config name is missing" in message:
         return f"add :CONFIG, or :{ALL_CONFIGS} for all of them"
     if isinstance(error, ConnectionError):
-        return "check the network, or download the data set and give its folder"
+        return "check the network, or download the data set and pass its folder"
     return "correct it"
