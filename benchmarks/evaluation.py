@@ -167,7 +167,7 @@ def our_model(places: Places, layout: Any) -> Any:
     """What tools/evaluate.py downstream asks, with its own batch size."""
     from benchmarks.embedding import EOD_TOKEN
     from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-    from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+    from megatron_chameleon.corpus.tokenizer import load_tokenizer
     from megatron_chameleon.evaluation.downstream.checkpoint_model import open_shared_model
     from megatron_chameleon.evaluation.downstream.harness_model import HarnessModel
     from megatron_chameleon.options.downstream import DownstreamOptions

@@ -9,7 +9,7 @@ from megatron_chameleon.corpus.options import TrainTokenizerOptions
 
 def main(options: TrainTokenizerOptions) -> None:
     """Train and write the tokenizer."""
-    from megatron_chameleon.corpus.tokenization.training import train_tokenizer
+    from megatron_chameleon.corpus.train_tokenizer import train_tokenizer
 
     train_tokenizer(options)
 

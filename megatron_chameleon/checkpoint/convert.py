@@ -26,7 +26,7 @@ from megatron_chameleon.checkpoint.recorded_tokenizer import (
 )
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
-from megatron_chameleon.corpus.tokenization.tokenizer import (
+from megatron_chameleon.corpus.tokenizer import (
     Tokenizer,
     corpus_tokenizer,
     load_tokenizer,

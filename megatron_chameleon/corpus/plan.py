@@ -12,7 +12,7 @@ from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import row_group_bytes
 from megatron_chameleon.corpus.sources import Piece, Source
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 
 # Other releases of these may tokenize differently.

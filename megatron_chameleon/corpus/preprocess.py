@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Domain, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
 from megatron_chameleon.artifacts.record import write_record
+from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.join import Joined, join_shards
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.plan import Plan, make_plan
@@ -26,8 +27,7 @@ from megatron_chameleon.corpus.records import MalformedLines, describe_unused
 from megatron_chameleon.corpus.shards import Shard, make_shard
 from megatron_chameleon.corpus.sources import Source, find_sources
 from megatron_chameleon.corpus.staging import SOURCES_NAME, CorpusFolder, corpus_folder
-from megatron_chameleon.corpus.tokenization.fast_encoder import with_encoder, with_gigatoken
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, load_tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.corpus.workers import work_in_processes
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
@@ -189,7 +189,7 @@ class _Run:
         tokenizer = with_encoder(
             self.tokenizer, self.options.encoding.encoder, self._sample(missing)
         )
-        gigatoken = tokenizer.stand_in is not None
+        gigatoken = tokenizer.fast_encoder is not None
         work = ShardWork(self.options, self.plan, self.plan_hash, self.folder, gigatoken)
         with progress_bar(total, "B", "tokenizing") as bar:
             num_workers = self._num_workers(missing)

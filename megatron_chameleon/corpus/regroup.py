@@ -15,7 +15,7 @@ from megatron_chameleon.artifacts.files import link_or_copy, writing
 from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.corpus.join import CorpusWriter
 from megatron_chameleon.corpus.staging import TOKENS_NAME
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 
 Labels = Mapping[tuple[str, Split], NDArray[np.integer]]
 

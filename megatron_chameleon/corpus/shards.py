@@ -36,7 +36,7 @@ from megatron_chameleon.corpus.plan import Plan
 from megatron_chameleon.corpus.readers import DocumentReader
 from megatron_chameleon.corpus.records import Document, MalformedRecord
 from megatron_chameleon.corpus.split import splits_of, text_digest
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 
 DOCUMENT = np.dtype(

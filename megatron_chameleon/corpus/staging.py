@@ -35,7 +35,7 @@ from megatron_chameleon.artifacts.files import (
 from megatron_chameleon.artifacts.output_path import require_new
 from megatron_chameleon.artifacts.record import require_kind
 from megatron_chameleon.corpus.plan import Plan
-from megatron_chameleon.corpus.tokenization.file import FILE_NAMES as TOKENIZER_NAMES
+from megatron_chameleon.corpus.tokenizer import FILE_NAMES as TOKENIZER_NAMES
 from megatron_chameleon.errors import UserError
 
 PARTIAL_NAME = ".partial"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus
 from megatron_chameleon.checkpoint.recorded_tokenizer import RecordedTokenizer
 from megatron_chameleon.corpus.regroup import token_bytes
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 
 

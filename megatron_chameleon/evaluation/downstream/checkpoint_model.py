@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.checkpoint.convert import find_tokenizer
 from megatron_chameleon.checkpoint.reader import open_reader, shape_of
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream.generation import Generator
 from megatron_chameleon.evaluation.downstream.harness_model import HarnessModel

@@ -19,7 +19,7 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream.generation import Prompt
 from megatron_chameleon.evaluation.downstream.prefix_rows import Tokens

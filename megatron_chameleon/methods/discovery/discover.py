@@ -18,7 +18,7 @@ from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.regroup import regroup
 from megatron_chameleon.corpus.staging import corpus_folder
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, corpus_tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
 from megatron_chameleon.methods.common.table import aligned
 from megatron_chameleon.methods.discovery.clusters import (
     Clusters,

@@ -10,7 +10,7 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.reader import require_tokenizer, shape_of
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import is_domain_name
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.documents import DocumentRecipe, DocumentVectors
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.chosen import chosen_domains

@@ -13,7 +13,7 @@ from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, Stopwatc
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 from megatron_chameleon.corpus.input_files import size_and_time
 from megatron_chameleon.corpus.records import MalformedLineError, object_in, text_at
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.extract import embed_windows
 from megatron_chameleon.embedding.fill_store import drawn_windows, windows_flops
 from megatron_chameleon.errors import UserError

@@ -12,7 +12,7 @@ from megatron_chameleon.artifacts import SPLITS, Corpus, Split
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 
 
 def given(*inputs: object, **options: Any) -> SourceOptions:

@@ -179,16 +179,6 @@ def test_a_disk_without_hard_links_will_do(tmp_path, monkeypatch):
     test_another_plan_is_refused_while_somebody_works_by_the_first(tmp_path)
 
 
-def test_what_one_leaves_unfinished_is_no_harm_to_another_at_work(tmp_path):
-    with corpus_folder(tmp_path, overwrite=False, shared=True) as folder:
-        plan = folder.agree(PLAN)
-        with corpus_folder(tmp_path, overwrite=False, shared=True) as other:
-            other.agree(PLAN)
-        assert Plan.load(folder.partial) == plan
-        put_shard(folder, 0)
-    assert left_in(tmp_path) == [".partial/plan.json", ".partial/shards/000000/shard.json"]
-
-
 def test_two_runs_cannot_write_one_folder_unless_they_share_it(tmp_path):
     def enter(shared):
         with corpus_folder(tmp_path, overwrite=False, shared=shared):
@@ -205,16 +195,6 @@ def test_two_runs_cannot_write_one_folder_unless_they_share_it(tmp_path):
         with pytest.raises(UserError, match="another process is writing"):
             enter(shared=False)
     enter(shared=False)
-
-
-def test_a_corpus_that_was_cut_off_while_it_cleaned_up_is_whole_and_cleaned_up_later(tmp_path):
-    write_corpus(tmp_path, ["tokenizer.json"])
-    left = tmp_path / ".partial" / "desks" / f"{os.uname().nodename}-dead" / "joined" / "000000"
-    left.mkdir(parents=True)
-    with pytest.raises(UserError, match="already holds a corpus"):
-        write_corpus(tmp_path, [])
-    assert not (tmp_path / ".partial").exists()
-    assert left_in(tmp_path) == ["corpus.json", "tokenizer.json"]
 
 
 @pytest.mark.parametrize("slow", [False, True])

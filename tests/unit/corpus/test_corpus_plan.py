@@ -7,7 +7,7 @@ import pytest
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.plan import Plan, make_plan
 from megatron_chameleon.corpus.sources import find_sources
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 
 EOD = "<|endoftext|>"
 

@@ -78,19 +78,6 @@ def test_batches_and_pieces_do_not_show(write, monkeypatch, batch_bytes):
     assert len(set(reader.hashes.values())) == 1 + len(pieces)
 
 
-def test_row_groups_share_the_bytes_of_the_file_and_progress_adds_up(write):
-    rows = some_rows(50)
-    path = write(rows, row_group_size=20)
-    sizes = row_group_bytes(str(path))
-    assert len(sizes) == 3
-    assert sum(sizes) == path.stat().st_size
-    assert sizes[0] > 1.5 * sizes[2]
-    reader, counted = reader_of(path), list[int]()
-    reader.on_bytes = counted.append
-    list(reader.read(Piece(0)))
-    assert sum(counted) == path.stat().st_size
-
-
 def test_a_hash_tells_other_text_and_other_domains(write):
     rows = [{"text": "ab", "set": "c"}]
     hashes = set()

@@ -5,7 +5,6 @@ import gzip
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zstandard
 
@@ -15,7 +14,7 @@ from megatron_chameleon.corpus import shards
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer, load_tokenizer
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.corpus_making import all_documents, documents_of, given, made
 
@@ -118,22 +117,6 @@ def test_compressed_files_give_the_same_corpus(options, tmp_path):
         assert made(dataclasses.replace(options, source=source, output=output)).hash == plain.hash
 
 
-def test_domains_can_be_told_by_a_key(options, jsonl, tmp_path):
-    records = [
-        {"text": json.loads(line)["text"], "meta": {"set": name}}
-        for name in "ab"
-        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
-    ]
-    by_path = made(options)
-    by_key = dataclasses.replace(
-        options,
-        source=given(jsonl("mixed.jsonl", records)),
-        domains=DomainOptions(domain_key="meta.set"),
-        output=tmp_path / "by_key",
-    )
-    assert made(by_key).hash == by_path.hash
-
-
 def test_the_same_text_lands_in_the_same_split_of_every_domain(options, jsonl, texts):
     shared = texts(300, 3)
     source = given(f"a={jsonl('x.jsonl', shared)}", f"b={jsonl('y.jsonl', shared[::-1])}")
@@ -215,19 +198,6 @@ def test_names_of_any_kind_make_good_file_names(options, jsonl, texts):
     inside = [path.parent for path in options.output.parent.rglob("*.bin")]
     assert set(inside) == {corpus.root / "tokens"}
     assert len(inside) == len(names) * len(SPLITS)
-
-
-def test_tokens_are_those_of_the_tokenizer(options, tokenizer_json, texts):
-    corpus = made(options)
-    found = documents_of(corpus, "a", "test")
-    tokens, lengths = load_tokenizer(tokenizer_json, EOD).encode_documents(found)
-    file = open_tokens(corpus, "a", "test")
-    np.testing.assert_array_equal(file.tokens, tokens)
-    np.testing.assert_array_equal(file.lengths, lengths)
-    prefix = corpus.prefix("a", "test")
-    assert corpus.domains["a"].test.sha256 == sha256_of_files(
-        prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-    )
 
 
 def test_too_many_domains_are_refused(options, jsonl, texts, monkeypatch):

@@ -193,15 +193,6 @@ def test_shards_that_are_there_are_not_made_again(one_domain, capsys):
     assert len(after) > len(before)
 
 
-def test_an_option_that_differs_is_refused_once_a_shard_is_finished(one_domain):
-    other = dataclasses.replace(one_domain, split="50,25,25")
-    preprocess_data(dataclasses.replace(one_domain, shard="2/3"))
-    with pytest.raises(UserError, match="--split is '50,25,25' and was '60,20,20' when"):
-        preprocess_data(other)
-    shutil.rmtree(one_domain.output / ".partial")
-    assert made(other).names == ["a"]
-
-
 def rewrite(path, change):
     """Change the content of ``path``, and its time for sure."""
     content = bytearray(path.read_bytes())
@@ -244,13 +235,6 @@ def test_a_source_that_was_only_touched_is_gone_on_with(one_domain, tmp_path):
     rewrite(tmp_path / "a.jsonl", lambda content: None)
     preprocess_data(dataclasses.replace(one_domain, shard="2/3"))
     assert_same(made(one_domain), expected)
-
-
-def test_what_was_not_read_before_is_taken_as_it_is_now(one_domain, tmp_path):
-    preprocess_data(dataclasses.replace(one_domain, shard="1/3"))
-    rewrite(tmp_path / "a.jsonl", last_letter)
-    corpus = made(one_domain)
-    assert_same(corpus, made(dataclasses.replace(one_domain, output=tmp_path / "expected")))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -311,13 +295,6 @@ def test_a_shard_that_is_cut_short_is_refused_and_made_again_once_removed(one_do
         preprocess_data(one_domain)
     shutil.rmtree(broken)
     assert_same(made(one_domain), made(dataclasses.replace(one_domain, output=tmp_path / "new")))
-
-
-def test_shards_so_small_that_they_are_too_many_are_refused(one_domain, tmp_path):
-    with (tmp_path / "a.jsonl").open("ab") as stream:
-        stream.truncate(10**9)
-    with pytest.raises(UserError, match="--shard-bytes 256 makes 3906250 shards; use a larger"):
-        preprocess_data(dataclasses.replace(one_domain, shard_bytes=256))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -53,35 +53,6 @@ def test_keys_reach_into_nested_objects(jsonl):
     assert found == [Document("web", "one")]
 
 
-def test_keys_reach_into_an_object_that_is_written_as_a_string(jsonl):
-    records = [
-        {"text": "one", "meta": '{"set": "web"}'},
-        {"text": "two", "meta": ' {"set": "code"} '},
-        {"text": "three", "meta": "{web"},
-    ]
-    reader, found = read(jsonl("a.jsonl", records), domains=by_key("meta.set"))
-    assert found == [Document("web", "one"), Document("code", "two")]
-    assert "a.jsonl:3 has no key 'meta.set'" in reader.malformed.describe()
-
-
-def test_a_key_with_a_dot_in_it_comes_before_a_path(jsonl):
-    path = jsonl("a.jsonl", [{"a.b": "flat", "a": {"b": "nested"}}])
-    assert read(path, text_key="a.b")[1] == [Document("", "flat")]
-
-
-def test_blank_lines_a_byte_order_mark_and_carriage_returns_do_no_harm(jsonl):
-    path = jsonl("a.jsonl", [b'\xef\xbb\xbf{"text": "one"}\r', b"", b"  \r", b'{"text": "two"}\r'])
-    reader, found = read(path)
-    assert [document.text for document in found] == ["one", "two"]
-    assert reader.malformed.lines == 2
-
-
-def test_a_null_text_is_an_empty_document_and_not_malformed(jsonl):
-    reader, found = read(jsonl("a.jsonl", ["one", {"text": None}, "two"]))
-    assert [document.text for document in found] == ["one", "", "two"]
-    assert (reader.malformed.lines, reader.malformed.count) == (3, 0)
-
-
 MALFORMED = {
     b"{not json": "is not JSON",
     b'{"text": "cut': "is not JSON",
@@ -111,16 +82,6 @@ def test_a_malformed_line_is_left_out_and_told_with_its_number(jsonl, line, key)
     assert reader.malformed.count == 1
     reason = MALFORMED[line].replace("'text'", f"'{key}'").replace("11", f"{7 + len(key)}")
     assert f"1 of 3 lines are malformed: {path}:2 {reason}" in reader.malformed.describe()
-
-
-def test_the_first_ten_malformed_lines_are_shown(jsonl):
-    reader, _ = read(jsonl("a.jsonl", ["one", *[b"{"] * 13]))
-    told = reader.malformed.describe()
-    assert told.startswith("13 of 14 lines")
-    assert [f"a.jsonl:{number} " in told for number in range(1, 15)] == [
-        2 <= number <= 11 for number in range(1, 15)
-    ]
-    assert told.endswith("; and 3 more")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron_chameleon.corpus import join
 from megatron_chameleon.corpus import regroup as regrouping
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile, open_tokens
 from megatron_chameleon.corpus.regroup import document_bytes, regroup, token_bytes
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer, load_tokenizer
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 NAMES = ["one", "t/w o", "three", "four"]

@@ -66,11 +66,6 @@ def test_a_folder_that_holds_splits_is_called_out(tmp_path, name):
         assert len(find(tmp_path)) == 2
 
 
-def test_globs_are_sorted_and_reach_into_folders(folder):
-    assert names(folder, find(f"x={folder}/?.jsonl")) == [("a.jsonl", "x"), ("b.jsonl", "x")]
-    assert names(folder, find(f"x={folder}/**/*.zst")) == [("sub/d.jsonl.zst", "x")]
-
-
 def test_a_name_that_exists_is_no_pattern(folder):
     assert names(folder, find(f"{folder}/[x].jsonl")) == [("[x].jsonl", None)]
 
@@ -222,14 +217,6 @@ def test_options_that_contradict_each_other_or_mean_nothing_are_refused(
     with pytest.raises(UserError, match=problem) as told:
         find(*(text.replace("{f}", str(folder)) for text in given), **options)
     assert "\n" not in str(told.value)
-
-
-def test_an_old_name_may_hold_an_equals_sign(folder):
-    with pytest.warns(UserWarning, match="--rename-domain: no domain is called 'b=c'$"):
-        found = find(
-            folder / "a.jsonl", domain_from_path="(a.jsonl)", rename_domain=["a.jsonl=x", "b=c=d"]
-        )
-    assert [source.domain for source in found] == ["x"]
 
 
 def splits_of(found):

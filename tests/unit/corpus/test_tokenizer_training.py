@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_chameleon.corpus.options import SourceOptions, TrainTokenizerOptions
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
-from megatron_chameleon.corpus.tokenization.training import train_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.train_tokenizer import train_tokenizer
 from megatron_chameleon.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,9 +52,9 @@ def test_the_same_text_gives_the_same_file_in_another_process(either):
 
 def test_too_little_text_is_told(options, jsonl):
     short = SourceOptions(((str(jsonl("short.jsonl", ["ab ab ab"])),),))
-    with pytest.warns(UserWarning, match="too little for 500 entries"):
+    with pytest.warns(UserWarning, match="too small for 500 entries"):
         train_tokenizer(dataclasses.replace(options, source=short))
-    with pytest.raises(UserError, match="SentencePiece cannot make --vocab-size 500"):
+    with pytest.raises(UserError, match="SentencePiece cannot train --vocab-size 500"):
         train_tokenizer(
             dataclasses.replace(options, source=short, output=options.output.with_suffix(".model"))
         )

@@ -10,7 +10,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream.checkpoint_model import open_shared_model
 from megatron_chameleon.evaluation.downstream.generation import Prompt

@@ -1,4 +1,4 @@
-"""Training a tokenizer: byte-level BPE, or SentencePiece BPE with byte fallback."""
+"""Train a tokenizer: byte-level BPE, or SentencePiece BPE with byte fallback."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron_chameleon.artifacts.output_path import require_new
 from megatron_chameleon.corpus.options import TrainTokenizerOptions
 from megatron_chameleon.corpus.readers import DocumentReader
 from megatron_chameleon.corpus.sources import Piece, find_sources
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, load_tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 
-# SentencePiece writes its number of threads into the model: one number for all machines, or the
-# file would depend on where it was made.
+# SentencePiece writes its number of threads into the model: a constant, so that the file does not
+# depend on the machine.
 _SENTENCEPIECE_THREADS = 4
 _LONGEST_LINE = 1 << 20
 
@@ -34,7 +34,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     """Train a tokenizer on the documents of ``options.source`` and write it.
 
     Raises:
-        UserError: if the text cannot be read or the vocabulary cannot be made from it.
+        UserError: if the text cannot be read or is too small for the vocabulary.
     """
     train = byte_level_bpe if options.output.suffix == ".json" else sentencepiece_bpe
     if not options.overwrite:
@@ -54,7 +54,7 @@ def _train_on_documents(train: Train, options: TrainTokenizerOptions) -> bytes:
         model = train(texts, options.vocab_size, options.eod_token)
     reader.malformed.check(options.source.max_malformed_share)
     if reader.malformed.count:
-        warnings.warn(f"{reader.malformed.describe()}; they are left out", stacklevel=2)
+        warnings.warn(f"{reader.malformed.describe()}; they are skipped", stacklevel=2)
     return model
 
 
@@ -65,12 +65,12 @@ def _texts(reader: DocumentReader, num_sources: int, bar: tqdm) -> Iterator[str]
             any_text = any_text or bool(document.text)
             yield document.text
     if not any_text:
-        raise UserError("there is no text to train on in what --input names")
+        raise UserError("--input holds no text to train on")
     bar.set_description("merging")
 
 
 def byte_level_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> bytes:
-    """A tokenizer.json: BPE over bytes, words split as in GPT-2; any text decodes to itself."""
+    """Train a tokenizer.json: BPE over bytes, words split as in GPT-2; lossless for any text."""
     tokenizer = tokenizers.Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -85,10 +85,10 @@ def byte_level_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> byt
 
 
 def sentencepiece_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> bytes:
-    """A SentencePiece .model: BPE over characters, rare ones as bytes; white space is kept.
+    """Train a SentencePiece .model: BPE over characters, rare ones as bytes; keeps white space.
 
     Raises:
-        UserError: if the text is too little for the vocabulary.
+        UserError: if the text is too small for the vocabulary.
     """
     model = io.BytesIO()
     lines = (line[:_LONGEST_LINE] for text in texts for line in text.splitlines() if line)
@@ -109,7 +109,7 @@ def sentencepiece_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> 
         )
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"SentencePiece cannot make --vocab-size {vocab_size} of this text: "
+            f"SentencePiece cannot train --vocab-size {vocab_size} on this text: "
             f"{' '.join(str(error).split())}"
         ) from error
     return model.getvalue()
@@ -118,7 +118,7 @@ def sentencepiece_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> 
 def _report(tokenizer: Tokenizer, options: TrainTokenizerOptions) -> None:
     if tokenizer.vocab_size < options.vocab_size:
         warnings.warn(
-            f"the text is too little for {options.vocab_size} entries: "
+            f"the text is too small for {options.vocab_size} entries: "
             f"the vocabulary has {tokenizer.vocab_size}",
             stacklevel=2,
         )

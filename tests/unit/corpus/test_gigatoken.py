@@ -13,19 +13,18 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_chameleon.corpus import gigatoken as fast_encoder
 from megatron_chameleon.corpus import preprocess
-from megatron_chameleon.corpus.options import EncoderOptions, PreprocessOptions
-from megatron_chameleon.corpus.tokenization import fast_encoder
-from megatron_chameleon.corpus.tokenization.awkward_texts import awkward_texts
-from megatron_chameleon.corpus.tokenization.fast_encoder import (
+from megatron_chameleon.corpus.encoders import PATTERNS
+from megatron_chameleon.corpus.gigatoken import (
     GigatokenEncoder,
+    difficult_texts,
     gigatoken_for,
     with_encoder,
     with_gigatoken,
 )
-from megatron_chameleon.corpus.tokenization.long_texts import LONGEST_PART
-from megatron_chameleon.corpus.tokenization.tiktoken_file import PATTERNS
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.options import EncoderOptions, PreprocessOptions
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.corpus_making import files_of, made
 from tests.unit.corpus.corpus_making import given as given_inputs
@@ -70,13 +69,13 @@ def test_it_is_taken_where_it_agrees(tokenizer, texts):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chosen = with_encoder(tokenizer, "auto", texts(200))
-    assert isinstance(chosen.stand_in, GigatokenEncoder)
+    assert isinstance(chosen.fast_encoder, GigatokenEncoder)
     assert chosen.identity == tokenizer.identity
     assert_same(chosen.encode_documents(texts(300)), tokenizer.encode_documents(texts(300)))
 
 
 def test_awkward_texts_are_encoded_alike(tokenizer):
-    assert_same(*both(tokenizer, awkward_texts(tokenizer.encoder.special_tokens())))
+    assert_same(*both(tokenizer, difficult_texts(tokenizer.encoder.special_tokens())))
 
 
 @given(found=st.lists(st.text(max_size=60) | awkward_text(), min_size=1, max_size=6))
@@ -112,10 +111,6 @@ def test_a_text_that_holds_what_ends_documents_for_it_ends_none(tokenizer):
     assert np.count_nonzero(fast[0] == tokenizer.eod_id) == len(found)
 
 
-def test_a_long_text_is_encoded_alike(json_tokenizer):
-    assert_same(*both(json_tokenizer, ["ab cd\n  12 " * (LONGEST_PART // 8), "x"]))
-
-
 def test_characters_that_not_all_releases_of_unicode_know_are_left_to_the_own_library(
     tokenizer_json, tmp_path
 ):
@@ -139,15 +134,15 @@ def test_characters_that_not_all_releases_of_unicode_know_are_left_to_the_own_li
 
 
 def test_own_and_a_missing_package_take_the_own_library(json_tokenizer, texts, monkeypatch):
-    assert with_encoder(json_tokenizer, "own", texts(5)).stand_in is None
+    assert with_encoder(json_tokenizer, "own", texts(5)).fast_encoder is None
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    said = "gigatoken package is not installed: tokenizers encodes, which takes longer"
+    said = "gigatoken package is not installed: using tokenizers, which is slower"
     with pytest.warns(UserWarning, match=said) as warned:
-        assert with_encoder(json_tokenizer, "auto", texts(5)).stand_in is None
+        assert with_encoder(json_tokenizer, "auto", texts(5)).fast_encoder is None
     assert len(warned) == 1
-    with pytest.raises(UserError, match=r"--encoder gigatoken: the .* not installed; give --enco"):
+    with pytest.raises(UserError, match=r"--encoder gigatoken: the .* not installed; use --enco"):
         with_encoder(json_tokenizer, "gigatoken", texts(5))
-    with pytest.raises(UserError, match="not installed; give --encoder own"):
+    with pytest.raises(UserError, match="not installed; use --encoder own"):
         with_gigatoken(json_tokenizer)
 
 
@@ -158,19 +153,10 @@ def test_a_tokenizer_that_it_does_not_take_is_encoded_by_its_own_library(tmp_pat
     plain.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path, EOD)
     with pytest.warns(
-        UserWarning, match=r"gigatoken does not take .*tokenizer\.json \(.*takes lon"
+        UserWarning, match=r"gigatoken does not support .*tokenizer\.json \(.*slower"
     ):
         chosen = with_encoder(tokenizer, "auto", texts(20))
     assert_same(chosen.encode_documents(texts(20)), tokenizer.encode_documents(texts(20)))
-
-
-def test_a_pattern_that_it_does_not_know_is_left_to_the_own_library(
-    tokenizer_json, tmp_path, texts
-):
-    path = write_tiktoken(tokenizer_json, tmp_path / "a.tiktoken")
-    tokenizer = load_tokenizer(path, EOD, r"\s*\S+|\s+")
-    with pytest.warns(UserWarning, match="does not know the --tiktoken-pattern: tiktoken enco"):
-        assert with_encoder(tokenizer, "auto", texts(5)).stand_in is None
 
 
 def other_vocabulary(tokenizer_json):
@@ -190,38 +176,22 @@ def disagreeing(tokenizer_json):
 
 
 def test_one_that_disagrees_is_not_taken(disagreeing, texts, monkeypatch):
-    with pytest.warns(UserWarning, match="gigatoken and tokenizers encode .* otherwise: tokeni"):
-        assert with_encoder(disagreeing, "auto", texts(5)).stand_in is None
-    monkeypatch.setattr(fast_encoder, "awkward_texts", lambda special_tokens: [])
-    assert with_encoder(disagreeing, "auto", texts(5)).stand_in is not None
-    with pytest.warns(UserWarning, match="encode 'here is a Q' otherwise"):
-        assert with_encoder(disagreeing, "auto", [*texts(5), "here is a Q"]).stand_in is None
-    with pytest.raises(UserError, match=r"--encoder gigatoken: .*otherwise; give --encoder own"):
+    with pytest.warns(UserWarning, match="gigatoken and tokenizers encode .* differently: using"):
+        assert with_encoder(disagreeing, "auto", texts(5)).fast_encoder is None
+    monkeypatch.setattr(fast_encoder, "difficult_texts", lambda special_tokens: [])
+    assert with_encoder(disagreeing, "auto", texts(5)).fast_encoder is not None
+    with pytest.warns(UserWarning, match="encode 'here is a Q' differently"):
+        assert with_encoder(disagreeing, "auto", [*texts(5), "here is a Q"]).fast_encoder is None
+    with pytest.raises(UserError, match=r"--encoder gigatoken: .*differently; use --encoder own"):
         with_encoder(disagreeing, "gigatoken", ["here is a Q"])
-
-
-def test_the_sample_is_no_more_than_is_needed(json_tokenizer):
-    text = "some words " * 5_000
-    asked = 0
-
-    def endless():
-        nonlocal asked
-        while True:
-            asked += 1
-            yield text
-
-    with_encoder(json_tokenizer, "auto", endless())
-    taken = 2 * fast_encoder._SAMPLE_PIECE  # the beginning and the middle of each
-    assert taken < len(text)
-    assert asked * taken == fast_encoder._SAMPLE_CHARACTERS == 1 << 20
 
 
 @pytest.mark.parametrize("shard_bytes", [256, 1 << 20])
 def test_a_corpus_whose_text_they_encode_otherwise_is_that_of_the_own_library(
     disagreeing, monkeypatch, tmp_path, shard_bytes
 ):
-    monkeypatch.setattr(fast_encoder, "awkward_texts", lambda special_tokens: [])
-    monkeypatch.setattr(preprocess, "_own_tokenizer", lambda options: disagreeing)
+    monkeypatch.setattr(fast_encoder, "difficult_texts", lambda special_tokens: [])
+    monkeypatch.setattr(preprocess, "_load_tokenizer", lambda options: disagreeing)
     lines = [json.dumps({"text": f"here is a Q and {i}"}) + "\n" for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
 
@@ -237,13 +207,13 @@ def test_a_corpus_whose_text_they_encode_otherwise_is_that_of_the_own_library(
         )
 
     own = made(options("own", "own"))
-    with pytest.warns(UserWarning, match="encode 'here is a Q and .*otherwise: tokenizers encodes"):
+    with pytest.warns(UserWarning, match="encode 'here is a Q and .*differently: using tokenizers"):
         trusted = made(options("auto", "auto"))
     files = [{k: v for k, v in files_of(c).items() if "tokens" in k} for c in (own, trusted)]
     assert len(files[0]) == 9  # .bin, .idx and .xxh3 of three splits
     assert files[0] == files[1]
     assert own.domains == trusted.domains
-    with pytest.raises(UserError, match=r"--encoder gigatoken: .* otherwise; give --encoder own"):
+    with pytest.raises(UserError, match=r"--encoder gigatoken: .* differently; use --encoder own"):
         made(options("gigatoken", "gigatoken"))
     assert not (tmp_path / "gigatoken" / "corpus.json").exists()
 
@@ -253,7 +223,7 @@ def test_a_difference_that_shows_later_ends_the_run(disagreeing, monkeypatch):
     fast = with_gigatoken(disagreeing)
     fast.encode_documents(["plain words " * 100] * 3)
     fast.encode_documents(["a Q"])  # too soon after the last comparison
-    with pytest.raises(UserError, match=r"'Q Q Q .*otherwise: remove the unfinished --output and"):
+    with pytest.raises(UserError, match=r"'Q Q Q .*differently: remove the unfinished"):
         fast.encode_documents(["Q " * 5000])
 
 
@@ -261,12 +231,12 @@ def test_its_memory_is_given_back_when_it_has_grown(json_tokenizer, monkeypatch)
     monkeypatch.setattr(fast_encoder, "_MAX_GROWTH_BYTES", -(1 << 40))
     monkeypatch.setattr(fast_encoder, "_LOOK_EVERY", 100)
     fast = with_gigatoken(json_tokenizer)
-    assert isinstance(fast.stand_in, GigatokenEncoder)
-    loaded = fast.stand_in._gigatoken
+    assert isinstance(fast.fast_encoder, GigatokenEncoder)
+    loaded = fast.fast_encoder._gigatoken
     fast.encode_documents(["abc"])
-    assert fast.stand_in._gigatoken is loaded
+    assert fast.fast_encoder._gigatoken is loaded
     before = fast.encode_documents(["abc def " * 20])
-    assert fast.stand_in._gigatoken is not loaded
+    assert fast.fast_encoder._gigatoken is not loaded
     assert_same(fast.encode_documents(["abc def " * 20]), before)
 
 
@@ -278,8 +248,6 @@ def test_what_it_gives_up_on_is_told(json_tokenizer, monkeypatch):
         raise PanicException("index out of bounds")
 
     fast = with_gigatoken(json_tokenizer)
-    monkeypatch.setattr(fast.stand_in, "_gigatoken", give_up)
-    with pytest.raises(
-        UserError, match=r"gives up on texts of up to 3 char.*again with --encoder own"
-    ):
+    monkeypatch.setattr(fast.fast_encoder, "_gigatoken", give_up)
+    with pytest.raises(UserError, match=r"fails on texts of up to 3 char.*use --encoder own"):
         fast.encode_documents(["abc"])
