@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Domain, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
@@ -62,7 +63,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
                 print(_summary_of_share(share, all_shards, folder.finished()))
                 return
             joined = run.join(found, stopwatch)
-            remote = folder.remote_desks()
+            remote = folder.remote_staging()
     corpus = Corpus.load(options.output)
     if remote:
         more = f" and {len(remote) - 1} more" if len(remote) > 1 else ""
@@ -126,7 +127,7 @@ class ShardWork:
         """The same with a loaded tokenizer."""
 
         def make(number: int) -> None:
-            folder = self.folder.desk / f"{number:06d}"
+            folder = self.folder.staging / f"{number:06d}"
             with writing(folder):
                 folder.mkdir()
             make_shard(self.options, self.plan, self.plan_hash, tokenizer, number, folder, on_bytes)
@@ -205,7 +206,7 @@ class _Run:
         """Make a corpus of all shards, of which ``found`` were finished before this run."""
         shards = [self._load(number) for number in range(len(self.plan.shards))]
         joining = Stopwatch()
-        made = self.folder.desk / "corpus"
+        made = self.folder.staging / "corpus"
         with writing(made):
             made.mkdir()
         first_domains = [source.domain for source in self.plan.sources if source.domain is not None]
@@ -302,32 +303,25 @@ def check_domains(
 
 
 @dataclasses.dataclass(frozen=True)
-class _PieceRead:
-    start: int
-    stop: int | None
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True)
-class _SourceRead:
-    name: str
-    bytes: int
-    pieces: list[_PieceRead]
-
-
-@dataclasses.dataclass(frozen=True)
 class _SourcesRead:
-    sources: list[_SourceRead]
+    """What sources.json records: name, bytes and pieces of each source."""
+
+    sources: list[dict[str, Any]]
 
 
 def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
     """Record every source and the hash of each of its pieces; return one hash of all contents."""
-    sources = [_SourceRead(source.name, source.bytes, []) for source in plan.sources]
+    pieces: list[list[dict[str, Any]]] = [[] for _ in plan.sources]
     for planned, shard in zip(plan.shards, shards, strict=True):
         for piece, sha256 in zip(planned, shard.hashes, strict=True):
-            sources[piece.source].pieces.append(_PieceRead(piece.start, piece.stop, sha256))
+            read = {"start": piece.start, "stop": piece.stop, "sha256": sha256}
+            pieces[piece.source].append(read)
+    sources = [
+        {"name": source.name, "bytes": source.bytes, "pieces": read}
+        for source, read in zip(plan.sources, pieces, strict=True)
+    ]
     write_record(path, _SourcesRead(sources), kind="sources of a corpus", version=1)
-    return sha256_of_json([piece.sha256 for source in sources for piece in source.pieces])
+    return sha256_of_json([piece["sha256"] for read in pieces for piece in read])
 
 
 def _summary_of_share(share: tuple[int, int], shards: range, finished: Collection[int]) -> str:

@@ -11,17 +11,15 @@ A shard is a folder that is created by one rename, so that it is complete where 
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
-import queue
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -66,12 +64,8 @@ _RUN_DOCUMENTS = 1 << 18
 # Enough text to keep an encoder busy, little enough to hold with its encodings.
 _BATCH_CHARACTERS = 2_000_000
 _BATCH_DOCUMENTS = 1 << 14
-# Batches that wait while another is encoded; more would only take memory.
-_BATCHES_AHEAD = 1
-_SECONDS_BETWEEN_LOOKS = 0.5
 _SWITCH_SECONDS = 5e-4
 _SPLIT_NUMBERS = {name: number for number, name in enumerate(SPLITS)}
-Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,18 +282,22 @@ def make_shard(
     pieces = plan.shards[number]
     documents = (document for piece in pieces for document in reader.read(piece))
     batches = _Batches(documents, options.split_shares)
+    unread = iter(batches)
     writer = ShardWriter(folder, dtype)
     empty: Counter[int] = Counter()  # the reading thread has its own
     with (
         quick_thread_switches(),
-        contextlib.closing(read_ahead(batches, _BATCHES_AHEAD)) as ready,
-        concurrent.futures.ThreadPoolExecutor(1, "write") as pool,
+        ThreadPoolExecutor(1) as reading_thread,
+        ThreadPoolExecutor(1) as writing_thread,
     ):
-        written = pool.submit(lambda: None)
-        for batch in ready:
+        # One batch is read and one is written while another is encoded; more would take memory.
+        ahead = reading_thread.submit(next, unread, None)
+        written = writing_thread.submit(lambda: None)
+        while (batch := ahead.result()) is not None:
+            ahead = reading_thread.submit(next, unread, None)
             encoded = _encode(tokenizer, batch, empty)
-            written.result()  # so that no more than one batch waits
-            written = pool.submit(writer.add, *encoded)
+            written.result()
+            written = writing_thread.submit(writer.add, *encoded)
         written.result()
     writer.finish()
     empty.update(batches.empty)
@@ -398,12 +396,6 @@ class _Batches:
         return _Batch(ordered, documents[order], digests[order])
 
 
-class _End(NamedTuple):
-    """Follows the last item, with the exception that ended them, if any."""
-
-    error: BaseException | None = None
-
-
 @contextlib.contextmanager
 def quick_thread_switches() -> Iterator[None]:
     """Let threads wait for Python's lock at most half a millisecond.
@@ -417,46 +409,6 @@ def quick_thread_switches() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
-
-
-def read_ahead(items: Iterable[Item], depth: int) -> Generator[Item]:
-    """Yield the items in their order, with up to ``depth`` of them read ahead by a thread.
-
-    An exception of the iterator is raised after the items before it. The thread ends when this
-    generator is closed, and does not keep the process alive.
-    """
-    ready: queue.Queue[Item | _End] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
-
-    def put(item: Item | _End) -> bool:
-        while not stopped.is_set():
-            try:
-                ready.put(item, timeout=_SECONDS_BETWEEN_LOOKS)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def read() -> None:
-        try:
-            for item in items:
-                if not put(item):
-                    return
-                del item  # the queue alone holds it
-        except BaseException as error:  # raised again in the consumer
-            put(_End(error))
-        else:
-            put(_End())
-
-    threading.Thread(target=read, name="read-ahead", daemon=True).start()
-    try:
-        while not isinstance(item := ready.get(), _End):
-            yield item
-            del item
-        if item.error is not None:
-            raise item.error
-    finally:
-        stopped.set()
 
 
 def _checksum(path: Path) -> str:

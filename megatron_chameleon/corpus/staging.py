@@ -2,7 +2,7 @@
 
     OUTPUT/.partial/plan.json          the plan that all processes have agreed on
     OUTPUT/.partial/shards/000012      a finished shard
-    OUTPUT/.partial/desks/HOST-PID-x   a process's staging directory; its contents are renamed when
+    OUTPUT/.partial/staging/HOST-PID-x a process's staging directory; its contents are renamed when
                                        complete
     OUTPUT/.partial/published          hash of the corpus.json that the shards were joined to, for
                                        cleaning up after a run that was killed before it could
@@ -49,7 +49,7 @@ _OWN_FILES = (
     DiscoveredDomains.FILE_NAME,
     CENTROIDS_NAME,
 )
-_SHARDS_NAME, _DESKS_NAME, _PUBLISHED_NAME = "shards", "desks", "published"
+_SHARDS_NAME, _STAGING_NAME, _PUBLISHED_NAME = "shards", "staging", "published"
 _ATTEMPTS = 100
 
 
@@ -59,13 +59,13 @@ class CorpusFolder:
     Attributes:
         root: the corpus folder.
         partial: its folder of unfinished work.
-        desk: this process's own staging directory.
+        staging: this process's own staging directory.
     """
 
-    def __init__(self, root: Path, desk: Path) -> None:
+    def __init__(self, root: Path, staging: Path) -> None:
         self.root = root
         self.partial = root / PARTIAL_NAME
-        self.desk = desk
+        self.staging = staging
 
     def agree(self, plan: Plan) -> Plan:
         """Write ``plan`` if there is none; return the plan that all processes here work by.
@@ -74,8 +74,8 @@ class CorpusFolder:
             UserError: if there is a different plan and shards were finished or are being made by
                 it, naming the difference.
         """
-        dataclasses.replace(plan, root=self.desk).save()
-        draft, path = self.desk / Plan.FILE_NAME, self.partial / Plan.FILE_NAME
+        dataclasses.replace(plan, root=self.staging).save()
+        draft, path = self.staging / Plan.FILE_NAME, self.partial / Plan.FILE_NAME
         try:
             os.link(draft, path)
         except OSError as error:
@@ -85,7 +85,7 @@ class CorpusFolder:
                 problem = plan.difference(begun)
                 if problem is None:
                     return begun
-                if self.finished() or len(list(self.desk.parent.iterdir())) > 1:
+                if self.finished() or len(list(self.staging.parent.iterdir())) > 1:
                     raise UserError(problem) from None
             os.replace(draft, path)
         return dataclasses.replace(plan, root=self.partial)
@@ -130,7 +130,7 @@ class CorpusFolder:
             (self.root / FILE_NAME).unlink(missing_ok=True)
             for old in own_files(self.root):
                 old.unlink(missing_ok=True)
-            published = self.desk / _PUBLISHED_NAME
+            published = self.staging / _PUBLISHED_NAME
             published.write_text(sha256_of_files(made / FILE_NAME))
             os.replace(published, self.partial / _PUBLISHED_NAME)
             for file in files:
@@ -146,20 +146,20 @@ class CorpusFolder:
         if exist and published.read_text() == sha256_of_files(corpus):
             self.remove_work()
 
-    def remote_desks(self) -> list[str]:
+    def remote_staging(self) -> list[str]:
         """Staging directories of other machines: in use, or left by killed processes."""
         here = f"{socket.gethostname()}-"
-        names = sorted(path.name for path in self.desk.parent.iterdir())
+        names = sorted(path.name for path in self.staging.parent.iterdir())
         return [name for name in names if not name.startswith(here)]
 
     def remove_work(self) -> None:
         """Remove all shards and the plan."""
         with contextlib.suppress(OSError):  # none was finished, or another process was faster
             # All at once: half of the shards would pass for finished ones.
-            os.rename(self.partial / _SHARDS_NAME, self.desk / "joined")
+            os.rename(self.partial / _SHARDS_NAME, self.staging / "joined")
         (self.partial / Plan.FILE_NAME).unlink(missing_ok=True)
         (self.partial / _PUBLISHED_NAME).unlink(missing_ok=True)
-        shutil.rmtree(self.desk / "joined", ignore_errors=True)
+        shutil.rmtree(self.staging / "joined", ignore_errors=True)
 
 
 def own_files(root: Path) -> list[Path]:
@@ -187,8 +187,8 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
     partial = root / PARTIAL_NAME
     with _locked(root, shared):
         try:
-            with staging_directory(partial / _DESKS_NAME) as desk:
-                folder = CorpusFolder(root, desk)
+            with staging_directory(partial / _STAGING_NAME) as staging:
+                folder = CorpusFolder(root, staging)
                 folder.remove_published_work()
                 has_corpus = (root / FILE_NAME).exists()
                 if has_corpus and not overwrite:
@@ -217,42 +217,42 @@ def staging_directory(folder: Path) -> Iterator[Path]:
         UserError: if it cannot be created.
     """
     with writing(folder):
-        desk, descriptor = _new_desk(folder)
+        directory, descriptor = _new_directory(folder)
     try:
-        yield desk
+        yield directory
     finally:
         os.close(descriptor)
-        shutil.rmtree(desk, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _new_desk(folder: Path) -> tuple[Path, int]:
+def _new_directory(folder: Path) -> tuple[Path, int]:
     """A new directory, and the descriptor that holds its lock."""
     host = f"{socket.gethostname()}-"
     problem: OSError = FileExistsError(errno.EEXIST, "no name was free", str(folder))
     for _ in range(_ATTEMPTS):
-        desk = folder / f"{host}{os.getpid()}-{secrets.token_hex(4)}"
+        directory = folder / f"{host}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"{host}*"):
                 _remove_if_deserted(left)
-            desk.mkdir()
-            descriptor = os.open(desk, os.O_RDONLY | os.O_DIRECTORY)
+            directory.mkdir()
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, FileExistsError) as error:
             problem = error  # another process has found the folder empty, and removed it
             continue
         # Before it was locked, another process may have taken it for a deserted one.
-        if _try_lock(descriptor, fcntl.LOCK_EX) is not False and desk.exists():
-            return desk, descriptor
+        if _try_lock(descriptor, fcntl.LOCK_EX) is not False and directory.exists():
+            return directory, descriptor
         os.close(descriptor)
     raise problem
 
 
-def _remove_if_deserted(desk: Path) -> None:
+def _remove_if_deserted(directory: Path) -> None:
     with contextlib.suppress(FileNotFoundError):  # another process was faster
-        descriptor = os.open(desk, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             if _try_lock(descriptor, fcntl.LOCK_EX):
-                shutil.rmtree(desk, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
         finally:
             os.close(descriptor)
 
@@ -292,7 +292,7 @@ def _locked(root: Path, shared: bool) -> Iterator[None]:
 def _remove_if_unused(partial: Path) -> None:
     """Remove what is left without a finished shard, unless another process works here."""
     try:
-        (partial / _DESKS_NAME).rmdir()
+        (partial / _STAGING_NAME).rmdir()
         (partial / _SHARDS_NAME).mkdir(exist_ok=True)
         (partial / _SHARDS_NAME).rmdir()
     except OSError:

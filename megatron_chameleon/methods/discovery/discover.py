@@ -75,7 +75,7 @@ def _write(
     tokenizer = corpus_tokenizer(plan.corpus)
     total = int(clusters.tokens.sum()) * plan.corpus.token_bytes
     with corpus_folder(plan.options.output, overwrite=False, shared=False) as folder:
-        made = folder.desk / "corpus"
+        made = folder.staging / "corpus"
         with writing(made):
             made.mkdir()
         with progress_bar(total, "B", "copying") as bar:

@@ -181,7 +181,7 @@ def test_too_few_domains_is_an_error_that_says_what_was_found(site, options):
 
 def test_a_folder_with_other_files_is_refused_and_left_alone(options):
     write(options.output_dir, "mine.txt", "mine")
-    with pytest.raises(UserError, match=r"mine\.txt.*give an empty or a new folder"):
+    with pytest.raises(UserError, match=r"mine\.txt.*use an empty or a new folder"):
         gather_installed_text(options)
     assert [path.name for path in options.output_dir.iterdir()] == ["mine.txt"]
 

@@ -78,15 +78,6 @@ def test_batches_and_pieces_do_not_show(write, monkeypatch, batch_bytes):
     assert len(set(reader.hashes.values())) == 1 + len(pieces)
 
 
-def test_a_hash_tells_other_text_and_other_domains(write):
-    rows = [{"text": "ab", "set": "c"}]
-    hashes = set()
-    for change in ({}, {"text": "abc"}, {"set": "bc", "text": "a"}, {"text": ""}):
-        reader, _ = read(write([{**rows[0], **change}]), "set")
-        hashes |= set(reader.hashes.values())
-    assert len(hashes) == 4
-
-
 def test_keys_reach_into_structs_and_strings_that_hold_objects(write):
     rows = [
         {"a": {"b": {"text": str(i)}}, "a.b": "x", "meta": f'{{"set": {{"name": "s{i}"}}}}'}
@@ -138,23 +129,6 @@ def test_a_text_that_is_too_long_is_malformed(write):
     assert [document.text for document in found] == [texts[0], texts[1], "b"]
     assert "row 3 has 101 bytes of text, more than --max-doc" in reader.malformed.describe()
     assert "row 4 has 102 bytes of text" in reader.malformed.describe()
-
-
-@pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        ({"text_key": "txt"}, "no column 'txt'; existing columns: text, meta, "),
-        (
-            {"text_key": "meta.b"},
-            r"no column.*meta\.redpajama_set_name, meta\.url, other; correct",
-        ),
-        ({"domain_key": "set"}, "no column 'set'.*correct --domain-key"),
-        ({"domain_key": "other.x"}, "no column 'other.x'"),
-    ],
-)
-def test_a_column_that_is_not_there_is_told_with_those_that_are(write, keys, problem):
-    with pytest.raises(UserError, match=f"a.parquet has {problem}"):
-        read(write(some_rows(3)), **keys)
 
 
 @pytest.mark.parametrize("key", ["text", "text.in"])

@@ -299,10 +299,10 @@ def test_a_shard_that_is_cut_short_is_refused_and_made_again_once_removed(one_do
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_what_other_machines_have_left_half_written_is_told(options, count, capsys):
-    desks = options.output / ".partial" / "desks"
+    directories = options.output / ".partial" / "staging"
     for number in range(count):
-        (desks / f"elsewhere-{number}" / "000000").mkdir(parents=True)
-    (desks / f"{os.uname().nodename}-dead").mkdir(parents=True)  # of this machine: is removed
+        (directories / f"elsewhere-{number}" / "000000").mkdir(parents=True)
+    (directories / f"{os.uname().nodename}-dead").mkdir(parents=True)  # of this machine: is removed
     preprocess_data(options)
     printed = [line for line in capsys.readouterr().out.splitlines() if "unfinished work" in line]
     assert len(printed) == min(count, 1)

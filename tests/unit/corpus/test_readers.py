@@ -47,12 +47,6 @@ def by_key(key, *renames):
     return DomainOptions(domain_key=key, rename_domain=(renames,))
 
 
-def test_keys_reach_into_nested_objects(jsonl):
-    path = jsonl("a.jsonl", [{"doc": {"body": "one"}, "meta": {"set": {"name": "web"}}}])
-    _, found = read(path, domains=by_key("meta.set.name"), text_key="doc.body")
-    assert found == [Document("web", "one")]
-
-
 MALFORMED = {
     b"{not json": "is not JSON",
     b'{"text": "cut': "is not JSON",

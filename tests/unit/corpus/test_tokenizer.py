@@ -153,15 +153,6 @@ def test_the_hash_covers_what_a_tiktoken_file_does_not_say(tokenizer_json, tmp_p
     assert load_tokenizer(path, EOD, "cl100k_base").sha256 in hashes
 
 
-def test_what_a_corpus_keeps_is_the_same_tokenizer(path, tmp_path):
-    tokenizer = load(path)
-    (tmp_path / "corpus").mkdir()
-    tokenizer.save(tmp_path / "corpus")
-    kept = load(tmp_path / "corpus" / tokenizer.identity.file)
-    assert kept.identity == tokenizer.identity
-    assert documents(kept, TEXTS) == documents(tokenizer, TEXTS)
-
-
 def test_what_a_corpus_has_recorded_opens_its_file(path, tmp_path):
     """Without being told the pattern again."""
     tokenizer = load(path)
@@ -226,16 +217,6 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, name):
     (tmp_path / name).write_text('{"weights": {}}')
     with pytest.raises(UserError, match=f"{name} is not a "):
         load_tokenizer(tmp_path / name, EOD)
-
-
-def test_a_file_of_another_kind_or_none_is_refused(tmp_path, tokenizer_json):
-    (tmp_path / "vocab.txt").touch()
-    with pytest.raises(UserError, match=r"a tokenizer must be a tokenizer\.json"):
-        load_tokenizer(tmp_path / "vocab.txt", EOD)
-    with pytest.raises(UserError, match="does not exist"):
-        load_tokenizer(tmp_path / "absent.json", EOD)
-    with pytest.raises(UserError, match=r"--tiktoken-pattern has no effect.*leave it out"):
-        load_tokenizer(tokenizer_json, EOD, "gpt2")
 
 
 @pytest.mark.parametrize(("told", "threads"), [("3", 3), ("", None), ("0", None), ("x", None)])

@@ -60,17 +60,6 @@ def test_too_little_text_is_told(options, jsonl):
         )
 
 
-def test_malformed_lines_are_told_or_refused(options, jsonl, texts):
-    source = SourceOptions(((str(jsonl("bad.jsonl", [b"{", *texts(300)])),),), "text", 0.01)
-    with pytest.warns(UserWarning, match="1 of 301 lines are malformed"):
-        train_tokenizer(dataclasses.replace(options, source=source))
-    strict = dataclasses.replace(source, max_malformed_share=0.0)
-    output = options.output.with_name("strict.json")
-    with pytest.raises(UserError, match="1 of 301 lines are malformed"):
-        train_tokenizer(dataclasses.replace(options, source=strict, output=output))
-    assert not output.exists()
-
-
 def test_an_existing_file_is_replaced_only_when_asked(options):
     options.output.write_text("precious")
     with pytest.raises(UserError, match="exists; choose another --output or pass --overwrite"):
