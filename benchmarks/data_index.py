@@ -19,7 +19,7 @@ from benchmarks.synthetic_domains import IDENTITY
 from megatron_chameleon.blend import BlendedTokens, DomainData, MixtureSchedule, TokenData
 from megatron_chameleon.blend.megatron_order import BlendedIndex, build_blending_indices
 from megatron_chameleon.blend.order import BlendOrder
-from megatron_chameleon.corpus.indexed_writer import HEADER, MAGIC, TYPE_CODES, VERSION
+from megatron_chameleon.corpus.indexed import HEADER, MAGIC, TYPE_CODES, VERSION
 from megatron_chameleon.options.data import Permutation
 
 # Domains -> samples. With 1000 domains the compiled helper takes a microsecond for each.

@@ -110,12 +110,11 @@ def prepare(folder: Path, num_windows: int, window_length: int) -> Task:
     from benchmarks.real_text import train_tokenizer_on, write_real_text
     from megatron_chameleon.artifacts import Corpus
     from megatron_chameleon.checkpoint.convert import convert_from_huggingface
-    from megatron_chameleon.corpus.indexed_reader import open_tokens
+    from megatron_chameleon.corpus.indexed import open_tokens
+    from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
     from megatron_chameleon.corpus.preprocess import preprocess_data
     from megatron_chameleon.embedding.windows import draw_windows
     from megatron_chameleon.options.convert import FromHuggingFaceOptions
-    from megatron_chameleon.options.preprocess import PreprocessOptions
-    from megatron_chameleon.options.source import SourceOptions
 
     text, model, corpus = folder / "text.jsonl", folder / "model", folder / "corpus"
     write_real_text(text, TEXT_BYTES)

@@ -168,7 +168,7 @@ def our_model(places: Places, layout: Any) -> Any:
     from benchmarks.embedding import EOD_TOKEN
     from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
     from megatron_chameleon.checkpoint.load import open_reader
-    from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+    from megatron_chameleon.corpus.tokenizer import load_tokenizer
     from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
     from megatron_chameleon.evaluation.options import DownstreamOptions
     from megatron_chameleon.evaluation.scoring import Scorer

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import orjson
 
 from megatron_chameleon.corpus.installed_text import default_roots, list_files
-from megatron_chameleon.corpus.tokenization.training import byte_level_bpe
+from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 
 SYSTEM_ROOTS = ("/usr/share", "/usr/lib", "/usr/include", "/usr/local/include")
 COMPILED = frozenset((".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inc", ".inl", ".pyx"))

@@ -127,8 +127,8 @@ def told(row: dict[str, Any]) -> str:
         f"{name} {speed:,.0f} tokens/s (repeats within {row['spread'][name]:.2f}x)"
         for name, speed in row["tokens_per_second"].items()
     )
-    is_settled = max(row["spread"].values()) <= MOST_SPREAD
-    mark = "" if is_settled else f"; NOT SETTLED, repeats differ by over {MOST_SPREAD}x"
+    is_stable = max(row["spread"].values()) <= MOST_SPREAD
+    mark = "" if is_stable else f"; NOT SETTLED, repeats differ by over {MOST_SPREAD}x"
     return f"{row['what']}: {speeds}; {row['times_faster']:.2f}x{mark}"
 
 

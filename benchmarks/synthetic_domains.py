@@ -12,7 +12,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_chameleon.artifacts import TokenizerIdentity
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter
 
 VOCAB_SIZE, EOD = 50_257, 50_256
 IDENTITY = TokenizerIdentity("tokenizers", "tokenizer.json", "0" * 64, VOCAB_SIZE, EOD)

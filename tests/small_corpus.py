@@ -21,9 +21,8 @@ from megatron_chameleon.artifacts import (
     TokenizerIdentity,
     provenance,
 )
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import SourceOptions
+from megatron_chameleon.corpus.indexed import IndexedWriter
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 
 # Odd, so that no tensor-parallel degree divides it and the last rows of the embedding are padding.
 VOCAB_SIZE = 251

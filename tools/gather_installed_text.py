@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.options.gather import GatherOptions
+from megatron_chameleon.corpus.options import GatherOptions
 
 
 def main(options: GatherOptions) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.options.preprocess import PreprocessOptions
+from megatron_chameleon.corpus.options import PreprocessOptions
 
 
 def main(options: PreprocessOptions) -> None:

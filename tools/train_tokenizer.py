@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.options.tokenizer import TrainTokenizerOptions
+from megatron_chameleon.corpus.options import TrainTokenizerOptions
 
 
 def main(options: TrainTokenizerOptions) -> None:
     """Train and write the tokenizer."""
-    from megatron_chameleon.corpus.tokenization.training import train_tokenizer
+    from megatron_chameleon.corpus.train_tokenizer import train_tokenizer
 
     train_tokenizer(options)
 

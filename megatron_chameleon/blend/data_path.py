@@ -19,7 +19,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron_chameleon.artifacts import SPLITS, Split, TokenizerIdentity
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.blend.token_data import DomainData, TokenData, tokens_between
-from megatron_chameleon.corpus.indexed_reader import open_token_file
+from megatron_chameleon.corpus.indexed import open_token_file
 from megatron_chameleon.errors import UserError
 
 PLAIN_NUMBER = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile
 
 # Luby and Rackoff 1988: four rounds make a Feistel network of random functions a pseudorandom
 # permutation; the round function here is less than random, hence more rounds.

@@ -19,7 +19,7 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.files import cannot_write, sha256_of_files, sha256_of_json
-from megatron_chameleon.corpus.mapped_file import map_file
+from megatron_chameleon.corpus.indexed import map_file
 from megatron_chameleon.errors import UserError
 
 _DESCRIPTION = "index.json"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.blend.gather import EpochView, IndexedView, document_ends
 from megatron_chameleon.blend.index_cache import cached_arrays
 from megatron_chameleon.blend.token_data import DomainData
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile
 
 # Megatron shuffles the last epoch separately if less than this share of it is used, so that its
 # documents do not crowd out those of the whole epochs.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Split, TokenizerIdentity
-from megatron_chameleon.corpus.indexed_reader import (
+from megatron_chameleon.corpus.indexed import (
     ExpectedTokens,
     TokenFile,
     expected_tokens,

@@ -22,7 +22,7 @@ from megatron_chameleon.checkpoint.huggingface_folder import (
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
-from megatron_chameleon.corpus.tokenization.tokenizer import (
+from megatron_chameleon.corpus.tokenizer import (
     Tokenizer,
     corpus_tokenizer,
     load_tokenizer,

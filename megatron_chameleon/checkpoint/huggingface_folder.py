@@ -30,7 +30,7 @@ from megatron_chameleon.artifacts.files import (
     write_json,
     writing,
 )
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.model.huggingface import (

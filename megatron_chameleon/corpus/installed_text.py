@@ -1,8 +1,8 @@
-"""Real text in named domains, from what the installation itself put on disk.
+"""Collect real text in named domains from the installed packages.
 
-A quickstart needs text of clearly different kinds on a machine that has nothing but the packages
-it just installed. Those packages bring plenty: sources in several languages, headers, stubs, tests,
-reference pages, licences, tables of figures. Only site-packages is read, so that the same pinned
+A quickstart needs text of clearly different kinds on a machine that has only the packages it just
+installed. They contain source code in several languages, headers, stubs, tests, reference pages,
+licences and tables of figures. Only site-packages is read, so that the same pinned
 versions give the same text on every machine.
 """
 
@@ -24,8 +24,8 @@ from typing import Any
 import orjson
 
 from megatron_chameleon.artifacts.files import replacing, write_json
+from megatron_chameleon.corpus.options import GatherOptions
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.gather import GatherOptions
 
 MIN_DOMAINS = 6
 SUMMARY_FILE = "gathered.json"
@@ -36,10 +36,10 @@ SKIPPED_FOLDERS = ("__pycache__", "pip", "pip-*", "megatron_chameleon*", "__edit
 
 @dataclasses.dataclass(frozen=True)
 class DomainSource:
-    """Where a domain's text comes from: paths relative to site-packages, as shell patterns.
+    """The files of a domain: paths relative to site-packages, as shell patterns.
 
     In a pattern ``*`` also matches ``/``. ``read`` turns the text of a file into a document, or
-    into None if there is none in it.
+    into None if it has none.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class DomainText:
-    """What was gathered for a domain. ``num_bytes`` counts UTF-8 text, not the file around it."""
+    """The text of a domain. ``num_bytes`` counts the UTF-8 bytes of its documents."""
 
     domain: DomainSource
     documents: tuple[Document, ...]
@@ -90,8 +90,7 @@ def docstrings(source: str) -> str | None:
     return "\n\n".join(inspect.cleandoc(text) for _line, text in sorted(found)) or None
 
 
-# Whose docstrings are long, worked-out reference pages. Their code is in no domain, so that no text
-# is in two.
+# Their docstrings are long reference pages. Their code is in no domain, so that no text is in two.
 REFERENCE_PACKAGES = ("matplotlib", "mpmath", "networkx", "numpy", "scipy", "sympy")
 HEADERS = (".h", ".hpp", ".hh", ".cuh", ".inl")
 CUDA_HEADERS = ("triton/*", "nvidia/*")
@@ -134,7 +133,7 @@ DOMAINS = (
         "number_tables",
         "font metrics, reference values, measurements",
         ("*.afm", "*.csv", "*.dat", "*.tab", "*.tsv"),
-        # Streams of random numbers: nothing to learn in them.
+        # Random numbers: nothing to learn.
         excluded=("numpy/random/*",),
     ),
     DomainSource(
@@ -148,14 +147,14 @@ DOMAINS = (
 
 
 def gather_installed_text(options: GatherOptions) -> list[DomainText]:
-    """Write ``<domain>.jsonl`` for the domains with enough text, and a summary beside them.
+    """Write ``<domain>.jsonl`` for the domains with enough text, and a summary.
 
     Each line is ``{"text": ..., "source": path in site-packages}``. No text is in two documents,
     whatever their domains. The same packages and options give the same bytes.
 
     Raises:
         UserError: if fewer than six domains (or ``num_domains``) have enough text, or the folder
-            holds something that this function did not write.
+            holds files of other origin.
     """
     earlier = _earlier_files(options.output_dir)
     files = list_files(options.roots or default_roots())
@@ -263,7 +262,7 @@ def read_document(
 
 
 def cut_at_line(text: str, max_bytes: int) -> str:
-    """The longest run of whole lines of ``text`` that fits; of one long line, nothing."""
+    """The longest prefix of whole lines of ``text`` that fits; '' for one long line."""
     encoded = text.encode()
     if len(encoded) <= max_bytes:
         return text
@@ -271,7 +270,7 @@ def cut_at_line(text: str, max_bytes: int) -> str:
 
 
 def has_enough(found: DomainText, options: GatherOptions) -> bool:
-    """Whether a domain is big enough to be trained on and to hold a part of it out."""
+    """Whether a domain is large enough for training and for held-out splits."""
     return (
         found.num_bytes >= options.min_bytes_per_domain
         and len(found.documents) >= options.min_documents_per_domain
@@ -291,7 +290,7 @@ def write_domain(found: DomainText, folder: Path) -> None:
 
 
 def summary(gathered: Iterable[DomainText], options: GatherOptions) -> dict[str, Any]:
-    """What gathered.json holds: the domains in order of preference, and the limits applied."""
+    """The contents of gathered.json: the domains in order of preference, and the limits."""
     limits = dataclasses.asdict(options)
     return {
         "domains": [
@@ -310,7 +309,7 @@ def summary(gathered: Iterable[DomainText], options: GatherOptions) -> dict[str,
 
 
 def format_table(gathered: Iterable[DomainText]) -> str:
-    """The table that the tool prints: domain, documents, MB (10^6 bytes) and where from."""
+    """The printed table: domain, documents, MB (10^6 bytes) and origin."""
     gathered = list(gathered)
     lines = [f"{'domain':22}{'documents':>10}{'MB':>7}  what, and where from"]
     for found in gathered:
@@ -363,8 +362,8 @@ def _earlier_files(folder: Path) -> set[str]:
     if names - ours:
         other = sorted(names - ours)
         raise UserError(
-            f"--output-dir {folder} has files that this tool did not write ({other[0]}); "
-            "give an empty or a new folder"
+            f"--output-dir {folder} has files of other origin ({other[0]}); "
+            "use an empty or a new folder"
         )
     return names - {SUMMARY_FILE}
 

@@ -1,29 +1,27 @@
-"""The documents of a corpus under other domains: tokens are copied, and splits stay as they are."""
+"""Write the documents of a corpus under other domains: tokens are copied, splits stay."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, Domain, DomainSplit, Split
+from megatron_chameleon.artifacts import SPLITS, Corpus, Domain, Split
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import link_or_copy, writing
-from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
-from megatron_chameleon.corpus.shards.folder import TOKENS_NAME
-from megatron_chameleon.corpus.text_bytes import document_bytes, token_bytes
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
+from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
+from megatron_chameleon.corpus.join import CorpusWriter
+from megatron_chameleon.corpus.staging import TOKENS_NAME
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 
 Labels = Mapping[tuple[str, Split], NDArray[np.integer]]
 
 _BLOCK_DOCUMENTS = 1 << 16
-# What all files together may hold before it is written.
-_WAITING_BYTES = 1 << 26
-_PIECE_TOKENS = 1 << 22
+_BLOCK_TOKENS = 1 << 22
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def regroup(
@@ -34,21 +32,21 @@ def regroup(
     folder: Path,
     on_bytes: Callable[[int], object],
 ) -> dict[str, Domain]:
-    """Write the .bin/.idx files of a corpus whose documents belong to other domains.
+    """Write the token files of a corpus whose documents belong to other domains.
 
     Documents of a new domain are in the order of the old domains, and of the documents in them.
 
     Args:
-        corpus: that is read.
-        labels: old domain and split -> [num_documents], the position in ``names`` of the domain
-            that each document goes to. Domains that are not here stay as they are.
+        corpus: to read.
+        labels: old domain and split -> [num_documents], the position in ``names`` of each
+            document's new domain. Domains that are not here are unchanged.
         names: new domains.
         tokenizer: of the corpus.
-        folder: where to write; it is there and empty.
-        on_bytes: is told how many bytes of tokens were just copied.
+        folder: an existing, empty folder.
+        on_bytes: called with the number of bytes of tokens just copied.
 
     Returns:
-        The domains that stay, and the new ones after them.
+        The unchanged domains, followed by the new ones.
 
     Raises:
         UserError: if the corpus is damaged, or the disk is full.
@@ -57,94 +55,98 @@ def regroup(
         (folder / TOKENS_NAME).mkdir()
     divided = {name for name, _ in labels}
     assert not (set(corpus.names) - divided) & set(names), "a name is taken"
-    kept = {name: _kept(corpus, name, folder) for name in corpus.names if name not in divided}
+    unchanged = {
+        name: _linked(corpus, name, folder) for name in corpus.names if name not in divided
+    }
     sizes = token_bytes(tokenizer)
-    parts = [[_Part(folder, corpus, name, split) for name in names] for split in SPLITS]
+    writer = CorpusWriter(folder, names, corpus.dtype)
     for (name, split), targets in labels.items():
-        files = parts[SPLITS.index(split)]
+        if not len(targets):
+            continue
         tokens = open_tokens(corpus, name, split)
         text_bytes = document_bytes(tokens, sizes, corpus.domains[name].split(split).text_bytes)
-        for first in range(0, len(tokens), _BLOCK_DOCUMENTS):
-            block = slice(first, first + _BLOCK_DOCUMENTS)
-            _copy(tokens, block, targets[block], text_bytes[block], files, on_bytes)
-    made = {
-        name: Domain(*(parts[split][number].finish() for split in range(len(SPLITS))))
-        for number, name in enumerate(names)
-    }
-    return {**kept, **made}
+        files = targets.astype(np.int64) * len(SPLITS) + SPLITS.index(split)
+        # Consecutive documents of one file are copied at once, up to a limit.
+        begins = np.flatnonzero(np.diff(files, prepend=-1))
+        begins = np.union1d(begins, np.arange(0, len(files), _BLOCK_DOCUMENTS))
+        ends = np.append(begins[1:], len(files))
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            file, lengths = int(files[begin]), np.array(tokens.lengths[begin:end])
+            writer.add_documents(file, lengths, int(text_bytes[begin:end].sum()))
+            first = int(tokens.starts[begin])
+            stop = first + int(lengths.sum(dtype=np.int64))
+            for start in range(first, stop, _BLOCK_TOKENS):
+                block = tokens.tokens[start : min(start + _BLOCK_TOKENS, stop)]
+                writer.add_tokens(file, block.tobytes())
+                on_bytes(block.nbytes)
+    return {**unchanged, **writer.finish()}
 
 
-class _Part:
-    """The files of one split of a new domain, and what is counted while they are written."""
-
-    def __init__(self, folder: Path, corpus: Corpus, domain: str, split: Split) -> None:
-        self._prefix = f"{TOKENS_NAME}/{file_name_of(domain)}-{split}"
-        self._writer = IndexedWriter(folder / self._prefix, corpus.dtype)
-        self._text_bytes = 0
-
-    def add(self, lengths: NDArray[np.int32], text_bytes: int) -> None:
-        """Say which documents the tokens that were added make up."""
-        self._writer.add_lengths(lengths)
-        self._text_bytes += text_bytes
-
-    def add_tokens(self, tokens: NDArray[np.integer]) -> None:
-        """Append tokens of documents that are told of by ``add``."""
-        self._writer.add_tokens(tokens.tobytes())
-
-    def flush(self) -> None:
-        """Write what is in memory."""
-        self._writer.flush()
-
-    def finish(self) -> DomainSplit:
-        """Close the files and say what is in them."""
-        counts = (self._writer.documents, self._writer.tokens, self._text_bytes)
-        sha256 = self._writer.finish()
-        return DomainSplit(self._prefix, *counts, sha256, self._writer.block_checksums)
-
-
-def _copy(
-    tokens: TokenFile,
-    block: slice,
-    targets: NDArray[np.integer],
-    text_bytes: NDArray[np.int64],
-    files: Sequence[_Part],
-    on_bytes: Callable[[int], object],
-) -> None:
-    """Copy a ``block`` of documents to their ``targets``; neighbours of one target at once."""
-    lengths = np.array(tokens.lengths[block])
-    ends = tokens.starts[block] + lengths
-    begins = np.flatnonzero(np.diff(targets, prepend=-1))
-    lasts = np.append(begins[1:], len(targets)) - 1
-    written = 0
-    for begin, last in zip(begins.tolist(), lasts.tolist(), strict=True):
-        first, stop = int(ends[begin]) - int(lengths[begin]), int(ends[last])
-        for start in range(first, stop, _PIECE_TOKENS):
-            piece = tokens.tokens[start : min(start + _PIECE_TOKENS, stop)]
-            files[int(targets[begin])].add_tokens(piece)
-            on_bytes(piece.nbytes)
-            written += piece.nbytes
-            if written > _WAITING_BYTES:
-                _flush(files)
-                written = 0
-    for number in np.unique(targets).tolist():
-        here = targets == number
-        files[number].add(lengths[here], int(text_bytes[here].sum()))
-    _flush(files)
-
-
-def _flush(files: Sequence[_Part]) -> None:
-    for part in files:
-        part.flush()
-
-
-def _kept(corpus: Corpus, name: str, folder: Path) -> Domain:
-    """A domain that stays as it is: its files get a second name in ``folder``."""
-    made = {}
+def _linked(corpus: Corpus, name: str, folder: Path) -> Domain:
+    """An unchanged domain: its files are linked into ``folder``."""
+    parts = []
     for split in SPLITS:
         prefix = f"{TOKENS_NAME}/{file_name_of(name)}-{split}"
         part = corpus.domains[name].split(split)
         for suffix in (".bin", ".idx", *([".xxh3"] if part.block_checksums else [])):
             source = Path(f"{corpus.prefix(name, split)}{suffix}")
             link_or_copy(source, folder / f"{prefix}{suffix}")
-        made[split] = dataclasses.replace(part, prefix=prefix)
-    return Domain(**made)
+        parts.append(dataclasses.replace(part, prefix=prefix))
+    return Domain(*parts)
+
+
+def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """[vocab_size] int32: the UTF-8 bytes that a token adds to a text, 0 for end-of-document.
+
+    Measured by a second occurrence of the token: some libraries strip the space of the first token
+    of a text. Part of a character decodes to a replacement character and counts as one byte, which
+    is exact but for tokens of several bytes of one character.
+    """
+    sizes = np.zeros(tokenizer.vocab_size, dtype=np.int32)
+    for token in range(tokenizer.vocab_size):
+        sizes[token] = max(0, _size(tokenizer, [token] * 2) - _size(tokenizer, [token]))
+    sizes[tokenizer.identity.eod_id] = 0
+    return sizes
+
+
+def document_bytes(
+    tokens: TokenFile, sizes: NDArray[np.int32], text_bytes: int
+) -> NDArray[np.int64]:
+    """[num_documents] int64 bytes of text, which sum to ``text_bytes``.
+
+    A corpus records the sum of a split, which was counted when the text was read. It is divided in
+    proportion to the bytes of the documents' tokens.
+
+    Args:
+        tokens: of a split, one document a sequence.
+        sizes: bytes of each token of the vocabulary.
+        text_bytes: of all documents together.
+    """
+    counted = np.concatenate([np.zeros(0, np.int64), *_counted(tokens, sizes)])
+    total = int(counted.sum())
+    if total == 0:
+        counted, total = tokens.lengths.astype(np.int64), int(tokens.tokens.size)
+    if total == 0:
+        return counted
+    # The ends are rounded rather than the differences: the last end is exact.
+    ends = np.rint(np.cumsum(counted) * (text_bytes / total)).astype(np.int64)
+    ends[-1] = text_bytes
+    return np.diff(ends, prepend=0)
+
+
+def _counted(tokens: TokenFile, sizes: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
+    """Bytes of the documents' tokens, a block of documents at a time."""
+    ends = np.cumsum(tokens.lengths, dtype=np.int64)
+    first = 0
+    while first < len(ends):
+        begin = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")))
+        running = np.cumsum(sizes[tokens.tokens[begin : ends[stop - 1]]], dtype=np.int64)
+        running = np.concatenate([[0], running])
+        yield np.diff(running[ends[first:stop] - begin], prepend=0)
+        first = stop
+
+
+def _size(tokenizer: Tokenizer, ids: list[int]) -> int:
+    text = tokenizer.decode(ids)
+    return len(text.encode("utf-8", "surrogatepass")) - 2 * text.count(_REPLACEMENT)

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.blend.token_data import DomainData
-from megatron_chameleon.corpus.block_checksums import BlockTokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 
 
 @dataclasses.dataclass(frozen=True)

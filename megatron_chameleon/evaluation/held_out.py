@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Protocol
-from megatron_chameleon.corpus.block_checksums import Tokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile, Tokens
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.model.sizes import ModelShape
 

@@ -31,10 +31,9 @@ from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.checkpoint.convert import recorded_tokenizer
 from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
-from megatron_chameleon.corpus.block_checksums import Tokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
-from megatron_chameleon.corpus.text_bytes import token_bytes
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.indexed import TokenFile, Tokens, open_tokens
+from megatron_chameleon.corpus.regroup import token_bytes
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text, reading_flops
 from megatron_chameleon.evaluation.options import HeldOutOptions, PerplexityOptions

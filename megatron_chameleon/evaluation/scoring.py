@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 
 from megatron_chameleon.blend.prefetch import read_ahead, to_device
 from megatron_chameleon.blend.sampler import Batch
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops, head_forward_flops, layer_forward_flops
 from megatron_chameleon.model.readout import Reader, length_multiple, padded_length

@@ -17,7 +17,7 @@ from megatron_chameleon.blend.token_data import (
     check_weights,
     corpus_tokens,
 )
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import check_compile
 from megatron_chameleon.model.gpt import check_model_layout

@@ -7,11 +7,11 @@ from pathlib import Path
 import tokenizers
 
 from megatron_chameleon.blend.token_data import TokenData
-from megatron_chameleon.corpus.tokenization.file import (
+from megatron_chameleon.corpus.tokenizer import (
     TokenizerFile,
     recorded_tokenizer_file,
+    vocab_file_in,
 )
-from megatron_chameleon.corpus.tokenization.gpt2_files import vocab_file_in
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.training import PretrainOptions
 

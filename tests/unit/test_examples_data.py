@@ -19,9 +19,9 @@ import pytest
 import zstandard
 
 from megatron_chameleon.artifacts import SPLITS, Corpus
-from megatron_chameleon.corpus.indexed_reader import open_split
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
-from megatron_chameleon.corpus.tokenization.training import byte_level_bpe
+from megatron_chameleon.corpus.indexed import open_split
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "data"
 

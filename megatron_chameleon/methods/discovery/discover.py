@@ -20,10 +20,10 @@ from megatron_chameleon.artifacts.discovered import (
     NearDocument,
 )
 from megatron_chameleon.artifacts.files import writing
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.regroup import regroup
-from megatron_chameleon.corpus.shards.folder import corpus_folder
-from megatron_chameleon.corpus.tokenization.tokenizer import Tokenizer, corpus_tokenizer
+from megatron_chameleon.corpus.staging import corpus_folder
+from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.table import aligned
 from megatron_chameleon.methods.discovery.options import DiscoverOptions
@@ -304,7 +304,7 @@ def _write(
     tokenizer = corpus_tokenizer(plan.corpus)
     total = int(clusters.tokens.sum()) * plan.corpus.token_bytes
     with corpus_folder(plan.options.output, overwrite=False, shared=False) as folder:
-        made = folder.desk / "corpus"
+        made = folder.staging / "corpus"
         with writing(made):
             made.mkdir()
         with progress_bar(total, "B", "copying") as bar:

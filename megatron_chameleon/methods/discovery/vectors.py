@@ -23,9 +23,9 @@ from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import replacing, require_regular_file, sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
-from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
-from megatron_chameleon.corpus.reading.domain_names import is_domain_name
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
+from megatron_chameleon.corpus.options import is_domain_name
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.embed import embed_windows, windows_flops
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError

@@ -10,7 +10,7 @@ import dataclasses
 
 from megatron_chameleon.artifacts import Cost, EmbeddingStore, Mixture, Stopwatch
 from megatron_chameleon.checkpoint.load import open_reader
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.embedding.embed import fill_store, missing_domains, open_store
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.methods.common.finish import next_step

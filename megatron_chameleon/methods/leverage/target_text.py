@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, Stopwatch
-from megatron_chameleon.corpus.block_checksums import BlockTokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile
-from megatron_chameleon.corpus.reading.malformed import MalformedLineError
-from megatron_chameleon.corpus.reading.opening import size_and_time
-from megatron_chameleon.corpus.reading.record_values import object_in, text_at
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
+from megatron_chameleon.corpus.input_files import size_and_time
+from megatron_chameleon.corpus.records import MalformedLineError, object_in, text_at
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.embed import drawn_windows, embed_windows, windows_flops
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.readout import Reader

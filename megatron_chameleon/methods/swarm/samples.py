@@ -15,7 +15,7 @@ from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.blend.token_data import DomainData, TokenData, corpus_tokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText
 from megatron_chameleon.methods.swarm.plan import SwarmPlan

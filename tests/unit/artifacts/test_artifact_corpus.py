@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.artifacts import Corpus, NotWritten
 from megatron_chameleon.artifacts.corpus import file_name_of, index_file_bytes
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import corpus_in
 

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 from megatron_chameleon.artifacts.provenance import PACKAGES, plain_options, provenance
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.options.mixture import ExtractionOptions
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import SourceOptions
 
 OPTIONS = ChameleonOptions(
     corpus=Path("corpus"),

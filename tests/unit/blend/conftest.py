@@ -17,9 +17,8 @@ from megatron_chameleon.artifacts import (
     TokenizerIdentity,
     provenance,
 )
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import SourceOptions
+from megatron_chameleon.corpus.indexed import IndexedWriter
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 
 EOD, VOCAB_SIZE = 0, 1000
 

@@ -15,8 +15,7 @@ from megatron_chameleon.blend.gather import (
     document_ends,
     permuted,
 )
-from megatron_chameleon.corpus.block_checksums import BlockTokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 from megatron_chameleon.errors import UserError
 from tests.addresses import at_offset
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
-from megatron_chameleon.corpus.tokenization.training import byte_level_bpe
+from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from tests.unit.checkpoint.gpt2_samples import CONFIG, TEXTS, VOCAB_SIZE
 from tests.unit.corpus.tokenizer_samples import EOD

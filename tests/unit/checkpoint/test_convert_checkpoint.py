@@ -27,7 +27,7 @@ from megatron_chameleon.checkpoint.huggingface_folder import read_tensors
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, ModelSize

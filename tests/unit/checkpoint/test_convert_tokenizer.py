@@ -22,9 +22,9 @@ from megatron_chameleon.checkpoint.convert import (
     find_tokenizer,
 )
 from megatron_chameleon.checkpoint.load import shape_of
-from megatron_chameleon.corpus.tokenization.awkward_texts import awkward_texts
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
-from megatron_chameleon.corpus.tokenization.training import byte_level_bpe, sentencepiece_bpe
+from megatron_chameleon.corpus.gigatoken import difficult_texts
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe, sentencepiece_bpe
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from tests.small_corpus import word_tokenizer, write_small_corpus
@@ -37,7 +37,7 @@ def test_transformers_encodes_as_we_do(exported, made):
     theirs = transformers.AutoTokenizer.from_pretrained(exported())
     assert theirs.eos_token == EOD
     assert theirs.eos_token_id == ours.eod_id
-    texts = awkward_texts(())
+    texts = difficult_texts(())
     for text, ids in zip(texts, ours.encoder.encode_batch(texts), strict=True):
         assert theirs(text)["input_ids"] == ids.tolist()
         assert theirs.decode(ids) == ours.decode(ids.tolist())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.corpus.tokenization.training import byte_level_bpe, sentencepiece_bpe
+from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe, sentencepiece_bpe
 
 VOCAB_SIZE = 400
 EOD = "<|endoftext|>"

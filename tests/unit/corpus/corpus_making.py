@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Split
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import SourceOptions
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 
 
 def given(*inputs: object, **options: Any) -> SourceOptions:

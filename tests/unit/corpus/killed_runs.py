@@ -20,11 +20,14 @@ from pathlib import Path
 import pytest
 
 from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.corpus.options import (
+    DomainOptions,
+    EncoderOptions,
+    PreprocessOptions,
+    SourceOptions,
+)
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import DomainOptions, SourceOptions
-from megatron_chameleon.options.tokenizer import EncoderOptions
 from tests.unit.corpus.corpus_making import assert_same
 
 _CHANGES = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")

@@ -16,8 +16,7 @@ from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.blend.token_data import corpus_tokens
-from megatron_chameleon.corpus.block_checksums import BlockHasher
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import BlockHasher, open_tokens
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import write_small_corpus
 

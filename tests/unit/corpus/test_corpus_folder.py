@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.corpus.reading.pieces import Piece
-from megatron_chameleon.corpus.reading.sources import Source
-from megatron_chameleon.corpus.shards import desk as desk_module
-from megatron_chameleon.corpus.shards.desk import desk_in, try_lock
-from megatron_chameleon.corpus.shards.folder import corpus_folder
-from megatron_chameleon.corpus.shards.plan import Plan
+from megatron_chameleon.corpus import staging
+from megatron_chameleon.corpus.plan import Plan
+from megatron_chameleon.corpus.sources import Piece, Source
+from megatron_chameleon.corpus.staging import _try_lock as try_lock
+from megatron_chameleon.corpus.staging import corpus_folder, staging_directory
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.corpus_making import left_in
 
@@ -39,8 +38,8 @@ def write(folder, name):
 def write_corpus(root, names, overwrite=False):
     with corpus_folder(root, overwrite, shared=False) as folder:
         for name in [*names, "corpus.json"]:
-            write(folder.desk / "corpus", name)
-        folder.publish(folder.desk / "corpus")
+            write(folder.staging / "corpus", name)
+        folder.publish(folder.staging / "corpus")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokens/a-train.bin", "discovered.json"])
@@ -62,7 +61,7 @@ def test_a_corpus_json_that_is_no_corpuss_is_not_replaced(tmp_path, content):
 
 
 def put_shard(folder, number, content="tokens"):
-    written = folder.desk / "shard"
+    written = folder.staging / "shard"
     written.mkdir()
     (written / "shard.json").write_text(content)
     folder.put_shard(written, number)
@@ -73,7 +72,7 @@ def fail(root, error, shards=0, overwrite=False):
         folder.agree(PLAN)
         for number in range(shards):
             put_shard(folder, number)
-        write(folder.desk, "half-written")
+        write(folder.staging, "half-written")
         raise error
 
 
@@ -83,11 +82,11 @@ def test_files_appear_under_their_names_when_published(tmp_path):
         folder.agree(PLAN)
         put_shard(folder, 0)
         for name in ("tokenizer.json", "tokens/a-train.bin", "corpus.json"):
-            write(folder.desk / "corpus", name)
+            write(folder.staging / "corpus", name)
         assert {path.parts[len(root.parts)] for path in root.rglob("*")} == {".partial"}
-        folder.publish(folder.desk / "corpus")
+        folder.publish(folder.staging / "corpus")
         here = ["corpus.json", "tokenizer.json", "tokens/a-train.bin"]
-        assert [name for name in left_in(root) if not name.startswith(".partial/desks")] == here
+        assert [name for name in left_in(root) if not name.startswith(".partial/staging")] == here
     assert left_in(root) == here
     assert not (root / ".partial").exists()
 
@@ -123,7 +122,7 @@ def test_a_shard_that_is_there_stays(tmp_path):
         put_shard(folder, 3, "second")
         assert (folder.shard_folder(3) / "shard.json").read_text() == "first"
         assert folder.finished() == {3}
-        assert not list(folder.desk.iterdir())
+        assert not list(folder.staging.iterdir())
 
 
 def test_a_corpus_is_replaced_only_when_asked(tmp_path):
@@ -179,51 +178,22 @@ def test_a_disk_without_hard_links_will_do(tmp_path, monkeypatch):
     test_another_plan_is_refused_while_somebody_works_by_the_first(tmp_path)
 
 
-def test_what_one_leaves_unfinished_is_no_harm_to_another_at_work(tmp_path):
-    with corpus_folder(tmp_path, overwrite=False, shared=True) as folder:
-        plan = folder.agree(PLAN)
-        with corpus_folder(tmp_path, overwrite=False, shared=True) as other:
-            other.agree(PLAN)
-        assert Plan.load(folder.partial) == plan
-        put_shard(folder, 0)
-    assert left_in(tmp_path) == [".partial/plan.json", ".partial/shards/000000/shard.json"]
-
-
 def test_two_runs_cannot_write_one_folder_unless_they_share_it(tmp_path):
     def enter(shared):
         with corpus_folder(tmp_path, overwrite=False, shared=shared):
             pass
 
     with corpus_folder(tmp_path, overwrite=False, shared=False) as folder:
-        write(folder.desk, "half-written")
+        write(folder.staging, "half-written")
         for shared in (False, True):
             with pytest.raises(UserError, match="another process is writing"):
                 enter(shared)
-        assert (folder.desk / "half-written").exists()
+        assert (folder.staging / "half-written").exists()
     with corpus_folder(tmp_path, overwrite=False, shared=True):
         enter(shared=True)
         with pytest.raises(UserError, match="another process is writing"):
             enter(shared=False)
     enter(shared=False)
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(UserError, match="cannot write to"),
-        corpus_folder(tmp_path / "file" / "corpus", overwrite=False, shared=False),
-    ):
-        pass
-
-
-def test_a_corpus_that_was_cut_off_while_it_cleaned_up_is_whole_and_cleaned_up_later(tmp_path):
-    write_corpus(tmp_path, ["tokenizer.json"])
-    left = tmp_path / ".partial" / "desks" / f"{os.uname().nodename}-dead" / "joined" / "000000"
-    left.mkdir(parents=True)
-    with pytest.raises(UserError, match="already holds a corpus"):
-        write_corpus(tmp_path, [])
-    assert not (tmp_path / ".partial").exists()
-    assert left_in(tmp_path) == ["corpus.json", "tokenizer.json"]
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -233,17 +203,17 @@ def test_many_can_come_and_go_at_once(tmp_path, monkeypatch, slow):
         return try_lock(descriptor, kind)
 
     if slow:
-        monkeypatch.setattr(desk_module, "try_lock", slow_lock)
+        monkeypatch.setattr(staging, "_try_lock", slow_lock)
 
     def come_and_go(number):
         for _ in range(20):
-            with desk_in(tmp_path / "desks") as desk:
-                (desk / "mine").write_text(f"{number}")
+            with staging_directory(tmp_path / "staging") as directory:
+                (directory / "mine").write_text(f"{number}")
                 time.sleep(0.0005)
-                assert (desk / "mine").read_text() == f"{number}"
+                assert (directory / "mine").read_text() == f"{number}"
             if not slow:
                 with contextlib.suppress(OSError):
-                    (tmp_path / "desks").rmdir()
+                    (tmp_path / "staging").rmdir()
         return number
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
@@ -251,13 +221,13 @@ def test_many_can_come_and_go_at_once(tmp_path, monkeypatch, slow):
     assert not left_in(tmp_path)
 
 
-def test_the_desks_of_killed_processes_are_removed_and_no_others(tmp_path):
+def test_the_directories_of_killed_processes_are_removed_and_no_others(tmp_path):
     code = (
         "import os, sys, pathlib\n"
-        "from megatron_chameleon.corpus.shards.desk import desk_in\n"
-        "with desk_in(pathlib.Path(sys.argv[1])) as desk:\n"
-        "    (desk / 'half-written').touch()\n"
-        "    print(desk, flush=True)\n"
+        "from megatron_chameleon.corpus.staging import staging_directory\n"
+        "with staging_directory(pathlib.Path(sys.argv[1])) as directory:\n"
+        "    (directory / 'half-written').touch()\n"
+        "    print(directory, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -267,6 +237,6 @@ def test_the_desks_of_killed_processes_are_removed_and_no_others(tmp_path):
     assert killed.returncode == -9, killed.stderr
     assert (Path(killed.stdout.strip()) / "half-written").exists()
     (tmp_path / "elsewhere-abc").mkdir()  # of another machine: nobody here can tell
-    with desk_in(tmp_path) as first, desk_in(tmp_path) as second:
+    with staging_directory(tmp_path) as first, staging_directory(tmp_path) as second:
         assert set(tmp_path.iterdir()) == {first, second, tmp_path / "elsewhere-abc"}
     assert set(tmp_path.iterdir()) == {tmp_path / "elsewhere-abc"}

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.corpus.reading.pieces import Piece, cut
-from megatron_chameleon.corpus.reading.sources import Source
+from megatron_chameleon.corpus.plan import divide
+from megatron_chameleon.corpus.sources import Piece, Source
 
 sources_of_any_size = st.lists(
     st.builds(
@@ -26,7 +26,7 @@ def bounds(piece, source):
 
 @given(sources_of_any_size, st.integers(1, 300))
 def test_the_pieces_are_the_sources_one_after_another(sources, target):
-    pieces = [piece for shard in cut(sources, target) for piece in shard]
+    pieces = [piece for shard in divide(sources, target) for piece in shard]
     assert [piece.source for piece in pieces] == sorted(piece.source for piece in pieces)
     for number, source in enumerate(sources):
         own = [bounds(piece, source) for piece in pieces if piece.source == number]
@@ -37,30 +37,24 @@ def test_the_pieces_are_the_sources_one_after_another(sources, target):
 
 
 @given(sources_of_any_size, st.integers(1, 300))
-def test_no_shard_is_larger_than_asked_for_unless_it_cannot_be_cut(sources, target):
-    for shard in cut(sources, target):
+def test_no_shard_is_larger_than_asked_for_unless_it_cannot_be_divide(sources, target):
+    for shard in divide(sources, target):
         size = sum(piece.bytes for piece in shard)
         assert size <= target or (len(shard) == 1 and not sources[shard[0].source].cuttable)
 
 
 @given(sources_of_any_size, st.integers(1, 300))
 def test_two_neighbours_would_not_fit_in_one_shard(sources, target):
-    sizes = [[piece.bytes for piece in shard] for shard in cut(sources, target)]
+    sizes = [[piece.bytes for piece in shard] for shard in divide(sources, target)]
     for shard, after in itertools.pairwise(sizes):
         assert sum(shard) + after[0] > target
-
-
-def test_pieces_know_their_size():
-    sources = [Source("a", "lines", "", bytes=100, cuttable=True)]
-    assert cut(sources, 50) == [[Piece(0, 0, 50, 50)], [Piece(0, 50, None, 50)]]
-    assert cut(sources, 100) == [[Piece(0, 0, None, 100)]]
 
 
 def test_a_source_of_unknown_size_has_a_shard_of_its_own():
     small = Source("a", "lines", "", bytes=1)
     unknown = Source("b", "dataset", "")
     sources = [small, small, unknown, unknown, small]
-    assert [[piece.source for piece in shard] for shard in cut(sources, 9)] == [
+    assert [[piece.source for piece in shard] for shard in divide(sources, 9)] == [
         [0, 1],
         [2],
         [3],
@@ -74,10 +68,10 @@ def test_parquet_is_cut_between_row_groups(tmp_path):
     pq.write_table(table, path, row_group_size=10, compression="none", use_dictionary=False)
     size = path.stat().st_size
     source = Source("a", "parquet", str(path), bytes=size, cuttable=True)
-    pieces = [piece for shard in cut([source], size // 3) for piece in shard]
+    pieces = [piece for shard in divide([source], size // 3) for piece in shard]
     assert pieces[0].start == 0
     assert pieces[-1].stop is None
     assert [piece.stop for piece in pieces[:-1]] == [piece.start for piece in pieces[1:]]
     assert len(pieces) == 4
     assert sum(piece.bytes for piece in pieces) == size
-    assert cut([source], size) == [[Piece(0, 0, None, size)]]
+    assert divide([source], size) == [[Piece(0, 0, None, size)]]

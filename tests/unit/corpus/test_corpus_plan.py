@@ -4,12 +4,10 @@ import dataclasses
 
 import pytest
 
-from megatron_chameleon.corpus.reading.sources import find_sources
-from megatron_chameleon.corpus.shards.plan import Plan, make_plan
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import DomainOptions, SourceOptions
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
+from megatron_chameleon.corpus.plan import Plan, make_plan
+from megatron_chameleon.corpus.sources import find_sources
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 
 EOD = "<|endoftext|>"
 
@@ -35,7 +33,9 @@ def begun(options, tmp_path):
 
 def difference(options, begun, **changes):
     found = plan_of(dataclasses.replace(options, **changes)).difference(begun)
-    assert found is None or ("\n" not in found and f"remove {begun.root} to begin anew" in found)
+    assert found is None or (
+        "\n" not in found and f"remove {begun.root} to start from scratch" in found
+    )
     return found
 
 
@@ -78,13 +78,7 @@ def test_an_option_that_differs_is_named_with_both_values(options, begun, tokeni
 
 def test_another_tokenizer_is_a_difference(options, begun, sentencepiece_model):
     found = difference(options, begun, tokenizer_model=sentencepiece_model)
-    assert str(found).startswith("--tokenizer-model is another one")
-
-
-def test_another_release_of_what_makes_the_tokens_is_a_difference(options, begun):
-    older = dataclasses.replace(begun, versions={**begun.versions, "tokenizers": "0.1"})
-    found = plan_of(options).difference(older)
-    assert str(found).startswith(f"tokenizers is {begun.versions['tokenizers']} and was 0.1 when")
+    assert str(found).startswith("--tokenizer-model has changed")
 
 
 def test_sources_that_differ_are_named(options, begun, tmp_path, jsonl, texts):
@@ -94,32 +88,10 @@ def test_sources_that_differ_are_named(options, begun, tmp_path, jsonl, texts):
     a, b = f"a={tmp_path}/a.jsonl", f"b={tmp_path}/b.jsonl"
     more = f"a={jsonl('more.jsonl', texts(10))}"
     assert found(a, b, more).startswith(f"{tmp_path}/more.jsonl was not among the sources")
-    assert found(a).startswith(f"{tmp_path}/b.jsonl is a source of the work in")
+    assert found(a).startswith(f"{tmp_path}/b.jsonl was among the sources")
     assert found(b, a).startswith("the sources came in another order")
     other = found(a, f"c={tmp_path}/b.jsonl")
     assert other.startswith(f"{tmp_path}/b.jsonl belonged to another domain or split")
     (tmp_path / "b.jsonl").write_bytes((tmp_path / "b.jsonl").read_bytes()[:-1])
     size = (tmp_path / "b.jsonl").stat().st_size
-    assert f"was begun: it holds {size} bytes and held {size + 1}; restore it" in found(a, b)
-
-
-def test_a_file_that_was_only_touched_is_no_difference(options, begun, tmp_path):
-    path = tmp_path / "a.jsonl"
-    before = path.stat()
-    path.touch()
-    assert path.stat().st_mtime_ns != before.st_mtime_ns
-    assert difference(options, begun) is None
-
-
-def test_a_split_of_the_sources_own_is_part_of_the_plan(options, begun, tmp_path):
-    domains = DomainOptions(valid_input=((f"b={tmp_path}/b.jsonl",),))
-    source = SourceOptions(((f"a={tmp_path}/a.jsonl",),))
-    found = difference(options, begun, source=source, domains=domains)
-    assert str(found).startswith(f"{tmp_path}/b.jsonl belonged to another domain or split")
-
-
-def test_a_plan_of_another_release_is_refused(begun):
-    path = begun.root / "plan.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 9'))
-    with pytest.raises(UserError, match=r"format_version 9.*remove the folder to begin anew"):
-        Plan.load(begun.root)
+    assert f"it holds {size} bytes and held {size + 1} when" in found(a, b)

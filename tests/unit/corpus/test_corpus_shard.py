@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.corpus.reading.malformed import MalformedRecord
-from megatron_chameleon.corpus.shards import shard as shard_module
-from megatron_chameleon.corpus.shards.shard import (
+from megatron_chameleon.corpus import shards as shard_module
+from megatron_chameleon.corpus.records import MalformedRecord
+from megatron_chameleon.corpus.shards import (
     COPIES_NAME,
     DIGEST,
     DIGESTS_NAME,
@@ -18,7 +18,6 @@ from megatron_chameleon.corpus.shards.shard import (
     TOKENS_NAME,
     Shard,
     ShardWriter,
-    domain_number,
     sorted_digests,
 )
 from megatron_chameleon.errors import UserError
@@ -85,14 +84,6 @@ def test_what_is_added_is_on_disk(tmp_path, monkeypatch):
     assert sorted(digests["document"].tolist()) == list(range(100))
 
 
-def test_nothing_makes_a_shard_too(tmp_path):
-    (tmp_path / "shard").mkdir()
-    writer = ShardWriter(tmp_path / "shard", "int32")
-    writer.finish()
-    assert (writer.documents, writer.tokens, writer.runs, writer.copies) == (0, 0, [], 0)
-    assert [path.stat().st_size for path in (tmp_path / "shard").iterdir()] == [0] * 4
-
-
 @pytest.mark.parametrize("name", [TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME])
 def test_a_damaged_file_is_refused(tmp_path, name):
     shard, _, _ = written(tmp_path / "shard", 30, np.random.default_rng(2))
@@ -120,11 +111,3 @@ def test_a_full_disk_is_told_in_one_line(tmp_path, name):
 
     with pytest.raises(UserError, match=rf"cannot write .*{name}: No space left on device"):
         write()
-
-
-def test_domains_are_numbered_as_they_come_up(monkeypatch):
-    monkeypatch.setattr(shard_module, "MAX_DOMAINS", 2)
-    numbers: dict[str, int] = {}
-    assert [domain_number(numbers, name) for name in ["b", "a", "b", "a"]] == [0, 1, 0, 1]
-    with pytest.raises(UserError, match="more than 2 domains, 'c' among them"):
-        domain_number(numbers, "c")

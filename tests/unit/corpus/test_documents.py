@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_chameleon.corpus.reading.documents import DocumentMaker
-from megatron_chameleon.corpus.reading.domain_names import DomainNames
-from megatron_chameleon.corpus.reading.malformed import MalformedLineError
-from megatron_chameleon.corpus.reading.record_values import object_in
-from megatron_chameleon.corpus.reading.sources import Source
-from megatron_chameleon.options.source import DomainOptions, SourceOptions
+from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
+from megatron_chameleon.corpus.records import (
+    DocumentMaker,
+    DomainNames,
+    MalformedLineError,
+    object_in,
+)
 
 names = st.sampled_from(["A", "B", "C", "", None, 7, "long" * 30])
 sets = st.one_of(
@@ -37,11 +38,12 @@ def test_many_at_once_are_what_they_are_one_by_one(several, domain, domain_key):
     options = DomainOptions(
         domain_key=domain_key, rename_domain=(("A=a", "B=") if domain_key else (),)
     )
-    source = Source("a", "lines", "a", domain, "train")
     lines = [orjson.dumps(record) for record in several]
 
     plain: Counter[str] = Counter()
-    maker = DocumentMaker(source, SourceOptions(()), DomainNames(options), plain)
+    maker = DocumentMaker(
+        domain, "train", SourceOptions(()), domain_key, DomainNames(options), plain
+    )
     expected, malformed = [], 0
     for line in lines:
         try:
@@ -50,7 +52,9 @@ def test_many_at_once_are_what_they_are_one_by_one(several, domain, domain_key):
             malformed += 1
 
     fast: Counter[str] = Counter()
-    maker = DocumentMaker(source, SourceOptions(()), DomainNames(options), fast)
+    maker = DocumentMaker(
+        domain, "train", SourceOptions(()), domain_key, DomainNames(options), fast
+    )
     found = maker.from_lines(lines)
     if found is None:  # for the plain way; text and domain that are strings never are
         assert malformed or any(not isinstance(record.get("text"), str) for record in several)

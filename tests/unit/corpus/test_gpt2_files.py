@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from megatron_chameleon.corpus.tokenization.gpt2_files import tokenizer_json_of, vocab_file_in
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer, tokenizer_json_of, vocab_file_in
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.tokenizer_samples import write_gpt2_files
 
@@ -35,7 +34,7 @@ def test_the_merges_lie_beside_the_entries_under_a_name_of_their_kind(
     assert vocab_file_in(tmp_path) == first_release
     (tmp_path / "vocab.bpe").unlink()
     assert vocab_file_in(tmp_path) is None
-    with pytest.raises(UserError, match=r"vocab\.bpe is missing; .*encoder\.json is of use only"):
+    with pytest.raises(UserError, match=r"vocab\.bpe is missing; .*encoder\.json needs its merges"):
         tokenizer_json_of(first_release)
 
 
@@ -76,7 +75,7 @@ def test_files_that_make_no_byte_level_bpe_are_refused(vocab_file):
     change_vocab(vocab_file, lambda vocab: vocab.pop("Ġ"))
     with pytest.raises(UserError, match=r"no entry for 1 of the 256 bytes .'Ġ' for one"):
         load_tokenizer(vocab_file, EOD)
-    for content, problem in (("{", "is not JSON"), ('{"a": "b"}', "is not a list of entries")):
+    for content, problem in (("{", "is not JSON"), ('{"a": "b"}', "does not map tokens to ids")):
         vocab_file.write_text(content)
         with pytest.raises(UserError, match=problem):
             load_tokenizer(vocab_file, EOD)

@@ -8,10 +8,10 @@ import os
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from megatron_chameleon.corpus import indexed_writer
-from megatron_chameleon.corpus.indexed_writer import (
+from megatron_chameleon.corpus import indexed
+from megatron_chameleon.corpus.indexed import (
     HEADER,
     MAGIC,
     TYPE_CODES,
@@ -36,7 +36,7 @@ def files(prefix):
 def test_files_are_those_of_megatrons_builder(
     tmp_path, monkeypatch, buffer_bytes, count, vocab_size
 ):
-    monkeypatch.setattr(indexed_writer, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(indexed, "_BUFFER_BYTES", buffer_bytes)
     documents = random_documents(np.random.default_rng(count), count, vocab_size)
 
     builder = IndexedDatasetBuilder(
@@ -57,19 +57,6 @@ def test_files_are_those_of_megatrons_builder(
     assert digest == hashlib.sha256(b"".join(ours)).hexdigest()
     assert writer.documents == count
     assert writer.tokens == sum(document.size for document in documents)
-
-
-def test_megatrons_reader_gives_the_documents_back(tmp_path):
-    documents = random_documents(np.random.default_rng(1), 100, 60_000)
-    writer = IndexedWriter(tmp_path / "a", "uint16")
-    for document in documents:
-        writer.add(document)
-    writer.finish()
-    dataset = IndexedDataset(str(tmp_path / "a"))
-    assert len(dataset) == 100
-    assert dataset.document_indices.tolist() == list(range(101))
-    for index, document in enumerate(documents):
-        np.testing.assert_array_equal(dataset[index], document)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -99,7 +86,7 @@ def test_documents_can_come_in_blocks_of_any_size(tmp_path, monkeypatch, blocks,
         one_by_one.add(document)
     digest = one_by_one.finish()
 
-    monkeypatch.setattr(indexed_writer, "_INDEX_BLOCK", index_block)
+    monkeypatch.setattr(indexed, "_INDEX_BLOCK", index_block)
     writer = IndexedWriter(tmp_path / "blocks", "uint16")
     lengths = np.array([document.size for document in documents], dtype=np.int32)
     for part in np.array_split(np.arange(100), blocks):
@@ -110,17 +97,6 @@ def test_documents_can_come_in_blocks_of_any_size(tmp_path, monkeypatch, blocks,
     assert writer.finish() == digest
     assert files(tmp_path / "blocks") == files(tmp_path / "one")
     assert (writer.documents, writer.tokens) == (one_by_one.documents, one_by_one.tokens)
-
-
-def test_what_waits_in_memory_is_little_and_can_be_flushed(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed_writer, "_BUFFER_BYTES", 100)
-    writer = IndexedWriter(tmp_path / "a", "uint16")
-    for _ in range(20):
-        writer.add(np.arange(10))
-        assert writer.waiting_bytes < 100 + 5 * 4
-    writer.flush()
-    assert writer.waiting_bytes == 0
-    assert (tmp_path / "a.bin").stat().st_size == 20 * 10 * 2
 
 
 def test_an_index_that_is_not_finished_is_no_index(tmp_path):

@@ -13,14 +13,12 @@ from megatron_chameleon.corpus.installed_text import (
     DOMAINS,
     SUMMARY_FILE,
     assign_domains,
-    cut_at_line,
     docstrings,
-    format_table,
     gather_installed_text,
     list_files,
 )
+from megatron_chameleon.corpus.options import GatherOptions
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.gather import GatherOptions
 
 
 def words(seed: int, lines: int = 40) -> str:
@@ -87,13 +85,6 @@ def test_each_domain_gets_its_own_files_and_their_text(site, options):
                 assert row["text"] == (site / row["source"]).read_text(encoding="utf-8").strip()
 
 
-def test_reference_prose_has_the_docstrings_and_no_code(options):
-    gather_installed_text(options)
-    rows = read_domain(options, "reference_prose")
-    assert all(row["text"].startswith("line ") for row in rows)
-    assert not any("secret_code" in row["text"] for row in rows)
-
-
 def test_docstrings_come_in_the_order_of_the_file():
     source = (
         '"""One."""\nclass A:\n    """Two.\n\n    Left.\n        Right.\n    """\n'
@@ -149,14 +140,6 @@ def test_long_files_are_cut_at_a_line(site, options):
     assert 1_900 < len(cut["text"].encode()) <= 2_000
 
 
-def test_cut_at_line_keeps_whole_lines_and_whole_characters():
-    assert cut_at_line("ab\ncd\n", 6) == "ab\ncd\n"
-    assert cut_at_line("ab\ncd\nef", 5) == "ab\ncd"
-    assert cut_at_line("ab\ncd\nef", 4) == "ab"
-    assert cut_at_line("éé\néé", 5) == "éé"
-    assert cut_at_line("one long line", 5) == ""
-
-
 def test_no_domain_takes_more_than_its_share_and_every_package_keeps_a_bit(site, options):
     for index in range(300):
         write(site, f"pack{index % 3}/more_{index}.py", words(9_000 + index))
@@ -198,14 +181,9 @@ def test_too_few_domains_is_an_error_that_says_what_was_found(site, options):
 
 def test_a_folder_with_other_files_is_refused_and_left_alone(options):
     write(options.output_dir, "mine.txt", "mine")
-    with pytest.raises(UserError, match=r"mine\.txt.*give an empty or a new folder"):
+    with pytest.raises(UserError, match=r"mine\.txt.*use an empty or a new folder"):
         gather_installed_text(options)
     assert [path.name for path in options.output_dir.iterdir()] == ["mine.txt"]
-
-
-def test_a_root_that_is_no_folder_is_refused(options, tmp_path):
-    with pytest.raises(UserError, match=r"--roots .*nowhere is not a folder"):
-        gather_installed_text(dataclasses.replace(options, roots=(tmp_path / "nowhere",)))
 
 
 def test_a_file_belongs_to_the_first_domain_that_matches(site):
@@ -226,10 +204,3 @@ def test_a_file_belongs_to_the_first_domain_that_matches(site):
     assigned = assign_domains(list_files([site]), DOMAINS)
     found = {file.source: name for name, files in assigned.items() for file in files}
     assert {source: found.get(source) for source in sources} == sources
-
-
-def test_the_table_has_a_row_for_each_domain_and_a_total(options):
-    gathered = gather_installed_text(options)
-    lines = format_table(gathered).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == [f.domain.name for f in gathered] + ["total"]
-    assert lines[-1].split()[1] == str(12 * 7)

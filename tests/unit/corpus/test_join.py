@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import SPLITS
-from megatron_chameleon.corpus import indexed_writer
-from megatron_chameleon.corpus.reading.malformed import MalformedRecord
-from megatron_chameleon.corpus.shards import join
-from megatron_chameleon.corpus.shards.join import join_shards
-from megatron_chameleon.corpus.shards.shard import DOCUMENT, Shard, ShardWriter
+from megatron_chameleon.corpus import indexed, join
+from megatron_chameleon.corpus.join import join_shards
+from megatron_chameleon.corpus.records import MalformedRecord
+from megatron_chameleon.corpus.shards import DOCUMENT, Shard, ShardWriter
 
 NUM_DOMAINS, NUM_DOCUMENTS = 40, 1000
 
@@ -78,7 +77,7 @@ def test_documents_go_to_their_domain_and_split_in_the_order_of_the_shards(shard
 def test_what_waits_for_the_disk_is_bounded_over_all_domains(shards, tmp_path, monkeypatch):
     writers = []
 
-    class Counted(indexed_writer.IndexedWriter):
+    class Counted(indexed.IndexedWriter):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             writers.append(self)

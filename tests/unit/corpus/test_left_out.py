@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_chameleon.corpus.reading.malformed import MalformedRecord
-from megatron_chameleon.corpus.shards import left_out, shard
-from megatron_chameleon.corpus.shards.left_out import (
+from megatron_chameleon.corpus import join as left_out
+from megatron_chameleon.corpus import shards as shard
+from megatron_chameleon.corpus.join import (
     DUPLICATE,
     HELD_OUT,
     KEPT,
     Texts,
     find_left_out,
-    reasons_reference,
     reasons_to_leave_out,
 )
-from megatron_chameleon.corpus.shards.shard import DOCUMENT, Shard, ShardWriter
+from megatron_chameleon.corpus.records import MalformedRecord
+from megatron_chameleon.corpus.shards import DOCUMENT, Shard, ShardWriter
 from megatron_chameleon.errors import UserError
 
 TRAIN, VALID, TEST = range(3)
@@ -39,6 +39,27 @@ def texts_of(rows):
         np.array(split, np.uint8),
         np.array(given, np.uint8),
     )
+
+
+def reasons_reference(texts):
+    """The reasons, one text after another."""
+    of_each_text: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for high, low, split, is_given in zip(
+        texts.high, texts.low, texts.split, texts.given, strict=True
+    ):
+        of_each_text.setdefault((high, low), []).append((split, is_given))
+    reasons = [KEPT] * texts.order.size
+    seen = set()
+    for i in np.argsort(texts.order):
+        text = (texts.high[i], texts.low[i])
+        given_splits = [split for split, is_given in of_each_text[text] if is_given and split > 0]
+        if texts.split[i] != max(given_splits or [split for split, _ in of_each_text[text]]):
+            reasons[i] = HELD_OUT
+        elif (text, texts.domain[i]) in seen:
+            reasons[i] = DUPLICATE
+        else:
+            seen.add((text, texts.domain[i]))
+    return reasons
 
 
 def reasons(*rows):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_chameleon.corpus.tokenization.long_texts import parts
-from megatron_chameleon.corpus.tokenization.tiktoken_file import PATTERNS, TiktokenEncoder
+from megatron_chameleon.corpus.encoders import PATTERNS, TiktokenEncoder
+from megatron_chameleon.corpus.tokenizer import parts
 from tests.unit.corpus.tokenizer_samples import write_tiktoken
 
 LONGEST = 40

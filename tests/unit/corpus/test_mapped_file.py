@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_chameleon.corpus.mapped_file import map_file
+from megatron_chameleon.corpus.indexed import map_file
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -48,16 +48,6 @@ def test_files_of_tens_of_thousands_of_domains_need_few_maps(tmp_path):
     maps = [map_file(path) for path in paths]
     assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 100
     assert [mapped[0] for mapped in maps] == list(range(200))
-
-
-def test_a_failure_leaves_no_file_open(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        with pytest.raises(OSError, match="Not a regular file"):
-            map_file(tmp_path)
-        with pytest.raises(FileNotFoundError):
-            map_file(tmp_path / "missing")
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_map_for_which_there_is_no_room_is_refused(tmp_path):

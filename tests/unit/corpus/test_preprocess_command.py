@@ -91,11 +91,11 @@ def test_workers_that_are_interrupted_leave_finished_shards_to_go_on_with(
     finished = len(list(shards.iterdir()))
     if how != signal.SIGKILL:
         assert f"{finished} of {total} shards are finished and kept" in told.decode()
-        assert not (tmp_path / "corpus" / ".partial" / "desks").exists()
+        assert not (tmp_path / "corpus" / ".partial" / "staging").exists()
 
     done = run(arguments)
     assert done.returncode == 0, done.stderr
-    assert f"{finished} of {total} shards were there from before" in done.stdout
+    assert f"{finished} of {total} shards were finished before" in done.stdout
     assert sorted(path.name for path in (tmp_path / "corpus").iterdir()) == [
         "corpus.json",
         "sources.json",
@@ -143,8 +143,8 @@ def test_an_interrupted_run_leaves_no_corpus_and_a_second_one_works(
     large.write_bytes(large.read_bytes() * 2000)
     arguments = command("--input", f"a={whole}", f"b={large}", "--split", "60,20,20")
     process = subprocess.Popen(arguments, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE)
-    desks = tmp_path / "corpus" / ".partial" / "desks"
-    while not list(desks.glob("*/000000/documents.bin")):
+    directories = tmp_path / "corpus" / ".partial" / "staging"
+    while not list(directories.glob("*/000000/documents.bin")):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(how)

@@ -9,9 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.normalizers import Strip
 
 from megatron_chameleon.artifacts import SPLITS
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import DomainOptions
-from megatron_chameleon.options.tokenizer import EncoderOptions
+from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
 from tests.unit.corpus.corpus_making import all_documents, documents_of, given, made
 
 

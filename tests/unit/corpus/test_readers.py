@@ -17,13 +17,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_chameleon.corpus.reading import lines, malformed
-from megatron_chameleon.corpus.reading.documents import Document
-from megatron_chameleon.corpus.reading.pieces import Piece
-from megatron_chameleon.corpus.reading.readers import DocumentReader
-from megatron_chameleon.corpus.reading.sources import find_sources
+from megatron_chameleon.corpus import readers as lines
+from megatron_chameleon.corpus import records as malformed
+from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
+from megatron_chameleon.corpus.readers import DocumentReader
+from megatron_chameleon.corpus.records import Document
+from megatron_chameleon.corpus.sources import Piece, find_sources
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.source import DomainOptions, SourceOptions
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -47,49 +47,6 @@ def by_key(key, *renames):
     return DomainOptions(domain_key=key, rename_domain=(renames,))
 
 
-def test_documents_come_in_order_with_their_domain(jsonl):
-    first, second = jsonl("a.jsonl", ["one", "two"]), jsonl("b.jsonl", ["three"])
-    reader, found = read(f"x={first}", f"y={second}", domains=DomainOptions())
-    assert found == [Document("x", "one"), Document("x", "two"), Document("y", "three")]
-    assert reader.malformed.count == 0
-    assert reader.malformed.lines == 3
-
-
-def test_keys_reach_into_nested_objects(jsonl):
-    path = jsonl("a.jsonl", [{"doc": {"body": "one"}, "meta": {"set": {"name": "web"}}}])
-    _, found = read(path, domains=by_key("meta.set.name"), text_key="doc.body")
-    assert found == [Document("web", "one")]
-
-
-def test_keys_reach_into_an_object_that_is_written_as_a_string(jsonl):
-    records = [
-        {"text": "one", "meta": '{"set": "web"}'},
-        {"text": "two", "meta": ' {"set": "code"} '},
-        {"text": "three", "meta": "{web"},
-    ]
-    reader, found = read(jsonl("a.jsonl", records), domains=by_key("meta.set"))
-    assert found == [Document("web", "one"), Document("code", "two")]
-    assert "a.jsonl:3 has no key 'meta.set'" in reader.malformed.describe()
-
-
-def test_a_key_with_a_dot_in_it_comes_before_a_path(jsonl):
-    path = jsonl("a.jsonl", [{"a.b": "flat", "a": {"b": "nested"}}])
-    assert read(path, text_key="a.b")[1] == [Document("", "flat")]
-
-
-def test_blank_lines_a_byte_order_mark_and_carriage_returns_do_no_harm(jsonl):
-    path = jsonl("a.jsonl", [b'\xef\xbb\xbf{"text": "one"}\r', b"", b"  \r", b'{"text": "two"}\r'])
-    reader, found = read(path)
-    assert [document.text for document in found] == ["one", "two"]
-    assert reader.malformed.lines == 2
-
-
-def test_a_null_text_is_an_empty_document_and_not_malformed(jsonl):
-    reader, found = read(jsonl("a.jsonl", ["one", {"text": None}, "two"]))
-    assert [document.text for document in found] == ["one", "", "two"]
-    assert (reader.malformed.lines, reader.malformed.count) == (3, 0)
-
-
 MALFORMED = {
     b"{not json": "is not JSON",
     b'{"text": "cut': "is not JSON",
@@ -101,7 +58,7 @@ MALFORMED = {
     b"17": "is not a JSON object but a number",
     b"null": "is not a JSON object but null",
     b'{"text": 1.5}': "has a number at 'text', not a string",
-    b'{"text": true}': "has a truth value at 'text'",
+    b'{"text": true}': "has a boolean at 'text'",
     b'{"text": ["a"]}': "has a list at 'text'",
     b'{"text": {"a": 1}}': "has an object at 'text'",
     b'{"other": "a"}': "has no key 'text'",
@@ -121,16 +78,6 @@ def test_a_malformed_line_is_left_out_and_told_with_its_number(jsonl, line, key)
     assert f"1 of 3 lines are malformed: {path}:2 {reason}" in reader.malformed.describe()
 
 
-def test_the_first_ten_malformed_lines_are_shown(jsonl):
-    reader, _ = read(jsonl("a.jsonl", ["one", *[b"{"] * 13]))
-    told = reader.malformed.describe()
-    assert told.startswith("13 of 14 lines")
-    assert [f"a.jsonl:{number} " in told for number in range(1, 15)] == [
-        2 <= number <= 11 for number in range(1, 15)
-    ]
-    assert told.endswith("; and 3 more")
-
-
 @pytest.mark.parametrize(
     ("share", "refused"), [(0.0, True), (0.24, True), (0.25, False), (1, False)]
 )
@@ -139,14 +86,8 @@ def test_malformed_lines_end_the_run_beyond_a_share(jsonl, share, refused):
     if not refused:
         reader.malformed.check(share)
         return
-    with pytest.raises(UserError, match=r"1 of 4 lines .*a.jsonl:2 .*more than --max-malformed"):
+    with pytest.raises(UserError, match=r"1 of 4 lines .*a.jsonl:2 .*exceeds --max-malformed"):
         reader.malformed.check(share)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_a_share_is_from_zero_to_one(jsonl, share):
-    with pytest.raises(UserError, match="--max-malformed-share"):
-        read(jsonl("a.jsonl", ["one"]), max_malformed_share=share)
 
 
 def test_a_text_key_that_no_line_has_is_told_with_the_keys_there_are(jsonl):
@@ -154,15 +95,9 @@ def test_a_text_key_that_no_line_has_is_told_with_the_keys_there_are(jsonl):
     with pytest.raises(
         UserError,
         match=r"a.jsonl: no line has the key 'text'.*content, meta, meta\.id, more, more\.deep, "
-        r"more\.deep\.er: correct --text-key",
+        r"more\.deep\.er; correct --text-key",
     ):
         read(jsonl("a.jsonl", records))
-
-
-def test_a_domain_key_that_no_line_has_is_told_likewise(jsonl):
-    path = jsonl("a.jsonl", ["one", "two"])
-    with pytest.raises(UserError, match=r"no line has the key 'set'.* text: correct --domain-key"):
-        read(path, domains=by_key("set"))
 
 
 def test_a_long_file_without_the_key_is_not_read_to_its_end(jsonl, monkeypatch):
@@ -203,13 +138,6 @@ def test_domains_are_renamed_or_left_out_and_counted(jsonl, odd_line):
     again.add_record(reader.malformed.record)
     again.add_record(reader.malformed.record)
     assert again.unwanted == {"B": 4}
-
-
-def test_a_domain_that_is_not_named_can_be_left_out(jsonl):
-    records = [{"text": name, "set": name} for name in "ABC"]
-    reader, found = read(jsonl("a.jsonl", records), domains=by_key("set", "*=", "A=a", "B=B"))
-    assert found == [Document("a", "A"), Document("B", "B")]
-    assert reader.malformed.unwanted == {"C": 1}
 
 
 def test_pieces_are_hashed_and_progress_adds_up(jsonl):
@@ -276,27 +204,6 @@ def test_a_malformed_line_of_a_piece_is_told_with_the_byte_where_it_begins(jsonl
     assert f"{path}:byte {begin} is not JSON" in reader.malformed.describe()
 
 
-def test_a_piece_without_the_key_is_counted_since_others_may_have_it(jsonl):
-    path = jsonl("a.jsonl", ["one"] * 50 + [{"other": "x"}])
-    reader, _ = reader_of(path)
-    assert list(reader.read(Piece(0, path.stat().st_size - 3, None))) == []
-    list(reader.read(Piece(0, path.stat().st_size - 15, None)))
-    assert reader.malformed.count == 1
-
-
-def test_the_split_of_a_source_is_that_of_its_documents(jsonl):
-    domains = DomainOptions(
-        valid_input=((f"a={jsonl('v.jsonl', ['v'])}",),),
-        test_input=((f"a={jsonl('t.jsonl', ['t'])}",),),
-    )
-    _, found = read(f"a={jsonl('x.jsonl', ['x'])}", domains=domains)
-    assert found == [
-        Document("a", "x", "train"),
-        Document("a", "v", "valid"),
-        Document("a", "t", "test"),
-    ]
-
-
 @pytest.mark.parametrize("change", [b"shorter", b"longer" * 1000])
 def test_a_file_that_changes_while_it_is_read_is_refused(jsonl, change):
     path = jsonl("a.jsonl", ["word " * 100] * 5000)
@@ -358,10 +265,10 @@ def test_memory_does_not_grow_with_what_repetition_unpacks_to(tmp_path, suffix):
 PEAK_OF_READING = """
 import sys
 from pathlib import Path
-from megatron_chameleon.corpus.reading.pieces import Piece
-from megatron_chameleon.corpus.reading.readers import DocumentReader
-from megatron_chameleon.corpus.reading.sources import find_sources
-from megatron_chameleon.options.source import SourceOptions
+from megatron_chameleon.corpus.sources import Piece
+from megatron_chameleon.corpus.readers import DocumentReader
+from megatron_chameleon.corpus.sources import find_sources
+from megatron_chameleon.corpus.options import SourceOptions
 
 options = SourceOptions(((sys.argv[1],),), max_document_bytes=int(sys.argv[2]))
 reader = DocumentReader(options, find_sources(options))

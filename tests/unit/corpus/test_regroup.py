@@ -11,13 +11,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_chameleon.artifacts import SPLITS, Corpus
 from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.corpus import join
 from megatron_chameleon.corpus import regroup as regrouping
-from megatron_chameleon.corpus import text_bytes
-from megatron_chameleon.corpus.block_checksums import BlockTokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile, open_tokens
-from megatron_chameleon.corpus.regroup import regroup
-from megatron_chameleon.corpus.text_bytes import document_bytes, token_bytes
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer, load_tokenizer
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile, open_tokens
+from megatron_chameleon.corpus.regroup import document_bytes, regroup, token_bytes
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 NAMES = ["one", "t/w o", "three", "four"]
@@ -109,8 +107,8 @@ def test_bytes_of_text_add_up_to_what_was_counted(corpus, regrouped):
 
 def test_blocks_and_full_memory_change_nothing(corpus, labels, regrouped, tmp_path, monkeypatch):
     monkeypatch.setattr(regrouping, "_BLOCK_DOCUMENTS", 7)
-    monkeypatch.setattr(regrouping, "_WAITING_BYTES", 100)
-    monkeypatch.setattr(text_bytes, "_BLOCK_TOKENS", 300)
+    monkeypatch.setattr(join, "_WAITING_BYTES", 100)
+    monkeypatch.setattr(regrouping, "_BLOCK_TOKENS", 300)
     again = tmp_path / "again"
     again.mkdir()
     domains = regroup(corpus, labels, NAMES, corpus_tokenizer(corpus), again, lambda _: None)

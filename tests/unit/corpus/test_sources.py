@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.corpus.reading.domain_names import MAX_DOMAIN_BYTES
-from megatron_chameleon.corpus.reading.pieces import Piece
-from megatron_chameleon.corpus.reading.readers import DocumentReader
-from megatron_chameleon.corpus.reading.sources import Source, find_sources
+from megatron_chameleon.corpus.options import MAX_DOMAIN_BYTES, DomainOptions, SourceOptions
+from megatron_chameleon.corpus.readers import DocumentReader
+from megatron_chameleon.corpus.sources import Piece, Source, find_sources
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.source import DomainOptions, SourceOptions
 
 JSON_LINES = ["[x].jsonl", "a.jsonl", "b.jsonl", "sub/c.jsonl.gz", "sub/d.jsonl.zst"]
 READ_IN_FOLDERS = [*JSON_LINES, "sub/p.parquet"]
@@ -45,11 +43,6 @@ def names(folder, found):
     return [(str(Path(source.path).relative_to(folder)), source.domain) for source in found]
 
 
-def test_files_are_taken_in_the_order_given(folder):
-    found = find(f"x={folder}/b.jsonl", f"y={folder}/a.jsonl", f"{folder}/e.json")
-    assert names(folder, found) == [("b.jsonl", "x"), ("a.jsonl", "y"), ("e.json", None)]
-
-
 def test_a_folder_is_searched_at_any_depth_but_not_for_what_is_hidden(folder):
     assert names(folder, find(f"x={folder}")) == [(name, "x") for name in READ_IN_FOLDERS]
 
@@ -71,17 +64,6 @@ def test_a_folder_that_holds_splits_is_called_out(tmp_path, name):
         path.touch()
     with pytest.warns(UserWarning, match=f"train and (validation|test).*hf:{tmp_path}"):
         assert len(find(tmp_path)) == 2
-
-
-def test_a_file_whose_name_is_no_text_is_refused(tmp_path):
-    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")).touch()
-    with pytest.raises(UserError, match=r"\\udcff.jsonl': the name of this file is no UTF-8"):
-        find(tmp_path)
-
-
-def test_globs_are_sorted_and_reach_into_folders(folder):
-    assert names(folder, find(f"x={folder}/?.jsonl")) == [("a.jsonl", "x"), ("b.jsonl", "x")]
-    assert names(folder, find(f"x={folder}/**/*.zst")) == [("sub/d.jsonl.zst", "x")]
 
 
 def test_a_name_that_exists_is_no_pattern(folder):
@@ -129,12 +111,12 @@ def test_a_source_says_how_it_is_read_and_what_it_was(folder):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ([], "names nothing to read"),
+        ([], "--input is empty"),
         (["x={folder}/absent.jsonl"], "no such file"),
         (["x={folder}/*.csv"], "no such file"),
-        (["x={folder}/notes.txt"], "unknown format"),
-        (["x={folder}/empty"], "no file of a known format"),
-        (["x={folder}/sub/c.parquet.gz"], "unknown format"),
+        (["x={folder}/notes.txt"], "unsupported format"),
+        (["x={folder}/empty"], "no file of a supported format"),
+        (["x={folder}/sub/c.parquet.gz"], "unsupported format"),
         (["x={folder}/dangling.jsonl"], "cannot read .*dangling.jsonl: No such file"),
         (["={folder}/a.jsonl"], "NAME=PATH"),
         (["x="], "NAME=PATH"),
@@ -218,27 +200,10 @@ def test_domains_of_paths_are_renamed_or_left_out_but_not_those_that_are_given(f
     [
         (["{f}/a.jsonl"], {"domain_key": None}, "of which domain.*--domain-key"),
         (["{f}/a.jsonl"], {"domain_from_config": True}, "of which domain"),
-        (["x={f}/a.jsonl"], {"domain_key": "set"}, "--domain-key has no use here"),
-        (["x={f}/a.jsonl"], {"domain_from_path": "(a)"}, "--domain-from-path has no use here"),
-        (["x={f}/a.jsonl"], {"rename_domain": ["a=b"]}, "--rename-domain a=b has no use"),
-        (
-            ["{f}/a.jsonl"],
-            {"domain_key": "set", "domain_from_path": "(a)"},
-            "--domain-key and --domain-from-path both",
-        ),
-        (["{f}/a.jsonl"], {"domain_from_path": "/no/(.*)"}, "a.jsonl: .* finds no domain there"),
-        (["{f}/a.jsonl"], {"domain_from_path": "(z*)a.jsonl"}, "finds no domain there"),
-        (["{f}/a.jsonl"], {"domain_from_path": "("}, "no regular expression"),
-        (["{f}/a.jsonl"], {"domain_from_path": "a"}, "has 0 groups"),
-        (["{f}/a.jsonl"], {"domain_from_path": "(a)(b)"}, "has 2 groups"),
-        (["{f}/a.jsonl"], {"domain_key": "set", "rename_domain": ["a"]}, "OLD=NEW"),
-        (["{f}/a.jsonl"], {"domain_key": "set", "rename_domain": ["=b"]}, "OLD=NEW"),
-        (["{f}/a.jsonl"], {"domain_key": "set", "rename_domain": ["a=" + "b" * 81]}, "at most 80"),
-        (
-            ["{f}/a.jsonl"],
-            {"domain_key": "set", "rename_domain": ["a=b", "a="]},
-            "'a' is also renamed to 'b'",
-        ),
+        (["x={f}/a.jsonl"], {"domain_key": "set"}, "--domain-key has no effect"),
+        (["x={f}/a.jsonl"], {"domain_from_path": "(a)"}, "--domain-from-path has no effect"),
+        (["{f}/a.jsonl"], {"domain_from_path": "/no/(.*)"}, "a.jsonl: .* finds no domain"),
+        (["{f}/a.jsonl"], {"domain_from_path": "(z*)a.jsonl"}, "finds no domain"),
         (
             ["{f}/a.jsonl"],
             {"domain_from_path": "(a).jsonl", "rename_domain": ["a="]},
@@ -252,14 +217,6 @@ def test_options_that_contradict_each_other_or_mean_nothing_are_refused(
     with pytest.raises(UserError, match=problem) as told:
         find(*(text.replace("{f}", str(folder)) for text in given), **options)
     assert "\n" not in str(told.value)
-
-
-def test_an_old_name_may_hold_an_equals_sign(folder):
-    with pytest.warns(UserWarning, match="--rename-domain: no domain is called 'b=c'$"):
-        found = find(
-            folder / "a.jsonl", domain_from_path="(a.jsonl)", rename_domain=["a.jsonl=x", "b=c=d"]
-        )
-    assert [source.domain for source in found] == ["x"]
 
 
 def splits_of(found):
@@ -298,13 +255,6 @@ def test_a_file_for_two_splits_is_refused(folder):
         find(f"x={folder}/b.jsonl", valid_input=[path], test_input=[path])
     with pytest.raises(UserError, match=r"a\.jsonl is given for no split and for valid"):
         find(path, valid_input=[path])
-
-
-def test_held_out_inputs_are_named_in_messages_by_their_flag(folder):
-    with pytest.raises(UserError, match=r"--test-input .*absent.jsonl: there is no such file"):
-        find(f"x={folder}/a.jsonl", test_input=[f"x={folder}/absent.jsonl"])
-    with pytest.raises(UserError, match=r"--valid-input .*b.jsonl: of which domain"):
-        find(f"x={folder}/a.jsonl", valid_input=[f"{folder}/b.jsonl"])
 
 
 NOT_REGULAR = {

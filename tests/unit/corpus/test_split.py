@@ -1,53 +1,46 @@
 from __future__ import annotations
 
-from collections import Counter
+from itertools import accumulate
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_chameleon.corpus.split import parse_split, split_of, text_digest
-from megatron_chameleon.errors import UserError
-
-
-def test_shares_are_proportions():
-    assert parse_split("90,5,5") == (0.9, 0.05, 0.05)
-    assert parse_split("969,30,1") == (0.969, 0.03, 0.001)
-    assert parse_split(" 1, 1 ,2") == (0.25, 0.25, 0.5)
+from megatron_chameleon.artifacts import SPLITS
+from megatron_chameleon.corpus.split import splits_of, text_digest
 
 
-@pytest.mark.parametrize("given", ["", "90", "90,10", "1,2,3,4", "a,b,c", "90;5;5"])
-def test_three_numbers_are_asked_for(given):
-    with pytest.raises(UserError, match="three numbers"):
-        parse_split(given)
+def split_of(digest, shares):
+    """The split of one text, one end of the interval after another."""
+    position = (int.from_bytes(digest[:8]) >> 11) * 2.0**-53
+    ends = zip(SPLITS, accumulate(shares), strict=True)
+    return next((name for name, end in ends if position < end), SPLITS[-1])
 
 
-@pytest.mark.parametrize("given", ["100,0,0", "0,50,50", "90,-5,15", "nan,1,1", "inf,1,1"])
-def test_every_split_needs_a_share(given):
-    with pytest.raises(UserError, match="above 0"):
-        parse_split(given)
+def fast(digests, shares):
+    heads = np.frombuffer(b"".join(digest[:8] for digest in digests), ">u8").astype(np.uint64)
+    return [SPLITS[number] for number in splits_of(heads, shares)]
 
 
-def test_the_split_depends_on_the_text_alone_and_follows_the_shares():
-    shares = parse_split("80,15,5")
-    texts = [f"text {i}".encode() for i in range(20_000)]
-    splits = [split_of(text_digest(text), shares) for text in texts]
-    assert splits == [split_of(text_digest(text), shares) for text in texts]
-    counts = Counter(splits)
-    assert counts["train"] / 20_000 == pytest.approx(0.80, abs=0.01)
-    assert counts["valid"] / 20_000 == pytest.approx(0.15, abs=0.01)
-    assert counts["test"] / 20_000 == pytest.approx(0.05, abs=0.01)
+@given(
+    st.lists(st.binary(min_size=16, max_size=16), max_size=20),
+    st.sampled_from([(1 / 3, 1 / 3, 1 / 3), (0.25, 0.25, 0.5), (0.9, 0.05, 0.05)]),
+)
+def test_splits_of_many_are_those_of_each(digests, shares):
+    digests += [b"\x00" * 16, b"\xff" * 16, b"\x80" + b"\x00" * 15, b"\x7f" + b"\xff" * 15]
+    assert fast(digests, shares) == [split_of(digest, shares) for digest in digests]
 
 
-def test_the_ends_of_the_interval():
-    shares = parse_split("1,1,1")
-    assert split_of(b"\x00" * 16, shares) == "train"
-    assert split_of(b"\xff" * 16, shares) == "test"
-    assert split_of(b"\x80" + b"\x00" * 15, parse_split("1,1,2")) == "test"
-    assert split_of(b"\x7f" + b"\xff" * 15, parse_split("1,1,2")) == "valid"
+def test_the_splits_follow_the_shares():
+    shares = (0.8, 0.15, 0.05)
+    splits = fast([text_digest(f"text {i}".encode()) for i in range(20_000)], shares)
+    for name, share in zip(SPLITS, shares, strict=True):
+        assert splits.count(name) / 20_000 == pytest.approx(share, abs=0.01)
 
 
 def test_the_split_of_a_text_never_changes():
     """Corpora written by other releases must not share a document across splits with new ones."""
-    shares = parse_split("34,33,33")
     assert text_digest(b"abc").hex() == "cf4ab791c62b8d2b2109c90275287816"
-    splits = [split_of(text_digest(text), shares) for text in (b"abc", b"d", b"e", b"h", b"m")]
-    assert splits == ["test", "train", "valid", "test", "train"]
+    digests = [text_digest(text) for text in (b"abc", b"d", b"e", b"h", b"m")]
+    assert fast(digests, (0.34, 0.33, 0.33)) == ["test", "train", "valid", "test", "train"]

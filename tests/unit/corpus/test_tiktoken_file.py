@@ -12,7 +12,7 @@ import tiktoken
 import tiktoken_ext.openai_public
 from hypothesis import given, settings
 
-from megatron_chameleon.corpus.tokenization.tiktoken_file import (
+from megatron_chameleon.corpus.encoders import (
     PATTERNS,
     PUBLISHED,
     PublishedFile,
@@ -21,7 +21,7 @@ from megatron_chameleon.corpus.tokenization.tiktoken_file import (
     pattern_and_special_tokens,
     read_ranks,
 )
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.tokenizer_samples import awkward_text, write_tiktoken
 
@@ -139,21 +139,9 @@ def test_what_is_no_such_file_is_refused(content, problem, tmp_path):
         load_tokenizer(path, EOD, "gpt2")
 
 
-def test_lines_may_end_as_on_windows(path):
-    content = path.read_bytes()
-    crlf = content.replace(b"\n", b"\r\n")
-    assert is_tiktoken(crlf)
-    assert read_ranks(path, crlf) == read_ranks(path, content)
-
-
-def test_a_pattern_that_is_no_expression_is_refused(path):
-    with pytest.raises(UserError, match=r"--tiktoken-pattern \(: tiktoken cannot use it"):
-        load_tokenizer(path, EOD, "(")
-
-
 def test_a_text_that_the_library_gives_up_on_is_told(path):
     encoder = TiktokenEncoder(path, path.read_bytes(), PATTERNS["gpt2"], {EOD: 399})
-    with pytest.raises(UserError, match="tiktoken gives up on a text of 1100001 characters"):
+    with pytest.raises(UserError, match="tiktoken fails on a text of 1100001 characters"):
         encoder.encode_batch([" " * 1_100_000 + "x"])
     tokenizer = load_tokenizer(Path(path), EOD, "gpt2")
     tokens, lengths = tokenizer.encode_documents([" " * 1_100_000 + "x"])

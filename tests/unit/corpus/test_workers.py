@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_chameleon.corpus.shards import workers as workers_module
-from megatron_chameleon.corpus.shards.workers import work_in_processes
+from megatron_chameleon.corpus.workers import work_in_processes
 from megatron_chameleon.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,7 +58,7 @@ def test_all_numbers_are_done_once_and_all_bytes_told(tmp_path):
     work_in_processes(Writing(tmp_path), list(range(40)), 2, told.append)
     assert done(tmp_path) == set(range(40))
     workers = {int((tmp_path / f"{number}").read_text()) for number in range(40)}
-    assert len(workers) == 2
+    assert len(workers) <= 2  # one may do all before the other has started
     assert os.getpid() not in workers
     assert sum(told) == sum(range(40))
     left = set(psutil.Process().children()) - before
@@ -76,14 +75,13 @@ def test_all_numbers_are_done_once_and_all_bytes_told(tmp_path):
             RuntimeError,
             r"worker process failed:(.|\n)*in _end(.|\n)*KeyError: 'a defect'",
         ),
-        ("SIGKILL", UserError, r"^a worker process was killed by SIGKILL, .* give fewer --workers"),
+        ("SIGKILL", UserError, r"^a worker process was killed by SIGKILL, .* use fewer --workers"),
         ("SIGSEGV", UserError, r"^a worker process was killed by SIGSEGV"),
         ("SIGTERM", KeyboardInterrupt, None),
-        ("exit", RuntimeError, "left with status 3 and said nothing"),
+        ("exit", RuntimeError, "exited with status 3"),
     ],
 )
-def test_the_end_of_a_worker_is_told_and_ends_the_others(tmp_path, monkeypatch, how, kind, message):
-    monkeypatch.setattr(workers_module, "_SECONDS_TO_END", 1000)  # they are not waited for
+def test_the_end_of_a_worker_is_told_and_ends_the_others(tmp_path, how, kind, message):
     before = set(psutil.Process().children())
     with pytest.raises(kind, match=message):
         work_in_processes(Writing(tmp_path, 5, how), list(range(1000)), 2, lambda _: None)
@@ -98,7 +96,7 @@ def test_the_end_of_a_worker_is_told_and_ends_the_others(tmp_path, monkeypatch, 
 def test_no_worker_outlives_the_process_that_started_it(tmp_path, how, status, early):
     code = (
         "import sys, pathlib\n"
-        "from megatron_chameleon.corpus.shards.workers import work_in_processes\n"
+        "from megatron_chameleon.corpus.workers import work_in_processes\n"
         "from tests.unit.corpus.test_workers import Writing\n"
         "if __name__ == '__main__':\n"
         "    work = Writing(pathlib.Path(sys.argv[2]), 0, 'sleep')\n"
@@ -131,19 +129,6 @@ def test_no_worker_outlives_the_process_that_started_it(tmp_path, how, status, e
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_a_worker_with_nobody_to_tell_leaves_without_a_word():
-    code = (
-        "import multiprocessing\n"
-        "from megatron_chameleon.corpus.shards.workers import _Reports\n"
-        "ours, theirs = multiprocessing.Pipe()\n"
-        "ours.close()\n"
-        "_Reports(theirs).send(done=1)\n"
-        "print('still here')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
 def wait_until(condition):

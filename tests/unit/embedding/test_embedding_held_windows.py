@@ -10,7 +10,7 @@ import pytest
 
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.token_data import corpus_tokens
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.embedding.windows import draw_windows, hold_windows
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import DOMAINS

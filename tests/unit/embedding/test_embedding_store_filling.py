@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.embedding.embed import (
     embed_windows,
     fill_store,

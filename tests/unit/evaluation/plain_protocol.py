@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.artifacts import Protocol
 from megatron_chameleon.artifacts.evaluation_result import FirstToken, Packing
-from megatron_chameleon.corpus.block_checksums import BlockTokens
-from megatron_chameleon.corpus.indexed_reader import TokenFile
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 
 EOD = 9
 PACKINGS: list[Packing] = ["packed", "documents"]

@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.checkpoint.load import open_reader
-from megatron_chameleon.corpus.tokenization.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
 from megatron_chameleon.evaluation.scoring import Answers, Prompt, Scorer

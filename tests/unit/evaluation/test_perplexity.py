@@ -22,8 +22,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
-from megatron_chameleon.corpus.indexed_reader import open_tokens
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import (
     evaluate_perplexities,

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from megatron_chameleon.artifacts import Corpus, Protocol
 from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text, reading_flops
 from megatron_chameleon.evaluation.perplexity import (
     ClusterMap,

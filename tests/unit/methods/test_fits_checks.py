@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Corpus, DomainSplit, Mixture, MixtureWarning
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.common.changed_flags import changed_flags
 from megatron_chameleon.methods.fits.mixing_laws import compute_mixing_laws

@@ -17,8 +17,7 @@ from megatron_chameleon.artifacts import SPLITS, CheckpointRecord, Corpus, Mixtu
 from megatron_chameleon.artifacts.corpus import Domain, DomainSplit
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.corpus.indexed_reader import open_split, open_tokens
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter, open_split, open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.methods.discovery import vectors

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from megatron_chameleon.corpus.indexed_reader import open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.discovery.vectors import (
     DocumentBlock,

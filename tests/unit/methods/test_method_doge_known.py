@@ -18,11 +18,10 @@ from megatron_chameleon.artifacts import (
     TokenizerIdentity,
     provenance,
 )
-from megatron_chameleon.corpus.indexed_writer import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.methods.gradient_alignment.compute import compute_doge
 from megatron_chameleon.options.doge import DogeRule
-from megatron_chameleon.options.preprocess import PreprocessOptions
-from megatron_chameleon.options.source import SourceOptions
 from megatron_chameleon.options.training import OptimizerOptions
 from tests.small_corpus import EOD, TOKENIZER_HASH, VOCAB_SIZE
 from tests.unit.methods.test_method_doge import doge_options

@@ -19,9 +19,8 @@ from megatron_chameleon.artifacts import (
     Mixture,
     find_checkpoint,
 )
-from megatron_chameleon.corpus.indexed_reader import open_tokens
-from megatron_chameleon.corpus.tokenization.file import recorded_tokenizer_file
-from megatron_chameleon.corpus.tokenization.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, recorded_tokenizer_file
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.methods.leverage.compute import compute_mixture

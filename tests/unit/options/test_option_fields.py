@@ -14,6 +14,11 @@ import pytest
 
 import megatron_chameleon.options as options_package
 from megatron_chameleon.cli import parse_options
+from megatron_chameleon.corpus.options import (
+    GatherOptions,
+    PreprocessOptions,
+    TrainTokenizerOptions,
+)
 from megatron_chameleon.evaluation.options import (
     DownstreamOptions,
     PerplexityOptions,
@@ -24,13 +29,10 @@ from megatron_chameleon.methods.common.registry import find_methods
 from megatron_chameleon.methods.discovery.options import DiscoverOptions
 from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.options.doctor import DoctorOptions
-from megatron_chameleon.options.gather import GatherOptions
 from megatron_chameleon.options.head_to_head import CompareMethodsOptions
 from megatron_chameleon.options.memory import EstimateMemoryOptions
-from megatron_chameleon.options.preprocess import PreprocessOptions
 from megatron_chameleon.options.report import ReportOptions
 from megatron_chameleon.options.sweep import SweepOptions
-from megatron_chameleon.options.tokenizer import TrainTokenizerOptions
 from megatron_chameleon.options.training import PretrainOptions
 
 
@@ -40,8 +42,11 @@ def is_options(value: object) -> TypeGuard[type]:
 
 def dataclasses_of_the_package() -> list[type]:
     found: list[type] = []
-    for module_info in pkgutil.iter_modules(options_package.__path__):
-        module = importlib.import_module(f"{options_package.__name__}.{module_info.name}")
+    names = [module.name for module in pkgutil.iter_modules(options_package.__path__)]
+    of_stages = ("corpus", "evaluation", "methods.discovery")
+    modules = [f"{options_package.__name__}.{name}" for name in names]
+    for name in [*modules, *(f"megatron_chameleon.{stage}.options" for stage in of_stages)]:
+        module = importlib.import_module(name)
         found += [
             value
             for value in vars(module).values()

@@ -1,0 +1,408 @@
+"""The gigatoken package in place of a tokenizer's own library, where it gives the same ids.
+
+On one core it is about fifty times as fast as the ``tokenizers`` library. Before it is used, both
+libraries are compared on a sample of the text and on difficult texts; while it is used, on a
+document now and then. Texts with characters that only some releases of Unicode define, where it is
+known to differ, are left to the own library.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import orjson
+import psutil
+from numpy.typing import NDArray
+
+from megatron_chameleon.corpus.encoders import PATTERNS, Encoder, is_panic
+from megatron_chameleon.corpus.options import EncoderChoice
+from megatron_chameleon.corpus.tokenizer import Tokenizer, TokenizerFile
+from megatron_chameleon.errors import UserError
+
+Encode = Callable[[bytes], NDArray[np.uint32]]
+
+_SAMPLE_CHARACTERS = 1 << 20
+# The sample consists of the beginnings and middles of many texts.
+_SAMPLE_PIECE = 1 << 13
+# One text in so many characters, or a piece from its middle, is encoded by both libraries: about 1%
+# of the time that gigatoken takes for the rest.
+_COMPARE_EVERY = 1 << 22
+_COMPARE_CHARACTERS = 512
+# It caches every word. Once the process has grown by so much, checked after so many characters, it
+# is reloaded.
+_MAX_GROWTH_BYTES = 200_000_000
+_LOOK_EVERY = 1 << 24
+
+# Ends a document for gigatoken. No proper prefix of it is a suffix, so that no text can complete a
+# part of it; a text that holds all of it is left to the own library.
+_END = "\x1f\x00end of document\x00"
+_END_BYTES = _END.encode()
+
+# gigatoken's names for how a tiktoken file splits text.
+_SCHEMES = MappingProxyType(
+    {
+        PATTERNS["gpt2"]: "gpt2",
+        PATTERNS["cl100k_base"]: "gpt4",
+        PATTERNS["o200k_base"]: "o200k",
+        PATTERNS["llama3"]: "olmo3",
+    }
+)
+
+_MOST_SPECIAL_TOKENS = 300
+_UNKNOWN, _STABLE, _UNSTABLE = 0, 1, 2
+# U+0378 is the first character without a meaning.
+_ALL_STABLE_BELOW = 0x378
+_NUM_CHARACTERS = 0x110000
+# New pictographs come each year; none is ever treated as a letter or a digit.
+_PICTOGRAPHS = range(0x1F300, 0x1FB00)
+# Letters, digits, marks and spaces since release 14, for a Python whose own tables are newer.
+_NEW = """
+558 58B-58C 5C8-5C9 88F 897 B53-B54 C5C CDC CF3 ECE 1ACF-1AF0 1C89-1C8A 208F 209D-209F A7CB-A7CF
+A7D2 A7D4 A7DA-A7F1 AB6C-AB6D 105C0-105F3 107BB-107BF 10940-10959 10D40-10D85 10EC2-10EFF
+1123F-11241 11380-113E2 116D0-116E3 11B0A-11BF9 11DB0-11DF1 11F00-11F5A 1246F 12475-1247F
+12550-12686 1342F 13440-143FA 16100-16139 16D40-16D79 16EA0-16ED3 16FF2-16FF6 187F8-187FF
+18CD6-18CFF 18D09-191D2 1B123-1B132 1B155 1B168 1CCF0-1CCF9 1D127-1D128 1D250-1D2D3 1D6A6
+1DF1F-1DFFF 1E030-1E08F 1E4D0-1E6FF 2B739-2B73F 2B81E 2CEA2-2CEAD 2EBF0-2EE5D 31350-3FC3F
+"""
+
+
+def _ranges(text: str) -> tuple[range, ...]:
+    ends = [[int(end, 16) for end in part.split("-")] for part in text.split()]
+    return tuple(range(pair[0], pair[-1] + 1) for pair in ends)
+
+
+_NEW_RANGES = _ranges(_NEW)
+
+
+class StableCharacters:
+    """Find texts whose characters have the same properties in every release of Unicode in use.
+
+    Libraries carry the tables of different releases. A character that is a letter in one of them
+    and undefined in another is split from its neighbours by one library and not by the other. A
+    defined character keeps its properties, so characters are unstable if they were undefined in
+    release 14, the oldest in use.
+
+    Results are remembered: 1 byte for each of the 1.1 million characters.
+    """
+
+    def __init__(self) -> None:
+        self._known: NDArray[np.uint8] = np.zeros(_NUM_CHARACTERS, dtype=np.uint8)
+
+    def all_in(self, text: str) -> bool:
+        """Whether all characters of ``text`` are stable; fast, and free for ASCII."""
+        if text.isascii():
+            return True
+        characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        high = characters[characters >= _ALL_STABLE_BELOW]
+        known = self._known[high]
+        if not known.all():
+            for number in np.unique(high[known == _UNKNOWN]).tolist():
+                self._known[number] = _STABLE if is_stable(chr(number)) else _UNSTABLE
+            known = self._known[high]
+        return not bool((known == _UNSTABLE).any())
+
+
+def is_stable(character: str) -> bool:
+    """Whether one character is stable."""
+    number = ord(character)
+    if number in _PICTOGRAPHS:
+        return True
+    if any(number in some for some in _NEW_RANGES):
+        return False
+    return unicodedata.category(character) != "Cn"
+
+
+class CannotEncodeError(Exception):
+    """Why gigatoken cannot be used with a tokenizer."""
+
+
+class GigatokenEncoder:
+    """Encode like ``own``, with gigatoken.
+
+    Args:
+        file: of the tokenizer.
+        own: the same file in its own library.
+        eod_id: id of the end-of-document token.
+
+    Raises:
+        CannotEncodeError: if the package is missing or does not support the tokenizer.
+    """
+
+    def __init__(self, file: TokenizerFile, own: Encoder, eod_id: int) -> None:
+        self._file = file
+        self._own = own
+        self._eod_id = eod_id
+        self._stable = StableCharacters()
+        self._process = psutil.Process()
+        self._since_comparison = 0
+        self._since_look = 0
+        self._load()
+
+    def encode_documents(
+        self, texts: Sequence[str]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]] | None:
+        """Encode texts in one call, on one core.
+
+        Returns:
+            tokens [num_tokens] uint32 of all texts, each with its end-of-document token, and
+            lengths [num_texts] int64; or None if gigatoken cannot encode one of the texts: use
+            :meth:`encode_batch` then.
+
+        Raises:
+            UserError: if the own library gives other ids for a text that was compared.
+        """
+        if not all(map(self._stable.all_in, texts)):
+            return None
+        tokens = self._encode(texts)
+        ends = np.flatnonzero(tokens == self._eod_id)
+        if ends.size != len(texts):
+            return None
+        self._look_after(texts)
+        return tokens, np.diff(ends, prepend=-1)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of each text, [num_tokens] uint32, and nothing added.
+
+        Raises:
+            UserError: if the own library gives other ids for a text that was compared.
+        """
+        encoded = [
+            self._encode([text])[:-1] if self._takes(text) else self._own.encode_batch([text])[0]
+            for text in texts
+        ]
+        self._look_after(texts)
+        return encoded
+
+    def first_difference(
+        self, texts: Sequence[str], by_own: Callable[[], Sequence[NDArray[np.uint32]]]
+    ) -> str | None:
+        """The first of ``texts`` that ``by_own`` has other ids for, None if there is none.
+
+        ``by_own`` is called last, so that another thread can compute its result meanwhile.
+        """
+        taken = [number for number, text in enumerate(texts) if self._takes(text)]
+        tokens = self._encode([texts[number] for number in taken])
+        expected = by_own()
+        start = 0
+        for number in taken:
+            end = start + expected[number].size
+            if not (
+                np.array_equal(tokens[start:end], expected[number])
+                and np.array_equal(tokens[end : end + 1], [self._eod_id])
+            ):
+                return texts[number]
+            start = end + 1
+        return None
+
+    def _takes(self, text: str) -> bool:
+        return self._stable.all_in(text) and _END not in text
+
+    def _encode(self, texts: Sequence[str]) -> NDArray[np.uint32]:
+        """Token ids of all texts, with the end-of-document token after each."""
+        try:
+            return self._gigatoken(_END_BYTES.join([*map(str.encode, texts), b""]))
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            longest = max(texts, key=len)
+            raise UserError(
+                f"gigatoken fails on texts of up to {len(longest)} characters, one of which "
+                f"begins {longest[:40]!r} ({error}); use --encoder own"
+            ) from None
+
+    def _look_after(self, texts: Sequence[str]) -> None:
+        """Compare a text, and release memory, from time to time."""
+        num_characters = sum(map(len, texts))
+        self._since_comparison += num_characters
+        if self._since_comparison >= _COMPARE_EVERY:
+            self._since_comparison = 0
+            text = max(texts, key=len)
+            start = max(0, (len(text) - _COMPARE_CHARACTERS) // 2)
+            compared = [text[start : start + _COMPARE_CHARACTERS]]
+            differing = self.first_difference(compared, lambda: self._own.encode_batch(compared))
+            if differing is not None:
+                raise UserError(
+                    f"gigatoken and {self._own.kind} encode {differing[:40]!r}... differently: "
+                    "remove the unfinished --output and run again with --encoder own"
+                )
+        self._since_look += num_characters
+        if self._since_look >= _LOOK_EVERY:
+            self._since_look = 0
+            if self._process.memory_info().rss - self._loaded_bytes > _MAX_GROWTH_BYTES:
+                del self._gigatoken  # its memory is released before the next one allocates
+                self._load()
+
+    def _load(self) -> None:
+        self._gigatoken = gigatoken_for(self._file, self._eod_id)
+        self._loaded_bytes = self._process.memory_info().rss
+
+
+def gigatoken_for(file: TokenizerFile, eod_id: int) -> Encode:
+    """Gigatoken's function from UTF-8 to token ids, for the tokenizer ``file``.
+
+    It gets none of the file's special tokens, which gigatoken would recognize in text; the only one
+    is a string that ends documents, so that many can be encoded in one call.
+
+    Raises:
+        CannotEncodeError: if the package is missing or does not support the tokenizer.
+    """
+    try:
+        import gigatoken
+    except ImportError:
+        raise CannotEncodeError("the gigatoken package is not installed") from None
+    try:
+        tokenizer = _gigatoken(gigatoken, file, eod_id)
+    except CannotEncodeError:
+        raise
+    except BaseException as error:  # of no common class
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        reason = " ".join(str(error).split())
+        raise CannotEncodeError(f"gigatoken does not support {file.path} ({reason})") from error
+
+    def encode(text: bytes) -> NDArray[np.uint32]:
+        # A batch, since that releases Python's lock; padded, since that returns numpy arrays; a
+        # BytesSource, since to inspect a list it imports awkward and pyarrow.
+        source = gigatoken.BytesSource(text)
+        rows, _ = tokenizer.encode_batch_padded(source, pad_id=0, parallel=False)
+        tokens: NDArray[np.uint32] = rows[0]
+        return tokens
+
+    return encode
+
+
+def _gigatoken(gigatoken: Any, file: TokenizerFile, eod_id: int) -> Any:
+    if file.kind == "tokenizers":
+        return gigatoken.Tokenizer.from_json(_with_one_special_token(file.content, eod_id))
+    if file.kind == "sentencepiece":
+        # The class would add the special tokens; this is what it is made from.
+        from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+
+        content = sentencepiece_to_tokenizer_json(file.content)
+        return gigatoken.Tokenizer.from_json(_with_one_special_token(content, eod_id))
+    scheme = _SCHEMES.get(file.pattern or "")
+    if scheme is None:
+        raise CannotEncodeError("gigatoken does not support the --tiktoken-pattern")
+    return gigatoken.Tokenizer.from_tiktoken(file.path, scheme, {_END: eod_id})
+
+
+def _with_one_special_token(tokenizer_json: str | bytes, eod_id: int) -> bytes:
+    content = orjson.loads(tokenizer_json)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [
+        *(token for token in content.get("added_tokens") or [] if not token["special"]),
+        {"id": eod_id, "content": _END, **flags, "special": True},
+    ]
+    # Templates, truncation and padding of the file are for other uses.
+    content |= {"post_processor": None, "truncation": None, "padding": None}
+    return orjson.dumps(content)
+
+
+def with_gigatoken(tokenizer: Tokenizer) -> Tokenizer:
+    """``tokenizer`` with gigatoken, which was compared with it before.
+
+    Raises:
+        UserError: if the package is missing or does not support the tokenizer.
+    """
+    try:
+        fast_encoder = GigatokenEncoder(tokenizer.file, tokenizer.encoder, tokenizer.eod_id)
+    except CannotEncodeError as error:
+        raise UserError(f"{error}; use --encoder own") from error
+    return dataclasses.replace(tokenizer, fast_encoder=fast_encoder)
+
+
+def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[str]) -> Tokenizer:
+    """``tokenizer`` with the library that ``choice`` selects.
+
+    Warns if gigatoken is allowed and cannot be used.
+
+    Args:
+        tokenizer: as it was loaded.
+        choice: see EncoderOptions.
+        texts: of the input; about a million characters of the first ones are compared.
+
+    Raises:
+        UserError: if ``choice`` is gigatoken and it cannot be used.
+    """
+    fast_encoder = None
+    if choice != "own":
+        try:
+            fast_encoder = _agreeing(tokenizer, texts)
+        except CannotEncodeError as error:
+            if choice == "gigatoken":
+                raise UserError(f"--encoder gigatoken: {error}; use --encoder own") from error
+            kind = tokenizer.encoder.kind
+            warnings.warn(f"{error}: using {kind}, which is slower", stacklevel=2)
+    return dataclasses.replace(tokenizer, fast_encoder=fast_encoder)
+
+
+def _agreeing(tokenizer: Tokenizer, texts: Iterable[str]) -> GigatokenEncoder:
+    own = tokenizer.encoder
+    sample = [*difficult_texts(own.special_tokens()), *_sample(texts)]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        by_own = pool.submit(own.encode_batch, sample)
+        fast_encoder = GigatokenEncoder(tokenizer.file, own, tokenizer.eod_id)
+        try:
+            differing = fast_encoder.first_difference(sample, by_own.result)
+        except UserError as error:
+            raise CannotEncodeError(str(error)) from error
+    if differing is not None:
+        raise CannotEncodeError(f"gigatoken and {own.kind} encode {differing[:40]!r} differently")
+    return fast_encoder
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    taken = 0
+    for text in texts:
+        middle = max(_SAMPLE_PIECE, (len(text) - _SAMPLE_PIECE) // 2)
+        for start in (0, middle):
+            piece = text[start : start + _SAMPLE_PIECE]
+            taken += len(piece)
+            yield piece
+        if taken >= _SAMPLE_CHARACTERS:
+            return
+
+
+def difficult_texts(special_tokens: Iterable[str]) -> list[str]:
+    """About 500 texts of 50 KB in all on which two libraries for the same tokenizer may differ.
+
+    Some of them contain ``special_tokens``.
+    """
+    spaces = [" ", "\n", "\t", "\r\n", " \n", "\n ", "\u00a0", "\u3000", "\u2028", "\v\f\x85"]
+    runs = [space * count for space in spaces for count in (1, 2, 3, 300)]
+    names = itertools.islice(special_tokens, _MOST_SPECIAL_TOKENS)
+    special = [text for name in names for text in (name, f"a{name} b")]
+    characters = [
+        *range(0x100, 0x800, 17),
+        *range(0x800, 0xD800, 611),
+        *range(0xE000, 0x10000, 611),
+        *range(0x10000, 0x110000, 5003),
+    ]
+    return [
+        "",
+        *runs,
+        *[f"x{run}y" for run in runs],
+        "".join(map(chr, range(256))),
+        # One in each: a text with an unstable character is not compared.
+        *[f"a{chr(n)}b 1{chr(n)}" for n in characters],
+        "It's we'LL I'm they'Re 'tis x'y''s d'accord",
+        "1 12 123 1234 12345678901234567890 1.5e-3 ½ Ⅳ ٣٤٥ 12ab34",
+        "snake_case camelCase SHOUTING mixedCASEWords http://a.b/c?d=e&f#g <html></html> $x^{2}$",
+        "世界你好。こんにちは、テスト。안녕하세요 สวัสดี नमस्ते שלום مرحبا Здравствуйте",
+        "👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪 👍🏽 ☎️ 🫨",
+        "e\u0301 \u00e9 a\u0308\u0323 \u1e69 \u0327\u0307 \ufb01 \u212b \uff21 \u200b\u200d\ufeff",
+        "\ue000 \uf8ff \ufffd \U000e0041 \x00 \x7f",
+        "\ufffe \U0010ffff a\U00010940b",
+        "a" * 5_000,
+        "ab" * 2_000 + "1" * 1_000 + "=" * 1_000 + "世" * 1_000 + "😀" * 300,
+        "word " * 500 + "\n" * 300 + " word" * 500,
+        *special,
+    ]

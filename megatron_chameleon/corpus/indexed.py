@@ -1,0 +1,681 @@
+"""Megatron's .bin/.idx token files: writer, reader, and checksums of every 16 KiB block.
+
+An .idx holds, little-endian: the magic, the version (u64), the token type's code (u8), the number
+of sequences and of document boundaries (u64 each), then the length of each sequence in tokens
+(i32), its start in the .bin in bytes (i64), and the first sequence of each document followed by the
+number of sequences (i64).
+
+PREFIX.xxh3 next to them holds the 64-bit XXH3 hash, little-endian, of every ``BLOCK_BYTES`` of the
+.bin and then of the .idx; the last block of each file may be shorter.
+
+megatron.core is imported inside the function that needs it: that takes seconds. The tests compare
+our files with those of its builder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import errno
+import functools
+import hashlib
+import mmap
+import os
+import stat
+import struct
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_chameleon.artifacts import Corpus, DomainSplit, Split
+from megatron_chameleon.artifacts.corpus import BLOCK_BYTES, num_blocks
+from megatron_chameleon.artifacts.files import writing
+from megatron_chameleon.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+TokenType = Literal["uint16", "int32"]
+# magic, version, code of the token type, sequences, document boundaries
+HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+# Megatron's codes of integers. It also has codes of float64 (6) and float32 (7).
+_TOKEN_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+TYPE_CODES: dict[TokenType, int] = {"uint16": 8, "int32": 4}
+# Megatron-LM switches to 32-bit integers a little before uint16 is full.
+_UINT16_VOCABULARY = 65_500
+
+_BUFFER_BYTES = 1 << 20
+_INDEX_BLOCK = 1 << 17  # index entries written at a time
+# Sequences checked at a time: a block stays in the processor's cache.
+_CHECK_BLOCK = 1 << 15
+# Smaller files are read rather than mapped: a map costs more.
+_SMALL_FILE_BYTES = 1 << 14
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_HINT = "restore it or preprocess again"
+# From so many blocks on, the flags of a file are mapped.
+_MAPPED_BLOCKS = 1 << 16
+
+
+def token_type(vocab_size: int) -> TokenType:
+    """Megatron's choice of integer for a vocabulary: uint16 where it fits."""
+    return "uint16" if vocab_size < _UINT16_VOCABULARY else "int32"
+
+
+# Writing
+
+
+class BlockHasher:
+    """Hash a stream of bytes block by block."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+        self._finished = bytearray()
+
+    def update(self, content: bytes | bytearray | memoryview) -> None:
+        """Append bytes to the stream."""
+        view = memoryview(content).cast("B")
+        first = 0
+        while first < len(view):
+            part = view[first : first + BLOCK_BYTES - self._filled]
+            self._hash.update(part)
+            self._filled += len(part)
+            first += len(part)
+            if self._filled == BLOCK_BYTES:
+                self.end_block()
+
+    def end_block(self) -> None:
+        """End the current block, if it holds any bytes."""
+        if self._filled:
+            self._finished += self._hash.intdigest().to_bytes(8, "little")
+            self._hash.reset()
+            self._filled = 0
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that the next :meth:`take` returns."""
+        return len(self._finished)
+
+    def take(self) -> bytes:
+        """Return the checksums of the blocks finished since the last call."""
+        taken = bytes(self._finished)
+        self._finished = bytearray()
+        return taken
+
+
+class IndexedWriter:
+    """Write one pair of .bin/.idx files and their checksums; each document is one sequence.
+
+    Memory use is bounded, and no file stays open: any number of writers can be used concurrently.
+
+    Attributes:
+        documents: number of documents added.
+        tokens: number of their tokens, end-of-document tokens included.
+        waiting_bytes: bytes still in memory.
+        block_checksums: hex SHA-256 of the .xxh3 file, valid after :meth:`finish`.
+
+    Args:
+        prefix: path of the files, without suffix; the .bin must not exist.
+        dtype: integer type of a token on disk.
+    """
+
+    def __init__(self, prefix: Path, dtype: TokenType) -> None:
+        self._bin_path = prefix.with_name(prefix.name + ".bin")
+        self._idx_path = prefix.with_name(prefix.name + ".idx")
+        self._checksums_path = prefix.with_name(prefix.name + ".xxh3")
+        self._type = dtype
+        self._dtype = np.dtype(dtype)
+        self._tokens = bytearray()
+        self._lengths = bytearray()
+        self._digest = hashlib.sha256()
+        self._blocks = BlockHasher()
+        self._checksums_digest = hashlib.sha256()
+        self._checksums_mode: Literal["wb", "ab"] = "wb"
+        self._index_begun = False
+        self.documents = 0
+        self.tokens = 0
+        with writing(self._bin_path), self._bin_path.open("xb"):
+            pass  # an existing file may be a hard link to another corpus's tokens
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that the next flush writes."""
+        return len(self._tokens) + len(self._lengths)
+
+    def add(self, tokens: NDArray[np.integer]) -> None:
+        """Append one document [num_tokens], its end-of-document token included.
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        self.add_tokens(tokens.astype(self._dtype).tobytes())
+        self.add_lengths(np.array([tokens.size], dtype=np.int32))
+
+    def add_tokens(self, tokens: bytes | memoryview) -> None:
+        """Append tokens in their on-disk type; ``add_lengths`` divides them into documents."""
+        self._tokens += tokens
+        if len(self._tokens) >= _BUFFER_BYTES:
+            self.flush()
+
+    def add_lengths(self, lengths: NDArray[np.int32]) -> None:
+        """Append documents of ``lengths`` [num_documents] tokens."""
+        self._lengths += lengths.tobytes()
+        self.documents += lengths.size
+        self.tokens += int(lengths.sum(dtype=np.int64))
+
+    def flush(self) -> None:
+        """Write what is in memory.
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        if self._tokens:
+            _append(self._bin_path, self._tokens)
+            self._digest.update(self._tokens)
+            self._blocks.update(self._tokens)
+            self._tokens = bytearray()
+            if self._blocks.waiting_bytes >= _BUFFER_BYTES:
+                self._write_checksums()
+        if self._lengths:
+            self._begin_index()
+            _append(self._idx_path, self._lengths)
+            self._lengths = bytearray()
+
+    def finish(self) -> str:
+        """Write the rest and the index; return the SHA-256 of .bin and .idx, concatenated.
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        self.flush()
+        self._begin_index()
+        with writing(self._idx_path), self._idx_path.open("r+b") as stream:
+            self._write_pointers_and_boundaries(stream)
+            stream.seek(0)
+            code = TYPE_CODES[self._type]
+            stream.write(HEADER.pack(MAGIC, VERSION, code, self.documents, self.documents + 1))
+        self._blocks.end_block()
+        with self._idx_path.open("rb") as stream:
+            while block := stream.read(_BUFFER_BYTES):
+                self._digest.update(block)
+                self._blocks.update(block)
+        self._blocks.end_block()
+        self._write_checksums()
+        return self._digest.hexdigest()
+
+    @property
+    def block_checksums(self) -> str:
+        """Hex SHA-256 of the .xxh3 file."""
+        return self._checksums_digest.hexdigest()
+
+    def _write_checksums(self) -> None:
+        checksums = self._blocks.take()
+        self._checksums_digest.update(checksums)
+        path = self._checksums_path
+        with writing(path), path.open(self._checksums_mode) as stream:
+            stream.write(checksums)
+        self._checksums_mode = "ab"
+
+    def _begin_index(self) -> None:
+        # The header stays blank until the end: an unfinished file never passes for an index.
+        if not self._index_begun:
+            _append(self._idx_path, bytes(HEADER.size))
+            self._index_begun = True
+
+    def _write_pointers_and_boundaries(self, stream: BinaryIO) -> None:
+        """Complete the index from the lengths that are in the file."""
+        end = 0
+        for first in range(0, self.documents, _INDEX_BLOCK):
+            stream.seek(HEADER.size + 4 * first)
+            count = min(_INDEX_BLOCK, self.documents - first)
+            lengths = np.frombuffer(stream.read(4 * count), dtype=np.int32)
+            sizes = lengths.astype(np.int64) * self._dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            stream.seek(HEADER.size + 4 * self.documents + 8 * first)
+            stream.write((ends - sizes).tobytes())
+            end = int(ends[-1])
+        stream.seek(HEADER.size + 12 * self.documents)
+        for first in range(0, self.documents + 1, _INDEX_BLOCK):
+            last = min(first + _INDEX_BLOCK, self.documents + 1)
+            stream.write(np.arange(first, last, dtype=np.int64).tobytes())
+
+
+def _append(path: Path, block: bytes | bytearray) -> None:
+    with writing(path), path.open("ab") as stream:
+        stream.write(block)
+
+
+# Mapping
+
+
+def map_file(path: Path) -> NDArray[np.uint8]:
+    """Map a file as [size] uint8, read-only, without keeping a file descriptor.
+
+    Python's mmap, and numpy's memmap on top of it, hold a descriptor as long as the map lives; with
+    two files per domain and split, a thousand domains exceed the limit of open files (often 1024).
+
+    The map lives as long as the array or any view of it. The system limits the number of maps of a
+    process (Linux: vm.max_map_count, 65,530 by default), so small files, such as those of tens of
+    thousands of domains, are read into memory. Truncating a mapped file kills the process when the
+    lost part is read: replace files, do not rewrite them.
+
+    Raises:
+        OSError: if the file does not exist, is not a regular file, or cannot be read or mapped.
+    """
+    # Without O_NONBLOCK, opening a named pipe waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        if size <= _SMALL_FILE_BYTES:
+            with open(descriptor, "rb", closefd=False) as stream:
+                return np.frombuffer(stream.read(), np.uint8)
+        library = _c_library()
+        address = library.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, f"Cannot map {size} bytes: {os.strerror(number)}", str(path))
+    finally:
+        os.close(descriptor)
+    memory = (ctypes.c_char * size).from_address(address)
+    # At exit the system unmaps it, and other threads may still be reading.
+    weakref.finalize(memory, library.munmap, address, size).atexit = False
+    # The pages cannot be written, so nobody may make the array writeable again.
+    return np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
+
+
+# Reading
+
+
+class BlockTokens:
+    """Tokens on disk; every block is verified the first time that any of it is read.
+
+    Indexing takes a slice of step 1 or an array of positions >= 0; both raise UserError for a block
+    that does not match its checksum or holds an id outside the vocabulary.
+
+    Args:
+        path: path of the .bin, for messages.
+        unchecked: [num_tokens], of an integer type.
+        checksums: [num_blocks] uint64; None for a corpus without checksums.
+        vocab_size: ids must be in [0, vocab_size); None to skip the check.
+
+    Attributes:
+        checked: [num_blocks] uint8, 1 for each block that needs no verification any more.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        unchecked: NDArray[np.integer],
+        checksums: NDArray[np.uint64] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._path, self.unchecked = path, unchecked
+        self._checksums, self._vocab_size = checksums, vocab_size
+        self._block = BLOCK_BYTES // unchecked.itemsize
+        blocks = num_blocks(unchecked.nbytes)
+        if checksums is None and vocab_size is None:
+            self.checked = np.ones(blocks, np.uint8)
+        elif blocks < _MAPPED_BLOCKS:
+            self.checked = np.zeros(blocks, np.uint8)
+        else:
+            # Pages that are never written take no memory: for 15T tokens that would be 2 GB.
+            self.checked = np.frombuffer(mmap.mmap(-1, blocks, mmap.MAP_PRIVATE), np.uint8)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return self.unchecked.size
+
+    @property
+    def dtype(self) -> np.dtype[np.integer]:
+        """Type of a token on disk."""
+        return self.unchecked.dtype
+
+    def __getitem__(self, key: slice | NDArray[np.integer]) -> NDArray[np.integer]:
+        if isinstance(key, slice):
+            start, stop, step = key.indices(self.size)
+            assert step == 1, "blocks are verified in the order of their tokens"
+            first, last = start // self._block, -(-stop // self._block)
+            self.check(first + np.flatnonzero(self.checked[first:last] == 0))
+        else:
+            if np.min(key, initial=0) < 0:
+                raise IndexError("token positions must not be negative")
+            blocks = np.atleast_1d(key) // self._block
+            self.check(np.unique(blocks[self.checked[blocks] == 0]))
+        return self.unchecked[key]
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray[np.integer]:
+        return np.array(self[:], dtype=dtype, copy=copy)  # type: ignore[call-overload]
+
+    def check(self, blocks: NDArray[np.int64]) -> None:
+        """Verify those of ``blocks`` that were not verified yet.
+
+        Raises:
+            UserError: naming the file and the block.
+        """
+        for block in blocks[self.checked[blocks] == 0].tolist():
+            content = self.unchecked[block * self._block : (block + 1) * self._block]
+            if self._checksums is not None:
+                _check_block(self._path, content, block, int(self._checksums[block]))
+            # Read as unsigned, a negative id is a large one: one pass over the block is enough.
+            if (
+                self._vocab_size is not None
+                and content.view(f"u{content.itemsize}").max() >= self._vocab_size
+            ):
+                outside = content[(content < 0) | (content >= self._vocab_size)][0]
+                raise UserError(
+                    f"{self._path} holds token {outside}, outside the vocabulary of "
+                    f"{self._vocab_size}: the file is damaged or of another tokenizer; {_HINT}"
+                )
+            self.checked[block] = 1
+
+
+# Tokens on disk, or in memory.
+Tokens = BlockTokens | NDArray[np.integer]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedTokens:
+    """What corpus.json records of a pair of files in which every document is one sequence.
+
+    ``block_checksums`` is the SHA-256 of the .xxh3 file; None if the corpus has none.
+    """
+
+    dtype: str
+    documents: int
+    tokens: int
+    block_checksums: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenFile:
+    """A mapped pair of .bin/.idx files: sequences of tokens, one after another.
+
+    All arrays are read-only and on disk; no file stays open. Those of the .idx are not aligned in
+    memory, since its header is 34 bytes long. Tokens are verified when they are first read.
+
+    Attributes:
+        prefix: path of the files, without suffix.
+        tokens: [num_tokens], of the type on disk; sequence i is the ``lengths[i]`` tokens from
+            ``starts[i]`` on, and sequence i + 1 follows it.
+        lengths: [num_sequences] int32, in tokens, >= 0.
+        pointers: [num_sequences] int64, start of each sequence in bytes.
+        document_boundaries: [num_documents + 1] int64; document d is the sequences from
+            ``document_boundaries[d]`` to ``document_boundaries[d + 1]`` - 1.
+    """
+
+    prefix: Path
+    tokens: BlockTokens
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    document_boundaries: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def dtype(self) -> np.dtype[np.integer]:
+        """Type of a token on disk."""
+        return self.tokens.dtype
+
+    @functools.cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """[num_sequences] int64, start of each sequence in ``tokens``.
+
+        Computed on first use and then held in memory (8 bytes a sequence).
+        """
+        return self.pointers // self.dtype.itemsize
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
+        """Tokens of one sequence: all of them, or ``length`` from ``offset`` on.
+
+        Raises:
+            IndexError: if the sequence does not exist or is shorter.
+            UserError: if the tokens are damaged or outside the vocabulary.
+        """
+        if not 0 <= sequence < len(self):
+            raise IndexError(f"sequence {sequence} of {len(self)}")
+        size = int(self.lengths[sequence])
+        stop = size if length is None else offset + length
+        if not 0 <= offset <= stop <= size:
+            raise IndexError(f"tokens {offset} to {stop} of a sequence of {size}")
+        start = int(self.pointers[sequence]) // self.dtype.itemsize
+        return self.tokens[start + offset : start + stop]
+
+
+def open_token_file(
+    prefix: Path, expected: ExpectedTokens | None = None, vocab_size: int | None = None
+) -> TokenFile:
+    """Map a pair of .bin/.idx files, as megatron.core's IndexedDatasetBuilder writes them.
+
+    Whatever the files hold, reading the result never leaves their bounds. The .idx is verified
+    completely, tokens when they are first read (:class:`BlockTokens`). Without checksums, tokens
+    that were changed in place are only detected outside the vocabulary.
+
+    Args:
+        prefix: path of the files, without suffix.
+        expected: their recorded contents, if known.
+        vocab_size: largest token id plus one; None to accept any.
+
+    Raises:
+        UserError: naming the file, the problem and the fix.
+    """
+    idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    content, bin_content = _map(idx_path), _map(bin_path)
+    dtype, num_sequences = _check_header(idx_path, content, expected)
+    after_lengths = HEADER.size + 4 * num_sequences
+    after_pointers = after_lengths + 8 * num_sequences
+    lengths = content[HEADER.size : after_lengths].view("<i4")
+    pointers = content[after_lengths:after_pointers].view("<i8")
+    boundaries = content[after_pointers:].view("<i8")
+    size = _check_sequences(idx_path, lengths, pointers, dtype.itemsize, bin_content.size)
+    if size != bin_content.size:
+        raise UserError(
+            f"{bin_path} holds {bin_content.size} bytes, its .idx places tokens up to byte {size}: "
+            "one of them is truncated or of other text; restore both or preprocess again"
+        )
+    _check_boundaries(idx_path, boundaries, num_sequences, one_each=expected is not None)
+    tokens = bin_content.view(dtype)
+    if expected and expected.tokens != tokens.size:
+        raise _unexpected(idx_path, "number of tokens", tokens.size, expected.tokens)
+    checksums = None
+    if expected and expected.block_checksums is not None:
+        checksums = _open_checksums(Path(f"{prefix}.xxh3"), bin_content, content)
+    checked = BlockTokens(bin_path, tokens, checksums, vocab_size)
+    return TokenFile(prefix, checked, lengths, pointers, boundaries)
+
+
+def open_tokens(corpus: Corpus, name: str, split: Split) -> TokenFile:
+    """Open one split of a domain; sequence i is document i.
+
+    Raises:
+        UserError: if the files do not match corpus.json.
+    """
+    expected = expected_tokens(corpus, corpus.domains[name].split(split))
+    return open_token_file(corpus.prefix(name, split), expected, corpus.tokenizer.vocab_size)
+
+
+def expected_tokens(corpus: Corpus, part: DomainSplit) -> ExpectedTokens:
+    """What ``corpus`` records of one of its splits."""
+    return ExpectedTokens(corpus.dtype, part.documents, part.tokens, part.block_checksums)
+
+
+def open_split(corpus: Corpus, name: str, split: Split) -> IndexedDataset:
+    """Open one split of a domain with Megatron's reader; item i is document i's tokens.
+
+    It keeps three descriptors open: for many domains at a time, see :func:`open_tokens`.
+
+    Raises:
+        UserError: if the files do not match corpus.json, or hold no token.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    # Megatron's reader reports some damage by assertions and misses the rest.
+    file = open_tokens(corpus, name, split)
+    if not file.tokens.size:
+        raise UserError(
+            f"{file.prefix}.bin holds no tokens: domain '{name}' has none in {split}; give the "
+            "split a larger share, or the domain more text, and preprocess again"
+        )
+    return IndexedDataset(str(file.prefix))
+
+
+def _map(path: Path) -> NDArray[np.uint8]:
+    try:
+        return map_file(path)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path} is missing; restore it, or pass the path of a .bin/.idx pair without suffix"
+        ) from error
+    except OSError as error:
+        hint = "make it a readable file"
+        if error.errno == errno.ENOMEM:
+            hint = "raise the limit of maps (vm.max_map_count) or of memory (ulimit -v)"
+        raise UserError(f"cannot read {path}: {error.strerror}; {hint}") from error
+
+
+def _open_checksums(
+    path: Path, tokens: NDArray[np.uint8], index: NDArray[np.uint8]
+) -> NDArray[np.uint64]:
+    """Map the checksums of a .bin, [num_blocks], and verify the .idx against its own.
+
+    The .bin's checksums are read together with its blocks: those of trillions of tokens take
+    gigabytes. Damage to them looks like damage to a block.
+    """
+    try:
+        content = map_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; {_HINT}") from error
+    bin_blocks = num_blocks(tokens.size)
+    if content.size != 8 * (bin_blocks + num_blocks(index.size)):
+        raise UserError(f"{path} does not have the size of its .bin's checksums; {_HINT}")
+    checksums = content.view("<u8")
+    for block, checksum in enumerate(checksums[bin_blocks:].tolist()):
+        content = index[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        _check_block(path.with_suffix(".idx"), content, block, checksum)
+    return checksums[:bin_blocks]
+
+
+def _check_block(path: Path, content: NDArray[np.integer], block: int, checksum: int) -> None:
+    if xxhash.xxh3_64_intdigest(content.data) != checksum:
+        first = block * BLOCK_BYTES
+        raise UserError(
+            f"{path}: bytes {first} to {first + content.nbytes - 1} (block {block}) do not match "
+            f"their checksum in the .xxh3: one of them is damaged; {_HINT}"
+        )
+
+
+def _check_header(
+    path: Path, content: NDArray[np.uint8], expected: ExpectedTokens | None
+) -> tuple[np.dtype[np.integer], int]:
+    """Return token type and number of sequences of an .idx whose size fits its header."""
+    if content.size < HEADER.size:
+        raise _damaged(path, f"it ends after {content.size} of the header's {HEADER.size} bytes")
+    magic, version, code, sequences, boundaries = HEADER.unpack(content[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise _damaged(path, f"its magic is {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise _damaged(path, f"its version is {version}, not {VERSION}")
+    if code not in _TOKEN_TYPES:
+        codes = ", ".join(f"{known} ({name})" for known, name in _TOKEN_TYPES.items())
+        raise _damaged(path, f"its token type is {code}, none of the integers {codes}")
+    dtype = np.dtype(_TOKEN_TYPES[code])
+    if expected and dtype != np.dtype(expected.dtype):
+        raise _unexpected(path, "token type", dtype.name, expected.dtype)
+    if expected and sequences != expected.documents:
+        raise _unexpected(path, "number of sequences", sequences, expected.documents)
+    if not boundaries:
+        raise _damaged(path, "its number of document boundaries is 0; there is always one")
+    size = HEADER.size + (4 + 8) * sequences + 8 * boundaries  # Python's integers: no overflow
+    if content.size != size:
+        raise _damaged(
+            path,
+            f"it holds {content.size} bytes, its number of sequences ({sequences}) and of "
+            f"document boundaries ({boundaries}) require {size}",
+        )
+    return dtype, sequences
+
+
+def _check_sequences(
+    path: Path,
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    token_bytes: int,
+    bin_bytes: int,
+) -> int:
+    """Return the bytes of all sequences, which follow each other without gaps."""
+    size = 0
+    for first in range(0, len(lengths), _CHECK_BLOCK):
+        block = lengths[first : first + _CHECK_BLOCK].astype(np.int64)
+        if block.min() < 0:
+            place = int(np.argmax(block < 0))
+            raise _damaged(path, f"its length {first + place} is {block[place]}, below 0")
+        block *= token_bytes
+        ends = np.cumsum(block)
+        ends += size
+        begins = pointers[first : first + _CHECK_BLOCK].copy()  # aligned, which halves the time
+        wrong = begins + block != ends
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            raise _damaged(
+                path,
+                f"its pointer {first + place} is {begins[place]}, where the lengths before it add "
+                f"up to {ends[place] - block[place]} bytes",
+            )
+        size = int(ends[-1])
+        if size > bin_bytes:  # reported by the caller; the sum could overflow further on
+            break
+    return size
+
+
+def _check_boundaries(
+    path: Path, boundaries: NDArray[np.int64], num_sequences: int, *, one_each: bool
+) -> None:
+    """Boundaries rise from 0 to the number of sequences, in steps of 1 if ``one_each``."""
+    if boundaries[0] != 0 or boundaries[-1] != num_sequences:
+        raise _damaged(
+            path,
+            f"its document boundaries go from {boundaries[0]} to {boundaries[-1]}, not from 0 to "
+            f"{num_sequences}",
+        )
+    for first in range(0, len(boundaries) - 1, _CHECK_BLOCK):
+        block = boundaries[first : first + _CHECK_BLOCK + 1].copy()
+        wrong = np.diff(block) != 1 if one_each else block[1:] < block[:-1]
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            raise _damaged(
+                path,
+                f"its document boundary {first + place + 1} is {block[place + 1]} after "
+                f"{block[place]}, which is not {'1 more' if one_each else 'as much or more'}",
+            )
+
+
+def _damaged(path: Path, problem: str) -> UserError:
+    return UserError(f"{path} is damaged or not a Megatron index: {problem}; {_HINT}")
+
+
+def _unexpected(path: Path, field: str, found: object, expected: object) -> UserError:
+    return UserError(
+        f"{path} does not match corpus.json: its {field} is {found}, not {expected}; {_HINT}"
+    )

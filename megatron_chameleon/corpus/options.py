@@ -1,0 +1,307 @@
+"""Options of preprocess_data, train_tokenizer and gather_installed_text.
+
+Every class validates itself and raises UserError. Importing this module loads no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.options.ranges import Count, LargeCount, Processes, Share, check_ranges
+
+Inputs = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
+EncoderChoice = Literal["auto", "own", "gigatoken"]
+# A longer domain name is most likely another field's text; as a file name it would not do.
+MAX_DOMAIN_BYTES = 80
+ALL_OTHERS = "*"
+MIN_VOCABULARY = 258  # 256 bytes, the end-of-document token and a merge
+
+
+def is_domain_name(name: str) -> bool:
+    """Whether ``name`` is valid UTF-8 of 1 to ``MAX_DOMAIN_BYTES`` bytes."""
+    try:
+        return 0 < len(name.encode()) <= MAX_DOMAIN_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
+def _flat(groups: tuple[tuple[str, ...], ...]) -> list[str]:
+    return [text for group in groups for text in group]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceOptions:
+    """Input text: JSON lines, parquet and Hugging Face data sets, one document a line or row."""
+
+    input: Inputs
+    """Files, folders or quoted globs of .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or data sets
+    by name: hf:OWNER/NAME[@REVISION][:CONFIG][#SPLIT], CONFIG '*' for all of them. NAME=PATH
+    assigns all documents of PATH to the domain NAME; a domain may be named several times."""
+    text_key: str = "text"
+    """Key, or column, of the text; dots reach into nested objects. A null text is an empty
+    document."""
+    max_malformed_share: Share = 0.001
+    """Malformed lines are skipped and reported; the run fails if their share is larger."""
+    max_document_bytes: LargeCount = 1 << 28
+    """A longer line, or text of a row, counts as malformed: it is most likely a file that has lost
+    its line ends, and would take several times as much memory."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a value out of range."""
+        check_ranges(self)
+
+    @property
+    def inputs(self) -> list[str]:
+        """The values of all uses of ``--input``."""
+        return _flat(self.input)
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainOptions:
+    """Domain and split of each document.
+
+    Inputs that are not given as NAME=PATH get their domain from one of the first three options.
+    """
+
+    domain_key: str | None = None
+    """Key of the domain's name in each line; dots reach into nested objects, or into a string that
+    holds one, as in meta.redpajama_set_name."""
+    domain_from_path: str | None = None
+    """A regular expression whose one group is the domain's name in the path of a file, as in
+    'data/([^/]+)/'."""
+    domain_from_config: bool = False
+    """The domain is the config of the data set that the text comes from."""
+    rename_domain: Inputs = ()
+    """OLD=NEW renames the domain OLD to NEW; several OLD may become one NEW. OLD= leaves it out,
+    '*=' every domain that is not named."""
+    valid_input: Inputs = ()
+    """Validation text, given like --input; all of it goes to valid. Data sets by name bring their
+    own. A domain with its own valid and test uses all of its --input for training; with only one of
+    them, --split divides its --input as usual."""
+    test_input: Inputs = ()
+    """Test text, likewise."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for options that contradict each other or have no effect."""
+        flags = {
+            "--domain-key": self.domain_key is not None,
+            "--domain-from-path": self.domain_from_path is not None,
+            "--domain-from-config": self.domain_from_config,
+        }
+        used = [flag for flag, is_used in flags.items() if is_used]
+        if len(used) > 1:
+            raise UserError(f"{' and '.join(used)} both set the domain; leave one of them out")
+        if self.renames and not used:
+            raise UserError(
+                f"--rename-domain {self.renames[0]} has no effect where every --input names its "
+                "domain; name it as you want it there"
+            )
+        _ = self.path_pattern, self.rename_table  # raise for invalid values
+
+    @property
+    def domain_flag(self) -> str | None:
+        """The flag from which sources get their domains, None if each ``--input`` names its own."""
+        if self.domain_key is not None:
+            return "--domain-key"
+        if self.domain_from_path is not None:
+            return "--domain-from-path"
+        return "--domain-from-config" if self.domain_from_config else None
+
+    @functools.cached_property
+    def path_pattern(self) -> re.Pattern[str] | None:
+        """``domain_from_path``, compiled."""
+        if self.domain_from_path is None:
+            return None
+        try:
+            compiled = re.compile(self.domain_from_path)
+        except re.error as error:
+            raise UserError(
+                f"--domain-from-path {self.domain_from_path}: not a regular expression ({error})"
+            ) from error
+        if compiled.groups != 1:
+            raise UserError(
+                f"--domain-from-path {self.domain_from_path} has {compiled.groups} groups; put the "
+                "domain's name into the one group, and write others as (?:...)"
+            )
+        return compiled
+
+    @functools.cached_property
+    def rename_table(self) -> dict[str, str | None]:
+        """OLD -> NEW, or None for a domain that is left out."""
+        table: dict[str, str | None] = {}
+        for rename in self.renames:
+            old, equals, new = rename.rpartition("=")
+            if not equals or not old or (new and not is_domain_name(new)):
+                raise UserError(
+                    f"--rename-domain {rename}: must be OLD=NEW with NEW of at most "
+                    f"{MAX_DOMAIN_BYTES} bytes, or OLD= to leave it out"
+                )
+            if table.get(old, new or None) != (new or None):
+                raise UserError(
+                    f"--rename-domain {rename}: '{old}' is also renamed to '{table[old] or ''}'; "
+                    "leave one of them out"
+                )
+            table[old] = new or None
+        return table
+
+    @property
+    def renames(self) -> list[str]:
+        """The values of all uses of ``--rename-domain``."""
+        return _flat(self.rename_domain)
+
+    @property
+    def valid_inputs(self) -> list[str]:
+        """The values of all uses of ``--valid-input``."""
+        return _flat(self.valid_input)
+
+    @property
+    def test_inputs(self) -> list[str]:
+        """The values of all uses of ``--test-input``."""
+        return _flat(self.test_input)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderOptions:
+    """How text is encoded."""
+
+    tiktoken_pattern: str | None = None
+    """How a tiktoken file splits text into words, which the file does not say: gpt2, cl100k_base,
+    o200k_base, llama3 or a regular expression. Not needed for the files that these names come
+    from."""
+    encoder: EncoderChoice = "auto"
+    """The library that encodes; the tokens are the same. 'auto' uses gigatoken, which is many
+    times faster, if it gives the same ids as the tokenizer's own library on a sample of the text;
+    'own' always uses the tokenizer's own library, 'gigatoken' fails if it cannot be used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PreprocessOptions:
+    """Turn text into a corpus: Megatron .bin/.idx files per domain and split, and corpus.json.
+
+    The work is divided into shards. The same command resumes a run that was killed.
+    """
+
+    source: SourceOptions
+    output: Path
+    """The corpus folder to write; finished shards are kept in its folder .partial meanwhile."""
+    tokenizer_model: Path
+    """A tokenizer.json, a vocab.json with its merges.txt, a tiktoken file, a SentencePiece .model,
+    or a folder that holds one of them; the corpus keeps a copy."""
+    domains: DomainOptions = dataclasses.field(default_factory=DomainOptions)
+    encoding: EncoderOptions = dataclasses.field(default_factory=EncoderOptions)
+    eod_token: str = "<|endoftext|>"
+    """The tokenizer's end-of-document token, appended to every document."""
+    split: str = "90,5,5"
+    """Shares of train, valid and test documents, in any unit. The split of a document is a
+    function of its text, so the same text is never in two of them. Sources with splits of their own
+    keep them; what is in their valid or test is removed from train everywhere."""
+    drop_duplicates: bool = True
+    """Keep the first of the documents of a domain with identical text; with --no-drop-duplicates
+    they are only counted."""
+    min_tokens_per_split: int = 1
+    """Fail if a domain has fewer tokens than this in train, valid or test."""
+    overwrite: bool = False
+    """Replace the corpus in the output folder."""
+    workers: Processes | None = None
+    """Processes that work on shards concurrently, each with its own tokenizer; by default one less
+    than there are cores. With 1, no other process is started."""
+    shard_bytes: LargeCount = 256_000_000
+    """Bytes of input, as stored on disk, per shard: what is lost when a run is killed. Compressed
+    files are not divided. The corpus does not depend on it."""
+    shard: str | None = None
+    """i/n: process every n-th shard from the i-th on, and stop. For n machines that share the
+    output folder; the same command without it then joins their shards."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a value out of range."""
+        check_ranges(self)
+        _ = self.split_shares, self.shard_share  # raise for invalid values
+
+    @functools.cached_property
+    def split_shares(self) -> tuple[float, float, float]:
+        """Shares of train, valid and test that sum to 1."""
+        try:
+            train, valid, test = (float(part) for part in self.split.split(","))
+        except ValueError:
+            raise UserError(f"--split {self.split}: must be three numbers, as in 90,5,5") from None
+        total = math.fsum((train, valid, test))
+        if not (min(train, valid, test) > 0 and math.isfinite(total)):
+            raise UserError(
+                f"--split {self.split}: each share must be above 0, since mixtures are judged on "
+                "held-out text"
+            )
+        return train / total, valid / total, test / total
+
+    @functools.cached_property
+    def shard_share(self) -> tuple[int, int] | None:
+        """(i, n) of ``shard``, 1 <= i <= n; None for all shards."""
+        if self.shard is None:
+            return None
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise UserError(f"--shard {self.shard}: must be i/n with 1 <= i <= n, as in 3/8")
+        return int(match[1]), int(match[2])
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainTokenizerOptions:
+    """Train a tokenizer on text. The same text and options give the same file."""
+
+    source: SourceOptions
+    output: Path
+    """The file to write: NAME.json trains byte-level BPE (tokenizers), NAME.model trains
+    SentencePiece BPE with byte fallback."""
+    vocab_size: Count = 8192
+    """Size of the vocabulary, the end-of-document token included."""
+    eod_token: str = "<|endoftext|>"
+    """The end-of-document token of the vocabulary."""
+    overwrite: bool = False
+    """Replace the output file."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for an unknown suffix or too small a vocabulary."""
+        check_ranges(self)
+        if self.output.suffix not in (".json", ".model"):
+            raise UserError(
+                f"--output {self.output}: must end in .json for byte-level BPE, or in .model for "
+                "SentencePiece"
+            )
+        if self.vocab_size < MIN_VOCABULARY:
+            raise UserError(
+                f"--vocab-size {self.vocab_size} has no room for the 256 bytes, {self.eod_token} "
+                f"and a merge; must be at least {MIN_VOCABULARY}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherOptions:
+    """Collect real text in named domains from the packages of this Python environment."""
+
+    output_dir: Path
+    """Folder for one <domain>.jsonl per domain and a summary, gathered.json."""
+    roots: tuple[Path, ...] = ()
+    """Folders to read; default: this environment's site-packages."""
+    num_domains: Count = 8
+    """How many domains to keep: the first of the ranked list that have enough text."""
+    max_bytes_per_domain: LargeCount = 5_000_000
+    """Upper limit per domain, so that none dominates."""
+    min_bytes_per_domain: int = 1_500_000
+    """A smaller domain is replaced: a held-out tenth is then 20,000 tokens or more."""
+    min_documents_per_domain: int = 50
+    """A domain with fewer documents is replaced by the next of the ranked list."""
+    min_document_characters: int = 200
+    """Shorter files are left out."""
+    max_document_bytes: LargeCount = 100_000
+    """Longer files are truncated at the last line that fits."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a value out of range."""
+        check_ranges(self)

@@ -1,0 +1,422 @@
+"""Shards: the documents of some pieces, tokenized, with what is needed to join them to a corpus.
+
+A shard is a folder that is created by one rename, so that it is complete where it exists:
+
+    shard.json      counts and checksums; it determines how the files below are read
+    tokens.bin      the tokens of all documents, one after another, in the corpus's type
+    documents.bin   DOCUMENT for each document, in the order of its tokens
+    digests.bin     DIGEST for each distinct text of a domain and split, in sorted runs
+    copies.bin      COPY for each document whose text came before in the same run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_chameleon.artifacts import SPLITS, Stopwatch
+from megatron_chameleon.artifacts.files import flush_to_disk, writing
+from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
+from megatron_chameleon.corpus.indexed import TokenType
+from megatron_chameleon.corpus.options import PreprocessOptions
+from megatron_chameleon.corpus.plan import Plan
+from megatron_chameleon.corpus.readers import DocumentReader
+from megatron_chameleon.corpus.records import Document, MalformedRecord
+from megatron_chameleon.corpus.split import splits_of, text_digest
+from megatron_chameleon.corpus.tokenizer import Tokenizer
+from megatron_chameleon.errors import UserError
+
+DOCUMENT = np.dtype(
+    [("tokens", "<i4"), ("domain", "<u2"), ("split", "u1"), ("given", "u1"), ("text_bytes", "<i8")]
+)
+# high and low: the halves of a text's digest. given: whether the source set the split.
+DIGEST = np.dtype(
+    [
+        ("high", "<u8"),
+        ("low", "<u8"),
+        ("document", "<u4"),
+        ("domain", "<u2"),
+        ("split", "u1"),
+        ("given", "u1"),
+    ]
+)
+COPY = np.dtype([("document", "<u4"), ("first", "<u4"), ("domain", "<u2")])
+
+TOKENS_NAME, DOCUMENTS_NAME = "tokens.bin", "documents.bin"
+DIGESTS_NAME, COPIES_NAME = "digests.bin", "copies.bin"
+_NAMES = (TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME)
+
+# Megatron's blended index numbers the domains in int16.
+MAX_DOMAINS = 32_767
+# Digests that are sorted together in memory.
+_RUN_DOCUMENTS = 1 << 18
+# Enough text to keep an encoder busy, little enough to hold with its encodings.
+_BATCH_CHARACTERS = 2_000_000
+_BATCH_DOCUMENTS = 1 << 14
+_SWITCH_SECONDS = 5e-4
+_SPLIT_NUMBERS = {name: number for number, name in enumerate(SPLITS)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard(FolderRecord):
+    """A finished shard, as recorded in its shard.json.
+
+    Attributes:
+        plan: hash of the plan it belongs to.
+        domains: names, in the order of their first mention; records hold positions in this list.
+        empty: documents without text, or without a token of it, by domain.
+        documents: number of documents written.
+        tokens: number of their tokens, end-of-document tokens included.
+        runs: number of digests in each sorted run.
+        copies: documents whose text came before in the same run.
+        hashes: SHA-256 of what was read, for each piece.
+        checksums: file -> hex XXH3 (128 bits) of its content.
+        malformed: the lines that were skipped.
+        seconds: wall time.
+        renamed: domain names that --rename-domain has changed or left out.
+    """
+
+    KIND = "preprocessed shard"
+    FILE_NAME = "shard.json"
+    FORMAT_VERSION = 3  # 2 had the tokens of an only shard in other files, 1 no checksums
+    MADE_BY = "tools/preprocess_data.py writes it"
+
+    plan: str
+    dtype: TokenType
+    domains: list[str]
+    empty: list[int]
+    documents: int
+    tokens: int
+    runs: list[int]
+    copies: int
+    hashes: list[str]
+    checksums: dict[InnerPath, str]
+    malformed: MalformedRecord
+    seconds: float
+    renamed: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of all tokens."""
+        return self.tokens * np.dtype(self.dtype).itemsize
+
+    def check_files(self) -> None:
+        """Compare the files with their checksums.
+
+        Raises:
+            UserError: naming the first one that differs.
+        """
+        for name, checksum in self.checksums.items():
+            path = self.root / name
+            if not path.is_file() or _checksum(path) != checksum:
+                raise UserError(
+                    f"{path} does not match its checksum: remove {self.root} and run the same "
+                    "command again"
+                )
+
+    def document_blocks(self, size: int) -> Iterator[NDArray[np.void]]:
+        """The DOCUMENT records, at most ``size`` at a time."""
+        return _blocks(self.root / DOCUMENTS_NAME, DOCUMENT, size)
+
+    def copy_blocks(self, size: int) -> Iterator[NDArray[np.void]]:
+        """The COPY records, at most ``size`` at a time."""
+        return _blocks(self.root / COPIES_NAME, COPY, size)
+
+
+class ShardWriter:
+    """Write the files of one shard, in bounded memory.
+
+    Args:
+        folder: an existing, empty folder.
+        dtype: integer type of a token on disk.
+    """
+
+    def __init__(self, folder: Path, dtype: TokenType) -> None:
+        self._folder = folder
+        self._dtype = np.dtype(dtype)
+        self._waiting: list[NDArray[np.void]] = []
+        self._waiting_digests = 0
+        self.documents = 0
+        self.tokens = 0
+        self.runs: list[int] = []
+        self.copies = 0
+        self.checksums: dict[str, str] = {}
+        for name in _NAMES:
+            self._append(name, b"")
+
+    def add(
+        self,
+        tokens: NDArray[np.integer],
+        documents: NDArray[np.void],
+        digests: NDArray[np.uint64],
+    ) -> None:
+        """Append documents.
+
+        Args:
+            tokens: [num_tokens] of all of them, end-of-document tokens included.
+            documents: [num_documents] DOCUMENT records.
+            digests: [num_documents, 2] the halves of their texts' digests.
+
+        Raises:
+            UserError: if the disk is full.
+        """
+        self._append(TOKENS_NAME, tokens.astype(self._dtype, copy=False).data)
+        self._append(DOCUMENTS_NAME, documents.tobytes())
+        records = np.zeros(documents.size, DIGEST)
+        records["high"], records["low"] = digests[:, 0], digests[:, 1]
+        records["document"] = np.arange(self.documents, self.documents + documents.size)
+        for name in ("domain", "split", "given"):
+            records[name] = documents[name]
+        self.documents += documents.size
+        self.tokens += tokens.size
+        self._waiting.append(records)
+        self._waiting_digests += documents.size
+        if self._waiting_digests >= _RUN_DOCUMENTS:
+            self._write_run()
+
+    def finish(self) -> None:
+        """Write the rest, wait until it is on disk, and compute the files' checksums."""
+        self._write_run()
+        for path in (self._folder / name for name in _NAMES):
+            self.checksums[path.name] = _checksum(path)
+            with writing(path):
+                flush_to_disk(path)
+
+    def _write_run(self) -> None:
+        if not self._waiting_digests:
+            return
+        unique, copies = sorted_digests(np.concatenate(self._waiting))
+        self._append(DIGESTS_NAME, unique.tobytes())
+        self._append(COPIES_NAME, copies.tobytes())
+        self.runs.append(unique.size)
+        self.copies += copies.size
+        self._waiting, self._waiting_digests = [], 0
+
+    def _append(self, name: str, block: bytes | memoryview) -> None:
+        path = self._folder / name
+        with writing(path), path.open("ab") as stream:
+            stream.write(block)
+
+
+def sorted_digests(
+    records: NDArray[np.void],
+) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """Sort DIGEST records; of those that differ in their document alone the first stays.
+
+    However often a text occurs, it has one record: a sentence that fills a tenth of a corpus would
+    otherwise fill the memory where digests are compared.
+
+    Args:
+        records: [num_documents] in the order of the documents.
+
+    Returns:
+        The records that stay, by digest; and COPY records of the others.
+    """
+    keys = ("given", "split", "domain", "low", "high")
+    ordered = records[np.lexsort([records[name] for name in ("document", *keys)])]
+    same = np.zeros(ordered.size, dtype=bool)
+    same[1:] = True
+    for name in keys:
+        same[1:] &= ordered[name][1:] == ordered[name][:-1]
+    firsts = np.maximum.accumulate(np.where(same, 0, np.arange(ordered.size)))
+    copies = np.zeros(int(same.sum()), COPY)
+    copies["document"], copies["domain"] = ordered["document"][same], ordered["domain"][same]
+    copies["first"] = ordered["document"][firsts[same]]
+    return ordered[~same], copies
+
+
+def domain_number(numbers: dict[str, int], name: str) -> int:
+    """The number of domain ``name``: the next one, if it is not among ``numbers`` yet.
+
+    Raises:
+        UserError: if there are too many domains.
+    """
+    number = numbers.setdefault(name, len(numbers))
+    if number >= MAX_DOMAINS:
+        raise UserError(
+            f"there are more than {MAX_DOMAINS} domains, '{name}' among them; is --domain-key the "
+            "right one?"
+        )
+    return number
+
+
+def make_shard(
+    options: PreprocessOptions,
+    plan: Plan,
+    plan_hash: str,
+    tokenizer: Tokenizer,
+    number: int,
+    folder: Path,
+    on_bytes: Callable[[int], object],
+) -> None:
+    """Read, split, tokenize and write shard ``number`` of ``plan``.
+
+    One thread reads and splits, one encodes and one writes, a batch each.
+
+    Args:
+        options: of the run.
+        plan: with the sources as they are now.
+        plan_hash: of the plan that all processes have agreed on.
+        tokenizer: text in, token ids out.
+        number: of the shard.
+        folder: an existing, empty folder.
+        on_bytes: called with the number of bytes just read of a source.
+
+    Raises:
+        UserError: if a source cannot be read or has changed, or the disk is full.
+    """
+    stopwatch = Stopwatch()
+    dtype = tokenizer.token_type
+    reader = DocumentReader(options.source, plan.sources, options.domains, on_bytes)
+    pieces = plan.shards[number]
+    documents = (document for piece in pieces for document in reader.read(piece))
+    batches = _Batches(documents, options.split_shares)
+    unread = iter(batches)
+    writer = ShardWriter(folder, dtype)
+    empty: Counter[int] = Counter()  # the reading thread has its own
+    with (
+        quick_thread_switches(),
+        ThreadPoolExecutor(1) as reading_thread,
+        ThreadPoolExecutor(1) as writing_thread,
+    ):
+        # One batch is read and one is written while another is encoded; more would take memory.
+        ahead = reading_thread.submit(next, unread, None)
+        written = writing_thread.submit(lambda: None)
+        while (batch := ahead.result()) is not None:
+            ahead = reading_thread.submit(next, unread, None)
+            encoded = _encode(tokenizer, batch, empty)
+            written.result()
+            written = writing_thread.submit(writer.add, *encoded)
+        written.result()
+    writer.finish()
+    empty.update(batches.empty)
+    Shard(
+        root=folder,
+        plan=plan_hash,
+        dtype=dtype,
+        domains=list(batches.domains),
+        empty=[empty[number] for number in batches.domains.values()],
+        documents=writer.documents,
+        tokens=writer.tokens,
+        runs=writer.runs,
+        copies=writer.copies,
+        hashes=[reader.hashes[piece] for piece in pieces],
+        checksums=writer.checksums,
+        malformed=reader.malformed.record,
+        seconds=stopwatch.seconds(),
+        renamed=sorted(reader.renamed),
+    ).save()
+
+
+class _Batch(NamedTuple):
+    """Documents to encode, sorted by domain and split.
+
+    ``documents`` are DOCUMENT records [num_documents] without their number of tokens, ``digests``
+    [num_documents, 2] uint64 the halves of the texts' digests.
+    """
+
+    texts: list[str]
+    documents: NDArray[np.void]
+    digests: NDArray[np.uint64]
+
+
+def _encode(
+    tokenizer: Tokenizer, batch: _Batch, empty: Counter[int]
+) -> tuple[NDArray[np.integer], NDArray[np.void], NDArray[np.uint64]]:
+    """The arguments of :meth:`ShardWriter.add`; counts documents without a token in ``empty``."""
+    tokens, lengths = tokenizer.encode_documents(batch.texts)
+    documents, digests = batch.documents, batch.digests
+    documents["tokens"] = lengths
+    kept = lengths > 1  # all have an end-of-document token
+    if kept.all():
+        return tokens, documents, digests
+    empty.update(documents["domain"][~kept].tolist())
+    return tokens[np.repeat(kept, lengths)], documents[kept], digests[kept]
+
+
+class _Batches:
+    """Group documents into batches; iterate once.
+
+    Attributes:
+        domains: name -> number, in the order of their first mention.
+        empty: documents without text, by the domain's number.
+    """
+
+    def __init__(self, documents: Iterable[Document], shares: tuple[float, float, float]) -> None:
+        self._documents = documents
+        self._shares = shares
+        self.domains: dict[str, int] = {}
+        self.empty: Counter[int] = Counter()
+
+    def __iter__(self) -> Iterator[_Batch]:
+        waiting: list[Document] = []
+        characters = 0
+        for document in self._documents:
+            if not document.text:
+                self.empty[domain_number(self.domains, document.domain)] += 1
+                continue
+            waiting.append(document)
+            characters += len(document.text)
+            if characters >= _BATCH_CHARACTERS or len(waiting) == _BATCH_DOCUMENTS:
+                del document
+                yield self._batch(waiting)
+                waiting, characters = [], 0
+        if waiting:
+            yield self._batch(waiting)
+
+    def _batch(self, waiting: list[Document]) -> _Batch:
+        names, texts, splits = zip(*waiting, strict=True)
+        heads, sizes = [], []
+        for text in texts:  # one at a time: a text may be most of the memory
+            encoded = text.encode()
+            heads.append(text_digest(encoded))
+            sizes.append(len(encoded))
+        digests = np.frombuffer(b"".join(heads), ">u8").reshape(-1, 2).astype(np.uint64)
+        documents = np.zeros(len(texts), DOCUMENT)
+        documents["text_bytes"] = sizes
+        documents["domain"] = [domain_number(self.domains, name) for name in names]
+        documents["split"] = splits_of(digests[:, 0], self._shares)
+        if any(splits):
+            given = np.array([-1 if split is None else _SPLIT_NUMBERS[split] for split in splits])
+            documents["given"] = given >= 0
+            documents["split"] = np.where(given >= 0, given, documents["split"])
+        order = np.lexsort((documents["split"], documents["domain"]))
+        ordered = [texts[position] for position in order.tolist()]
+        return _Batch(ordered, documents[order], digests[order])
+
+
+@contextlib.contextmanager
+def quick_thread_switches() -> Iterator[None]:
+    """Let threads wait for Python's lock at most half a millisecond.
+
+    An encoder releases the lock and needs it back when its batch is done, from a reader that is
+    parsing. Python's own 5 ms would be a tenth of the time a batch takes.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
+def _blocks(path: Path, dtype: np.dtype[np.void], size: int) -> Iterator[NDArray[np.void]]:
+    with path.open("rb") as stream:
+        while block := stream.read(size * dtype.itemsize):
+            yield np.frombuffer(block, dtype)

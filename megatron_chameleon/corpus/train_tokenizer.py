@@ -1,0 +1,129 @@
+"""Train a tokenizer: byte-level BPE, or SentencePiece BPE with byte fallback."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+
+import sentencepiece
+import tokenizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from tqdm import tqdm
+
+from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.output_path import require_new
+from megatron_chameleon.corpus.options import TrainTokenizerOptions
+from megatron_chameleon.corpus.readers import DocumentReader
+from megatron_chameleon.corpus.sources import Piece, find_sources
+from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
+from megatron_chameleon.errors import UserError
+
+# SentencePiece writes its number of threads into the model: a constant, so that the file does not
+# depend on the machine.
+_SENTENCEPIECE_THREADS = 4
+_LONGEST_LINE = 1 << 20
+
+Train = Callable[[Iterator[str], int, str], bytes]
+
+
+def train_tokenizer(options: TrainTokenizerOptions) -> None:
+    """Train a tokenizer on the documents of ``options.source`` and write it.
+
+    Raises:
+        UserError: if the text cannot be read or is too small for the vocabulary.
+    """
+    train = byte_level_bpe if options.output.suffix == ".json" else sentencepiece_bpe
+    if not options.overwrite:
+        require_new([options.output], "choose another --output or pass --overwrite")
+    model = _train_on_documents(train, options)
+    with replacing(options.output) as temporary:
+        temporary.write_bytes(model)
+    _report(load_tokenizer(options.output, options.eod_token), options)
+
+
+def _train_on_documents(train: Train, options: TrainTokenizerOptions) -> bytes:
+    sources = find_sources(options.source)
+    total = sum(source.bytes for source in sources)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", mininterval=0.5) as bar:
+        reader = DocumentReader(options.source, sources, on_bytes=bar.update)
+        texts = _texts(reader, len(sources), bar)
+        model = train(texts, options.vocab_size, options.eod_token)
+    reader.malformed.check(options.source.max_malformed_share)
+    if reader.malformed.count:
+        warnings.warn(f"{reader.malformed.describe()}; they are skipped", stacklevel=2)
+    return model
+
+
+def _texts(reader: DocumentReader, num_sources: int, bar: tqdm) -> Iterator[str]:
+    any_text = False
+    for number in range(num_sources):
+        for document in reader.read(Piece(number)):
+            any_text = any_text or bool(document.text)
+            yield document.text
+    if not any_text:
+        raise UserError("--input holds no text to train on")
+    bar.set_description("merging")
+
+
+def byte_level_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> bytes:
+    """Train a tokenizer.json: BPE over bytes, words split as in GPT-2; lossless for any text."""
+    tokenizer = tokenizers.Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[eod_token],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str(pretty=True)).encode("utf-8")
+
+
+def sentencepiece_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> bytes:
+    """Train a SentencePiece .model: BPE over characters, rare ones as bytes; keeps white space.
+
+    Raises:
+        UserError: if the text is too small for the vocabulary.
+    """
+    model = io.BytesIO()
+    lines = (line[:_LONGEST_LINE] for text in texts for line in text.splitlines() if line)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            control_symbols=[eod_token],
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            max_sentence_length=4 * _LONGEST_LINE,
+            num_threads=_SENTENCEPIECE_THREADS,
+            minloglevel=2,
+        )
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"SentencePiece cannot train --vocab-size {vocab_size} on this text: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    return model.getvalue()
+
+
+def _report(tokenizer: Tokenizer, options: TrainTokenizerOptions) -> None:
+    if tokenizer.vocab_size < options.vocab_size:
+        warnings.warn(
+            f"the text is too small for {options.vocab_size} entries: "
+            f"the vocabulary has {tokenizer.vocab_size}",
+            stacklevel=2,
+        )
+    print(f"{options.output}: {tokenizer.vocab_size} entries, sha256 {tokenizer.sha256[:12]}")
+    print(
+        f"next: python tools/preprocess_data.py --tokenizer-model {options.output} "
+        "--input NAME=PATH ... --output CORPUS"
+    )
