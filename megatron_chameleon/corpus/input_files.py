@@ -52,7 +52,7 @@ def find_files(pattern: str, flag: str) -> list[Path]:
     exists = os.path.lexists(path)
     matches = [path] if exists else [Path(m) for m in sorted(glob.glob(str(path), recursive=True))]
     if not matches:
-        raise UserError(f"{flag} {pattern}: no such file or folder, and no match")
+        raise UserError(f"{flag} {pattern}: no such file or folder, and no match; check the path")
     files: list[Path] = []
     for match in matches:
         if match.is_dir():

@@ -257,4 +257,4 @@ def test_a_recipe_says_what_it_wants_when_it_is_not_there(tmp_path, tokenizer, r
     )
     assert ran.returncode == 2
     assert len(ran.stderr.splitlines()) == 1
-    assert "there is no such file or folder" in ran.stderr or "on the Hub" in ran.stderr
+    assert "no such file or folder" in ran.stderr or "on the Hub" in ran.stderr

@@ -196,7 +196,7 @@ def test_a_checkpoint_without_its_tokenizer_says_what_to_give(options, text_chec
     home, away = text_checkpoint.tokenizer.parent, tmp_path / "away"
     home.rename(away)
     try:
-        with pytest.raises(UserError, match=r"no longer at .*; give it, .* by --tokenizer-model"):
+        with pytest.raises(UserError, match=r"no longer at .*; give it, .* --tokenizer-model"):
             evaluate_downstream(options)
         choice = TokenizerChoice(tokenizer_model=away / text_checkpoint.tokenizer.name)
         short = dataclasses.replace(options, tokenizer=choice, tasks=("sciq",), shots=(0,))
