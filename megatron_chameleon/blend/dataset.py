@@ -212,7 +212,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             total = sum(weights)
             needed = MegatronOrder.BYTES_PER_SAMPLE * self._num_samples + sum(
                 megatron_index_bytes(
-                    domain, math.ceil(self._num_samples * weight / total), self.seq_length
+                    domain, math.ceil(self._num_samples * (weight / total)), self.seq_length
                 )
                 for domain, weight in zip(self.data.domains, weights, strict=True)
                 if weight

@@ -87,7 +87,7 @@ class MixtureSchedule:
         for phase, length in self.spans(num_samples):
             total = sum(phase.weights)
             for domain, weight in enumerate(phase.weights):
-                asked[domain] += length * weight / total
+                asked[domain] += length * (weight / total)
         return asked
 
 

@@ -122,7 +122,7 @@ class DomainOptions:
             return None
         try:
             compiled = re.compile(self.domain_from_path)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise UserError(
                 f"--domain-from-path {self.domain_from_path}: not a regular expression ({error})"
             ) from error

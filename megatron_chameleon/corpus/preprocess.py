@@ -92,7 +92,7 @@ def _finished_shards_kept(run: _Run) -> Iterator[None]:
         yield
     except BaseException:
         total, finished = len(run.plan.shards), len(run.folder.finished())
-        if total == 1 and run.options.shard is None:
+        if total == 1 and run.options.shard is None and not run.folder.is_publishing:
             run.folder.remove_work()
         elif finished:
             print(

@@ -15,9 +15,10 @@ import contextlib
 import dataclasses
 import hashlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -285,16 +286,12 @@ def make_shard(
     unread = iter(batches)
     writer = ShardWriter(folder, dtype)
     empty: Counter[int] = Counter()  # the reading thread has its own
-    with (
-        quick_thread_switches(),
-        ThreadPoolExecutor(1) as reading_thread,
-        ThreadPoolExecutor(1) as writing_thread,
-    ):
+    with quick_thread_switches(), ThreadPoolExecutor(1) as writing_thread:
         # One batch is read and one is written while another is encoded; more would take memory.
-        ahead = reading_thread.submit(next, unread, None)
+        ahead = _next_in_thread(unread)
         written = writing_thread.submit(lambda: None)
         while (batch := ahead.result()) is not None:
-            ahead = reading_thread.submit(next, unread, None)
+            ahead = _next_in_thread(unread)
             encoded = _encode(tokenizer, batch, empty)
             written.result()
             written = writing_thread.submit(writer.add, *encoded)
@@ -317,6 +314,24 @@ def make_shard(
         seconds=stopwatch.seconds(),
         renamed=sorted(reader.renamed),
     ).save()
+
+
+def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:
+    """The next batch, None after the last, read by a daemon thread.
+
+    A read that hangs, as of a stalled disk or network, does not keep the process from ending; an
+    executor would wait for it.
+    """
+    future: Future[_Batch | None] = Future()
+
+    def read() -> None:
+        try:
+            future.set_result(next(batches, None))
+        except BaseException as error:  # raised again by result()
+            future.set_exception(error)
+
+    threading.Thread(target=read, name="read-ahead", daemon=True).start()
+    return future
 
 
 class _Batch(NamedTuple):

@@ -18,6 +18,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -148,9 +149,13 @@ class CorpusFolder:
 
     def remote_staging(self) -> list[str]:
         """Staging directories of other machines: in use, or left by killed processes."""
-        here = f"{socket.gethostname()}-"
         names = sorted(path.name for path in self.staging.parent.iterdir())
-        return [name for name in names if not name.startswith(here)]
+        return [name for name in names if not _is_from_here(name)]
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether files of the corpus have begun to be moved into place."""
+        return (self.partial / _PUBLISHED_NAME).exists()
 
     def remove_work(self) -> None:
         """Remove all shards and the plan."""
@@ -225,16 +230,21 @@ def staging_directory(folder: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _is_from_here(name: str) -> bool:
+    """Whether a process of this machine has made the staging directory ``name``."""
+    return bool(re.fullmatch(rf"{re.escape(socket.gethostname())}-\d+-[0-9a-f]{{8}}", name))
+
+
 def _new_directory(folder: Path) -> tuple[Path, int]:
     """A new directory, and the descriptor that holds its lock."""
-    host = f"{socket.gethostname()}-"
     problem: OSError = FileExistsError(errno.EEXIST, "no name was free", str(folder))
     for _ in range(_ATTEMPTS):
-        directory = folder / f"{host}{os.getpid()}-{secrets.token_hex(4)}"
+        directory = folder / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"{host}*"):
-                _remove_if_deserted(left)
+            for left in folder.iterdir():
+                if _is_from_here(left.name):
+                    _remove_if_deserted(left)
             directory.mkdir()
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, FileExistsError) as error:

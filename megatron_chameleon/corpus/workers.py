@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
 from typing import NoReturn, Protocol
 
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, refusal_of_system
 
 _SECONDS_BETWEEN_REPORTS = 0.2
 # Set once in each worker process, by _start.
@@ -62,29 +62,35 @@ def work_in_processes(
     workers: set[BaseProcess] = set()
     remaining, waiting = iter(numbers), set[Future[None]]()
     reported = 0
-    with ProcessPoolExecutor(num_workers, context, _start, (work, num_bytes, num_workers)) as pool:
-        try:
-            while True:
-                for number in itertools.islice(remaining, 2 * num_workers - len(waiting)):
-                    with _interrupts_blocked():  # this may start a process
-                        waiting.add(pool.submit(_run, number))
-                workers |= set(multiprocessing.active_children()) - others
-                if not waiting:
-                    return
-                done, waiting = wait_for_futures(
-                    waiting, _SECONDS_BETWEEN_REPORTS, return_when=FIRST_COMPLETED
-                )
-                total = num_bytes.get_obj().value  # a killed worker may hold the lock
-                on_bytes(total - reported)
-                reported = total
-                for future in done:
-                    future.result()
-        except BrokenProcessPool:
-            _raise_reason(workers)
-        except BaseException:
-            for worker in workers:
-                worker.terminate()
-            raise
+    setup = (work, num_bytes, num_workers)
+    try:
+        with ProcessPoolExecutor(num_workers, context, _start, setup) as pool:
+            try:
+                while True:
+                    for number in itertools.islice(remaining, 2 * num_workers - len(waiting)):
+                        with _interrupts_blocked():  # this may start a process
+                            waiting.add(pool.submit(_run, number))
+                            # At once: the list leaves out processes that have ended.
+                            workers |= set(multiprocessing.active_children()) - others
+                    if not waiting:
+                        return
+                    done, waiting = wait_for_futures(
+                        waiting, _SECONDS_BETWEEN_REPORTS, return_when=FIRST_COMPLETED
+                    )
+                    total = num_bytes.get_obj().value  # a killed worker may hold the lock
+                    on_bytes(total - reported)
+                    reported = total
+                    for future in done:
+                        future.result()
+            except BrokenProcessPool:
+                raise
+            except BaseException:
+                for worker in workers:
+                    worker.terminate()
+                raise
+    except BrokenProcessPool:
+        # Only now: the pool's thread has collected all exit statuses, for which it races with us.
+        _raise_reason(workers)
 
 
 @contextlib.contextmanager
@@ -98,8 +104,6 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _raise_reason(workers: set[BaseProcess]) -> NoReturn:
-    for worker in workers:
-        worker.join()
     # The pool itself ends by SIGTERM those that are left when one was lost.
     statuses = {worker.exitcode or 0 for worker in workers} - {0, -signal.SIGTERM}
     if not statuses:
@@ -134,7 +138,10 @@ def _run(number: int) -> None:
         _get_task()(number)
     except UserError:
         raise
-    except BaseException:
+    except BaseException as error:
+        refusal = refusal_of_system(error)
+        if refusal:
+            raise UserError(f"{refusal}; fix that and run the same command again") from None
         raise RuntimeError(f"a worker process failed:\n{traceback.format_exc()}") from None
 
 

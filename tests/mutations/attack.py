@@ -313,6 +313,8 @@ def _become_tool(tool: Path, arguments: Sequence[str], folder: Path, out: Path, 
             (2, err, 577),
         ):
             os.dup2(os.open(path, flags, 0o600), descriptor)
+        # pytest has put its own streams in their place.
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         os.chdir(folder)
         sys.argv = [str(tool), *arguments]

@@ -302,7 +302,8 @@ def test_what_other_machines_have_left_half_written_is_told(options, count, caps
     directories = options.output / ".partial" / "staging"
     for number in range(count):
         (directories / f"elsewhere-{number}" / "000000").mkdir(parents=True)
-    (directories / f"{os.uname().nodename}-dead").mkdir(parents=True)  # of this machine: is removed
+    host = os.uname().nodename
+    (directories / f"{host}-1-0123abcd").mkdir(parents=True)  # of this machine: is removed
     preprocess_data(options)
     printed = [line for line in capsys.readouterr().out.splitlines() if "unfinished work" in line]
     assert len(printed) == min(count, 1)
