@@ -55,7 +55,7 @@ class Protocol:
     overlap: Count = 0
     first_token: FirstToken = "not-scored"
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """In words, to follow 'on'."""
         windows = f"windows of {self.window_length} tokens"
         if self.packing == "documents":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,9 +166,3 @@ def _step_of(line: bytes) -> int:
         return _METRICS.validate_json(line, strict=True).step
     except ValueError:  # ValidationError is one
         return -1
-
-
-def write_metrics(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write the whole metrics file anew."""
-    with replacing(path) as temporary:
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")

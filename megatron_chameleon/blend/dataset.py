@@ -39,11 +39,13 @@ class _BlendedPhase:
         phase: its weights.
         order: of the samples, numbered from the first one of the phase.
         before: [num_domains] samples of each domain before the phase.
+        target_before: [num_domains] what the weights up to there ask for.
     """
 
     phase: Phase
     order: order.BlendOrder | MegatronOrder
     before: NDArray[np.int64]
+    target_before: NDArray[np.float64]
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Domain and number within it of samples of this phase."""
@@ -53,6 +55,12 @@ class _BlendedPhase:
     def counts(self, samples: int) -> NDArray[np.int64]:
         """[num_domains] samples of each domain among the run's first ``samples``."""
         return self.before + self.order.counts(samples - self.phase.first_sample)
+
+    def targets(self, samples: int) -> NDArray[np.float64]:
+        """[num_domains] samples that the weights ask for among the run's first ``samples``."""
+        weights = np.array(self.phase.weights)
+        length = samples - self.phase.first_sample
+        return self.target_before + length * (weights / math.fsum(self.phase.weights))
 
 
 class BlendedTokens(torch.utils.data.Dataset[Batch]):
@@ -189,15 +197,17 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
                 f"{self._next_unread} have been read"
             )
         schedule = self.schedule.changed(first_sample, weights)
-        self._check(schedule)
+        self._check(schedule, first_sample)
         self._phases = self._blend(schedule)
         self.schedule = schedule
         self._open()
 
-    def _check(self, schedule: MixtureSchedule) -> None:
+    def _check(self, schedule: MixtureSchedule, first_sample: int = 0) -> None:
+        """Check the phases that begin at ``first_sample`` or later."""
         for phase in schedule.phases:
-            check_weights(self.data, phase.weights)
-            check_enough_tokens(self.data, phase.weights, self.seq_length)
+            if phase.first_sample >= first_sample:
+                check_weights(self.data, phase.weights)
+                check_enough_tokens(self.data, phase.weights, self.seq_length)
         check_changes(schedule, self.permutation)
 
     def _check_size(self) -> None:
@@ -225,23 +235,24 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
 
     def _blend(self, schedule: MixtureSchedule) -> list[_BlendedPhase]:
         """The phases of ``schedule``; those that have not changed are kept."""
+        spans = list(schedule.spans(max(self._num_samples, 1)))
         phases: list[_BlendedPhase] = []
-        before = np.zeros(len(self.data.domains), np.int64)
-        targets = np.zeros(len(self.data.domains))
-        known = self._phases
-        for place, (phase, length) in enumerate(schedule.spans(max(self._num_samples, 1))):
-            if place < len(known) and known[place].phase == phase:
-                phases.append(known[place])
+        for known, (phase, _) in zip(self._phases, spans, strict=False):
+            if known.phase != phase:
+                break  # all that follows depends on this phase
+            phases.append(known)
+        for phase, length in spans[len(phases) :]:
+            before = np.zeros(len(self.data.domains), np.int64)
+            targets = np.zeros(len(self.data.domains))
+            if phases:
+                before = phases[-1].counts(phase.first_sample)
+                targets = phases[-1].targets(phase.first_sample)
+            blended: order.BlendOrder | MegatronOrder
+            if self.permutation == "megatron":
+                blended = MegatronOrder(phase.weights, length, self._by_size)
             else:
-                known = []  # all that follows depends on this phase
-                blended: order.BlendOrder | MegatronOrder
-                if self.permutation == "megatron":
-                    blended = MegatronOrder(phase.weights, length, self._by_size)
-                else:
-                    blended = order.BlendOrder(phase.weights, (targets - before).tolist())
-                phases.append(_BlendedPhase(phase, blended, before))
-            before = phases[-1].counts(phase.first_sample + length)
-            targets += length * (np.array(phase.weights) / math.fsum(phase.weights))
+                blended = order.BlendOrder(phase.weights, (targets - before).tolist())
+            phases.append(_BlendedPhase(phase, blended, before, targets))
         return phases
 
     def _open(self) -> None:

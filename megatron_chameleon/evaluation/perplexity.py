@@ -503,7 +503,7 @@ def result_table(result: EvaluationResult, unknown_bytes: str = "") -> str:
         numbers = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         _, *rest = numbers
         lines.append("  ".join([f"{row[0]:{widths[0]}}", *rest]).rstrip())
-    lines.append(f"on {result.protocol.told()}; ± is the standard error over documents")
+    lines.append(f"on {result.protocol.describe()}; ± is the standard error over documents")
     if any(domain.text_bytes is None for domain in result.domains.values()):
         reason = unknown_bytes or "corpus.json does not say how many bytes the text has"
         lines.append(f"no bits per byte: {reason}")

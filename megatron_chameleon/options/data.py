@@ -32,7 +32,7 @@ class DataOptions:
     changes can be added when a run is resumed. Needs --permutation epoch or feistel."""
     permutation: Permutation = "megatron"
     """Order of the samples. megatron: Megatron-LM's, for weights that stay the same. epoch: domains
-    in closed form, documents and windows shuffled anew in each epoch; weights may change. feistel:
+    in closed form, documents and windows reshuffled every epoch; weights may change. feistel:
     as epoch, but documents stay in file order; needs no memory."""
     data_cache_path: Path | None = None
     """Folder that keeps the indices of --permutation megatron, for later starts and shared by the

@@ -316,7 +316,7 @@ def origins_section(
         f"ids), hash {corpus.hash[:HASH_DIGITS]}"
         if corpus
         else "",
-        "evaluated on": comparison.runs[0].result.protocol.told() if comparison else "",
+        "evaluated on": comparison.runs[0].result.protocol.describe() if comparison else "",
         "compared with": baseline.name if baseline else "",
         "artifacts made": " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
         "by commit": ", ".join(sorted({each.git_commit for each in made if each.git_commit})),

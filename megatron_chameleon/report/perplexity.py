@@ -63,7 +63,7 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
         label = f"domains better than {baseline.label}"
         summary.append([label, *blank, "", MISSING, *counts])
     marked = "; the lowest of each row is marked" if len(runs) > 1 else ""
-    notes = [f"On {runs[0].result.protocol.told()}. Lower is better{marked}."]
+    notes = [f"On {runs[0].result.protocol.describe()}. Lower is better{marked}."]
     if comparison.left_out:
         empty = ", ".join(comparison.left_out)
         notes.append(f"Nothing to predict, and not in the average: {empty}.")

@@ -328,8 +328,8 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
     return [_swept_axis(sweep, name) for name in sweep.axes]
 
 
-def _swept_axis(sweep: Sweep, knob: str) -> SweptAxis:
-    points = sweep.along(knob)
+def _swept_axis(sweep: Sweep, parameter: str) -> SweptAxis:
+    points = sweep.along(parameter)
     mixtures = [sweep.load_mixture(point) for point in points]
     names = tuple(sweep.load_mixture(sweep.centre).weights)
     for point, mixture in zip(points, mixtures, strict=True):
@@ -341,10 +341,10 @@ def _swept_axis(sweep: Sweep, knob: str) -> SweptAxis:
     coverages = {mixture.confidence for mixture in mixtures}
     unknown = (np.nan, np.nan)
     return SweptAxis(
-        label=SWEPT_LABELS.get(knob, knob),
+        label=SWEPT_LABELS.get(parameter, parameter),
         values=tuple(
             v if isinstance(v, str) else f"{v:,}" if isinstance(v, int) else f"{v:g}"
-            for v in sweep.axes[knob]
+            for v in sweep.axes[parameter]
         ),
         centre=points.index(sweep.centre),
         names=names,

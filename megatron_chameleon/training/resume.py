@@ -225,13 +225,13 @@ def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
             f"{', '.join(plan.data.names)}; give the files their names again, or {way_out}"
         )
     from_path = plan.options.data.data_path is not None
-    told = {"mixture": "mixture (its weights are in run.json; the file has to hold the very same)"}
+    labels = {"mixture": "mixture (run.json has its weights; the file must hold exactly these)"}
     if from_path:
-        told["corpus"] = "content of --data-path, --split or tokenizer"
+        labels["corpus"] = "content of --data-path, --split or tokenizer"
     for name in {**inputs, **run.provenance.inputs}:
         if run.provenance.inputs.get(name) != inputs.get(name):
-            what = told.get(name, name)
-            raise UserError(f"{run.root} holds a run with another {what}; {way_out}")
+            label = labels.get(name, name)
+            raise UserError(f"{run.root} holds a run with another {label}; {way_out}")
     difference = _first_difference(
         run.provenance.options, plain_options(plan.options), FREE_OPTIONS
     )

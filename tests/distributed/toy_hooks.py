@@ -63,7 +63,7 @@ class MixtureChanger(RememberingHook):
 
     def loss_weights(self, batch: GlobalBatch) -> None:
         losses = batch.domain_sums(batch.token_losses()) / batch.domain_tokens.clamp(min=1.0)
-        self.learn(0.1 * losses)
+        self.learn(0.3 * losses)
 
     def new_mixture(self, step: int, model: Sequence[torch.nn.Module]) -> Sequence[float]:
         assert step % self.mixture_interval == 0

@@ -119,10 +119,10 @@ def messages_of_the_package() -> list[str]:
 QUOTED = re.findall(r"^### `(.+)`$", page("troubleshooting.md"), re.MULTILINE)
 
 
-def test_the_page_of_messages_tells_cause_and_way_out_of_each():
+def test_the_page_of_messages_has_cause_and_fix_of_each():
     assert len(QUOTED) >= 25
     sections = re.split(r"^### ", page("troubleshooting.md"), flags=re.MULTILINE)[1:]
-    assert all("**Cause:**" in each and "**Way out:**" in each for each in sections)
+    assert all("**Cause:**" in each and "**Fix:**" in each for each in sections)
 
 
 @pytest.fixture(scope="module")

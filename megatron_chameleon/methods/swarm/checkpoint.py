@@ -50,8 +50,8 @@ def save_state(path: Path, state: GroupState, tensors: Mapping[str, torch.Tensor
     Raises:
         UserError: if the disk is full or refuses; what was there is then as it was.
     """
-    told = json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(state)})
-    metadata = {"state": told, "checksum": _checksum(told, tensors)}
+    text = json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(state)})
+    metadata = {"state": text, "checksum": _checksum(text, tensors)}
     with replacing(path) as temporary:
         try:
             save_file(dict(tensors), temporary, metadata=metadata)
@@ -69,15 +69,15 @@ def read_state(path: Path) -> GroupState:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            told = dict(json.loads((file.metadata() or {})["state"]))
+            text = dict(json.loads((file.metadata() or {})["state"]))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); {_HINT}") from error
-    version = told.pop("format_version", None)
+    version = text.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise UserError(
             f"{path}: format_version {version}, this release reads {FORMAT_VERSION}; {_HINT}"
         )
-    return check_values(str(path), GroupState, told, _HINT)
+    return check_values(str(path), GroupState, text, _HINT)
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -302,3 +303,8 @@ def sample_sweep(root: Path) -> Sweep:
         provenance=PROVENANCE,
         cost=COST,
     )
+
+
+def write_metrics(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write a metrics.jsonl of ``records``."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

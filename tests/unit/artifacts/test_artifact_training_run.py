@@ -10,9 +10,8 @@ from megatron_chameleon.artifacts.training_run import (
     MetricsWarning,
     keep_metrics_until,
     read_metrics,
-    write_metrics,
 )
-from tests.unit.artifacts.artifact_samples import run_in
+from tests.unit.artifacts.artifact_samples import run_in, write_metrics
 
 RECORDS = [{"step": step, "loss": 1 / step, "domain_loss": {"ü": 0.5}} for step in (2, 4, 6, 8)]
 

@@ -29,11 +29,12 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.artifacts.corpus import index_file_bytes
-from megatron_chameleon.artifacts.training_run import METRICS_NAME, write_metrics
+from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.perplexity import perplexity_table
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import Table
+from tests.unit.artifacts.artifact_samples import write_metrics
 
 PROVENANCE = Provenance(
     command=["sample"], options={}, inputs={}, versions={}, git_commit=None, created="2026-01-01"

@@ -14,7 +14,7 @@ from matplotlib.container import BarContainer
 from matplotlib.image import imread
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
-from megatron_chameleon.artifacts.training_run import METRICS_NAME, MetricsWarning, write_metrics
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, MetricsWarning
 from megatron_chameleon.report.figures import (
     COLORS,
     RunCurves,
@@ -34,6 +34,7 @@ from megatron_chameleon.report.figures import (
     weights_picture,
 )
 from megatron_chameleon.report.run_folder import RunFolder
+from tests.unit.artifacts.artifact_samples import write_metrics
 from tests.unit.report.report_samples import (
     NAMES,
     random_mixture,
