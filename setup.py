@@ -40,7 +40,7 @@ setup(
     package_data={
         "megatron_chameleon": [
             "py.typed",
-            "artifacts/published/columns.json",
+            "artifacts/published_columns.json",
             "report/paper_results.json",
             "report/template/*",
         ]

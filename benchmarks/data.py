@@ -1,9 +1,9 @@
-"""All rows of the data layer, against megatron.core's own code and Megatron-LM's algorithm.
+"""The data layer, compared with megatron.core's own code and Megatron-LM's algorithm.
 
     python benchmarks/data.py [--only index batches build preprocess]
 
-Prints a line for each row, and writes it to benchmarks/results/data.json in the place of an older
-one, with the machine described. Let nothing else run meanwhile.
+Prints each row and writes it, with the machine, to benchmarks/results/data.json, where it replaces
+an older one. The machine should be idle otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS = ("index", "batches", "build", "preprocess")
 
 
 def main() -> None:
-    """Run the rows asked for, one after the other."""
+    """Measure the selected rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, help="rows to run")
     only = parser.parse_args().only

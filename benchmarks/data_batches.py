@@ -1,4 +1,4 @@
-"""Batches of samples: one gather a batch, against Megatron's data set item by item and collated."""
+"""Batches of samples: one gather per batch, compared with Megatron's collated dataset items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from benchmarks.measure import compared, interleaved, told
+from benchmarks.measure import compared, format_row, interleaved
 from benchmarks.synthetic_domains import (
     IDENTITY,
     data_path_of,
@@ -29,7 +29,7 @@ SEQ_LENGTHS = (512, 2048)
 
 
 def measure(num_domains: int = 7, num_documents: int = 100_000) -> list[dict[str, Any]]:
-    """Time both on one thread, with every page of the tokens in memory, and compare the batches."""
+    """Time both on one thread with all tokens in the page cache, and compare the batches."""
     rows = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def measure(num_domains: int = 7, num_documents: int = 100_000) -> list[dict[str
             Path(f"{prefix}.bin").read_bytes()
         for seq_length in SEQ_LENGTHS:
             row = _measure_one(given, seq_length, Path(temporary) / f"cache-{seq_length}")
-            print(told(row))
+            print(format_row(row))
             rows.append(row)
     torch.set_num_threads(threads)
     return rows
@@ -56,7 +56,7 @@ def _measure_one(given: str, seq_length: int, cache: Path) -> dict[str, Any]:
     ours = BlendedTokens(data, schedule, num_samples, seq_length, seed=1234)
     theirs = megatron_dataset(given, num_samples, seq_length, cache)
     _compare(ours, theirs)
-    # Each repeat reads on, as training does; the first batches have warmed both up.
+    # Each repeat reads the next batches, as training does; the first ones were the warm-up.
     ranges = {name: iter(range(BATCHES, BATCHES * (REPEATS + 1))) for name in ("ours", "theirs")}
 
     def repeat(name: str, read: Callable[[list[int]], object]) -> None:

@@ -1,4 +1,4 @@
-"""From .bin/.idx files to the first sample: our data set against Megatron's builder, both cold."""
+"""Time from .bin/.idx files to a dataset, without cached indices: ours and Megatron's builder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import compared, interleaved, told
+from benchmarks.measure import compared, format_row, interleaved
 from benchmarks.synthetic_domains import (
     IDENTITY,
     data_path_of,
@@ -30,14 +30,14 @@ def measure(
     num_samples: int = 20_000_000,
     repeats: int = 5,
 ) -> list[dict[str, Any]]:
-    """Time both with nothing cached but the files in memory, and compare samples of both.
+    """Time both with the files in the page cache and no cached indices, and compare samples.
 
-    Megatron's builder needs a folder to write its indices to; ours keeps its own in memory, and is
-    timed with such a folder too.
+    Megatron's builder writes its indices to a folder; ours keeps them in memory, and is also timed
+    with such a folder.
     """
     with tempfile.TemporaryDirectory() as temporary, one_process_group():
         folder = Path(temporary)
-        # Short documents: indices are what is built, and tokens would only fill the disk.
+        # Short documents: the time to build depends on their number, not on their tokens.
         prefixes = write_domains(folder, num_domains, num_documents, median_length=60)
         given, cache, own_cache = data_path_of(prefixes), folder / "theirs", folder / "ours"
 
@@ -63,7 +63,7 @@ def measure(
         f"cold build, {num_domains} domains, {num_documents:,} documents, {num_samples:,} samples"
     )
     row = compared(what, seconds)
-    print(told(row))
+    print(format_row(row))
     return [row]
 
 

@@ -1,4 +1,4 @@
-"""Megatron's blended index, against its compiled helper, and the closed form, up to 15T tokens."""
+"""Megatron's blended index and its compiled helper; the closed form up to 15T tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import psutil
 from megatron.core.datasets import helpers
 from numpy.typing import NDArray
 
-from benchmarks.measure import compared, interleaved, told
+from benchmarks.measure import compared, format_row, interleaved
 from benchmarks.synthetic_domains import IDENTITY
 from megatron_chameleon.blend import BlendedTokens, DomainData, MixtureSchedule, TokenData
 from megatron_chameleon.blend.megatron_order import BlendedIndex, build_blending_indices
+from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.blend.order import BlendOrder
 from megatron_chameleon.corpus.indexed import HEADER, MAGIC, TYPE_CODES, VERSION
-from megatron_chameleon.options.data import Permutation
 
-# Domains -> samples. With 1000 domains the compiled helper takes a microsecond for each.
+# Domains -> samples. With 1000 domains the compiled helper takes a microsecond per sample.
 BLENDS = {7: 20_000_000, 17: 20_000_000, 1000: 2_000_000}
 REPEATS = 9
 READ_AT_ONCE = 8192
@@ -34,7 +34,7 @@ def measure(
     num_tokens: int = 15_000_000_000_000,
     document_length: int = 1_000_000,
 ) -> list[dict[str, Any]]:
-    """Time all of them; kernels are compiled, and outputs compared or checked, before."""
+    """Time all of them, after compiling the kernels and checking the outputs."""
     permutation: Permutation
     rows = [_megatron(domains, num_samples) for domains, num_samples in BLENDS.items()]
     rows += [_closed_form(domains) for domains in (*BLENDS, 5000)]
@@ -65,12 +65,12 @@ def _megatron(num_domains: int, num_samples: int) -> dict[str, Any]:
         f"Megatron's blended index, {num_domains} domains, {num_samples:,} samples, one thread",
         interleaved(runs, REPEATS),
     )
-    print(told(row), flush=True)
+    print(format_row(row), flush=True)
     return row
 
 
 def _closed_form(num_domains: int, num_samples: int = 2_000_000) -> dict[str, Any]:
-    """Nanoseconds a sample read in order far into a run, and the largest deviation on the way."""
+    """Nanoseconds per sample, read in order far into a run, and the maximum deviation."""
     weights = _weights(num_domains)
     blended = BlendOrder(weights.tolist())
     first, deviation = 2**35, 0.0
@@ -82,7 +82,7 @@ def _closed_form(num_domains: int, num_samples: int = 2_000_000) -> dict[str, An
         deviation = max(deviation, float(np.abs(counts - expected).max()))
 
     ready, read = [], []
-    for _ in range(REPEATS):  # CPU time of the one thread, since other processes take turns with it
+    for _ in range(REPEATS):  # CPU time of one thread, which other processes do not change
         begin = time.process_time()
         BlendOrder(weights.tolist())
         ready.append(time.process_time() - begin)
@@ -102,7 +102,7 @@ def _closed_form(num_domains: int, num_samples: int = 2_000_000) -> dict[str, An
 
 
 def _first_and_last(data: TokenData, permutation: Permutation) -> dict[str, Any]:
-    """From opening all files to the first batch, and to the last one, as in a resumed run."""
+    """Time from opening all files to the first batch, and to the last one, as when resuming."""
     schedule = MixtureSchedule.fixed(_weights(len(data.domains)).tolist())
     num_samples = sum(data.tokens.values()) // SEQ_LENGTH
     before, seconds = psutil.Process().memory_info().rss, {}
@@ -125,7 +125,7 @@ def _first_and_last(data: TokenData, permutation: Permutation) -> dict[str, Any]
 def _sparse_domains(
     folder: Path, num_domains: int, num_tokens: int, document_length: int
 ) -> TokenData:
-    """Domains of documents of one length, whose tokens are holes in a file."""
+    """Domains of documents of equal length, with tokens in sparse files."""
     documents = num_tokens // num_domains // document_length
     lengths = np.full(documents, document_length, "<i4")
     pointers = 2 * document_length * np.arange(documents, dtype="<i8")
@@ -157,5 +157,5 @@ def _weights(num_domains: int) -> NDArray[np.float64]:
 
 
 def _touched(num_samples: int) -> BlendedIndex:
-    """Arrays whose pages are there: the first write of a page costs more than what is written."""
+    """Arrays with mapped pages: the first write to a page would dominate the time."""
     return np.full(num_samples, -1, np.int16), np.full(num_samples, -1, np.int64)

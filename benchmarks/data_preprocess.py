@@ -1,7 +1,6 @@
-"""JSON lines to .bin/.idx: tools/preprocess_data.py against the algorithm of Megatron-LM's.
+"""JSON lines to .bin/.idx: tools/preprocess_data.py compared with Megatron-LM's algorithm.
 
-Both are run as commands on the same file, one after the other in turn, and every document's tokens
-are compared.
+Both run as commands on the same file, interleaved, and the tokens of all documents are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.measure import compared, interleaved, told
+from benchmarks.measure import compared, format_row, interleaved
 from benchmarks.process_tree import peak_bytes_of, seconds_of
 from benchmarks.real_text import RealText, read_texts, train_tokenizer_on, write_real_text
 from megatron_chameleon.artifacts import SPLITS, Corpus
@@ -39,13 +38,13 @@ def measure(
     repeats: int = 5,
     folder: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Time both commands, compare what they wrote, and measure the memory of all their processes.
+    """Time both commands, compare their output, and measure the memory of all their processes.
 
     Args:
-        num_bytes: of text.
-        training_bytes: of it, that the tokenizer is trained on.
-        repeats: timed runs of each, in turn; one more of each is looked at for its memory.
-        folder: where to work; text and tokenizer that lie there from before are used again.
+        num_bytes: bytes of text.
+        training_bytes: bytes of it that the tokenizer is trained on.
+        repeats: timed runs of each, interleaved; a further run of each measures its memory.
+        folder: working folder, whose text and tokenizer are reused if present.
     """
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary) if folder is None else folder
@@ -55,7 +54,7 @@ def measure(
         for _ in range(repeats):
             for name, command in commands.items():
                 given = command(work)
-                os.sync()  # or this one waits for what the other has left for the disk to write
+                os.sync()  # or this run waits for the other's dirty pages
                 seconds[name].append(seconds_of(given))
         peaks = {name: peak_bytes_of(command(work)) for name, command in commands.items()}
         tokens = compare(work / "corpus", work / "megatron-text")
@@ -70,7 +69,7 @@ def measure(
         tokens=tokens,
         encoding_alone_mb_per_s=encoding,
     )
-    print(told(row))
+    print(format_row(row))
     print(f"  {row['text_bytes'] / 1e6 / row['seconds']['ours']:.0f} MB/s; " + _memory_of(row))
     speeds = ", ".join(f"{name} {speed:.1f}" for name, speed in encoding.items())
     print(f"  encoding a twentieth of it and nothing else, MB/s: {speeds}")
@@ -78,7 +77,7 @@ def measure(
 
 
 def compare(corpus_folder: Path, their_prefix: Path) -> int:
-    """Check that each of their documents comes next in one of our splits; return their tokens.
+    """Check that each of their documents is the next one in one of our splits; return their tokens.
 
     The texts are all different, so that this says where each went and that none is left over.
 
@@ -103,7 +102,7 @@ def compare(corpus_folder: Path, their_prefix: Path) -> int:
 
 
 def encoding_alone(work: Path, num_bytes: int) -> dict[str, float]:
-    """MB/s of batches of documents, nothing read or written; medians, in turn."""
+    """Median MB/s of tokenizing batches of documents in memory, interleaved."""
     texts = list(read_texts(work / "text.jsonl", num_bytes))
     own = load_tokenizer(work / "tokenizer.json", EOD_TOKEN)
     text_bytes = sum(len(text.encode()) for text in texts)
@@ -156,7 +155,7 @@ def _memory_of(row: dict[str, Any]) -> str:
 
 
 def _documents(prefix: Path) -> list[NDArray[np.uint16]]:
-    """The documents of a pair of files of uint16 tokens, each one sequence."""
+    """The documents of a .bin/.idx pair of uint16 tokens with one sequence per document."""
     index = prefix.with_name(prefix.name + ".idx").read_bytes()
     _magic, _version, code, sequences, _boundaries = HEADER.unpack_from(index)
     assert code == TYPE_CODES["uint16"]

@@ -1,4 +1,4 @@
-"""Timing single operations on a GPU, by events on the device."""
+"""Timing of single GPU operations with CUDA events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median by events on the device, after three runs that do not count."""
+    """Median milliseconds by CUDA events, after three warm-up runs."""
     times = []
     for number in range(repeats + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

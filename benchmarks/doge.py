@@ -1,12 +1,12 @@
-"""What a training step costs more when DoGE weighs the gradients of the domains.
+"""The overhead of DoGE's reweighting of domain gradients on a training step.
 
     python benchmarks/doge.py [--size 82m] [--seq-length N] [--micro-batch-size N ...] [--repeats 5]
 
-The same model, batches of the paper's 128 samples, drawn uniformly from 7 and from 17 domains: an
-optimizer step as tools/pretrain_gpt.py takes it, and one that DoGE watches, in turn. Samples have
-512 tokens on a GPU, the paper's, and 64 on a CPU, where a step of those takes minutes; on fewer
-tokens the arithmetic on gradients weighs more. The paper gives 1.7 and 2.5 times the time of a
-plain step. Results go to benchmarks/results/doge-DEVICE.json.
+The same model and batches of 128 samples (as in the paper), sampled uniformly from 7 and from 17
+domains: a plain optimizer step and one with DoGE's hook, interleaved. Samples have 512 tokens (as
+in the paper) on a GPU, and 64 on a CPU, where 512 take minutes per step; with fewer tokens the
+relative overhead is larger. The paper reports 1.7 and 2.5 times the time of a plain step. Results
+are written to benchmarks/results/doge-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ import torch
 
 from benchmarks.measure import device_file, interleaved, machine, put_row
 from megatron_chameleon.blend.sampler import Batch
-from megatron_chameleon.methods.gradient_alignment.hook import GradientAlignment
+from megatron_chameleon.methods.doge.hook import GradientAlignment
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.sizes import ModelShape, model_size
-from megatron_chameleon.options.parallel import TrainingParallelOptions
-from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
-from megatron_chameleon.training.hooked_passes import HookedPasses
+from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.training.hook import HookedPasses
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.passes import BatchShape, Passes
-from megatron_chameleon.training.step import train_step
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.step import BatchShape, Passes, train_step
 
 VOCAB_SIZE = 50_257  # of GPT-2's tokenizer
 SAMPLES = 128
@@ -58,7 +57,7 @@ class Case:
 
     @property
     def shape(self) -> ModelShape:
-        """Of the model."""
+        """The shape of the model."""
         return ModelShape(model_size(self.size), VOCAB_SIZE, self.seq_length)
 
     def __str__(self) -> str:
@@ -66,7 +65,7 @@ class Case:
 
 
 class Trained:
-    """A model, and the two kinds of steps that it can be trained by."""
+    """A model with its optimizer, and the two kinds of training steps."""
 
     def __init__(self, case: Case, layout: Layout) -> None:
         self._case, self._layout = case, layout
@@ -78,13 +77,13 @@ class Trained:
         self._batch_shape = BatchShape(count, case.micro_batch_size, case.seq_length)
 
     def plain_step(self) -> None:
-        """As without a hook."""
+        """A training step without a hook."""
         batches = random_batches(self._case, num_domains=1)
         passes = Passes(self._chunks, self._batch_shape, num_domains=1)
         self._step(lambda: passes.forward_backward(iter(batches)))
 
     def doge_step(self, num_domains: int) -> Callable[[], None]:
-        """A function that takes a step by the gradients of so many domains."""
+        """A function that runs a training step with DoGE on ``num_domains`` domains."""
         everything = tuple(range(num_domains))
         names = [f"domain {number}" for number in everything]
         hook = GradientAlignment(names, DogeRecipe(), Roles(everything, everything))
@@ -104,7 +103,7 @@ class Trained:
 
 
 def random_batches(case: Case, num_domains: int) -> list[Batch]:
-    """A step's micro-batches of random tokens, the domains in turn as uniform weights draw them."""
+    """A step's micro-batches of random tokens, with the domains in round-robin order."""
     generator = torch.Generator().manual_seed(0)
     b, s = case.micro_batch_size, case.seq_length
     text = torch.randint(VOCAB_SIZE, (SAMPLES, s + 1), generator=generator)
@@ -122,7 +121,7 @@ def random_batches(case: Case, num_domains: int) -> list[Batch]:
 
 
 def measured(case: Case, layout: Layout, repeats: int) -> dict[str, Any]:
-    """A row: medians of seconds, how many times as long as a plain step, and memory."""
+    """A row: seconds, median time relative to a plain step, and memory."""
     trained = Trained(case, layout)
     steps = {"plain": trained.plain_step}
     memory = {"plain": taken_memory(trained.plain_step)}
@@ -146,7 +145,7 @@ def measured(case: Case, layout: Layout, repeats: int) -> dict[str, Any]:
 
 
 def taken_memory(step: Callable[[], None]) -> float:
-    """GB: on a GPU the most that is held in a step, on a CPU what the process holds after it."""
+    """GB: the peak allocation of a step on a GPU; the process's resident set after it on a CPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -157,7 +156,7 @@ def taken_memory(step: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    """Measure on one rank, and write what was found."""
+    """Measure on one rank and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="82m", help="model size (paper: 82m)")
     parser.add_argument("--seq-length", type=int, help="tokens per sample (512 on a GPU, 64 not)")

@@ -1,13 +1,12 @@
-"""Windows embedded per second, beside the way of Chameleon's authors, on the same weights.
+"""Windows embedded per second, compared with the method of Chameleon's authors.
 
     python benchmarks/embedding.py [--windows 64] [--window-length 512] [--repeats 3]
 
-Theirs: transformers' GPT2Model with all hidden states, in fp32 and batches of 64, of windows that
-are decoded to text and tokenised again, padded to the longest. Ours: what tools/compute_mixture.py
-does, in fp32 and with --embedding-dtype bfloat16. All embed the same windows of real text of this
-machine, and their vectors are compared: those in fp32 have to be the same. The
-model has the shape of the 82m and random weights: speed does not depend on them. Results are
-written to benchmarks/results/embedding-DEVICE.json.
+Theirs: transformers' GPT2Model with all hidden states, in fp32 and batches of 64, on windows that
+are decoded to text, tokenized again and padded to the longest. Ours: the code of
+tools/compute_mixture.py, in fp32 and with --embedding-dtype bfloat16. All embed the same windows of
+text from this machine with the same random weights of the 82m shape; the fp32 vectors must agree.
+Results are written to benchmarks/results/embedding-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ EOD_TOKEN = "<|endoftext|>"
 SIZE = "82m"
 THEIR_BATCH = 64
 TEXT_BYTES, TRAINING_BYTES = 20_000_000, 5_000_000
-# Of a vector of one, whose entries are about 0.1, to that of the other.
+# Maximum difference between vectors; their entries are about 0.1.
 TOLERANCE = 1e-4
 
 
 def main() -> None:
-    """Make what both need, time them in turn, compare the vectors, and write what was found."""
+    """Prepare the inputs, compare the vectors, time both interleaved, and write the results."""
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     import torch
 
-    from benchmarks.measure import compared, device_file, interleaved, machine, put_row, told
-    from megatron_chameleon.options.parallel import ParallelOptions
+    from benchmarks.measure import compared, device_file, format_row, interleaved, machine, put_row
     from megatron_chameleon.parallel.layout import device_name, distributed
+    from megatron_chameleon.parallel.options import ParallelOptions
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -73,7 +72,7 @@ def main() -> None:
         row["windows_per_second"] = {
             name: len(task.windows) / seconds for name, seconds in row["seconds"].items()
         }
-        print(told(row))
+        print(format_row(row))
         speeds = ", ".join(f"{name} {each:.2f}" for name, each in row["windows_per_second"].items())
         print(
             f"windows per second: {speeds}; {agreement['same_tokens']} of the windows have the "
@@ -83,22 +82,22 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; more windows where there is a GPU."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=64, help="windows of each run")
-    parser.add_argument("--window-length", type=int, default=512, help="tokens, at most")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each, in turn")
+    parser.add_argument("--windows", type=int, default=64, help="windows per run")
+    parser.add_argument("--window-length", type=int, default=512, help="maximum tokens per window")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each")
     return parser.parse_args()
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What both embed, and with what."""
+    """The windows and the models of both."""
 
     source: Any
     """TokenFile: the domain's training documents."""
     windows: Any
-    """Windows, in the order of the draw."""
+    """The sampled windows, in sampling order."""
     model: Path
     """A Hugging Face GPT-2 folder with its tokenizer."""
     checkpoint: Path
@@ -106,15 +105,15 @@ class Task:
 
 
 def prepare(folder: Path, num_windows: int, window_length: int) -> Task:
-    """Write text, tokenizer, weights and corpus; draw the windows."""
+    """Write text, tokenizer, weights and corpus; sample the windows."""
     from benchmarks.real_text import train_tokenizer_on, write_real_text
     from megatron_chameleon.artifacts import Corpus
     from megatron_chameleon.checkpoint.convert import convert_from_huggingface
+    from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions
     from megatron_chameleon.corpus.indexed import open_tokens
     from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
     from megatron_chameleon.corpus.preprocess import preprocess_data
     from megatron_chameleon.embedding.windows import draw_windows
-    from megatron_chameleon.options.convert import FromHuggingFaceOptions
 
     text, model, corpus = folder / "text.jsonl", folder / "model", folder / "corpus"
     write_real_text(text, TEXT_BYTES)
@@ -154,13 +153,13 @@ def write_model(folder: Path) -> None:
 
 
 def ours(task: Task, layout: Any, *, bf16: bool = False) -> Callable[[], NDArray[np.float32]]:
-    """Embeds as tools/compute_mixture.py does, windows of one length side by side."""
+    """Embed as tools/compute_mixture.py does, sorted by window length."""
     import numpy as np
 
     from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
     from megatron_chameleon.checkpoint.load import open_reader
     from megatron_chameleon.embedding.embed import embed_windows
-    from megatron_chameleon.options.mixture import ExtractionOptions
+    from megatron_chameleon.methods.chameleon.options import ExtractionOptions
     from megatron_chameleon.progress import progress_bar
 
     record = CheckpointRecord.load(find_checkpoint(task.checkpoint))
@@ -172,7 +171,9 @@ def ours(task: Task, layout: Any, *, bf16: bool = False) -> Callable[[], NDArray
 
     def run() -> NDArray[np.float32]:
         with progress_bar(len(sorted_windows), " windows", quiet=True) as bar:
-            found = embed_windows(reader, task.source, sorted_windows, layer, batch_size, bar)
+            found = embed_windows(
+                reader, task.source, sorted_windows, layer, batch_size, bar, "text"
+            )
         vectors = np.empty_like(found)
         vectors[order] = found
         return vectors
@@ -181,7 +182,7 @@ def ours(task: Task, layout: Any, *, bf16: bool = False) -> Callable[[], NDArray
 
 
 def theirs(task: Task, device: Any) -> Callable[[], tuple[NDArray[np.float32], NDArray[np.bool_]]]:
-    """Embeds as the authors do; returns the vectors, and which windows kept their tokens."""
+    """Embed as the authors do; returns the vectors, and which windows kept their tokens."""
     import numpy as np
     import torch
     from transformers import GPT2Model, PreTrainedTokenizerFast
@@ -223,21 +224,21 @@ def theirs(task: Task, device: Any) -> Callable[[], tuple[NDArray[np.float32], N
 def compare(
     ours: NDArray[np.float32], theirs: NDArray[np.float32], same: NDArray[np.bool_]
 ) -> dict[str, float]:
-    """Vectors of the windows whose text gave the same tokens again are to be the same.
+    """Check that the vectors agree for windows whose text was tokenized to the same tokens again.
 
     Raises:
-        AssertionError: if they are not.
+        AssertionError: if they differ.
     """
     import numpy as np
 
-    assert same.any(), "no window's text gives its tokens again"
+    assert same.any(), "no window kept its tokens"
     largest = float(np.abs(ours[same] - theirs[same]).max())
     assert largest < TOLERANCE, f"vectors differ by {largest}"
     return {"same_tokens": int(same.sum()), "largest_difference": largest}
 
 
 def distance(rounded: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
-    """The largest difference of a window's vector from the exact one, in parts of its length."""
+    """Largest relative error (L2) of a window's vector."""
     import numpy as np
 
     lengths = np.linalg.norm(exact, axis=1)

@@ -1,14 +1,13 @@
-"""Requests of downstream tasks answered per second, beside lm-eval's own model for transformers.
+"""Downstream requests answered per second, compared with lm-eval's model for transformers.
 
     python benchmarks/evaluation.py [--documents 4] [--shots 0 5] [--repeats 3]
 
-Both answer the same requests: those that lm-eval makes of all thirteen tasks, for made-up documents
-about as long as the real ones, in the data sets' schemas. Theirs is the model "hf" on the
-checkpoint as tools/convert_checkpoint.py exports it, in fp32 and batches of --their-batch-size;
-ours is what tools/evaluate.py downstream asks. Strings go in and log-likelihoods come out, so
-encoding is part of it; every answer is compared. The model has the shape of the 82m and random
-weights: speed does not depend on them. Results are written to
-benchmarks/results/evaluation-DEVICE.json.
+Both answer the same requests: those of lm-eval for all thirteen tasks, on synthetic documents of
+about the real length in the schemas of the datasets. Theirs is lm-eval's model "hf" on the
+checkpoint exported by tools/convert_checkpoint.py, in fp32 and batches of --their-batch-size; ours
+is the model of tools/evaluate.py downstream. Both map strings to log-likelihoods, encoding
+included; all answers are compared. The model has the 82m shape and random weights. Results are
+written to benchmarks/results/evaluation-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ Pairs = list[tuple[float, bool]]
 
 
 def main() -> None:
-    """Make what both need, time them in turn, compare the answers, and write what was found."""
+    """Prepare the inputs, compare the answers, time both interleaved, and write the results."""
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import torch
 
-    from benchmarks.measure import compared, device_file, interleaved, machine, put_row, told
-    from megatron_chameleon.options.parallel import ParallelOptions
+    from benchmarks.measure import compared, device_file, format_row, interleaved, machine, put_row
     from megatron_chameleon.parallel.layout import device_name, distributed
+    from megatron_chameleon.parallel.options import ParallelOptions
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -76,19 +75,19 @@ def main() -> None:
                 answers=agreement,
             )
             add_speeds(row)
-            print(told(row), speeds_told(row), sep="\n")
+            print(format_row(row), format_speeds(row), sep="\n")
             print(f"written to {put_row(device_file('evaluation', name), on, row)}")
 
 
 def add_speeds(row: dict[str, Any]) -> None:
-    """Requests per second, of the median."""
+    """Add requests per second, by the median time."""
     row["requests_per_second"] = {
         who: row["requests"] / seconds for who, seconds in row["seconds"].items()
     }
 
 
-def speeds_told(row: dict[str, Any]) -> str:
-    """Those, and how alike the answers are."""
+def format_speeds(row: dict[str, Any]) -> str:
+    """Requests per second, and the largest difference between answers."""
     speeds = ", ".join(f"{who} {each:.1f}" for who, each in row["requests_per_second"].items())
     return (
         f"requests per second: {speeds}; answers differ by "
@@ -97,31 +96,35 @@ def speeds_told(row: dict[str, Any]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, default=4, help="questions of each task")
-    parser.add_argument("--shots", type=int, nargs="+", default=[0, 5], help="a row for each")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each, in turn")
-    parser.add_argument("--their-batch-size", type=int, default=8, help="of lm-eval's own model")
+    parser.add_argument("--documents", type=int, default=4, help="documents per task")
+    parser.add_argument(
+        "--shots", type=int, nargs="+", default=[0, 5], help="few-shot examples, one row each"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each")
+    parser.add_argument(
+        "--their-batch-size", type=int, default=8, help="batch size of lm-eval's model"
+    )
     return parser.parse_args()
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """What both read."""
+    """The input files of both."""
 
     checkpoint: Path
-    """Ours."""
+    """The checkpoint, for ours."""
     exported: Path
     """The same weights for transformers, with the tokenizer."""
     tokenizer: Path
     """The tokenizer.json of both."""
     data: Path
-    """The tasks' data sets."""
+    """The datasets of the tasks."""
 
 
 def prepare(folder: Path, documents: int) -> Places:
-    """Write weights, tokenizer and data sets, each split with so many documents."""
+    """Write weights, tokenizer and datasets with ``documents`` documents per split."""
     import datasets
 
     from benchmarks.embedding import EOD_TOKEN, write_model
@@ -130,7 +133,7 @@ def prepare(folder: Path, documents: int) -> Places:
         convert_from_huggingface,
         convert_to_huggingface,
     )
-    from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
+    from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
     from tests.fixtures.task_data import write_task_data
 
     assert FromHuggingFaceOptions.eod_token == EOD_TOKEN
@@ -148,7 +151,7 @@ def prepare(folder: Path, documents: int) -> Places:
 
 
 def make_requests(places: Places, shots: int, documents: int) -> list[Instance]:
-    """What lm-eval asks of so many documents of each of the thirteen tasks."""
+    """lm-eval's requests for ``documents`` documents of each of the thirteen tasks."""
     from megatron_chameleon.evaluation.options import PAPER_TASKS
     from megatron_chameleon.evaluation.tasks import TaskLibrary
 
@@ -164,7 +167,7 @@ def make_requests(places: Places, shots: int, documents: int) -> list[Instance]:
 
 
 def our_model(places: Places, layout: Any) -> Any:
-    """What tools/evaluate.py downstream asks, with its own batch size."""
+    """The model of tools/evaluate.py downstream, with its default batch size."""
     from benchmarks.embedding import EOD_TOKEN
     from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
     from megatron_chameleon.checkpoint.load import open_reader
@@ -180,14 +183,14 @@ def our_model(places: Places, layout: Any) -> Any:
 
 
 def their_model(places: Places, device: Any, batch_size: int) -> Any:
-    """lm-eval's own, which shares what stands before answers of one token."""
+    """lm-eval's own model, which shares the context of single-token answers."""
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(str(places.exported), device=str(device), dtype="float32", batch_size=batch_size)
 
 
 def answering(model: Any, requests: Sequence[Instance]) -> Callable[[], Pairs]:
-    """Answers all of the requests, without a progress bar."""
+    """A function that answers all requests, without a progress bar."""
 
     def run() -> Pairs:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -198,10 +201,10 @@ def answering(model: Any, requests: Sequence[Instance]) -> Callable[[], Pairs]:
 
 
 def compare(ours: Pairs, theirs: Pairs) -> dict[str, float]:
-    """Every answer is to be the same.
+    """Check that all answers agree.
 
     Raises:
-        AssertionError: if one is not.
+        AssertionError: if one differs.
     """
     largest = max(abs(one[0] - other[0]) for one, other in zip(ours, theirs, strict=True))
     assert largest < TOLERANCE, f"log-likelihoods differ by {largest}"

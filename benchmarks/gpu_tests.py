@@ -1,4 +1,4 @@
-"""Run a part of tests/gpu, and record each test's outcome on this device.
+"""Run a part of tests/gpu and record the outcome of each test on this device.
 
     python benchmarks/gpu_tests.py kernels|losses|runs|methods|several-gpus
 
@@ -22,7 +22,6 @@ PARTS = {
     "kernels": (
         "test_cross_entropy_on_a_gpu.py",
         "test_pooling_on_a_gpu.py",
-        "test_swarm_on_a_gpu.py",
         "test_attention_on_a_gpu.py",
     ),
     "losses": ("test_training_on_gpus.py::test_losses_are_those_of_the_cpu",),
@@ -55,7 +54,7 @@ class Outcomes:
         items[:] = [item for item in items if (ranks_of(item) > 1) == self._several]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the first phase that did not pass, or the call's."""
+        """Record the outcome of the first phase that did not pass, or ``passed``."""
         if self._by_test.get(report.nodeid, "passed") == "passed":
             self._by_test[report.nodeid] = report.outcome
         if report.when == "teardown":
@@ -63,7 +62,7 @@ class Outcomes:
 
 
 def ranks_of(item: pytest.Item) -> int:
-    """How many ranks, and so GPUs, a test asks for."""
+    """The number of ranks, and so of GPUs, that a test needs."""
     case = getattr(item, "callspec", None)
     return 1 if case is None else int(case.params.get("ranks", 1))
 

@@ -1,4 +1,4 @@
-"""What every benchmark needs: timing side by side, the machine in words, results as JSON."""
+"""Shared code of the benchmarks: interleaved timing, machine description, results as JSON."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ PACKAGES = (
 def interleaved(
     contestants: Mapping[str, Callable[[], object]], repeats: int = 5
 ) -> dict[str, list[float]]:
-    """Seconds of each run of each contestant, one after the other in turn, ``repeats`` times.
+    """Seconds of ``repeats`` runs of each contestant, interleaved.
 
-    In turn, since what else the machine does comes and goes: it then troubles all of them.
+    Other load on the machine varies over time: interleaved, it affects all contestants.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(repeats):
@@ -49,7 +49,7 @@ def interleaved(
 
 
 def compared(what: str, seconds: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
-    """A row of results: medians in seconds, and how many times faster each is than "theirs"."""
+    """A row of results: median seconds, and the speedup of each contestant over "theirs"."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return {
         "what": what,
@@ -62,14 +62,14 @@ def compared(what: str, seconds: Mapping[str, Sequence[float]], **more: Any) -> 
     }
 
 
-def told(row: Mapping[str, Any]) -> str:
+def format_row(row: Mapping[str, Any]) -> str:
     """A row on one line."""
     parts = [f"{name} {times:.1f}x" for name, times in row["times_faster"].items()]
     return f"{row['what']}: {', '.join(parts)}; theirs {row['seconds']['theirs']:.3g} s"
 
 
 def machine() -> dict[str, Any]:
-    """The processor, how much of it this process may use, memory, and versions."""
+    """The processor, the cores this process may use, memory, and software versions."""
     with open("/proc/cpuinfo", encoding="utf-8") as stream:
         models = [line.split(":", 1)[1].strip() for line in stream if line.startswith("model name")]
     return {
@@ -91,21 +91,21 @@ def _version(package: str) -> str | None:
 
 
 def device_file(name: str, device: str) -> str:
-    """``name`` for the results of a ``device``."""
+    """Name of the results file of ``name`` on ``device``."""
     return f"{name}-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
-    """The rows of results/``name``.json; none where it is not there."""
+    """The rows of results/``name``.json; empty if there is no such file."""
     path = RESULTS / f"{name}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
     return rows
 
 
 def put_row(name: str, on: Mapping[str, Any], row: dict[str, Any]) -> Path:
-    """Put ``row`` among results/``name``.json, in the place of an older one.
+    """Write ``row`` to results/``name``.json, replacing the row with the same "what".
 
-    Each row has its date and its machine: they may have been measured on different ones.
+    Each row has its own date and machine, since rows may come from different machines.
     """
     others = [other for other in read_rows(name) if other["what"] != row["what"]]
     rows = sorted([*others, {"date": _today(), "machine": on, **row}], key=lambda r: str(r["what"]))
@@ -120,16 +120,18 @@ def measure_rows(
     seconds: float,
     finished: Path | None,
 ) -> int:
-    """Measure and save rows, each only if it would end in time taking as long as the longest yet.
+    """Measure and save rows within a time limit.
+
+    A row is skipped if it would exceed the limit by taking as long as the longest row so far.
 
     Args:
         rows: "what" -> function that measures the row.
         save: called with each row.
-        seconds: for all of them.
-        finished: file of rows to skip, one "what" a line; those measured are added.
+        seconds: time limit of all rows.
+        finished: file of rows to skip, one "what" per line; measured rows are appended.
 
     Returns:
-        The exit status: STOPPED_STATUS if rows were left out for lack of time, else 0.
+        The exit status: STOPPED_STATUS if rows were skipped for lack of time, else 0.
     """
     begin, longest, status = time.perf_counter(), 0.0, 0
     skipped = finished.read_text().splitlines() if finished and finished.exists() else []
@@ -138,7 +140,7 @@ def measure_rows(
         if what in skipped:
             continue
         if row_begin + longest - begin > seconds:
-            print(f"left out for lack of time: {what}")
+            print(f"skipped for lack of time: {what}")
             status = STOPPED_STATUS
             continue
         save(measure())

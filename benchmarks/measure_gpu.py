@@ -2,11 +2,11 @@
 
     python benchmarks/measure_gpu.py [--seconds 570] [--retry] [--no-commit]
 
-A step that fails or exceeds its time limit does not keep the others from running. The results
-files of a step that succeeds are committed at once, also if it left some rows to the next call.
-The next call for the same code skips finished steps; --retry runs failed ones again. Logs and
-statuses are in runs/measure-gpu. On several GPUs there is one more step, of 7 minutes at most.
-Exit status: 75 while steps are left for another call, then 1 if one failed, else 0.
+The other steps also run if one fails or exceeds its time limit. The results files of a step that
+succeeds are committed at once, also if rows are left for the next call. The next call for the same
+code skips finished steps; --retry reruns failed ones. Logs and statuses are in runs/measure-gpu.
+Several GPUs add a step of at most 7 minutes. Exit status: 75 while steps are left for another call,
+then 1 if one failed, else 0.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ SOURCES = (
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A command, by arguments to this Python, and the seconds it may take."""
+    """A Python command and its time limit in seconds."""
 
     name: str
     arguments: tuple[str, ...]
-    """In these, ``{folder}`` is the folder of the logs: it belongs to one version of the code."""
+    """``{folder}`` in them is replaced by the log folder of this version of the code."""
     seconds: int
     gpus: int = 1
-    """The fewest GPUs of a machine that the step is for."""
+    """Minimum number of GPUs."""
 
 
 STEPS = (
@@ -92,9 +92,9 @@ STEPS = (
 
 @dataclasses.dataclass(frozen=True)
 class StepStatus:
-    """How a step ended; the next call resumes what is ``unfinished``.
+    """The outcome of a step; the next call resumes an ``unfinished`` one.
 
-    ``status`` is ``ok``, ``failed``, ``timed out`` or ``unfinished``; ``detail`` adds to it.
+    ``status`` is ``ok``, ``failed``, ``timed out`` or ``unfinished``.
     """
 
     status: str
@@ -103,7 +103,7 @@ class StepStatus:
 
 
 def main() -> int:
-    """Run what is left to run; print the table."""
+    """Run the unfinished steps and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, help="start no step that could end later")
     parser.add_argument("--retry", action="store_true", help="run failed steps again")
@@ -128,7 +128,7 @@ def main() -> int:
 
 
 def measure(steps: Sequence[Step], root: Path, *, commit: bool, retry: bool, seconds: float) -> int:
-    """Run the steps of ``steps`` that are not finished, one after the other.
+    """Run the unfinished steps of ``steps``.
 
     Args:
         steps: in the order in which they run.
@@ -190,7 +190,7 @@ def run_step(step: Step, root: Path, folder: Path, *, commit: bool) -> StepStatu
 
 
 def run_limited(command: list[str], seconds: int, cwd: Path, log: Path) -> tuple[str, str]:
-    """Run ``command`` with its output in ``log``; returns how it ended, and a detail."""
+    """Run ``command`` with its output in ``log``; returns status and detail."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with open(log, "wb") as output:
         code = run_within(command, seconds, output, cwd=cwd, environment=environment)
@@ -203,7 +203,7 @@ def run_limited(command: list[str], seconds: int, cwd: Path, log: Path) -> tuple
 
 
 def code_version(root: Path) -> str:
-    """Digest of the source files. Without git: a container image may have none."""
+    """Digest of the source files, computed without git, which container images may lack."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in SOURCES for path in root.glob(pattern)):
         digest.update(repr((str(path.relative_to(root)), path.read_bytes())).encode())
@@ -222,7 +222,7 @@ def git_problem(root: Path) -> str | None:
 
 
 def commit_files(root: Path, paths: Sequence[str], subject: str) -> str | None:
-    """Commit ``paths`` and nothing else; the reason if git refuses."""
+    """Commit only ``paths``; returns git's error, if any."""
     try:
         git(root, "add", "--", *paths)
         git(root, "commit", "--quiet", "--message", subject, "--", *paths)
@@ -232,7 +232,7 @@ def commit_files(root: Path, paths: Sequence[str], subject: str) -> str | None:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """What a git command prints."""
+    """The standard output of a git command."""
     command = ["git", "-C", str(root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -1,9 +1,8 @@
-"""The algorithm of Megatron-LM's tools/preprocess_data.py, to measure against.
+"""The algorithm of Megatron-LM's tools/preprocess_data.py, the baseline of data_preprocess.py.
 
-One process for each core parses a line, encodes its document by itself with the tokenizers library
-and appends the end-of-document token; the main process takes the results 32 lines at a time and
-hands them to megatron.core's own builder. What it does with arguments, sentence splitting and
-progress is left out.
+One process per core parses lines, encodes each document separately with the tokenizers library and
+appends the end-of-document token; the main process passes the results, 32 lines at a time, to
+megatron.core's own builder. Arguments, sentence splitting and progress output are omitted.
 
     python benchmarks/megatron_preprocess.py INPUT.jsonl TOKENIZER.json OUTPUT_PREFIX WORKERS
 """
@@ -22,7 +21,7 @@ LINES_AT_ONCE = 32
 
 
 class Encoder:
-    """What a worker does with a line; the tokenizer is opened once in each."""
+    """The work of a worker process, which opens the tokenizer once."""
 
     tokenizer: tokenizers.Tokenizer
     eod_id: int
@@ -31,7 +30,7 @@ class Encoder:
         self.tokenizer_file = tokenizer_file
 
     def open(self) -> None:
-        """Open the tokenizer; special tokens are not read out of the text."""
+        """Open the tokenizer; special tokens in the text are encoded as text."""
         Encoder.tokenizer = tokenizers.Tokenizer.from_file(self.tokenizer_file)
         Encoder.tokenizer.encode_special_tokens = True
         eod_id = Encoder.tokenizer.token_to_id(EOD_TOKEN)
@@ -39,7 +38,7 @@ class Encoder:
         Encoder.eod_id = eod_id
 
     def encode(self, line: str) -> list[int]:
-        """The tokens of the document in ``line``, its end included."""
+        """The tokens of the document in ``line``, with the end-of-document token."""
         text = json.loads(line)["text"]
         ids: list[int] = Encoder.tokenizer.encode(text, add_special_tokens=False).ids
         ids.append(Encoder.eod_id)

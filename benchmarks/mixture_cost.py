@@ -1,15 +1,15 @@
-"""What a mixture costs from beginning to end: an 82m proxy, 2000 steps of 128, then embeddings.
+"""The end-to-end cost of a mixture: an 82m proxy, 2000 steps of 128 samples, then embeddings.
 
     python benchmarks/mixture_cost.py [--seq-length 512] [--work FOLDER]
 
-Both tools are run as commands and timed as they are, start-up and saving included. The text is
-gathered from the installed packages, as in the quickstart, in seven domains; there is little of it,
-so the run goes through it many times, which changes no time and is said. A domain that has fewer
-windows than 4096 is embedded as far as it goes, and the rest is added at the same speed. With
---work the text is kept, and a run that was cut off is resumed; the whole is counted all the same.
+Both tools run as commands, and start-up and saving are part of the time. The text is collected from
+the installed packages, as in the quickstart, in seven domains; it is small, so training repeats it
+for many epochs, which are printed and do not change the time. For a domain with fewer than 4096
+windows, the time of the missing ones is extrapolated. With --work the text is kept and an
+interrupted run is resumed; its whole time counts.
 
-On a CPU a few small steps and windows are timed, and the whole is projected from their FLOPs per
-second. The paper needed 0.8 hours on an H100. Results are written to
+On a CPU a few small steps and windows are timed, and the total is projected from their FLOP/s. The
+paper reports 0.8 hours on an H100. Results are written to
 benchmarks/results/mixture-cost-DEVICE.json.
 """
 
@@ -36,15 +36,15 @@ SIZE = "82m"
 VOCAB_SIZE = 50_257
 NUM_DOMAINS, BYTES_PER_DOMAIN = 7, 16_000_000
 STEPS, BATCH, WINDOWS = 2000, 128, 4096
-"""The paper's."""
+"""As in the paper."""
 PAPER_HOURS = 0.8
 ASSUMED_RATES = (400e12, 500e12)
-"""FLOP/s that a device might keep up, for a projection: about 40 and 50% of an H100's peak."""
+"""Sustained FLOP/s for projections: about 40 and 50% of an H100's peak."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much of the whole is run."""
+    """The part of the work that is run."""
 
     steps: int
     batch: int
@@ -52,11 +52,11 @@ class Scale:
     windows: int
     flags: tuple[str, ...]
     dtype: str
-    """What windows are embedded in."""
+    """Compute precision of the embeddings."""
 
     @classmethod
     def of_device(cls, *, has_gpu: bool, micro_batch: int) -> Scale:
-        """All of it on a GPU, and enough to tell a speed without one."""
+        """All of it on a GPU, and enough to measure the speed on a CPU."""
         if has_gpu:
             flags = ("--bf16", "--compile-layers")
             return cls(STEPS, BATCH, micro_batch, WINDOWS, flags, "bfloat16")
@@ -64,7 +64,7 @@ class Scale:
 
 
 def main() -> None:
-    """Run both tools, add up what they took, and write it down."""
+    """Run both tools, sum their time, and write the results."""
     import torch
 
     from benchmarks.measure import device_file, machine, put_row
@@ -79,21 +79,23 @@ def main() -> None:
         work = arguments.work or Path(temporary)
         prepare(work)
         row = measure(work, arguments.seq_length, scale)
-    print(told(row))
+    print(format_row(row))
     print(f"written to {put_row(device_file('mixture-cost', name), on, row)}")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seq-length", type=int, default=1024, help="of samples and windows")
-    parser.add_argument("--micro-batch-size", type=int, default=64, help="on a GPU")
-    parser.add_argument("--work", type=Path, help="folder to work in, and to go on in")
+    parser.add_argument("--seq-length", type=int, default=1024, help="tokens per sample and window")
+    parser.add_argument(
+        "--micro-batch-size", type=int, default=64, help="sequences per pass on a GPU"
+    )
+    parser.add_argument("--work", type=Path, help="working folder, to resume in")
     return parser.parse_args()
 
 
 def prepare(work: Path) -> None:
-    """Write text, tokenizer and corpus, unless they are there. Not a part of the cost."""
+    """Write text, tokenizer and corpus, unless they exist. Not part of the cost."""
     text, tokenizer, corpus = work / "text", work / "tokenizer.json", work / "corpus"
     if not (text / "gathered.json").exists():
         counts = ("--num-domains", str(NUM_DOMAINS))
@@ -104,8 +106,8 @@ def prepare(work: Path) -> None:
         vocabulary = ("--vocab-size", str(VOCAB_SIZE))
         run("train_tokenizer.py", *inputs, "--output", str(tokenizer), *vocabulary)
     if not (corpus / "corpus.json").exists():
-        made_with = ("--tokenizer-model", str(tokenizer), "--split", "98,1,1")
-        run("preprocess_data.py", *inputs, "--output", str(corpus), *made_with)
+        flags = ("--tokenizer-model", str(tokenizer), "--split", "98,1,1")
+        run("preprocess_data.py", *inputs, "--output", str(corpus), *flags)
 
 
 def run(tool: str, *arguments: str) -> float:
@@ -121,7 +123,7 @@ def run(tool: str, *arguments: str) -> float:
 
 
 def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
-    """Time both commands, and work out what the whole takes at their speed."""
+    """Time both commands, and compute the total time at their speed."""
     from megatron_chameleon.model.flops import embedding_flops, training_flops
     from megatron_chameleon.model.sizes import ModelShape, model_size
 
@@ -178,7 +180,7 @@ def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
 
 
 def training_flags(corpus: Path, proxy: Path, seq_length: int, scale: Scale) -> Sequence[str]:
-    """What tools/pretrain_gpt.py is given: the paper's proxy, or as much of it as ``scale`` is."""
+    """Flags of tools/pretrain_gpt.py for the paper's proxy, or the part of it in ``scale``."""
     return [
         *("--corpus", str(corpus), "--run-dir", str(proxy), "--model-size", SIZE),
         *("--seq-length", str(seq_length), "--train-iters", str(scale.steps)),
@@ -190,20 +192,20 @@ def training_flags(corpus: Path, proxy: Path, seq_length: int, scale: Scale) -> 
 
 
 def seconds_of_a_step(trained: TrainingRun, tokens: int) -> float:
-    """Median over the lines of the log, of which the first has the start-up in it."""
+    """Median over the lines of the log, except for the first, which includes the start-up."""
     speeds = [line["tokens_per_second"] for line in trained.metrics()]
     return tokens / statistics.median(speeds[1:])
 
 
 def epochs(corpus: Path, seq_length: int) -> dict[str, float]:
-    """How often the whole run goes through each domain, drawn uniformly."""
+    """Epochs of each domain in a complete run with uniform weights."""
     tokens = Corpus.load(corpus).train_tokens
     share = STEPS * BATCH * seq_length / len(tokens)
     return {name: share / count for name, count in tokens.items()}
 
 
-def told(row: dict[str, Any]) -> str:
-    """What came out, for people."""
+def format_row(row: dict[str, Any]) -> str:
+    """A row as printed lines."""
     seconds, rates = row["seconds"], row["flops_per_second"]
     kind = "projected from a few steps and windows" if row["is_projected"] else "measured"
     weights = ", ".join(f"{name} {weight:.3f}" for name, weight in row["weights"].items())
@@ -214,7 +216,7 @@ def told(row: dict[str, Any]) -> str:
         f"  training {seconds['training']:.0f} s at {rates['training']:.2e} FLOP/s, "
         f"embedding {seconds['embedding']:.0f} s at {rates['embedding']:.2e} FLOP/s\n"
         f"  hours at other speeds, in FLOP/s: {at}\n"
-        f"  the run goes through a domain's text up to {most:.0f} times\n"
+        f"  up to {most:.0f} epochs of a domain's text\n"
         f"  weights: {weights}"
     )
 

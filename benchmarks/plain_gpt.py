@@ -1,4 +1,4 @@
-"""A GPT in plain torch, to stand beside the model that is trained here.
+"""A GPT in plain torch, the baseline of the training benchmark.
 
 The architecture is GPT-2's with the same tensors: learned positions, tied embeddings, LayerNorm
 with biases, exact GELU. It is trained the way small single-GPU trainers are: fp32 weights under
@@ -17,7 +17,7 @@ VOCABULARY_MULTIPLE = 64  # 50,257 tokens become 50,304 rows
 
 
 class Block(nn.Module):
-    """One transformer layer, norms first."""
+    """One pre-norm transformer layer."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """The whole model; :meth:`forward` gives the mean loss."""
+    """The whole model; :meth:`forward` returns the mean loss."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -62,14 +62,14 @@ class PlainGPT(nn.Module):
         return self.loss(x, labels)
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy of ``labels`` [b, s] under what the last block gives, [b, s, h]."""
+        """Mean cross entropy of ``labels`` [b, s] for the last block's output ``x`` [b, s, h]."""
         logits = self.head(self.norm(x))
         return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def compile_regions(self) -> None:
-        """Compile each block, all with the same code, and the output layer with its loss.
+        """Compile the blocks, which share their code, and the output layer with the loss.
 
-        The kernels are those of compiling the whole, in a small part of the time that it takes.
+        The kernels are those of compiling the whole model, for a fraction of its compile time.
         """
         for block in self.blocks:
             block.forward = torch.compile(block.forward, dynamic=False)

@@ -1,10 +1,10 @@
-"""Masked means of hidden states on a GPU: the Triton kernels beside torch, and the memory's speed.
+"""Masked means of hidden states on a GPU: Triton kernels, torch, and the memory bandwidth.
 
     python benchmarks/pooling.py
 
-Hidden states [s, b, h] in bf16, with every position valid and with lengths drawn at random. Speeds
-are of the bytes of the valid states over the time, and their share of the fastest read that torch
-is measured with here. Results are written to benchmarks/results/pooling-DEVICE.json.
+Hidden states [s, b, h] in bf16, with all positions valid and with random lengths. Speeds are bytes
+of valid states per second, also as a share of the fastest read measured with torch. Results are
+written to benchmarks/results/pooling-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from benchmarks.measure import device_file, machine, write_results
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
 
 SHAPES = ((1024, 64, 768), (1024, 64, 1200), (512, 128, 768))
-# Elements of the tensors by which reading and copying are measured: 2 GB each, far beyond caches.
+# Elements of the tensors that are read and copied: 2 GB each, far larger than caches.
 LARGE = 1 << 30
 
 
 def main() -> None:
-    """Measure every shape, and write what was found."""
+    """Measure every shape and write the results."""
     if not torch.cuda.is_available():
         sys.exit("this measures CUDA kernels, and torch sees no CUDA device here")
     device = torch.cuda.get_device_name()
@@ -39,13 +39,13 @@ def main() -> None:
     for shape in SHAPES:
         for full in (True, False):
             rows.append(measure(shape, full, max(rates.values())))
-            print(told(rows[-1]), flush=True)
+            print(format_row(rows[-1]), flush=True)
     on = machine() | {"device": device, "cuda": torch.version.cuda, "gigabytes_per_second": rates}
     print(f"written to {write_results(device_file('pooling', device), rows, on)}")
 
 
 def memory_rates() -> dict[str, float]:
-    """GB/s of reading and of copying large tensors; a copy counts what it reads and writes."""
+    """GB/s of reading and of copying large tensors; a copy counts reads and writes."""
     source = torch.ones(LARGE, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     num_bytes = source.numel() * source.element_size()
@@ -57,7 +57,7 @@ def memory_rates() -> dict[str, float]:
 
 
 def measure(shape: tuple[int, int, int], full: bool, rate: float) -> dict[str, Any]:
-    """Times of all ways to the same means, which are compared first."""
+    """Check that all contestants compute the same means, and time them."""
     length, rows, width = shape
     torch.manual_seed(0)
     states = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -65,13 +65,13 @@ def measure(shape: tuple[int, int, int], full: bool, rate: float) -> dict[str, A
     if not full:
         lengths = torch.randint(1, length + 1, (rows,), device="cuda")
     weight, bias = torch.randn(2, width, device="cuda", dtype=torch.bfloat16)
-    ways = contestants(states, lengths, weight, bias)
-    right = ways["torch"]().double(), ways["torch, norm"]().double()
-    for name, run in ways.items():
+    runs = contestants(states, lengths, weight, bias)
+    expected = runs["torch"]().double(), runs["torch, norm"]().double()
+    for name, run in runs.items():
         torch.testing.assert_close(
-            run().double(), right[name.endswith("norm")], atol=2e-2, rtol=2e-2, msg=name
+            run().double(), expected[name.endswith("norm")], atol=2e-2, rtol=2e-2, msg=name
         )
-    times = {name: milliseconds(run) for name, run in ways.items()}
+    times = {name: milliseconds(run) for name, run in runs.items()}
     num_bytes = int(lengths.sum()) * width * states.element_size()
     speeds = {name: num_bytes / 1e6 / time for name, time in times.items()}
     return {
@@ -108,7 +108,7 @@ def contestants(
     }
 
 
-def told(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """A row on one line."""
     shares = row["share_of_fastest_read"]
     parts = [f"{name} {ms:.3f} ms ({shares[name]:.0%})" for name, ms in row["milliseconds"].items()]

@@ -1,4 +1,4 @@
-"""Run a command and its children: within a time limit, timed, or with their memory measured."""
+"""Run a command and its children: with a time limit, timed, or with their memory measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import psutil
 from megatron_chameleon.errors import UserError
 
 SECONDS_TO_STOP = 10
-_SECONDS_BETWEEN_LOOKS = 0.02
+_SECONDS_BETWEEN_SAMPLES = 0.02
 
 
 def run_within(
@@ -75,10 +75,10 @@ def _marked(mark: str) -> list[psutil.Process]:
 
 
 def seconds_of(command: Sequence[str]) -> float:
-    """Wall seconds of a Python script (``command`` begins with its path), which nobody looks at.
+    """Wall seconds of a Python script (``command`` begins with its path).
 
     Raises:
-        UserError: if it fails, with the end of what it wrote.
+        UserError: if it fails, with the end of its output.
     """
     begin = time.perf_counter()
     process = _started(command)
@@ -89,19 +89,19 @@ def seconds_of(command: Sequence[str]) -> float:
 
 
 def peak_bytes_of(command: Sequence[str]) -> int:
-    """The peak of the resident bytes added up over all processes of a Python script.
+    """The peak of the resident bytes, summed over all processes of a Python script.
 
-    Pages that processes share are counted in each of them. To look takes a few percent of a core,
-    so a run is looked at or timed.
+    Shared pages count once per process. Sampling takes a few percent of a core, so a run is either
+    measured or timed.
 
     Raises:
-        UserError: if it fails, with the end of what it wrote.
+        UserError: if it fails, with the end of its output.
     """
     process = _started(command)
     peak = 0
     while process.poll() is None:
         peak = max(peak, _resident_bytes(process.pid))
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_SECONDS_BETWEEN_SAMPLES)
     _check(process, command, process.communicate()[0])
     return peak
 
@@ -118,12 +118,12 @@ def _check(process: subprocess.Popen[str], command: Sequence[str], output: str) 
 
 
 def _resident_bytes(pid: int) -> int:
-    """Of a process and all below it. Read from /proc alone: to look must not take a core's time."""
+    """Resident bytes of a process and its descendants, read from /proc, which is cheap."""
     try:
         own = _pages(pid)
         threads = list(Path(f"/proc/{pid}/task").iterdir())
         children = " ".join((thread / "children").read_text() for thread in threads).split()
-        # A child that has yet to become the program it was made for has its parent's memory.
+        # A child between fork and exec still has its parent's memory.
         others = [child for child in map(int, children) if _pages(child) != own]
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0
@@ -131,5 +131,5 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _pages(pid: int) -> list[int]:
-    """Of its address space, those that are resident, and more."""
+    """The fields of statm: total pages, resident pages, and more."""
     return list(map(int, Path(f"/proc/{pid}/statm").read_text().split()))

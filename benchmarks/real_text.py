@@ -1,4 +1,4 @@
-"""Real text from this machine: the sources and the documentation installed on it, each once."""
+"""Real text from this machine: installed source code and documentation, without duplicates."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SMALLEST, LARGEST = 200, 1_000_000
 
 
 class RealText(NamedTuple):
-    """What was written: documents, and bytes of their UTF-8 text."""
+    """Number of documents written, and bytes of their UTF-8 text."""
 
     documents: int
     text_bytes: int
 
 
 def write_real_text(path: Path, num_bytes: int) -> RealText:
-    """Write JSON lines {"text": ...} of about ``num_bytes`` of text, or of all there is.
+    """Write JSON lines {"text": ...} of about ``num_bytes`` of text, or all available text.
 
-    The order is that of a hash of the paths, so that every part has a bit of everything. No text
-    comes twice. The same installation gives the same file.
+    Files are ordered by a hash of their paths, so that kinds of text are mixed, and duplicates are
+    dropped. The same installation gives the same file.
     """
     documents = text_bytes = 0
     with path.open("wb") as stream:
@@ -45,7 +45,7 @@ def write_real_text(path: Path, num_bytes: int) -> RealText:
 
 
 def read_texts(path: Path, num_bytes: int | None = None) -> Iterator[str]:
-    """The texts of a file of :func:`write_real_text`, of about its first ``num_bytes``."""
+    """The texts in about the first ``num_bytes`` of a file of :func:`write_real_text`."""
     taken = 0
     with path.open("rb") as stream:
         for line in stream:
@@ -56,14 +56,14 @@ def read_texts(path: Path, num_bytes: int | None = None) -> Iterator[str]:
 
 
 def train_tokenizer_on(path: Path, num_bytes: int, vocab_size: int, output: Path) -> None:
-    """Write a byte-level BPE trained on about the first ``num_bytes`` of the texts of ``path``."""
+    """Write a byte-level BPE trained on about the first ``num_bytes`` of ``path``."""
     texts = read_texts(path, num_bytes)
     output.write_bytes(byte_level_bpe(texts, vocab_size, "<|endoftext|>"))
 
 
 def _texts() -> Iterator[str]:
     seen: set[bytes] = set()
-    paths = [file.path for file in list_files(_roots()) if _may_be_text(file.path)]
+    paths = [path for path in list_files(_roots()).values() if _may_be_text(path)]
     for path in sorted(paths, key=lambda path: hashlib.sha256(str(path).encode()).digest()):
         try:
             text = path.read_text(encoding="utf-8")

@@ -21,9 +21,9 @@ IDENTITY = TokenizerIdentity("tokenizers", "tokenizer.json", "0" * 64, VOCAB_SIZ
 def write_domains(
     folder: Path, num_domains: int, num_documents: int, median_length: int = 400
 ) -> list[Path]:
-    """Write ``num_documents`` documents, spread over the domains, and return their prefixes.
+    """Write ``num_documents`` documents in ``num_domains`` domains; returns their prefixes.
 
-    Lengths are log-normal, as those of web text are about; domains differ in size by up to 4 times.
+    Lengths are log-normal, approximately as in web text; sizes of domains differ by up to 4 times.
     """
     rng = np.random.default_rng(0)
     shares = np.linspace(1.0, 4.0, num_domains)
@@ -44,14 +44,14 @@ def write_domains(
 
 
 def data_path_of(prefixes: list[Path]) -> str:
-    """A --data-path over ``prefixes``, with weights drawn at random once and for all."""
+    """A --data-path over ``prefixes``, with random weights of a fixed seed."""
     weights = np.random.default_rng(1).dirichlet(np.ones(len(prefixes)))
     return " ".join(f"{weight} {prefix}" for weight, prefix in zip(weights, prefixes, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tokenizer:
-    """What Megatron's data sets ask of a tokenizer when the text is tokenised already."""
+    """The tokenizer attributes that Megatron's datasets read."""
 
     eod: int = EOD
     vocab_size: int = VOCAB_SIZE
@@ -87,7 +87,7 @@ def megatron_dataset(data_path: str, num_samples: int, seq_length: int, cache: P
 
 @contextlib.contextmanager
 def one_process_group() -> Iterator[None]:
-    """A process group of this process alone, which Megatron's blended data set asks for."""
+    """A process group of one process, which Megatron's blended dataset requires."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

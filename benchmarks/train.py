@@ -1,16 +1,16 @@
-"""Training speed on the device there is, beside a plain torch model of the same size.
+"""Training speed on this device, compared with a plain torch model of the same size.
 
     python benchmarks/train.py [--size 82m ...] [--peak-tflops T] [--seconds 540] [--compiled]
                                [--resume FILE]
 
-On a GPU: 82m, 124m, 684m and 1.2b in bf16 at sequences 512 and 1024, every contestant at the
-micro-batch that is best for it, and the kernels of attention and loss. On a CPU: 82m at sequence
-512 in fp32 and bf16, a few steps, the contestants in turn; memory is not measured there, and the
-plain model runs eagerly unless --compiled is given. Results are written to
-benchmarks/results/train-DEVICE.json after every row; rows that are not measured this time stay
-there, each with its date. The exit status is 75 if rows were left out for lack of time.
+On a GPU: 82m, 124m, 684m and 1.2b in bf16 at sequences 512 and 1024, every contestant at its
+fastest micro-batch size, and the kernels of attention and loss. On a CPU: 82m at sequence 512 in
+fp32 and bf16, a few interleaved steps; memory is not measured, and the plain model runs eagerly
+without --compiled. Results are written to benchmarks/results/train-DEVICE.json after every row;
+other rows there are kept, with their dates. The exit status is 75 if rows were skipped for lack of
+time.
 
-Speeds are of whole optimizer steps on random tokens. Model FLOPs leave out padding of heads and
+Speeds are of whole optimizer steps on random tokens. Model FLOPs exclude padding of heads and
 vocabulary and count half of causal attention; MFU is their share of the dense bf16 peak.
 """
 
@@ -33,15 +33,15 @@ MICRO_BATCH_TOKENS = (8_192, 16_384, 32_768, 65_536)
 
 
 def main() -> int:
-    """Measure on one rank, and write what was found."""
+    """Measure on one rank and write the results."""
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")
     import torch
 
     from benchmarks.measure import device_file, machine, measure_rows, put_row
-    from megatron_chameleon.model.device_peak import dense_bf16_peak
-    from megatron_chameleon.options.parallel import TrainingParallelOptions
+    from megatron_chameleon.model.flops import dense_bf16_peak
     from megatron_chameleon.parallel.layout import device_name, distributed
+    from megatron_chameleon.parallel.options import TrainingParallelOptions
 
     if arguments.compiled and torch.cuda.is_available():
         sys.exit("--compiled is for CPUs: on a GPU the plain model is always compiled")
@@ -49,15 +49,15 @@ def main() -> int:
         name = device_name(layout.device)
         on = machine() | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn_version()}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads")
-        given = arguments.peak_tflops
-        arguments.peak = given * 1e12 if given else dense_bf16_peak(name)
+        tflops = arguments.peak_tflops
+        arguments.peak = tflops * 1e12 if tflops else dense_bf16_peak(name)
         rows = (on_gpu if layout.device.type == "cuda" else on_cpu)(layout, arguments)
         save = partial(put_row, device_file("train", name), on)
         return measure_rows(rows, save, arguments.seconds, arguments.resume)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", nargs="+", choices=GPU_SIZES, help="model sizes to measure")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak of an unknown device")
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def cudnn_version() -> int | None:
-    """CuDNN's version, which decides what attention runs."""
+    """CuDNN's version, which determines the attention kernel."""
     import torch
 
     return torch.backends.cudnn.version() if torch.cuda.is_available() else None
@@ -84,11 +84,11 @@ Rows = dict[str, Callable[[], dict[str, Any]]]
 
 
 def on_cpu(layout: Any, arguments: argparse.Namespace) -> Rows:
-    """The small case, in turn: ours, and the plain model, eager unless asked otherwise."""
+    """Rows of the small case, interleaved: ours and the plain model, eager by default."""
     from benchmarks.train_contestants import Case, Contestant, Ours, Plain
     from benchmarks.train_timing import free_memory, timed_in_turn
 
-    print("CPU: sequence 512 only, micro-batch 2, one micro-batch a step, in turn")
+    print("CPU: sequence 512 only, micro-batch 2, one micro-batch per step, interleaved")
 
     def row(case: Case) -> dict[str, Any]:
         contestants: dict[str, Contestant] = {
@@ -108,7 +108,7 @@ def on_cpu(layout: Any, arguments: argparse.Namespace) -> Rows:
 
 
 def on_gpu(layout: Any, arguments: argparse.Namespace) -> Rows:
-    """The kernels, then every size and sequence length, each contestant at its best micro-batch."""
+    """Rows of the kernels, and of every size and sequence length at the best micro-batch sizes."""
     from benchmarks.train_contestants import Case, Contestant, Ours, Plain
     from benchmarks.train_parts import parts
     from benchmarks.train_timing import timed_at_its_best
@@ -147,12 +147,12 @@ def compared(case: Any, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
     ratio = best["ours"] / best["plain"] if best["plain"] else None
     for name, f in found.items():
-        print(f"{case} | {name:34} | {told(f)}", flush=True)
+        print(f"{case} | {name:34} | {format_figures(f)}", flush=True)
     print(f"{case} | ours to plain: {ratio and round(ratio, 3)}", flush=True)
     return {"what": str(case), "ours_to_plain": ratio, "contestants": found}
 
 
-def told(figures: dict[str, Any]) -> str:
+def format_figures(figures: dict[str, Any]) -> str:
     """A contestant's figures on one line."""
     if "out_of_memory" in figures:
         return "out of memory"

@@ -1,4 +1,4 @@
-"""What is timed: optimizer steps of the model trained here, and of the plain model."""
+"""Contestants of the training benchmark: optimizer steps of our model and of the plain model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ import torch
 from benchmarks.plain_gpt import PlainGPT, plain_optimizer, plain_step
 from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
-from megatron_chameleon.model.attention import SDPACoreAttention
 from megatron_chameleon.model.compiled_layers import compile_layers
 from megatron_chameleon.model.gpt import build_model_chunks, unwrap
+from megatron_chameleon.model.layers import SDPACoreAttention
 from megatron_chameleon.model.sizes import ModelShape, model_size
-from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.passes import BatchShape, Passes
-from megatron_chameleon.training.step import train_step
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.step import BatchShape, Passes, train_step
 
 VOCAB_SIZE = 50_257  # of GPT-2's tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, and the steps that it is timed on."""
+    """A model size and the steps to time."""
 
     size: str
     seq_length: int
@@ -37,11 +36,11 @@ class Case:
 
     @property
     def shape(self) -> ModelShape:
-        """Of the model."""
+        """The shape of the model."""
         return ModelShape(model_size(self.size), VOCAB_SIZE, self.seq_length)
 
     def num_microbatches(self, micro_batch_size: int) -> int:
-        """How many micro-batches make a step."""
+        """Micro-batches per step."""
         return max(1, self.tokens_per_step // (micro_batch_size * self.seq_length))
 
     def __str__(self) -> str:
@@ -49,7 +48,7 @@ class Case:
 
 
 class Contestant(Protocol):
-    """A model that can be trained by steps of any micro-batch size."""
+    """A model that can be trained with any micro-batch size."""
 
     def run(self, micro_batch_size: int, steps: int, each: Callable[[], object]) -> None:
         """Train for ``steps`` steps, and call ``each`` after each of them."""
@@ -57,7 +56,7 @@ class Contestant(Protocol):
 
 
 def random_batches(case: Case, micro_batch_size: int) -> Iterator[Batch]:
-    """Micro-batches of random tokens, without end; all windows are full."""
+    """Endless micro-batches of random tokens, without padding."""
     generator = torch.Generator().manual_seed(0)
     b, s = micro_batch_size, case.seq_length
     while True:
@@ -113,14 +112,14 @@ class Ours:
 
 
 class Plain:
-    """The plain model, under the same batches."""
+    """The plain model, on the same batches."""
 
     def __init__(self, case: Case, layout: Layout, *, compiled: bool = False) -> None:
         self._case, self._layout = case, layout
         torch.manual_seed(0)
         self._model = PlainGPT(case.shape).to(layout.device)
         self._optimizer = plain_optimizer(self._model)
-        # The stand-in for CUDA switches compiling off.
+        # The emulated CUDA device of the tests disables compiling.
         self._stance: Any = "default" if compiled else "force_eager"
         if compiled:
             self._model.compile_regions()

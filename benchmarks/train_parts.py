@@ -1,4 +1,4 @@
-"""Single parts of a step on a GPU: attention by kernel and head padding, and the loss."""
+"""Parts of a training step on a GPU: attention by kernel and head padding, and the loss."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def _with_kernel(kernel: SDPBackend | None, attend: Callable[[], None]) -> float
     try:
         with sdpa_kernel(kernel):
             return milliseconds(attend)
-    except RuntimeError as error:  # this kernel does not take such heads
+    except RuntimeError as error:  # this kernel does not support the head size
         return str(error).splitlines()[0]
 
 
 def _loss() -> dict[str, float | str]:
-    """Ours, torch's on a float32 copy, and that compiled; by the real width of the logits."""
+    """Ours, torch's on a float32 copy, and the latter compiled, on full-width logits."""
     logits = torch.randn(TOKENS, 50_304, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(50_257, (TOKENS,), device="cuda")
 

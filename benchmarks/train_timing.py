@@ -1,4 +1,4 @@
-"""Timing of contestants: one after the other on a GPU, in turn on a CPU."""
+"""Timing of contestants: consecutively on a GPU, interleaved on a CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.train_contestants import Case, Contestant
-from megatron_chameleon.model.device_peak import model_flops_utilization
-from megatron_chameleon.model.flops import training_flops
+from megatron_chameleon.model.flops import model_flops_utilization, training_flops
 
 Make = Callable[[], Contestant]
 
@@ -21,7 +20,7 @@ Make = Callable[[], Contestant]
 def step_seconds(
     contestant: Contestant, micro_batch_size: int, warm_up: int, repeats: int
 ) -> list[float]:
-    """Seconds of each of ``repeats`` steps after ``warm_up`` others, the device waited for."""
+    """Seconds of each of ``repeats`` steps after ``warm_up`` steps, with synchronization."""
     marks: list[float] = []
 
     def mark() -> None:
@@ -33,7 +32,7 @@ def step_seconds(
 
 
 def free_memory() -> None:
-    """Give back what the last contestant held, also after it ran out of memory."""
+    """Free the memory of the last contestant, also after it ran out of memory."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -41,9 +40,10 @@ def free_memory() -> None:
 def best_micro_batch(
     contestant: Contestant, case: Case, tokens: tuple[int, ...]
 ) -> tuple[int, dict[int, float]]:
-    """The fastest micro-batch size among those of so many ``tokens``, and tokens/s of each tried.
+    """The fastest micro-batch size, and tokens/s of each size measured.
 
-    Sizes grow until one does not fit, or is slower than the one before it.
+    Sizes, by ``tokens`` per micro-batch, increase until one does not fit or is slower than the
+    previous one.
 
     Raises:
         torch.OutOfMemoryError: if not even the smallest fits.
@@ -67,7 +67,7 @@ def best_micro_batch(
 def timed_at_its_best(
     make: Make, case: Case, tokens: tuple[int, ...], peak: float | None, repeats: int
 ) -> dict[str, Any]:
-    """Figures of one contestant at the micro-batch that is best for it, and those it tried."""
+    """Figures of one contestant at its fastest micro-batch size, and the speed of each size."""
     contestant = make()
     try:
         size, speeds = best_micro_batch(contestant, case, tokens)
@@ -82,7 +82,7 @@ def timed_at_its_best(
 
 
 def _with_peak(run: Callable[[], list[float]]) -> tuple[list[float], float | None]:
-    """What ``run`` gives, and the most GB that it held on the device; None on a CPU."""
+    """The result of ``run``, and its peak GB on the device; None on a CPU."""
     if not torch.cuda.is_available():
         return run(), None
     torch.cuda.reset_peak_memory_stats()
@@ -96,7 +96,7 @@ def timed_in_turn(
     peak: float | None,
     repeats: int,
 ) -> dict[str, dict[str, Any]]:
-    """Figures of all contestants, a step of each in turn: what else runs then troubles all."""
+    """Figures of all contestants, interleaved, so that other load affects all of them."""
     for contestant in contestants.values():
         contestant.run(micro_batch_size, 2, lambda: None)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -111,7 +111,7 @@ def timed_in_turn(
 def figures(
     case: Case, micro_batch_size: int, seconds: list[float], peak: float | None
 ) -> dict[str, Any]:
-    """Medians in the units that are compared; MFU is null where nobody knows the peak."""
+    """Medians in the units to compare; MFU is null if the device's peak is unknown."""
     tokens = case.num_microbatches(micro_batch_size) * micro_batch_size * case.seq_length
     speed = tokens / statistics.median(seconds)
     per_token = training_flops(case.shape, 1, case.seq_length)

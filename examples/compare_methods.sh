@@ -1,35 +1,34 @@
 #!/usr/bin/env bash
-# Every method head to head: on one corpus, the mixture of each is found, the same base model is
-# trained by each of them with several seeds, and one table shows weights, average held-out
-# perplexity with its spread over seeds, and what it took to find the mixture.
+# Compare all methods on one corpus: compute each mixture, train the same base model with it and
+# several seeds, and print one table of weights, average held-out perplexity with its standard
+# deviation across seeds, and the cost of each mixture.
 #
 #   bash examples/compare_methods.sh                          # on 2 CPU cores, in under an hour
 #   SIZE=paper bash examples/compare_methods.sh               # the paper's setting, on every GPU
 #   SIZE=paper VARIANT=2k bash examples/compare_methods.sh    # its proxies of 2,000 steps
 #   SIZE=paper BASE=1.2b bash examples/compare_methods.sh     # its larger base model
-#   SIZE=tiny bash examples/compare_methods.sh                # tries it out, in minutes
+#   SIZE=tiny bash examples/compare_methods.sh                # smoke test, in minutes
 #   METHODS="uniform chameleon doremi" SEEDS="1 2 3 4 5" bash examples/compare_methods.sh
 #
-# The same command goes on with what was interrupted; mixtures and seeds may be added. Seeds are
-# paired: with one seed, the models of all mixtures start from the same weights and draw with the
-# same seed. Mixtures are found once, with PROXY_SEED. A mixture of equal weights (UniMax, where no
-# domain is repeated too often) has the models of uniform.
+# The same command resumes after an interruption; mixtures and seeds may be added. Seeds are paired:
+# the models of all mixtures start from the same weights and sample with the same seed. Mixtures are
+# computed once, with PROXY_SEED. A mixture equal to uniform shares its models.
 #
 #   SIZE         mini: real text of the installed packages, nano models; paper: SlimPajama; tiny
 #                (mini)
-#   VARIANT      2k: DoReMi and DoGE with proxies of 2,000 steps, beside uniform and Chameleon
+#   VARIANT      2k: DoReMi and DoGE with proxies of 2,000 steps, next to uniform and Chameleon
 #   BASE         model size of the base models (mini: nano; paper: 684m)
-#   METHODS      columns of the table, by the names of tools/compute_mixture.py --list-methods;
-#                doremi-2k and doge-2k have proxies of as many steps as Chameleon's (uniform
+#   METHODS      columns of the table, named as by tools/compute_mixture.py --list-methods;
+#                doremi-2k and doge-2k use proxies with Chameleon's number of steps (uniform
 #                natural unimax chameleon doremi doge regmix mixing-laws)
-#   SEEDS        of the base models, at least three ("1 2 3")
-#   BASELINE     the column that the others' perplexities are compared with (uniform)
-#   PROXY_SEED   of the proxies (1)
+#   SEEDS        seeds of the base models, at least three ("1 2 3")
+#   BASELINE     the column that perplexities are compared with (uniform)
+#   PROXY_SEED   seed of the proxies (1)
 #   RUN          folder of the experiment (mini: runs/compare-mini; paper: runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus; mini makes it)
-#   JOBS_AT_ONCE processes beside each other, one rank each; 1 gives a job all ranks (mini: 2)
-#   RECORD       a .json for the table with date, machine, versions and command; Markdown beside it
-#   BASE_STEPS, PROXY_STEPS, LONG_PROXY_STEPS, MEMBER_STEPS   steps, where SIZE is mini or tiny
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus; mini creates it)
+#   JOBS_AT_ONCE concurrent processes of one rank each; 1 gives a job all ranks (mini: 2)
+#   RECORD       a .json for the table with date, machine, versions and command; also written as Markdown
+#   BASE_STEPS, PROXY_STEPS, LONG_PROXY_STEPS, MEMBER_STEPS   steps for SIZE=mini and tiny
 set -euo pipefail
 SIZE=${SIZE:-mini}
 COMMAND_LINE=
@@ -48,25 +47,25 @@ PROXY_SEED=${PROXY_SEED:-1}
 case $VARIANT in
   '') METHODS=${METHODS:-uniform natural unimax chameleon doremi doge regmix mixing-laws} ;;
   2k) METHODS=${METHODS:-uniform chameleon doremi-2k doge-2k} ;;
-  *) refuse "VARIANT=$VARIANT: there is 2k, or none" ;;
+  *) refuse "VARIANT=$VARIANT: must be 2k or unset" ;;
 esac
 
-# Refuse at once what the table would refuse once everything is trained.
+# Reject at the start what the table would reject after the training.
 check_choice() {
   local name
   for name in $SEEDS $PROXY_SEED; do
-    [[ $name =~ ^(0|[1-9][0-9]*)$ ]] || refuse "SEEDS and PROXY_SEED: $name is no whole number"
+    [[ $name =~ ^(0|[1-9][0-9]*)$ ]] || refuse "SEEDS and PROXY_SEED: $name is not an integer"
   done
   comparison --check choice || exit
   [ "$SIZE" = paper ] || return 0
   for name in $METHODS; do
     [ "$name" = chameleon ] || is_found "$name" || [ -e "$(baseline_launcher "$name")" ] ||
-      refuse "METHODS: there is no $(baseline_launcher "$name"), which would make $name;" \
-        "put it to $RUN/4-mixture/$name.json, or leave it out"
+      refuse "METHODS: unknown method $name: no $(baseline_launcher "$name")" \
+        "and no $RUN/4-mixture/$name.json"
   done
 }
 
-# comparison FLAGS...: tools/compare_methods.py for what is chosen.
+# comparison FLAGS...: run tools/compare_methods.py on the selected columns.
 comparison() {
   # shellcheck disable=SC2086   # names and seeds are words
   python "$TOOLS/compare_methods.py" --run "$RUN" --mixtures $METHODS --seeds $SEEDS \
@@ -80,14 +79,14 @@ baseline_launcher() {
 
 is_found() { [ -e "$RUN/4-mixture/$1.json" ]; }
 
-# Flags of SIZE=mini and tiny; the paper's stand in hyperparameters.sh and in baselines/.
+# Flags of SIZE=mini and tiny; the paper's are in hyperparameters.sh and baselines/.
 mini() {
   RUN=${RUN:-runs/compare-mini}
   BASE=${BASE:-nano}
   JOBS_AT_ONCE=${JOBS_AT_ONCE:-2}      # 1.8 times as fast as one at a time on two ranks
   SEQ_LENGTH=128 BATCH=8 WARMUP=160 SWARM_WARMUP=40
   BASE_STEPS=${BASE_STEPS:-800}
-  PROXY_STEPS=${PROXY_STEPS:-1000}             # Chameleon's; a third of them is too few
+  PROXY_STEPS=${PROXY_STEPS:-1000}             # Chameleon's; a third is too few
   LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # DoReMi's and DoGE's
   MEMBER_STEPS=${MEMBER_STEPS:-150} REGMIX_MEMBERS=48 LAWS_MEMBERS=24
   EMBED=(--num-windows 512)            # the quickstart's
@@ -95,7 +94,7 @@ mini() {
   EVAL_TOKENS=4096
 }
 
-# In which nothing is learned.
+# A smoke test: nothing is learned.
 tiny() {
   BASE_STEPS=${BASE_STEPS:-12} PROXY_STEPS=${PROXY_STEPS:-8}
   LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-12} MEMBER_STEPS=${MEMBER_STEPS:-4}
@@ -105,12 +104,12 @@ tiny() {
   EVALUATE=(--max-tokens 1024)
 }
 
-# From these to the flags of proxies, swarms and base models.
+# Build the flags of proxies, swarms and base models.
 fill_in() {
   local batches=(--seq-length "$SEQ_LENGTH" --global-batch-size "$BATCH")
-  # So that seeds differ little: at 1e-2 one model in twenty stayed far behind the others, and with
-  # half the warm-up and second moments of 0.95, which suit larger batches, seeds of one mixture
-  # were up to 0.3 apart in their mean loss; by these it is 0.07.
+  # Chosen for a small spread between seeds: at a learning rate of 1e-2 one model in twenty lagged
+  # far behind, and with half the warm-up and beta2 0.95 the mean losses of seeds differed by up to
+  # 0.3; with these settings by 0.07.
   local run=("${batches[@]}" --micro-batch-size "$BATCH" --lr-warmup-iters "$WARMUP" --lr 4e-3
     --min-lr 1e-3 --adam-beta2 0.99 --log-interval 50 --save-interval 200)
   PROXY_FLAGS=(--model-size nano "${run[@]}" --seed "$PROXY_SEED")
@@ -125,7 +124,7 @@ fill_in() {
 SUFFIX=
 case $SIZE in
   mini | tiny)
-    export CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1   # too small for a GPU, and its compiler
+    export CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1   # models too small for a GPU
     "$SIZE"
     check_choice
     CORPUS=${CORPUS:-$RUN/1-corpus}
@@ -134,7 +133,7 @@ case $SIZE in
       OUTPUT=$CORPUS bash "$HERE/data/installed_text.sh"
     fi
     [ -e "$CORPUS/corpus.json" ] ||
-      refuse "there is no corpus in $CORPUS: $(how_to_make_it installed_text.sh)"
+      refuse "no corpus at $CORPUS; $(corpus_hint installed_text.sh)"
     fill_in
     PROXY=$RUN/2-proxy/nano-seed$PROXY_SEED
     ;;
@@ -148,14 +147,13 @@ case $SIZE in
     [ "$BASE" = 684m ] || SUFFIX=-$BASE
     check_choice
     ;;
-  *) refuse "SIZE=$SIZE: choose from mini, paper, tiny" ;;
+  *) refuse "SIZE=$SIZE: must be mini, paper or tiny" ;;
 esac
 TRAIN+=("${EXTRA[@]}")
 START=(python)
 [ "$JOBS_AT_ONCE" != 1 ] || START=(torchrun "${RANKS[@]}")
 
-# The jobs. Each is one command that takes the place of its shell, so that to end the job is to end
-# the command.
+# The jobs. Each replaces its shell (exec), so that a signal to the job reaches the command.
 
 train_proxy() {
   [ "$SIZE" != paper ] || launcher "$HERE/pretrain_82m_proxy.sh"
@@ -164,7 +162,7 @@ train_proxy() {
     --train-iters "$PROXY_STEPS" --corpus "$CORPUS" --mixture uniform --run-dir "$PROXY"
 }
 
-# launcher FILE FLAGS...: another launcher, which holds the paper's setting.
+# launcher FILE FLAGS...: run another launcher, which has the paper's settings.
 launcher() {
   exec env -u SIZE -u MIXTURE RUN="$RUN" CORPUS="$CORPUS" SEED="$PROXY_SEED" \
     bash "$1" -- "${@:2}"
@@ -199,7 +197,7 @@ train_base() {
 
 evaluate() {
   local seed run runs=()
-  for seed in $SEEDS; do   # the tool keeps the results of the same weights
+  for seed in $SEEDS; do   # the tool keeps results of the same weights
     run=$1$SUFFIX-seed$seed
     runs+=(--checkpoint "$RUN/5-base/$run" --output "$RUN/6-evaluation/$run.json")
   done
@@ -207,7 +205,7 @@ evaluate() {
   exec "${ENDED[@]}" "${START[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
 }
 
-# Training leaves by itself, and the paper's launchers see to it; the others are ended.
+# Training and the paper's launchers handle STOP_AT; other commands are killed by timeout.
 was_ended() {
   case $1 in
     chameleon | *-evaluation) is_out_of_time ;;
@@ -216,13 +214,13 @@ was_ended() {
   esac
 }
 
-# Whether a job has been done.
+# Tests whether a job is done.
 
 is_finished() { grep -qs '"status": "finished"' "$1/run.json"; }
 
 is_trained() { is_finished "$RUN/5-base/$1$SUFFIX-seed$2" || is_uniform "$1"; }
 
-# An evaluation may be there that is of other weights.
+# An existing evaluation may be of other weights.
 is_evaluated() {
   local seed
   ! is_uniform "$1" || return 0
@@ -232,7 +230,7 @@ is_evaluated() {
   METHODS=$1 comparison --check evaluations 2>> "$RUN/logs/$1-evaluation.log"
 }
 
-# Whether a mixture other than uniform, which is among METHODS, has its weights to nine digits.
+# Whether a mixture equals uniform to nine digits, and uniform is among METHODS.
 is_uniform() {
   [[ $1 != uniform && " $METHODS " == *" uniform "* ]] && is_found "$1" && is_found uniform &&
     [ "$(weights_of "$1")" = "$(weights_of uniform)" ]
@@ -242,7 +240,7 @@ weights_of() {
   sed -n '/^  "weights": {/,/^  }/ s/\(\.[0-9]\{9\}\)[0-9]*/\1/p' "$RUN/4-mixture/$1.json"
 }
 
-# Seconds that a job takes, roughly: for paper on an H100, for mini on a core of a virtual machine.
+# Approximate seconds of a job: for paper on an H100, for mini on one core of a virtual machine.
 seconds_for() {
   if [ "$SIZE" = paper ]; then
     case $1 in
@@ -257,7 +255,7 @@ seconds_for() {
     esac
     return
   fi
-  case $1 in   # a core does 6 steps of nano in a second, DoReMi trains two models
+  case $1 in   # a core does 6 nano steps per second; DoReMi trains two models
     proxy) echo $((PROXY_STEPS * 10 / 62 + 10)) ;;
     doremi) echo $((LONG_PROXY_STEPS * 27 / 62 + 20)) ;;
     doge) echo $((LONG_PROXY_STEPS * 14 / 62 + 20)) ;;
@@ -271,8 +269,8 @@ seconds_for() {
   esac
 }
 
-# A folder is gone on with by the settings that it was begun with; base models of another size have
-# settings of their own, and the same proxies.
+# A folder can only be resumed with its settings; base models of another size have separate settings
+# and share the proxies.
 hold_to_settings() {
   local proxies="seed of the proxies: $PROXY_SEED"
   if [ "$SIZE" != paper ]; then
@@ -285,22 +283,22 @@ hold_to_settings() {
     "base models: ${TRAIN[*]}"$'\n'"evaluation: ${EVALUATE[*]}"
 }
 
-# hold FILE TEXT: write it, or refuse what differs from what is there.
+# hold FILE TEXT: write TEXT to FILE, or fail if FILE differs.
 hold() {
   mkdir -p "$RUN/logs"
   [ -e "$1" ] || printf '%s\n' "$2" > "$1"
   [ "$(cat "$1")" = "$2" ] ||
-    refuse "$RUN was begun with other settings, which $1 holds: give those, or another RUN"
+    refuse "$RUN was started with other settings (see $1); use those, or another RUN"
 }
 
-# METHODS by how long it takes to find their mixtures.
+# METHODS sorted by duration, longest first.
 longest_first() {
   local name
   for name in $METHODS; do echo "$(seconds_for "$name") $name"; done | sort -s -k 1,1nr |
     cut -d ' ' -f 2
 }
 
-# Every job there is, the longest first, so that none runs alone at the end.
+# All jobs, longest first, so that none runs alone at the end.
 list_jobs() {
   local name seed uniform= bases
   [[ " $METHODS " != *" chameleon "* ]] ||
@@ -310,7 +308,7 @@ list_jobs() {
     [ "$name" != chameleon ] || after=proxy
     job "$name" "$(seconds_for "$name")" "$after" "is_found $name" find_mixture "$name"
   done
-  [[ " $METHODS " != *" uniform "* ]] || uniform=uniform   # which others may be equal to
+  [[ " $METHODS " != *" uniform "* ]] || uniform=uniform   # others may equal it
   for name in $METHODS; do
     bases=
     for seed in $SEEDS; do
@@ -323,10 +321,10 @@ list_jobs() {
   done
 }
 
-tell_length() {
+print_estimate() {
   local name sum=0
   for name in "${JOBS[@]}"; do sum=$((sum + EXPECTED[$name])); done
-  echo "all jobs together take about $((sum / JOBS_AT_ONCE / 60)) minutes where nothing else runs"
+  echo "all jobs take about $((sum / JOBS_AT_ONCE / 60)) minutes on an idle machine"
 }
 
 compare() {
@@ -337,10 +335,10 @@ compare() {
   comparison --name "compare_methods${VARIANT:+-$VARIANT}$SUFFIX" "${record[@]}"
 }
 
-{ # All of this is read before it begins: whoever edits this file meanwhile does no harm.
+{ # bash parses this block before running it, so editing the file meanwhile is safe.
   hold_to_settings
   list_jobs
-  [ "$SIZE" = paper ] || tell_length
+  [ "$SIZE" = paper ] || print_estimate
   run_jobs "$JOBS_AT_ONCE"
   on_first_node compare
   exit

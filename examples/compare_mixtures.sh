@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # Sourced by the fine-tuning launchers after launch.sh, with their RUN, CORPUS, PRETRAINED and
-# MIXTURE. What it does can be interrupted anywhere: the same command goes on from there.
+# MIXTURE. The same command resumes after an interruption.
 
-# compare_mixtures RECIPE: weigh the domains with PRETRAINED, fine-tune it with each of MIXTURE, and
-# show the runs side by side. RECIPE in examples/data makes the corpus.
+# compare_mixtures RECIPE: compute weights with PRETRAINED, fine-tune it with each of MIXTURE, and
+# compare the runs. examples/data/RECIPE creates the corpus.
 compare_mixtures() {
   choose finetune "$1"
   start_from "$PRETRAINED"
@@ -23,7 +23,7 @@ compare_mixtures() {
   on_first_node python "$TOOLS/make_report.py" "$RUN"
 }
 
-# Write the weights for fine-tuning and those for pretraining into RUN/4-mixture.
+# Write fine-tuning and pretraining weights to RUN/4-mixture.
 weigh_domains() {
   say "Weights from the pretrained model: no proxy is needed"
   EMBED+=(--checkpoint "$PRETRAINED" --store "$RUN/3-embeddings")

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# The paper's downstream accuracy (its tables of it): thirteen tasks with 0 to 5 solved examples before
-# each question, for every base run of an experiment.
+# The paper's downstream accuracy (its tables of it): thirteen tasks with 0 to 5 shots, for every base run
+# of an experiment.
 #
 #   bash examples/evaluate_downstream.sh                    # the base runs of runs/slimpajama
 #   RUN=runs/pile bash examples/evaluate_downstream.sh
-#   SIZE=tiny DATA_DIR=copies bash examples/evaluate_downstream.sh    # tries it out on 2 CPU ranks
+#   SIZE=tiny DATA_DIR=copies bash examples/evaluate_downstream.sh    # smoke test on 2 CPU ranks
 #   bash examples/evaluate_downstream.sh -- --tasks sciq piqa --evaluation-dtype bfloat16
 #
-# The same command goes on with what was interrupted, a task and a number of shots at a time. Results
+# The same command resumes after an interruption. Results
 # are RUN/6-evaluation/NAME-downstream.json.
 #
-#   SIZE         tiny, or anything else: runs know their sizes
+#   SIZE         tiny, or any other value: runs record their sizes
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CHECKPOINTS  the runs or checkpoints to evaluate (all of RUN/5-base)
 #   DATA_DIR     folder with copies of the tasks' data sets as OWNER/NAME (the hub)
@@ -36,8 +36,8 @@ RUN=${RUN:-runs/slimpajama}
 shopt -s nullglob
 RUNS=("$RUN"/5-base/*/)
 [ -z "${CHECKPOINTS:-}" ] || read -ra RUNS <<< "$CHECKPOINTS"
-[ "${#RUNS[@]}" != 0 ] || refuse "there is no run in $RUN/5-base:" \
-  "bash $HERE/pretrain_684m.sh makes one; or give CHECKPOINTS=FOLDER"
+[ "${#RUNS[@]}" != 0 ] || refuse "no run in $RUN/5-base; create one with" \
+  "'bash $HERE/pretrain_684m.sh', or set CHECKPOINTS"
 for CHECKPOINT in "${RUNS[@]}"; do
   NAME=$(basename "$CHECKPOINT")
   say "Downstream tasks, $NAME"

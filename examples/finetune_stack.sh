@@ -1,20 +1,19 @@
 #!/usr/bin/env bash
 # The 684M model of the Pile, fine-tuned on seven programming languages of the Stack: with uniform
-# weights, Chameleon's weights for fine-tuning and those for pretraining, as the paper compares them
-# (section "Finetuning", appendix "PPL of finetuning").
+# weights and Chameleon's fine-tuning and pretraining weights, as in the paper (section "Finetuning", appendix "PPL of finetuning").
 #
 #   bash examples/finetune_stack.sh
 #   PRETRAINED=runs/other bash examples/finetune_stack.sh
-#   SIZE=tiny bash examples/finetune_stack.sh      # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/finetune_stack.sh      # smoke test on 2 CPU ranks
 #   MIXTURE=chameleon-finetune bash examples/finetune_stack.sh -- --micro-batch-size 4
 #
-# Prints the table of perplexities in the end. The same command goes on with what was interrupted.
+# Prints the table of perplexities at the end. The same command resumes after an interruption.
 #
-#   SIZE         model size, that of PRETRAINED (684m)
+#   SIZE         model size of PRETRAINED (684m)
 #   RUN          folder of the experiment (runs/stack)
-#   CORPUS       what tools/preprocess_data.py made with the tokenizer of PRETRAINED (RUN/1-corpus)
+#   CORPUS       corpus, with the tokenizer of PRETRAINED (RUN/1-corpus)
 #   PRETRAINED   the run or checkpoint to start from (runs/pile/5-base/chameleon-pretrain-seed1)
-#   MIXTURE      the runs to do ("uniform chameleon-finetune chameleon-pretrain")
+#   MIXTURE      runs ("uniform chameleon-finetune chameleon-pretrain")
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/launch.sh"

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Every hyper-parameter of the launchers, which source this file through launch.sh. What is marked
-#   paper:    stands in Chameleon, ICML 2025, at the place that is named;
-#   assumed:  does not: the line says where it comes from;
-#   tiny:     is for SIZE=tiny, which tries a launcher out on two CPU ranks and reproduces nothing.
-# A later line overrides an earlier one, and what is given after -- overrides all of them.
+# Every hyperparameter of the launchers, which source this file through launch.sh. Marks:
+#   paper:    printed in Chameleon, ICML 2025, at the given place;
+#   assumed:  not printed; the line gives the source;
+#   tiny:     for SIZE=tiny, a smoke test on two CPU ranks that reproduces nothing.
+# Later lines override earlier ones; flags after -- override all.
 # The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/sizes.py.
 #
 # hyperparameters EXPERIMENT SIZE fills four arrays of flags: TRAIN for tools/pretrain_gpt.py, EMBED
-# for tools/compute_mixture.py, EVALUATE for tools/evaluate.py perplexity and, beside the first two,
+# for tools/compute_mixture.py, EVALUATE for tools/evaluate.py perplexity and, in addition to the first two,
 # SWEEP for tools/sweep_mixture.py.
 hyperparameters() {
   TRAIN=(
@@ -19,7 +19,7 @@ hyperparameters() {
     --adam-beta1 0.9           # assumed: usual for language models
     --adam-beta2 0.95          # assumed: usual for language models
     --adam-eps 1e-8            # assumed: Adam's own
-    --micro-batch-size 8       # assumed: what a GPU holds decides; it changes no result
+    --micro-batch-size 8       # assumed: limited by GPU memory; does not change results
     --bf16                     # assumed: usual on the paper's H100
   )
   EMBED=(
@@ -36,7 +36,7 @@ hyperparameters() {
     --sweep-num-windows 2048 4096 8192         # paper: the same table, "2k", "4k" and "8k"
   )
 
-  case $1 in                   # the cosine schedule is the paper's too, and the only one there is
+  case $1 in                   # the paper's schedule is a cosine, the only one supported
     proxy)
       TRAIN+=(
         --train-iters 2000         # paper: training setup
@@ -61,7 +61,7 @@ hyperparameters() {
         --global-batch-size 128    # paper: experimental setup
       )
       ;;
-    *) refuse "there is no experiment '$1'; proxy, base, base-pile and finetune are there" ;;
+    *) refuse "unknown experiment '$1': must be proxy, base, base-pile or finetune" ;;
   esac
 
   case $2 in

@@ -1,17 +1,15 @@
 # shellcheck shell=bash
-# Sourced by compare_methods.sh: commands that wait for one another, several at a time. Started
-# again, what was done is left alone, and the rest goes on.
+# Sourced by compare_methods.sh: runs jobs with dependencies, several concurrently. A restart skips
+# finished jobs.
 #
 #   job NAME SECONDS "AFTER ..." "TEST ..." COMMAND...
-#                    to be run once the jobs of AFTER are done, unless the command TEST succeeds,
-#                    which says that it has been done; it takes about SECONDS, or a multiple of that
-#                    which is the same for all jobs
-#   run_jobs COUNT   so many at a time. One at a time says on the terminal what it does, several
-#                    write RUN/logs/NAME.log. Returns once all are done, and leaves otherwise.
-#   was_ended NAME   to be defined: whether a job whose command did not succeed was ended by the
-#                    time, so that it has not failed
+#                    runs after the jobs in AFTER, unless the command TEST succeeds (already done);
+#                    SECONDS is a relative estimate of its duration
+#   run_jobs COUNT   COUNT concurrently: one job at a time logs to the terminal, several to
+#                    RUN/logs/NAME.log. Returns when all are done, otherwise exits.
+#   was_ended NAME   defined by the caller: whether a failed job was stopped by the time limit
 JOBS=()
-STOPPED=75   # the status of a tool that was asked to stop, and can go on
+STOPPED=75   # exit status of a tool that was stopped and can be resumed
 declare -A EXPECTED AFTER TEST COMMAND STATE STARTED
 
 job() {
@@ -42,22 +40,22 @@ run_jobs() {
   (($(count done) == ${#JOBS[@]})) || leave
 }
 
-# Leave with the reason for which not all is done.
+# Exit, reporting why not all jobs are done.
 leave() {
-  [ "$(count failed)" != 0 ] || exit 0   # it was asked to
-  echo "$(count failed) jobs failed, and $(count waiting) wait for them: mend what they say, and" \
-    "the same command goes on from here" >&2
+  [ "$(count failed)" != 0 ] || exit 0   # stopped on request
+  echo "$(count failed) jobs failed, and $(count waiting) depend on them; fix the errors above," \
+    "then the same command resumes" >&2
   exit 1
 }
 
-# How many jobs are in a state.
+# Count the jobs in a state.
 count() {
   local name number=0
   for name in "${JOBS[@]}"; do [ "${STATE[$name]}" != "$1" ] || number=$((number + 1)); done
   echo "$number"
 }
 
-# The first job that may begin, or nothing.
+# Print the first job that can start.
 ready() {
   [ -z "$HALTED" ] || return 0
   local name before
@@ -71,9 +69,9 @@ ready() {
 
 start_job() {
   local name=$1 log=$RUN/logs/$1.log status=0
-  if eval "${TEST[$name]}"; then   # another one has done it, while this one waited
+  if eval "${TEST[$name]}"; then   # done by another job in the meantime
     STATE[$name]=done
-    echo "needless: $name"
+    echo "already done: $name"
     return
   fi
   STATE[$name]=running STARTED[$name]=$SECONDS
@@ -85,10 +83,10 @@ start_job() {
   fi
   (eval "${COMMAND[$name]}") >> "$log" 2>&1 &
   NAME_OF[$!]=$name
-  echo "begun: $name ($log)"
+  echo "started: $name ($log)"
 }
 
-# Wait for one of those that run.
+# Wait for a running job.
 finish_next() {
   local pid status=0
   wait -n -p pid "${!NAME_OF[@]}" || status=$?
@@ -107,7 +105,7 @@ finish_job() {
     STATE[$name]=failed
     echo "failed: $name, with status $status" >&2
     [ "$AT_ONCE" = 1 ] ||
-      echo "  $log ends with: $(tail -n 1 "$log" | tr '\r' '\n' | tail -n 1)" >&2
+      echo "  last line of $log: $(tail -n 1 "$log" | tr '\r' '\n' | tail -n 1)" >&2
   elif eval "${TEST[$name]}"; then
     STATE[$name]=done
     ACTUAL=$((ACTUAL + took)) FORESEEN=$((FORESEEN + EXPECTED[$name]))
@@ -117,13 +115,13 @@ finish_job() {
   fi
 }
 
-# It was asked to, as by STOP_AT.
+# The job was stopped, for example by STOP_AT.
 leave_job() {
   STATE[$1]=left HALTED=yes
-  echo "left: $1, before its end; the same command goes on from here"
+  echo "stopped: $1; the same command resumes"
 }
 
-# About how long the rest takes, at the speed of what this call has done so far.
+# Estimate the time left from the speed of the finished jobs.
 time_left() {
   local name seconds left=0
   for name in "${JOBS[@]}"; do
@@ -139,10 +137,10 @@ time_left() {
   echo " about $(((left / AT_ONCE + 30) / 60)) minutes left"
 }
 
-# End what runs, and leave: training saves what it has.
+# Stop the running jobs and exit: training saves a checkpoint.
 stop_jobs() {
   trap '' INT TERM
-  echo "stopping: the same command goes on from here" >&2
+  echo "stopping; the same command resumes" >&2
   kill -TERM "${!NAME_OF[@]}" 2> /dev/null || true
   wait
   exit 130

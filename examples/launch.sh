@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# Sourced by the launchers: from the choices in the environment to the arguments of torchrun and of
-# the tools. A launcher has its own SIZE, RUN, CORPUS and MIXTURE; all of them take
-#   SEED         of the initial weights and of the order of samples (1)
-#   TP, PP       tensor- and pipeline-parallel degree; the other ranks are data parallel (1, 1)
-#   NPROC        ranks on each node (one for each GPU; without any, one for each core)
-#   NNODES       nodes; on each the launcher is started, with its own NODE_RANK (SLURM says it) and
-#                with the first one's MASTER_ADDR (1)
-#   STOP_AT      Unix time at which to save and leave, to go on later by the same command (never)
-# and, after --, any flag of tools/pretrain_gpt.py; launchers that train nothing take those of the
-# tool that they start.
+# Sourced by the launchers: converts environment variables to arguments of torchrun and the tools.
+# Each launcher documents its SIZE, RUN, CORPUS and MIXTURE; all of them take
+#   SEED         seed of the initial weights and of the order of samples (1)
+#   TP, PP       tensor- and pipeline-parallel degree; the rest is data parallel (1, 1)
+#   NPROC        ranks per node (one per GPU, or one per core without GPUs)
+#   NNODES       nodes; start the launcher on each with its NODE_RANK (set by SLURM) and the first
+#                node's MASTER_ADDR (1)
+#   STOP_AT      Unix time at which to save and stop; the same command resumes (never)
+# and, after --, any flag of tools/pretrain_gpt.py; launchers without training take the flags of the
+# tool that they run.
 HERE=$(dirname "${BASH_SOURCE[0]}")
 TOOLS=$HERE/../tools
 LAUNCHER=$(basename "$0" .sh)
@@ -23,7 +23,7 @@ if [ "${1:-}" = --help ]; then
   exit
 fi
 [ $# = 0 ] || [ "$1" = -- ] ||
-  refuse "$1: choices are environment variables (--help names them), flags come after --"
+  refuse "$1: settings are environment variables (see --help); flags follow --"
 EXTRA=("${@:2}")
 
 if [ "$SIZE" = tiny ]; then
@@ -31,10 +31,10 @@ if [ "$SIZE" = tiny ]; then
   CORPUS=${CORPUS:-runs/quickstart/1-corpus}
   PRETRAINED=${PRETRAINED:-runs/tiny/pretrain_684m_pile/5-base/uniform-seed1}
   PROXY=${PROXY:-runs/tiny/pretrain_82m_proxy/2-proxy/tiny-seed1}
-  [[ $LAUNCHER == finetune_* ]] || MIXTURE=${MIXTURE:-uniform}   # nothing is there to be weighed by
+  [[ $LAUNCHER == finetune_* ]] || MIXTURE=${MIXTURE:-uniform}   # no mixture exists yet
   NPROC=${NPROC:-2}
-  export CUDA_VISIBLE_DEVICES=           # one GPU would not take two ranks
-  export TORCHDYNAMO_DISABLE=1           # only GPUs use the compiler, which takes a second to load
+  export CUDA_VISIBLE_DEVICES=           # one GPU could not hold two ranks
+  export TORCHDYNAMO_DISABLE=1           # skips loading the compiler, which only GPUs use
 fi
 SEED=${SEED:-1}
 NNODES=${NNODES:-1}
@@ -44,12 +44,12 @@ if [ "$NNODES" = 1 ]; then
   RANKS+=(--standalone)
 else
   RANKS+=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-port "${MASTER_PORT:-29500}"
-    --master-addr "${MASTER_ADDR:?is the name of the first of NNODES nodes}")
+    --master-addr "${MASTER_ADDR:?set it to the first of the NNODES nodes}")
 fi
 PARALLEL=(--tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-1}")
 ALONE=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1)   # overrides PARALLEL
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# What torchrun gives its ranks to save and leave when it is ended itself; 30 seconds may be few.
+# Seconds that a stopped torchrun waits for its ranks to save; its default of 30 may be too short.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 
 # shellcheck source=examples/hyperparameters.sh
@@ -59,47 +59,46 @@ say() { printf '\n== %s\n' "$*"; }
 
 on_first_node() { [ "$NODE_RANK" != 0 ] || "$@"; }
 
-# choose EXPERIMENT RECIPE: fill the arrays of flags; RECIPE in examples/data makes the corpus.
+# choose EXPERIMENT RECIPE: fill the arrays of flags; examples/data/RECIPE creates the corpus.
 choose() {
   hyperparameters "$1" "$SIZE"
-  [ -e "$CORPUS/corpus.json" ] || refuse "there is no corpus in $CORPUS: $(how_to_make_it "$2")"
-  command -v torchrun > /dev/null || refuse "there is no torchrun in the PATH:" \
-    "'make setup' installs it, 'source .venv/bin/activate' brings it there"
+  [ -e "$CORPUS/corpus.json" ] || refuse "no corpus at $CORPUS; $(corpus_hint "$2")"
+  command -v torchrun > /dev/null || refuse "torchrun is not on the PATH: run 'make setup' and 'source .venv/bin/activate'"
   TRAIN+=("${PARALLEL[@]}" --corpus "$CORPUS" --seed "$SEED")
   EMBED+=("${PARALLEL[@]}" --corpus "$CORPUS")
   EVALUATE+=("${PARALLEL[@]}" --corpus "$CORPUS")
 }
 
-how_to_make_it() {
+corpus_hint() {
   if [ "$SIZE" = tiny ]; then
-    echo "make quickstart leaves a small one there; or give CORPUS=FOLDER"
+    echo "create a small one with 'make quickstart', or set CORPUS"
   else
-    echo "OUTPUT=$CORPUS bash $HERE/data/$1 makes it; or give CORPUS=FOLDER"
+    echo "create it with 'OUTPUT=$CORPUS bash $HERE/data/$1', or set CORPUS"
   fi
 }
 
-# mixture NAME: set WEIGHTS to what --mixture takes, NAME to what the run is called after it. NAME
-# is uniform, a path, or what $RUN/4-mixture holds.
+# mixture NAME: set WEIGHTS for --mixture and NAME for the run's name. NAME is uniform, a path, or a
+# file in $RUN/4-mixture.
 mixture() {
   NAME=$(basename "$1" .json)
   case $1 in
     uniform | */* | *.json) WEIGHTS=$1 ;;
     *) WEIGHTS=$RUN/4-mixture/$1.json ;;
   esac
-  # The other nodes may be here before the first one has made it; torchrun lets them wait for it.
+  # Other nodes may get here before the first has written it; torchrun makes them wait.
   [ "$WEIGHTS" = uniform ] || [ -e "$WEIGHTS" ] || [ "$NODE_RANK" != 0 ] ||
-    refuse "there is no mixture $WEIGHTS:" "'bash $HERE/pretrain_82m_proxy.sh --help' says how it is made; or give MIXTURE=uniform"
+    refuse "no mixture at $WEIGHTS; see 'bash $HERE/pretrain_82m_proxy.sh --help', or set MIXTURE=uniform"
 }
 
-# start_from CHECKPOINT: train from its weights.
+# start_from CHECKPOINT: start training from its weights.
 start_from() {
-  [ -d "$1" ] || refuse "there is no run $1 to start from:" \
-    "SIZE=$SIZE bash $HERE/pretrain_684m_pile.sh makes one; or give PRETRAINED=FOLDER"
+  [ -d "$1" ] || refuse "no run at $1; create it with" \
+    "'SIZE=$SIZE bash $HERE/pretrain_684m_pile.sh', or set PRETRAINED"
   TRAIN+=(--pretrained-checkpoint "$1")
 }
 
-# Set LIMIT to the flag by which a run leaves at STOP_AT, and ENDED to what ends a command then that
-# has no such flag and goes on from what it has written; or leave at once if that time is past.
+# Set LIMIT to the flag that stops a run at STOP_AT, and ENDED to a prefix that stops a command
+# without such a flag; exit if STOP_AT has passed.
 limit_time() {
   LIMIT=() ENDED=()
   [ -n "${STOP_AT:-}" ] || return 0
@@ -110,11 +109,11 @@ limit_time() {
 }
 
 time_is_up() {
-  echo "the time is up; the same command goes on from here"
+  echo "STOP_AT has passed; the same command resumes"
   exit
 }
 
-# within_limit COMMAND...: end it at STOP_AT, and leave.
+# within_limit COMMAND...: stop it at STOP_AT, and exit.
 within_limit() {
   limit_time
   local status=0
@@ -123,6 +122,6 @@ within_limit() {
   return "$status"
 }
 
-# Whether STOP_AT has come. A command of ENDED that fails from then on was ended by it, or lost
-# ranks of another node that were.
+# Whether STOP_AT has passed. A command run with ENDED that fails later was stopped, or lost ranks of
+# another node that were.
 is_out_of_time() { [ -n "${STOP_AT:-}" ] && (($(date +%s) >= STOP_AT)); }

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Weights for fine-tuning the 684M model of the Pile on seven programming languages of the Stack
-# (section "Finetuning"): those for fine-tuning, and those for pretraining beside them. The model
-# embeds the domains itself, so that no proxy is trained.
+# (section "Finetuning"): fine-tuning and pretraining weights. The
+# model embeds the domains itself, so no proxy is trained.
 #
 #   bash examples/mixture_stack.sh
 #   PRETRAINED=runs/other bash examples/mixture_stack.sh
-#   SIZE=tiny bash examples/mixture_stack.sh      # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/mixture_stack.sh      # smoke test on 2 CPU ranks
 #   bash examples/mixture_stack.sh -- --temperature 0.5 --explain
 #
-# The same command goes on with what was interrupted. finetune_stack.sh begins with the same.
+# The same command resumes after an interruption. finetune_stack.sh starts with this step.
 #
-#   SIZE         model size, that of PRETRAINED (684m)
+#   SIZE         model size of PRETRAINED (684m)
 #   RUN          folder of the experiment (runs/stack)
-#   CORPUS       what tools/preprocess_data.py made with the tokenizer of PRETRAINED (RUN/1-corpus)
+#   CORPUS       corpus, with the tokenizer of PRETRAINED (RUN/1-corpus)
 #   PRETRAINED   the run or checkpoint to embed with (runs/pile/5-base/chameleon-pretrain-seed1)
 set -euo pipefail
 SIZE=${SIZE:-684m}

@@ -4,10 +4,10 @@
 #
 #   bash examples/pretrain_1_2b.sh                      # with Chameleon's weights
 #   MIXTURE=uniform bash examples/pretrain_1_2b.sh      # the baseline
-#   SIZE=tiny bash examples/pretrain_1_2b.sh            # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/pretrain_1_2b.sh            # smoke test on 2 CPU ranks
 #   bash examples/pretrain_1_2b.sh -- --train-iters 20000 --micro-batch-size 4
 #
-# The same command goes on with a run that was interrupted. On many nodes, under SLURM:
+# The same command resumes an interrupted run. On many nodes, under SLURM:
 # examples/slurm/pretrain.sbatch.
 #
 #   SIZE         model size (1.2b)

@@ -4,15 +4,15 @@
 #
 #   bash examples/pretrain_684m.sh                      # with Chameleon's weights
 #   MIXTURE=uniform bash examples/pretrain_684m.sh      # the baseline
-#   SIZE=tiny bash examples/pretrain_684m.sh            # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/pretrain_684m.sh            # smoke test on 2 CPU ranks
 #   bash examples/pretrain_684m.sh -- --train-iters 20000 --micro-batch-size 4
 #
-# The same command goes on with a run that was interrupted. On many nodes, under SLURM:
+# The same command resumes an interrupted run. On many nodes, under SLURM:
 # examples/slurm/pretrain.sbatch.
 #
 #   SIZE         model size (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 #   MIXTURE      uniform, or a name in RUN/4-mixture, or a file
 #                (chameleon-pretrain)
 set -euo pipefail

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # A 684M base model on the 17 domains of the Pile, in batches of 512: with each MIXTURE, a column of
-# the paper's tables for the Pile (section "Scalable to Pile"). The weights come from the proxy that
-# was trained on SlimPajama: examples/transfer_pile.sh makes them.
+# the paper's tables for the Pile (section "Scalable to Pile"). The weights come from
+# SlimPajama's proxy: examples/transfer_pile.sh computes them.
 #
 #   bash examples/pretrain_684m_pile.sh                      # with Chameleon's weights
 #   MIXTURE=uniform bash examples/pretrain_684m_pile.sh      # not in the paper's tables
-#   SIZE=tiny bash examples/pretrain_684m_pile.sh            # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/pretrain_684m_pile.sh            # smoke test on 2 CPU ranks
 #   bash examples/pretrain_684m_pile.sh -- --train-iters 20000 --micro-batch-size 4
 #
-# The same command goes on with a run that was interrupted. On many nodes, under SLURM:
+# The same command resumes an interrupted run. On many nodes, under SLURM:
 # examples/slurm/pretrain.sbatch.
 #
 #   SIZE         model size (684m)
 #   RUN          folder of the experiment (runs/pile)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 #   MIXTURE      uniform, or a name in RUN/4-mixture, or a file
 #                (chameleon-pretrain)
 set -euo pipefail

@@ -4,17 +4,17 @@
 # Pile").
 #
 #   bash examples/pretrain_82m_proxy.sh                 # on every GPU of this machine
-#   SIZE=tiny bash examples/pretrain_82m_proxy.sh       # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/pretrain_82m_proxy.sh       # smoke test on 2 CPU ranks
 #   bash examples/pretrain_82m_proxy.sh -- --train-iters 5000 --micro-batch-size 16
 #
-# The same command goes on with a run that was interrupted. What the weights come from then:
+# The same command resumes an interrupted run. Then compute the weights:
 #   torchrun tools/compute_mixture.py --corpus runs/slimpajama/1-corpus \
 #     --checkpoint runs/slimpajama/2-proxy/82m-seed1 --store runs/slimpajama/3-embeddings/82m \
 #     --output runs/slimpajama/4-mixture/chameleon-pretrain.json
 #
 #   SIZE         model size (82m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 #   MIXTURE      uniform, as in the paper, or a name in RUN/4-mixture, or a file (uniform)
 set -euo pipefail
 SIZE=${SIZE:-82m}

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # The whole pipeline on real text in a few minutes on two CPU cores: text -> tokens -> proxy ->
-# mixture -> two models -> perplexity -> tables and pictures. Each line is an ordinary command.
-# Run it again after an interruption: finished steps are skipped, embeddings that are there are
-# used, and a training run is begun again. With other settings, give another RUN.
+# mixture -> two models -> perplexity -> tables and figures. Each line is an ordinary command.
+# After an interruption, run it again: it skips finished steps and reuses stored embeddings; an
+# unfinished training run restarts. Use another RUN for other settings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-RUN=${RUN:-runs/quickstart}            # everything is written below this folder
-SIZE=${SIZE:-nano}                     # model size of the proxy and of the two models
+RUN=${RUN:-runs/quickstart}            # output folder
+SIZE=${SIZE:-nano}                     # model size of the proxy and the two models
 PROXY_STEPS=${PROXY_STEPS:-500}
 BASE_STEPS=${BASE_STEPS:-650}
-WARMUP=${WARMUP:-160}                  # fewer than the steps of either
+WARMUP=${WARMUP:-160}                  # less than either number of steps
 SEED=${SEED:-1}
 
-export OMP_NUM_THREADS=1               # one thread for each of the two ranks
-export CUDA_VISIBLE_DEVICES=           # too small for a GPU; and one GPU would not take two ranks
-export TORCHDYNAMO_DISABLE=1           # only GPUs use the compiler, which takes a second to load
+export OMP_NUM_THREADS=1               # one thread per process: two run at a time
+export CUDA_VISIBLE_DEVICES=           # CPU only: one GPU could not hold both ranks
+export TORCHDYNAMO_DISABLE=1           # skips loading the compiler, which only GPUs use
 CORPUS=$RUN/1-corpus
 PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
@@ -51,17 +51,22 @@ say "4/7 Domain embeddings and Chameleon weights"
 MIX=(--corpus "$CORPUS" --checkpoint "$PROXY" --store "$STORE" --num-windows 512)
 ranks tools/compute_mixture.py "${MIX[@]}" --mode pretrain --tensor-model-parallel-size 2 \
   --output "$MIXTURES/chameleon-pretrain.json" --token-budget $((BASE_STEPS * 8 * 128))
-# The embeddings are there now: the second mode is a matter of algebra, and needs no ranks.
+# The embeddings are stored: the second mode needs no forward pass.
 python tools/compute_mixture.py "${MIX[@]}" --mode finetune \
   --output "$MIXTURES/chameleon-finetune.json"
 
-say "5/7 Two models, the same but for the mixture"
-for mixture in uniform chameleon-pretrain; do
-  weights=$MIXTURES/$mixture.json
-  [ "$mixture" = uniform ] && weights=uniform
-  ranks tools/pretrain_gpt.py "${TRAIN[@]}" --mixture "$weights" \
-    --run-dir "$RUN/5-base/$mixture-seed$SEED" --train-iters "$BASE_STEPS"
-done
+say "5/7 Two models that differ only in their mixture, trained concurrently on one rank each"
+train_base() {
+  python tools/pretrain_gpt.py "${TRAIN[@]}" --mixture "$2" --run-dir "$RUN/5-base/$1-seed$SEED" \
+    --train-iters "$BASE_STEPS"
+}
+mkdir -p "$RUN/logs"
+LOG=$RUN/logs/chameleon-pretrain-seed$SEED.log
+train_base chameleon-pretrain "$MIXTURES/chameleon-pretrain.json" > "$LOG" 2>&1 &
+trap 'kill $! 2> /dev/null || true' EXIT   # Ctrl-C does not reach a background process
+echo "The model trained with Chameleon's weights logs to $LOG."
+train_base uniform uniform
+wait $! || { tail -n 3 "$LOG" >&2; exit 1; }
 
 say "6/7 Held-out perplexity"
 ranks tools/evaluate.py perplexity --corpus "$CORPUS" --max-tokens 25000 \
@@ -70,5 +75,5 @@ ranks tools/evaluate.py perplexity --corpus "$CORPUS" --max-tokens 25000 \
   --checkpoint "$RUN/5-base/chameleon-pretrain-seed$SEED" \
   --output "$RUN/6-evaluation/chameleon-pretrain-seed$SEED.json"
 
-say "7/7 Tables and pictures"
+say "7/7 Tables and figures"
 python tools/make_report.py "$RUN"

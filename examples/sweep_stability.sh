@@ -4,15 +4,15 @@
 # 82M proxy of 2,000 steps. Seven proxies are trained, the longest for 10,000 steps.
 #
 #   bash examples/sweep_stability.sh                 # on every GPU of this machine
-#   SIZE=tiny bash examples/sweep_stability.sh       # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/sweep_stability.sh       # smoke test on 2 CPU ranks
 #   bash examples/sweep_stability.sh -- --sweep-ridge 0.1 1 10 100 1000
 #
-# The same command goes on with what was interrupted. Tables and RUN/7-report/stability.png show how
-# far the weights lie apart.
+# The same command resumes after an interruption. Tables and RUN/7-report/stability.png
+# show the changes of the weights.
 #
-#   SIZE         model size of the proxy in the centre (82m)
+#   SIZE         model size of the central proxy (82m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/launch.sh"

@@ -1,4 +1,4 @@
-"""From the command line to one function call; a person's mistakes are reported in one line."""
+"""Run a tool: parse flags into options, call one function, report user errors in one line."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from megatron_chameleon.console import (
     open_output,
     reader_has_left,
 )
-from megatron_chameleon.errors import STOPPED_STATUS, UserError, refusal_of_system
-from megatron_chameleon.options.ranges import check_ranges, each_value
+from megatron_chameleon.errors import STOPPED_STATUS, UserError, system_error_message
+from megatron_chameleon.ranges import each_value
 
 Options = TypeVar("Options")
 
 USER_ERROR_STATUS = 2
 INTERRUPTED_STATUS = 130
-# A mistake that every rank sees is told by rank 0 alone; torchrun then ends the others. A rank that
-# is still alive after this long found something that rank 0 did not, so it speaks for itself.
-SECONDS_BEFORE_OTHER_RANKS_SPEAK = 8.0
-# What gloo says on a rank that was talking to one that has left.
+# Rank 0 reports an error that every rank raises, and torchrun then ends the others. A rank that is
+# still alive after this many seconds has an error of its own, and reports it.
+OTHER_RANKS_DELAY_SECONDS = 8.0
+# gloo's error on a rank whose peer has exited.
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe")
 OPTION_TYPES = ConstructorRegistry()
 
@@ -57,23 +57,23 @@ def run_tool(
     *,
     prints_log: bool = False,
 ) -> NoReturn:
-    """Parse ``argv`` into ``options_type``, call ``function`` with it and leave the process.
+    """Parse ``argv`` into ``options_type``, call ``function`` with it and exit the process.
 
-    Exit status: what ``function`` returns (None is 0), 130 if interrupted, and 2 for a user's
-    mistake, or where the system refuses (disk full, file unreadable, too many open files, out of
-    memory). STOPPED_STATUS is 0 under torchrun, which knows failures alone. SIGTERM, by which
-    schedulers and torchrun end a process, acts as Ctrl-C.
+    Exit status: the return value of ``function`` (None is 0), 130 if interrupted, and 2 for a user
+    error or a system error (disk full, file unreadable, too many open files, out of memory).
+    STOPPED_STATUS becomes 0 under torchrun, which treats every other status as a failure. SIGTERM,
+    which schedulers and torchrun send, acts as Ctrl-C.
 
-    The work never depends on standard output: what cannot be printed is dropped, and all files are
-    written. Where something was dropped, the status is 2 in place of 0, except if the reader left,
-    as in ``tool | head``, or if the tool prints the log of what it writes to disk.
+    A failing standard output does not stop the tool: output that cannot be printed is dropped, and
+    all files are written. If output was dropped, the status is 2 instead of 0, unless the reader
+    closed the pipe, as in ``tool | head``, or the output only repeats what is written to disk.
 
     Args:
         function: the tool's work.
         options_type: a dataclass of its options.
-        argv: of this process unless given.
-        prog: what --help calls the tool.
-        prints_log: whether all that it prints is such a log.
+        argv: arguments; default: those of this process.
+        prog: name of the tool in --help.
+        prints_log: whether the output only repeats what is written to disk.
     """
     _start()
     rank = int(os.environ.get("RANK", "0"))
@@ -81,28 +81,27 @@ def run_tool(
     signal.signal(signal.SIGTERM, _interrupt)
     threading.excepthook = _thread_ended
     warnings.showwarning = OneLineWarnings() if rank == 0 else _no_warning
-    for noise in (FutureWarning, DeprecationWarning):  # of libraries, for their programmers
+    for noise in (FutureWarning, DeprecationWarning):  # of libraries, for developers
         warnings.simplefilter("ignore", noise)
     escape_everything_printed()
     try:
-        check_ranges(options)
         check_text_and_paths(options)
         status = function(options) or 0
     except UserError as error:
-        _refuse(str(error), rank)
+        _exit_with_error(str(error), rank)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_STATUS)
     except Exception as error:
         if LOST_PEER.search(str(error)):
-            _let_others_speak(2 if rank == 0 else 1)  # the one that left says why
-        refusal = refusal_of_system(error)
-        if refusal is None:
+            _wait_for_other_ranks(2 if rank == 0 else 1)  # the rank that exited reports the cause
+        problem = system_error_message(error)
+        if problem is None:
             raise
-        _refuse(f"{refusal}; put that right and run the same command again", rank)
-    # torchrun would make a traceback and status 1 of it, as of a failure, and a scheduler does not
-    # queue again what has failed.
-    is_told = status != STOPPED_STATUS or "TORCHELASTIC_RUN_ID" not in os.environ
-    _leave(status if is_told else 0, prints_log=prints_log)
+        _exit_with_error(f"{problem}; fix it and run the same command again", rank)
+    # torchrun would report it as a failure, with a traceback and status 1, and a scheduler does not
+    # requeue a failed job.
+    keeps_status = status != STOPPED_STATUS or "TORCHELASTIC_RUN_ID" not in os.environ
+    _leave(status if keeps_status else 0, prints_log=prints_log)
 
 
 def run_subcommand(
@@ -117,24 +116,24 @@ def run_subcommand(
         print(f"usage: {tool} {{{','.join(commands)}}} [options]; {tool} COMMAND --help shows them")
         _leave(0)
     if name not in commands:
-        problem = f"no such command '{name}'" if name else "no command given"
-        _refuse(f"{tool}: {problem}; the first argument is {_one_of(commands)}", rank)
+        problem = f"unknown command '{name}'" if name else "no command"
+        _exit_with_error(f"{tool}: {problem}; the first argument is {_one_of(commands)}", rank)
     function, options_type = commands[name]
     run_tool(function, options_type, sys.argv[2:], prog=f"{tool} {name}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A flag whose value chooses what a tool does, and with it all its other flags.
+    """A flag whose value selects the tool's function, and with it all other flags.
 
     Attributes:
         flag: such as ``--method``.
-        default: its value where it is not given.
-        commands: value -> what is called, with options of which type.
-        listing_flag: prints what the values mean.
-        listing: what it prints.
-        unusable: a line for each value that should be there and cannot be used; told where a value
-            is unknown, which may be one of them.
+        default: default value of the flag.
+        commands: value -> function and its options dataclass.
+        listing_flag: the flag that lists the values.
+        listing: returns the text that it prints.
+        unusable: a line for each value that is defined but not usable, added to the error for an
+            unknown value.
     """
 
     flag: str
@@ -158,43 +157,42 @@ def run_choice(choice: Choice) -> NoReturn:
     name = names[0] if names else choice.default
     problem = _problem_of(choice, names, name)
     if problem:
-        _refuse(problem, rank)
+        _exit_with_error(problem, rank)
     if not names and rank == 0 and {"-h", "--help"} & set(argv):
         print(
-            f"{choice.flag} {{{','.join(choice.commands)}}} chooses ({choice.default} unless given)"
-            f": each has flags of its own, which --help shows beside it; {choice.listing_flag} "
-            "tells of them\n"
+            f"{choice.flag} {{{','.join(choice.commands)}}} (default: {choice.default}): each has "
+            f"its own flags, see {choice.flag} NAME --help; {choice.listing_flag} describes them\n"
         )
     function, options_type = choice.commands[name]
     run_tool(function, options_type, argv, prog=f"{tool} {choice.flag} {name}")
 
 
-def _problem_of(choice: Choice, given: Sequence[str], name: str) -> str:
-    """What is wrong with the values given to the flag, of which there may be one; or nothing."""
-    if any(not value or value.startswith("-") for value in given):
-        return f"{choice.flag} has no value: give it one of {', '.join(choice.commands)}"
-    if len(given) > 1:
+def _problem_of(choice: Choice, values: Sequence[str], name: str) -> str:
+    """The problem with the flag's values on the command line; empty if there is none."""
+    if any(not value or value.startswith("-") for value in values):
+        return f"{choice.flag} has no value: choose one of {', '.join(choice.commands)}"
+    if len(values) > 1:
         return (
-            f"{choice.flag} is given {len(given)} times ({', '.join(given)}): each of them has "
-            "flags of its own; give one, and start the tool again for another"
+            f"{choice.flag} appears {len(values)} times ({', '.join(values)}): each value has its "
+            "own flags; pass one, and run the tool once per value"
         )
     if name not in choice.commands:
         unusable = "".join(f"; {line}" for line in choice.unusable)
         return (
-            f"{choice.flag} {name}: there is none of that name; {choice.listing_flag} tells of "
+            f"{choice.flag} {name}: unknown value; {choice.listing_flag} describes "
             f"{', '.join(choice.commands)}{unusable}"
         )
     return ""
 
 
 def take_values(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The values that ``argv`` gives ``flag``, and what is left of it."""
+    """The values of ``flag`` in ``argv``, and the other arguments."""
     values: list[str] = []
     rest: list[str] = []
-    given = iter(argv)
-    for argument in given:
+    arguments = iter(argv)
+    for argument in arguments:
         if argument == flag:
-            values.append(next(given, ""))
+            values.append(next(arguments, ""))
         elif argument.startswith(f"{flag}="):
             values.append(argument.removeprefix(f"{flag}="))
         else:
@@ -205,11 +203,10 @@ def take_values(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def parse_options(
     options_type: type[Options], argv: Sequence[str], rank: int = 0, prog: str | None = None
 ) -> Options:
-    """The options in ``argv``. A misspelt flag or a value of the wrong type ends with status 2.
+    """Parse the options in ``argv``. An unknown flag or a value of the wrong type exits with 2.
 
-    Of a flag that is given twice the last one counts, lists of values included: so the launchers
-    replace a value for a small try, and a person any of theirs. Fields with ``UseAppendAction``
-    gather instead.
+    The last occurrence of a repeated flag wins, also for lists of values: so launchers override
+    values for a dry run, and users override theirs. Fields with ``UseAppendAction`` accumulate.
     """
     printed = io.StringIO()
     help_text = sys.stdout if rank == 0 else io.StringIO()
@@ -225,9 +222,9 @@ def parse_options(
     except SystemExit as left:
         if left.code in (0, None):
             _leave(0)
-        _refuse(_flatten(printed.getvalue()), rank)
+        _exit_with_error(_flatten(printed.getvalue()), rank)
     except RejectedOptionsError as error:
-        _refuse(str(error), rank)
+        _exit_with_error(str(error), rank)
 
 
 class RejectedOptionsError(Exception):
@@ -236,9 +233,9 @@ class RejectedOptionsError(Exception):
 
 @OPTION_TYPES.struct_rule
 def _fields_of_options(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """How options are made of flags, each field's docstring as one flowing text.
+    """Build options from flags, with each field's docstring as running text.
 
-    tyro's own rule keeps the line breaks of the source, which then fall anywhere in the help.
+    tyro's own rule keeps the line breaks of the source, which then break lines of the help.
     """
     if not dataclasses.is_dataclass(info.type):
         return None
@@ -267,13 +264,13 @@ def _fields_of_options(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def check_text_and_paths(options: Any) -> None:
-    """Check that text can be recorded, and that paths are of files and folders.
+    """Check that text is valid UTF-8, and that paths are regular files or folders.
 
-    To read a pipe or a device may never end, and a result would be renamed over it.
+    Reading a pipe or a device may never end, and writing a result would replace it.
 
     Raises:
-        UserError: for the first value that holds bytes which are not UTF-8, or the first path that
-            is a pipe, a socket or a device.
+        UserError: for the first value that is not UTF-8, or the first path that is a pipe, a
+            socket or a device.
     """
     try:
         working = os.getcwd()
@@ -302,9 +299,9 @@ def field_helps(options_type: type) -> dict[str, str]:
 
 
 def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
-    """A field's default: as in ``options``, if there are default ones, or its own.
+    """A field's value in ``options``, if that is an instance, else its default.
 
-    MISSING_NONPROP where there is none.
+    MISSING_NONPROP without a default.
     """
     if dataclasses.is_dataclass(options):
         return getattr(options, field.name)
@@ -314,7 +311,7 @@ def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
 
 
 def _flowing(documented: docstring_parser.DocstringParam) -> str | None:
-    """A field's docstring without line breaks, but for those between paragraphs."""
+    """A field's docstring with line breaks only between paragraphs."""
     if documented.description is None:
         return None
     paragraphs = re.split(r"\n\s*\n", documented.description)
@@ -322,39 +319,39 @@ def _flowing(documented: docstring_parser.DocstringParam) -> str | None:
 
 
 def _leave(status: int, *, prints_log: bool = False) -> NoReturn:
-    """Exit with ``status``; see :func:`run_tool` for what becomes of it if output was lost."""
+    """Exit with ``status``, or as :func:`run_tool` describes if output was lost."""
     lost = lost_output()
     if lost is not None and (prints_log or not reader_has_left(lost)):
         what = f"standard output could not be written: {lost.strerror}"
         if prints_log:
-            print(f"warning: {what}; the run's folder has all figures", file=sys.stderr)
+            print(f"warning: {what}; the run folder has all metrics", file=sys.stderr)
         else:
-            print(f"error: {what}; what was printed is lost, files are written", file=sys.stderr)
+            print(f"error: {what}; output is lost, but files are written", file=sys.stderr)
             status = status or USER_ERROR_STATUS
     sys.exit(status)
 
 
-def _refuse(message: str, rank: int) -> NoReturn:
-    """Say ``message`` once for the whole job, and leave with the status of a user's mistake."""
+def _exit_with_error(message: str, rank: int) -> NoReturn:
+    """Print ``message`` once for the whole job, and exit with the status of a user error."""
     if rank != 0:
-        _let_others_speak()
+        _wait_for_other_ranks()
     where = "" if rank == 0 else f"rank {rank}: "
     print(f"error: {where}{escaped(message)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is not None and torch_distributed.is_initialized():
-        os._exit(USER_ERROR_STATUS)  # groups that were not left could hang or abort the exit
+        os._exit(USER_ERROR_STATUS)  # undestroyed process groups could hang or abort the exit
     sys.exit(USER_ERROR_STATUS)
 
 
-def _let_others_speak(turns: int = 1) -> None:
-    """Wait; torchrun ends this process meanwhile if another one has left."""
+def _wait_for_other_ranks(turns: int = 1) -> None:
+    """Wait; torchrun ends this process meanwhile if another one has exited."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(turns * SECONDS_BEFORE_OTHER_RANKS_SPEAK)
+    time.sleep(turns * OTHER_RANKS_DELAY_SECONDS)
 
 
 def _flatten(box: str) -> str:
-    """The text inside the frame that the parser draws, on one line."""
+    """The text of the box that tyro prints, on one line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip(" │╰╯─|") for line in text.splitlines() if not line.startswith("╭")]
     flat = "; ".join(line for line in lines if line.strip("-"))
@@ -362,7 +359,7 @@ def _flatten(box: str) -> str:
 
 
 def _start() -> None:
-    """Prepare the streams, in UTF-8 mode: names and files mean the same in every locale."""
+    """Prepare the streams, in UTF-8 mode: names and files are read alike in every locale."""
     if sys.getfilesystemencoding() != "utf-8":
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     open_output()
@@ -373,10 +370,10 @@ def _interrupt(_signal: int, _frame: object) -> NoReturn:
 
 
 def _thread_ended(failed: threading.ExceptHookArgs) -> None:
-    """Print why a thread of a library has ended; what follows of it, the main thread will see."""
-    refusal = failed.exc_value and refusal_of_system(failed.exc_value)
-    if refusal:
-        warnings.warn(refusal, stacklevel=2)
+    """Print why a library's thread failed; the main thread raises the consequences."""
+    problem = failed.exc_value and system_error_message(failed.exc_value)
+    if problem:
+        warnings.warn(problem, stacklevel=2)
     else:
         threading.__excepthook__(failed)
 
@@ -386,10 +383,10 @@ def _one_of(names: Mapping[str, object]) -> str:
 
 
 class OneLineWarnings:
-    """Shows each warning once, however often it is given.
+    """Prints each warning once per process.
 
-    Python's own count of them begins anew wherever a library changes what is shown, and a plan is
-    read again when it is carried out.
+    Python's own registry is reset whenever a library changes the warning filters, and some inputs
+    are read twice.
     """
 
     def __init__(self) -> None:
@@ -398,7 +395,7 @@ class OneLineWarnings:
     def __call__(
         self, message: Warning | str, category: type[Warning], *_where: object, **_more: object
     ) -> None:
-        """Print ``message``, unless it has been."""
+        """Print ``message``, unless it was printed before."""
         text = " ".join(str(message).split())
         if text not in self._shown:
             self._shown.add(text)
@@ -406,4 +403,4 @@ class OneLineWarnings:
 
 
 def _no_warning(*_arguments: object, **_more: object) -> None:
-    """Every rank sees the same warning; rank 0 shows it."""
+    """Print nothing: every rank raises the same warning, and rank 0 prints it."""

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-# Control characters other than tab and newline, and those that change the direction of writing or
-# end a line. A name or a document that holds them could rewrite what the terminal shows.
+# Control characters other than tab and newline, bidirectional controls and line separators: in a
+# name or a document, they could rewrite what the terminal shows.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -33,10 +33,10 @@ def escaped_but_for_bars(text: str) -> str:
 
 
 class Output(io.TextIOWrapper):
-    """A standard stream that drops what cannot be written, and escapes what is.
+    """A line-buffered standard stream that escapes text and drops what cannot be written.
 
-    It writes each line at once. Characters that the encoding lacks come out as backslash escapes.
-    Every write is attempted, so that lines appear again once a full disk has room.
+    Characters that the encoding lacks become backslash escapes. Every write is attempted, so lines
+    appear again once a full disk has space.
 
     Attributes:
         escape: applied to all text.
@@ -54,7 +54,7 @@ class Output(io.TextIOWrapper):
 
     @property
     def lost(self) -> OSError | None:
-        """Why something was dropped, at the first time that it was; None if nothing was."""
+        """The first error by which output was dropped; None without one."""
         return self._descriptor.lost
 
     def write(self, text: str) -> int:
@@ -64,7 +64,7 @@ class Output(io.TextIOWrapper):
 
 
 class _Descriptor(io.RawIOBase):
-    """An open file descriptor that swallows what it cannot write. It is not closed with this."""
+    """Raw writer to an open descriptor: drops what cannot be written, and never closes it."""
 
     def __init__(self, descriptor: int) -> None:
         self._number = descriptor
@@ -80,11 +80,11 @@ class _Descriptor(io.RawIOBase):
         return os.isatty(self._number)
 
     def write(self, data: Any) -> int:
-        """Write some of ``data``; returns how many bytes are dealt with."""
+        """Write some of ``data``; returns the number of bytes written or dropped."""
         while True:
             try:
                 return os.write(self._number, data)
-            except BlockingIOError:  # a pipe that whoever reads it has made non-blocking
+            except BlockingIOError:  # a pipe that its reader made non-blocking
                 select.select([], [self._number], [])
             except OSError as error:
                 self.lost = self.lost or error
@@ -92,16 +92,16 @@ class _Descriptor(io.RawIOBase):
 
 
 def open_output() -> None:
-    """Put :class:`Output` in the place of ``sys.stdout`` and ``sys.stderr``.
+    """Replace ``sys.stdout`` and ``sys.stderr`` by :class:`Output`.
 
-    Standard descriptors that are closed are opened on /dev/null first, since a file would get their
-    numbers otherwise, and with them what others print. Streams without a descriptor stay.
+    Closed standard descriptors are opened on /dev/null first: otherwise the next file opened would
+    get their number, and all printed text. Streams without a descriptor are unchanged.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # Not for writing: then it is known that what is printed is lost.
+            # Read-only, so that lost output is noticed.
             os.open(os.devnull, os.O_RDONLY)
     sys.stdout = _output(sys.stdout, 1, escaped_but_for_bars)
     sys.stderr = _output(sys.stderr, 2, escaped_but_for_bars)
@@ -119,13 +119,13 @@ def _output(stream: TextIO | None, number: int, escape: Callable[[str], str]) ->
 
 
 def escape_everything_printed() -> None:
-    """From now on what is printed to ``sys.stdout`` may come from data, and is escaped in full."""
+    """Escape progress bars and colors in ``sys.stdout``, too: its text may come from data."""
     if isinstance(sys.stdout, Output):
         sys.stdout.escape = escaped
 
 
 def lost_output() -> OSError | None:
-    """Why some of what was printed to ``sys.stdout`` is lost; None if nothing is."""
+    """The first error by which ``sys.stdout`` lost output; None without one."""
     sys.stdout.flush()
     return sys.stdout.lost if isinstance(sys.stdout, Output) else None
 

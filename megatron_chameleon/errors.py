@@ -1,4 +1,4 @@
-"""The one exception that means: the person at the keyboard can put this right."""
+"""UserError, for errors that the user can fix, and messages of system errors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import re
 from collections.abc import Iterator
 
 STOPPED_STATUS = 75
-"""Exit status of a tool that was asked to stop before it made what others read; the same command
-goes on. It is EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a tool that was stopped before it wrote its output; the same command resumes. It
+is EX_TEMPFAIL of sysexits.h."""
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: a flag, a file, a combination of the two.
+    """An error in user input: a flag, a file, or a combination of them.
 
-    The message is one line that says what is wrong, where, and what to do. Tools print it without
-    a traceback and leave with exit status 2; everything else is a defect and keeps its traceback.
+    The message is one line with the problem, its location and the fix. Tools print it without a
+    traceback and exit with status 2; every other exception is a bug and keeps its traceback.
     """
 
 
-# What the system says for reasons that lie in the machine, and not in the program.
-_REFUSALS = (
+# Errors of the machine rather than the program.
+_SYSTEM_ERRNOS = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EFBIG,
@@ -36,25 +36,26 @@ _REFUSALS = (
     errno.ENFILE,
     errno.ENOMEM,
 )
-_DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
-# Libraries in C++ and Rust pass on the words alone.
-_REFUSAL_TEXT = re.compile("|".join(re.escape(os.strerror(number)) for number in _REFUSALS))
+_BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+# Libraries in C++ and Rust raise errors with the text only.
+_SYSTEM_ERROR_TEXT = re.compile(
+    "|".join(re.escape(os.strerror(number)) for number in _SYSTEM_ERRNOS)
+)
 
 
-def refusal_of_system(error: BaseException) -> str | None:
-    """One line on what the system refused, where that is behind ``error``; None for a defect.
+def system_error_message(error: BaseException) -> str | None:
+    """One line on the system error that caused ``error``; None for a bug.
 
-    It is looked for in the chain of exceptions, by the number of an OSError, by the type of a
-    MemoryError, and in the text of other libraries' errors. A defect that comes up while a refusal
-    is handled is a defect.
+    Searches the chain of exceptions for the errno of an OSError, a MemoryError, or the text of a
+    system error in another library's exception. A bug in the handling of a system error is a bug.
     """
     for cause in _chain(error):
         if isinstance(cause, MemoryError):
             return f"out of memory: {_first_line(cause)}"
-        if isinstance(cause, OSError) and cause.errno in _REFUSALS:
+        if isinstance(cause, OSError) and cause.errno in _SYSTEM_ERRNOS:
             where = f" ({os.fsdecode(cause.filename)})" if cause.filename else ""
             return f"{cause.strerror}{where}"
-        if isinstance(cause, Exception) and _REFUSAL_TEXT.search(str(cause)):
+        if isinstance(cause, Exception) and _SYSTEM_ERROR_TEXT.search(str(cause)):
             return _first_line(cause)
     return None
 
@@ -65,7 +66,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while following is not None and id(following) not in seen:
         seen.add(id(following))
         yield following
-        is_wrapper = not (following.__suppress_context__ or isinstance(following, _DEFECTS))
+        is_wrapper = not (following.__suppress_context__ or isinstance(following, _BUGS))
         following = following.__cause__ or (following.__context__ if is_wrapper else None)
 
 

@@ -1,4 +1,4 @@
-"""How much memory the host has, and a check before more than that is taken."""
+"""The host's memory, and a check that an allocation fits."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _CGROUP_LIMITS = (
 
 
 def require_host_memory(needed: float, what: str, hint: str) -> None:
-    """Check that the machine, or the container, is large enough; whether it is free, is not asked.
+    """Check that the machine, or the container, has enough memory in total, free or not.
 
-    Linux promises memory that it does not have, and kills the process that uses it.
+    Linux overcommits memory, and kills the process that uses too much of it.
 
     Args:
         needed: bytes.
-        what: takes them, to begin a sentence.
+        what: what needs them, the subject of the message.
         hint: how to need less.
 
     Raises:
-        UserError: if it is not.
+        UserError: if it has less.
     """
     has = host_memory()
     if needed > has:
@@ -37,7 +37,7 @@ def require_host_memory(needed: float, what: str, hint: str) -> None:
 
 
 def host_memory() -> int:
-    """Bytes of memory and swap that this process could have at most."""
+    """Maximum bytes of memory and swap for this process."""
     limits = [psutil.virtual_memory().total + psutil.swap_memory().total]
     for path in _CGROUP_LIMITS:
         try:

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, MixtureWarning, Split
-from megatron_chameleon.artifacts.files import replacing, writing
-from megatron_chameleon.artifacts.output_path import require_new
+from megatron_chameleon.artifacts.files import replacing, require_new, writing
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.ranges import LargeCount, check_ranges
+from megatron_chameleon.ranges import CheckedOptions, LargeCount
 
 ExportFormat = Literal[
     "megatron-data-path",
@@ -48,7 +47,7 @@ UNSAFE_IN_ARGS_FILE = re.compile(r"\s")
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(CheckedOptions):
     """Write a mixture in another trainer's format. Paths are absolute, weights exact.
 
     Raises:
@@ -88,7 +87,7 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_ranges(self)
+        super().__post_init__()
         for name, formats in APPLIES_TO.items():
             if getattr(self, name) is not None and self.format not in formats:
                 raise UserError(

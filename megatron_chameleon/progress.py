@@ -1,4 +1,4 @@
-"""Progress bars: lively on a terminal, a line now and then in a log file."""
+"""Progress bars: refreshed on a terminal, a line every few seconds in a log file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ SECONDS_BETWEEN_LOG_LINES = 10.0
 def progress_bar(
     total: int, unit: str, description: str = "", *, quiet: bool = False, delay: float = 0.0
 ) -> tqdm:
-    """A bar on stderr with the time left; ``quiet`` shows none (ranks other than the first).
+    """A bar on stderr with the remaining time.
 
-    What is over within ``delay`` seconds shows none either.
+    Args:
+        total: number of ``unit`` to process.
+        unit: of the counter.
+        description: text before the bar.
+        quiet: show no bar, as on ranks other than 0.
+        delay: seconds before the bar appears.
     """
     return _Bar(
         total=total,

@@ -1,10 +1,11 @@
-"""What holds for every test: quiet, single-threaded processes, and marks by folder."""
+"""Settings of every test: quiet, single-threaded processes, marks by folder, a time limit."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import time
 from pathlib import Path
 
 # Before anything imports torch or numpy: the tests' workers and ranks share a few cores, and one
@@ -21,6 +22,21 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--start-until",
+        type=float,
+        metavar="EPOCH_SECONDS",
+        help="skip tests that would start later; CI limits the slow tests to its time budget",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("--start-until")
+    if limit is not None and time.time() > limit:
+        pytest.skip("--start-until has passed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -87,14 +87,17 @@ def _train(setup: TrainingSetup, layout: Layout) -> None:
 def training_step(setup: TrainingSetup, layout: Layout) -> Callable[[], None]:
     """Build model and optimizer; each call of what is returned trains them for one step."""
     from megatron_chameleon.model.gpt import build_model_chunks
-    from megatron_chameleon.options.training import OptimizerOptions
     from megatron_chameleon.training.optimizer import (
         build_optimizer,
         build_scheduler,
         data_parallel,
     )
-    from megatron_chameleon.training.passes import BatchShape, Passes
-    from megatron_chameleon.training.step import train_step
+    from megatron_chameleon.training.options import OptimizerOptions
+    from megatron_chameleon.training.step import (
+        BatchShape,
+        Passes,
+        train_step,
+    )
 
     options = OptimizerOptions(lr_warmup_iters=1)
     chunks = build_model_chunks(

@@ -35,8 +35,8 @@ def write_text_checkpoint(folder: Path) -> TextCheckpoint:
         convert_from_huggingface,
         convert_to_huggingface,
     )
+    from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
     from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
-    from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 
     model, checkpoint, exported = folder / "model", folder / "checkpoint", folder / "exported"
     torch.manual_seed(0)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.cli import run_subcommand
-from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 
 
 def to_huggingface(options: ToHuggingFaceOptions) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print what acceleration is active on this machine, and what has run on a CUDA device."""
+"""Print the active acceleration on this machine, and what has been tested on a CUDA device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import json
 from pathlib import Path
 
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.options.doctor import DoctorOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+    """Report the active acceleration on this machine, and the cost of what is missing."""
+
+    json: bool = False
+    """Print one JSON object instead of text."""
 
 
 def main(options: DoctorOptions) -> None:
-    """Look and print; the exit status is 0 whatever is found."""
+    """Print the report; the exit status is always 0."""
     from megatron_chameleon.parallel.acceleration import acceleration_report, format_report
 
     report = acceleration_report(Path(__file__).resolve().parents[1])

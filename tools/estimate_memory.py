@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Print what each rank of a training run would hold, before anything is started."""
+"""Estimate the memory of each rank of a training run, without starting it."""
 
 from __future__ import annotations
 
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.options.memory import EstimateMemoryOptions
+from megatron_chameleon.training.options import EstimateMemoryOptions
 
 
 def main(options: EstimateMemoryOptions) -> int:
-    """Print the table; status 1 if the run does not fit in the memory that was given."""
-    from megatron_chameleon.model.memory_report import print_estimate
+    """Print the table; status 1 if the run does not fit in ``--device-memory-gb``."""
+    from megatron_chameleon.training.memory import print_estimate
 
     return print_estimate(options)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a mixture in the form that another trainer reads."""
+"""Write a mixture in another trainer's format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_chameleon.interchange import ExportOptions
 
 
 def main(options: ExportOptions) -> None:
-    """Write or print it."""
+    """Write or print the mixture."""
     from megatron_chameleon.interchange import export_mixture
 
     export_mixture(options)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Gather real text in named domains from the packages of this environment, as JSON lines."""
+"""Collect text in named domains from the packages of this environment, as JSON lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_chameleon.corpus.options import GatherOptions
 
 
 def main(options: GatherOptions) -> None:
-    """Gather, and print the table of domains."""
+    """Collect text and print the table of domains."""
     from megatron_chameleon.corpus.installed_text import format_table, gather_installed_text
 
     print(format_table(gather_installed_text(options)))

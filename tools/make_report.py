@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.options.report import ReportOptions
+from megatron_chameleon.report.options import ReportOptions
 
 
 def main(options: ReportOptions) -> None:
-    """Call the report with what the command line asks for."""
+    """Write and print the report."""
     from megatron_chameleon.report.page import make_report
 
     make_report(*options.runs, baseline=options.baseline, output=options.output)

@@ -10,11 +10,11 @@ from megatron_chameleon.corpus.options import PreprocessOptions
 
 
 def main(options: PreprocessOptions) -> None:
-    """Read, split, tokenise and write."""
+    """Read, split, tokenize and write."""
     from megatron_chameleon.corpus.preprocess import preprocess_data
 
-    # What the libraries are made of stays to the end: to look it through for cycles again and
-    # again, and twice when the interpreter leaves, takes a tenth of a second.
+    # The objects of imported modules are never garbage: scanning them for cycles repeatedly, and
+    # twice at exit, takes a tenth of a second.
     gc.freeze()
     preprocess_data(options)
     gc.freeze()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""See what a mixture depends on: torchrun --nproc-per-node N tools/sweep_mixture.py ..."""
+"""Measure how stable a mixture is: torchrun --nproc-per-node N tools/sweep_mixture.py ..."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import STOPPED_STATUS
-from megatron_chameleon.options.sweep import SweepOptions
+from megatron_chameleon.methods.sweep.options import SweepOptions
 
 
 def main(options: SweepOptions) -> int | None:
-    """Find the mixtures, then show how far they lie apart; the exit status."""
-    from megatron_chameleon.methods.sweeps.sweep import sweep_mixture
+    """Compute the mixtures and report their distances; returns the exit status."""
+    from megatron_chameleon.methods.sweep.sweep import sweep_mixture
     from megatron_chameleon.report.page import report_stability
 
     sweep = sweep_mixture(options)

@@ -1,4 +1,4 @@
-"""LaTeX in pages to MathML, when the site is built: no script sets equations in the browser."""
+"""Convert LaTeX in pages to MathML at build time, so that no script renders it in the browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from latex2mathml.converter import convert
 
-# What pymdownx.arithmatex makes of $...$ and $$...$$.
+# The output of pymdownx.arithmatex for $...$ and $$...$$.
 _EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -15,7 +15,7 @@ def with_mathml(page: str) -> str:
     """The HTML of a page with its equations as MathML.
 
     Raises:
-        Exception: of latex2mathml, for LaTeX that it cannot read.
+        Exception: of latex2mathml, for LaTeX that it cannot parse.
     """
     return _EQUATION.sub(_mathml, page)
 

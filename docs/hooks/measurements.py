@@ -1,4 +1,4 @@
-"""The page of measurements, made of benchmarks/results: no figure on it is typed."""
+"""The page of measurements, generated from benchmarks/results."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from typing import Any
 INTRODUCTION = """\
 # Measurements
 
-What the scripts in `benchmarks/` have measured, as they wrote it to `benchmarks/results`. This page
-is made of those files whenever the site is built. A ratio above 1 is in favour of "ours". Ratios of
-medians count: the contestants run in turn on one machine, and what else it does troubles all of
-them. A file whose name ends in `-cpu` is of a machine without a GPU; what has no file has not been
-measured.
+Results of the scripts in `benchmarks/`, generated from `benchmarks/results` when the site is built.
+A ratio above 1 means that "ours" is faster. Ratios are of medians: the contestants run in turn on
+one machine, so other load affects all of them. Files whose names end in `-cpu` are of machines
+without a GPU; benchmarks without a file have not been run.
 
-    python benchmarks/NAME.py     # one of them, on the device it finds
-    make measure-gpu              # the GPU tests, then all that measure a CUDA device
+    python benchmarks/NAME.py     # one benchmark, on the available device
+    make measure-gpu              # the GPU tests, then all benchmarks of a CUDA device
 """
-# Of a row, what is told in other places than among its figures.
-_APART = frozenset(("what", "date", "machine", "packages", "repeats", "seconds", "times_faster"))
+# Fields of a row that are not listed among its figures.
+_LISTED_ELSEWHERE = frozenset(
+    ("what", "date", "machine", "packages", "repeats", "seconds", "times_faster")
+)
 
 
 def measurements_page(root: Path) -> str:
-    """The page, in Markdown."""
+    """The page in Markdown."""
     results = sorted((root / "benchmarks/results").glob("*.json"))
     parts = [INTRODUCTION]
     for path in results:
@@ -35,21 +36,21 @@ def measurements_page(root: Path) -> str:
 
 
 def _section(path: Path, body: Mapping[str, Any], root: Path) -> list[str]:
-    """One file of results."""
+    """The section of one results file."""
     rows = [row for row in body.get("rows", []) if isinstance(row, dict)] or [dict(body)]
-    places = [_place_told(row, body) for row in rows]
+    places = [_format_place(row, body) for row in rows]
     known = list(dict.fromkeys(places))
     parts = [f"## {path.stem}", ""]
     script = script_of(path, root)
     if script is not None:
         summary, command = _docstring_of(script)
         parts += [summary, "", f"    {command}", ""]
-    parts += [f"{number}. {told}" for number, told in enumerate(known, start=1)]
-    numbered = [(row, known.index(told) + 1) for row, told in zip(rows, places, strict=True)]
+    parts += [f"{number}. {place}" for number, place in enumerate(known, start=1)]
+    numbered = [(row, known.index(place) + 1) for row, place in zip(rows, places, strict=True)]
     compared = [(row, number) for row, number in numbered if _is_compared(row)]
     parts += ["", *_comparison(compared)] if compared else []
     for row, number in numbered:
-        figures = list(_figures({k: v for k, v in row.items() if k not in _apart_of(row)}))
+        figures = list(_figures({k: v for k, v in row.items() if k not in _listed_elsewhere(row)}))
         if figures:
             where = f" ({number})" if len(known) > 1 else ""
             parts += ["", f"#### {row.get('what', path.stem)}{where}", "", "| | |", "|---|---|"]
@@ -57,15 +58,15 @@ def _section(path: Path, body: Mapping[str, Any], root: Path) -> list[str]:
     return [*parts, ""]
 
 
-def _place_told(row: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """When and on which machine a row was measured; what it does not say, its file says."""
+def _format_place(row: Mapping[str, Any], body: Mapping[str, Any]) -> str:
+    """Date and machine of a row, or else of its file."""
     date = row.get("date") or body.get("date")
-    told = machine_told(row.get("machine") or body.get("machine") or {})
-    return f"{date}: {told}" if date else told
+    machine = _format_machine(row.get("machine") or body.get("machine") or {})
+    return f"{date}: {machine}" if date else machine
 
 
-def _apart_of(row: Mapping[str, Any]) -> frozenset[str]:
-    return _APART if _is_compared(row) else _APART - {"seconds", "repeats"}
+def _listed_elsewhere(row: Mapping[str, Any]) -> frozenset[str]:
+    return _LISTED_ELSEWHERE if _is_compared(row) else _LISTED_ELSEWHERE - {"seconds", "repeats"}
 
 
 def _is_compared(row: Mapping[str, Any]) -> bool:
@@ -73,18 +74,18 @@ def _is_compared(row: Mapping[str, Any]) -> bool:
 
 
 def _comparison(rows: Sequence[tuple[Mapping[str, Any], int]]) -> list[str]:
-    """A table of rows whose contestants do the same work; each with where it was measured."""
+    """A table of the rows that compare contestants, with the number of date and machine."""
     lines = ["| What | Seconds | Times faster | Repeats | Measured |", "|---|---|---|---|---|"]
     for row, number in rows:
         seconds = "<br>".join(f"{name}: {figure(v)}" for name, v in row["seconds"].items())
         faster = "<br>".join(f"{name}: {v:.2f}" for name, v in row["times_faster"].items())
-        told = (row["what"], seconds, faster, row.get("repeats", ""), f"({number})")
-        lines.append(f"| {' | '.join(str(cell) for cell in told)} |")
+        cells = (row["what"], seconds, faster, row.get("repeats", ""), f"({number})")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 
 def _figures(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The single figures of a row, each with its name; lists of repeats are left out."""
+    """Name and value of each scalar in a row; lists of repeats are skipped."""
     if isinstance(value, dict):
         for key, item in value.items():
             plain = str(key).replace("_", " ")
@@ -94,7 +95,7 @@ def _figures(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def figure(value: bool | int | float | str) -> str:
-    """A value for people: four digits of a fraction, thousands apart."""
+    """Format a value: four significant digits, thousands separators."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -110,37 +111,37 @@ def figure(value: bool | int | float | str) -> str:
     )
 
 
-def machine_told(machine: Mapping[str, Any]) -> str:
-    """The machine and the versions on it, on one line."""
+def _format_machine(machine: Mapping[str, Any]) -> str:
+    """The machine and its software versions, on one line."""
     device = machine.get("device")
     hardware = [
         *([str(device)] if device not in (None, "cpu") else []),
-        str(machine.get("processor", "a processor that is not named")),
+        str(machine.get("processor", "unknown processor")),
         *([f"{machine['cores']} cores"] if "cores" in machine else []),
         *([f"{machine['memory_gb']} GB"] if "memory_gb" in machine else []),
     ]
     versions = [f"Python {machine['python']}"] if "python" in machine else []
     versions += [f"CUDA {machine['cuda']}"] if machine.get("cuda") else []
     versions += [f"{name} {version}" for name, version in machine.get("packages", {}).items()]
-    return f"{', '.join(hardware)}; {', '.join(versions) or 'versions not written down'}"
+    return f"{', '.join(hardware)}; {', '.join(versions) or 'unknown versions'}"
 
 
 def script_of(results: Path, root: Path) -> Path | None:
-    """The benchmark that writes a file of results: NAME.py writes NAME.json or NAME-DEVICE.json."""
+    """The benchmark that writes a results file: NAME.py writes NAME.json or NAME-DEVICE.json."""
     stem = results.stem.replace("-", "_")
     scripts = [p for p in (root / "benchmarks").glob("*.py") if f"{stem}_".startswith(f"{p.stem}_")]
     return max(scripts, key=lambda script: len(script.stem), default=None)
 
 
 def _docstring_of(script: Path) -> tuple[str, str]:
-    """The first line of a benchmark's docstring, and the command that it shows."""
+    """The first line of a benchmark's docstring, and the command in it."""
     text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
     command = re.search(rf"python benchmarks/{script.stem}\.py.*", text)
     return text.partition("\n")[0], command[0] if command else f"python benchmarks/{script.name}"
 
 
 def _unmeasured(root: Path, results: Sequence[Path]) -> list[str]:
-    """The benchmarks that have left no results yet."""
+    """The benchmarks without results."""
     measured = {script_of(path, root) for path in results}
     lines = []
     for script in sorted((root / "benchmarks").glob("*.py")):

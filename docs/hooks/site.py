@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: pages made at build time, links, equations."""
+"""mkdocs hooks: pages generated at build time, links into the repository, equations."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from docs.hooks.tool_pages import tool_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "Tools"
-# Code that is a flag and no more: a line would end behind its dashes.
+# Code that is a single flag: browsers would break the line after its dashes.
 FLAG = re.compile(r"<code>(?=--[a-z0-9-]+</code>)")
-# Under --strict a warning of this logger ends the build.
+# With --strict, a warning of this logger fails the build.
 LOG = logging.getLogger("mkdocs.hooks.site")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the tools' pages into the navigation."""
+    """Add the tools' pages to the navigation."""
     pages: list[Any] = [name for name in tool_pages(ROOT) if name != "tools/index.md"]
     for entry in config.nav or []:
         if TOOLS in entry:
@@ -47,31 +47,31 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made here."""
-    made = {**tool_pages(ROOT), "performance.md": measurements_page(ROOT)}
+    """Add the generated pages."""
+    generated = {**tool_pages(ROOT), "performance.md": measurements_page(ROOT)}
     for name, page in PAGES.items():
         if files.get_file_from_path(page) is None:
-            made[page] = with_site_links((ROOT / name).read_text(encoding="utf-8"), name, page)
+            generated[page] = with_site_links((ROOT / name).read_text(encoding="utf-8"), name, page)
     for name in sorted(linked_files(ROOT)):
         if (ROOT / name).is_file():
-            made[page_of(name)] = file_page(ROOT, name)
-    for page, content in made.items():
+            generated[page_of(name)] = file_page(ROOT, name)
+    for page, content in generated.items():
         files.append(File.generated(config, page, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links into the repository lead to the pages of its files."""
+    """Point links into the repository to the pages of its files."""
     if page.file.generated_by is not None:
         return markdown
     source = f"{DOCS}/{page.file.src_uri}"
     for link in links(markdown):
         target = target_of(link, source)
         if not (ROOT / target).exists():
-            LOG.warning("%s: the link %s leads to nothing in the repository", source, link[1])
+            LOG.warning("%s: the link %s has no target in the repository", source, link[1])
     return with_site_links(markdown, source, page.file.src_uri)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn equations to MathML, and keep a flag on one line."""
+    """Convert equations to MathML, and keep flags on one line."""
     return FLAG.sub('<code class="flag">', with_mathml(html))

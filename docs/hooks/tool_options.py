@@ -1,4 +1,4 @@
-"""What each tool takes on its command line, read from its options as the command line does it."""
+"""The command line of each tool, read from its options dataclasses."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class Tool:
     Attributes:
         name: of the file, without its suffix.
         summary: the file's docstring.
-        commands: how it may be called ('perplexity', '--method doge'; '' where there is one way)
-            -> its options.
+        commands: command ('perplexity', '--method doge'; '' if there is only one) -> its options.
     """
 
     name: str
@@ -48,7 +47,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One option: '--lr', 'NUMBER', its default in words (None: it has to be given), its help."""
+    """One option: '--lr', 'NUMBER', its default as text (None: required), its help."""
 
     name: str
     values: str
@@ -58,7 +57,7 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True)
 class FlagGroup:
-    """Options that belong together: the name of the group, its dataclass's docstring, and they."""
+    """The options of one dataclass: the name of the group, the docstring, and the flags."""
 
     name: str
     text: str
@@ -71,18 +70,18 @@ def find_tools(root: Path) -> dict[str, Tool]:
 
 
 def _tool_at(path: Path) -> Tool:
-    """What the file hands to the command line; what it would call is not called."""
+    """Run the file with a stub of :mod:`cli` that records its commands and calls none of them."""
     commands: dict[str, type[Any]] = {}
 
-    def run_tool(_function: object, options_type: type[Any], **_how: object) -> None:
+    def run_tool(_function: object, options_type: type[Any], **_kwargs: object) -> None:
         commands[""] = options_type
 
-    def run_subcommand(given: Commands) -> None:
-        commands.update({name: options for name, (_, options) in given.items()})
+    def run_subcommand(subcommands: Commands) -> None:
+        commands.update({name: options for name, (_, options) in subcommands.items()})
 
     def run_choice(choice: cli.Choice) -> None:
-        given = choice.commands.items()
-        commands.update({f"{choice.flag} {name}": options for name, (_, options) in given})
+        choices = choice.commands.items()
+        commands.update({f"{choice.flag} {name}": options for name, (_, options) in choices})
 
     recorded = {"run_tool": run_tool, "run_subcommand": run_subcommand, "run_choice": run_choice}
     with contextlib.ExitStack() as patches:
@@ -94,12 +93,12 @@ def _tool_at(path: Path) -> Tool:
 
 
 def flag_groups(options_type: type[Any], options: Any = None, name: str = "") -> list[FlagGroup]:
-    """The flags of an options dataclass, and after them those of each dataclass in it that has any.
+    """The flags of an options dataclass, then those of each nested dataclass with flags.
 
     Args:
         options_type: the dataclass.
-        options: one whose values are the defaults; the dataclass's own unless given.
-        name: of the first group; the others are called by their fields.
+        options: an instance with the default values; None for the dataclass's own defaults.
+        name: of the first group; nested groups are named by their fields.
     """
     helps, hints = cli.field_helps(options_type), get_type_hints(options_type, include_extras=True)
     own, nested = [], []
@@ -118,15 +117,17 @@ def _flag(name: str, hint: Any, default: Any, text: str) -> Flag:
     dashed = name.replace("_", "-")
     inner, markers = _without_markers(hint)
     if inner is bool and default is not MISSING_NONPROP:
-        return Flag(f"--{dashed}, --no-{dashed}", "", _told(default), text)
+        return Flag(f"--{dashed}, --no-{dashed}", "", _format_default(default), text)
     values = _values_of(inner)
     if POSITIONAL in markers:
-        return Flag(dashed.upper(), "..." if values.endswith("...") else "", _told(default), text)
-    return Flag(f"--{dashed}", values, _told(default), text)
+        return Flag(
+            dashed.upper(), "..." if values.endswith("...") else "", _format_default(default), text
+        )
+    return Flag(f"--{dashed}", values, _format_default(default), text)
 
 
 def _without_markers(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type without what tyro is told of it, and that."""
+    """A type without its ``Annotated`` markers, and the markers."""
     if get_origin(hint) is Annotated:
         inner, *markers = get_args(hint)
         return inner, tuple(markers)
@@ -134,13 +135,13 @@ def _without_markers(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _values_of(hint: Any) -> str:
-    """How a value of the type is written: INT, one|of|these, TEXT ..."""
+    """The metavar of the type: INT, one|of|these, TEXT ..."""
     hint, _ = _without_markers(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return "|".join(str(value) for value in arguments)
     if origin in (Union, types.UnionType):
-        known = bool in arguments  # a flag that also knows "as it is"
+        known = bool in arguments  # then None is a value, too
         return "|".join(_values_of(each) for each in arguments if known or each is not type(None))
     if origin in (tuple, list):
         values = _values_of(arguments[0])
@@ -148,8 +149,8 @@ def _values_of(hint: Any) -> str:
     return PLAIN[hint]
 
 
-def _told(default: Any) -> str | None:
-    """A default as it would be typed; '' where none is, None where one has to be given."""
+def _format_default(default: Any) -> str | None:
+    """A default as on the command line; '' for None or (), None for a required option."""
     if default is MISSING_NONPROP:
         return None
     if default is None or default == ():

@@ -1,4 +1,4 @@
-"""A page for each tool: what it takes, examples, and how it leaves."""
+"""A page for each tool: its options, examples and exit statuses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STATUSES = {
     "0": "done; also after `--help`",
     str(
         USER_ERROR_STATUS
-    ): "a mistake in what was given: `error: ...` says in one line what is wrong, "
-    "where, and what to do; nothing half-written is left",
+    ): "a user error: one line `error: ...` with the problem, its location and the fix; no "
+    "partial output is left",
     str(INTERRUPTED_STATUS): "interrupted by Ctrl-C or SIGTERM",
-    "1": "a defect, with its traceback; under torchrun, any rank that failed",
+    "1": "a bug, with its traceback; under torchrun, any rank that failed",
 }
 # Flags, files, and pages of the documentation.
 _NAMED = re.compile(
@@ -32,13 +32,13 @@ _NAMED = re.compile(
 def tool_pages(root: Path) -> dict[str, str]:
     """Page -> its Markdown: tools/NAME.md for every tool, and tools/index.md, which lists them."""
     tools = find_tools(root)
-    told = examples_of_tools()
-    pages = {f"tools/{name}.md": _page(tool, told.get(name, {})) for name, tool in tools.items()}
+    notes = examples_of_tools()
+    pages = {f"tools/{name}.md": _page(tool, notes.get(name, {})) for name, tool in tools.items()}
     return {"tools/index.md": _index(tools), **pages}
 
 
 def examples_of_tools() -> dict[str, Any]:
-    """Tool -> its examples, pages to read on, and statuses of its own, from tool_examples.toml."""
+    """Tool -> its examples, related pages and own statuses, from tool_examples.toml."""
     return tomllib.loads(EXAMPLES.read_text(encoding="utf-8"))
 
 
@@ -51,10 +51,9 @@ def _index(tools: dict[str, Tool]) -> str:
         [
             "# Tools",
             "",
-            "Each stage is a command. Its flags are made from its options, and so are these",
-            "pages, whenever the site is built: they say what `--help` says. Of a flag that is",
-            "given twice the last one counts. `python` starts one rank, `torchrun",
-            "--nproc-per-node N` several.",
+            "Each stage is a command. These pages are generated from its options when the site",
+            "is built, as is `--help`. The last occurrence of a repeated flag wins. `python`",
+            "starts one rank, `torchrun --nproc-per-node N` several.",
             "",
             "| Tool | |",
             "|---|---|",
@@ -64,33 +63,33 @@ def _index(tools: dict[str, Tool]) -> str:
             "",
             *_statuses({}),
             "",
-            "torchrun turns every other status of a rank than 0 into 1, and adds its own summary",
-            "below the line that says what is wrong.",
+            "torchrun turns every nonzero status of a rank into 1, and prints its own summary",
+            "below the error message.",
             "",
         ]
     )
 
 
-def _page(tool: Tool, told: dict[str, Any]) -> str:
+def _page(tool: Tool, notes: dict[str, Any]) -> str:
     summary, command = _summary(tool)
     parts = [f"# {tool.name}.py", "", *_paragraphs(summary)]
     parts += [f"    {command}", ""] if command else []
-    if "about" in told:
-        parts += [told["about"].strip(), ""]
-    if "examples" in told:
-        parts += ["## Examples", "", "```bash", told["examples"].strip(), "```", ""]
+    if "about" in notes:
+        parts += [notes["about"].strip(), ""]
+    if "examples" in notes:
+        parts += ["## Examples", "", "```bash", notes["examples"].strip(), "```", ""]
     for command, options_type in tool.commands.items():
         title = f"{tool.name}.py {command}" if command else "Options"
         parts += [f"## {title}", "", *_options(options_type, f"{tool.name} {command}")]
-    parts += ["## Exit status", "", *_statuses(told.get("statuses", {})), ""]
-    if "see" in told:
-        links = ", ".join(f"[{title}](../{page})" for page, title in told["see"].items())
-        parts += [f"Read on: {links}.", ""]
+    parts += ["## Exit status", "", *_statuses(notes.get("statuses", {})), ""]
+    if "see" in notes:
+        links = ", ".join(f"[{title}](../{page})" for page, title in notes["see"].items())
+        parts += [f"See also: {links}.", ""]
     return "\n".join(parts)
 
 
 def _summary(tool: Tool) -> tuple[str, str]:
-    """What the tool does, and the command that the same line of its docstring shows, if it does."""
+    """The tool's summary, and the command in the same line of its docstring, if any."""
     first = tool.summary.partition("\n")[0]
     shown = re.fullmatch(r"(.*?): ((?:torchrun|python) .*?)\.?", first.replace(" ...", " …"))
     return (f"{shown[1]}.", shown[2].replace(" …", " ...")) if shown else (first, "")
@@ -107,7 +106,7 @@ def _options(options_type: type[Any], where: str) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """A docstring in lines of Markdown, each paragraph on one and an empty one after it."""
+    """A docstring as lines of Markdown: one per paragraph, each followed by an empty line."""
     flowing = (" ".join(each.split()) for each in text.split("\n\n"))
     return [line for each in flowing for line in (_escaped(each), "")]
 
@@ -117,7 +116,7 @@ def _definitions(group: FlagGroup, where: str) -> list[str]:
 
 
 def _definition(flag: Flag, where: str) -> list[str]:
-    """A term and its definition, with an anchor that is the command's and the flag's name."""
+    """A term and its definition, with an anchor made of the command and the flag."""
     anchor = re.sub(r"[^a-z0-9]+", "-", f"{where} {flag.name.split(',')[0]}".lower()).strip("-")
     written = f"{flag.name} {flag.values}".strip()
     default = "required" if flag.default is None else flag.default and f"default `{flag.default}`"
@@ -132,8 +131,8 @@ def _definition(flag: Flag, where: str) -> list[str]:
 
 def _statuses(own: dict[str, str]) -> list[str]:
     rows = [
-        f"| {status} | {told} |"
-        for status, told in sorted({**STATUSES, **own}.items(), key=_number)
+        f"| {status} | {meaning} |"
+        for status, meaning in sorted({**STATUSES, **own}.items(), key=_number)
     ]
     return ["| Status | When |", "|---|---|", *rows]
 
@@ -143,7 +142,7 @@ def _number(row: tuple[str, str]) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Plain text as Markdown: signs stand for themselves, flags and files are code, pages links."""
+    """Plain text as Markdown: escaped, with flags and files as code and pages as links."""
     parts, end = [], 0
     for found in _NAMED.finditer(text):
         page = found[0].removeprefix("docs/")

@@ -3,14 +3,14 @@
 # 82M proxy of 10,000 steps, towards all domains alike.
 #
 #   bash examples/baselines/doge.sh                # on every GPU of this machine
-#   SIZE=tiny bash examples/baselines/doge.sh      # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/baselines/doge.sh      # smoke test on 2 CPU ranks
 #   bash examples/baselines/doge.sh -- --target book --output runs/slimpajama/4-mixture/doge-book.json
 #
-# The same command goes on with what was interrupted. The proxy is in RUN/4-mixture/doge.
+# The same command resumes after an interruption. The proxy is in RUN/4-mixture/doge.
 #
 #   SIZE         model size of the proxy (82m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/../launch.sh"

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # DoReMi's mixture of SlimPajama as the baseline of Chameleon's paper (section "Experimental setup"):
-# an 82M reference by uniform weights, then an 82M proxy, of 10,000 steps each.
+# an 82M reference with uniform weights, then an 82M proxy, of 10,000 steps each.
 #
 #   bash examples/baselines/doremi.sh                # on every GPU of this machine
-#   SIZE=tiny bash examples/baselines/doremi.sh      # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/baselines/doremi.sh      # smoke test on 2 CPU ranks
 #   bash examples/baselines/doremi.sh -- --doremi-variant fork
 #   bash examples/baselines/doremi.sh -- --reference runs/slimpajama/2-proxy/82m-seed1
 #
-# The step size and the smoothing are the variant's own: 1 and 1e-3 of 'original', as DoReMi's paper
-# and launch script have them (its code's default is 1e-4), 0.1 and 0 of 'fork'. --doremi-eta and
-# --doremi-eps give others. The reference is trained by uniform weights (--reference-mixture), which
-# is assumed from the baselines' code; --reference takes a finished run in its place.
+# Step size and smoothing are the variant's: 1 and 1e-3 for 'original', as in DoReMi's paper and
+# launch script (its code's default is 1e-4), 0.1 and 0 for 'fork'; --doremi-eta and --doremi-eps
+# override them. The reference uses uniform weights (--reference-mixture), assumed from the
+# baselines' code; --reference reuses a finished run.
 #
-# The same command goes on with what was interrupted. The runs are in RUN/4-mixture/doremi.
+# The same command resumes after an interruption. The runs are in RUN/4-mixture/doremi.
 #
 #   SIZE         model size of reference and proxy (82m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/../launch.sh"

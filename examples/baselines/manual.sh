@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The paper's printed weights for SlimPajama (appendix, "Final domain weights"), a mixture each: what
-# its base models of 684M and 1.2B were trained by. Nothing is trained, and no GPU is needed.
+# The paper's printed weights for SlimPajama (appendix, "Final domain weights"), one mixture each,
+# used for its 684M and 1.2B base models. No training, no GPU.
 #
 #   bash examples/baselines/manual.sh
 #   PUBLISHED="pile/human pile/doremi" bash examples/baselines/manual.sh    # into runs/pile
-#   SIZE=tiny bash examples/baselines/manual.sh       # tries it out on a small corpus
+#   SIZE=tiny bash examples/baselines/manual.sh       # smoke test on a small corpus
 #
 # RUN/4-mixture/printed-COLUMN.json is what pretrain_684m.sh takes as MIXTURE=printed-COLUMN. With
 # SIZE=tiny no column fits the corpus: uniform weights are written to a file and taken from there.
 #
-#   SIZE         of the model that will be trained by it (684m)
+#   SIZE         size of the model to be trained with it (684m)
 #   RUN          folder of the experiment (runs/slimpajama, or that of the columns' data set)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 #   PUBLISHED    columns, all of one data set, slimpajama/, pile/, wiki40b/ or stack/; a wrong name
 #                lists them (slimpajama/ doremi, doge, chameleon and regmix)
 set -euo pipefail

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Data Mixing Laws for SlimPajama, at the cost that Chameleon's paper counts (appendix, "Additional
-# baseline"): proxies of four sizes on 20 mixtures each. Their losses are carried to the size of the
-# base model by a law over sizes, and laws over mixtures are fitted to that. It takes hundreds of
-# times what Chameleon does.
+# baseline"): proxies of four sizes on 20 mixtures each. Their losses are extrapolated to the
+# base model's size, and laws over mixtures are fitted to the result. It costs hundreds of times as
+# much as Chameleon.
 #
 #   bash examples/baselines/mixing_laws.sh                # on every GPU of this machine
-#   SIZE=tiny bash examples/baselines/mixing_laws.sh      # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/baselines/mixing_laws.sh      # smoke test on 2 CPU ranks
 #   bash examples/baselines/mixing_laws.sh -- --max-extrapolation 0
 #
-# The same command goes on with what was interrupted. The proxies are in RUN/4-mixture/mixing-laws.
+# The same command resumes after an interruption. The proxies are in RUN/4-mixture/mixing-laws.
 #
-#   SIZE         of the model that will be trained by it (684m)
+#   SIZE         size of the model to be trained with it (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"

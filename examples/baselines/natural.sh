@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SlimPajama's domains as they come: each weighs its share of the tokens. The paper has no such
-# column; users ask for it beside Uniform. Nothing is trained, and no GPU is needed.
+# column; a common baseline next to Uniform. No training, no GPU.
 #
 #   bash examples/baselines/natural.sh
-#   SIZE=tiny bash examples/baselines/natural.sh      # tries it out on a small corpus
+#   SIZE=tiny bash examples/baselines/natural.sh      # smoke test on a small corpus
 #   bash examples/baselines/natural.sh -- --temperature 2
 #
-#   SIZE         of the model that will be trained by it (684m)
+#   SIZE         size of the model to be trained with it (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # RegMix's mixture of SlimPajama as the baseline of Chameleon's paper (section "Experimental setup"):
-# 200 proxies of 1M parameters, a regression over their losses, and the mixture that it thinks best
-# for Common Crawl, by which the paper chooses RegMix's weights.
+# 200 proxies of 1M parameters, a regression over their losses, and the predicted optimum for
+# Common Crawl, the paper's target for RegMix.
 #
 #   bash examples/baselines/regmix.sh                # on every GPU of this machine
-#   SIZE=tiny bash examples/baselines/regmix.sh      # tries it out on 2 CPU ranks
+#   SIZE=tiny bash examples/baselines/regmix.sh      # smoke test on 2 CPU ranks
 #   bash examples/baselines/regmix.sh -- --target cc,c4 --num-proxies 512
 #
-# The same command goes on with what was interrupted. The proxies are in RUN/4-mixture/regmix.
+# The same command resumes after an interruption. The proxies are in RUN/4-mixture/regmix.
 #
-#   SIZE         of the model that will be trained by it (684m)
+#   SIZE         size of the model to be trained with it (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"

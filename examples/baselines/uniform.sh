@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Uniform weights for SlimPajama's seven domains: the baseline of the paper's tables, and what
-# pretrain_684m.sh trains by with MIXTURE=uniform. Nothing is trained, and no GPU is needed.
+# pretrain_684m.sh trains by with MIXTURE=uniform. No training, no GPU.
 #
 #   bash examples/baselines/uniform.sh
-#   SIZE=tiny bash examples/baselines/uniform.sh      # tries it out on a small corpus
+#   SIZE=tiny bash examples/baselines/uniform.sh      # smoke test on a small corpus
 #   bash examples/baselines/uniform.sh -- --domains arxiv,book,c4
 #
-#   SIZE         of the model that will be trained by it (684m)
+#   SIZE         size of the model to be trained with it (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"

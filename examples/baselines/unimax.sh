@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # UniMax for SlimPajama's seven domains: as uniform as four passes over each of them allow. The paper
-# has no such column; of 1.3 billion tokens no domain of SlimPajama is repeated, so that it is Uniform
-# there, and differs on smaller corpora. Nothing is trained, and no GPU is needed.
+# has no such column; within 1.3 billion tokens no domain of SlimPajama is repeated, so it equals
+# Uniform there and differs on smaller corpora. No training, no GPU.
 #
 #   bash examples/baselines/unimax.sh
-#   SIZE=tiny bash examples/baselines/unimax.sh       # tries it out on a small corpus
+#   SIZE=tiny bash examples/baselines/unimax.sh       # smoke test on a small corpus
 #   bash examples/baselines/unimax.sh -- --token-budget 300000000000
 #
-#   SIZE         of the model that will be trained by it (684m)
+#   SIZE         size of the model to be trained with it (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       what tools/preprocess_data.py made (RUN/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"

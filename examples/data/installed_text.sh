@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Real text without a download: what the installed packages bring, in 8 domains, as the quickstart
-# has it. In half a minute; a machine with other packages has other text.
+# Real text without a download: the quickstart's 8 domains from installed packages, in half a minute;
+# the text depends on the installed packages.
 #   OUTPUT=corpora/installed-text bash examples/data/installed_text.sh
 set -euo pipefail
 
-OUTPUT=${OUTPUT:-corpora/installed-text}              # the corpus is written here
-INPUT=${INPUT:-$(dirname "$OUTPUT")/text}             # the text, gathered if it is not there
-TOKENIZER=${TOKENIZER:-$(dirname "$OUTPUT")/tokenizer.json}   # trained if it is not there
+OUTPUT=${OUTPUT:-corpora/installed-text}              # output corpus
+INPUT=${INPUT:-$(dirname "$OUTPUT")/text}             # the text, gathered if missing
+TOKENIZER=${TOKENIZER:-$(dirname "$OUTPUT")/tokenizer.json}   # trained if missing
 TOOLS=$(dirname "$0")/../../tools
 
 [ -e "$INPUT/gathered.json" ] ||

@@ -1,20 +1,19 @@
 #!/usr/bin/env bash
-# The Pile without what may not be copied: 17 of its 22 domains, with validation and test text of
-# their own.
+# The Pile's 17 freely licensed domains of 22, with their own validation and test text.
 #
-# The data: monology/pile-uncopyrighted on the Hugging Face hub; JSON lines (.jsonl.zst) in train/,
-# val.jsonl.zst and test.jsonl.zst, `text`, and the domain in `meta.pile_set_name`. Fetch it first:
+# Data: monology/pile-uncopyrighted on the Hugging Face hub; JSON lines (.jsonl.zst) in train/,
+# val.jsonl.zst and test.jsonl.zst, `text`, and the domain in `meta.pile_set_name`. Download it first:
 #   hf download monology/pile-uncopyrighted --repo-type dataset --local-dir data/pile
 #   TOKENIZER=tokenizer.json bash examples/data/pile.sh
-# In a copy of the whole Pile the five domains that are missing here are left out.
-# On n machines that share INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, and in the end once without.
+# In a copy of the whole Pile, the other five domains are skipped.
+# On n machines sharing INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
 set -euo pipefail
 
 INPUT=${INPUT:-data/pile}              # the folder that holds train, val.jsonl.zst, test.jsonl.zst
-OUTPUT=${OUTPUT:-corpora/pile}         # the corpus is written here
-TOKENIZER=${TOKENIZER:-tokenizer.json} # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                   # processes; one fewer than there are cores
-SHARD=${SHARD:-}                       # i/n: the i-th of n machines
+OUTPUT=${OUTPUT:-corpora/pile}         # output corpus
+TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of tools/preprocess_data.py
+WORKERS=${WORKERS:-}                   # processes; default: one fewer than cores
+SHARD=${SHARD:-}                       # i/n: machine i of n
 
 NAMES=("ArXiv=arxiv" "DM Mathematics=dm_mathematics" "Enron Emails=enron_emails"
   "EuroParl=europarl" "FreeLaw=freelaw" "Github=github" "Gutenberg (PG-19)=gutenberg_pg_19"

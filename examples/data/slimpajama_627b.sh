@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # SlimPajama-627B, whole: 7 domains, with validation and test text of their own.
 #
-# The data: cerebras/SlimPajama-627B on the Hugging Face hub; 59,166 files of JSON lines
+# Data: cerebras/SlimPajama-627B on the Hugging Face hub; 59,166 files of JSON lines
 # (.jsonl.zst, 895 GB) in train/chunk*/, validation/chunk*/ and test/chunk*/, `text`, and the domain
 # in `meta.redpajama_set_name`. Fetch it first; it is too large to be streamed more than once:
 #   hf download cerebras/SlimPajama-627B --repo-type dataset --local-dir data/slimpajama-627b
 #   TOKENIZER=tokenizer.json bash examples/data/slimpajama_627b.sh
-# On n machines that share INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, and in the end once without.
+# On n machines sharing INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
 set -euo pipefail
 
 INPUT=${INPUT:-data/slimpajama-627b}      # the folder that holds train, validation and test
-OUTPUT=${OUTPUT:-corpora/slimpajama-627b} # the corpus is written here
-TOKENIZER=${TOKENIZER:-tokenizer.json}    # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                      # processes; one fewer than there are cores
-SHARD=${SHARD:-}                          # i/n: the i-th of n machines
+OUTPUT=${OUTPUT:-corpora/slimpajama-627b} # output corpus
+TOKENIZER=${TOKENIZER:-tokenizer.json}    # --tokenizer-model of tools/preprocess_data.py
+WORKERS=${WORKERS:-}                      # processes; default: one fewer than cores
+SHARD=${SHARD:-}                          # i/n: machine i of n
 
 NAMES=(RedPajamaArXiv=arxiv RedPajamaBook=book RedPajamaCommonCrawl=cc RedPajamaC4=c4
   RedPajamaGithub=github RedPajamaStackExchange=stackexchange RedPajamaWikipedia=wikipedia)

@@ -2,7 +2,7 @@
 # SlimPajama-6B: about a hundredth of SlimPajama, drawn at random; 7 domains, with validation and
 # test text of their own. The quickest way to real data.
 #
-# The data: DKYoon/SlimPajama-6B on the Hugging Face hub; parquet, 5.5 million documents to train
+# Data: DKYoon/SlimPajama-6B on the Hugging Face hub; parquet, 5.5 million documents to train
 # on, `text`, and the domain in `meta.redpajama_set_name`. It is streamed from there, or taken from
 # a folder:
 #   hf download DKYoon/SlimPajama-6B --repo-type dataset --local-dir data/slimpajama-6b
@@ -11,10 +11,10 @@
 set -euo pipefail
 
 INPUT=${INPUT:-hf:DKYoon/SlimPajama-6B} # hf: and the data set's name or folder
-OUTPUT=${OUTPUT:-corpora/slimpajama-6b} # the corpus is written here
-TOKENIZER=${TOKENIZER:-tokenizer.json}  # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                    # processes; one fewer than there are cores
-SHARD=${SHARD:-}                        # i/n: the i-th of n machines
+OUTPUT=${OUTPUT:-corpora/slimpajama-6b} # output corpus
+TOKENIZER=${TOKENIZER:-tokenizer.json}  # --tokenizer-model of tools/preprocess_data.py
+WORKERS=${WORKERS:-}                    # processes; default: one fewer than cores
+SHARD=${SHARD:-}                        # i/n: machine i of n
 
 NAMES=(RedPajamaArXiv=arxiv RedPajamaBook=book RedPajamaCommonCrawl=cc RedPajamaC4=c4
   RedPajamaGithub=github RedPajamaStackExchange=stackexchange RedPajamaWikipedia=wikipedia)

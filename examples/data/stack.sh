@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # The Stack without near duplicates: seven programming languages, a domain each.
 #
-# The data: bigcode/the-stack-dedup on the Hugging Face hub; parquet in data/<language>/, the text
+# Data: bigcode/the-stack-dedup on the Hugging Face hub; parquet in data/<language>/, the text
 # in `content`. It is gated: accept its terms on its page, then `hf auth login`. It has no
-# validation and test text of its own; --split cuts them. Fetch it first:
+# validation and test text of its own; --split cuts them. Download it first:
 #   for language in python java c c++ go ruby php; do
 #     hf download bigcode/the-stack-dedup --repo-type dataset --include "data/$language/*" \
 #       --local-dir data/the-stack-dedup
 #   done
 #   TOKENIZER=tokenizer.json bash examples/data/stack.sh
 # Other languages that lie there are left out; INPUT=hf:bigcode/the-stack-dedup streams the seven.
-# On n machines that share INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, and in the end once without.
+# On n machines sharing INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
 set -euo pipefail
 
 INPUT=${INPUT:-data/the-stack-dedup}   # the folder that holds data/<language>
-OUTPUT=${OUTPUT:-corpora/stack}        # the corpus is written here
-TOKENIZER=${TOKENIZER:-tokenizer.json} # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                   # processes; one fewer than there are cores
-SHARD=${SHARD:-}                       # i/n: the i-th of n machines
+OUTPUT=${OUTPUT:-corpora/stack}        # output corpus
+TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of tools/preprocess_data.py
+WORKERS=${WORKERS:-}                   # processes; default: one fewer than cores
+SHARD=${SHARD:-}                       # i/n: machine i of n
 
 NAMES=(python=python java=java c=c "c++=cpp" go=go ruby=ruby php=php "*=")
 

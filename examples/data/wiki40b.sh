@@ -2,7 +2,7 @@
 # Wiki40b in seven languages of Latin script, a domain each, with validation and test text of their
 # own. The marks of its markup (_START_ARTICLE_ and the like) stay in the text.
 #
-# The data: google/wiki40b on the Hugging Face hub; parquet, a config per language, `text`. It is
+# Data: google/wiki40b on the Hugging Face hub; parquet, a config per language, `text`. It is
 # streamed from there, or taken from a folder:
 #   hf download google/wiki40b --repo-type dataset --local-dir data/wiki40b
 #   INPUT=hf:data/wiki40b TOKENIZER=tokenizer.json bash examples/data/wiki40b.sh
@@ -10,10 +10,10 @@
 set -euo pipefail
 
 INPUT=${INPUT:-hf:google/wiki40b}      # hf: and the data set's name or folder
-OUTPUT=${OUTPUT:-corpora/wiki40b}      # the corpus is written here
-TOKENIZER=${TOKENIZER:-tokenizer.json} # what tools/preprocess_data.py takes as --tokenizer-model
-WORKERS=${WORKERS:-}                   # processes; one fewer than there are cores
-SHARD=${SHARD:-}                       # i/n: the i-th of n machines
+OUTPUT=${OUTPUT:-corpora/wiki40b}      # output corpus
+TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of tools/preprocess_data.py
+WORKERS=${WORKERS:-}                   # processes; default: one fewer than cores
+SHARD=${SHARD:-}                       # i/n: machine i of n
 
 NAMES=(fr=french de=german it=italian es=spanish pt=portuguese nl=dutch pl=polish)
 CONFIGS=("${NAMES[@]%=*}")

@@ -1,4 +1,4 @@
-"""What stages hand each other on disk. Each artifact is read, checked and written here alone."""
+"""On-disk artifacts passed between stages: all reading, validation and writing."""
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.clusters import Clusters
@@ -11,17 +11,14 @@ from megatron_chameleon.artifacts.corpus import (
     Split,
     TokenizerIdentity,
 )
-from megatron_chameleon.artifacts.cost import Cost, Stopwatch
-from megatron_chameleon.artifacts.differences import (
-    Difference,
-    loss_difference,
-    mean_perplexity_difference,
-)
 from megatron_chameleon.artifacts.embedding_store import EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.evaluation_result import (
+    Difference,
     DomainLoss,
     EvaluationResult,
     Protocol,
+    loss_difference,
+    mean_perplexity_difference,
     require_comparable,
 )
 from megatron_chameleon.artifacts.mixture import (
@@ -31,7 +28,7 @@ from megatron_chameleon.artifacts.mixture import (
     implied_epochs,
     normalized,
 )
-from megatron_chameleon.artifacts.provenance import Provenance, provenance
+from megatron_chameleon.artifacts.provenance import Cost, Provenance, Stopwatch, provenance
 from megatron_chameleon.artifacts.sweep import KnobValue, Sweep, SweepPoint
 from megatron_chameleon.artifacts.training_run import DrawnTokens, TrainingRun
 

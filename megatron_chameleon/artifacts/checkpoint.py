@@ -1,23 +1,28 @@
-"""What a checkpoint folder says of itself: the model's shape, its step, its files and their hashes.
+"""The record of a checkpoint folder, and the checkpoint folders of a run.
 
-The weights are read and written by the package ``checkpoint``; this record needs no torch.
+The weights are read and written by the package ``checkpoint``; this module needs no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
+import shutil
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts.files import (
+    flush_to_disk,
     put_all_back,
     put_back,
+    remove_replaced,
+    replacing,
     require_regular_file,
     sha256_of_files,
     sha256_of_json,
@@ -30,8 +35,9 @@ from megatron_chameleon.errors import UserError
 FILE_NAME = "checkpoint.json"
 FOLDER_NAME = "checkpoints"
 LATEST_NAME = "latest"
-# megatron's index, which holds the path it was written to, and its small values, pickled in the
-# order in which they came about.
+UNUSED_PREFIX = "unused-"
+# megatron's index, which contains the path it was written to, and its common state, pickled in
+# order of insertion: both differ between equal runs.
 NO_TENSORS = (".metadata", "common.pt")
 CONFIG_NAME = "metadata.json"  # megatron's: the format of the tensors
 TENSOR_FILES = "*.distcp"
@@ -40,7 +46,7 @@ MADE_BY = "tools/pretrain_gpt.py writes it"
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was not written, or not read, and the work goes on without it."""
+    """A checkpoint was not written, or not read; the work continues without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +64,7 @@ class CheckpointFile:
 
 @dataclasses.dataclass(frozen=True)
 class HookState:
-    """What a method that watches training needs to go on: its name and its state, JSON values."""
+    """Name and state of a training hook, in JSON values, to resume it."""
 
     name: str
     state: dict[str, Any]
@@ -66,22 +72,21 @@ class HookState:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRecord(FolderRecord):
-    """What ``checkpoint.json`` says; ``root`` is the checkpoint's folder.
+    """The contents of ``checkpoint.json``; ``root`` is the checkpoint's folder.
 
     Attributes:
         model: the model's shape, as a dictionary (package ``model`` reads it).
         step: optimizer steps done.
         samples: training samples consumed.
-        domain_samples: domain -> how many of its own samples these are. From here on, each
-            domain's stream goes on.
-        mixture_phases: the weights that the samples were drawn by, in order.
+        domain_samples: domain -> samples consumed of it, from which its stream resumes.
+        mixture_phases: the sampling weights of each phase, in order.
         domain_tokens: domain -> training tokens seen.
-        layout: the parallel layout that wrote it; another one can read it.
+        layout: the parallel layout that wrote it; any other can read it.
         files: file name -> size and hash.
-        guard: what judges the steps that follow: counts, the last losses and gradient norms, and
-            the steps skipped in a row up to this one.
-        hook: of the method that watches the run, if one does.
-        order_version: version of the order of the samples; a run resumes in the same one.
+        guard: state of the step guard: counts, the last losses and gradient norms, and the number
+            of consecutive skipped steps.
+        hook: of the training hook, if there is one.
+        order_version: version of the sample order; a run resumes with the same one.
     """
 
     KIND = "checkpoint"
@@ -110,7 +115,7 @@ class CheckpointRecord(FolderRecord):
         """Read ``folder/checkpoint.json`` and check that every file is listed and has its size.
 
         Raises:
-            UserError: naming the file and the way out.
+            UserError: naming the file and the fix.
         """
         record = super().load(folder)
         needed = {*NO_TENSORS, CONFIG_NAME, *(path.name for path in folder.glob(TENSOR_FILES))}
@@ -130,28 +135,25 @@ class CheckpointRecord(FolderRecord):
 
     @property
     def hash(self) -> str:
-        """Hex SHA-256 over the hashes of the files: the identity of these weights.
-
-        The files without tensors are left out: equal runs in two folders differ in them.
-        """
+        """Hex SHA-256 over the hashes of the tensor files: the identity of these weights."""
         return sha256_of_json(
             {name: file.sha256 for name, file in self.files.items() if name not in NO_TENSORS}
         )
 
     def verify(
-        self, share: int = 0, shares: int = 1, on_bytes: Callable[[int], object] | None = None
+        self, part: int = 0, parts: int = 1, on_bytes: Callable[[int], object] | None = None
     ) -> None:
         """Read files and compare their hashes.
 
         Args:
-            share: which share of the files is read, from 0 on.
-            shares: into how many about equal ones they are dealt, for those who share the work.
-            on_bytes: is told how many bytes were just read.
+            part: index of the part of the files to read.
+            parts: number of parts of about equal size, for parallel readers.
+            on_bytes: called with the number of bytes just read.
 
         Raises:
-            UserError: naming the first file that is not what checkpoint.json says.
+            UserError: naming the first file that differs from checkpoint.json.
         """
-        for name in self._largest_first()[share::shares]:
+        for name in self._largest_first()[part::parts]:
             path = self.root / name
             try:
                 found = sha256_of_files(path, on_bytes=on_bytes)
@@ -165,21 +167,21 @@ class CheckpointRecord(FolderRecord):
                 )
 
     def verify_in_threads(self) -> None:
-        """As :meth:`verify`, of all files, several at a time: hashing lets other threads run."""
+        """Like :meth:`verify`, of all files in parallel: hashing releases the GIL."""
         threads = min(len(self.files), os.cpu_count() or 1) or 1
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda share: self.verify(share, threads), range(threads)))
+            list(pool.map(lambda part: self.verify(part, threads), range(threads)))
 
-    def share_bytes(self, share: int, shares: int) -> int:
-        """How many bytes :meth:`verify` reads for these arguments."""
-        return sum(self.files[name].bytes for name in self._largest_first()[share::shares])
+    def part_bytes(self, part: int, parts: int) -> int:
+        """Number of bytes that :meth:`verify` reads for these arguments."""
+        return sum(self.files[name].bytes for name in self._largest_first()[part::parts])
 
     def _largest_first(self) -> list[str]:
         return sorted(self.files, key=lambda name: (-self.files[name].bytes, name))
 
 
 def hash_files(folder: Path, leave_out: Collection[str] = ()) -> dict[str, CheckpointFile]:
-    """Size and hash of every file in ``folder``, by name, but for those of some names."""
+    """Size and hash of the files in ``folder``, by name, except those in ``leave_out``."""
     return {
         path.name: CheckpointFile.of(path)
         for path in sorted(folder.iterdir())
@@ -188,23 +190,23 @@ def hash_files(folder: Path, leave_out: Collection[str] = ()) -> dict[str, Check
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Where a run keeps the checkpoint of a step."""
+    """Return the folder of a run's checkpoint of a step."""
     return run_dir / FOLDER_NAME / f"step-{step:08d}"
 
 
 def all_checkpoint_folders(run_dir: Path) -> list[Path]:
-    """Complete checkpoints in the folder of a run, oldest first, whether in use or not.
+    """List the complete checkpoints in a run's folder, oldest first, also those newer than latest.
 
-    A copy that somebody has made of one, under a name of their own, is none of them.
+    Other names, such as those of users' copies, are ignored.
     """
     folders = (path.parent for path in (run_dir / FOLDER_NAME).glob(f"step-*/{FILE_NAME}"))
     return sorted(folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name))
 
 
 def checkpoint_folders(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first, up to the one that the file ``latest`` names.
+    """List the complete checkpoints of a run, oldest first, up to the one named in ``latest``.
 
-    All of them, if there is no such file, or none of that name.
+    Lists all of them if that file is missing or names none of them.
     """
     folders = all_checkpoint_folders(run_dir)
     latest = _named_latest(run_dir)
@@ -212,19 +214,19 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
-    """The checkpoint folder meant by ``path``: itself, or the latest of the run it holds.
+    """Return the checkpoint folder ``path``, or the latest one of the run ``path``.
 
-    Every byte of it is verified. A damaged checkpoint of a run is passed over for the one before,
-    with a :class:`CheckpointWarning`. One that a killed save had set aside gets its name back.
+    Verifies every byte. A damaged checkpoint of a run is skipped for the one before, with a
+    :class:`CheckpointWarning`. One that a killed save had set aside is renamed back.
 
     Args:
         path: of a checkpoint, or of a run.
-        flag: the option by which the user gave it.
+        flag: the option that named it, for messages.
 
     Raises:
-        UserError: if there is none, or none that is whole.
+        UserError: if there is none, or only damaged ones.
     """
-    with contextlib.suppress(OSError):  # a reader that may not write goes on with what is there
+    with contextlib.suppress(OSError):  # a reader without write permission uses what is there
         put_back(path)
         put_all_back(path / FOLDER_NAME)
     if (path / FILE_NAME).is_file():
@@ -233,13 +235,13 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     folders = checkpoint_folders(path)
     if not folders:
         raise UserError(
-            f"{flag} {path}: neither a checkpoint nor a run with one; "
-            f"it needs {path / FOLDER_NAME}/step-*/{FILE_NAME}; {MADE_BY}"
+            f"{flag} {path}: neither a checkpoint nor a run with one "
+            f"({path / FOLDER_NAME}/step-*/{FILE_NAME}); {MADE_BY}"
         )
     problems: list[UserError] = []
     latest = _named_latest(path)
     if latest is not None and latest not in folders:
-        problems.append(UserError(f"{latest}, which {LATEST_NAME} names, is not complete"))
+        problems.append(UserError(f"{latest}, named in {LATEST_NAME}, is not complete"))
     for folder in reversed(folders):
         try:
             CheckpointRecord.load(folder).verify_in_threads()
@@ -247,13 +249,115 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
             problems.append(error)
             continue
         if problems:
-            warnings.warn(f"{problems[0]}: {folder} is used", CheckpointWarning, stacklevel=2)
+            warnings.warn(f"{problems[0]}: using {folder}", CheckpointWarning, stacklevel=2)
         return folder
-    raise UserError(f"{problems[0]}: {path} has no whole one")
+    raise UserError(f"{problems[0]}: {path} has no intact checkpoint")
+
+
+def temporary_name(folder: Path, token: str) -> Path:
+    """Return the name of ``folder`` until it is complete; every attempt has its own ``token``.
+
+    Otherwise processes of a killed run could still write into the next attempt's folder.
+    """
+    return folder.with_name(f".{folder.name}.{token}.tmp")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what interrupted attempts to write ``folder`` left behind.
+
+    If one was interrupted while it replaced the folder, the old one is restored.
+
+    Raises:
+        OSError: from the file system.
+    """
+    put_back(folder)
+    remove_replaced(folder)
+    # A longer name belongs to another folder, with a dot in its name.
+    ours = re.compile(rf"\.{re.escape(folder.name)}\.[^.]+\.tmp")
+    _remove(path for path in folder.parent.glob(".*.tmp") if ours.fullmatch(path.name))
+
+
+def remove_leftovers_of_run(run_dir: Path) -> None:
+    """Like :func:`remove_leftovers`, for every checkpoint of a run, and for partial files.
+
+    No other process may write to the run.
+    """
+    put_all_back(run_dir / FOLDER_NAME)
+    for folder in all_checkpoint_folders(run_dir):
+        remove_replaced(folder)
+    _remove((run_dir / FOLDER_NAME).glob(".step-*.tmp"))
+    for path in (*run_dir.glob(".*.tmp"), *(run_dir / FOLDER_NAME).glob(f".{LATEST_NAME}.*.tmp")):
+        path.unlink(missing_ok=True)
+
+
+def finish_latest(run_dir: Path) -> None:
+    """Finish the update of ``latest`` by a job that was killed after it completed a checkpoint.
+
+    No other process may write to the run.
+
+    Raises:
+        UserError: if ``latest`` cannot be written.
+    """
+    known = checkpoint_folders(run_dir)[-1:]
+    complete = {folder.name: folder for folder in all_checkpoint_folders(run_dir)}
+    for path in (run_dir / FOLDER_NAME).glob(f".{LATEST_NAME}.*.tmp"):
+        # It can be empty after a power failure.
+        named = complete.get(path.read_text(encoding="utf-8", errors="replace").strip())
+        if named and [named] > known:
+            with naming_latest(named):
+                pass
+
+
+@contextlib.contextmanager
+def naming_latest(folder: Path) -> Iterator[None]:
+    """Point the file ``latest`` at ``folder`` after the block, which renames that folder.
+
+    The file is written before the block, to fail early on a full disk, and renamed after it, so
+    that it never names a missing folder.
+
+    Raises:
+        UserError: if it cannot be written; the block is then not entered.
+    """
+    with replacing(folder.with_name(LATEST_NAME)) as temporary:
+        temporary.write_text(folder.name + "\n", encoding="utf-8")
+        flush_to_disk(temporary)  # finish_latest reads it if the job is killed in the block
+        yield
+
+
+def keep_last(run_dir: Path, count: int) -> None:
+    """Delete all but the last ``count`` checkpoints of a run; 0 keeps all.
+
+    Raises:
+        OSError: from the file system; the remaining checkpoints are intact.
+    """
+    folders = checkpoint_folders(run_dir)
+    for folder in folders[: max(0, len(folders) - count)] if count else []:
+        deleted = temporary_name(folder, "old")
+        os.replace(folder, deleted)  # atomic: a partial checkpoint never has a checkpoint's name
+        shutil.rmtree(deleted)
+
+
+def go_back_to(run_dir: Path, step: int) -> list[Path]:
+    """Make the checkpoint of ``step`` the latest of a run, and rename newer ones.
+
+    They are damaged, or of steps that were rolled back, and are not read again.
+
+    Returns:
+        their new paths.
+    """
+    chosen = step_folder(run_dir, step)
+    newer = [folder for folder in all_checkpoint_folders(run_dir) if folder.name > chosen.name]
+    moved = [_free_name(folder.with_name(UNUSED_PREFIX + folder.name)) for folder in newer]
+    if newer:
+        with naming_latest(chosen):
+            pass
+    for folder, unused in zip(newer, moved, strict=True):
+        os.replace(folder, unused)
+    return moved
 
 
 def _named_latest(run_dir: Path) -> Path | None:
-    """The folder that the file ``latest`` names, there or not."""
+    """Return the folder named in the file ``latest``, existing or not."""
     try:
         path = run_dir / FOLDER_NAME / LATEST_NAME
         require_regular_file(path)
@@ -261,3 +365,14 @@ def _named_latest(run_dir: Path) -> Path | None:
     except (OSError, UnicodeDecodeError):
         return None
     return run_dir / FOLDER_NAME / name
+
+
+def _free_name(folder: Path) -> Path:
+    """Return ``folder``, with a number appended if it exists."""
+    names = itertools.chain([folder.name], (f"{folder.name}-{n}" for n in itertools.count(2)))
+    return next(path for path in map(folder.with_name, names) if not path.exists())
+
+
+def _remove(folders: Iterator[Path]) -> None:
+    for folder in list(folders):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,10 +1,9 @@
-"""How sure a mean loss is: sums of losses over clusters of documents, and what follows from them.
+"""Standard errors of mean losses, from sums over clusters of documents.
 
-Tokens of one document are alike, so that they are no independent observations, and neither are
-windows where a document fills several. Documents are. A mean loss is then a ratio of two sums over
-documents, and its standard error that of a ratio (Cochran, Sampling Techniques, 3rd edition, 1977,
-equation 6.13 without the finite-population correction): with sums S_c of losses over sizes n_c of
-C clusters and m = sum(S_c) / sum(n_c),
+Tokens of one document are correlated, and so are windows of one document; documents are taken as
+independent. A mean loss is then a ratio of two sums over documents, with the standard error of a
+ratio (Cochran, Sampling Techniques, 3rd edition, 1977, equation 6.13 without the finite-population
+correction): for sums S_c of losses over sizes n_c of C clusters, and m = sum(S_c) / sum(n_c),
 
     SE(m)^2 = C / (C - 1) * sum((S_c - m n_c)^2) / sum(n_c)^2
 
@@ -21,7 +20,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts.record import Count, Positive
 
-# Of documents there may be millions. The error of so many clusters is known to 4%.
+# Enough to estimate a standard error to 4%, while there may be millions of documents.
 MAX_CLUSTERS = 256
 
 
@@ -29,13 +28,13 @@ MAX_CLUSTERS = 256
 class Clusters:
     """Sums over the clusters of a domain, in the order of the text.
 
-    A cluster is a document or, of more than ``MAX_CLUSTERS`` documents, about as many consecutive
-    ones each. All models that are evaluated by one protocol on one corpus have the same clusters.
+    A cluster is one document or, of more than ``MAX_CLUSTERS`` documents, a group of consecutive
+    ones. All models that are evaluated by one protocol on one corpus have the same clusters.
 
     Attributes:
         losses: [c] negative log-likelihoods, in nats.
         tokens: [c] predicted tokens, each at least 1.
-        text_bytes: [c] bytes of text that these tokens stand for; None where nobody knows.
+        text_bytes: [c] bytes of the text of these tokens; None if unknown.
     """
 
     losses: list[float]
@@ -48,7 +47,7 @@ class Clusters:
 
 
 def ratio_standard_error(sums: Sequence[float], sizes: Sequence[float]) -> float | None:
-    """Standard error of sum(sums) / sum(sizes), both [c]; None of fewer than two clusters."""
+    """Standard error of sum(sums) / sum(sizes), both [c]; None for fewer than two clusters."""
     numerators, denominators = np.asarray(sums, np.float64), np.asarray(sizes, np.float64)
     count, total = len(numerators), float(denominators.sum())
     if count < 2 or total == 0:
@@ -58,7 +57,7 @@ def ratio_standard_error(sums: Sequence[float], sizes: Sequence[float]) -> float
 
 
 def error_of_mean(errors: Iterable[float | None]) -> float | None:
-    """Standard error of a mean of independent figures; None if that of one is not known."""
+    """Standard error of a mean of independent values, from theirs; None if one is unknown."""
     known = list(errors)
     squares = [error**2 for error in known if error is not None]
     if not known or len(squares) < len(known):

@@ -1,4 +1,4 @@
-"""The corpus: tokenised text per domain and split, in Megatron's .bin/.idx format."""
+"""The corpus: tokenized text per domain and split, in Megatron's .bin/.idx format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
-from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Count, FolderRecord, InnerPath, Positive
 from megatron_chameleon.errors import UserError
 
@@ -22,8 +21,8 @@ MADE_BY = "tools/preprocess_data.py writes it"
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
-# Of the .bin and .idx, each block of so many bytes has a checksum. Few, since a sample reads a few
-# KiB from anywhere: what is hashed for it stays near to what is read.
+# Each block of so many bytes of the .bin and .idx has a checksum. Blocks are small, since a sample
+# reads a few KiB at a random position and verifies all blocks that it touches.
 BLOCK_BYTES = 1 << 14
 
 # Leaves room for suffixes below the 255 bytes that file systems allow.
@@ -32,10 +31,10 @@ MAX_FILE_NAME = 200
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerIdentity:
-    """Which tokenizer made the tokens. ``file`` is relative to the corpus folder.
+    """The tokenizer that made the tokens. ``file`` is relative to the corpus folder.
 
-    ``pattern`` (how text is split into words, a regular expression) and ``special_tokens`` (name ->
-    id) are told where the file does not say them; ``sha256`` is of all that decides the ids.
+    ``pattern`` (a regular expression that splits text into words) and ``special_tokens`` (name ->
+    id) are set if the file does not contain them; ``sha256`` covers everything that determines ids.
     """
 
     kind: Literal["tokenizers", "sentencepiece", "tiktoken"]
@@ -50,7 +49,7 @@ class TokenizerIdentity:
 def tokenizer_hash(
     content: bytes, pattern: str | None, special_tokens: Mapping[str, int] | None
 ) -> str:
-    """Hex SHA-256 of all that decides the ids: of the file's content where it says everything."""
+    """Hex SHA-256 of everything that determines the ids: of the content alone if it is complete."""
     sha256 = hashlib.sha256(content).hexdigest()
     if pattern is None:
         return sha256
@@ -63,8 +62,8 @@ class DomainSplit:
     """One pair of .bin/.idx files. ``prefix`` is relative to the corpus folder, without suffix.
 
     ``tokens`` counts the end-of-document token of every document; ``text_bytes`` counts the UTF-8
-    bytes of the text, so that losses can be given per byte. ``sha256`` is of .bin and .idx,
-    concatenated; ``block_checksums`` of PREFIX.xxh3, which has a checksum for each block of them
+    bytes of the text, for losses per byte. ``sha256`` is of .bin and .idx,
+    concatenated; ``block_checksums`` of PREFIX.xxh3, which has a checksum for each of their blocks
     (None in a corpus of an earlier release, which has no such file).
     """
 
@@ -78,15 +77,14 @@ class DomainSplit:
 
 @dataclasses.dataclass(frozen=True)
 class NotWritten:
-    """What was read for a domain and is not in its splits.
+    """Counts of documents and lines of a domain that are not in its splits.
 
     Attributes:
-        duplicates: documents whose text came before in the domain; the one figure that also counts
-            what was written, where duplicates were kept.
-        held_out: documents left out since their text belongs to another split: to valid or test,
-            of this or another domain, where they were to go to train.
-        empty: documents without text, or of which the tokenizer leaves nothing.
-        malformed: lines that were no documents.
+        duplicates: documents that repeat a text of the domain; counted also if duplicates are kept.
+        held_out: documents left out because their text belongs to another split: to valid or test
+            of this or another domain.
+        empty: documents without text or without tokens.
+        malformed: lines without a document.
     """
 
     duplicates: Count = 0
@@ -110,9 +108,9 @@ class Domain:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus(FolderRecord):
-    """What ``corpus.json`` says; ``root`` is the folder it was read from.
+    """The contents of ``corpus.json``; ``root`` is its folder.
 
-    ``not_written`` is by domain, and empty where nobody counted.
+    ``not_written`` is by domain, and empty if it was not counted.
     """
 
     KIND = "corpus"
@@ -134,11 +132,11 @@ class Corpus(FolderRecord):
         The copy of the tokenizer may be missing, since tokens can be used without it.
 
         Raises:
-            UserError: naming the file and the way out.
+            UserError: naming the file and the fix.
         """
         corpus = super().load(folder.parent if folder.name == FILE_NAME else folder)
         if not corpus.domains:
-            raise UserError(f"{corpus.root / FILE_NAME}: field domains: there is none; {MADE_BY}")
+            raise UserError(f"{corpus.root / FILE_NAME}: field domains is empty; {MADE_BY}")
         corpus._check_tokenizer()
         for domain in corpus.domains.values():
             for split in SPLITS:
@@ -157,7 +155,7 @@ class Corpus(FolderRecord):
 
     @property
     def hash(self) -> str:
-        """Hex SHA-256 of the tokenizer and of every token file; independent of where they lie."""
+        """Hex SHA-256 of the tokenizer and of every token file; independent of the folder."""
         return sha256_of_json(
             {
                 "tokenizer": self.tokenizer.sha256,
@@ -185,12 +183,12 @@ class Corpus(FolderRecord):
         """Read token files and compare their hashes.
 
         Args:
-            share: which share of the files is read, from 0 on.
-            shares: into how many about equal ones they are dealt, for ranks that share the work.
-            on_bytes: is told how many bytes were just read.
+            share: number of the partition of the files to read, from 0.
+            shares: number of partitions of about equal size, for ranks that divide the work.
+            on_bytes: called with the number of bytes just read.
 
         Raises:
-            UserError: naming the first file that is not what corpus.json says.
+            UserError: naming the first file that does not match corpus.json.
         """
         for prefix, expected in self._largest_first()[share::shares]:
             bin_path, idx_path, checksums = (
@@ -211,7 +209,7 @@ class Corpus(FolderRecord):
                 )
 
     def share_bytes(self, share: int, shares: int) -> int:
-        """How many bytes :meth:`verify` reads for these arguments."""
+        """Number of bytes that :meth:`verify` reads for these arguments."""
         return sum(
             part.tokens * self.token_bytes + index_file_bytes(part.documents)
             for _, part in self._largest_first()[share::shares]
@@ -251,18 +249,18 @@ class Corpus(FolderRecord):
         for suffix, size in expected.items():
             path = prefix.with_name(prefix.name + suffix)
             if not path.is_file():
-                raise UserError(f"{path} is missing; copy it beside corpus.json, or {MADE_BY}")
+                raise UserError(f"{path} is missing; copy it next to corpus.json, or {MADE_BY}")
             if path.stat().st_size != size:
                 raise UserError(
-                    f"{path} holds {path.stat().st_size} bytes where corpus.json asks for {size}: "
+                    f"{path} holds {path.stat().st_size} bytes and corpus.json records {size}: "
                     "it is truncated or of another corpus; restore it or preprocess again"
                 )
 
 
 def file_name_of(domain: str) -> str:
-    """A file name for any domain name: percent-encoded where it must be, no two alike.
+    """A unique file name for any domain name, percent-encoded where necessary.
 
-    Whatever the name, the file lies in the folder it is meant for and is not hidden.
+    It never leads to another folder or to a hidden file.
     """
     name = quote(domain, safe="+-_.,()")
     if name.startswith("."):
@@ -279,6 +277,6 @@ def num_blocks(size: int) -> int:
 
 
 def index_file_bytes(documents: int) -> int:
-    """Size of Megatron's .idx for one sequence a document: header, lengths, pointers, documents."""
+    """Bytes of an .idx with a sequence per document: header, lengths, pointers, documents."""
     header = 9 + 8 + 1 + 8 + 8
     return header + 4 * documents + 8 * documents + 8 * (documents + 1)

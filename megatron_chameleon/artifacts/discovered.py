@@ -1,4 +1,4 @@
-"""What was discovered: the clusters that a corpus's domains are, described for a person."""
+"""Discovered domains: the document clusters behind the domains of a corpus."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Amount, Count, FolderRecord, Positive, Share
 
 FILE_NAME = "discovered.json"
@@ -21,9 +20,13 @@ MADE_BY = "tools/discover_domains.py writes it"
 
 @dataclasses.dataclass(frozen=True)
 class NearDocument:
-    """A training document of the corpus that was divided; ``text`` is how it begins, escaped.
+    """A training document of the clustered corpus.
 
-    ``document`` counts from 0; ``distance`` is that to the centroid.
+    Attributes:
+        domain: of the clustered corpus.
+        document: counted from 0.
+        distance: to the centroid.
+        text: its beginning, escaped.
     """
 
     domain: str
@@ -40,7 +43,7 @@ class DiscoveredDomain:
         documents: in all splits.
         tokens: by split.
         shares: original domain -> its share of the cluster's tokens, the largest first.
-        nearest: the training documents that lie nearest to the centroid.
+        nearest: the training documents nearest to the centroid.
     """
 
     documents: Count
@@ -51,24 +54,24 @@ class DiscoveredDomain:
 
 @dataclasses.dataclass(frozen=True)
 class DiscoveredDomains(FolderRecord):
-    """What ``discovered.json`` says, beside the ``corpus.json`` of the corpus that was made.
+    """The content of ``discovered.json``, next to the ``corpus.json`` of the new corpus.
 
-    The centroids, and what was done to vectors before, are in ``discovered.safetensors``:
-    ``centroids`` [k, h], ``mean`` and ``deviation`` [h], float32.
+    ``discovered.safetensors`` holds ``centroids`` [k, h], and ``mean`` and ``deviation`` [h] of the
+    vectors before scaling, float32.
 
     Attributes:
-        num_clusters: that were asked for, or chosen.
-        silhouettes: number of clusters -> mean silhouette of windows, for each that was tried.
-        inertia: of the chosen clusters, over the windows that they were fitted to.
-        fitted_windows: how many those were.
+        num_clusters: requested or chosen number, before small ones were dissolved.
+        silhouettes: number of clusters -> mean silhouette of windows, for each number tried.
+        inertia: of the chosen clusters, over the fitted windows.
+        fitted_windows: number of windows that the clusters were fitted to.
         model_hash: of the proxy's weights.
-        layer: whose hidden states were taken.
-        window_length: tokens in a window, at most.
-        windows_per_document: at most.
-        seed: of the draw of windows and the starts of k-means.
-        dissolved: clusters that were too small, whose documents went to others.
-        domains: the domains that were made, in the order of the centroids.
-        divided: the domains that they were made of.
+        layer: of the hidden states.
+        window_length: maximum tokens per window.
+        windows_per_document: maximum.
+        seed: of the sampled windows and of k-means.
+        dissolved: number of clusters that were too small; their documents went to others.
+        domains: the new domains, in the order of the centroids.
+        divided: the clustered domains.
     """
 
     KIND = "discovered domains"
@@ -97,7 +100,7 @@ class DiscoveredDomains(FolderRecord):
         mean: NDArray[np.floating],
         deviation: NDArray[np.floating],
     ) -> None:
-        """Write ``centroids`` [k, h], ``mean`` [h] and ``deviation`` [h] beside the record."""
+        """Write ``centroids`` [k, h], ``mean`` [h] and ``deviation`` [h] next to the record."""
         arrays = {"centroids": centroids, "mean": mean, "deviation": deviation}
         content = save({key: np.ascontiguousarray(a, np.float32) for key, a in arrays.items()})
         with replacing(self.root / CENTROIDS_NAME) as temporary:

@@ -1,4 +1,4 @@
-"""Accuracy on downstream tasks on disk, with the protocol that gave it."""
+"""Accuracy on downstream tasks: the result, and intermediate results per task and shots."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from megatron_chameleon.artifacts.cost import Cost
-from megatron_chameleon.artifacts.provenance import Provenance
+from pydantic import Field
+
+from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import (
     Amount,
     Count,
@@ -22,18 +24,21 @@ from megatron_chameleon.errors import UserError
 KIND = "downstream evaluation"
 FORMAT_VERSION = 1
 MADE_BY = "tools/evaluate.py downstream writes it"
+PART_KIND = "downstream evaluation's part"
+PART_FORMAT_VERSION = 2  # 2: with the identity of the data
+PART_MADE_BY = "delete it, and tools/evaluate.py downstream writes it again"
 
 
 @dataclasses.dataclass(frozen=True)
 class DownstreamProtocol:
-    """How tasks are asked. Results of different protocols are not comparable.
+    """Evaluation settings. Results of different protocols are not comparable.
 
     Attributes:
-        lm_eval_version: of the package with the tasks' definitions.
-        shots: the numbers of solved examples before each question.
-        limit: questions of each task, at most, from its beginning; None is all.
-        fewshot_seed: of the draw of the examples.
-        dtype: what the model computes in.
+        lm_eval_version: version of lm-eval, which defines the tasks.
+        shots: numbers of few-shot examples.
+        limit: only the first questions of each task; None is all.
+        fewshot_seed: random seed for sampling the few-shot examples.
+        dtype: compute dtype.
     """
 
     lm_eval_version: str
@@ -45,10 +50,10 @@ class DownstreamProtocol:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """A share of right answers with its standard error, that of a mean over questions.
+    """Share of correct answers and its standard error as a mean over questions.
 
-    The error is the sample's standard deviation over the square root of the number of questions;
-    None where there is but one.
+    The error is the sample standard deviation over the square root of the number of questions; None
+    for a single question.
     """
 
     accuracy: Share
@@ -56,7 +61,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Accuracy:
-        """Of one value for each question, 0 to 1."""
+        """Accuracy of the values from 0 to 1 of each question."""
         number = len(values)
         mean = math.fsum(values) / number
         if number == 1:
@@ -70,10 +75,10 @@ class ShotScore(Accuracy):
     """Accuracy with one number of shots.
 
     Attributes:
-        documents: questions asked.
-        truncated_requests: of the requests that were made of them, those that were too long for
-            the model, so that the beginning of what stands before the answer was cut off.
-        requests_hash: hex SHA-256 of all that was asked, word for word.
+        documents: number of questions.
+        truncated_requests: requests longer than the model's sequence length, whose contexts were
+            truncated on the left.
+        requests_hash: hex SHA-256 of the texts of all requests.
     """
 
     documents: Positive
@@ -83,16 +88,15 @@ class ShotScore(Accuracy):
 
 @dataclasses.dataclass(frozen=True)
 class TaskScore:
-    """What a task gave.
+    """Result of a task.
 
     Attributes:
-        metric: lm-eval's name of the metric: acc_norm where the task gives it.
+        metric: lm-eval's name of the metric: acc_norm where the task defines it.
         version: of the task's definition.
-        shots_from: the split that shots are drawn from.
+        shots_from: the split that few-shot examples are sampled from.
         by_shots: number of shots -> accuracy.
-        mean: over all numbers of shots; its standard error is over questions, each with the mean of
-            its answers, since the same questions are asked every time. None if a number of shots
-            is missing.
+        mean: over all numbers of shots. They share the questions, so its standard error is over
+            each question's mean. None if a number of shots is missing.
     """
 
     metric: str
@@ -104,7 +108,7 @@ class TaskScore:
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """A task, or a number of its shots (None: all of them), that could not be asked, and why."""
+    """A task, or one number of shots of it (None: all), that could not be evaluated, and why."""
 
     task: str
     shots: int | None
@@ -139,14 +143,14 @@ class DownstreamResult:
 
     @property
     def complete_tasks(self) -> list[str]:
-        """The tasks that have an answer for every number of shots."""
+        """Tasks evaluated with every number of shots."""
         return [name for name, score in self.tasks.items() if score.mean is not None]
 
     @property
     def mean(self) -> Accuracy | None:
-        """The average of the complete tasks' means, as in the paper's tables; None without any.
+        """Mean of the complete tasks' means, as in the paper's tables; None without any.
 
-        Tasks have different questions, so the squares of their standard errors add up.
+        Tasks have different questions, so their standard errors are independent.
         """
         means = [score.mean for score in self.tasks.values() if score.mean is not None]
         if not means:
@@ -159,18 +163,18 @@ class DownstreamResult:
 
 
 def require_same_questions(results: dict[str, DownstreamResult]) -> None:
-    """Refuse to put results side by side that did not answer the same questions.
+    """Check that results answer the same questions.
 
     Raises:
-        UserError: naming two that differ, and in what.
+        UserError: naming two that differ, and the difference.
     """
     (first_name, first), *others = results.items()
     for name, result in others:
         difference = _difference(first, result)
         if difference is not None:
             raise UserError(
-                f"'{first_name}' and '{name}' were not asked the same: {difference}; evaluate both "
-                "by one command"
+                f"'{first_name}' and '{name}' answer different questions: {difference}; evaluate "
+                "both with the same options"
             )
 
 
@@ -181,12 +185,99 @@ def _difference(one: DownstreamResult, other: DownstreamResult) -> str | None:
             return f"{field.name} is {values[0]} and {values[1]}"
     alone = sorted(set(one.complete_tasks) ^ set(other.complete_tasks))
     if alone:
-        return f"one of them alone has {', '.join(alone)}"
+        return f"only one of them has {', '.join(alone)}"
     for task in one.complete_tasks:
         scores = [result.tasks[task] for result in (one, other)]
         if scores[0].metric != scores[1].metric:
-            return f"{task} gave {scores[0].metric} and {scores[1].metric}"
-        asked = [{s: x.requests_hash for s, x in score.by_shots.items()} for score in scores]
-        if asked[0] != asked[1]:
+            return f"the metrics of {task} are {scores[0].metric} and {scores[1].metric}"
+        hashes = [{s: x.requests_hash for s, x in score.by_shots.items()} for score in scores]
+        if hashes[0] != hashes[1]:
             return f"the requests of {task} differ"
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class PartSettings:
+    """Settings that determine a part.
+
+    Attributes:
+        data: the task's data set: "hub", or "sha256:" and the hash of the files of a local copy.
+            None, in a search only, matches any.
+    """
+
+    checkpoint_hash: str
+    lm_eval_version: str
+    task: str
+    shots: Count
+    limit: Positive | None
+    fewshot_seed: int
+    dtype: str
+    data: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class DownstreamPart:
+    """Intermediate result: one task with one number of shots.
+
+    Attributes:
+        settings: that determine it.
+        metric: see TaskScore.
+        version: see TaskScore.
+        shots_from: see TaskScore.
+        answers: "1" for each question answered correctly, "0" for the others, in order.
+        truncated_requests: see ShotScore.
+        requests_hash: see ShotScore.
+        questions_hash: hex SHA-256 of the questions without few-shot examples.
+        cost: of the evaluation.
+    """
+
+    settings: PartSettings
+    metric: str
+    version: str
+    shots_from: str
+    answers: Annotated[str, Field(pattern="^[01]+$")]
+    truncated_requests: Count
+    requests_hash: str
+    questions_hash: str
+    cost: Cost
+
+    @property
+    def values(self) -> list[float]:
+        """1 or 0 for each question."""
+        return [float(answer) for answer in self.answers]
+
+    def save(self, work_dir: Path) -> None:
+        """Write the part into ``work_dir``."""
+        path = part_path(work_dir, self.settings.task, self.settings.shots)
+        write_record(path, self, kind=PART_KIND, version=PART_FORMAT_VERSION)
+
+
+def part_path(work_dir: Path, task: str, shots: int) -> Path:
+    """File of the part of a task with a number of shots."""
+    return work_dir / f"{task}-{shots}shot.json"
+
+
+def find_part(work_dir: Path, settings: PartSettings) -> DownstreamPart | None:
+    """The part with these settings; None if there is none.
+
+    Raises:
+        UserError: if the part has other settings or is damaged.
+    """
+    path = part_path(work_dir, settings.task, settings.shots)
+    if not path.exists():
+        return None
+    part = read_record(
+        path,
+        DownstreamPart,
+        kind=PART_KIND,
+        version=PART_FORMAT_VERSION,
+        made_by=PART_MADE_BY,
+    )
+    for field in dataclasses.fields(PartSettings):
+        found, wanted = getattr(part.settings, field.name), getattr(settings, field.name)
+        if found != wanted and not (field.name == "data" and wanted is None):
+            raise UserError(
+                f"{path} is of another evaluation: its {field.name} is {found}, not {wanted}; "
+                "choose another --output or --work-dir, or delete the folder"
+            )
+    return part

@@ -17,9 +17,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from megatron_chameleon.artifacts.corpus import file_name_of
-from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing, writing
-from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Count, FolderRecord, InnerPath, Positive
 from megatron_chameleon.errors import UserError
 
@@ -30,17 +29,17 @@ MADE_BY = "tools/compute_mixture.py writes it"
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingRecipe:
-    """What a vector depends on. Two stores with the same recipe can be compared.
+    """Settings that determine the vectors. Stores with the same recipe are comparable.
 
     Attributes:
         model_hash: of the proxy's weights.
         layer: hidden states after this many transformer layers.
-        window_length: tokens in a window, at most.
-        num_windows: windows drawn per domain, at most.
-        seed: of the draw.
-        tokenizer_hash: of the tokenizer that made the tokens.
-        cross_documents: whether a window may run over the end of a document.
-        dtype: what the proxy computed in.
+        window_length: maximum tokens per window.
+        num_windows: maximum windows per domain.
+        seed: of the sampled windows.
+        tokenizer_hash: of the corpus's tokenizer.
+        cross_documents: whether windows may cross document boundaries.
+        dtype: compute precision of the proxy.
         final_norm: whether the proxy's final layer norm was applied to the hidden states.
     """
 
@@ -57,13 +56,13 @@ class EmbeddingRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class DomainEmbeddings:
-    """One file of the store.
+    """The file of one domain.
 
     Attributes:
         file: its name.
-        windows: vectors in it.
+        windows: number of vectors.
         corpus_hash: of the domain's token files.
-        sha256: hex, of the file; None in stores of releases that kept none.
+        sha256: hex, of the file; None in stores of early releases.
     """
 
     file: InnerPath
@@ -74,7 +73,7 @@ class DomainEmbeddings:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingStore(FolderRecord):
-    """What ``store.json`` says; ``root`` is the folder it was read from."""
+    """The content of ``store.json``; ``root`` is its folder."""
 
     KIND = "embedding store"
     FILE_NAME = FILE_NAME
@@ -90,28 +89,24 @@ class EmbeddingStore(FolderRecord):
     def with_domain(
         self, name: str, vectors: NDArray[np.float32], corpus_hash: str, cost: Cost
     ) -> EmbeddingStore:
-        """Write the window ``vectors`` [n, h] of a domain and return the store that lists them.
+        """Write the window ``vectors`` [n, h] of a domain; return the store with this domain.
 
-        What another process has written to the same store meanwhile is kept, and is in it too.
+        Domains that other processes have written in the meantime are kept and included.
 
         Raises:
-            UserError: if another process has made it a store of another recipe, or the disk is
+            UserError: if another process has filled the store with another recipe, or the disk is
                 full.
         """
         file = f"{file_name_of(name)}.safetensors"
-        # Not by save_file, which has errors of its own for a full disk.
+        # Not save_file, whose errors for a full disk are not OSErrors.
         content = save({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)})
         sha256 = hashlib.sha256(content).hexdigest()
         entry = DomainEmbeddings(file, len(vectors), corpus_hash, sha256)
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(self.root):
+        with _exclusive_lock(self.root):
             now = EmbeddingStore.load(self.root) if EmbeddingStore.exists(self.root) else self
-            if now.recipe != self.recipe:
-                raise UserError(
-                    f"another command has filled {self.root} by another recipe meanwhile; give "
-                    "another --store"
-                )
+            now.require_recipe(self.recipe)
             with replacing(self.root / file) as temporary:
                 temporary.write_bytes(content)
             store = dataclasses.replace(
@@ -120,10 +115,20 @@ class EmbeddingStore(FolderRecord):
             store.save()
         return store
 
-    def holds(self, name: str, corpus_hash: str) -> bool:
-        """Whether the vectors of domain ``name`` are here and made from those token files.
+    def require_recipe(self, recipe: EmbeddingRecipe) -> None:
+        """Raise UserError unless the vectors were computed by ``recipe``."""
+        for field in dataclasses.fields(EmbeddingRecipe):
+            stored, wanted = getattr(self.recipe, field.name), getattr(recipe, field.name)
+            if stored != wanted:
+                raise UserError(
+                    f"{self.root} holds embeddings with {field.name} {stored}, not {wanted}; pass "
+                    "another --store, or delete this one"
+                )
 
-        Vectors without a checksum are not: a changed bit of theirs would change the weights.
+    def holds(self, name: str, corpus_hash: str) -> bool:
+        """Whether the store has vectors of domain ``name``, computed from these token files.
+
+        Vectors without a checksum do not count, since damage to them would go unnoticed.
         """
         entry = self.domains.get(name)
         return (
@@ -134,38 +139,37 @@ class EmbeddingStore(FolderRecord):
         )
 
     def vectors(self, name: str) -> NDArray[np.float32]:
-        """Window vectors [n, h] in float32 of one domain, all finite.
+        """The window vectors [n, h] of one domain, float32 and finite.
 
         Raises:
-            UserError: if the file is damaged or does not hold what store.json says.
+            UserError: if the file is damaged or disagrees with store.json.
         """
         entry = self.domains[name]
         path = self.root / entry.file
         try:
             content = path.read_bytes()
             if entry.sha256 not in (None, hashlib.sha256(content).hexdigest()):
-                raise ValueError(f"its SHA-256 is not the one in {FILE_NAME}")
+                raise ValueError(f"its SHA-256 differs from {FILE_NAME}")
             vectors: NDArray[np.float32] = load(content)["vectors"]
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"cannot read {path} ({error}); delete it and run again") from error
         expected = (entry.windows, self.hidden_size)
         if vectors.shape != expected or vectors.dtype != np.float32:
             raise UserError(
-                f"{path} holds {vectors.dtype} of shape {vectors.shape}, {FILE_NAME} says float32 "
-                f"of {expected}; delete it and run again"
+                f"{path} holds {vectors.dtype} {vectors.shape}, but {FILE_NAME} lists float32 "
+                f"{expected}; delete it and run again"
             )
         if not np.isfinite(vectors).all():
             raise UserError(
-                f"{path}: the embeddings of domain '{name}' are not finite (NaN or infinite), so "
-                f"their model or its arithmetic is broken; delete {self.root} and run "
-                "tools/compute_mixture.py again, with a proxy whose loss is finite"
+                f"{path}: embeddings of domain '{name}' are NaN or infinite; delete {self.root} "
+                "and run again with a proxy whose loss is finite"
             )
         return vectors
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """A block that one process enters at a time, where the disk has locks of folders."""
+def _exclusive_lock(folder: Path) -> Iterator[None]:
+    """Hold a lock on ``folder``, on file systems that support it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""An evaluation on disk: per-domain held-out loss, with the protocol that gave it."""
+"""Held-out loss per domain, its evaluation protocol, and paired differences of two models."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from pydantic import Field
 
 from megatron_chameleon.artifacts.clusters import Clusters, error_of_mean, ratio_standard_error
 from megatron_chameleon.artifacts.corpus import Split
-from megatron_chameleon.artifacts.cost import Cost
-from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Count, Positive, read_record, write_record
 from megatron_chameleon.errors import UserError
 
 KIND = "evaluation"
-FORMAT_VERSION = 2  # 2: the protocol says how documents are cut; with clusters and bytes
+FORMAT_VERSION = 2  # 2: packing in the protocol; clusters and bytes
 MADE_BY = "tools/evaluate.py perplexity writes it"
 
 Packing = Literal["packed", "documents"]
@@ -31,20 +30,20 @@ _FIRST_TOKENS: dict[FirstToken, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How held-out text is cut up. Results of different protocols are not comparable.
+    """How held-out text is split into windows. Results of different protocols are not comparable.
 
     Attributes:
-        split: the split of the corpus.
-        window_length: tokens that go into the model at once, at most.
-        packing: "packed": documents follow one another, an end-of-document token after each, and
-            windows cross their boundaries, as in training. "documents": every document by itself.
-        end_of_document: whether the prediction of end-of-document tokens counts.
-        max_tokens: predicted tokens per domain, at most, in whole windows spread evenly over the
+        split: of the corpus.
+        window_length: maximum tokens per window.
+        packing: "packed": documents are concatenated, an end-of-document token after each, and
+            windows cross their boundaries, as in training. "documents": each is scored separately.
+        end_of_document: whether predictions of end-of-document tokens are scored.
+        max_tokens: maximum predicted tokens per domain, in whole windows spread evenly over the
             split; None is all.
-        overlap: tokens that a window takes over from the one before as context, and does not score
-            again.
-        first_token: of the split, or of every document where these go in by themselves: predicted
-            from an end-of-document token alone, or not scored.
+        overlap: tokens of the previous window that a window repeats as context, without scoring
+            them again.
+        first_token: of the split, or of each document with "documents": predicted from an
+            end-of-document token, or not scored.
     """
 
     split: Split
@@ -56,22 +55,22 @@ class Protocol:
     first_token: FirstToken = "not-scored"
 
     def describe(self) -> str:
-        """In words, to follow 'on'."""
+        """Description for users, to follow "on"."""
         windows = f"windows of {self.window_length} tokens"
         if self.packing == "documents":
-            parts = [f"every document by itself in {windows}", _FIRST_TOKENS[self.first_token]]
+            parts = [f"each document separately in {windows}", _FIRST_TOKENS[self.first_token]]
         else:
             parts = [f"in packed {windows}"]
         if self.overlap:
-            parts.append(f"with {self.overlap} tokens of the window before as context")
+            parts.append(f"with {self.overlap} tokens of the previous window as context")
         if self.max_tokens:
-            parts.append(f"at most {self.max_tokens:,} tokens a domain")
+            parts.append(f"at most {self.max_tokens:,} tokens per domain")
         if not self.end_of_document:
-            parts.append("end-of-document tokens left out")
+            parts.append("end-of-document tokens not scored")
         return ", ".join([f"the {self.split} split", *parts])
 
     def differences(self, other: Protocol) -> str:
-        """The fields in which ``other`` differs, with both values: 'overlap 0 and 16, ...'."""
+        """Fields that differ, with both values: "overlap 0 and 16, ..."."""
         both = zip(
             dataclasses.asdict(self).items(), dataclasses.asdict(other).values(), strict=True
         )
@@ -84,11 +83,11 @@ class DomainLoss:
 
     Attributes:
         loss: of the model.
-        tokens: that it predicted.
-        unigram_loss: of the domain's own training token frequencies (add-one smoothed) on the same
-            tokens: what one gets without looking at any context.
-        text_bytes: UTF-8 bytes of text that these tokens stand for; None where nobody knows.
-        clusters: sums by which the standard errors are known; None where nobody kept them.
+        tokens: predicted tokens.
+        unigram_loss: of the domain's training token frequencies (add-one smoothed) on the same
+            tokens, a baseline without context.
+        text_bytes: UTF-8 bytes of the predicted text; None if unknown.
+        clusters: sums per cluster for the standard errors; None if not recorded.
     """
 
     loss: float
@@ -99,7 +98,7 @@ class DomainLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): the model is as unsure as among so many equally likely tokens."""
+        """exp(loss)."""
         return _exp(self.loss)
 
     @property
@@ -109,7 +108,7 @@ class DomainLoss:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits of loss by byte of text, which does not depend on the tokenizer."""
+        """Bits of loss per byte of text, independent of the tokenizer."""
         if not self.text_bytes:
             return None
         return self.loss * self.tokens / (math.log(2) * self.text_bytes)
@@ -140,7 +139,7 @@ class DomainLoss:
 class EvaluationResult:
     """Held-out perplexity per domain of one checkpoint.
 
-    ``left_out`` are the domains of the corpus that have nothing to predict in the split.
+    ``left_out`` lists the domains of the corpus with nothing to predict in the split.
     """
 
     checkpoint: str
@@ -164,35 +163,75 @@ class EvaluationResult:
 
     @property
     def mean_perplexity(self) -> float:
-        """The average of the domains' perplexities, as in the paper's tables."""
+        """Mean of the domains' perplexities, as in the paper's tables."""
         return math.fsum(d.perplexity for d in self.domains.values()) / len(self.domains)
 
     @property
     def mean_perplexity_error(self) -> float | None:
-        """Its standard error over held-out text, the domains' errors being independent."""
+        """Its standard error over held-out text; errors of domains are independent."""
         return error_of_mean(d.perplexity_error for d in self.domains.values())
 
 
 def require_comparable(results: dict[str, EvaluationResult]) -> None:
-    """Refuse to put results of different protocols or corpora side by side.
+    """Check that results have the same corpus and protocol.
 
     Raises:
-        UserError: naming the two that differ.
+        UserError: naming two that differ.
     """
     (first_name, first), *others = results.items()
     for name, result in others:
         if result.corpus_hash != first.corpus_hash:
             raise UserError(
                 f"'{name}' and '{first_name}' were evaluated on different corpora; "
-                "evaluate both on one"
+                "evaluate both on the same one"
             )
         if result.protocol != first.protocol:
             raise UserError(
-                f"'{name}' and '{first_name}' were evaluated by different protocols "
-                f"({result.protocol.differences(first.protocol)}); evaluate both by one"
+                f"'{name}' and '{first_name}' were evaluated with different protocols "
+                f"({result.protocol.differences(first.protocol)}); evaluate both with the same one"
             )
 
 
 def _exp(loss: float) -> float:
-    """exp(loss), infinite where it is more than a float holds (a loss above 709)."""
+    """exp(loss), infinite on overflow (a loss above 709)."""
     return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Paired difference of two models' held-out figures, with its standard error, None if unknown.
+
+    Both models predict the same tokens, so that the difficulty of the text cancels in the error.
+    The results have the same protocol, corpus and domains (:func:`require_comparable`).
+    """
+
+    value: float
+    error: float | None
+
+
+def loss_difference(first: DomainLoss, second: DomainLoss) -> Difference:
+    """Mean loss of ``first`` minus that of ``second``, in nats per token."""
+    return Difference(first.loss - second.loss, _paired_error(first, second, 1.0, 1.0))
+
+
+def mean_perplexity_difference(first: EvaluationResult, second: EvaluationResult) -> Difference:
+    """Mean perplexity of ``first`` minus that of ``second``.
+
+    To first order, the standard error of a perplexity p = exp(m) is p SE(m); that of p - q is the
+    error of the ratio with the sums p S_c - q T_c, for the models' loss sums S_c, T_c of cluster c.
+    """
+    pairs = [(domain, second.domains[name]) for name, domain in first.domains.items()]
+    errors = [_paired_error(a, b, a.perplexity, b.perplexity) for a, b in pairs]
+    return Difference(first.mean_perplexity - second.mean_perplexity, error_of_mean(errors))
+
+
+def _paired_error(
+    first: DomainLoss, second: DomainLoss, first_scale: float, second_scale: float
+) -> float | None:
+    """Standard error of ``first_scale * first.loss - second_scale * second.loss``."""
+    a, b = first.clusters, second.clusters
+    scales = (first_scale, second_scale)
+    if a is None or b is None or a.tokens != b.tokens or not all(map(math.isfinite, scales)):
+        return None
+    sums = [first_scale * x - second_scale * y for x, y in zip(a.losses, b.losses, strict=True)]
+    return ratio_standard_error(sums, a.tokens)

@@ -1,4 +1,4 @@
-"""Read JSON strictly; write and hash files so that no half-written one has its final name."""
+"""Strict JSON, atomic writes and replacements, hashes."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.errors import UserError
 
-# The largest artifacts are an evaluation of 32,767 domains in 256 clusters and a swarm of 512
-# members over as many domains: about half of this.
+# Twice the largest artifacts: an evaluation of 32,767 domains in 256 clusters, and a swarm of 512
+# members over as many domains.
 MAX_JSON_BYTES = 1 << 30
 MAX_JSON_DEPTH = 64
 _CHUNK = 1 << 20
-# Of more files than these, everything that waits to be written is flushed by one call.
-_MOST_FLUSHED_ALONE = 1000
-_SET_ASIDE_SUFFIX = ".replaced"
-# What a write says when the disk is full, the quota is used up or the file may not grow.
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# More files than this are flushed by one call to sync.
+_MAX_FSYNC = 1000
+_REPLACED_SUFFIX = ".replaced"
+# Disk full, quota used up, file size limit.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside ``path``; rename it to ``path`` when the block ends well.
+    """Yield a temporary file next to ``path``; rename it to ``path`` when the block succeeds.
 
-    If the block raises, the temporary file is removed and ``path`` is as it was.
+    If the block raises, the temporary file is removed and ``path`` is unchanged.
 
     Raises:
-        UserError: if the folder cannot be made or written, or the disk is full.
+        UserError: if the folder cannot be created or written, or the disk is full.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not the whole name: with what is added it could be longer than a file name may be.
+        # Truncated: with prefix and suffix, the whole name could be too long for a file name.
         prefix = f".{path.name[:40]}."
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=path.parent)
     except OSError as error:
@@ -49,10 +49,13 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        _put_in_place(temporary, path)
+        with writing(path):
+            os.chmod(temporary, 0o666 & ~_umask())
+            flush_to_disk(temporary)
+            os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        if error.errno in NO_ROOM:
+        if error.errno in NO_SPACE:
             raise cannot_write(path, error) from error
         raise
     except BaseException:
@@ -62,7 +65,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A block that writes ``path``; what the system refuses in it is told in one line.
+    """Turn an OSError of the block, which writes ``path``, into a UserError.
 
     Raises:
         UserError: if the file cannot be written, or the disk is full.
@@ -74,20 +77,20 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def link_or_copy(path: Path, target: Path) -> None:
-    """Give the file ``path``, which nobody changes any more, a second name.
+    """Hard-link the immutable file ``path`` as ``target``, or copy it.
 
     Raises:
-        UserError: if the disk does not take it.
+        UserError: if it cannot be written.
     """
     with writing(target):
         try:
-            os.link(path.resolve(), target)  # of the file itself, if the path is a symbolic link
-        except OSError:  # another disk, or one without hard links
+            os.link(path.resolve(), target)  # not a symbolic link to it
+        except OSError:  # another file system, or one without hard links
             shutil.copyfile(path, target)
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """What to say when the system refuses to write ``path``."""
+    """The error of a failed write to ``path``."""
     return UserError(
         f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
     )
@@ -97,7 +100,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented UTF-8 JSON, atomically.
 
     Raises:
-        UserError: if it cannot be written, or :func:`read_json` would not read it again.
+        UserError: if it cannot be written, or is too large for :func:`read_json`.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     content = text.encode()
@@ -115,7 +118,7 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
 
     Args:
         path: a regular file of UTF-8, at most ``MAX_JSON_BYTES`` long.
-        hint: how to get a good one; ends every message.
+        hint: how to create a valid one; ends every message.
 
     Raises:
         UserError: naming the file, and the line or field, if it cannot be read, is not an object,
@@ -130,7 +133,7 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; {hint}") from None
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an invalid path
         raise UserError(f"cannot read {path}: {error}; {hint}") from error
     try:
         body = json.loads(text, object_pairs_hook=_object)
@@ -141,7 +144,7 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); repair it; {hint}") from error
     if not isinstance(body, dict):
-        raise UserError(f"{path}: a JSON object is expected, not a {type(body).__name__}; {hint}")
+        raise UserError(f"{path}: expected a JSON object, not a {type(body).__name__}; {hint}")
     problem = _first_problem(body, ())
     if problem:
         raise UserError(f"{path}: {problem}; {hint}")
@@ -157,7 +160,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _first_problem(value: Any, place: tuple[str | int, ...]) -> str | None:
-    """Describe the first value below ``value`` that no artifact can hold; None without any."""
+    """Describe the first invalid value inside ``value``; None if all are valid."""
     if len(place) > MAX_JSON_DEPTH:
         return f"field {place[0]}: nested deeper than {MAX_JSON_DEPTH} levels"
     if isinstance(value, float):
@@ -173,17 +176,17 @@ def _first_problem(value: Any, place: tuple[str | int, ...]) -> str | None:
 
 
 def require_regular_file(path: Path) -> None:
-    """Check that reading ``path`` comes to an end: of a pipe, a socket or a device it may not.
+    """Reject pipes, sockets and devices, which may never end.
 
     Raises:
-        OSError: if it is one of these, a folder, or not there.
+        OSError: if ``path`` is one of these, a folder, or missing.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def sha256_of_files(*paths: Path, on_bytes: Callable[[int], object] | None = None) -> str:
-    """Hex SHA-256 of the concatenated contents of ``paths``; ``on_bytes`` is told what was read."""
+    """Hex SHA-256 of the concatenated files; ``on_bytes`` gets the number of bytes just read."""
     digest = hashlib.sha256()
     for path in paths:
         require_regular_file(path)
@@ -202,16 +205,15 @@ def sha256_of_json(value: Any) -> str:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Give the folder ``new`` the name ``folder``; what has that name now is deleted.
+    """Rename the folder ``new`` to ``folder``, and delete the previous ``folder``.
 
-    Two folders cannot be swapped at once. The old one has another name in between, gets its own
-    back if the second step fails, and by :func:`put_back` if the process does not outlive the
-    first.
+    Folders cannot be swapped atomically: the old one is renamed first. It is restored if the second
+    step fails, and by :func:`put_back` if the process is killed between the two.
 
     Raises:
-        OSError: if the system refuses; ``folder`` is then as it was.
+        OSError: from the file system; ``folder`` is then unchanged.
     """
-    before = _set_aside(folder)
+    before = _replaced_name(folder)
     try:
         if folder.exists():
             shutil.rmtree(before, ignore_errors=True)
@@ -223,42 +225,53 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Undo a replacement of ``folder`` that was cut off between its two steps, if one was.
-
-    Whoever looks for the folder calls this first.
+    """Restore ``folder`` if its replacement was interrupted; call it before looking for the folder.
 
     Raises:
-        OSError: if the system refuses.
+        OSError: from the file system.
     """
     if not folder.exists():
         with contextlib.suppress(FileNotFoundError):  # none, or another process was faster
-            os.replace(_set_aside(folder), folder)
+            os.replace(_replaced_name(folder), folder)
 
 
 def put_all_back(parent: Path) -> None:
-    """:func:`put_back`, for every folder in ``parent``."""
-    for path in parent.glob(f".*{_SET_ASIDE_SUFFIX}"):
-        put_back(path.with_name(path.name[1:].removesuffix(_SET_ASIDE_SUFFIX)))
+    """:func:`put_back` every folder in ``parent``."""
+    for path in parent.glob(f".*{_REPLACED_SUFFIX}"):
+        put_back(path.with_name(path.name[1:].removesuffix(_REPLACED_SUFFIX)))
 
 
 def remove_replaced(folder: Path) -> None:
-    """Delete what a replacement of ``folder`` was killed over deleting; call ``put_back`` first."""
+    """Delete the old ``folder`` if its deletion was interrupted; call :func:`put_back` first."""
     if folder.exists():
-        shutil.rmtree(_set_aside(folder), ignore_errors=True)
+        shutil.rmtree(_replaced_name(folder), ignore_errors=True)
 
 
-def _set_aside(folder: Path) -> Path:
-    """What an old folder is called while a new one takes its name."""
-    return folder.with_name(f".{folder.name}{_SET_ASIDE_SUFFIX}")
+def _replaced_name(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{_REPLACED_SUFFIX}")
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
-    try:
-        os.chmod(temporary, 0o666 & ~_umask())
-        flush_to_disk(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+def require_new(paths: Iterable[Path], hint: str) -> None:
+    """Check that none of ``paths`` exists, for outputs that record no kind.
+
+    Raises:
+        UserError: naming the first one that exists, ending with ``hint``.
+    """
+    for path in paths:
+        if os.path.lexists(path):
+            raise UserError(f"{path} exists; {hint}")
+
+
+def require_writable(folder: Path, option: str) -> None:
+    """Check that ``folder`` can be created or written later. Nothing is written.
+
+    Raises:
+        UserError: beginning with ``option``, the flag and its value.
+    """
+    absolute = folder.absolute()
+    nearest = next(place for place in (absolute, *absolute.parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{option}: {nearest} cannot be written to; choose another folder")
 
 
 def _umask() -> int:
@@ -268,8 +281,8 @@ def _umask() -> int:
 
 
 def flush_all_to_disk(paths: Sequence[Path]) -> None:
-    """Like :func:`flush_to_disk` for all of ``paths``; many at once, since each takes its time."""
-    if len(paths) > _MOST_FLUSHED_ALONE:
+    """:func:`flush_to_disk` every path, many of them by one call."""
+    if len(paths) > _MAX_FSYNC:
         os.sync()
     else:
         for path in paths:
@@ -277,7 +290,7 @@ def flush_all_to_disk(paths: Sequence[Path]) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until what was written to ``path`` would outlive a loss of power."""
+    """Flush ``path`` to disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

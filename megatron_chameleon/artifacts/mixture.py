@@ -1,4 +1,4 @@
-"""The mixture: how much of the tokens comes from each domain, and how that was found."""
+"""The mixture: sampling weights per domain, and the results of the method that computed them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
-from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import sha256_of_json
-from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Amount, Count, Share, read_record, write_record
 from megatron_chameleon.errors import UserError
 
 FORMAT_VERSION = 1
 KIND = "mixture"
 MADE_BY = "tools/compute_mixture.py writes it"
-# Weights are normalised where they are made. What is read is used to the bit, since its hash says
-# which mixture it is, unless its sum is further from 1 than rounding puts it.
+# Weights read from a file are renormalised only if their sum differs from 1 by more than rounding:
+# their bits are hashed to identify the mixture.
 SUM_TOLERANCE = 1e-6
-# 256 x 256 numbers are about 1.3 MB of text.
+# 256 x 256 numbers take about 1.3 MB of text.
 MAX_AFFINITY_DOMAINS = 256
 
 
 class MixtureWarning(UserWarning):
-    """The weights could be used, but not as they were given."""
+    """The weights were changed before use, or do not cover all domains."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,23 +36,23 @@ class Mixture:
 
     Attributes:
         weights: domain -> share of the training tokens.
-        method: what found them ("chameleon", "uniform", "manual", ...).
+        method: that computed them ("chameleon", "uniform", "manual", ...).
         parameters: the method's settings.
-        scores: domain -> the method's own score, where it has one (Chameleon: leverage).
-        intervals: domain -> (low, high) of the bootstrap interval of its weight.
-        confidence: coverage of those intervals, between 0 and 1.
+        scores: domain -> score, for methods that have one (Chameleon: leverage).
+        intervals: domain -> (low, high) bootstrap confidence interval of its weight.
+        confidence: coverage of the intervals, between 0 and 1.
         outweighs: (a, b, probability that a outweighs b) for each domain and the next one, in the
             order of their weights.
-        affinity: the k x k domain affinity matrix, in the order of ``weights``; none for more
-            than ``MAX_AFFINITY_DOMAINS`` domains, whose k^2 numbers would fill the file.
-        token_budget: tokens of training for which ``epochs`` was worked out.
-        epochs: domain -> how often its training tokens are gone through within that budget.
-        max_epochs: what no domain's epochs exceed.
-        unconstrained: domain -> its weight if there were no such limit.
-        capped: the domains whose epochs are that limit.
+        affinity: [k, k] domain affinity matrix, in the order of ``weights``; None for more than
+            ``MAX_AFFINITY_DOMAINS`` domains.
+        token_budget: training tokens that ``epochs`` refers to.
+        epochs: domain -> passes over its training tokens within the token budget.
+        max_epochs: upper limit of the epochs.
+        unconstrained: domain -> weight without the limit.
+        capped: domains whose epochs are at the limit.
     """
 
-    # People edit this file: a misspelt field would do nothing.
+    # Users edit this file: reject misspelt fields.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     weights: dict[str, float]
@@ -87,12 +86,13 @@ class Mixture:
 
     @classmethod
     def load(cls, path: Path) -> Mixture:
-        """Read a mixture file; ``{"weights": {...}}`` alone is enough for a person's own.
+        """Read a mixture file; ``{"weights": {...}}`` suffices for a user-supplied one.
 
-        A sum further than ``SUM_TOLERANCE`` from 1 is renormalised with a :class:`MixtureWarning`.
+        Weights whose sum differs from 1 by more than ``SUM_TOLERANCE`` are renormalised with a
+        :class:`MixtureWarning`.
 
         Raises:
-            UserError: naming the file, the field and the way out.
+            UserError: naming the file, the field and the fix.
         """
         mixture = read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
         return dataclasses.replace(mixture, weights=normalized(mixture.weights, str(path)))
@@ -108,21 +108,21 @@ class Mixture:
 
     @property
     def hash(self) -> str:
-        """Hex SHA-256 of the weights, whatever found them."""
+        """Hex SHA-256 of the weights."""
         return sha256_of_json(self.weights)
 
     def weights_for(self, names: Sequence[str], where: str) -> list[float]:
-        """The weights in the order of ``names``; a domain left out has weight 0.
+        """The weights in the order of ``names``; 0, with a warning, for domains without a weight.
 
         Args:
-            names: the domains that there are.
-            where: what they are the domains of, for messages.
+            names: the domains of a corpus.
+            where: the corpus, for messages.
 
         Raises:
-            UserError: for a weight on a domain that is not among them.
+            UserError: for a weight on an unknown domain.
         """
-        there = set(names)
-        unknown = [name for name in self.weights if name not in there]
+        known = set(names)
+        unknown = [name for name in self.weights if name not in known]
         if unknown:
             raise UserError(
                 f"the mixture has a weight for '{unknown[0]}', which is not a domain of {where}; "
@@ -131,7 +131,7 @@ class Mixture:
         missing = [name for name in names if name not in self.weights]
         if missing:
             warnings.warn(
-                f"the mixture says nothing of {', '.join(missing)}: they get weight 0",
+                f"the mixture has no weight for {', '.join(missing)}: they get weight 0",
                 MixtureWarning,
                 stacklevel=2,
             )
@@ -140,7 +140,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class MixturePhase:
-    """The weights by which a run draws from sample ``first_sample`` on: domain -> weight."""
+    """Weights that a run samples with from ``first_sample`` on: domain -> weight."""
 
     first_sample: Count
     weights: dict[str, Amount]
@@ -155,13 +155,13 @@ def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
     for name, weight in weights.items():
         if not math.isfinite(weight) or weight < 0:
             raise UserError(
-                f"{where}: weight of '{name}' is {weight}; weights are finite and not negative"
+                f"{where}: weight of '{name}' is {weight}; weights must be finite and >= 0"
             )
     if not math.isfinite(sum(weights.values())):
-        raise UserError(f"{where}: the weights are too large to add up; give shares of 1")
+        raise UserError(f"{where}: the weights are too large to add up; scale them to sum to 1")
     total = math.fsum(weights.values())
     if total <= 0:
-        raise UserError(f"{where}: all weights are zero; give at least one domain a weight")
+        raise UserError(f"{where}: all weights are zero; at least one must be > 0")
     if abs(total - 1.0) <= SUM_TOLERANCE:
         return weights
     warnings.warn(
@@ -175,12 +175,12 @@ def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
 def implied_epochs(
     tokens: Mapping[str, int], weights: Mapping[str, float], token_budget: float
 ) -> dict[str, float]:
-    """Domain -> passes over its training tokens when ``token_budget`` tokens are drawn.
+    """Domain -> passes over its training tokens when ``token_budget`` tokens are sampled.
 
     Args:
-        tokens: domain -> its training tokens.
-        weights: domain -> share of the tokens drawn; 0 where there is none.
-        token_budget: tokens drawn in all.
+        tokens: domain -> training tokens.
+        weights: domain -> share of the sampled tokens; default 0.
+        token_budget: total number of sampled tokens.
     """
     return {
         name: weights.get(name, 0.0) * token_budget / max(size, 1) for name, size in tokens.items()

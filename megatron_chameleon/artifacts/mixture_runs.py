@@ -1,7 +1,7 @@
-"""Runs on many mixtures: what each was trained on and the losses it came to, as two CSV tables.
+"""Read and write training runs on many mixtures as two CSV tables: mixtures and losses.
 
 Tables of RegMix (``index,train_<domain>...`` and ``index,valid_<domain>...``) and of Olmix
-(``run`` or ``run_id``, ``name``, then domains or metrics) are read, whoever made them.
+(``run`` or ``run_id``, ``name``, then domains or metrics) are supported.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import io
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,32 +19,37 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.artifacts.run_columns import KEYS, is_key, plain_names
 from megatron_chameleon.errors import UserError
 
 Array = npt.NDArray[np.float64]
-# Published shares are rounded to three digits, so that many of them are off 1 by some thousandths.
+# Published shares are rounded to three digits, so many sums are off by some thousandths.
 SUM_TOLERANCE = 0.01
 MOST_SHOWN = 5
 NO_NUMBER = ("", "nan", "na", "n/a", "none", "null", "inf", "-inf", "+inf", "infinity")
+KEYS = ("run", "run_id", "index", "name")
+"""Columns that identify the run of a row, the most reliable first."""
+# train_the_pile_arxiv, metric/the_pile_arxiv_val_loss, valid_arxiv/loss ...
+_BEFORE = re.compile(r"^(metrics?|eval|train|training|valid|validation|val|test)[_/:.\- ]", re.I)
+_AFTER = re.compile(r"[_/:.\- ](train|valid|validation|val|test|loss|lm[_ ]loss)$", re.I)
+_SEPARATORS = "_/:.- "
 
 
 class MixtureRunsWarning(UserWarning):
-    """The tables could be used, but not all of what is in them."""
+    """Rows or columns of the tables were skipped."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MixtureRuns:
-    """n runs, each on a mixture of its own.
+    """n runs, each on a different mixture.
 
     Attributes:
-        keys: what the runs are called.
+        keys: names of the runs.
         domains: the k domains of the mixtures.
         mixtures: [n, k] float64, rows that sum to 1.
-        metrics: what the m losses are of.
+        metrics: names of the m losses.
         losses: [n, m] float64, finite.
-        domain_columns: what a table calls the domains; empty for runs that were not read.
-        metric_columns: what a table calls the metrics; empty for runs that were not read.
+        domain_columns: column names of the domains in the table read; empty otherwise.
+        metric_columns: column names of the metrics in the table read; empty otherwise.
     """
 
     keys: list[str]
@@ -73,21 +79,21 @@ class _Table:
         return [place for place, name in enumerate(self.header) if not is_key(name)]
 
     def keys(self) -> dict[str, int]:
-        """Name of each key column, in small letters -> its position."""
+        """Lower-case name of each key column -> its position."""
         return {
             name.strip().lower(): place for place, name in enumerate(self.header) if is_key(name)
         }
 
 
 def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
-    """The runs that both tables tell of, in the order of ``ratios``.
+    """Read the runs that are in both tables, in the order of ``ratios``.
 
     Rows are matched by a column that both have: run, run_id, index or name. Left out with a
     :class:`MixtureRunsWarning`: runs that only one of the tables has, metrics without any number,
     and runs that lack one of the others. Sums up to 0.01 off 1 are divided out.
 
     Raises:
-        UserError: naming the file, the line and the way out.
+        UserError: naming the file, the line and the fix.
     """
     shares, losses = _read(ratios), _read(metrics)
     key = _common_key(shares, losses)
@@ -96,10 +102,10 @@ def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
     if not common:
         raise UserError(
             f"{ratios} and {metrics} have no run in common: of their columns '{key}' no value is "
-            "in both; give the tables of the same runs"
+            "in both; pass tables of the same runs"
         )
-    _tell_of_the_unmatched(ratios, [name for name in rows if name not in results], metrics)
-    _tell_of_the_unmatched(metrics, [name for name in results if name not in rows], ratios)
+    _warn_unmatched(ratios, [name for name in rows if name not in results], metrics)
+    _warn_unmatched(metrics, [name for name in results if name not in rows], ratios)
     mixtures = _mixtures(shares, [rows[name] for name in common])
     values = _values(losses, [results[name] for name in common])
     return _usable(common, shares, mixtures, losses, values)
@@ -128,12 +134,12 @@ def _read(path: Path) -> _Table:
             header = next(reader, [])
             rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give a CSV table, a row for each run") from None
+        raise UserError(f"{path} does not exist; pass a CSV table with a row per run") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot read {path}: {error}; give a CSV table in UTF-8") from error
+        raise UserError(f"cannot read {path}: {error}; pass a CSV table in UTF-8") from error
     table = _Table(path, header, rows)
     if not table.columns or not rows:
-        raise UserError(f"{path} holds no runs: a header and a row for each run are expected")
+        raise UserError(f"{path} holds no runs: expected a header and a row per run")
     for line, row in rows:
         if len(row) != len(header):
             raise UserError(
@@ -142,7 +148,7 @@ def _read(path: Path) -> _Table:
             )
     doubled = [name for name in header if header.count(name) > 1]
     if doubled:
-        raise UserError(f"{path}: column '{doubled[0]}' is there twice; leave one out")
+        raise UserError(f"{path}: column '{doubled[0]}' is repeated; remove one")
     return table
 
 
@@ -152,7 +158,7 @@ def _common_key(one: _Table, other: _Table) -> str:
         if name in ours and name in theirs:
             return name
     raise UserError(
-        f"{one.path} and {other.path} share no column that says which run a row is of; give both "
+        f"{one.path} and {other.path} share no column that identifies the run; add to both "
         f"one of {', '.join(KEYS)}"
     )
 
@@ -164,7 +170,7 @@ def _by_key(table: _Table, key: str) -> dict[str, tuple[int, list[str]]]:
         name = row[place].strip()
         if name in found:
             raise UserError(
-                f"{table.path}:{line}: run '{name}' is there already, in line {found[name][0]}; "
+                f"{table.path}:{line}: run '{name}' repeats line {found[name][0]}; "
                 "leave one of them out"
             )
         found[name] = (line, row)
@@ -178,21 +184,21 @@ def _mixtures(table: _Table, rows: Sequence[tuple[int, list[str]]]) -> Array:
         bad = [c for c, v in zip(table.columns, values, strict=True) if not 0 <= v < math.inf]
         if bad:
             raise UserError(
-                f"{table.path}:{line}: '{row[bad[0]]}' of {table.header[bad[0]]} is no share: a "
-                "finite number from 0 on"
+                f"{table.path}:{line}: '{row[bad[0]]}' of {table.header[bad[0]]} is not a "
+                "share: must be finite and >= 0"
             )
         if abs(values.sum() - 1) > SUM_TOLERANCE:
             raise UserError(
-                f"{table.path}:{line}: the shares sum to {values.sum():.6g}, not 1; give shares of "
-                "the tokens of a run, and no columns but those and the run's name"
+                f"{table.path}:{line}: the shares sum to {values.sum():.6g}, not 1; expected "
+                "shares of the tokens of a run, and no other columns than those and the run's name"
             )
-    _tell_of_sums(table, np.abs(shares.sum(axis=1) - 1))
+    _warn_sums(table, np.abs(shares.sum(axis=1) - 1))
     result: Array = shares / shares.sum(axis=1, keepdims=True)
     return result
 
 
 def _values(table: _Table, rows: Sequence[tuple[int, list[str]]]) -> Array:
-    """[n, m] metrics; NaN where there is no finite number."""
+    """[n, m] metrics; NaN where the value is missing or not finite."""
     found = np.array([[_number(table, line, row, c) for c in table.columns] for line, row in rows])
     return np.where(np.isfinite(found), found, np.nan)
 
@@ -203,15 +209,15 @@ def _number(table: _Table, line: int, row: Sequence[str], column: int) -> float:
         return math.nan if text.lower() in NO_NUMBER else float(text)
     except ValueError:
         raise UserError(
-            f"{table.path}:{line}: '{text}' of {table.header[column]} is no number; repair it, or "
-            "leave the column out"
+            f"{table.path}:{line}: '{text}' of {table.header[column]} is not a number; "
+            "repair it, or remove the column"
         ) from None
 
 
 def _usable(
     keys: list[str], shares: _Table, mixtures: Array, metrics: _Table, values: Array
 ) -> MixtureRuns:
-    """The runs without what has no number."""
+    """Drop metrics without any value, then runs with a missing value."""
     there = np.any(np.isfinite(values), axis=0)
     names = [metrics.header[place] for place in metrics.columns]
     empty = [name for name, any_number in zip(names, there, strict=True) if not any_number]
@@ -243,12 +249,12 @@ def _usable(
     )
 
 
-def _tell_of_the_unmatched(path: Path, names: Sequence[str], other: Path) -> None:
+def _warn_unmatched(path: Path, names: Sequence[str], other: Path) -> None:
     if names:
         _warn(f"{path}: {len(names)} runs are not in {other} and are left out: {_shown(names)}")
 
 
-def _tell_of_sums(table: _Table, off: Array) -> None:
+def _warn_sums(table: _Table, off: Array) -> None:
     rounded = 1e-6
     if (off > rounded).any():
         _warn(
@@ -264,3 +270,73 @@ def _shown(names: Sequence[str]) -> str:
 
 def _warn(message: str) -> None:
     warnings.warn(message, MixtureRunsWarning, stacklevel=3)
+
+
+def is_key(column: str) -> bool:
+    """Whether ``column`` identifies runs; a column without a name is a data frame's index."""
+    return column.strip().lower() in KEYS or column.strip() in ("", "Unnamed: 0")
+
+
+def plain_names(columns: Sequence[str]) -> list[str]:
+    """``columns`` without affixes such as train_ and _loss, and without a common prefix.
+
+    Unchanged if no column has an affix, or if two would get the same name.
+    """
+    names = [_without_affixes(column.strip()) for column in columns]
+    if names == list(columns):
+        return names
+    shared = _common_prefix(names)
+    shorter = [name[len(shared) :] for name in names]
+    if len(set(shorter)) == len(shorter):
+        return shorter
+    return names if len(set(names)) == len(names) else list(columns)
+
+
+def matched(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """Match ``names`` to ``known``; names without a match are left out.
+
+    A name is compared literally, then without case, affixes and the kind of separator, and last
+    without the common prefix of either side.
+    """
+    found = {name: name for name in names if name in set(known)}
+    for simplified in (_simplified, _simplified_plain):
+        theirs = _unique(known, simplified(known))
+        ours = _unique(names, simplified(names))
+        for key, name in ours.items():
+            if name not in found and key in theirs and theirs[key] not in found.values():
+                found[name] = theirs[key]
+    return {name: found[name] for name in names if name in found}
+
+
+def _without_affixes(column: str) -> str:
+    before = ""
+    while before != column:
+        before = column
+        column = _AFTER.sub("", _BEFORE.sub("", column))
+    return column
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    """The common prefix of ``names``, up to and with its last separator."""
+    if len(names) < 2:
+        return ""
+    first, last = min(names), max(names)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    while length and first[length - 1] not in _SEPARATORS:
+        length -= 1
+    return first[:length]
+
+
+def _simplified(names: Sequence[str]) -> list[str]:
+    return [re.sub(f"[{re.escape(_SEPARATORS)}]+", "_", _without_affixes(n)).lower() for n in names]
+
+
+def _simplified_plain(names: Sequence[str]) -> list[str]:
+    simplified = _simplified(names)
+    shared = _common_prefix(simplified)
+    return [name[len(shared) :] for name in simplified]
+
+
+def _unique(names: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
+    """Key -> name, for the keys that only one name has."""
+    return {key: name for key, name in zip(keys, names, strict=True) if list(keys).count(key) == 1}

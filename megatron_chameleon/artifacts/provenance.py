@@ -1,4 +1,4 @@
-"""How an artifact was made, so that it can be made again."""
+"""Provenance and cost of artifacts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from megatron_chameleon.artifacts.record import Amount, Count, plain
 
 PACKAGES = ("megatron-chameleon", "torch", "megatron-core", "numpy", "scipy", "tokenizers")
 
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """The command, options and software behind an artifact, and the hashes of what went in.
+    """Command, options, software versions and input hashes of an artifact.
 
-    Paths in the options are as they were given, from the working folder on.
+    Paths in the options are relative to the working folder.
     """
 
     command: list[str]
@@ -33,11 +36,11 @@ class Provenance:
 
 
 def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
-    """Provenance of what this process is making.
+    """Provenance of the artifact that this process makes.
 
     Args:
         options: the tool's options, a frozen dataclass.
-        inputs: name of each artifact read -> its hash.
+        inputs: name of each input artifact -> its hash.
     """
     return Provenance(
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -51,21 +54,13 @@ def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
 
 
 def plain_options(options: Any) -> dict[str, Any]:
-    """The options dataclass as a dictionary that JSON can hold, nested groups included."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return str(value) if isinstance(value, Path) else value
-
+    """The options dataclass as a dictionary of JSON types."""
     body: dict[str, Any] = plain(dataclasses.asdict(options))
     return body
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The version of each package, or that it is not installed."""
+    """Version of each package, or "not installed"."""
     found = {}
     for package in packages:
         try:
@@ -76,7 +71,7 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of the source tree, with '+changes' where it differs; None outside a checkout."""
+    """Commit of the source tree, "+changes" if it is modified; None outside a checkout."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -89,5 +84,46 @@ def git_commit() -> str | None:
         commit = git("rev-parse", "HEAD")
         changed = bool(commit) and bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.TimeoutExpired):
-        return None  # no git on this machine: the versions above still say what ran
+        return None  # git is not installed; the versions of the packages are recorded
     return f"{commit}{'+changes' if changed else ''}" if commit else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Cost of a stage. Costs of stages add up.
+
+    Attributes:
+        flops: floating-point operations, counted from the model's shapes; 0 without a model.
+        device_seconds: wall seconds times the number of devices.
+        wall_seconds: elapsed seconds, without the start-up of the process.
+        num_devices: devices (GPUs, or CPU ranks).
+    """
+
+    flops: float = 0.0
+    device_seconds: Amount = 0.0
+    wall_seconds: Amount = 0.0
+    num_devices: Count = 1
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            flops=self.flops + other.flops,
+            device_seconds=self.device_seconds + other.device_seconds,
+            wall_seconds=self.wall_seconds + other.wall_seconds,
+            num_devices=max(self.num_devices, other.num_devices),
+        )
+
+
+class Stopwatch:
+    """Measures the cost since its construction."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Elapsed seconds."""
+        return time.perf_counter() - self._start
+
+    def cost(self, flops: float = 0.0, num_devices: int = 1) -> Cost:
+        """Cost of ``flops`` operations on ``num_devices`` devices in the elapsed time."""
+        seconds = self.seconds()
+        return Cost(flops, seconds * num_devices, seconds, num_devices)

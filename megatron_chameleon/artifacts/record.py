@@ -1,4 +1,4 @@
-"""One JSON file per artifact: a frozen dataclass, its kind and its format version."""
+"""Artifact records: frozen dataclasses as JSON with a kind, a format version and a checksum."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from megatron_chameleon.artifacts.files import read_json, write_json
+from megatron_chameleon.artifacts.files import read_json, require_writable, write_json
 from megatron_chameleon.errors import UserError
 
 Record = TypeVar("Record")
 
 
 def _inside(name: str) -> str:
-    """Check that ``name`` cannot lead out of the folder that it is relative to."""
+    """Check that the relative path ``name`` stays in its folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise ValueError("leads out of the artifact's folder")
+        raise ValueError("is outside the artifact's folder")
     if "\0" in name or len(path.parts) > 32 or any(len(part.encode()) > 250 for part in path.parts):
-        raise ValueError("not the name of a file")
+        raise ValueError("not a valid file name")
     return name
 
 
@@ -33,12 +33,12 @@ Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 InnerPath = Annotated[str, AfterValidator(_inside)]
-"""A file or folder of an artifact, relative to the artifact's own folder."""
+"""Path of a file or folder of an artifact, relative to the artifact's folder."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderRecord:
-    """An artifact that is a folder, ``root``, in which one JSON file says what the rest is."""
+    """An artifact folder, ``root``, described by one JSON file in it."""
 
     KIND: ClassVar[str]
     FILE_NAME: ClassVar[str]
@@ -74,15 +74,15 @@ def write_record(
 ) -> None:
     """Write the dataclass ``record`` to ``path`` with its ``kind`` and format ``version``.
 
-    It has a checksum of all that it says, unless it ``is_editable`` by hand.
+    A checksum of the content is added, unless users edit the file (``is_editable``).
 
     Raises:
         UserError: if ``path`` holds anything but a record of this kind, or cannot be written.
     """
     require_kind(path, kind)
     body = dataclasses.asdict(record)
-    body.pop("root", None)  # where a file lies is not part of what it says
-    body = {"kind": kind, "format_version": version, **_plain(body)}
+    body.pop("root", None)  # an artifact can be moved
+    body = {"kind": kind, "format_version": version, **plain(body)}
     write_json(path, body if is_editable else {**body, "checksum": _checksum(body)})
 
 
@@ -96,16 +96,28 @@ def kind_of(path: Path) -> str | None:
 
 
 def require_kind(path: Path, kind: str) -> None:
-    """Check that nothing would be lost but a record of ``kind`` if ``path`` were replaced.
+    """Check that ``path`` does not exist or holds a record of ``kind``, which may be replaced.
 
     Raises:
-        UserError: naming what is there.
+        UserError: naming the kind of the existing file.
     """
     if os.path.lexists(path) and (found := kind_of(path)) != kind:
         raise UserError(
-            f"{path} exists and is {f'of kind {found!r}' if found else 'no artifact'}, and only a "
+            f"{path} exists and is {f'of kind {found!r}' if found else 'not an artifact'}; only a "
             f"file of kind {kind!r} is replaced; choose another name, or move it away"
         )
+
+
+def check_output(output: Path, kind: str) -> None:
+    """Check that a record of ``kind`` can be written to the file ``--output``. Nothing is written.
+
+    Raises:
+        UserError: if something else exists there, or the folder is not writable.
+    """
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder; pass a file name")
+    require_kind(output, kind)
+    require_writable(output.parent, f"--output {output}")
 
 
 def read_record(
@@ -114,10 +126,11 @@ def read_record(
     """Read ``path`` into ``record_type``; ``known`` are fields that the file does not hold.
 
     Raises:
-        UserError: naming the file, the field and the way out (``made_by`` says what writes it).
+        UserError: naming the file, the field and the fix, ending with ``made_by``, the tool that
+            writes such files.
     """
     body = read_json(path, made_by)
-    checksum = body.pop("checksum", None)  # older releases wrote none
+    checksum = body.pop("checksum", None)  # not written by older releases
     is_unchanged = checksum in (None, _checksum(body))
     found_kind, found_version = body.pop("kind", kind), body.pop("format_version", version)
     if found_kind != kind:
@@ -125,7 +138,7 @@ def read_record(
     if found_version != version or isinstance(found_version, bool):
         raise UserError(
             f"{path}: format_version {found_version}, this release reads {version}; "
-            f"use the release that wrote it, or make it again: {made_by}"
+            f"use the release that wrote it, or create it again: {made_by}"
         )
     if not is_unchanged:
         raise UserError(f"{path} has changed since it was written; restore it; {made_by}")
@@ -137,17 +150,17 @@ def read_record(
 def check_values(
     where: str, value_type: type[Record], body: dict[str, Any], hint: str, field: str = ""
 ) -> Record:
-    """Make a ``value_type`` of ``body``, JSON values: their types are not converted.
+    """Make a ``value_type`` of the JSON values ``body``, without type conversion.
 
-    An integer is accepted where a float is expected, since JSON need not tell 1 from 1.0.
+    An integer is accepted for a float, since JSON writers may drop the ".0".
 
     Raises:
-        UserError: beginning with ``where``, naming the field (in ``field``, if ``body`` is the
-            value of that one), ending with ``hint``.
+        UserError: beginning with ``where``, naming the field (inside ``field``, if ``body`` is its
+            value), ending with ``hint``.
     """
     try:
-        # Only of JSON text does pydantic's strict mode make dataclasses and tuples.
-        hashable: Any = value_type  # mypy takes the type of a dataclass for unhashable
+        # In strict mode, pydantic makes dataclasses and tuples from JSON text only.
+        hashable: Any = value_type  # mypy considers dataclass types unhashable
         value: Record = _adapter(hashable).validate_json(json.dumps(body), strict=True)
         return value
     except ValidationError as error:
@@ -159,7 +172,7 @@ def check_values(
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    """Hex SHA-256 of all that the file says, in its order, but for white space."""
+    """Hex SHA-256 of the fields in order; white space does not count."""
     return hashlib.sha256(json.dumps(body).encode("ascii")).hexdigest()
 
 
@@ -168,10 +181,10 @@ def _adapter(value_type: Any) -> TypeAdapter[Any]:
     return TypeAdapter(value_type)
 
 
-def _plain(value: Any) -> Any:
-    """``value`` with paths as strings, so that JSON can hold it."""
+def plain(value: Any) -> Any:
+    """``value`` as JSON types: paths as strings, tuples as lists."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

@@ -1,7 +1,7 @@
-"""A swarm's folder: what its members' results hang on, and what came of each of them.
+"""A swarm's folder: the settings that determine its members' results, and the results.
 
 swarm.json            settings, corpus and mixtures
-members/00012.json    member 12's held-out losses and cost, or that it diverged
+members/00012.json    member 12's held-out losses and cost, or why it diverged
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts.cost import Cost
-from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import (
     Count,
     FolderRecord,
@@ -21,13 +20,13 @@ from megatron_chameleon.artifacts.record import (
 )
 
 FORMAT_VERSION = 1
-MADE_BY = "a swarm of proxies writes it (tools/compute_mixture.py)"
+MADE_BY = "tools/compute_mixture.py writes it"
 MEMBER_KIND = "swarm-member"
 
 
 @dataclasses.dataclass(frozen=True)
 class SwarmRecord(FolderRecord):
-    """What ``swarm.json`` says: all that its members' results hang on."""
+    """``swarm.json``: everything that determines the members' results."""
 
     KIND = "swarm"
     FILE_NAME = "swarm.json"
@@ -42,10 +41,10 @@ class SwarmRecord(FolderRecord):
 
     @property
     def cost(self) -> Cost:
-        """Of the members that have a result, over all sessions.
+        """Cost of the finished members, over all sessions.
 
         Raises:
-            UserError: for a member's file that is damaged.
+            UserError: for a damaged member file.
         """
         members = finished_members(self.root, len(self.mixtures))
         return sum((member.cost for member in members.values()), start=Cost())
@@ -53,14 +52,14 @@ class SwarmRecord(FolderRecord):
 
 @dataclasses.dataclass(frozen=True)
 class MemberRecord:
-    """What came of one member.
+    """Result of one member.
 
     Attributes:
         member: its number.
         steps: when held-out losses were measured.
-        losses: for each of ``steps``, of every domain; None where it has no held-out text.
-        diverged: why it was left out, if it was.
-        cost: its share of what its group took.
+        losses: [steps][k] nats per token; None where a domain has no held-out text.
+        diverged: why it diverged, if it did.
+        cost: of its run; members trained concurrently divide the device's time.
     """
 
     member: Count
@@ -81,11 +80,11 @@ class MemberRecord:
 
 
 def member_path(folder: Path, member: int) -> Path:
-    """Where a member's result is."""
+    """File of a member's result."""
     return folder / "members" / f"{member:05d}.json"
 
 
 def finished_members(folder: Path, num_members: int) -> dict[int, MemberRecord]:
-    """Member -> its result, of those that have one."""
+    """Member -> result, of the finished ones."""
     paths = {member: member_path(folder, member) for member in range(num_members)}
     return {member: MemberRecord.load(path) for member, path in paths.items() if path.is_file()}

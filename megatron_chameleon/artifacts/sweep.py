@@ -1,12 +1,11 @@
-"""A sweep: mixtures that were found alike but for one knob, and which of them is which."""
+"""A sweep: mixtures that differ in one hyperparameter each."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.mixture import Mixture
-from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
 from megatron_chameleon.errors import UserError
 
@@ -22,11 +21,10 @@ class SweepPoint:
     """One mixture of a sweep.
 
     Attributes:
-        knobs: knob -> its value; the same knobs at every point.
+        knobs: hyperparameter -> value; the same hyperparameters at every point.
         mixture: the file, below the folder of the sweep.
         mixture_hash: of the weights in it.
-        made_from: what the mixture was computed from, below the same folder: a proxy's run, an
-            embedding store.
+        made_from: inputs of the mixture, below the same folder: a proxy's run, an embedding store.
     """
 
     knobs: dict[str, KnobValue]
@@ -37,13 +35,13 @@ class SweepPoint:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep(FolderRecord):
-    """What ``sweep.json`` says; ``root`` is the folder it was read from.
+    """Contents of ``sweep.json``; ``root`` is its folder.
 
     Attributes:
-        method: what found the mixtures.
-        axes: knob -> the values it took while the others stood at the centre, in order; the
-            centre's own is among them.
-        points: the centre first, no two with the same knobs.
+        method: method that computed the mixtures.
+        axes: hyperparameter -> its values with all others at the centre, in order; includes the
+            centre's value.
+        points: the centre first; all distinct.
         cost: of all proxies, embeddings and mixtures, each counted once.
     """
 
@@ -60,16 +58,16 @@ class Sweep(FolderRecord):
 
     @property
     def centre(self) -> SweepPoint:
-        """The point that all others differ from in one knob. Raises UserError if there is none."""
+        """The centre of the sweep. Raises UserError if there are no points."""
         if not self.points:
-            raise UserError(f"{self.root / FILE_NAME}: field points: there is none; {MADE_BY}")
+            raise UserError(f"{self.root / FILE_NAME}: field points is empty; {MADE_BY}")
         return self.points[0]
 
     def along(self, knob: str) -> list[SweepPoint]:
         """The points of an axis, in the order of its values.
 
         Raises:
-            UserError: if one of them is not there.
+            UserError: if one of them is missing.
         """
         found = []
         for value in self.axes[knob]:

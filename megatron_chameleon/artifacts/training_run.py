@@ -1,4 +1,4 @@
-"""A training run on disk: run.json says what it is, metrics.jsonl what happened at each step."""
+"""A training run: its record run.json and its log metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from pydantic import FiniteFloat, TypeAdapter
 
-from megatron_chameleon.artifacts.cost import Cost
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.mixture import MixturePhase
-from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Amount, Count, FolderRecord, InnerPath
 from megatron_chameleon.errors import UserError
 
@@ -27,18 +26,18 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 
 
 class MetricsWarning(UserWarning):
-    """Lines of a metrics file could not be used."""
+    """Lines of a metrics file are damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DrawnTokens:
-    """Tokens drawn of one domain over the run so far.
+    """Token and epoch counts of one domain up to the current step: target vs. actual.
 
     Attributes:
-        weight: share of the tokens by the weights in force.
-        asked: tokens that the weights asked for, over all their changes.
-        got: tokens drawn.
-        epochs: passes over the domain's training tokens that these are.
+        weight: current weight.
+        asked: target number of tokens, summed over all mixture phases.
+        got: actual number of tokens.
+        epochs: passes over the domain's training tokens.
     """
 
     weight: Amount
@@ -49,7 +48,7 @@ class DrawnTokens:
 
 @dataclasses.dataclass(frozen=True)
 class FailedSave:
-    """A checkpoint that could not be written: of which step, and why."""
+    """A checkpoint that could not be written, and the reason."""
 
     step: Count
     problem: str
@@ -57,23 +56,21 @@ class FailedSave:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun(FolderRecord):
-    """What ``run.json`` says; ``root`` is the folder it was read from.
+    """Content of ``run.json``; ``root`` is its folder.
 
     Attributes:
-        status: how the run ended, or that it has not.
+        status: of the run.
         step: optimizer steps done, of ``train_iters``.
         tokens: training tokens seen.
         model: the model's dimensions.
-        mixture: domain -> weight, as in force at ``step``.
-        mixture_phases: the weights that the samples up to ``step`` were drawn by, in order, as they
-            were given.
-        domain_tokens: tokens and epochs per domain, asked and got.
-        checkpoints: folders below ``root``, oldest first.
-        cost: over all the times the run was continued.
-        skipped_steps: steps that did not update the model, of ``step``.
-        stopped_by: what made a run leave before its last step after saving: a signal's name, or
-            the option that says so.
-        failed_saves: checkpoints that could not be written, over all the times it was continued.
+        mixture: domain -> weight at ``step``.
+        mixture_phases: unnormalized sampling weights of the phases up to ``step``, in order.
+        domain_tokens: domain -> target and actual tokens, and epochs.
+        checkpoints: folders in ``root``, oldest first.
+        cost: total over all resumptions.
+        skipped_steps: steps, among ``step``, that did not update the model.
+        stopped_by: signal or option that stopped the run, after saving, before its last step.
+        failed_saves: checkpoints that could not be written, over all resumptions.
     """
 
     KIND = "training run"
@@ -99,26 +96,26 @@ class TrainingRun(FolderRecord):
     failed_saves: list[FailedSave] = dataclasses.field(default_factory=list)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """The records of metrics.jsonl, in order of steps."""
+        """The records of metrics.jsonl, ordered by step."""
         yield from read_metrics(self.root / METRICS_NAME)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Metrics:
-    """The fields of a line of metrics.jsonl that others read; a line may have more."""
+    """The fields of a metrics line that other tools read; a line may have more."""
 
     step: Count
     loss: FiniteFloat | None = None
     domain_loss: dict[str, FiniteFloat | None] | None = None
     validation_loss: dict[str, FiniteFloat | None] | None = None
-    hook: dict[str, Any] | None = None  # whatever the hook logs
+    hook: dict[str, Any] | None = None  # any fields
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file, each with a ``step``.
 
-    Damaged lines are skipped, with one :class:`MetricsWarning` at the end; without one for a last
-    line that a crash has cut short.
+    Damaged lines are skipped, with one :class:`MetricsWarning` at the end. A last line truncated by
+    a crash is skipped silently.
 
     Raises:
         UserError: if the file cannot be read.
@@ -140,7 +137,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     if damaged:
         warnings.warn(
-            f"{path}: {len(damaged)} damaged lines are skipped, the first is line {damaged[0]}",
+            f"{path}: {len(damaged)} damaged lines are skipped, first line {damaged[0]}",
             MetricsWarning,
             stacklevel=2,
         )
@@ -150,9 +147,9 @@ _METRICS = TypeAdapter(_Metrics)
 
 
 def keep_metrics_until(path: Path, step: int) -> None:
-    """Drop the records after ``step``: those steps are run again from the checkpoint.
+    """Drop the records after ``step``, where the run resumes, and a truncated last line.
 
-    Damaged lines stay as they are, but for a last one that a crash has cut short.
+    Other damaged lines are kept.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
@@ -161,7 +158,7 @@ def keep_metrics_until(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a record; -1 of a damaged line."""
+    """Step of a record; -1 for a damaged line."""
     try:
         return _METRICS.validate_json(line, strict=True).step
     except ValueError:  # ValidationError is one

@@ -1,14 +1,17 @@
-"""From tokens and weights to training samples: blended order, data sets, batches."""
+"""Blended training samples: sample order, data sets, batches."""
 
-# ruff: noqa: E402
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from megatron_chameleon.megatron_import import quiet_import_warnings
 
 quiet_import_warnings()
 
-from megatron_chameleon.blend.dataset import BlendedTokens
-from megatron_chameleon.blend.megatron_order import build_blending_indices
-from megatron_chameleon.blend.schedule import MixtureSchedule
-from megatron_chameleon.blend.token_data import DomainData, TokenData
+if TYPE_CHECKING:
+    from megatron_chameleon.blend.dataset import BlendedTokens
+    from megatron_chameleon.blend.megatron_order import build_blending_indices
+    from megatron_chameleon.blend.schedule import MixtureSchedule
+    from megatron_chameleon.blend.token_data import DomainData, TokenData
 
 __all__ = [
     "BlendedTokens",
@@ -17,3 +20,18 @@ __all__ = [
     "TokenData",
     "build_blending_indices",
 ]
+
+_MODULES = {
+    "BlendedTokens": "dataset",
+    "DomainData": "token_data",
+    "MixtureSchedule": "schedule",
+    "TokenData": "token_data",
+    "build_blending_indices": "megatron_order",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name at its first use: importing blend.options must not load torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from megatron_chameleon.options.training import DocumentBoundaryOptions
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class DocumentBoundaries:
 
     Attributes:
         eod_id: the end-of-document token.
-        options: which of them are reset or masked.
+        options: what is reset or masked at boundaries.
     """
 
     eod_id: int

@@ -23,8 +23,8 @@ from megatron_chameleon.corpus.indexed import open_token_file
 from megatron_chameleon.errors import UserError
 
 PLAIN_NUMBER = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
-# Of a .bin that is larger than all of them together, so many evenly spread blocks of so many bytes
-# are hashed: 16 MiB, a second or two even where each read goes over a network.
+# Number and size of the evenly spaced blocks hashed of a larger .bin: 16 MiB, a second or two even
+# on network storage.
 HASHED_BLOCKS, HASHED_BLOCK_BYTES = 1024, 1 << 14
 
 
@@ -36,19 +36,19 @@ class DataPath:
     weights: tuple[float, ...] | None
 
     @classmethod
-    def parse(cls, given: str) -> DataPath:
+    def parse(cls, text: str) -> DataPath:
         """Parse '0.3 PREFIX 0.7 PREFIX', or prefixes without weights.
 
         Raises:
-            UserError: for another form, or a prefix that is given twice.
+            UserError: for another form, or a repeated prefix.
         """
-        words = given.split()
+        words = text.split()
         weights = [_number(word) for word in words[::2]]
         pairs = len(words) % 2 == 0 and None not in weights
         prefixes = words[1::2] if pairs else words
         if not prefixes or any(_number(word) is not None for word in prefixes):
             raise UserError(
-                f"--data-path '{given}': must be 'WEIGHT PREFIX WEIGHT PREFIX ...' or prefixes only"
+                f"--data-path '{text}': must be 'WEIGHT PREFIX WEIGHT PREFIX ...' or prefixes only"
             )
         files = [Path(prefix).resolve() for prefix in prefixes]
         twice = [

@@ -17,12 +17,12 @@ from megatron_chameleon.blend import order
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.gather import ViewTable
 from megatron_chameleon.blend.megatron_order import MegatronOrder
+from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase, check_changes
 from megatron_chameleon.blend.streams import EpochStream, megatron_index_bytes, megatron_view
 from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, check_weights
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
-from megatron_chameleon.options.data import Permutation
 
 Batch = dict[str, torch.Tensor]
 
@@ -39,7 +39,7 @@ class _BlendedPhase:
         phase: its weights.
         order: of the samples, numbered from the first one of the phase.
         before: [num_domains] samples of each domain before the phase.
-        target_before: [num_domains] what the weights up to there ask for.
+        target_before: [num_domains] target count of each domain up to there.
     """
 
     phase: Phase
@@ -57,7 +57,7 @@ class _BlendedPhase:
         return self.before + self.order.counts(samples - self.phase.first_sample)
 
     def targets(self, samples: int) -> NDArray[np.float64]:
-        """[num_domains] samples that the weights ask for among the run's first ``samples``."""
+        """[num_domains] target sample counts of the run's first ``samples``."""
         weights = np.array(self.phase.weights)
         length = samples - self.phase.first_sample
         return self.target_before + length * (weights / math.fsum(self.phase.weights))
@@ -66,8 +66,8 @@ class _BlendedPhase:
 class BlendedTokens(torch.utils.data.Dataset[Batch]):
     """Samples of a run in their order, its domains blended by a schedule of weights.
 
-    Every rank builds it independently, from these arguments alone: no rank waits for another, and
-    no disk is shared. Domains that are never sampled are never opened.
+    Every rank builds it independently from these arguments, without communication or shared
+    storage. Domains that are never sampled are never opened.
 
     With ``permutation="megatron"`` the samples are those of Megatron's BlendedDataset over its
     GPTDatasets; the weights cannot change then, since its order depends on the number of samples.
@@ -79,7 +79,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     while samples are being read.
 
     Args:
-        data: where the tokens are.
+        data: token files of the domains.
         schedule: weights of the domains, in the order of ``data.domains``; scaled to sum to 1.
         num_samples: length of the data set.
         seq_length: tokens per sample (s); the labels are the same tokens, shifted by one.
@@ -87,7 +87,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         permutation: order of a domain's samples.
         boundaries: position ids and masks at the ends of documents within a sample.
         cache: folder for Megatron's indices; None keeps them in memory only.
-        by_size: whether the weights are sizes, as Megatron takes them if it is given none: it
+        by_size: whether the weights are sizes, Megatron's choice if there are none: it then
             scales them once instead of twice, and oversamples nothing.
 
     Raises:
@@ -185,7 +185,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         return self._phases[self.schedule.phase_at(max(samples - 1, 0))].counts(samples)
 
     def change_weights(self, first_sample: int, weights: Sequence[float]) -> None:
-        """Sample by other weights from ``first_sample`` on. Every rank has to do the same.
+        """Change the weights from ``first_sample`` on. Call it on every rank.
 
         Raises:
             UserError: for invalid weights, or in Megatron's order.
@@ -239,7 +239,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         phases: list[_BlendedPhase] = []
         for known, (phase, _) in zip(self._phases, spans, strict=False):
             if known.phase != phase:
-                break  # all that follows depends on this phase
+                break  # later phases depend on this one
             phases.append(known)
         for phase, length in spans[len(phases) :]:
             before = np.zeros(len(self.data.domains), np.int64)
@@ -280,8 +280,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     def _samples_built(self, domain: int, count: int) -> int:
         """Samples for which Megatron builds the order of a domain that is sampled ``count`` times.
 
-        Data sets that are blended by size it builds for one whole epoch, whose order is that of any
-        number of samples up to there; a data set alone, for its number of samples.
+        Blending by size builds one whole epoch, whose order is that of any smaller number of
+        samples; a single data set is built for its number of samples.
         """
         if self._by_size:
             return count

@@ -83,7 +83,7 @@ class IndexedView:
 
     @property
     def num_samples(self) -> int:
-        """Samples in the view."""
+        """Number of samples in the view."""
         return len(self.shuffle)
 
     def fields(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class IndexedView:
 class EpochView:
     """One epoch of a domain: shuffled windows over its documents, in shuffled or in file order.
 
-    The permutations are computed position by position, so that little has to be kept.
+    The permutations are computed position by position, so little is stored.
 
     Attributes:
         file: the tokens.
@@ -153,7 +153,7 @@ View = IndexedView | EpochView
 
 
 class ViewTable:
-    """One view a domain, in the form that the compiled loop reads.
+    """One view per domain, as rows for the compiled loop.
 
     Attributes:
         first: [num_domains] number of the first sample of each view.
@@ -200,12 +200,12 @@ class ViewTable:
             UserError: if the tokens are damaged or outside the vocabulary.
         """
         windows = np.empty((len(domains), seq_length + 1), np.int64)
-        # Every document that a window reads begins a block at most, and so does every token.
+        # Upper bound of unchecked blocks: one per document and token of a window.
         blocks = np.empty(2 * (seq_length + 1), np.int64)
         first = 0
         while first < len(domains):
             sample, unchecked = _gather(self._rows, domains, numbers, first, windows, blocks)
-            assert unchecked != _OUT_OF_RANGE, "a sample lies outside its view"
+            assert unchecked != _OUT_OF_RANGE, "a sample is outside its view"
             if unchecked:
                 view = self._views[domains[sample]]
                 assert view is not None
@@ -242,9 +242,9 @@ def _address(array: NDArray[Any], *dtypes: type) -> int:
 def permuted(position: int, size: int, key: np.uint64) -> np.int64:
     """Image of ``position`` under a pseudorandom permutation of 0 to ``size`` - 1.
 
-    Nothing is kept of the permutation, of which there is one for each key. A Feistel network
-    permutes the numbers of an even number of bits, up to four times as many as are wanted; an image
-    that is too large is permuted again (cycle walking, Black and Rogaway 2002).
+    The permutation is never stored; each key selects one. A Feistel network permutes a domain of an
+    even number of bits, up to four times ``size``; an image that is too large is permuted again
+    (cycle walking, Black and Rogaway 2002).
     """
     half = np.uint64(1)
     while np.int64(1) << np.int64(half + half) < size:
@@ -411,7 +411,7 @@ def _read_documents(
 
 @njit(cache=True, nogil=True, boundscheck=False)
 def _read_circle(row: Any, start: int, out: NDArray[np.int64], blocks: NDArray[np.int64]) -> int:
-    """One window in file order, where the domain's end is followed by its beginning."""
+    """Read one window in file order, wrapping from the domain's end to its beginning."""
     start %= row.num_tokens
     filled, unchecked = 0, 0
     while filled < out.size:

@@ -25,7 +25,7 @@ from megatron_chameleon.errors import UserError
 _DESCRIPTION = "index.json"
 # Temporary folders: of an entry that is being written, or of a damaged one.
 _TEMPORARY = re.compile(r"\.([0-9a-f]{16}|damaged)\.")
-# No entry takes as long to write: older temporary folders are leftovers of killed processes.
+# No write takes this long: older temporary folders are leftovers of killed processes.
 STALE_AFTER_SECONDS = 24 * 3600
 Arrays = dict[str, NDArray[Any]]
 
@@ -39,7 +39,7 @@ def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]
 
     Args:
         folder: of the cache.
-        key: all that the arrays depend on, JSON values.
+        key: everything that determines the arrays, JSON values.
         build: makes the arrays, by name.
 
     Raises:

@@ -13,17 +13,17 @@ from numpy.typing import ArrayLike, NDArray
 # Domain numbers are int16, as in Megatron's index.
 MAX_DOMAINS = np.iinfo(np.int16).max
 
-# Stretches of samples that are filled concurrently, one in each lane of the vector registers.
+# Ranges of samples filled concurrently, one per vector lane.
 LANES = 16
-# Samples between two selections of candidates; a stretch is a multiple of it.
+# Samples between two selections of candidates; a lane's range is a multiple of it.
 WINDOW = 64
-# Samples that a lane fills before its own stretch, in which a wrong guess mostly corrects itself.
+# Warm-up samples before a lane's range, in which a wrong guess usually converges.
 WARM_UP = 16 * WINDOW
-# Longer stretches fail more often. Odd multiples of a window, so that lanes share no cache sets.
+# Longer ranges fail more often. Odd multiples of a window, so that lanes share no cache sets.
 SHORTEST, LONGEST = 33 * WINDOW, 257 * WINDOW
 # With fewer lanes exact than this, samples are filled one by one for a while.
 FEWEST_EXACT = 3
-# Candidates are looked through in blocks, within which LLVM makes vector instructions of the lanes.
+# Candidates are scanned in blocks, which LLVM vectorizes.
 BLOCK = 8
 
 # Samples between two rows of counts that are kept.
@@ -38,7 +38,7 @@ class MegatronOrder:
     Args:
         weights: [num_domains], not negative.
         num_samples: length.
-        by_size: whether the weights are sizes, as Megatron takes them if it is given none: it
+        by_size: whether the weights are sizes, Megatron's choice if there are none: it then
             scales them once instead of twice.
 
     Attributes:
@@ -50,9 +50,9 @@ class MegatronOrder:
     def __init__(self, weights: Sequence[float], num_samples: int, by_size: bool = False) -> None:
         # Domains of weight 0 are left out: they would win ties. So would those whose weight is 0
         # next to the others in float64.
-        given = np.flatnonzero(weights)
+        positive = np.flatnonzero(weights)
         scaled = np.zeros(len(weights))
-        scaled[given] = normalize(np.asarray(weights, np.float64)[given].tolist())
+        scaled[positive] = normalize(np.asarray(weights, np.float64)[positive].tolist())
         self.shares: list[float] = scaled.tolist()
         self._domains = np.flatnonzero(scaled)
         # Megatron scales weights twice on the way from --data-path to its blended data set: the
@@ -140,7 +140,7 @@ def _fill(
     """Write the whole index.
 
     The rule needs the counts before a sample. Each lane starts from a guess of them, ``WARM_UP``
-    samples before its stretch; whatever the counts were, the rule soon makes the same choices. A
+    samples before its range; whatever the counts were, the rule soon makes the same choices. A
     lane counts as filled if it came to the counts that the lane before it ended with, so the result
     is exact however wrong the guesses are.
     """
@@ -208,8 +208,8 @@ def _guess(
 ) -> None:
     """Write the likely ``counts`` before ``sample``, from those ``known`` before ``first``.
 
-    Errors rise to about the same top before a domain is chosen: search for the top at which as many
-    samples are given out as there are.
+    Errors rise to about the same maximum before a domain is chosen: search for the maximum at which
+    the counts sum to the number of samples.
     """
     low, high = -1.0, 2.0
     for _ in range(24):
@@ -225,7 +225,7 @@ def _guess(
     for domain in range(weights.size):
         counts[domain] = max(np.ceil(weights[domain] * sample - high), known[domain])
         missing -= counts[domain]
-    # What is left over goes to heavy domains, which correct it soonest.
+    # Assign the remainder to heavy domains, which correct it soonest.
     heaviest = np.argmax(weights)
     counts[heaviest] += missing
 
@@ -252,7 +252,7 @@ def _fill_lanes(
         counts: [LANES, num_domains] float64, brought up to the end of each lane.
         joins: [LANES, num_domains] float64, written: the counts after warming up.
         first: first sample of the first lane.
-        length: samples of a lane's stretch, a multiple of the window.
+        length: samples in a lane's range, a multiple of the window.
         index: domain of each sample of the run, written.
         numbers: its number within the domain, written.
     """
@@ -319,7 +319,7 @@ def _fill_lanes(
 def _look(
     weights: NDArray[np.float64], counts: NDArray[np.float64], first: int, work: NDArray[np.float64]
 ) -> None:
-    """Look for a larger error among a block of candidates, of which ``first`` is the first."""
+    """Find a larger error in the block of candidates that starts at ``first``."""
     for lane in range(LANES):
         position = work[lane]
         error, place = work[LANES + lane], work[2 * LANES + lane]

@@ -1,4 +1,4 @@
-"""Blended order in closed form: which domain gives sample n, without state or start-up.
+"""Blended order in closed form: the domain of sample n, without state or an index.
 
 Two domains are merged by due time: sample j of domain i is due at ``(j + 1/2) / weight[i]``, so the
 first m samples hold ``floor(m * r + 1/2)`` of a domain whose share is r. More domains are merged
@@ -44,15 +44,15 @@ class BlendOrder:
     """Domains of the samples of a run, or of one phase of it, by fixed weights.
 
     Each domain's count stays within 2 samples of its share of the samples so far, and as a rule
-    within 1.2. Where weights change, the next phase is given what each domain is owed, and evens it
-    out; domains whose weight drops to nearly 0 cannot be evened out, and where many do so at every
-    change the others have been seen up to 5 samples off.
+    within 1.2. When weights change, the next phase corrects each domain's deficit, except for
+    domains whose weight drops to nearly 0; if many do so at every change, deviations of up to 5
+    samples have been observed for the others.
 
     Args:
         weights: [num_domains], not negative, scaled here to sum to 1. A domain is never sampled if
             its weight is 0, or below 2**-61 of the sum.
-        owed: [num_domains] samples that each domain should have had before the first one, minus
-            those it has had; by default none.
+        owed: [num_domains] deficit of each domain before the first sample: target minus actual
+            count; default 0.
     """
 
     def __init__(self, weights: Sequence[float], owed: Sequence[float] | None = None) -> None:
@@ -105,9 +105,8 @@ def _tree(shares: list[int], owed: list[float]) -> NDArray[np.int64]:
 def _leaves(shares: list[int], owed: list[float]) -> list[int]:
     """Domains that are sampled, in the order of the tree's leaves.
 
-    Heavy ones come first, which keeps the tree balanced. Those that are owed samples alternate with
-    those that are ahead, so that what any group of neighbours is owed stays small: it is paid
-    before the group gives or gets anything else.
+    Heavy ones come first, which keeps the tree balanced. Domains with a deficit alternate with
+    those with a surplus, so that the deficit of any group of neighbours stays small.
     """
     by_weight = sorted((i for i, share in enumerate(shares) if share), key=lambda i: shares[i])
     behind = [i for i in by_weight if owed[i] > 0]
@@ -133,7 +132,7 @@ def _halves(number: float) -> tuple[int, int]:
 def _floor(high: int, low: int, samples: int) -> int:
     """Integer part of a fixed-point number, clipped to 0 and ``samples``.
 
-    Of ``share * samples + offset`` that is how many of a node's samples its left child gets.
+    For ``share * samples + offset``, this is the number of a node's samples in its left child.
     """
     return min(max((high + (low >> HALF_BITS)) >> HALF_BITS, 0), samples)
 
@@ -141,15 +140,15 @@ def _floor(high: int, low: int, samples: int) -> int:
 @njit(cache=True, nogil=True)
 def _count(nodes: NDArray[np.int64], samples: int, counts: NDArray[np.int64]) -> None:
     """Add to ``counts`` [num_domains] those of the first ``samples`` samples."""
-    given = np.zeros(len(nodes), np.int64)
-    given[0] = samples
+    reached = np.zeros(len(nodes), np.int64)
+    reached[0] = samples
     for number in range(len(nodes)):
         node = nodes[number]
-        high = given[number] * node[SHARE] + node[OFFSET]
-        left = _floor(high, given[number] * node[SHARE_LOW] + node[OFFSET_LOW], given[number])
-        for child, count in ((node[CHILDREN], left), (node[CHILDREN + 1], given[number] - left)):
+        high = reached[number] * node[SHARE] + node[OFFSET]
+        left = _floor(high, reached[number] * node[SHARE_LOW] + node[OFFSET_LOW], reached[number])
+        for child, count in ((node[CHILDREN], left), (node[CHILDREN + 1], reached[number] - left)):
             if child >= 0:
-                given[child] = count
+                reached[child] = count
             else:
                 counts[~child] += count
 
@@ -180,13 +179,13 @@ def _locate(
         for at in range(len(nodes)):
             if starts[at] == stops[at]:
                 continue
-            # As scalars: of an array the compiler assumes that the stores below may change it.
+            # Scalars, since the compiler assumes that the stores below may alias an array.
             share, share_low = nodes[at, SHARE], nodes[at, SHARE_LOW]
             offset, offset_low = nodes[at, OFFSET], nodes[at, OFFSET_LOW]
             buffer = source[at]
             number_in, place_in = number[buffer], place[buffer]
             number_out, place_out = number[1 - buffer], place[1 - buffer]
-            # Those of the left child are written from the front, the others from the back.
+            # The left child's are written from the front, the right child's from the back.
             front, back = np.uint64(starts[at]), np.uint64(stops[at])
             for i in range(front, back):
                 own = number_in[i]

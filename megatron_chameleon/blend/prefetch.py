@@ -26,14 +26,14 @@ class _End:
 
 
 class Prefetcher(Iterator[Batch]):
-    """The batches of another iterator, in the same order, on ``device``.
+    """Prefetch the batches of another iterator to ``device``, in order.
 
     A thread reads up to ``depth`` of them ahead into pinned memory, from which they are copied
     while the device computes. An exception of the other iterator is raised in the place of the
     batch that it failed to read. Close it before its samples change.
 
     Args:
-        batches: read by the thread only from now on.
+        batches: from now on, only the thread may read them.
         device: destination of the batches.
         depth: batches read ahead.
     """
@@ -124,8 +124,8 @@ def read_ahead(
     Args:
         batches: to be read.
         device: their destination.
-        parts: number of batches until the samples may change, and so on to the end; no batch of a
-            part is read before its first one is requested. By default samples never change.
+        parts: number of batches in each part, between which the samples may change; no batch of a
+            part is read before its first one is requested. By default one part.
     """
     if device.type != "cuda":
         yield batches

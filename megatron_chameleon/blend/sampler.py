@@ -28,7 +28,7 @@ def check_batch_sizes(
     """Check that the global batch can be sharded equally over the ranks.
 
     Raises:
-        UserError: naming global batch sizes that can be.
+        UserError: naming valid global batch sizes.
     """
     if micro_batch_size < 1 or global_batch_size < 1:
         raise UserError(

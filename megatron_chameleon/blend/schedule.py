@@ -6,8 +6,8 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.data import Permutation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class MixtureSchedule:
         return self.phases[self.phase_at(sample)].weights
 
     def changed(self, first_sample: int, weights: Sequence[float]) -> MixtureSchedule:
-        """The same up to ``first_sample``, and ``weights`` from there on; later phases are dropped.
+        """Copy with ``weights`` from ``first_sample`` on; later phases are dropped.
 
         Raises:
             ValueError: for a sample below 0, or another number of weights.
@@ -81,14 +81,14 @@ class MixtureSchedule:
         for phase, end in zip(started, ends, strict=False):  # no phase starts before sample 0
             yield phase, end - phase.first_sample
 
-    def samples_asked(self, num_samples: int) -> list[float]:
+    def target_samples(self, num_samples: int) -> list[float]:
         """[num_domains] target counts of the first ``num_samples`` samples."""
-        asked = [0.0] * self.num_domains
+        target = [0.0] * self.num_domains
         for phase, length in self.spans(num_samples):
             total = sum(phase.weights)
             for domain, weight in enumerate(phase.weights):
-                asked[domain] += length * (weight / total)
-        return asked
+                target[domain] += length * (weight / total)
+        return target
 
 
 def check_changes(schedule: MixtureSchedule, permutation: Permutation) -> None:

@@ -32,7 +32,7 @@ _DOCUMENTS, _WINDOWS = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class EpochStream:
-    """Endless samples of a domain, reshuffled every epoch.
+    """Infinite stream of a domain's samples, reshuffled every epoch.
 
     The epochs, one after another, are one stream of tokens. Window j begins at its token
     ``j * seq_length``, so none is lost where epochs meet, and belongs to the epoch in which it

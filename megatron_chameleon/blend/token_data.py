@@ -32,8 +32,8 @@ class DomainData:
         first: first sequence.
         stop: one after the last sequence.
         tokens: in these sequences together.
-        order_key: what the order within the domain depends on, with the seed; the same wherever
-            the files are.
+        order_key: determines the order within the domain, with the seed; independent of the files'
+            paths.
         vocab_size: one more than the largest token id.
         expected: dtype, counts and checksums from corpus.json; None for other files.
     """
@@ -79,7 +79,7 @@ class TokenData:
         where: corpus folder or option that the user gave, for messages.
         domains: their sequences.
         tokenizer: vocabulary and end-of-document token.
-        hash: hex SHA-256 of the contents, wherever the files are.
+        hash: hex SHA-256 of the contents, independent of paths.
     """
 
     where: str
@@ -133,7 +133,7 @@ def check_enough_tokens(data: TokenData, weights: Sequence[float], seq_length: i
 
 
 def check_weights(data: TokenData, weights: Sequence[float]) -> None:
-    """Check that samples can be drawn by ``weights``.
+    """Check ``weights`` for sampling.
 
     Raises:
         UserError: unless there is one finite, non-negative weight per domain and one is positive.
@@ -141,17 +141,17 @@ def check_weights(data: TokenData, weights: Sequence[float]) -> None:
     if len(weights) != len(data.domains):
         raise UserError(
             f"{len(weights)} weights for the {len(data.domains)} domains of {data.where}; "
-            "give one for each"
+            "pass one per domain"
         )
     for name, weight in zip(data.names, weights, strict=True):
         if not math.isfinite(weight) or weight < 0:
             raise UserError(f"weight of '{name}' is {weight}; weights are finite and not negative")
     if not any(weights):
-        raise UserError("all weights are zero; give at least one domain a weight")
+        raise UserError("all weights are zero; at least one must be > 0")
     if np.count_nonzero(weights) > MAX_DOMAINS:
         raise UserError(
             f"{np.count_nonzero(weights)} domains of {data.where} have a weight, and a blend holds "
-            f"{MAX_DOMAINS}; give the others weight 0, or merge domains"
+            f"{MAX_DOMAINS}; set the others to 0, or merge domains"
         )
     if not math.isfinite(sum(weights)):
-        raise UserError("the weights are too large to add up; give shares of 1")
+        raise UserError("the weights are too large to add up; scale them to sum to 1")

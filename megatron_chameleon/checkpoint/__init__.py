@@ -1,4 +1,4 @@
-"""Checkpoints in megatron's torch_dist format: written whole or not at all, read by any layout."""
+"""Checkpoints in megatron's torch_dist format: written atomically, loadable under any layout."""
 
 from megatron_chameleon.megatron_import import quiet_import_warnings
 

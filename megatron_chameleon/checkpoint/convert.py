@@ -20,6 +20,11 @@ from megatron_chameleon.checkpoint.huggingface_folder import (
     write_folder,
 )
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.checkpoint.options import (
+    FromHuggingFaceOptions,
+    ToHuggingFaceOptions,
+    TokenizerChoice,
+)
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.corpus.tokenizer import (
@@ -31,10 +36,8 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.huggingface import Tensors, config_of_shape, to_huggingface
 from megatron_chameleon.model.sizes import ModelShape
-from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
-from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.options.tokenizer import TokenizerChoice
 from megatron_chameleon.parallel.layout import Layout, distributed
+from megatron_chameleon.parallel.options import ParallelOptions
 
 STARTED_FROM = "Hugging Face folder"
 """Name of the input in a converted checkpoint's provenance that holds the hash of its weights."""
@@ -139,7 +142,7 @@ def find_tokenizer(options: TokenizerOptions, record: CheckpointRecord) -> Token
     if path is None or not (options.tokenizer_model or path.exists()):
         problem = f"is no longer at {path}" if path else "is not recorded"
         raise UserError(
-            f"the tokenizer of {record.root} {problem}; give it, or the corpus that was made with "
+            f"the tokenizer of {record.root} {problem}; pass it, or the corpus that was made with "
             "it, with --tokenizer-model"
         )
     if Corpus.exists(path):
@@ -149,7 +152,7 @@ def find_tokenizer(options: TokenizerOptions, record: CheckpointRecord) -> Token
         ):
             if value is not None:
                 raise UserError(
-                    f"{flag} {value}: recorded in the corpus {path}; leave the option out, or give "
+                    f"{flag} {value}: recorded in the corpus {path}; leave the option out, or pass "
                     "a tokenizer file with --tokenizer-model"
                 )
         tokenizer = corpus_tokenizer(Corpus.load(path))
@@ -160,7 +163,7 @@ def find_tokenizer(options: TokenizerOptions, record: CheckpointRecord) -> Token
             if place:
                 warnings.warn(
                     f"{record.root} does not record its end-of-document token: assuming "
-                    f"{eod_token}; give --eod-token, or the corpus with --tokenizer-model",
+                    f"{eod_token}; pass --eod-token, or the corpus with --tokenizer-model",
                     stacklevel=2,
                 )
         pattern = options.tiktoken_pattern or recorded.get("tiktoken_pattern")
@@ -168,7 +171,7 @@ def find_tokenizer(options: TokenizerOptions, record: CheckpointRecord) -> Token
     if tokenizer.sha256 != record.tokenizer_hash:
         raise UserError(
             f"{tokenizer.path} is not the tokenizer that {record.root} was trained with (its hash "
-            "differs); give that one, or the corpus that was made with it, with --tokenizer-model"
+            "differs); pass that one, or the corpus that was made with it, with --tokenizer-model"
         )
     return tokenizer
 
@@ -199,7 +202,7 @@ def _in_dtype(tensors: Tensors, dtype: torch.dtype, where: Path) -> Tensors:
         if not torch.isfinite(tensors[name]).all():
             raise UserError(
                 f"{where}: tensor {name} has values up to {tensor.abs().max():g}, too large for "
-                f"{dtype}; give --dtype bfloat16 or float32"
+                f"{dtype}; pass --dtype bfloat16 or float32"
             )
     return tensors
 
@@ -208,7 +211,7 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, where: str) -> No
     if tokenizer.vocab_size > shape.vocab_size:
         raise UserError(
             f"{where}: a vocabulary of {shape.vocab_size} is too small for {tokenizer.path}, whose "
-            f"ids go up to {tokenizer.vocab_size - 1}; give the model's own with --tokenizer-model"
+            f"ids go up to {tokenizer.vocab_size - 1}; pass the model's own with --tokenizer-model"
         )
 
 
@@ -218,7 +221,7 @@ def _check_shard_size(size: str) -> None:
         if float(size.strip()[:-2]) <= 0:  # before the unit
             raise ValueError("must be above 0")
     except (ValueError, OverflowError) as error:
-        raise UserError(f"--max-shard-size {size}: {error}; give a size such as 5GB") from error
+        raise UserError(f"--max-shard-size {size}: {error}; pass a size such as 5GB") from error
 
 
 def _require_one_rank(layout: Layout) -> None:

@@ -85,7 +85,7 @@ class HuggingFaceWeights:
             UserError: for an unsupported model, or weights in no format that may be read.
         """
         where = folder / CONFIG_NAME
-        config = read_config(read_json(where, "give a Hugging Face model's folder"), str(where))
+        config = read_config(read_json(where, "pass a Hugging Face model's folder"), str(where))
         files = _find_weights(folder, allow_pickle=allow_pickle)
         held = sum(path.stat().st_size for path in files)
         shape_of_config(config).require_bytes(held, str(where))
@@ -103,7 +103,7 @@ class HuggingFaceWeights:
 
     @property
     def left_out(self) -> list[str]:
-        """What is not read, one line each."""
+        """Descriptions of what is not loaded, one line each."""
         lines = []
         rows = self.config.vocab_size - self.vocab_size
         if rows:
@@ -159,10 +159,10 @@ def write_folder(
     provenance: Provenance,
     max_shard_size: str,
 ) -> None:
-    """Write a folder that transformers reads; it gets its name once it is complete.
+    """Write a folder that transformers reads, atomically.
 
     Raises:
-        UserError: if it cannot be written; what was there before is then unchanged.
+        UserError: if it cannot be written; an existing folder is then unchanged.
     """
     with _replacing_folder(folder) as temporary:
         write_json(temporary / CONFIG_NAME, config)
@@ -191,7 +191,7 @@ def check_output(folder: Path, marker: str, *, overwrite: bool) -> None:
         overwrite: whether a folder of that kind may be replaced.
 
     Raises:
-        UserError: naming what is there.
+        UserError: naming the existing content.
     """
     with writing(folder):
         put_back(folder)  # restore it if its replacement was interrupted
@@ -259,7 +259,7 @@ def _read_pickled(path: Path) -> Tensors:
     except Exception as error:
         raise _unreadable(path, error) from error
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
-        raise UserError(f"{path} holds more than named tensors; give a model's weights")
+        raise UserError(f"{path} holds more than named tensors; pass a model's weights")
     return dict(found)
 
 

@@ -41,7 +41,7 @@ def read_index(folder: Path) -> Metadata:
     """Read the index of the checkpoint in ``folder``, which locates its tensors.
 
     Raises:
-        UserError: if the file is damaged or asks for any other class.
+        UserError: if the file is damaged or references any other class.
     """
     path = folder / INDEX_NAME
     try:

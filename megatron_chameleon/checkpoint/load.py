@@ -86,9 +86,9 @@ def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
 
 
 def open_reader(record: CheckpointRecord, layout: Layout, *, bf16: bool = False) -> Reader:
-    """Build this rank's part of the model in eval mode and load its weights.
+    """Build this rank's model chunk in eval mode and load its weights.
 
-    In float32 by default, whatever it was trained in, so that embeddings and losses agree across
+    In float32 by default, whatever the training dtype, so that embeddings and losses agree across
     layouts and devices; ``bf16`` is faster.
     """
     shape = shape_of(record)
@@ -136,7 +136,7 @@ def load_training(
 
 
 def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
-    """Read what the checkpoint holds of ``wanted``: tensors and plain values, nothing pickled.
+    """Read the entries of ``wanted`` in the checkpoint: tensors and plain values, no pickles.
 
     megatron's "_extra_state" entries are skipped. They are empty without Transformer Engine, and
     torch would unpickle whatever is stored in their place.
@@ -186,7 +186,7 @@ class CheckedReader(FileSystemReader):
 
 
 class CheckedLoadStrategy(TorchDistLoadShardedStrategy):
-    """megatron's torch_dist strategy, reading only by the given ``index``."""
+    """megatron's torch_dist strategy, reading only the entries of ``index``."""
 
     def __init__(self, index: Metadata) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class _CommonLoadStrategy(TorchCommonLoadStrategy):
 
 @contextlib.contextmanager
 def _content_errors(folder: Path) -> Iterator[None]:
-    """Turn what torch and megatron raise for a bad checkpoint into a UserError."""
+    """Convert torch's and megatron's errors for a bad checkpoint into a UserError."""
     try:
         yield
     except UserError:  # a ValueError, too
@@ -264,7 +264,7 @@ def _content_errors(folder: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: BaseException) -> UserError:
-    # torch's messages are for programmers, and advise loading the file with the code in it.
+    # torch's messages advise loading the file with weights_only=False.
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror

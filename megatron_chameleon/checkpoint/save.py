@@ -37,8 +37,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_chameleon.artifacts.checkpoint import CheckpointFile, CheckpointRecord, hash_files
-from megatron_chameleon.artifacts.checkpoint_upkeep import (
+from megatron_chameleon.artifacts.checkpoint import (
+    CheckpointFile,
+    CheckpointRecord,
+    hash_files,
     naming_latest,
     remove_leftovers,
     temporary_name,
@@ -58,7 +60,7 @@ class SaveError(UserError):
 def save_checkpoint(state: State, record: CheckpointRecord) -> None:
     """Write ``state`` and ``record`` to ``record.root``. Collective.
 
-    The folder gets its name once it is complete; leftovers of a killed save are removed.
+    The folder is renamed into place once complete; leftovers of a killed save are removed.
 
     Raises:
         UserError: on every rank, if any rank cannot write; earlier checkpoints are intact.
@@ -97,7 +99,7 @@ def plan_save(state: State, record: CheckpointRecord, *, is_latest: bool = False
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """What one rank wrote, or its error."""
+    """Files written by one rank, or its error."""
 
     results: list[WriteResult] = dataclasses.field(default_factory=list)
     files: Files = dataclasses.field(default_factory=dict)
@@ -106,7 +108,7 @@ class RankResult:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What all ranks wrote; on rank 0."""
+    """Files written by all ranks; on rank 0."""
 
     writer: FileSystemWriterAsync
     index: Metadata
@@ -162,7 +164,7 @@ class _Save:
 
     @contextlib.contextmanager
     def _save_errors(self) -> Iterator[None]:
-        """Raise SaveError for what goes wrong, after removing the temporary folder."""
+        """Remove the temporary folder on errors and raise SaveError."""
         try:
             yield
         except (OSError, RuntimeError, UserError) as error:  # RuntimeError: torch's for files
@@ -173,7 +175,7 @@ class _Save:
 
 
 class HashingSaveStrategy(TorchDistSaveShardedStrategy):
-    """megatron's torch_dist strategy, which hashes files and agrees on errors.
+    """megatron's torch_dist strategy with file hashes and errors shared across ranks.
 
     ``complete`` is called on rank 0 once all ranks have written; a UserError that it raises is
     raised on every rank.
@@ -266,7 +268,7 @@ class _WriteAndHash:
         self._transforms = transforms
 
     def __call__(self, rank: int, buckets: list[Any], handover: Handover) -> None:
-        """Write, then hand over (megatron's results, hashes), or the error message."""
+        """Write, then pass on (megatron's results, hashes) or the error message."""
         outcome: tuple[Any, Files] | str
         try:
             results = self._write(buckets)
@@ -290,7 +292,7 @@ class _WriteAndHash:
                 self._transforms, number, buckets[number], done, begun, use_fsync=True
             )
 
-        # In a fork, collecting what the parent has on a GPU would be an error.
+        # In a fork, garbage-collecting the parent's CUDA objects would be an error.
         with _without_collection(), ThreadPoolExecutor(len(buckets)) as pool:
             list(pool.map(write, range(len(buckets))))
         outcomes = dict(sorted(done.get_nowait() for _ in buckets))

@@ -77,7 +77,7 @@ def scalar_to_host(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
-# Random states. Training draws no random numbers (no dropout; the data order is a function of seed
+# Random states. Training uses no random numbers (no dropout; the data order is a function of seed
 # and index), but a method's hook may. They are saved as tensors, named by the rank's coordinates,
 # so that nothing has to be unpickled. Under another layout, ranks without a counterpart keep the
 # state that the seed gave them.

@@ -1,4 +1,4 @@
-"""Raw text in, tokens on disk out, in Megatron's .bin/.idx format."""
+"""Tokenize raw text into Megatron's .bin/.idx files."""
 
 from megatron_chameleon.megatron_import import quiet_import_warnings
 

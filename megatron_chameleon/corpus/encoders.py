@@ -1,7 +1,7 @@
-"""The libraries that turn text into token ids: tokenizers, SentencePiece and tiktoken.
+"""Encoders over tokenizers, SentencePiece and tiktoken.
 
-A tiktoken file does not say how text is split into words nor which special tokens there are. Both
-are known for the published files; for another one the pattern has to be named.
+A tiktoken file contains neither the pattern that splits text into words nor the special tokens.
+Both are built in for the published files; other files need ``--tiktoken-pattern``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import sentencepiece
@@ -31,7 +31,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACE = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How text is split into words, by the name of the encoding.
+# Pre-tokenization regular expressions by encoding name.
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {
         "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -41,7 +41,7 @@ PATTERNS: Mapping[str, str] = MappingProxyType(
             rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
             r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACE
         ),
-        # As cl100k_base but for white space at the very end.
+        # Like cl100k_base except for white space at the end of the text.
         "llama3": _WORDS + _SPACE,
     }
 )
@@ -59,7 +59,7 @@ class PublishedFile:
 
 
 def _llama3_special_tokens() -> dict[str, int]:
-    """The 256 of Llama 3; only those whose names are the same in all of its releases have one."""
+    """Llama 3's 256 tokens; those whose names differ between its releases are unnamed."""
     named = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id"}
     named[9] = "eot_id"
     return {f"<|{named.get(i, f'unnamed_{i}')}|>": 128_000 + i for i in range(256)}
@@ -96,33 +96,6 @@ PUBLISHED: Mapping[str, PublishedFile] = MappingProxyType(
 )
 
 
-class Encoder(Protocol):
-    """A tokenizer file, opened by its library.
-
-    Special tokens are never recognized in text: '<|endoftext|>' in a document is encoded as the
-    characters it is made of, so that no text can end a document.
-    """
-
-    kind: TokenizerKind
-    vocab_size: int
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, [num_tokens] uint32, and nothing added. Uses all cores."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        ...
-
-    def token_id(self, token: str) -> int | None:
-        """The id of a token by its name, None if there is no such token."""
-        ...
-
-    def special_tokens(self) -> list[str]:
-        """The names of the tokens that do not stand for text."""
-        ...
-
-
 class JsonEncoder:
     """A tokenizer.json of the ``tokenizers`` library.
 
@@ -131,7 +104,7 @@ class JsonEncoder:
         content: of the file.
 
     Raises:
-        UserError: if the file is not such a tokenizer.
+        UserError: if the file is not a tokenizer.json.
     """
 
     kind: TokenizerKind = "tokenizers"
@@ -141,29 +114,29 @@ class JsonEncoder:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing narrower
             raise _unreadable(path, "tokenizer.json of the tokenizers library", error) from error
-        # Truncation and padding of the file are for other uses.
+        # Ignore the file's truncation and padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        # Ids may have gaps: the largest counts.
+        # Ids may have gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """See :meth:`Encoder.encode_batch`."""
+        """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See :meth:`Encoder.decode`."""
+        """The text of token ids."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def token_id(self, token: str) -> int | None:
-        """See :meth:`Encoder.token_id`."""
+        """The id of the token with this name; None if there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def special_tokens(self) -> list[str]:
-        """See :meth:`Encoder.special_tokens`."""
+        """Names of the tokens that do not represent text."""
         added = self._tokenizer.get_added_tokens_decoder()
         return [token.content for _, token in sorted(added.items()) if token.special]
 
@@ -176,7 +149,7 @@ class SentencePieceEncoder:
         content: of the file.
 
     Raises:
-        UserError: if the file is not such a model.
+        UserError: if the file is not a SentencePiece model.
     """
 
     kind: TokenizerKind = "sentencepiece"
@@ -189,21 +162,21 @@ class SentencePieceEncoder:
         self.vocab_size = len(self._model)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """See :meth:`Encoder.encode_batch`."""
+        """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
         encoded = self._model.encode(list(texts), out_type=int, num_threads=_num_threads())
         return [np.array(ids, dtype=np.uint32) for ids in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See :meth:`Encoder.decode`."""
+        """The text of token ids."""
         return str(self._model.decode(list(ids)))
 
     def token_id(self, token: str) -> int | None:
-        """See :meth:`Encoder.token_id`."""
-        found = int(self._model.piece_to_id(token))  # the unknown piece's if there is none
+        """The id of the token with this name; None if there is none."""
+        found = int(self._model.piece_to_id(token))  # the unknown token's if there is none
         return found if self._model.id_to_piece(found) == token else None
 
     def special_tokens(self) -> list[str]:
-        """See :meth:`Encoder.special_tokens`."""
+        """Names of the tokens that do not represent text."""
         ids = range(self.vocab_size)
         return [self._model.id_to_piece(i) for i in ids if self._model.is_control(i)]
 
@@ -218,8 +191,8 @@ class TiktokenEncoder:
         special_tokens: name -> id.
 
     Raises:
-        UserError: if the file is not such a file, the pattern is not a regular expression, or the
-            tiktoken package is missing.
+        UserError: if the file is not a tiktoken file, the pattern is not a regular expression, or
+            the tiktoken package is missing.
     """
 
     kind: TokenizerKind = "tiktoken"
@@ -251,22 +224,22 @@ class TiktokenEncoder:
             ) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """See :meth:`Encoder.encode_batch`."""
+        """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
         if len(texts) == 1:
             return [self._encode(texts[0])]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
             return list(pool.map(self._encode, texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See :meth:`Encoder.decode`."""
+        """The text of token ids."""
         return str(self._encoding.decode(list(ids)))
 
     def token_id(self, token: str) -> int | None:
-        """See :meth:`Encoder.token_id`."""
+        """The id of the token with this name; None if there is none."""
         return self._special.get(token, self._ranks.get(token.encode("utf-8")))
 
     def special_tokens(self) -> list[str]:
-        """See :meth:`Encoder.special_tokens`."""
+        """Names of the tokens that do not represent text."""
         return sorted(self._special, key=lambda token: self._special[token])
 
     def _encode(self, text: str) -> NDArray[np.uint32]:
@@ -281,17 +254,22 @@ class TiktokenEncoder:
             ) from None
 
 
+# Special tokens are never recognized in text: '<|endoftext|>' in a document is encoded as plain
+# text, so no text can end a document.
+Encoder = JsonEncoder | SentencePieceEncoder | TiktokenEncoder
+
+
 def is_tiktoken(content: bytes) -> bool:
-    """Whether a file begins as a tiktoken file does."""
+    """Whether ``content`` starts like a tiktoken file."""
     return _TIKTOKEN_LINE.match(content) is not None
 
 
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Byte string -> rank, which is its id, of a tiktoken file.
+    """Read a tiktoken file: byte string -> rank (token id).
 
     Raises:
-        UserError: naming the first invalid line; or if a byte has no rank, or two byte strings have
-            the same.
+        UserError: naming the first invalid line; or if a byte has no rank, or two byte strings
+            share one.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
@@ -318,17 +296,17 @@ def pattern_and_special_tokens(
     eod_token: str,
     published: Mapping[str, PublishedFile] = PUBLISHED,
 ) -> tuple[str, dict[str, int]]:
-    """The regular expression by which a tiktoken file splits text, and its special tokens.
+    """Pre-tokenization regular expression and special tokens of a tiktoken file.
 
     Args:
         path: of the file, for messages.
         content: of the file.
-        wanted: one of PATTERNS, a regular expression, or None for a published file's own.
+        wanted: one of PATTERNS, a regular expression, or None for that of a published file.
         eod_token: the only special token of an unknown file; its id is the next free one.
         published: the known files, by SHA-256.
 
     Raises:
-        UserError: if the pattern is neither known nor given.
+        UserError: if the pattern is unknown and was not passed.
     """
     known = published.get(hashlib.sha256(content).hexdigest())
     if known is not None:
@@ -338,7 +316,7 @@ def pattern_and_special_tokens(
     if wanted is None:
         alike = [file.pattern for file in published.values() if file.ranks == len(ranks)]
         raise UserError(
-            f"{path} does not say how text is split into words: pass --tiktoken-pattern "
+            f"{path} has no pattern to split text into words with: pass --tiktoken-pattern "
             f"{', '.join(PATTERNS)} or a regular expression; it holds {len(ranks)} ranks"
             + (f", as many as the file of {alike[0]}" if alike else "")
         )
@@ -346,14 +324,14 @@ def pattern_and_special_tokens(
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust panicked. Its exception is not an Exception, and has no module."""
+    """Whether ``error`` is a Rust panic, which is neither an Exception nor importable."""
     return type(error).__name__ == "PanicException"
 
 
 def _num_threads() -> int:
-    """Threads for encoding: RAYON_NUM_THREADS, or else all cores of this process.
+    """Number of encoding threads: RAYON_NUM_THREADS, or all cores of this process.
 
-    The libraries in Rust follow that variable, which a worker process sets for itself.
+    The Rust libraries follow that variable; worker processes set it.
     """
     requested = os.environ.get("RAYON_NUM_THREADS", "")
     if requested.isdecimal() and int(requested):

@@ -1,9 +1,9 @@
-"""The gigatoken package in place of a tokenizer's own library, where it gives the same ids.
+"""Encode with the gigatoken package where its ids equal those of the tokenizer's library.
 
-On one core it is about fifty times as fast as the ``tokenizers`` library. Before it is used, both
-libraries are compared on a sample of the text and on difficult texts; while it is used, on a
-document now and then. Texts with characters that only some releases of Unicode define, where it is
-known to differ, are left to the own library.
+On one core it is about fifty times as fast as the ``tokenizers`` library. Both libraries are
+compared before use, on a sample of the text and on difficult texts, and periodically during use.
+Texts with characters that only some Unicode releases define, where gigatoken is known to differ,
+are encoded by the tokenizer's library.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ from megatron_chameleon.errors import UserError
 Encode = Callable[[bytes], NDArray[np.uint32]]
 
 _SAMPLE_CHARACTERS = 1 << 20
-# The sample consists of the beginnings and middles of many texts.
-_SAMPLE_PIECE = 1 << 13
-# One text in so many characters, or a piece from its middle, is encoded by both libraries: about 1%
-# of the time that gigatoken takes for the rest.
+# Sampled from the start and the middle of each text.
+_SAMPLE_CHUNK = 1 << 13
+# Comparison interval and size in characters; costs about 1% of gigatoken's time.
 _COMPARE_EVERY = 1 << 22
 _COMPARE_CHARACTERS = 512
-# It caches every word. Once the process has grown by so much, checked after so many characters, it
-# is reloaded.
+# gigatoken caches every word: reload it once the process has grown by this much. Interval of the
+# check in characters.
 _MAX_GROWTH_BYTES = 200_000_000
-_LOOK_EVERY = 1 << 24
+_CHECK_MEMORY_EVERY = 1 << 24
 
-# Ends a document for gigatoken. No proper prefix of it is a suffix, so that no text can complete a
-# part of it; a text that holds all of it is left to the own library.
+# Ends a document for gigatoken. No proper prefix of it is a suffix, so text before it cannot
+# complete a match; a text that contains it is encoded by the tokenizer's library.
 _END = "\x1f\x00end of document\x00"
 _END_BYTES = _END.encode()
 
-# gigatoken's names for how a tiktoken file splits text.
+# tiktoken pattern -> gigatoken's name.
 _SCHEMES = MappingProxyType(
     {
         PATTERNS["gpt2"]: "gpt2",
@@ -56,12 +55,12 @@ _SCHEMES = MappingProxyType(
     }
 )
 
-_MOST_SPECIAL_TOKENS = 300
+_MAX_SPECIAL_TOKENS = 300
 _UNKNOWN, _STABLE, _UNSTABLE = 0, 1, 2
-# U+0378 is the first character without a meaning.
+# U+0378 is the first undefined character.
 _ALL_STABLE_BELOW = 0x378
 _NUM_CHARACTERS = 0x110000
-# New pictographs come each year; none is ever treated as a letter or a digit.
+# New pictographs are added each year, but never as letters or digits.
 _PICTOGRAPHS = range(0x1F300, 0x1FB00)
 # Letters, digits, marks and spaces since release 14, for a Python whose own tables are newer.
 _NEW = """
@@ -83,21 +82,21 @@ _NEW_RANGES = _ranges(_NEW)
 
 
 class StableCharacters:
-    """Find texts whose characters have the same properties in every release of Unicode in use.
+    """Detect texts whose characters have the same properties in every Unicode release in use.
 
-    Libraries carry the tables of different releases. A character that is a letter in one of them
-    and undefined in another is split from its neighbours by one library and not by the other. A
-    defined character keeps its properties, so characters are unstable if they were undefined in
-    release 14, the oldest in use.
+    Libraries use the tables of different releases. A character that is a letter in one of them and
+    undefined in another is split from its neighbours by one library and not by the other. A defined
+    character keeps its properties, so characters are unstable if they were undefined in release 14,
+    the oldest in use.
 
-    Results are remembered: 1 byte for each of the 1.1 million characters.
+    Results are cached: 1 byte for each of the 1.1 million characters.
     """
 
     def __init__(self) -> None:
         self._known: NDArray[np.uint8] = np.zeros(_NUM_CHARACTERS, dtype=np.uint8)
 
     def all_in(self, text: str) -> bool:
-        """Whether all characters of ``text`` are stable; fast, and free for ASCII."""
+        """Whether all characters of ``text`` are stable."""
         if text.isascii():
             return True
         characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
@@ -125,11 +124,11 @@ class CannotEncodeError(Exception):
 
 
 class GigatokenEncoder:
-    """Encode like ``own``, with gigatoken.
+    """Encode with gigatoken, with the same ids as ``own``.
 
     Args:
         file: of the tokenizer.
-        own: the same file in its own library.
+        own: encoder of the same file by the tokenizer's library.
         eod_id: id of the end-of-document token.
 
     Raises:
@@ -143,7 +142,7 @@ class GigatokenEncoder:
         self._stable = StableCharacters()
         self._process = psutil.Process()
         self._since_comparison = 0
-        self._since_look = 0
+        self._since_memory_check = 0
         self._load()
 
     def encode_documents(
@@ -157,7 +156,7 @@ class GigatokenEncoder:
             :meth:`encode_batch` then.
 
         Raises:
-            UserError: if the own library gives other ids for a text that was compared.
+            UserError: if the libraries' ids differ for a compared text.
         """
         if not all(map(self._stable.all_in, texts)):
             return None
@@ -165,30 +164,30 @@ class GigatokenEncoder:
         ends = np.flatnonzero(tokens == self._eod_id)
         if ends.size != len(texts):
             return None
-        self._look_after(texts)
+        self._compare_and_trim(texts)
         return tokens, np.diff(ends, prepend=-1)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, [num_tokens] uint32, and nothing added.
+        """Token ids of each text, [num_tokens] uint32, without special tokens.
 
         Raises:
-            UserError: if the own library gives other ids for a text that was compared.
+            UserError: if the libraries' ids differ for a compared text.
         """
         encoded = [
-            self._encode([text])[:-1] if self._takes(text) else self._own.encode_batch([text])[0]
+            self._encode([text])[:-1] if self._supports(text) else self._own.encode_batch([text])[0]
             for text in texts
         ]
-        self._look_after(texts)
+        self._compare_and_trim(texts)
         return encoded
 
     def first_difference(
         self, texts: Sequence[str], by_own: Callable[[], Sequence[NDArray[np.uint32]]]
     ) -> str | None:
-        """The first of ``texts`` that ``by_own`` has other ids for, None if there is none.
+        """The first of ``texts`` whose ids differ from those of ``by_own``; None if all agree.
 
         ``by_own`` is called last, so that another thread can compute its result meanwhile.
         """
-        taken = [number for number, text in enumerate(texts) if self._takes(text)]
+        taken = [number for number, text in enumerate(texts) if self._supports(text)]
         tokens = self._encode([texts[number] for number in taken])
         expected = by_own()
         start = 0
@@ -202,7 +201,7 @@ class GigatokenEncoder:
             start = end + 1
         return None
 
-    def _takes(self, text: str) -> bool:
+    def _supports(self, text: str) -> bool:
         return self._stable.all_in(text) and _END not in text
 
     def _encode(self, texts: Sequence[str]) -> NDArray[np.uint32]:
@@ -218,8 +217,8 @@ class GigatokenEncoder:
                 f"begins {longest[:40]!r} ({error}); use --encoder own"
             ) from None
 
-    def _look_after(self, texts: Sequence[str]) -> None:
-        """Compare a text, and release memory, from time to time."""
+    def _compare_and_trim(self, texts: Sequence[str]) -> None:
+        """Compare a text and limit memory, each at its interval."""
         num_characters = sum(map(len, texts))
         self._since_comparison += num_characters
         if self._since_comparison >= _COMPARE_EVERY:
@@ -233,9 +232,9 @@ class GigatokenEncoder:
                     f"gigatoken and {self._own.kind} encode {differing[:40]!r}... differently: "
                     "remove the unfinished --output and run again with --encoder own"
                 )
-        self._since_look += num_characters
-        if self._since_look >= _LOOK_EVERY:
-            self._since_look = 0
+        self._since_memory_check += num_characters
+        if self._since_memory_check >= _CHECK_MEMORY_EVERY:
+            self._since_memory_check = 0
             if self._process.memory_info().rss - self._loaded_bytes > _MAX_GROWTH_BYTES:
                 del self._gigatoken  # its memory is released before the next one allocates
                 self._load()
@@ -248,8 +247,8 @@ class GigatokenEncoder:
 def gigatoken_for(file: TokenizerFile, eod_id: int) -> Encode:
     """Gigatoken's function from UTF-8 to token ids, for the tokenizer ``file``.
 
-    It gets none of the file's special tokens, which gigatoken would recognize in text; the only one
-    is a string that ends documents, so that many can be encoded in one call.
+    The file's special tokens are removed, since gigatoken would recognize them in text; the only
+    one is the end-of-document string, so that one call can encode many documents.
 
     Raises:
         CannotEncodeError: if the package is missing or does not support the tokenizer.
@@ -262,15 +261,15 @@ def gigatoken_for(file: TokenizerFile, eod_id: int) -> Encode:
         tokenizer = _gigatoken(gigatoken, file, eod_id)
     except CannotEncodeError:
         raise
-    except BaseException as error:  # of no common class
+    except BaseException as error:  # no common base class
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
         reason = " ".join(str(error).split())
         raise CannotEncodeError(f"gigatoken does not support {file.path} ({reason})") from error
 
     def encode(text: bytes) -> NDArray[np.uint32]:
-        # A batch, since that releases Python's lock; padded, since that returns numpy arrays; a
-        # BytesSource, since to inspect a list it imports awkward and pyarrow.
+        # A batch releases the GIL; padding returns numpy arrays; BytesSource avoids importing
+        # awkward and pyarrow.
         source = gigatoken.BytesSource(text)
         rows, _ = tokenizer.encode_batch_padded(source, pad_id=0, parallel=False)
         tokens: NDArray[np.uint32] = rows[0]
@@ -283,7 +282,7 @@ def _gigatoken(gigatoken: Any, file: TokenizerFile, eod_id: int) -> Any:
     if file.kind == "tokenizers":
         return gigatoken.Tokenizer.from_json(_with_one_special_token(file.content, eod_id))
     if file.kind == "sentencepiece":
-        # The class would add the special tokens; this is what it is made from.
+        # gigatoken.Tokenizer would add the special tokens.
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
 
         content = sentencepiece_to_tokenizer_json(file.content)
@@ -301,13 +300,13 @@ def _with_one_special_token(tokenizer_json: str | bytes, eod_id: int) -> bytes:
         *(token for token in content.get("added_tokens") or [] if not token["special"]),
         {"id": eod_id, "content": _END, **flags, "special": True},
     ]
-    # Templates, truncation and padding of the file are for other uses.
+    # Ignore the file's templates, truncation and padding.
     content |= {"post_processor": None, "truncation": None, "padding": None}
     return orjson.dumps(content)
 
 
 def with_gigatoken(tokenizer: Tokenizer) -> Tokenizer:
-    """``tokenizer`` with gigatoken, which was compared with it before.
+    """``tokenizer`` with gigatoken, without comparing them.
 
     Raises:
         UserError: if the package is missing or does not support the tokenizer.
@@ -325,9 +324,9 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
     Warns if gigatoken is allowed and cannot be used.
 
     Args:
-        tokenizer: as it was loaded.
+        tokenizer: without a fast encoder.
         choice: see EncoderOptions.
-        texts: of the input; about a million characters of the first ones are compared.
+        texts: input texts; about the first million characters are compared.
 
     Raises:
         UserError: if ``choice`` is gigatoken and it cannot be used.
@@ -335,7 +334,7 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
     fast_encoder = None
     if choice != "own":
         try:
-            fast_encoder = _agreeing(tokenizer, texts)
+            fast_encoder = _compared_encoder(tokenizer, texts)
         except CannotEncodeError as error:
             if choice == "gigatoken":
                 raise UserError(f"--encoder gigatoken: {error}; use --encoder own") from error
@@ -344,7 +343,7 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
     return dataclasses.replace(tokenizer, fast_encoder=fast_encoder)
 
 
-def _agreeing(tokenizer: Tokenizer, texts: Iterable[str]) -> GigatokenEncoder:
+def _compared_encoder(tokenizer: Tokenizer, texts: Iterable[str]) -> GigatokenEncoder:
     own = tokenizer.encoder
     sample = [*difficult_texts(own.special_tokens()), *_sample(texts)]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -362,23 +361,23 @@ def _agreeing(tokenizer: Tokenizer, texts: Iterable[str]) -> GigatokenEncoder:
 def _sample(texts: Iterable[str]) -> Iterator[str]:
     taken = 0
     for text in texts:
-        middle = max(_SAMPLE_PIECE, (len(text) - _SAMPLE_PIECE) // 2)
+        middle = max(_SAMPLE_CHUNK, (len(text) - _SAMPLE_CHUNK) // 2)
         for start in (0, middle):
-            piece = text[start : start + _SAMPLE_PIECE]
-            taken += len(piece)
-            yield piece
+            chunk = text[start : start + _SAMPLE_CHUNK]
+            taken += len(chunk)
+            yield chunk
         if taken >= _SAMPLE_CHARACTERS:
             return
 
 
 def difficult_texts(special_tokens: Iterable[str]) -> list[str]:
-    """About 500 texts of 50 KB in all on which two libraries for the same tokenizer may differ.
+    """About 500 texts (50 KB) on which two libraries for one tokenizer may differ.
 
     Some of them contain ``special_tokens``.
     """
     spaces = [" ", "\n", "\t", "\r\n", " \n", "\n ", "\u00a0", "\u3000", "\u2028", "\v\f\x85"]
     runs = [space * count for space in spaces for count in (1, 2, 3, 300)]
-    names = itertools.islice(special_tokens, _MOST_SPECIAL_TOKENS)
+    names = itertools.islice(special_tokens, _MAX_SPECIAL_TOKENS)
     special = [text for name in names for text in (name, f"a{name} b")]
     characters = [
         *range(0x100, 0x800, 17),
@@ -391,7 +390,7 @@ def difficult_texts(special_tokens: Iterable[str]) -> list[str]:
         *runs,
         *[f"x{run}y" for run in runs],
         "".join(map(chr, range(256))),
-        # One in each: a text with an unstable character is not compared.
+        # One character a text, since texts with an unstable character are not compared.
         *[f"a{chr(n)}b 1{chr(n)}" for n in characters],
         "It's we'LL I'm they'Re 'tis x'y''s d'accord",
         "1 12 123 1234 12345678901234567890 1.5e-3 ½ Ⅳ ٣٤٥ 12ab34",

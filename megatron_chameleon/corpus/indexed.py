@@ -8,8 +8,8 @@ number of sequences (i64).
 PREFIX.xxh3 next to them holds the 64-bit XXH3 hash, little-endian, of every ``BLOCK_BYTES`` of the
 .bin and then of the .idx; the last block of each file may be shorter.
 
-megatron.core is imported inside the function that needs it: that takes seconds. The tests compare
-our files with those of its builder.
+megatron.core is not imported, which takes seconds; the tests compare our files with those of its
+builder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import stat
 import struct
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import xxhash
@@ -35,9 +35,6 @@ from megatron_chameleon.artifacts import Corpus, DomainSplit, Split
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES, num_blocks
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 TokenType = Literal["uint16", "int32"]
 # magic, version, code of the token type, sequences, document boundaries
@@ -58,7 +55,7 @@ _CHECK_BLOCK = 1 << 15
 _SMALL_FILE_BYTES = 1 << 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HINT = "restore it or preprocess again"
-# From so many blocks on, the flags of a file are mapped.
+# The flags of files with more blocks are mapped.
 _MAPPED_BLOCKS = 1 << 16
 
 
@@ -170,7 +167,7 @@ class IndexedWriter:
         self.tokens += int(lengths.sum(dtype=np.int64))
 
     def flush(self) -> None:
-        """Write what is in memory.
+        """Write the buffers to disk.
 
         Raises:
             UserError: if the disk is full.
@@ -288,7 +285,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     memory = (ctypes.c_char * size).from_address(address)
     # At exit the system unmaps it, and other threads may still be reading.
     weakref.finalize(memory, library.munmap, address, size).atexit = False
-    # The pages cannot be written, so nobody may make the array writeable again.
+    # The pages are read-only: prevent setting the array writeable.
     return np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
 
 
@@ -397,7 +394,7 @@ Tokens = BlockTokens | NDArray[np.integer]
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedTokens:
-    """What corpus.json records of a pair of files in which every document is one sequence.
+    """Contents of a .bin/.idx pair as recorded in corpus.json, with one sequence per document.
 
     ``block_checksums`` is the SHA-256 of the .xxh3 file; None if the corpus has none.
     """
@@ -469,7 +466,7 @@ def open_token_file(
 ) -> TokenFile:
     """Map a pair of .bin/.idx files, as megatron.core's IndexedDatasetBuilder writes them.
 
-    Whatever the files hold, reading the result never leaves their bounds. The .idx is verified
+    Reads never leave the bounds of the files, even of damaged ones. The .idx is verified
     completely, tokens when they are first read (:class:`BlockTokens`). Without checksums, tokens
     that were changed in place are only detected outside the vocabulary.
 
@@ -517,28 +514,8 @@ def open_tokens(corpus: Corpus, name: str, split: Split) -> TokenFile:
 
 
 def expected_tokens(corpus: Corpus, part: DomainSplit) -> ExpectedTokens:
-    """What ``corpus`` records of one of its splits."""
+    """Contents of a split as recorded in ``corpus``."""
     return ExpectedTokens(corpus.dtype, part.documents, part.tokens, part.block_checksums)
-
-
-def open_split(corpus: Corpus, name: str, split: Split) -> IndexedDataset:
-    """Open one split of a domain with Megatron's reader; item i is document i's tokens.
-
-    It keeps three descriptors open: for many domains at a time, see :func:`open_tokens`.
-
-    Raises:
-        UserError: if the files do not match corpus.json, or hold no token.
-    """
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    # Megatron's reader reports some damage by assertions and misses the rest.
-    file = open_tokens(corpus, name, split)
-    if not file.tokens.size:
-        raise UserError(
-            f"{file.prefix}.bin holds no tokens: domain '{name}' has none in {split}; give the "
-            "split a larger share, or the domain more text, and preprocess again"
-        )
-    return IndexedDataset(str(file.prefix))
 
 
 def _map(path: Path) -> NDArray[np.uint8]:

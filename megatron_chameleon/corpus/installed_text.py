@@ -1,4 +1,4 @@
-"""Collect real text in named domains from the installed packages.
+"""Collect real text in named domains from installed packages.
 
 A quickstart needs text of clearly different kinds on a machine that has only the packages it just
 installed. They contain source code in several languages, headers, stubs, tests, reference pages,
@@ -17,9 +17,9 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import orjson
 
@@ -30,7 +30,7 @@ from megatron_chameleon.errors import UserError
 MIN_DOMAINS = 6
 SUMMARY_FILE = "gathered.json"
 
-# Not pinned with the rest (pip comes with the interpreter), or this project itself.
+# Not pinned (pip comes with the interpreter), or this project.
 SKIPPED_FOLDERS = ("__pycache__", "pip", "pip-*", "megatron_chameleon*", "__editable__*")
 
 
@@ -49,17 +49,8 @@ class DomainSource:
     read: Callable[[str], str | None] = str
 
 
-@dataclasses.dataclass(frozen=True)
-class InstalledFile:
-    """A file and its path relative to site-packages, which is the document's source."""
-
-    path: Path
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """One line of a domain's file."""
+class Document(NamedTuple):
+    """One line of a domain's file; ``source`` is the path relative to site-packages."""
 
     text: str
     source: str
@@ -149,8 +140,8 @@ DOMAINS = (
 def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     """Write ``<domain>.jsonl`` for the domains with enough text, and a summary.
 
-    Each line is ``{"text": ..., "source": path in site-packages}``. No text is in two documents,
-    whatever their domains. The same packages and options give the same bytes.
+    Each line is ``{"text": ..., "source": path in site-packages}``. No two documents have the same
+    text, whatever their domains. The same packages and options give the same bytes.
 
     Raises:
         UserError: if fewer than six domains (or ``num_domains``) have enough text, or the folder
@@ -165,13 +156,30 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     for domain in DOMAINS:
         if len(gathered) == options.num_domains:
             break
-        found = collect(domain, by_domain[domain.name], options, seen)
-        (gathered if has_enough(found, options) else too_small).append(found)
-    if len(gathered) < min(MIN_DOMAINS, options.num_domains):
-        raise UserError(_too_few(gathered, too_small, options))
+        paths = {source: files[source] for source in by_domain[domain.name]}
+        found = collect(domain, paths, options, seen)
+        has_enough = (
+            found.num_bytes >= options.min_bytes_per_domain
+            and len(found.documents) >= options.min_documents_per_domain
+        )
+        (gathered if has_enough else too_small).append(found)
+    needed = min(MIN_DOMAINS, options.num_domains)
+    if len(gathered) < needed:
+        sizes = ", ".join(
+            f"{text.domain.name} {text.num_bytes / 1e6:.1f} MB in {len(text.documents)} documents"
+            for text in [*gathered, *too_small]
+        )
+        raise UserError(
+            f"{len(gathered)} of the {needed} domains that are needed have "
+            f"{options.min_bytes_per_domain / 1e6:g} MB and {options.min_documents_per_domain} "
+            f"documents: {sizes}; lower --min-bytes-per-domain, or add folders with --roots"
+        )
     for found in gathered:
-        write_domain(found, options.output_dir)
-    write_json(options.output_dir / SUMMARY_FILE, summary(gathered, options))
+        path = options.output_dir / f"{found.domain.name}.jsonl"
+        with replacing(path) as temporary, temporary.open("wb") as stream:
+            for document in found.documents:
+                stream.write(orjson.dumps(document._asdict(), option=orjson.OPT_APPEND_NEWLINE))
+    _write_summary(gathered, options)
     for name in earlier - {f"{found.domain.name}.jsonl" for found in gathered}:
         (options.output_dir / name).unlink(missing_ok=True)
     return gathered
@@ -183,51 +191,49 @@ def default_roots() -> tuple[Path, ...]:
     return tuple(dict.fromkeys(paths))
 
 
-def list_files(roots: Iterable[Path]) -> list[InstalledFile]:
-    """Every regular file below ``roots``, sorted by its relative path; links are not followed.
+def list_files(roots: Iterable[Path]) -> dict[str, Path]:
+    """Relative path -> path of every regular file below ``roots``, sorted; no links are followed.
 
     Raises:
         UserError: if a root is not a folder.
     """
-    found: dict[str, InstalledFile] = {}
+    found: dict[str, Path] = {}
+    skipped = _any_of(SKIPPED_FOLDERS)
     for root in roots:
         if not root.is_dir():
-            raise UserError(f"--roots {root} is not a folder; give a site-packages folder")
-        for path in _walk(root):
-            source = path.relative_to(root).as_posix()
-            found.setdefault(source, InstalledFile(path, source))
-    return [found[source] for source in sorted(found)]
+            raise UserError(f"--roots {root} is not a folder; pass a site-packages folder")
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = [name for name in subfolders if not skipped.match(name)]
+            for path in (Path(folder, name) for name in names if not skipped.match(name)):
+                if not path.is_symlink() and path.is_file():
+                    found.setdefault(path.relative_to(root).as_posix(), path)
+    return dict(sorted(found.items()))
 
 
-def assign_domains(
-    files: Iterable[InstalledFile], domains: Iterable[DomainSource]
-) -> dict[str, list[InstalledFile]]:
-    """Domain name -> its files. A file goes to the first domain that matches it, or to none."""
+def assign_domains(sources: Iterable[str], domains: Iterable[DomainSource]) -> dict[str, list[str]]:
+    """Domain name -> relative paths; a file goes to the first domain that matches it, if any."""
     rules = [(d.name, _any_of(d.patterns), _any_of(d.excluded)) for d in domains]
-    assigned: dict[str, list[InstalledFile]] = {name: [] for name, _patterns, _excluded in rules}
-    for file in files:
+    assigned: dict[str, list[str]] = {name: [] for name, _patterns, _excluded in rules}
+    for source in sources:
         for name, patterns, excluded in rules:
-            if patterns.match(file.source) and not excluded.match(file.source):
-                assigned[name].append(file)
+            if patterns.match(source) and not excluded.match(source):
+                assigned[name].append(source)
                 break
     return assigned
 
 
 def collect(
-    domain: DomainSource,
-    files: Iterable[InstalledFile],
-    options: GatherOptions,
-    seen: set[bytes],
+    domain: DomainSource, paths: dict[str, Path], options: GatherOptions, seen: set[bytes]
 ) -> DomainText:
-    """Documents for one domain, up to its share of bytes, sorted by source.
+    """Documents for one domain, up to its limit of bytes, sorted by source.
 
-    Files are tried in the order of a hash of their path, so that a domain that is cut short still
-    has a bit of every package. The texts' digests are added to ``seen``.
+    Files are read in the order of a hash of their relative path, so that a domain that is truncated
+    still has some text of every package. The texts' digests are added to ``seen``.
     """
     documents: list[Document] = []
     packages: Counter[str] = Counter()
-    for file in sorted(files, key=lambda file: hashlib.sha256(file.source.encode()).digest()):
-        text = read_document(file.path, domain.read, options)
+    for source in sorted(paths, key=lambda source: hashlib.sha256(source.encode()).digest()):
+        text = _read_document(paths[source], domain.read, options)
         if text is None:
             continue
         size = len(text.encode())
@@ -237,14 +243,15 @@ def collect(
         if digest in seen:
             continue
         seen.add(digest)
-        documents.append(Document(text, file.source))
-        packages[_package(file.source)] += size
+        documents.append(Document(text, source))
+        # 'numpy' for 'numpy/linalg/...' and for 'numpy-2.4.6.dist-info/METADATA'
+        packages[source.split("/", 1)[0].split("-", 1)[0].removesuffix(".py")] += size
     documents.sort(key=lambda document: document.source)
     names = tuple(name for name, _size in packages.most_common())
     return DomainText(domain, tuple(documents), packages.total(), names)
 
 
-def read_document(
+def _read_document(
     path: Path, read: Callable[[str], str | None], options: GatherOptions
 ) -> str | None:
     """The document in a file, or None if it is too short or not text (UTF-8 without NUL)."""
@@ -252,16 +259,14 @@ def read_document(
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return None
-    if "\0" in text:
-        return None
-    document = read(text)
+    document = None if "\0" in text else read(text)
     if document is None:
         return None
-    document = cut_at_line(document.strip(), options.max_document_bytes)
+    document = _truncated(document.strip(), options.max_document_bytes)
     return document if len(document) >= options.min_document_characters else None
 
 
-def cut_at_line(text: str, max_bytes: int) -> str:
+def _truncated(text: str, max_bytes: int) -> str:
     """The longest prefix of whole lines of ``text`` that fits; '' for one long line."""
     encoded = text.encode()
     if len(encoded) <= max_bytes:
@@ -269,47 +274,26 @@ def cut_at_line(text: str, max_bytes: int) -> str:
     return encoded[: encoded.rfind(b"\n", 0, max_bytes + 1) + 1].decode().rstrip()
 
 
-def has_enough(found: DomainText, options: GatherOptions) -> bool:
-    """Whether a domain is large enough for training and for held-out splits."""
-    return (
-        found.num_bytes >= options.min_bytes_per_domain
-        and len(found.documents) >= options.min_documents_per_domain
-    )
-
-
-def write_domain(found: DomainText, folder: Path) -> None:
-    """Write ``<domain>.jsonl``, one document a line."""
-    with (
-        replacing(folder / f"{found.domain.name}.jsonl") as temporary,
-        temporary.open("wb") as stream,
-    ):
-        for document in found.documents:
-            stream.write(
-                orjson.dumps(dataclasses.asdict(document), option=orjson.OPT_APPEND_NEWLINE)
-            )
-
-
-def summary(gathered: Iterable[DomainText], options: GatherOptions) -> dict[str, Any]:
-    """The contents of gathered.json: the domains in order of preference, and the limits."""
+def _write_summary(gathered: Iterable[DomainText], options: GatherOptions) -> None:
+    """Write gathered.json: the domains in order of preference, and the limits."""
     limits = dataclasses.asdict(options)
-    return {
-        "domains": [
-            {
-                "name": found.domain.name,
-                "what": found.domain.what,
-                "file": f"{found.domain.name}.jsonl",
-                "documents": len(found.documents),
-                "bytes": found.num_bytes,
-                "packages": found.packages,
-            }
-            for found in gathered
-        ],
-        "limits": {name: limits[name] for name in limits if name not in ("output_dir", "roots")},
-    }
+    del limits["output_dir"], limits["roots"]
+    domains = [
+        {
+            "name": found.domain.name,
+            "what": found.domain.what,
+            "file": f"{found.domain.name}.jsonl",
+            "documents": len(found.documents),
+            "bytes": found.num_bytes,
+            "packages": found.packages,
+        }
+        for found in gathered
+    ]
+    write_json(options.output_dir / SUMMARY_FILE, {"domains": domains, "limits": limits})
 
 
 def format_table(gathered: Iterable[DomainText]) -> str:
-    """The printed table: domain, documents, MB (10^6 bytes) and origin."""
+    """Format the table: domain, documents, MB (10^6 bytes) and origin."""
     gathered = list(gathered)
     lines = [f"{'domain':22}{'documents':>10}{'MB':>7}  what, and where from"]
     for found in gathered:
@@ -323,64 +307,27 @@ def format_table(gathered: Iterable[DomainText]) -> str:
     return "\n".join(lines)
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    skipped = _any_of(SKIPPED_FOLDERS)
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not skipped.match(name)]
-        for name in names:
-            path = Path(folder, name)
-            if not skipped.match(name) and not path.is_symlink() and path.is_file():
-                yield path
-
-
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
     """One expression for all patterns; for none, one that matches nothing."""
     return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)")
-
-
-def _package(source: str) -> str:
-    """'numpy' for 'numpy/linalg/...' and for 'numpy-2.4.6.dist-info/METADATA'."""
-    return source.split("/", 1)[0].split("-", 1)[0].removesuffix(".py")
 
 
 def _earlier_files(folder: Path) -> set[str]:
     """Names that an earlier run wrote to ``folder``; they are replaced or removed.
 
     Raises:
-        UserError: if the folder has other files, which someone may take for domains or may miss.
+        UserError: if the folder has other files, which could be mistaken for domains.
     """
     if not folder.exists():
         return set()
     if not folder.is_dir():
-        raise UserError(f"--output-dir {folder} is a file; give a folder")
+        raise UserError(f"--output-dir {folder} is a file; pass a folder")
     names = {path.name for path in folder.iterdir()}
-    if not names:
-        return set()
     known = {f"{domain.name}.jsonl" for domain in DOMAINS} | {SUMMARY_FILE}
-    # An interrupted run leaves some of the files, and perhaps a temporary one.
-    ours = {name for name in names if name in known or _is_temporary(name, known)}
-    if names - ours:
-        other = sorted(names - ours)
-        raise UserError(
-            f"--output-dir {folder} has files of other origin ({other[0]}); "
-            "use an empty or a new folder"
-        )
+    # A killed run may leave a temporary file.
+    for name in sorted(names - known):
+        if not (name.endswith(".tmp") and any(name.startswith(f".{file}.") for file in known)):
+            raise UserError(
+                f"--output-dir {folder} has files of other origin ({name}); pass a new folder"
+            )
     return names - {SUMMARY_FILE}
-
-
-def _is_temporary(name: str, known: set[str]) -> bool:
-    return name.endswith(".tmp") and any(name.startswith(f".{file}.") for file in known)
-
-
-def _too_few(
-    gathered: list[DomainText], too_small: list[DomainText], options: GatherOptions
-) -> str:
-    found = ", ".join(
-        f"{text.domain.name} {text.num_bytes / 1e6:.1f} MB in {len(text.documents)} documents"
-        for text in [*gathered, *too_small]
-    )
-    return (
-        f"only {len(gathered)} domains have {options.min_bytes_per_domain / 1e6:g} MB and "
-        f"{options.min_documents_per_domain} documents, {min(MIN_DOMAINS, options.num_domains)} "
-        f"are needed; found: {found}; lower --min-bytes-per-domain or name more folders by --roots"
-    )

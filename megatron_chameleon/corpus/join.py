@@ -1,10 +1,11 @@
-"""Join finished shards to the token files of a corpus, without duplicates and held-out text.
+"""Join finished shards into a corpus, dropping duplicates and text held out of training.
 
-A text belongs to one split over all domains, so that nothing that is tested on is trained on. The
-hash of a text puts all of its documents in one split, but a source with splits of its own may have
-put some elsewhere. Then what such a source has in test or valid stays there, test before valid;
-otherwise test precedes valid precedes train. Documents of the text in other splits are left out as
-held out. Of the rest, a document whose text came before in the same domain is a duplicate.
+A text belongs to one split across all domains, so that no test text is trained on. The hash of a
+text decides its split, unless a source defines its own. If they conflict, splits set by a source
+take precedence, and test precedes valid precedes train. Documents of the text in other splits are
+dropped as held out. Of the rest, a repeated text in a domain is a duplicate.
+
+Documents can also be moved to other domains (:func:`regroup`): tokens are copied, splits stay.
 
 Memory use is bounded: digests are read from disk for one range of their values at a time, from all
 shards, and the results are written to a file per shard; tokens are copied in blocks.
@@ -16,17 +17,17 @@ import dataclasses
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import SPLITS, Domain, DomainSplit, NotWritten
+from megatron_chameleon.artifacts import SPLITS, Corpus, Domain, DomainSplit, NotWritten, Split
 from megatron_chameleon.artifacts.corpus import file_name_of
-from megatron_chameleon.artifacts.files import writing
-from megatron_chameleon.corpus.indexed import IndexedWriter, TokenType
+from megatron_chameleon.artifacts.files import link_or_copy, writing
+from megatron_chameleon.corpus.indexed import IndexedWriter, TokenFile, TokenType, open_tokens
 from megatron_chameleon.corpus.records import MalformedLines
 from megatron_chameleon.corpus.shards import (
     DIGEST,
@@ -36,16 +37,21 @@ from megatron_chameleon.corpus.shards import (
 )
 from megatron_chameleon.corpus.shards import TOKENS_NAME as SHARD_TOKENS_NAME
 from megatron_chameleon.corpus.staging import TOKENS_NAME
+from megatron_chameleon.corpus.tokenizer import Tokenizer
+
+Labels = Mapping[tuple[str, Split], NDArray[np.integer]]
 
 KEPT, DUPLICATE, HELD_OUT = 0, 1, 2
 _SPLIT_OF_RANK = np.array([0, 1, 2, 1, 2])
-# Texts that are compared at a time: about 80 bytes each, temporary arrays included.
+# Texts compared at a time: about 80 bytes each, temporary arrays included.
 _RANGE_TEXTS = 1 << 19
 _COPIES = 1 << 17
 _BLOCK_DOCUMENTS = 1 << 16
 _BLOCK_BYTES = 1 << 20
-# What the files of all domains together may hold in memory; a few domains never come near.
+# Limit of the write buffers of all domains together.
 _WAITING_BYTES = 1 << 26
+_BLOCK_TOKENS = 1 << 22
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class CorpusWriter:
@@ -71,7 +77,7 @@ class CorpusWriter:
         self._waiting = 0
 
     def add_documents(self, file: int, lengths: NDArray[np.int32], text_bytes: int) -> None:
-        """Append documents of ``lengths`` tokens to a file, and ``text_bytes`` of text in all."""
+        """Append documents of ``lengths`` tokens and ``text_bytes`` of text in total."""
         self._writers[file].add_lengths(lengths)
         self._text_bytes[file] += text_bytes
         self._make_room(lengths.nbytes)
@@ -82,7 +88,7 @@ class CorpusWriter:
         self._make_room(len(tokens))
 
     def finish(self) -> dict[str, Domain]:
-        """Complete all files; return what corpus.json records of them."""
+        """Complete all files; return their records for corpus.json."""
         parts = [
             DomainSplit(
                 prefix=prefix,
@@ -111,7 +117,7 @@ class CorpusWriter:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """What was written and what was not, by domain, and the malformed lines."""
+    """Written and dropped documents by domain, and the malformed lines."""
 
     domains: dict[str, Domain]
     not_written: dict[str, NotWritten]
@@ -128,13 +134,13 @@ def join_shards(
     """Write the .bin/.idx files of every domain and split.
 
     Documents of a domain and split are in the order of the shards, and within a shard in the order
-    of reading; so the files do not depend on how the sources were divided.
+    of reading; so the files do not depend on the sharding.
 
     Args:
         shards: all of them, in order.
-        first_domains: domains that come before those of the shards, and may stay empty.
+        first_domains: domains listed before those of the shards; may stay empty.
         folder: an existing, empty folder.
-        drop_duplicates: whether documents whose text came before in their domain are left out.
+        drop_duplicates: whether repeated texts in a domain are left out.
         on_bytes: called with the number of bytes of tokens just copied.
 
     Raises:
@@ -218,7 +224,7 @@ class Texts(NamedTuple):
 
     ``high`` and ``low`` (uint64) are the halves of the digest, ``order`` (int64) counts documents
     through the corpus, ``domain`` (int64) is a number, ``split`` (uint8) a position in SPLITS, and
-    ``given`` (uint8) 1 where the source set the split.
+    ``by_source`` (uint8) 1 where the source set the split.
     """
 
     high: NDArray[np.uint64]
@@ -226,7 +232,7 @@ class Texts(NamedTuple):
     order: NDArray[np.int64]
     domain: NDArray[np.int64]
     split: NDArray[np.uint8]
-    given: NDArray[np.uint8]
+    by_source: NDArray[np.uint8]
 
     @property
     def ranks(self) -> NDArray[np.uint8]:
@@ -234,7 +240,7 @@ class Texts(NamedTuple):
 
         0 is train, 1 and 2 are valid and test by hash, 3 and 4 the same set by the source.
         """
-        return np.where(self.split > 0, self.split + 2 * self.given, 0).astype(np.uint8)
+        return np.where(self.split > 0, self.split + 2 * self.by_source, 0).astype(np.uint8)
 
     def take(self, where: NDArray[np.integer]) -> Texts:
         """The texts at positions ``where``."""
@@ -243,13 +249,13 @@ class Texts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """Documents that are left out.
+    """Dropped documents.
 
     Attributes:
         folder: holds a file per shard, of one byte a document: KEPT, DUPLICATE or HELD_OUT; none
             where all are kept.
-        duplicates: number by domain; counted also where they are not left out.
-        held_out: number by domain of documents whose text another split holds.
+        duplicates: number by domain; counted even if they are kept.
+        held_out: number by domain of documents with a text of another split.
     """
 
     folder: Path
@@ -289,7 +295,7 @@ def find_left_out(
             here = slice(cuts[number], cuts[number + 1])
             noted = _reasons_file(folder, number, shards[number].documents)
             noted[order[here] - bases[number]] = reasons[here]
-    # The further documents of the texts for which a shard has one record.
+    # Documents that repeat a text of the same sorted run.
     for number, shard in enumerate(shards):
         for copies in shard.copy_blocks(_COPIES):
             noted = _reasons_file(folder, number, shard.documents)
@@ -309,7 +315,7 @@ def reasons_to_leave_out(texts: Texts) -> NDArray[np.uint8]:
     by_digest = np.argsort(texts.high, kind="stable")
     high = texts.high[by_digest]
     same = high[1:] == high[:-1]
-    # Most texts occur once: the rest is done for the others alone.
+    # Most texts occur once: process only the others.
     several = by_digest[np.append(same, False) | np.append(False, same)]
     if not several.size:
         return reasons
@@ -358,7 +364,7 @@ def _ranges(
                     records["document"] + bases[number],
                     domain_numbers[number][records["domain"]],
                     records["split"],
-                    records["given"],
+                    records["by_source"],
                 )
             )
         yield Texts(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
@@ -378,3 +384,134 @@ def _reasons_file(folder: Path, shard: int, documents: int) -> NDArray[np.uint8]
             # A full disk is detected here: writing through memory would kill the process.
             os.posix_fallocate(stream.fileno(), 0, documents)
     return np.memmap(path, np.uint8, "r+")
+
+
+# Other domains
+
+
+def regroup(
+    corpus: Corpus,
+    labels: Labels,
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+    folder: Path,
+    on_bytes: Callable[[int], object],
+) -> dict[str, Domain]:
+    """Write the token files of a corpus with its documents moved to other domains.
+
+    Documents of a new domain are in the order of the old domains, and of the documents in them.
+
+    Args:
+        corpus: to read.
+        labels: (old domain, split) -> [num_documents], the position in ``names`` of each document's
+            new domain. Other domains are unchanged.
+        names: new domains.
+        tokenizer: of the corpus.
+        folder: an existing, empty folder.
+        on_bytes: called with the number of bytes of tokens just copied.
+
+    Returns:
+        The unchanged domains, followed by the new ones.
+
+    Raises:
+        UserError: if the corpus is damaged, or the disk is full.
+    """
+    with writing(folder):
+        (folder / TOKENS_NAME).mkdir()
+    divided = {name for name, _ in labels}
+    assert not (set(corpus.names) - divided) & set(names), "a name is taken"
+    unchanged = {
+        name: _linked(corpus, name, folder) for name in corpus.names if name not in divided
+    }
+    sizes = token_bytes(tokenizer)
+    writer = CorpusWriter(folder, names, corpus.dtype)
+    for (name, split), targets in labels.items():
+        if not len(targets):
+            continue
+        tokens = open_tokens(corpus, name, split)
+        text_bytes = document_bytes(tokens, sizes, corpus.domains[name].split(split).text_bytes)
+        files = targets.astype(np.int64) * len(SPLITS) + SPLITS.index(split)
+        # Consecutive documents of one file are copied at once, up to a limit.
+        begins = np.flatnonzero(np.diff(files, prepend=-1))
+        begins = np.union1d(begins, np.arange(0, len(files), _BLOCK_DOCUMENTS))
+        ends = np.append(begins[1:], len(files))
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            file, lengths = int(files[begin]), np.array(tokens.lengths[begin:end])
+            writer.add_documents(file, lengths, int(text_bytes[begin:end].sum()))
+            first = int(tokens.starts[begin])
+            stop = first + int(lengths.sum(dtype=np.int64))
+            for start in range(first, stop, _BLOCK_TOKENS):
+                block = tokens.tokens[start : min(start + _BLOCK_TOKENS, stop)]
+                writer.add_tokens(file, block.tobytes())
+                on_bytes(block.nbytes)
+    return {**unchanged, **writer.finish()}
+
+
+def _linked(corpus: Corpus, name: str, folder: Path) -> Domain:
+    """An unchanged domain: its files are linked into ``folder``."""
+    parts = []
+    for split in SPLITS:
+        prefix = f"{TOKENS_NAME}/{file_name_of(name)}-{split}"
+        part = corpus.domains[name].split(split)
+        for suffix in (".bin", ".idx", *([".xxh3"] if part.block_checksums else [])):
+            source = Path(f"{corpus.prefix(name, split)}{suffix}")
+            link_or_copy(source, folder / f"{prefix}{suffix}")
+        parts.append(dataclasses.replace(part, prefix=prefix))
+    return Domain(*parts)
+
+
+def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """[vocab_size] int32: the UTF-8 bytes that a token adds to a text, 0 for end-of-document.
+
+    Measured by a second occurrence of the token: some libraries strip the space of the first token
+    of a text. Part of a character decodes to a replacement character and counts as one byte, which
+    is exact but for tokens of several bytes of one character.
+    """
+    sizes = np.zeros(tokenizer.vocab_size, dtype=np.int32)
+    for token in range(tokenizer.vocab_size):
+        sizes[token] = max(0, _size(tokenizer, [token] * 2) - _size(tokenizer, [token]))
+    sizes[tokenizer.identity.eod_id] = 0
+    return sizes
+
+
+def document_bytes(
+    tokens: TokenFile, sizes: NDArray[np.int32], text_bytes: int
+) -> NDArray[np.int64]:
+    """[num_documents] int64 bytes of text, which sum to ``text_bytes``.
+
+    A corpus records the sum of a split, which was counted when the text was read. It is divided in
+    proportion to the bytes of the documents' tokens.
+
+    Args:
+        tokens: of a split, one document a sequence.
+        sizes: bytes of each token of the vocabulary.
+        text_bytes: of all documents together.
+    """
+    counted = np.concatenate([np.zeros(0, np.int64), *_counted(tokens, sizes)])
+    total = int(counted.sum())
+    if total == 0:
+        counted, total = tokens.lengths.astype(np.int64), int(tokens.tokens.size)
+    if total == 0:
+        return counted
+    # The ends are rounded rather than the differences: the last end is exact.
+    ends = np.rint(np.cumsum(counted) * (text_bytes / total)).astype(np.int64)
+    ends[-1] = text_bytes
+    return np.diff(ends, prepend=0)
+
+
+def _counted(tokens: TokenFile, sizes: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
+    """Bytes of the documents' tokens, a block of documents at a time."""
+    ends = np.cumsum(tokens.lengths, dtype=np.int64)
+    first = 0
+    while first < len(ends):
+        begin = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")))
+        running = np.cumsum(sizes[tokens.tokens[begin : ends[stop - 1]]], dtype=np.int64)
+        running = np.concatenate([[0], running])
+        yield np.diff(running[ends[first:stop] - begin], prepend=0)
+        first = stop
+
+
+def _size(tokenizer: Tokenizer, ids: list[int]) -> int:
+    text = tokenizer.decode(ids)
+    return len(text.encode("utf-8", "surrogatepass")) - 2 * text.count(_REPLACEMENT)

@@ -15,11 +15,11 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.ranges import Count, LargeCount, Processes, Share, check_ranges
+from megatron_chameleon.ranges import CheckedOptions, Count, LargeCount, Processes, Share
 
 Inputs = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 EncoderChoice = Literal["auto", "own", "gigatoken"]
-# A longer domain name is most likely another field's text; as a file name it would not do.
+# A longer domain name is probably another field's text, and too long for a file name.
 MAX_DOMAIN_BYTES = 80
 ALL_OTHERS = "*"
 MIN_VOCABULARY = 258  # 256 bytes, the end-of-document token and a merge
@@ -38,7 +38,7 @@ def _flat(groups: tuple[tuple[str, ...], ...]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SourceOptions:
+class SourceOptions(CheckedOptions):
     """Input text: JSON lines, parquet and Hugging Face data sets, one document a line or row."""
 
     input: Inputs
@@ -51,12 +51,8 @@ class SourceOptions:
     max_malformed_share: Share = 0.001
     """Malformed lines are skipped and reported; the run fails if their share is larger."""
     max_document_bytes: LargeCount = 1 << 28
-    """A longer line, or text of a row, counts as malformed: it is most likely a file that has lost
-    its line ends, and would take several times as much memory."""
-
-    def __post_init__(self) -> None:
-        """Raise UserError for a value out of range."""
-        check_ranges(self)
+    """A longer line or row counts as malformed: it is probably a file without line ends, and would
+    take several times as much memory."""
 
     @property
     def inputs(self) -> list[str]:
@@ -65,10 +61,10 @@ class SourceOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class DomainOptions:
+class DomainOptions(CheckedOptions):
     """Domain and split of each document.
 
-    Inputs that are not given as NAME=PATH get their domain from one of the first three options.
+    Inputs without NAME= get their domain from one of the first three options.
     """
 
     domain_key: str | None = None
@@ -83,14 +79,15 @@ class DomainOptions:
     """OLD=NEW renames the domain OLD to NEW; several OLD may become one NEW. OLD= leaves it out,
     '*=' every domain that is not named."""
     valid_input: Inputs = ()
-    """Validation text, given like --input; all of it goes to valid. Data sets by name bring their
-    own. A domain with its own valid and test uses all of its --input for training; with only one of
-    them, --split divides its --input as usual."""
+    """Validation text, in the format of --input; all of it goes to valid. Hugging Face data sets
+    use their own splits. A domain with its own valid and test uses all of its --input for training;
+    with only one of them, --split divides its --input as usual."""
     test_input: Inputs = ()
-    """Test text, likewise."""
+    """Test text, in the same format."""
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other or have no effect."""
+        super().__post_init__()
         flags = {
             "--domain-key": self.domain_key is not None,
             "--domain-from-path": self.domain_from_path is not None,
@@ -169,13 +166,12 @@ class DomainOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderOptions:
+class EncoderOptions(CheckedOptions):
     """How text is encoded."""
 
     tiktoken_pattern: str | None = None
-    """How a tiktoken file splits text into words, which the file does not say: gpt2, cl100k_base,
-    o200k_base, llama3 or a regular expression. Not needed for the files that these names come
-    from."""
+    """The pattern by which a tiktoken file splits text into words: gpt2, cl100k_base, o200k_base,
+    llama3 or a regular expression. Not needed for the published files of these names."""
     encoder: EncoderChoice = "auto"
     """The library that encodes; the tokens are the same. 'auto' uses gigatoken, which is many
     times faster, if it gives the same ids as the tokenizer's own library on a sample of the text;
@@ -183,7 +179,7 @@ class EncoderOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class PreprocessOptions:
+class PreprocessOptions(CheckedOptions):
     """Turn text into a corpus: Megatron .bin/.idx files per domain and split, and corpus.json.
 
     The work is divided into shards. The same command resumes a run that was killed.
@@ -202,7 +198,7 @@ class PreprocessOptions:
     split: str = "90,5,5"
     """Shares of train, valid and test documents, in any unit. The split of a document is a
     function of its text, so the same text is never in two of them. Sources with splits of their own
-    keep them; what is in their valid or test is removed from train everywhere."""
+    keep them; text in their valid or test is removed from train everywhere."""
     drop_duplicates: bool = True
     """Keep the first of the documents of a domain with identical text; with --no-drop-duplicates
     they are only counted."""
@@ -214,15 +210,15 @@ class PreprocessOptions:
     """Processes that work on shards concurrently, each with its own tokenizer; by default one less
     than there are cores. With 1, no other process is started."""
     shard_bytes: LargeCount = 256_000_000
-    """Bytes of input, as stored on disk, per shard: what is lost when a run is killed. Compressed
-    files are not divided. The corpus does not depend on it."""
+    """Bytes of input, as stored on disk, per shard, the unit of work that a killed run loses.
+    Compressed files are not divided. The corpus does not depend on it."""
     shard: str | None = None
     """i/n: process every n-th shard from the i-th on, and stop. For n machines that share the
     output folder; the same command without it then joins their shards."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a value out of range."""
-        check_ranges(self)
+        super().__post_init__()
         _ = self.split_shares, self.shard_share  # raise for invalid values
 
     @functools.cached_property
@@ -252,7 +248,7 @@ class PreprocessOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainTokenizerOptions:
+class TrainTokenizerOptions(CheckedOptions):
     """Train a tokenizer on text. The same text and options give the same file."""
 
     source: SourceOptions
@@ -268,7 +264,7 @@ class TrainTokenizerOptions:
 
     def __post_init__(self) -> None:
         """Raise UserError for an unknown suffix or too small a vocabulary."""
-        check_ranges(self)
+        super().__post_init__()
         if self.output.suffix not in (".json", ".model"):
             raise UserError(
                 f"--output {self.output}: must end in .json for byte-level BPE, or in .model for "
@@ -282,7 +278,7 @@ class TrainTokenizerOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherOptions:
+class GatherOptions(CheckedOptions):
     """Collect real text in named domains from the packages of this Python environment."""
 
     output_dir: Path
@@ -298,10 +294,6 @@ class GatherOptions:
     min_documents_per_domain: int = 50
     """A domain with fewer documents is replaced by the next of the ranked list."""
     min_document_characters: int = 200
-    """Shorter files are left out."""
+    """Skip shorter files."""
     max_document_bytes: LargeCount = 100_000
     """Longer files are truncated at the last line that fits."""
-
-    def __post_init__(self) -> None:
-        """Raise UserError for a value out of range."""
-        check_ranges(self)

@@ -1,20 +1,32 @@
-"""Turn text into a corpus: plan the shards, make them, join them.
+"""Turn text into a corpus: plan the shards, write them, join them.
 
-The plan contains everything that a shard's contents depend on. Shards are made in any order, by any
-number of processes on any number of machines, and survive the processes; joining copies tokens.
+The plan contains everything that determines a shard. Shards can be written in any order by any
+number of processes and machines, and survive a killed run; joining copies their tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
+import multiprocessing
 import os
 import shlex
+import signal
 import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Domain, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
@@ -22,20 +34,30 @@ from megatron_chameleon.artifacts.record import write_record
 from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.join import Joined, join_shards
 from megatron_chameleon.corpus.options import PreprocessOptions
-from megatron_chameleon.corpus.plan import Plan, make_plan
 from megatron_chameleon.corpus.readers import DocumentReader
 from megatron_chameleon.corpus.records import MalformedLines, describe_unused
 from megatron_chameleon.corpus.shards import Shard, make_shard
 from megatron_chameleon.corpus.sources import Source, find_sources
-from megatron_chameleon.corpus.staging import SOURCES_NAME, CorpusFolder, corpus_folder
+from megatron_chameleon.corpus.staging import (
+    SOURCES_NAME,
+    CorpusFolder,
+    Plan,
+    corpus_folder,
+    make_plan,
+)
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
-from megatron_chameleon.corpus.workers import work_in_processes
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, system_error_message
 from megatron_chameleon.progress import progress_bar
 
 # Less than this is read before another process has started.
 _BYTES_WORTH_A_PROCESS = 32_000_000
 _SHARES_SHOWN = 10
+_SECONDS_BETWEEN_REPORTS = 0.2
+
+OnBytes = Callable[[int], object]
+Work = Callable[[OnBytes], Callable[[int], object]]
+# Set once in each worker process, by _start.
+_get_task: Callable[[], Callable[[int], object]]
 
 
 def preprocess_data(options: PreprocessOptions) -> None:
@@ -52,12 +74,12 @@ def preprocess_data(options: PreprocessOptions) -> None:
     all_shards = range(len(plan.shards))
     share = options.shard_share
     with corpus_folder(options.output, options.overwrite, shared=share is not None) as folder:
-        begun = folder.agree(plan)
-        plan = dataclasses.replace(plan, root=begun.root)
-        run = _Run(options, plan, begun.hash, tokenizer, folder)
+        existing = folder.agree(plan)
+        plan = dataclasses.replace(plan, root=existing.root)
+        run = _Run(options, plan, existing.hash, tokenizer, folder)
         with _finished_shards_kept(run):
             found = sorted(folder.finished())
-            run.check_sources(found, begun)
+            run.check_sources(found, existing)
             run.make_shards(all_shards if share is None else all_shards[share[0] - 1 :: share[1]])
             if share is not None:
                 print(_summary_of_share(share, all_shards, folder.finished()))
@@ -106,7 +128,7 @@ def _finished_shards_kept(run: _Run) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class ShardWork:
-    """Make shards of a plan and put them in their place; the task of a worker process."""
+    """Write shards of a plan; the task of a worker process."""
 
     options: PreprocessOptions
     plan: Plan
@@ -114,7 +136,7 @@ class ShardWork:
     folder: CorpusFolder
     gigatoken: bool
 
-    def __call__(self, on_bytes: Callable[[int], object]) -> Callable[[int], object]:
+    def __call__(self, on_bytes: OnBytes) -> Callable[[int], object]:
         """Load the tokenizer; return the function that makes the shard of a number."""
         tokenizer = _load_tokenizer(self.options)
         return self.with_tokenizer(
@@ -124,7 +146,7 @@ class ShardWork:
     def with_tokenizer(
         self, tokenizer: Tokenizer, on_bytes: Callable[[int], object]
     ) -> Callable[[int], object]:
-        """The same with a loaded tokenizer."""
+        """Like :meth:`__call__`, with a loaded tokenizer."""
 
         def make(number: int) -> None:
             folder = self.folder.staging / f"{number:06d}"
@@ -146,8 +168,8 @@ class _Run:
     tokenizer: Tokenizer
     folder: CorpusFolder
 
-    def check_sources(self, finished: Sequence[int], begun: Plan) -> None:
-        """Read again what ``finished`` shards read of sources that were modified since.
+    def check_sources(self, finished: Sequence[int], existing: Plan) -> None:
+        """Reread the chunks of ``finished`` shards whose sources were modified since.
 
         Raises:
             UserError: naming the first source whose content has changed.
@@ -155,7 +177,7 @@ class _Run:
         modified = {
             number
             for number, (source, before) in enumerate(
-                zip(self.plan.sources, begun.sources, strict=True)
+                zip(self.plan.sources, existing.sources, strict=True)
             )
             if source.modified_ns != before.modified_ns
         }
@@ -168,16 +190,16 @@ class _Run:
             )
             for number in finished:
                 hashes = self._load(number).hashes
-                for piece, before in zip(self.plan.shards[number], hashes, strict=True):
-                    if piece.source not in modified:
+                for chunk, before in zip(self.plan.shards[number], hashes, strict=True):
+                    if chunk.source not in modified:
                         continue
-                    for _ in reader.read(piece):
+                    for _ in reader.read(chunk):
                         pass
-                    if reader.hashes[piece] != before:
+                    if reader.hashes[chunk] != before:
                         raise UserError(
-                            f"{self.plan.sources[piece.source].name} has changed since it was read "
-                            f"for {begun.root}; restore it, or remove {begun.root} to start from "
-                            "scratch"
+                            f"{self.plan.sources[chunk.source].name} has changed since it was read "
+                            f"for {existing.root}; restore it, or remove {existing.root} to start "
+                            "from scratch"
                         )
 
     def make_shards(self, wanted: Sequence[int]) -> None:
@@ -246,8 +268,8 @@ class _Run:
         """The texts of ``shards``."""
         reader = DocumentReader(self.options.source, self.plan.sources, self.options.domains)
         for number in shards:
-            for piece in self.plan.shards[number]:
-                yield from (document.text for document in reader.read(piece))
+            for chunk in self.plan.shards[number]:
+                yield from (document.text for document in reader.read(chunk))
 
     def _load(self, number: int) -> Shard:
         shard = Shard.load(self.folder.shard_folder(number))
@@ -262,9 +284,9 @@ class _Run:
     def _num_workers(self, missing: Sequence[int]) -> int:
         if self.options.workers is not None:
             return min(self.options.workers, len(missing))
-        pieces = [piece for number in missing for piece in self.plan.shards[number]]
-        unknown = any(self.plan.sources[piece.source].kind == "dataset" for piece in pieces)
-        worth = unknown or sum(piece.bytes for piece in pieces) >= _BYTES_WORTH_A_PROCESS
+        chunks = [chunk for number in missing for chunk in self.plan.shards[number]]
+        unknown = any(self.plan.sources[chunk.source].kind == "dataset" for chunk in chunks)
+        worth = unknown or sum(chunk.bytes for chunk in chunks) >= _BYTES_WORTH_A_PROCESS
         # Each reads and encodes concurrently, which keeps more than a core busy.
         spare = max(1, len(os.sched_getaffinity(0)) - 1)
         return min(spare, len(missing)) if worth else 1
@@ -304,24 +326,24 @@ def check_domains(
 
 @dataclasses.dataclass(frozen=True)
 class _SourcesRead:
-    """What sources.json records: name, bytes and pieces of each source."""
+    """Contents of sources.json: name, bytes and chunks of each source."""
 
     sources: list[dict[str, Any]]
 
 
 def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
-    """Record every source and the hash of each of its pieces; return one hash of all contents."""
-    pieces: list[list[dict[str, Any]]] = [[] for _ in plan.sources]
+    """Record every source and the hash of each of its chunks; return one hash of all contents."""
+    chunks: list[list[dict[str, Any]]] = [[] for _ in plan.sources]
     for planned, shard in zip(plan.shards, shards, strict=True):
-        for piece, sha256 in zip(planned, shard.hashes, strict=True):
-            read = {"start": piece.start, "stop": piece.stop, "sha256": sha256}
-            pieces[piece.source].append(read)
+        for chunk, sha256 in zip(planned, shard.hashes, strict=True):
+            read = {"start": chunk.start, "stop": chunk.stop, "sha256": sha256}
+            chunks[chunk.source].append(read)
     sources = [
         {"name": source.name, "bytes": source.bytes, "pieces": read}
-        for source, read in zip(plan.sources, pieces, strict=True)
+        for source, read in zip(plan.sources, chunks, strict=True)
     ]
     write_record(path, _SourcesRead(sources), kind="sources of a corpus", version=1)
-    return sha256_of_json([piece["sha256"] for read in pieces for piece in read])
+    return sha256_of_json([chunk["sha256"] for read in chunks for chunk in read])
 
 
 def _summary_of_share(share: tuple[int, int], shards: range, finished: Collection[int]) -> str:
@@ -343,43 +365,156 @@ def _summary_of_share(share: tuple[int, int], shards: range, finished: Collectio
 
 def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
     """A table with a row per domain and the total."""
-    has_held_out = any(each.held_out for each in corpus.not_written.values())
-
-    def row(head: str, names: Sequence[str], malformed_lines: int) -> tuple[str, ...]:
-        parts = [[corpus.domains[name].split(split) for name in names] for split in SPLITS]
-        tokens = [sum(part.tokens for part in of_split) for of_split in parts]
-        documents = sum(part.documents for of_split in parts for part in of_split)
-        text_bytes = sum(part.text_bytes for of_split in parts for part in of_split)
-        not_written = [corpus.not_written[name] for name in names]
-        counts = [
-            sum(each.duplicates for each in not_written),
-            *([sum(each.held_out for each in not_written)] if has_held_out else []),
-            sum(each.empty for each in not_written),
-            malformed_lines,
-        ]
-        figures = [f"{count:,}" for count in (documents, *tokens)]
-        return head, *figures, f"{text_bytes / sum(tokens):.2f}", *(f"{n:,}" for n in counts)
-
-    header = (
-        "domain",
-        "documents",
-        *(f"{split} tokens" for split in SPLITS),
-        "bytes/token",
-        "duplicates",
-        *(["held out"] if has_held_out else []),
-        "empty",
-        "malformed",
-    )
-    rows = [header, *(row(n, [n], corpus.not_written[n].malformed) for n in corpus.names)]
-    rows.append(row("total", corpus.names, malformed.count))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows: list[tuple[str, dict[str, int]]] = []
+    for name in corpus.names:
+        parts = [corpus.domains[name].split(split) for split in SPLITS]
+        left_out = corpus.not_written[name]
+        row = {
+            "documents": sum(part.documents for part in parts),
+            **{f"{split} tokens": part.tokens for split, part in zip(SPLITS, parts, strict=True)},
+            "bytes/token": sum(part.text_bytes for part in parts),
+            "duplicates": left_out.duplicates,
+            "held out": left_out.held_out,
+            "empty": left_out.empty,
+            "malformed": left_out.malformed,
+        }
+        rows.append((name, row))
+    total = {column: sum(row[column] for _, row in rows) for column in rows[0][1]}
+    rows.append(("total", {**total, "malformed": malformed.count}))
+    columns = [column for column in total if column != "held out" or total[column]]
+    table = [["domain", *columns]]
+    for name, row in rows:
+        tokens = sum(row[f"{split} tokens"] for split in SPLITS)
+        cells = {column: f"{row[column]:,}" for column in columns}
+        cells["bytes/token"] = f"{row['bytes/token'] / tokens:.2f}"
+        table.append([name, *cells.values()])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(
-            [cells[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+            [head.ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         )
-        for cells in rows
+        for head, *cells in table
     ]
-    return "\n".join(
-        [lines[0], "-" * len(lines[0]), *lines[1:], malformed.describe_unwanted()]
-    ).rstrip()
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join([*lines, malformed.describe_unwanted()]).rstrip()
+
+
+# Worker processes
+
+
+def work_in_processes(
+    work: Work, numbers: Sequence[int], num_workers: int, on_bytes: OnBytes
+) -> None:
+    """Call the function that ``work`` returns with all ``numbers``, in order, in new processes.
+
+    The processes never outlive this one.
+
+    Args:
+        work: pickled, and called once per process to set it up, with the function to call with the
+            number of bytes just read.
+        numbers: arguments of the function that it returns.
+        num_workers: number of processes, at most one per number.
+        on_bytes: called with the number of bytes that workers have read.
+
+    Raises:
+        UserError: raised by a worker, or because a worker was killed.
+        RuntimeError: with the traceback of a worker that failed for another reason.
+        KeyboardInterrupt: if a worker received SIGTERM.
+    """
+    # A new interpreter each: a forked copy could inherit locks that our threads hold.
+    context = multiprocessing.get_context("spawn")
+    num_workers = min(num_workers, len(numbers))
+    num_bytes = context.Value("q")
+    others = set(multiprocessing.active_children())
+    workers: set[BaseProcess] = set()
+    remaining, waiting = iter(numbers), set[Future[None]]()
+    reported = 0
+    setup = (work, num_bytes, num_workers)
+    try:
+        with ProcessPoolExecutor(num_workers, context, _start, setup) as pool:
+            try:
+                while True:
+                    for number in itertools.islice(remaining, 2 * num_workers - len(waiting)):
+                        with _interrupts_blocked():  # this may start a process
+                            waiting.add(pool.submit(_run, number))
+                            # Listed now: processes that have ended are omitted.
+                            workers |= set(multiprocessing.active_children()) - others
+                    if not waiting:
+                        return
+                    done, waiting = wait_for_futures(
+                        waiting, _SECONDS_BETWEEN_REPORTS, return_when=FIRST_COMPLETED
+                    )
+                    total = num_bytes.get_obj().value  # a killed worker may hold the lock
+                    on_bytes(total - reported)
+                    reported = total
+                    for future in done:
+                        future.result()
+            except BrokenProcessPool:
+                raise
+            except BaseException:
+                for worker in workers:
+                    worker.terminate()
+                raise
+    except BrokenProcessPool:
+        # After the pool's thread has collected all exit statuses, which would race with us.
+        _raise_reason(workers)
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Delay Ctrl-C; processes that are started here never receive it: their parent ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _raise_reason(workers: set[BaseProcess]) -> NoReturn:
+    # After losing one worker, the pool terminates the others by SIGTERM.
+    statuses = {worker.exitcode or 0 for worker in workers} - {0, -signal.SIGTERM}
+    if not statuses:
+        raise KeyboardInterrupt
+    status = min(statuses)
+    if status < 0:
+        raise UserError(
+            f"a worker process was killed by {signal.Signals(-status).name}, as happens when "
+            "memory runs out: use fewer --workers, or run the same command again"
+        ) from None
+    raise RuntimeError(f"a worker process exited with status {status}")
+
+
+def _start(work: Work, num_bytes: Synchronized[int], num_workers: int) -> None:
+    """Set up a worker process."""
+    global _get_task
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # For libraries that would use all cores.
+    threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    warnings.simplefilter("ignore")  # the parent process has warned
+
+    def on_bytes(count: int) -> None:
+        with num_bytes.get_lock():
+            num_bytes.value += count
+
+    _get_task = functools.cache(lambda: work(on_bytes))
+
+
+def _run(number: int) -> None:
+    try:
+        _get_task()(number)
+    except UserError:
+        raise
+    except BaseException as error:
+        refusal = system_error_message(error)
+        if refusal:
+            raise UserError(f"{refusal}; fix that and run the same command again") from None
+        raise RuntimeError(f"a worker process failed:\n{traceback.format_exc()}") from None
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -12,16 +12,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import zstandard
 
-from megatron_chameleon.corpus.hub_datasets import read_shard
-from megatron_chameleon.corpus.input_files import (
-    INSTALL_DATA,
-    is_compressed,
-    is_remote,
-    one_line,
-    open_source,
-    reading,
-    size_and_time,
-)
 from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
 from megatron_chameleon.corpus.records import (
     Document,
@@ -34,7 +24,18 @@ from megatron_chameleon.corpus.records import (
     MalformedLines,
     object_in,
 )
-from megatron_chameleon.corpus.sources import Piece, Source, check_unchanged
+from megatron_chameleon.corpus.sources import (
+    INSTALL_DATA,
+    Chunk,
+    Source,
+    is_compressed,
+    is_remote,
+    one_line,
+    open_source,
+    read_dataset_shard,
+    reading,
+    size_and_time,
+)
 from megatron_chameleon.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _BLOCK = 1 << 20
-# Text comes out of a compressed block several times as large, or thousands of times.
+# Compressed blocks expand several times, in the worst case thousands of times.
 _COMPRESSED_BLOCK = 1 << 18
 _FEWEST_BYTES = 1 << 7
 # Some corpora are compressed with zstd's --long, whose window exceeds the default limit.
@@ -58,25 +59,25 @@ _MAX_BATCH_ROWS = 4096
 _CHUNK_BYTES = {False: 1 << 20, True: 1 << 23}
 _COLUMNS_SHOWN = 20
 
-# Place in the source, and a record or the reason why there is none.
+# Location in the source, and a record or its error.
 _Found = tuple[str, dict[str, Any] | MalformedLineError]
 
 
 class DocumentReader:
-    """Stream the documents of pieces of ``sources``, in bounded memory.
+    """Stream the documents of chunks of ``sources``, in bounded memory.
 
     Lines without a document are counted in :attr:`malformed` and skipped, like blank lines; a text
     that is null is an empty document.
 
     Attributes:
-        malformed: counts of the lines skipped so far, of all pieces.
-        hashes: SHA-256 of the contents of each piece that was read completely: of the bytes of
+        malformed: counts of the lines skipped so far, of all chunks.
+        hashes: SHA-256 of the contents of each chunk that was read completely: of the bytes of
             JSON lines; of the documents of parquet and data sets.
 
     Args:
         options: the text to read.
-        sources: what pieces refer to.
-        domains: how sources without a domain get one; None if domains are not requested.
+        sources: what chunks refer to.
+        domains: how sources without a domain are assigned one; None if domains are not requested.
         on_bytes: called with the number of bytes just read of a source.
 
     Raises:
@@ -92,7 +93,7 @@ class DocumentReader:
         on_bytes: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
         self.malformed = MalformedLines()
-        self.hashes: dict[Piece, str] = {}
+        self.hashes: dict[Chunk, str] = {}
         self.on_bytes = on_bytes
         self._sources = sources
         self._options = options
@@ -104,9 +105,9 @@ class DocumentReader:
         """The OLD of ``--rename-domain OLD=NEW`` that have occurred so far."""
         return set() if self._names is None else self._names.renamed
 
-    def read(self, piece: Piece) -> Iterator[Document]:
-        """The documents of ``piece``, in the order of the source."""
-        source = self._sources[piece.source]
+    def read(self, chunk: Chunk) -> Iterator[Document]:
+        """The documents of ``chunk``, in the order of the source."""
+        source = self._sources[chunk.source]
         maker = DocumentMaker(
             source.domain,
             source.split,
@@ -116,19 +117,19 @@ class DocumentReader:
             self.malformed.unwanted,
         )
         keys, digest = KeyCheck(source.name), hashlib.sha256()
-        check_unchanged(source)
+        _check_unchanged(source)
         read = self._from_lines if source.kind == "lines" else self._from_tables
-        for documents in read(source, piece, maker, keys, digest):
+        for documents in read(source, chunk, maker, keys, digest):
             yield from documents
-        if (piece.start, piece.stop) == (0, None):
+        if (chunk.start, chunk.stop) == (0, None):
             keys.check()  # a part of a source may lack the key
-        check_unchanged(source)
-        self.hashes[piece] = digest.hexdigest()
+        _check_unchanged(source)
+        self.hashes[chunk] = digest.hexdigest()
 
     def _from_lines(
         self,
         source: Source,
-        piece: Piece,
+        chunk: Chunk,
         maker: DocumentMaker,
         keys: KeyCheck,
         digest: hashlib._Hash,
@@ -139,30 +140,30 @@ class DocumentReader:
 
         line_number = 1
         for begin, lines in read_lines(
-            source.path, on_block, maker.max_bytes, piece.start, piece.stop
+            source.path, on_block, maker.max_bytes, chunk.start, chunk.stop
         ):
             if begin == 0 and not isinstance(lines[0], LineTooLong):
                 lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
             documents = maker.from_lines(lines)
             if documents is None:
-                first = None if piece.start else line_number
+                first = None if chunk.start else line_number
                 documents = self._one_by_one(source, _records(lines, begin, first), maker, keys)
             else:
                 self.malformed.lines += len(lines)
                 keys.found()
             line_number += len(lines)
-            lines.clear()  # one of them may be most of the memory
+            lines.clear()  # a single text may take most of the memory
             yield documents
 
     def _from_tables(
         self,
         source: Source,
-        piece: Piece,
+        chunk: Chunk,
         maker: DocumentMaker,
         keys: KeyCheck,
         digest: hashlib._Hash,
     ) -> Iterator[list[Document]]:
-        for first_row, batch in self._tables(source, piece, maker.keys):
+        for first_row, batch in self._tables(source, chunk, maker.keys):
             documents = _from_columns(batch, maker)
             if documents is None:
                 rows = enumerate(_rows_of(batch), start=first_row)
@@ -177,17 +178,17 @@ class DocumentReader:
             yield documents
 
     def _tables(
-        self, source: Source, piece: Piece, keys: Mapping[str, str]
+        self, source: Source, chunk: Chunk, keys: Mapping[str, str]
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The number of the first row, from 1, and rows with the columns of ``keys``."""
         if source.kind == "parquet":
             for row, batch, num_bytes in read_row_groups(
-                source.path, keys, piece.start, piece.stop
+                source.path, keys, chunk.start, chunk.stop
             ):
                 yield row, batch
                 self.on_bytes(num_bytes)
             return
-        for row, batch in read_shard(source.path, source.shard, source.num_shards):
+        for row, batch in read_dataset_shard(source):
             leaves = columns_for(batch.schema, keys, source.name)
             names = batch.schema.names
             columns = [leaf if leaf in names else leaf.split(".")[0] for leaf in leaves]
@@ -211,6 +212,29 @@ class DocumentReader:
             if document is not None:
                 documents.append(document)
         return documents
+
+
+def _check_unchanged(source: Source) -> None:
+    """Check by size and modification time that ``source`` has not changed since it was found.
+
+    Files on the hub cannot change: their addresses hold the revision.
+
+    Raises:
+        UserError: if it has changed, or is gone.
+    """
+    if source.kind == "dataset" or is_remote(source.path):
+        return
+    size, modified_ns = size_and_time(source.path)
+    if size != source.bytes:
+        raise UserError(
+            f"{source.name} has changed while it was read: it had {source.bytes} bytes and has "
+            f"{size} now; restore it and run the same command again"
+        )
+    if modified_ns != source.modified_ns:
+        raise UserError(
+            f"{source.name} was written to while it was read; run the same command again when "
+            "that is finished"
+        )
 
 
 def _records(lines: Iterable[Line], begin: int, first: int | None) -> Iterator[_Found]:
@@ -321,7 +345,7 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
                 text = decompressor.decompress(rest[:size])
                 yield text
                 inside, rest = not decompressor.eof, decompressor.unused_data + rest[size:]
-                # So that repetitive text does not fill memory.
+                # Bounds memory for highly compressible text.
                 if len(text) > _BLOCK:
                     size = max(_FEWEST_BYTES, size * _BLOCK // len(text))
                 else:
@@ -339,7 +363,7 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
 def _split_lines(
     blocks: Iterable[bytes], begin: int, longest: int
 ) -> Iterator[tuple[int, list[Line]]]:
-    kept, length = bytearray(), 0  # of the line whose end was not read yet
+    kept, length = bytearray(), 0  # of the incomplete last line
     position = begin
 
     def add(part: bytes) -> None:
@@ -485,7 +509,7 @@ def columns_for(schema: pa.Schema, keys: Mapping[str, str], name: str) -> list[s
 
 
 def _from_columns(batch: pa.RecordBatch, maker: DocumentMaker) -> list[Document] | None:
-    """The documents of a batch whose columns are strings, or None."""
+    """The documents of a batch; None unless all columns are strings."""
     try:
         found = [_strings_at(batch, key) for key in maker.keys.values()]
     except UnicodeDecodeError:

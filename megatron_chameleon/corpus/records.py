@@ -1,4 +1,4 @@
-"""Records to documents: values by dotted keys, domain names, and the count of malformed lines."""
+"""Parse records into documents: dotted keys, domain names, malformed-line counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MISSING = object()
 
 
 class MalformedLineError(ValueError):
-    """One line is not a document; the message says why."""
+    """A line is not a valid document; the message is the reason."""
 
 
 class MissingKeyError(MalformedLineError):
@@ -45,7 +45,7 @@ class MissingKeyError(MalformedLineError):
 
 
 class LineTooLong:
-    """Stands for a line of ``length`` bytes, which were not kept."""
+    """Placeholder for a line of ``length`` bytes that exceeded the limit."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -59,7 +59,7 @@ Line = bytes | bytearray | LineTooLong
 
 
 class Document(NamedTuple):
-    """One text; ``domain`` is empty if none was requested, ``split`` None if the text decides."""
+    """One text; ``domain`` is empty if not requested, ``split`` None if the text's hash decides."""
 
     domain: str
     text: str
@@ -68,7 +68,7 @@ class Document(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MalformedRecord:
-    """Counts of :class:`MalformedLines` over some lines, in a form that JSON can hold."""
+    """Counts of :class:`MalformedLines` in JSON types."""
 
     lines: int
     count: int
@@ -83,7 +83,7 @@ class MalformedLines:
     Attributes:
         lines: lines read, blank ones excepted.
         count: malformed lines among them.
-        by_domain: the same by domain, None where the line should have named it.
+        by_domain: malformed lines by domain; None if the line should have named the domain.
         unwanted: source's name of a domain -> documents left out by --rename-domain; they are not
             malformed.
     """
@@ -118,12 +118,12 @@ class MalformedLines:
         self._first += record.first[: LINES_SHOWN - len(self._first)]
 
     def describe(self) -> str:
-        """How many, and where the first are, on one line."""
+        """One line with the count and the first locations."""
         more = f"; and {self.count - LINES_SHOWN} more" if self.count > LINES_SHOWN else ""
         return f"{self.count} of {self.lines} lines are malformed: {'; '.join(self._first)}{more}"
 
     def describe_unwanted(self) -> str:
-        """Number and domains of the documents left out, on one line; '' if there is none."""
+        """One line with number and domains of the excluded documents; '' if none."""
         return describe_left_out(self.unwanted, "documents") if self.unwanted else ""
 
     def check(self, max_share: float) -> None:
@@ -185,13 +185,13 @@ class DomainNames:
 
 
 def describe_unused(options: DomainOptions, renamed: Collection[str]) -> str:
-    """Which OLD there are besides ``renamed`` and '*', on one line; '' if there is none."""
+    """One line with the OLD names not in ``renamed``, except '*'; '' if none."""
     unused = [name for name in options.rename_table if name not in {*renamed, ALL_OTHERS}]
     return f"--rename-domain: no domain is called {_listed(unused)}" if unused else ""
 
 
 def describe_left_out(counts: Mapping[str, int], what: str) -> str:
-    """How many (documents, files: ``what``) of which domains were left out, on one line."""
+    """Number of documents or files (``what``) left out and their domains, on one line."""
     return f"--rename-domain leaves out {sum(counts.values()):,} {what}, of {_listed(counts)}"
 
 
@@ -316,8 +316,8 @@ def object_in(line: Line) -> dict[str, Any]:
     """The JSON object in ``line``.
 
     Raises:
-        MalformedLineError: saying what it holds instead.
-        UserError: if memory is too small to decide.
+        MalformedLineError: naming the actual content.
+        UserError: if memory runs out.
     """
     if isinstance(line, LineTooLong):
         raise MalformedLineError(f"has {len(line):,} bytes, more than --max-document-bytes")
@@ -356,10 +356,10 @@ def text_at(record: dict[str, Any], key: str, flag: str) -> str:
 
 
 def _value_getter(key: str) -> Callable[[Any], Any]:
-    """A fast function that returns the value at ``key`` of a regular record.
+    """Return a fast getter of the value at ``key`` of a regular record.
 
-    It raises KeyError, TypeError or AttributeError, or returns no string, where :func:`text_at`
-    would do more.
+    It raises KeyError, TypeError or AttributeError, or returns a non-string, for records that need
+    :func:`text_at`.
     """
     if "." not in key:
         return operator.itemgetter(key)

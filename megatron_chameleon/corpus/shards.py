@@ -1,4 +1,4 @@
-"""Shards: the documents of some pieces, tokenized, with what is needed to join them to a corpus.
+"""Tokenize one shard: read, split, encode and write its documents, with the records to join it.
 
 A shard is a folder that is created by one rename, so that it is complete where it exists:
 
@@ -6,7 +6,7 @@ A shard is a folder that is created by one rename, so that it is complete where 
     tokens.bin      the tokens of all documents, one after another, in the corpus's type
     documents.bin   DOCUMENT for each document, in the order of its tokens
     digests.bin     DIGEST for each distinct text of a domain and split, in sorted runs
-    copies.bin      COPY for each document whose text came before in the same run
+    copies.bin      COPY for each document that repeats a text of the same run
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,17 +32,22 @@ from megatron_chameleon.artifacts.files import flush_to_disk, writing
 from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
 from megatron_chameleon.corpus.indexed import TokenType
 from megatron_chameleon.corpus.options import PreprocessOptions
-from megatron_chameleon.corpus.plan import Plan
 from megatron_chameleon.corpus.readers import DocumentReader
 from megatron_chameleon.corpus.records import Document, MalformedRecord
-from megatron_chameleon.corpus.split import splits_of, text_digest
+from megatron_chameleon.corpus.staging import Plan
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 
 DOCUMENT = np.dtype(
-    [("tokens", "<i4"), ("domain", "<u2"), ("split", "u1"), ("given", "u1"), ("text_bytes", "<i8")]
+    [
+        ("tokens", "<i4"),
+        ("domain", "<u2"),
+        ("split", "u1"),
+        ("by_source", "u1"),
+        ("text_bytes", "<i8"),
+    ]
 )
-# high and low: the halves of a text's digest. given: whether the source set the split.
+# high and low: the halves of a text's digest. by_source: whether the source set the split.
 DIGEST = np.dtype(
     [
         ("high", "<u8"),
@@ -49,7 +55,7 @@ DIGEST = np.dtype(
         ("document", "<u4"),
         ("domain", "<u2"),
         ("split", "u1"),
-        ("given", "u1"),
+        ("by_source", "u1"),
     ]
 )
 COPY = np.dtype([("document", "<u4"), ("first", "<u4"), ("domain", "<u2")])
@@ -62,7 +68,7 @@ _NAMES = (TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME)
 MAX_DOMAINS = 32_767
 # Digests that are sorted together in memory.
 _RUN_DOCUMENTS = 1 << 18
-# Enough text to keep an encoder busy, little enough to hold with its encodings.
+# Batch size: keeps an encoder busy, and fits in memory with its encodings.
 _BATCH_CHARACTERS = 2_000_000
 _BATCH_DOCUMENTS = 1 << 14
 _SWITCH_SECONDS = 5e-4
@@ -76,12 +82,12 @@ class Shard(FolderRecord):
     Attributes:
         plan: hash of the plan it belongs to.
         domains: names, in the order of their first mention; records hold positions in this list.
-        empty: documents without text, or without a token of it, by domain.
+        empty: documents without text or without tokens, by domain.
         documents: number of documents written.
         tokens: number of their tokens, end-of-document tokens included.
         runs: number of digests in each sorted run.
-        copies: documents whose text came before in the same run.
-        hashes: SHA-256 of what was read, for each piece.
+        copies: documents that repeat a text of the same run.
+        hashes: SHA-256 of what was read, for each chunk.
         checksums: file -> hex XXH3 (128 bits) of its content.
         malformed: the lines that were skipped.
         seconds: wall time.
@@ -177,7 +183,7 @@ class ShardWriter:
         records = np.zeros(documents.size, DIGEST)
         records["high"], records["low"] = digests[:, 0], digests[:, 1]
         records["document"] = np.arange(self.documents, self.documents + documents.size)
-        for name in ("domain", "split", "given"):
+        for name in ("domain", "split", "by_source"):
             records[name] = documents[name]
         self.documents += documents.size
         self.tokens += tokens.size
@@ -213,18 +219,18 @@ class ShardWriter:
 def sorted_digests(
     records: NDArray[np.void],
 ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """Sort DIGEST records; of those that differ in their document alone the first stays.
+    """Sort DIGEST records; of those that differ only in their document, keep the first.
 
-    However often a text occurs, it has one record: a sentence that fills a tenth of a corpus would
-    otherwise fill the memory where digests are compared.
+    A text has one record however often it occurs: otherwise a sentence that makes up a tenth of a
+        corpus would fill memory when digests are compared.
 
     Args:
         records: [num_documents] in the order of the documents.
 
     Returns:
-        The records that stay, by digest; and COPY records of the others.
+        The kept records, sorted by digest; and COPY records of the others.
     """
-    keys = ("given", "split", "domain", "low", "high")
+    keys = ("by_source", "split", "domain", "low", "high")
     ordered = records[np.lexsort([records[name] for name in ("document", *keys)])]
     same = np.zeros(ordered.size, dtype=bool)
     same[1:] = True
@@ -269,7 +275,7 @@ def make_shard(
         options: of the run.
         plan: with the sources as they are now.
         plan_hash: of the plan that all processes have agreed on.
-        tokenizer: text in, token ids out.
+        tokenizer: encodes the documents.
         number: of the shard.
         folder: an existing, empty folder.
         on_bytes: called with the number of bytes just read of a source.
@@ -280,14 +286,14 @@ def make_shard(
     stopwatch = Stopwatch()
     dtype = tokenizer.token_type
     reader = DocumentReader(options.source, plan.sources, options.domains, on_bytes)
-    pieces = plan.shards[number]
-    documents = (document for piece in pieces for document in reader.read(piece))
+    chunks = plan.shards[number]
+    documents = (document for chunk in chunks for document in reader.read(chunk))
     batches = _Batches(documents, options.split_shares)
     unread = iter(batches)
     writer = ShardWriter(folder, dtype)
     empty: Counter[int] = Counter()  # the reading thread has its own
     with quick_thread_switches(), ThreadPoolExecutor(1) as writing_thread:
-        # One batch is read and one is written while another is encoded; more would take memory.
+        # Pipeline: one batch is read and one is written while another is encoded.
         ahead = _next_in_thread(unread)
         written = writing_thread.submit(lambda: None)
         while (batch := ahead.result()) is not None:
@@ -308,7 +314,7 @@ def make_shard(
         tokens=writer.tokens,
         runs=writer.runs,
         copies=writer.copies,
-        hashes=[reader.hashes[piece] for piece in pieces],
+        hashes=[reader.hashes[chunk] for chunk in chunks],
         checksums=writer.checksums,
         malformed=reader.malformed.record,
         seconds=stopwatch.seconds(),
@@ -403,20 +409,41 @@ class _Batches:
         documents["domain"] = [domain_number(self.domains, name) for name in names]
         documents["split"] = splits_of(digests[:, 0], self._shares)
         if any(splits):
-            given = np.array([-1 if split is None else _SPLIT_NUMBERS[split] for split in splits])
-            documents["given"] = given >= 0
-            documents["split"] = np.where(given >= 0, given, documents["split"])
+            own = np.array([-1 if split is None else _SPLIT_NUMBERS[split] for split in splits])
+            documents["by_source"] = own >= 0
+            documents["split"] = np.where(own >= 0, own, documents["split"])
         order = np.lexsort((documents["split"], documents["domain"]))
         ordered = [texts[position] for position in order.tolist()]
         return _Batch(ordered, documents[order], digests[order])
 
 
+def text_digest(text: bytes) -> bytes:
+    """[16] bytes that identify a text: BLAKE2b of its UTF-8."""
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def splits_of(heads: NDArray[np.uint64], shares: tuple[float, float, float]) -> NDArray[np.uint8]:
+    """Position in ``SPLITS`` for each text.
+
+    Args:
+        heads: [num_texts] the first 8 bytes of each text's digest, as a big-endian number.
+        shares: of train, valid and test, summing to 1.
+
+    Returns:
+        [num_texts] 0 for train, 1 for valid, 2 for test. The first 53 bits of a digest are a
+        number in [0, 1) that is uniform over texts; the shares divide that interval in three.
+    """
+    positions = (heads >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    train_end, valid_end, _ = accumulate(shares)
+    return np.searchsorted([train_end, valid_end], positions, side="right").astype(np.uint8)
+
+
 @contextlib.contextmanager
 def quick_thread_switches() -> Iterator[None]:
-    """Let threads wait for Python's lock at most half a millisecond.
+    """Lower the GIL's switch interval to half a millisecond.
 
-    An encoder releases the lock and needs it back when its batch is done, from a reader that is
-    parsing. Python's own 5 ms would be a tenth of the time a batch takes.
+    An encoder releases the GIL and reacquires it after its batch while the reader is parsing.
+    Python's default of 5 ms would be a tenth of the time of a batch.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -1,14 +1,15 @@
-"""The corpus folder while a corpus is written: everything is written elsewhere, then renamed.
+"""Write a corpus folder atomically: staging directories, locks, renames into place.
 
     OUTPUT/.partial/plan.json          the plan that all processes have agreed on
     OUTPUT/.partial/shards/000012      a finished shard
     OUTPUT/.partial/staging/HOST-PID-x a process's staging directory; its contents are renamed when
                                        complete
-    OUTPUT/.partial/published          hash of the corpus.json that the shards were joined to, for
+    OUTPUT/.partial/published          hash of the corpus.json that the shards were joined into, for
                                        cleaning up after a run that was killed before it could
 
-Correctness relies on renames alone, which work on any disk that machines share. The locks only
-prevent starting the same work twice on one machine and identify deserted staging directories.
+The plan contains everything that determines the contents of the shards. Correctness relies on
+renames alone, which work on any disk that machines share. The locks only prevent starting the same
+work twice on one machine and identify stale staging directories.
 """
 
 from __future__ import annotations
@@ -22,21 +23,27 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_chameleon.artifacts.corpus import FILE_NAME, Corpus
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import (
     flush_all_to_disk,
     flush_to_disk,
+    require_new,
     sha256_of_files,
+    sha256_of_json,
     writing,
 )
-from megatron_chameleon.artifacts.output_path import require_new
-from megatron_chameleon.artifacts.record import require_kind
-from megatron_chameleon.corpus.plan import Plan
+from megatron_chameleon.artifacts.provenance import package_versions, plain_options
+from megatron_chameleon.artifacts.record import FolderRecord, require_kind
+from megatron_chameleon.corpus.options import PreprocessOptions
+from megatron_chameleon.corpus.readers import row_group_bytes
+from megatron_chameleon.corpus.sources import Chunk, Source
 from megatron_chameleon.corpus.tokenizer import FILE_NAMES as TOKENIZER_NAMES
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 
 PARTIAL_NAME = ".partial"
@@ -53,6 +60,150 @@ _OWN_FILES = (
 _SHARDS_NAME, _STAGING_NAME, _PUBLISHED_NAME = "shards", "staging", "published"
 _ATTEMPTS = 100
 
+# Other releases of these may tokenize differently.
+_PACKAGES = ("megatron-chameleon", "tokenizers", "sentencepiece", "tiktoken")
+# Options not compared: resolved sources are compared instead; malformed lines are checked at the
+# end.
+_NOT_COMPARED = ("input", "valid_input", "test_input", "max_malformed_share")
+# Each has its own folder.
+_MAX_SHARDS = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(FolderRecord):
+    """Sources, their division into shards, and how they are tokenized.
+
+    Attributes:
+        options: those that affect the tokens, by name.
+        tokenizer: its hash.
+        versions: of the packages that make the tokens.
+        sources: all sources, with size and modification time.
+        shards: the chunks of each shard.
+    """
+
+    KIND = "preprocessing plan"
+    FILE_NAME = "plan.json"
+    FORMAT_VERSION = 1
+    MADE_BY = "remove the folder to start from scratch"
+
+    options: dict[str, Any]
+    tokenizer: str
+    versions: dict[str, str]
+    sources: list[Source]
+    shards: list[list[Chunk]]
+
+    @property
+    def hash(self) -> str:
+        """Hex SHA-256 of all fields but ``root``."""
+        body = dataclasses.asdict(self)
+        del body["root"]
+        return sha256_of_json(body)
+
+    def shard_bytes(self, number: int) -> int:
+        """Bytes on disk that shard ``number`` reads, as far as they are known."""
+        return sum(chunk.bytes for chunk in self.shards[number])
+
+    def difference(self, existing: Plan) -> str | None:
+        """One line on how this plan differs from the one in ``existing.root``; None if it does not.
+
+        Modification times are not compared: a file that was copied or touched is still the same.
+        """
+        now, then = self._compared(), existing._compared()
+        for what in {**now, **then}:
+            new, old = now.get(what, "absent"), then.get(what, "absent")
+            if new != old:
+                change = f"{what} is {new} and was {old}"
+                break
+        else:
+            if list(now) == list(then) and self.shards == existing.shards:
+                return None
+            change = "the order or the row groups of --input have changed"
+        return (
+            f"{change} when the work in {existing.root} was started; restore it, or remove "
+            f"{existing.root} to start from scratch"
+        )
+
+    def _compared(self) -> dict[str, str]:
+        """Everything that determines the shards, by name for messages."""
+        flags = {f"--{name.replace('_', '-')}": repr(value) for name, value in self.options.items()}
+        sources = {
+            source.name: f"{source.bytes} bytes of domain {source.domain}, split {source.split}"
+            for source in self.sources
+        }
+        tokenizer = {"the hash of --tokenizer-model": self.tokenizer}
+        return {**flags, **tokenizer, **self.versions, **sources}
+
+
+def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequence[Source]) -> Plan:
+    """The plan for ``options``.
+
+    Raises:
+        UserError: if it has too many shards, or a source that has to be divided cannot be read.
+    """
+    shards_at_least = sum(source.bytes for source in sources) // options.shard_bytes
+    if shards_at_least > _MAX_SHARDS:
+        raise UserError(
+            f"--shard-bytes {options.shard_bytes} makes {shards_at_least} shards; use a larger one"
+        )
+    compared = {
+        **plain_options(options.source),
+        **plain_options(options.domains),
+        "eod_token": options.eod_token,
+        "split": options.split,
+        "shard_bytes": options.shard_bytes,
+    }
+    return Plan(
+        root=options.output,
+        options={name: value for name, value in compared.items() if name not in _NOT_COMPARED},
+        tokenizer=tokenizer.sha256,
+        versions=package_versions(_PACKAGES),
+        sources=list(sources),
+        shards=divide(sources, options.shard_bytes),
+    )
+
+
+def divide(sources: Sequence[Source], target_bytes: int) -> list[list[Chunk]]:
+    """Divide ``sources`` into shards of at most ``target_bytes`` on disk, where that is possible.
+
+    Large sources are divided where their format allows it, small ones share a shard. The chunks of
+    all shards, one after another, are the sources in their order.
+
+    Raises:
+        UserError: if a parquet file that has to be divided cannot be read.
+    """
+    shards: list[list[Chunk]] = []
+    room = 0
+    for number, source in enumerate(sources):
+        is_size_unknown = source.kind == "dataset" and source.bytes == 0
+        for chunk in _chunks(number, source, target_bytes):
+            if not shards or chunk.bytes > room or is_size_unknown:
+                shards.append([])
+                room = target_bytes
+            shards[-1].append(chunk)
+            room = -1 if is_size_unknown else room - chunk.bytes
+    return shards
+
+
+def _chunks(number: int, source: Source, target_bytes: int) -> Iterator[Chunk]:
+    if not source.cuttable or source.bytes <= target_bytes:
+        yield Chunk(number, bytes=source.bytes)
+        return
+    edges = [(0, 0)]  # start of each chunk as in Chunk.start, and its byte
+    if source.kind == "parquet":
+        size = total = 0
+        for group, group_bytes in enumerate(row_group_bytes(source.path)):
+            if size and size + group_bytes > target_bytes:
+                edges.append((group, total))
+                size = 0
+            size += group_bytes
+            total += group_bytes
+    else:
+        count = -(-source.bytes // target_bytes)
+        edges = [(at, at) for at in (source.bytes * i // count for i in range(count))]
+    ends = [*edges[1:], (None, source.bytes)]
+    for (start, start_byte), (stop, stop_byte) in zip(edges, ends, strict=True):
+        yield Chunk(number, start, stop, stop_byte - start_byte)
+
 
 class CorpusFolder:
     """The folder ``root``, locked by this process; :func:`corpus_folder` opens one.
@@ -60,7 +211,7 @@ class CorpusFolder:
     Attributes:
         root: the corpus folder.
         partial: its folder of unfinished work.
-        staging: this process's own staging directory.
+        staging: staging directory of this process.
     """
 
     def __init__(self, root: Path, staging: Path) -> None:
@@ -82,10 +233,10 @@ class CorpusFolder:
         except OSError as error:
             # Without hard links, of two processes at the same instant the last one's plan is read.
             if isinstance(error, FileExistsError) or path.exists():
-                begun = Plan.load(self.partial)
-                problem = plan.difference(begun)
+                existing = Plan.load(self.partial)
+                problem = plan.difference(existing)
                 if problem is None:
-                    return begun
+                    return existing
                 if self.finished() or len(list(self.staging.parent.iterdir())) > 1:
                     raise UserError(problem) from None
             os.replace(draft, path)
@@ -102,9 +253,9 @@ class CorpusFolder:
         return {int(name) for name in names if name.isdecimal()}
 
     def put_shard(self, written: Path, number: int) -> None:
-        """Move the shard ``written`` in the staging directory to its place.
+        """Move the shard ``written`` from the staging directory to its final path.
 
-        If another process has put the same shard there, that one stays: they are identical.
+        If another process has written the same shard, that one is kept: they are identical.
         """
         target = self.shard_folder(number)
         with writing(target):
@@ -141,7 +292,7 @@ class CorpusFolder:
         self.remove_work()
 
     def remove_published_work(self) -> None:
-        """Remove the shards of the corpus that is here, if its run was killed before it could."""
+        """Remove the shards of a published corpus whose run was killed before removing them."""
         published, corpus = self.partial / _PUBLISHED_NAME, self.root / FILE_NAME
         exist = published.exists() and corpus.exists()
         if exist and published.read_text() == sha256_of_files(corpus):
@@ -154,13 +305,13 @@ class CorpusFolder:
 
     @property
     def is_publishing(self) -> bool:
-        """Whether files of the corpus have begun to be moved into place."""
+        """Whether files of the corpus are being moved into place."""
         return (self.partial / _PUBLISHED_NAME).exists()
 
     def remove_work(self) -> None:
         """Remove all shards and the plan."""
         with contextlib.suppress(OSError):  # none was finished, or another process was faster
-            # All at once: half of the shards would pass for finished ones.
+            # By one rename: otherwise a partial set of shards could pass for finished.
             os.rename(self.partial / _SHARDS_NAME, self.staging / "joined")
         (self.partial / Plan.FILE_NAME).unlink(missing_ok=True)
         (self.partial / _PUBLISHED_NAME).unlink(missing_ok=True)
@@ -216,7 +367,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
 def staging_directory(folder: Path) -> Iterator[Path]:
     """Yield a new directory in ``folder`` for this process alone; remove it at the end.
 
-    Those of killed processes of this machine, which no lock holds any more, are removed first.
+    Unlocked ones, left by killed processes of this machine, are removed first.
 
     Raises:
         UserError: if it cannot be created.
@@ -250,7 +401,7 @@ def _new_directory(folder: Path) -> tuple[Path, int]:
         except (FileNotFoundError, FileExistsError) as error:
             problem = error  # another process has found the folder empty, and removed it
             continue
-        # Before it was locked, another process may have taken it for a deserted one.
+        # Before it was locked, another process may have removed it as deserted.
         if _try_lock(descriptor, fcntl.LOCK_EX) is not False and directory.exists():
             return directory, descriptor
         os.close(descriptor)
@@ -300,7 +451,7 @@ def _locked(root: Path, shared: bool) -> Iterator[None]:
 
 
 def _remove_if_unused(partial: Path) -> None:
-    """Remove what is left without a finished shard, unless another process works here."""
+    """Remove the plan and empty folders if no shard is finished and no process works here."""
     try:
         (partial / _STAGING_NAME).rmdir()
         (partial / _SHARDS_NAME).mkdir(exist_ok=True)

@@ -41,7 +41,7 @@ FILE_NAMES: Mapping[TokenizerKind, str] = MappingProxyType(
         "tiktoken": "tokenizer.tiktoken",
     }
 )
-# Looked for in a folder.
+# File names searched in a folder.
 _IN_A_FOLDER = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
 # GPT-2's vocabulary -> its merges: as transformers (and, with a prefix, Megatron-LM) and as the
 # first release of GPT-2 name them.
@@ -53,7 +53,7 @@ _MOST_TOKENS = 2**31 - 1
 # tiktoken fails on a million spaces in a row. A part is long enough for the boundary to make no
 # difference.
 LONGEST_PART = 500_000
-# How far back from the end of a part a boundary is looked for.
+# Range before the end of a part that is searched for a boundary.
 _WINDOW = 4096
 # Where every known pattern has a boundary, best first: at a space between two words, at the last of
 # several spaces, and after a line.
@@ -74,8 +74,8 @@ class TokenizerFile:
         kind: its library.
         content: of the file that a corpus keeps, which differs from ``path`` if several files were
             combined.
-        pattern: how text is split into words, if the file does not say it.
-        special_tokens: name -> id, if the file does not say it.
+        pattern: regular expression that splits text into words, if the file does not contain it.
+        special_tokens: name -> id, if the file does not contain them.
     """
 
     path: Path
@@ -279,28 +279,28 @@ def _read_merges(path: Path, vocab_file: Path, vocab: dict[str, int]) -> list[tu
 
 
 class FastEncoder(Protocol):
-    """An encoder that replaces a tokenizer's own library when a corpus is made."""
+    """Encoder that replaces the tokenizer's library for preprocessing."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, [num_tokens] uint32, and nothing added."""
+        """Token ids of each text, [num_tokens] uint32, without special tokens."""
         ...
 
     def encode_documents(
         self, texts: Sequence[str]
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64]] | None:
-        """Tokens of all texts, each with its end, and lengths; None where it cannot."""
+        """Tokens of all texts with end-of-document tokens, and lengths; None if unsupported."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Text in, token ids out.
+    """A tokenizer: encode and decode text.
 
     Attributes:
         file: everything that determines the ids.
-        encoder: the file's own library.
+        encoder: encoder of the file's library.
         eod_id: id of the end-of-document token.
-        fast_encoder: replaces the own library, and gives the same ids.
+        fast_encoder: faster encoder with the same ids, if any.
     """
 
     file: TokenizerFile
@@ -330,7 +330,7 @@ class Tokenizer:
 
     @property
     def identity(self) -> TokenizerIdentity:
-        """What a corpus records of it; ``file`` is the name of the corpus's own copy."""
+        """Its record in corpus.json; ``file`` is the name of the corpus's copy."""
         special = self.file.special_tokens
         return TokenizerIdentity(
             kind=self.file.kind,
@@ -378,7 +378,7 @@ class Tokenizer:
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded)) + 1
         _check_lengths(lengths)
         ended = [end[:0], *itertools.chain.from_iterable((ids, end) for ids in encoded)]
-        # One copy of all, and to the type on disk.
+        # Concatenate and convert to the type on disk in one copy.
         return np.concatenate(ended, dtype=self.token_type, casting="unsafe"), lengths
 
     def _encode_in_parts(self, texts: Sequence[str]) -> _Encoded:

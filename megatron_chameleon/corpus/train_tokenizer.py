@@ -14,13 +14,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from tqdm import tqdm
 
-from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.artifacts.output_path import require_new
+from megatron_chameleon.artifacts.files import replacing, require_new
 from megatron_chameleon.corpus.options import TrainTokenizerOptions
 from megatron_chameleon.corpus.readers import DocumentReader
-from megatron_chameleon.corpus.sources import Piece, find_sources
+from megatron_chameleon.corpus.sources import Chunk, find_sources
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.progress import progress_bar
 
 # SentencePiece writes its number of threads into the model: a constant, so that the file does not
 # depend on the machine.
@@ -48,7 +48,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
 def _train_on_documents(train: Train, options: TrainTokenizerOptions) -> bytes:
     sources = find_sources(options.source)
     total = sum(source.bytes for source in sources)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", mininterval=0.5) as bar:
+    with progress_bar(total, "B", "reading") as bar:
         reader = DocumentReader(options.source, sources, on_bytes=bar.update)
         texts = _texts(reader, len(sources), bar)
         model = train(texts, options.vocab_size, options.eod_token)
@@ -61,7 +61,7 @@ def _train_on_documents(train: Train, options: TrainTokenizerOptions) -> bytes:
 def _texts(reader: DocumentReader, num_sources: int, bar: tqdm) -> Iterator[str]:
     any_text = False
     for number in range(num_sources):
-        for document in reader.read(Piece(number)):
+        for document in reader.read(Chunk(number)):
             any_text = any_text or bool(document.text)
             yield document.text
     if not any_text:

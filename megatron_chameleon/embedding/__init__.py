@@ -1,4 +1,4 @@
-"""Domain embeddings: windows of text through the first layers of a proxy, averaged."""
+"""Domain embeddings: mean hidden states of text windows at a layer of a proxy."""
 
 from megatron_chameleon.megatron_import import quiet_import_warnings
 

@@ -1,4 +1,4 @@
-"""Embed a domain's windows with a proxy, and fill an embedding store domain by domain."""
+"""Embed windows of text with a proxy, and fill an embedding store domain by domain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def embed_windows(
     layer: int,
     batch_size: int,
     progress: tqdm,
-    name: str | None = None,
+    name: str,
     *,
     final_norm: bool = False,
 ) -> NDArray[np.float32]:
@@ -43,11 +43,11 @@ def embed_windows(
     Args:
         reader: the proxy.
         tokens: the domain's documents.
-        windows: which tokens of which document.
+        windows: token ranges of these documents.
         layer: from 1 to num_layers.
         batch_size: windows per forward pass and rank.
         progress: counts windows.
-        name: the domain in messages; default: the path of its tokens.
+        name: the domain, for messages.
         final_norm: apply the model's final layer norm to the hidden states first.
 
     Returns:
@@ -62,15 +62,12 @@ def embed_windows(
     if final_norm:
         (weight, bias), epsilon = reader.final_norm()
         norm = FinalNorm(weight, bias, epsilon)
-    spoken = False
-    batches = [
-        range(first, min(first + batch_size, len(windows)))
-        for first in range(0, len(windows), batch_size)
-    ]
+    has_states = False  # of the pipeline stage that holds the layer
+    firsts = range(0, len(windows), batch_size)
+    batches = [range(first, min(first + batch_size, len(windows))) for first in firsts]
     own = batches[layout.data_rank :: layout.data_size]
-    with read_ahead(
-        (_padded(reader, tokens, windows, rows) for rows in own), layout.device
-    ) as ahead:
+    padded = (_padded(reader, tokens, windows, rows) for rows in own)
+    with read_ahead(padded, layout.device) as ahead:
         for number, rows in enumerate(batches):
             progress.update(len(rows))
             if number % layout.data_size != layout.data_rank:
@@ -78,29 +75,23 @@ def embed_windows(
             batch = next(ahead)
             hidden = reader.hidden_states(batch["tokens"], layer)
             if hidden is not None:
-                spoken = True
-                vectors[rows.start : rows.stop] = masked_mean(
-                    hidden, lengths=batch["lengths"], norm=norm
-                )
-    whole = reader.sum_over_ranks(vectors, spoken=spoken)
-    result: NDArray[np.float32] = whole.cpu().numpy()
-    _check_finite(result, windows, layer, name or str(tokens.prefix))
-    return result
-
-
-def _check_finite(vectors: NDArray[np.float32], windows: Windows, layer: int, name: str) -> None:
-    """Raise a UserError that names the first window, in text order, with a non-finite vector."""
-    broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-    if not broken.size:
-        return
-    first = broken[np.lexsort((windows.start[broken], windows.document[broken]))[0]]
-    start, length = int(windows.start[first]), int(windows.length[first])
-    raise UserError(
-        f"domain '{name}': hidden states after layer {layer} are not finite in {broken.size} of "
-        f"{len(windows)} windows (first: tokens {start} to {start + length - 1} of document "
-        f"{int(windows.document[first])}, counted from 0); the proxy has diverged: use an earlier "
-        "checkpoint or a lower learning rate"
+                has_states = True
+                means = masked_mean(hidden, lengths=batch["lengths"], norm=norm)
+                vectors[rows.start : rows.stop] = means
+    result: NDArray[np.float32] = (
+        reader.sum_over_ranks(vectors, has_result=has_states).cpu().numpy()
     )
+    broken = np.flatnonzero(~np.isfinite(result).all(axis=1))
+    if broken.size:
+        first = broken[np.lexsort((windows.start[broken], windows.document[broken]))[0]]
+        start, length = int(windows.start[first]), int(windows.length[first])
+        raise UserError(
+            f"domain '{name}': hidden states after layer {layer} are not finite in {broken.size} "
+            f"of {len(windows)} windows (first: tokens {start} to {start + length - 1} of document "
+            f"{int(windows.document[first])}, counted from 0); the proxy has diverged: use an "
+            "earlier checkpoint or a lower learning rate"
+        )
+    return result
 
 
 def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) -> Batch:
@@ -116,6 +107,49 @@ def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) ->
     return {"tokens": torch.from_numpy(batch), "lengths": torch.from_numpy(lengths)}
 
 
+def windows_flops(shape: ModelShape, layer: int, windows: Windows) -> float:
+    """FLOPs of embedding ``windows`` with the first ``layer`` layers, over all ranks.
+
+    Lengths are counted separately, since attention costs more per token in longer windows.
+    """
+    lengths, counts = np.unique(windows.length, return_counts=True)
+    return sum(
+        embedding_flops(shape, layer, int(count * length), int(length))
+        for length, count in zip(lengths, counts, strict=True)
+    )
+
+
+def sample_windows(recipe: EmbeddingRecipe, name: str, tokens: TokenFile) -> Windows:
+    """The windows of ``tokens`` that ``recipe`` samples for the domain ``name``."""
+    windows = draw_windows(
+        tokens.lengths,
+        recipe.window_length,
+        recipe.num_windows,
+        recipe.seed,
+        name,
+        cross_documents=recipe.cross_documents,
+    )
+    return windows.longest_first()
+
+
+def embed_by_recipe(
+    reader: Reader,
+    tokens: TokenFile,
+    windows: Windows,
+    recipe: EmbeddingRecipe,
+    batch_size: int,
+    progress: tqdm,
+    name: str,
+) -> tuple[NDArray[np.float32], Cost]:
+    """:func:`embed_windows` with the layer and norm of ``recipe``, and the cost."""
+    stopwatch, norm = Stopwatch(), recipe.final_norm
+    vectors = embed_windows(
+        reader, tokens, windows, recipe.layer, batch_size, progress, name, final_norm=norm
+    )
+    flops = windows_flops(reader.shape, recipe.layer, windows)
+    return vectors, stopwatch.cost(flops, reader.layout.world_size)
+
+
 def open_store(
     folder: Path, recipe: EmbeddingRecipe, hidden_size: int, made: Provenance
 ) -> EmbeddingStore:
@@ -127,29 +161,8 @@ def open_store(
     if not EmbeddingStore.exists(folder):
         return EmbeddingStore(folder, recipe, hidden_size, {}, made, Cost())
     store = EmbeddingStore.load(folder)
-    require_recipe(folder, store.recipe, recipe)
+    store.require_recipe(recipe)
     return store
-
-
-def require_recipe(folder: Path, there: EmbeddingRecipe, wanted: EmbeddingRecipe) -> None:
-    """Raise a UserError if ``there``, the recipe of the store in ``folder``, is not ``wanted``."""
-    for field, name in (
-        ("model_hash", "proxy"),
-        ("layer", "layer"),
-        ("window_length", "window length"),
-        ("num_windows", "number of windows"),
-        ("seed", "extraction seed"),
-        ("cross_documents", "choice of whether windows cross documents"),
-        ("tokenizer_hash", "tokenizer"),
-        ("dtype", "data type"),
-        ("final_norm", "choice of whether the final norm is applied"),
-    ):
-        if getattr(there, field) != getattr(wanted, field):
-            raise UserError(
-                f"{folder} holds embeddings of another {name} "
-                f"({getattr(there, field)}, now {getattr(wanted, field)}); "
-                "pass another --store, or delete this one"
-            )
 
 
 def missing_domains(store: EmbeddingStore, corpus: Corpus, names: Sequence[str]) -> list[str]:
@@ -160,7 +173,7 @@ def missing_domains(store: EmbeddingStore, corpus: Corpus, names: Sequence[str])
 def fill_store(
     store: EmbeddingStore, corpus: Corpus, reader: Reader, names: list[str], batch_size: int
 ) -> tuple[EmbeddingStore, Cost]:
-    """Embed the domains ``names`` and write them to the store one after another.
+    """Embed the domains ``names`` and write each to the store when it is finished.
 
     Collective; rank 0 writes. An interrupted run keeps the finished domains.
 
@@ -168,53 +181,17 @@ def fill_store(
         The store, with the domains on rank 0, and their cost; other processes may have added to the
         store's own cost meanwhile.
     """
-    layout = reader.layout
+    is_main = reader.layout.is_main
     sources = {name: open_tokens(corpus, name, "train") for name in names}
-    windows = {name: drawn_windows(store.recipe, name, source) for name, source in sources.items()}
+    windows = {name: sample_windows(store.recipe, name, source) for name, source in sources.items()}
     total, spent = sum(map(len, windows.values())), Cost()
-    with progress_bar(total, " windows", quiet=not layout.is_main) as progress:
-        for name in names:
+    with progress_bar(total, " windows", quiet=not is_main) as progress:
+        for name, source in sources.items():
             progress.set_description(f"embedding {name}")
-            stopwatch = Stopwatch()
-            vectors = embed_windows(
-                reader,
-                sources[name],
-                windows[name],
-                store.recipe.layer,
-                batch_size,
-                progress,
-                name,
-                final_norm=store.recipe.final_norm,
-            )
-            cost = stopwatch.cost(
-                windows_flops(reader.shape, store.recipe.layer, windows[name]), layout.world_size
+            vectors, cost = embed_by_recipe(
+                reader, source, windows[name], store.recipe, batch_size, progress, name
             )
             spent += cost
-            if layout.is_main:
+            if is_main:
                 store = store.with_domain(name, vectors, corpus.domain_hash(name), cost)
     return store, spent
-
-
-def windows_flops(shape: ModelShape, layer: int, windows: Windows) -> float:
-    """FLOPs of embedding ``windows`` with the first ``layer`` layers, over all ranks.
-
-    Windows have several lengths, and attention costs more per token in longer ones.
-    """
-    lengths, counts = np.unique(windows.length, return_counts=True)
-    return sum(
-        embedding_flops(shape, layer, int(count * length), int(length))
-        for length, count in zip(lengths, counts, strict=True)
-    )
-
-
-def drawn_windows(recipe: EmbeddingRecipe, name: str, source: TokenFile) -> Windows:
-    """The windows of ``source`` that ``recipe`` samples for the domain ``name``."""
-    windows = draw_windows(
-        source.lengths,
-        recipe.window_length,
-        recipe.num_windows,
-        recipe.seed,
-        name,
-        cross_documents=recipe.cross_documents,
-    )
-    return windows.longest_first()

@@ -11,11 +11,11 @@ from megatron_chameleon.parallel.triton_probe import has_kernels
 
 @dataclasses.dataclass(frozen=True)
 class FinalNorm:
-    """The layer norm that is applied to every hidden state before the mean.
+    """Layer norm of every hidden state before the mean.
 
     Attributes:
         weight: [h], any floating dtype.
-        bias: [h], the same.
+        bias: [h], any floating dtype.
         epsilon: added to the variance.
     """
 
@@ -32,37 +32,49 @@ def masked_mean(
     batch_first: bool = False,
     norm: FinalNorm | None = None,
 ) -> torch.Tensor:
-    """Mean over the valid positions of each sequence, in one read of them.
+    """Mean over the valid positions of each sequence, in one pass over the hidden states.
 
-    What padding holds never enters, NaN and infinity included; a sequence without a valid position
-    gives zero. On CUDA devices Triton kernels compute it, with float32 sums in an order that does
-    not change from run to run; elsewhere, and where Triton cannot launch kernels, it is
-    :func:`plain_masked_mean`.
+    Padding is never read as a value, not even NaN or infinity; a sequence without a valid position
+    yields zero. On CUDA devices Triton kernels compute it, with deterministic float32 sums;
+    elsewhere, and where Triton cannot launch kernels, :func:`plain_masked_mean`.
 
     Args:
         hidden_states: [s, b, h], or [b, s, h] if ``batch_first``; bfloat16, float16 or float32.
-        lengths: [b] integers; the first so many positions of each sequence are valid.
-        mask: [b, s], nonzero where a position is valid; this or ``lengths`` is given.
+        lengths: [b] integers: number of leading valid positions of each sequence.
+        mask: [b, s], nonzero at valid positions; pass either this or ``lengths``.
         batch_first: the order of the first two dimensions.
-        norm: applied to the hidden states before they are averaged. Since the mean is linear, its
-            weight and bias are applied once, to the mean of the normalised states.
+        norm: applied to the hidden states first. Since the mean is linear, its weight and bias are
+            applied once, to the mean of the normalized states.
 
     Returns:
         [b, h] in float32.
 
     Raises:
-        ValueError: if none or both of ``lengths`` and ``mask`` are given, or their shape is not
-            that of the hidden states.
+        ValueError: unless exactly one of ``lengths`` and ``mask`` is passed, in the right shape.
     """
     states = hidden_states.transpose(0, 1) if batch_first else hidden_states
-    mask = _checked(states, lengths, mask)
+    size, rows = states.shape[:2]
+    if (lengths is None) == (mask is None):
+        raise ValueError("pass either lengths or a mask")
+    if mask is not None:
+        if mask.shape != (rows, size):
+            raise ValueError(f"mask has shape {tuple(mask.shape)}; must be [{rows}, {size}]")
+        mask = (mask != 0).contiguous()
+        counts = mask.sum(dim=1)
+    else:
+        assert lengths is not None
+        if lengths.shape != (rows,):
+            raise ValueError(f"lengths have shape {tuple(lengths.shape)}; must be [{rows}]")
+        counts = lengths.to(torch.int64).clamp(0, size)
     if not has_kernels(states):
-        return plain_masked_mean(states, _valid(states, lengths, mask), norm).float()
+        if mask is None:
+            mask = torch.arange(size, device=states.device) < counts[:, None]
+        return plain_masked_mean(states, mask.t(), norm).float()
     from megatron_chameleon.embedding.pooling_kernels import launch_masked_mean
 
     return launch_masked_mean(
         states if states.stride(2) == 1 else states.contiguous(),
-        _counts(states, lengths, mask),
+        counts,
         mask,
         None if norm is None else norm.weight.contiguous(),
         None if norm is None else norm.bias.contiguous(),
@@ -73,7 +85,7 @@ def masked_mean(
 def plain_masked_mean(
     hidden_states: torch.Tensor, valid: torch.Tensor, norm: FinalNorm | None = None
 ) -> torch.Tensor:
-    """:func:`masked_mean` of [s, b, h] by torch's own operations, in float32 or float64.
+    """:func:`masked_mean` of [s, b, h] in plain torch, in float32 or float64.
 
     ``valid`` [s, b] is bool.
     """
@@ -85,38 +97,3 @@ def plain_masked_mean(
         )
         states = torch.where(valid[:, :, None], states, 0.0)
     return states.sum(dim=0) / valid.sum(dim=0).clamp(min=1)[:, None]
-
-
-def _checked(
-    states: torch.Tensor, lengths: torch.Tensor | None, mask: torch.Tensor | None
-) -> torch.Tensor | None:
-    """``mask`` as bool, contiguous."""
-    if (lengths is None) == (mask is None):
-        raise ValueError("give either lengths or a mask")
-    length, rows = states.shape[:2]
-    if lengths is not None and lengths.shape != (rows,):
-        raise ValueError(f"lengths are {tuple(lengths.shape)}; for these states they are [{rows}]")
-    if mask is not None and mask.shape != (rows, length):
-        raise ValueError(f"the mask is {tuple(mask.shape)}; it has to be [{rows}, {length}]")
-    return None if mask is None else (mask != 0).contiguous()
-
-
-def _valid(
-    states: torch.Tensor, lengths: torch.Tensor | None, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """[s, b] bool."""
-    if mask is not None:
-        return mask.t()
-    assert lengths is not None
-    positions = torch.arange(states.size(0), device=states.device)
-    return positions[:, None] < lengths[None, :]
-
-
-def _counts(
-    states: torch.Tensor, lengths: torch.Tensor | None, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """[b] int64."""
-    if mask is not None:
-        return mask.sum(dim=1)
-    assert lengths is not None
-    return lengths.to(torch.int64).clamp(0, states.size(0))

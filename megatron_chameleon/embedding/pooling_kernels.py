@@ -1,9 +1,8 @@
 """Triton kernels of the masked mean: each valid hidden state is read once, padding never.
 
-``pooling.py`` says what they compute, and has the same in plain torch. The positions of a sequence
-are cut into chunks. A program of the first kernel sums one chunk of one sequence, one of the second
-adds up the chunks; each in a fixed order, so that the result is the same in every run, which it
-would not be with atomic additions.
+``pooling.py`` has the reference in plain torch. The positions of a sequence are split into chunks.
+A program of the first kernel sums one chunk of one sequence; a program of the second adds up the
+chunks. The order of summation is fixed, so that results are deterministic, unlike atomic additions.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 
 CHUNK = 128
 """Positions that one program sums."""
-# Elements that a program holds at once; a fused layer norm needs whole rows, a plain sum does not.
+# Elements in a program's registers; a fused layer norm needs whole rows, a plain sum does not.
 TILE_ELEMENTS = 4096
 WIDEST_TILE = 512
 WARPS = 4
@@ -38,7 +37,7 @@ def chunk_sums_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """sums[chunk, row, :] = sum of the row's valid states in a chunk, normalised if asked for.
+    """sums[chunk, row, :] = sum of the row's valid states in a chunk, optionally normalized.
 
     Without a mask [b, s] of bytes, the first counts[row] positions are valid.
     """
@@ -85,7 +84,7 @@ def add_chunks_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """means[row, :] = the row's chunks, added up and divided; scaled and shifted if normalised."""
+    """means[row, :] = sum of the row's chunks / count; scaled and shifted if normalized."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.num_programs(1).to(tl.int64)
@@ -114,14 +113,14 @@ def launch_masked_mean(
     bias: torch.Tensor | None,
     epsilon: float,
 ) -> torch.Tensor:
-    """[b, h] float32 from ``hidden_states`` [s, b, h], see ``pooling.masked_mean``.
+    """The masked mean [b, h], float32, of ``hidden_states``; see ``pooling.masked_mean``.
 
     Args:
-        hidden_states: of any strides but the last, which is 1.
-        counts: [b] int64, how many positions are valid.
-        mask: [b, s] bool, which those are, contiguous; the first ones unless given.
-        weight: [h] of the layer norm, if there is to be one.
-        bias: [h], the same.
+        hidden_states: [s, b, h] with stride 1 in h.
+        counts: [b] int64, number of valid positions.
+        mask: [b, s] bool, contiguous; None if the leading positions are valid.
+        weight: [h] of the layer norm; None without one.
+        bias: [h] of the layer norm; None without one.
         epsilon: of the layer norm.
     """
     length, rows, width = hidden_states.shape
@@ -168,7 +167,7 @@ def launch_masked_mean(
 
 
 def tile(width: int, normalize: bool) -> tuple[int, int]:
-    """Positions and columns that a program has in its registers at once, powers of two."""
+    """Positions and columns in a program's registers, powers of two."""
     columns = triton.next_power_of_2(width)
     if not normalize:
         columns = min(columns, WIDEST_TILE)

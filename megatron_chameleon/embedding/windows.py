@@ -1,4 +1,4 @@
-"""The windows of text that are embedded, sampled by seed and domain."""
+"""Windows of text to embed, sampled by seed and domain."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def draw_windows(
 ) -> Windows:
     """Sample distinct windows of at most ``window_length`` tokens.
 
-    Each document is cut into the fewest windows of nearly equal length that fit, so that no window
-    crosses documents and none is a short remainder; with ``cross_documents``, all documents are cut
-    as if they were one. The sample depends only on ``seed`` and the domain's ``name``. A domain
-    with fewer windows yields all of them.
+    Each document is split into the fewest windows of nearly equal length that fit, so that no
+    window crosses documents or is a short remainder; with ``cross_documents``, all documents are
+    split as one. The sample depends only on ``seed`` and the domain's ``name``. A domain with fewer
+    windows yields all of them.
 
     Args:
         document_lengths: [d] tokens per document.
@@ -64,8 +64,7 @@ def draw_windows(
         start = together.start - (ends[document] - lengths[document])
         return Windows(document, start, together.length)
     per_document = -(-lengths // window_length)
-    ends = np.cumsum(per_document)
-    available = int(ends[-1]) if len(ends) else 0
+    ends, available = np.cumsum(per_document), int(per_document.sum())
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
     chosen = np.sort(generator.choice(available, min(num_windows, available), replace=False))
@@ -76,17 +75,9 @@ def draw_windows(
     return Windows(document, start, end - start)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class HeldWindows:
-    """``windows`` of ``tokens``, which hold nothing else; longest first."""
-
-    tokens: TokenFile
-    windows: Windows
-
-
-def hold_windows(
+def load_windows(
     domain: DomainData, window_length: int, num_windows: int, seed: int
-) -> HeldWindows:
+) -> tuple[TokenFile, Windows]:
     """Sample windows of ``domain`` with :func:`draw_windows`, and read them into memory.
 
     The sample depends only on ``seed`` and the domain's ``order_key``, not on where its files are.
@@ -97,23 +88,26 @@ def hold_windows(
         num_windows: maximum number of windows.
         seed: of the sample.
 
+    Returns:
+        Tokens of these windows only, one document per window, and the windows, longest first.
+
     Raises:
         UserError: if the tokens are damaged or outside the vocabulary.
     """
     file = domain.open()
     lengths = file.lengths[domain.first : domain.stop]
-    drawn = draw_windows(lengths, window_length, num_windows, seed, domain.order_key)
-    drawn = drawn.longest_first()
-    places = zip(drawn.document.tolist(), drawn.start.tolist(), drawn.length.tolist(), strict=True)
-    tokens = np.concatenate([file.get(domain.first + d, start, n) for d, start, n in places])
-    count, ends = len(drawn), np.cumsum(drawn.length)
-    return HeldWindows(
-        TokenFile(
-            prefix=file.prefix,
-            tokens=BlockTokens(file.prefix, tokens),
-            lengths=drawn.length.astype(np.int32),
-            pointers=(ends - drawn.length) * tokens.itemsize,
-            document_boundaries=np.arange(count + 1),
-        ),
-        Windows(np.arange(count), np.zeros(count, np.int64), drawn.length),
+    sampled = draw_windows(lengths, window_length, num_windows, seed, domain.order_key)
+    sampled = sampled.longest_first()
+    places = zip(
+        sampled.document.tolist(), sampled.start.tolist(), sampled.length.tolist(), strict=True
     )
+    tokens = np.concatenate([file.get(domain.first + d, start, n) for d, start, n in places])
+    count, ends = len(sampled), np.cumsum(sampled.length)
+    in_memory = TokenFile(
+        prefix=file.prefix,
+        tokens=BlockTokens(file.prefix, tokens),
+        lengths=sampled.length.astype(np.int32),
+        pointers=(ends - sampled.length) * tokens.itemsize,
+        document_boundaries=np.arange(count + 1),
+    )
+    return in_memory, Windows(np.arange(count), np.zeros(count, np.int64), sampled.length)

@@ -1,4 +1,4 @@
-"""Is the model better? Held-out perplexity per domain."""
+"""Evaluation: held-out perplexity per domain and downstream accuracy."""
 
 from megatron_chameleon.megatron_import import quiet_import_warnings
 

@@ -3,9 +3,9 @@
     python -m megatron_chameleon.evaluation.downstream run \
       --model megatron_chameleon --model_args checkpoint=runs/mine/5-base/uniform-seed1 --tasks sciq
 
-lm-eval 0.4.13 cannot discover models of other packages: it knows the models that are registered
-before it looks. :func:`main` registers ours and calls lm-eval. Under torchrun, start it with -m.
-lm-eval is optional, so the modules that import it are imported when they are needed.
+lm-eval 0.4.13 cannot discover models of other packages: only those registered before model lookup
+are available. :func:`main` registers ours and calls lm-eval. Under torchrun, start it with -m.
+lm-eval is optional, so modules that import it are imported lazily.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.downstream_part import DownstreamPart, PartSettings, find_part
 from megatron_chameleon.artifacts.downstream_result import (
     KIND,
     Accuracy,
+    DownstreamPart,
     DownstreamProtocol,
     DownstreamResult,
     Gap,
+    PartSettings,
     ShotScore,
     TaskScore,
+    find_part,
 )
-from megatron_chameleon.artifacts.output_path import check_folder, check_output
+from megatron_chameleon.artifacts.files import require_writable
+from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.checkpoint.convert import find_tokenizer
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.errors import UserError
@@ -49,8 +52,8 @@ if TYPE_CHECKING:
 MODEL_NAME = "megatron_chameleon"
 NOTES = MappingProxyType(
     {
-        "race": "from version 3 (May 2026) on, its definition fills in the blanks of an article's "
-        "earlier questions; the paper asked with the blanks",
+        "race": "since version 3 (May 2026), its definition fills in the blanks of an article's "
+        "earlier questions; the paper's version kept the blanks",
     }
 )
 
@@ -70,7 +73,7 @@ def require_lm_eval() -> str:
 
 
 def register_model() -> None:
-    """Register our model with lm-eval by name; it is imported when it is used."""
+    """Register our model with lm-eval by name, imported lazily."""
     from lm_eval.api.registry import model_registry
 
     if MODEL_NAME not in model_registry:
@@ -79,7 +82,7 @@ def register_model() -> None:
 
 
 def main() -> None:
-    """Run lm-eval's command. A user's mistake exits with status 2 and one line."""
+    """Run lm-eval's command. User errors exit with status 2 and a one-line message."""
     if int(os.environ.get("RANK", "0")) > 0:
         os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")  # rank 0 logs
     try:
@@ -95,7 +98,7 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DownstreamPlan:
-    """The options with the artifacts that they name, all checked.
+    """Validated options and the artifacts that they name.
 
     ``data`` identifies the data set of each task (see PartSettings).
     """
@@ -111,7 +114,7 @@ class DownstreamPlan:
         return find_part(self.options.parts_dir, self.settings(task, shots))
 
     def settings(self, task: str, shots: int) -> PartSettings:
-        """What the part of a task with a number of shots depends on."""
+        """Settings that determine the result of a task with a number of shots."""
         return PartSettings(
             checkpoint_hash=self.checkpoint.hash,
             lm_eval_version=self.protocol.lm_eval_version,
@@ -138,8 +141,7 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
     task that cannot be evaluated leaves a gap.
 
     Raises:
-        UserError: for a mistake in the options or in what they name, or if no task can be
-            evaluated.
+        UserError: for invalid options or inputs, or if no task can be evaluated.
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_downstream(options))
@@ -171,7 +173,7 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
     tokenizer = find_tokenizer(options.tokenizer, record)
     library = TaskLibrary(options.tasks, options.data_dir)  # rejects unknown names
     check_output(options.output, KIND)
-    check_folder(options.parts_dir, f"--work-dir {options.parts_dir}")
+    require_writable(options.parts_dir, f"--work-dir {options.parts_dir}")
     plan = DownstreamPlan(
         options=options,
         checkpoint=record,
@@ -190,7 +192,7 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
 
 
 def _evaluate_missing(plan: DownstreamPlan, layout: Layout) -> list[Gap]:
-    """Evaluate what is missing on all ranks; rank 0 returns what could not be evaluated."""
+    """Evaluate the missing parts on all ranks; rank 0 returns the gaps."""
     from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
 
     options = plan.options
@@ -206,10 +208,10 @@ def _evaluate_missing(plan: DownstreamPlan, layout: Layout) -> list[Gap]:
 
 
 def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
-    """Write every missing part as soon as it is complete; return what could not be evaluated."""
+    """Write every missing part as soon as it is complete; return the gaps."""
     from megatron_chameleon.evaluation.tasks import TaskLibrary, TaskUnavailableError
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs every default that it uses
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every default
     missing = list(plan.missing())
     library = TaskLibrary([task for task, _ in missing], plan.options.data_dir)
     gaps: list[Gap] = []

@@ -1,4 +1,4 @@
-"""Held-out windows: which tokens are scored, and from which context each is predicted."""
+"""Held-out windows: scored tokens and their contexts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ScoredWindows:
 def cut_windows(
     first: NDArray[np.int64], sizes: NDArray[np.int64], window_length: int, overlap: int = 0
 ) -> ScoredWindows:
-    """Cut ranges of predicted tokens into windows; windows do not cross ranges.
+    """Split ranges of predicted tokens into windows; windows do not cross ranges.
 
     The first window of a range has ``window_length`` tokens. Each later one repeats the last
     ``overlap`` tokens of the previous one as context and scores the tokens after them; the last
@@ -221,7 +221,7 @@ def held_out_text(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOut
 
     Args:
         tokens: the split, one document per sequence.
-        protocol: its window length is one that the model has positions for.
+        protocol: its window length must fit the model's positions.
         eod_id: the end-of-document token.
     """
     length, leave_out = protocol.window_length, None if protocol.end_of_document else eod_id

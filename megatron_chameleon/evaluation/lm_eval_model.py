@@ -1,4 +1,4 @@
-"""Our checkpoints as lm-eval models: strings in, log-likelihoods and texts out."""
+"""lm-eval model interface to checkpoints."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.checkpoint.convert import find_tokenizer
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.scoring import Answers, Prompt, Question, Scorer, Tokens
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.options.tokenizer import TokenizerChoice
 from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.parallel.options import ParallelOptions
 
 
 @dataclasses.dataclass
 class Tally:
-    """Requests since the last :meth:`ScorerLM.new_tally`, and what they cost."""
+    """Requests since the last :meth:`ScorerLM.new_tally`, and their cost."""
 
     truncated: int = 0
     flops: float = 0.0
@@ -139,7 +139,7 @@ class ScorerLM(TemplateLM):
         """Greedy continuations, each up to the first of its stops.
 
         Raises:
-            UserError: if a task samples, or wants more new tokens than the model has positions.
+            UserError: if a task samples, or generates more tokens than the model has positions.
         """
         self.tally.add(requests)
         contexts = self._encode([request.args[0] for request in requests])
@@ -155,7 +155,7 @@ class ScorerLM(TemplateLM):
         ]
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval records about the model in its results."""
+        """Model metadata for lm-eval's results."""
         reader = self.scorer.reader
         return {
             "model_num_parameters": reader.shape.num_parameters,
@@ -173,7 +173,7 @@ class ScorerLM(TemplateLM):
     def _answers(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Answers:
         questions = [
             Question(
-                # No copy of what is an array: contexts are shared.
+                # Arrays are not copied: contexts are shared.
                 np.asarray(context if len(context) else [self.eot_token_id], dtype=np.int32),
                 np.asarray(continuation, dtype=np.int32),
             )
@@ -207,22 +207,22 @@ class ScorerLM(TemplateLM):
         )
 
     def _prompt(self, tokens: Tokens, settings: dict[str, Any]) -> Prompt:
-        wanted = normalize_gen_kwargs(settings)
-        if wanted["do_sample"]:
+        requested = normalize_gen_kwargs(settings)
+        if requested["do_sample"]:
             raise UserError(
                 "a task samples (do_sample), and only greedy generation is supported; remove the "
                 "task, or pass --gen_kwargs do_sample=False to lm-eval's own command"
             )
-        if wanted["max_gen_toks"] >= self.max_length:
+        if requested["max_gen_toks"] >= self.max_length:
             raise UserError(
-                f"a task generates up to {wanted['max_gen_toks']} tokens, and the model's sequence "
-                f"length is {self.max_length}; remove the task"
+                f"a task generates up to {requested['max_gen_toks']} tokens, and the model's "
+                f"sequence length is {self.max_length}; remove the task"
             )
         if not len(tokens):
             tokens = np.array([self.eot_token_id], dtype=np.int32)
-        # The end-of-document token ends a generation by its id, whatever its text is.
-        stops = [stop for stop in handle_stop_sequences(wanted["until"], eos=None) if stop]
-        return Prompt(tokens, wanted["max_gen_toks"], tuple(stops))
+        # The end-of-document token ends a generation by its id, not its text.
+        stops = [stop for stop in handle_stop_sequences(requested["until"], eos=None) if stop]
+        return Prompt(tokens, requested["max_gen_toks"], tuple(stops))
 
 
 class CheckpointLM(ScorerLM):
@@ -241,7 +241,7 @@ class CheckpointLM(ScorerLM):
         device: ignored. lm-eval always passes one, and each rank has its own.
 
     Raises:
-        UserError: for a mistake in these.
+        UserError: for invalid arguments.
     """
 
     def __init__(
@@ -279,8 +279,8 @@ class CheckpointLM(ScorerLM):
             scorer = Scorer(reader, int(batch_size), find_tokenizer(choice, record))
             self._groups = groups.pop_all()
         super().__init__(scorer)
-        atexit.register(self.close)  # lm-eval does not say when it is done with a model
+        atexit.register(self.close)  # lm-eval has no callback for the end of a model's use
 
     def close(self) -> None:
-        """Leave the process groups; every rank does."""
+        """Destroy the process groups. Collective."""
         self._groups.close()

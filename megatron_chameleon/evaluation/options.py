@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.options.ranges import Count, LargeCount, Seed, check_ranges
-from megatron_chameleon.options.tokenizer import TokenizerChoice
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.ranges import CheckedOptions, Count, LargeCount, Seed
 
 PAPER_TASKS = (
     "arc_easy",
@@ -32,7 +32,7 @@ PAPER_TASKS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeldOutOptions:
+class HeldOutOptions(CheckedOptions):
     """Held-out perplexity per domain; by default over packed windows, as in training.
 
     Raises:
@@ -69,7 +69,7 @@ class HeldOutOptions:
 
     def __post_init__(self) -> None:
         """Check the values; the checks against the model's sequence length come with the model."""
-        check_ranges(self)
+        super().__post_init__()
         if self.first_token is not None and self.packing != "documents":
             raise UserError(
                 f"--first-token {self.first_token} is for --packing documents; remove it"
@@ -116,7 +116,7 @@ class PerplexityToolOptions(HeldOutOptions):
             )
         twice = next((path for path in outputs if outputs.count(path) > 1), None)
         if twice is not None:
-            raise UserError(f"--output {twice} is given twice; pass one file per checkpoint")
+            raise UserError(f"--output {twice} is repeated; pass one file per checkpoint")
         common = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(HeldOutOptions)
         }
@@ -127,7 +127,7 @@ class PerplexityToolOptions(HeldOutOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DownstreamOptions:
+class DownstreamOptions(CheckedOptions):
     """Accuracy on downstream tasks, by lm-eval.
 
     Each task is evaluated with each number of shots, and its figure is the mean over them:
@@ -167,12 +167,12 @@ class DownstreamOptions:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_ranges(self)
+        super().__post_init__()
         for flag, values in (("--tasks", self.tasks), ("--shots", self.shots)):
             if not values:
                 raise UserError(f"{flag} is empty; pass at least one")
             if len(set(values)) < len(values):
-                raise UserError(f"{flag} {' '.join(map(str, values))}: one is given twice")
+                raise UserError(f"{flag} {' '.join(map(str, values))}: one is repeated")
         if self.work_dir is None and self.output.suffix != ".json":
             raise UserError(
                 f"--output {self.output}: must end in .json, since the intermediate results go to "

@@ -26,13 +26,13 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
 from megatron_chameleon.artifacts.evaluation_result import KIND, FirstToken
-from megatron_chameleon.artifacts.output_path import check_output
+from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.checkpoint.convert import recorded_tokenizer
 from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, open_tokens
-from megatron_chameleon.corpus.regroup import token_bytes
+from megatron_chameleon.corpus.join import token_bytes
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text, reading_flops
@@ -49,7 +49,7 @@ _CHUNK = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationPlan:
-    """The options of one evaluation with the artifacts that they name, all checked."""
+    """Validated options of one evaluation and the artifacts that they name."""
 
     options: PerplexityOptions
     corpus: Corpus
@@ -97,7 +97,7 @@ def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[Eval
                 result = _evaluate(plan, texts[plan.corpus.root, plan.protocol], layout)
             elif layout.is_main:
                 print(result_table(result))
-                print(f"{plan.options.output} was there already; --overwrite evaluates again")
+                print(f"{plan.options.output} exists and is kept; --overwrite evaluates again")
             results.append(result)
         return results
 
@@ -247,7 +247,7 @@ def cluster_losses(
             losses = reader.token_losses(batch["tokens"], batch["labels"])
             if losses is not None:
                 sums.index_add_(0, batch["clusters"].flatten(), losses.double().flatten())
-    summed = reader.sum_over_ranks(sums, spoken=layout.is_last_stage)
+    summed = reader.sum_over_ranks(sums, has_result=layout.is_last_stage)
     return summed[:-1].cpu().numpy()
 
 
@@ -294,7 +294,7 @@ class ClusterMap:
 
     @classmethod
     def of(cls, tokens: TokenFile, text: HeldOutText) -> ClusterMap:
-        """Clusters of what ``text`` scores of ``tokens``, whose sequences are documents."""
+        """Clusters of the tokens of ``tokens`` (one sequence per document) that ``text`` scores."""
         ends = tokens.starts + tokens.lengths
         first, last = (
             np.searchsorted(ends, place, side="right")
@@ -505,7 +505,7 @@ def result_table(result: EvaluationResult, unknown_bytes: str = "") -> str:
         lines.append("  ".join([f"{row[0]:{widths[0]}}", *rest]).rstrip())
     lines.append(f"on {result.protocol.describe()}; ± is the standard error over documents")
     if any(domain.text_bytes is None for domain in result.domains.values()):
-        reason = unknown_bytes or "corpus.json does not say how many bytes the text has"
+        reason = unknown_bytes or "corpus.json does not record the bytes of the text"
         lines.append(f"no bits per byte: {reason}")
     if result.left_out:
         lines.append(f"nothing to predict, and not in the average: {', '.join(result.left_out)}")

@@ -42,7 +42,7 @@ PROGRESS_DELAY_SECONDS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """How likely is ``continuation`` after ``context``? Both are [n] int32.
+    """A request for the log-likelihood of ``continuation`` after ``context``, both [n] int32.
 
     The context has at least one token, the continuation at most the model's sequence length.
     """
@@ -147,7 +147,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """When a sequence joins the row of the previous one: if that takes less work.
+    """Cost model that decides whether a sequence shares the row of the previous one.
 
     Attributes:
         longest: maximum tokens of a row of several sequences.
@@ -214,7 +214,7 @@ def batches(rows: Sequence[Row], tokens_at_once: int, multiple: int = 1) -> Iter
     """Batches of rows of similar lengths, longest first: a batch too large for memory fails early.
 
     Args:
-        rows: to be batched.
+        rows: rows to batch.
         tokens_at_once: maximum tokens of a batch, padding included; a longer row is a batch alone.
         multiple: the longest row of a batch is padded to a multiple of it.
     """
@@ -254,23 +254,25 @@ def batch_tensors(batch: Sequence[Row], width: int) -> Batch:
 
 
 def prediction_tensors(batch: Sequence[Row], questions: Sequence[Question], width: int) -> Batch:
-    """Which token of a batch, in rows of ``width`` tokens, predicts which label of which question.
+    """Map predicting tokens of a batch, in rows of ``width`` tokens, to labels and questions.
 
     Returns:
         places: [p] int64, increasing and distinct: tokens of the flattened batch that predict.
         rows: [m] int64, increasing: the index in ``places`` that predicts each label.
         labels: [m] int64.
-        asked: [m] int64, the question of each label.
+        questions: [m] int64, the question of each label.
     """
     parts = [
-        (at + number * width, questions[asked].continuation, np.full(len(at), asked))
+        (at + number * width, questions[index].continuation, np.full(len(at), index))
         for number, row in enumerate(batch)
-        for asked, at in row.predicting
+        for index, at in row.predicting
     ]
-    at, labels, asked = (np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True))
+    at, labels, owners = (
+        np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True)
+    )
     order = np.argsort(at, kind="stable")
     places, rows = np.unique(at[order], return_inverse=True)
-    arrays = {"places": places, "rows": rows, "labels": labels[order], "asked": asked[order]}
+    arrays = {"places": places, "rows": rows, "labels": labels[order], "questions": owners[order]}
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -373,8 +375,8 @@ class OutputWeights:
 class Scorer:
     """Scores continuations and generates text with a model.
 
-    :meth:`score` and :meth:`generate` are collective. The arguments of rank 0 count; the other
-    ranks either make the same calls or :meth:`serve`. All ranks get the results.
+    :meth:`score` and :meth:`generate` are collective. Rank 0's arguments are used; the other ranks
+    either make the same calls or :meth:`serve`. All ranks return the results.
 
     Args:
         reader: the model.
@@ -414,7 +416,7 @@ class Scorer:
         return generated
 
     def serve(self) -> None:
-        """Take part in the calls of rank 0 until it calls :meth:`stop`."""
+        """Run the collective calls of rank 0 until it calls :meth:`stop`."""
         assert not self.layout.is_main
         while (call := self._broadcast(None)) is not None:
             self._run(call)
@@ -478,7 +480,7 @@ class Scorer:
                 if number % layout.data_size == layout.data_rank:
                     self._score_batch(next(ahead), sums)
                 bar.update(sum(len(row.predicting) for row in batch))
-        sums = self.reader.sum_over_ranks(sums, spoken=layout.is_last_stage)
+        sums = self.reader.sum_over_ranks(sums, has_result=layout.is_last_stage)
         log_likelihoods, misses = sums.cpu().numpy()
         if not np.isfinite(log_likelihoods).all():
             raise UserError(
@@ -505,8 +507,8 @@ class Scorer:
         states = hidden.transpose(0, 1).flatten(0, 1)[batch["places"]]
         output = self._output_weights()
         scores, hits = output.score_labels(states, batch["rows"], batch["labels"])
-        sums[0].index_add_(0, batch["asked"], scores.double())
-        sums[1].index_add_(0, batch["asked"], (~hits).double())
+        sums[0].index_add_(0, batch["questions"], scores.double())
+        sums[1].index_add_(0, batch["questions"], (~hits).double())
 
     @torch.no_grad()
     def _generate(self, prompts: Sequence[Prompt]) -> Generated:

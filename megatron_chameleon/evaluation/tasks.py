@@ -47,7 +47,7 @@ HUB_ATTEMPTS = 2
 
 
 class TaskUnavailableError(Exception):
-    """One line on why a task cannot be evaluated; the other tasks are."""
+    """A task cannot be evaluated (one-line reason); the other tasks still are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class TaskLibrary:
         copy = self._local_copy(name)
         if copy is not None:
             if not copy[0].is_dir():
-                raise TaskUnavailableError(f"there is no {copy[0]}: put its data set there")
+                raise TaskUnavailableError(f"{copy[0]} does not exist; copy its data set there")
             empty = next((path for path in data_files(*copy) if path.stat().st_size == 0), None)
             if empty is not None:
                 raise TaskUnavailableError(f"{empty} is empty")
@@ -132,7 +132,7 @@ class TaskLibrary:
         except Exception as error:  # of the hub, of files or of the definition: any type
             reason = in_one_line(error)
             if "Dataset scripts are no longer supported" in str(error):
-                reason = f"{error}: its repository on the hub is a program; {COPIES}"
+                reason = f"{error}: its repository on the hub is a script; {COPIES}"
             elif isinstance(error, OSError) and self.hub_problem:
                 reason = f"{self.hub_problem}, and the data set is not cached; {COPIES}"
             elif isinstance(error, ConnectionError):
@@ -246,7 +246,7 @@ def data_files(folder: Path, configuration: str | None) -> list[Path]:
 
 
 def exclude_own_document(task: ConfigurableTask) -> str:
-    """Never use a question's own document as one of its examples; return the examples' split.
+    """Exclude a question's own document from its few-shot examples; return the examples' split.
 
     lm-eval excludes it if the definition names the same split for examples and for tests. Splits
     that the definition leaves out may be the same one all the same.

@@ -1,1 +1,1 @@
-"""One file a mixing method, found by being there; the folders beside them are their machinery."""
+"""Mixing methods: one module or folder each, discovered by its ``METHOD``."""

@@ -1,35 +1,44 @@
 """The maths of data mixing: vectors or losses in, weights out. numpy and scipy only."""
 
-from megatron_chameleon.mixture.affinity import affinity_matrix, center_embeddings
+from megatron_chameleon.mixture.affinity import (
+    affinity_matrix,
+    center_embeddings,
+    correlations,
+    nearest_rows,
+)
+from megatron_chameleon.mixture.bootstrap import (
+    BootstrapResult,
+    bootstrap_weights,
+    group_size,
+    grouped_windows,
+    is_one_hot,
+    is_within_noise_of_uniform,
+    outweighing_probability,
+    resampled_means_direct,
+    windows_needed,
+)
 from megatron_chameleon.mixture.caps import CappedWeights, capped_weights
 from megatron_chameleon.mixture.chameleon import (
+    DEFAULT_RECIPE,
+    RECIPES,
+    Recipe,
     WeightResult,
     chameleon_weight_fn,
     chameleon_weights,
+    resolve_recipe,
 )
 from megatron_chameleon.mixture.checks import Mode
-from megatron_chameleon.mixture.grouping import group_size, grouped_windows
 from megatron_chameleon.mixture.leverage import (
     feature_ridge_leverage,
     leverage_scores,
     leverage_scores_direct,
 )
-from megatron_chameleon.mixture.placing import placed_weights
-from megatron_chameleon.mixture.precision import (
-    is_one_hot,
-    is_within_noise_of_uniform,
-    outweighing_probability,
-    windows_needed,
-)
-from megatron_chameleon.mixture.recipes import DEFAULT_RECIPE, RECIPES, Recipe, resolve_recipe
-from megatron_chameleon.mixture.similarity import correlations, nearest_rows
 from megatron_chameleon.mixture.target import similarity_shares, target_prior
-from megatron_chameleon.mixture.uncertainty import (
-    BootstrapResult,
-    bootstrap_weights,
-    resampled_means_direct,
+from megatron_chameleon.mixture.weights import (
+    DegenerateScoreWarning,
+    domain_weights,
+    placed_weights,
 )
-from megatron_chameleon.mixture.weights import DegenerateScoreWarning, domain_weights
 
 __all__ = [
     "DEFAULT_RECIPE",

@@ -1,4 +1,4 @@
-"""Domain embeddings -> domain affinity."""
+"""Affinity of domains: inner products and cosines of their embeddings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array, as_embeddings
 
-# A centred entry is dropped when it is this many float64 steps of its column's largest value:
-# it is then what the subtraction left over, not a difference between domains.
+# Centred entries up to this many float64 steps of their column's largest value are rounding errors,
+# not differences between domains.
 CENTERING_STEPS = 4
 
 
@@ -17,9 +17,9 @@ def center_embeddings(embeddings: npt.ArrayLike) -> Array:
 
     The embeddings are centred rather than K double-centred: subtracting means from a K whose
     entries are nearly equal loses the digits that matter. A second pass removes the rounding
-    error of the first mean. Entries smaller than what float64 can tell apart in their column are
-    set to zero, so that a domain at the mean has the norm 0 and not a norm of rounding errors,
-    which a ridge relative to K would blow up.
+    error of the first mean. Entries below the float64 resolution of their column are set to zero,
+    so that a domain at the mean has norm 0 and not a norm of rounding errors, which a ridge
+    relative to K would amplify.
 
     Args:
         embeddings: [k, h], any real dtype.
@@ -83,3 +83,55 @@ def squared_norms(features: Array) -> Array:
             "products: divide them all by a constant"
         )
     return norms
+
+
+# Rows of cosines held at once: [1024, k] float64 is 40 MB for 5000 domains.
+BLOCK_ROWS = 1024
+
+
+def unit_rows(features: Array) -> Array:
+    """Features [k, h] with each row divided by its norm; a row of zeros stays one."""
+    largest = np.abs(features).max(axis=1, keepdims=True)
+    scaled = features / np.where(largest > 0, largest, 1.0)  # squares of huge or tiny rows are safe
+    norms = np.linalg.norm(scaled, axis=1, keepdims=True)
+    units: Array = scaled / np.where(norms > 0, norms, 1.0)
+    return units
+
+
+def correlations(features: Array) -> Array:
+    """Cosines [k, k] between the rows of ``features`` [k, h], in [-1, 1]; 0 for a row of zeros."""
+    units = unit_rows(features)
+    cosines: Array = np.clip(units @ units.T, -1.0, 1.0)
+    return cosines
+
+
+def nearest_rows(
+    features: Array, count: int, rows: np.ndarray | None = None
+) -> tuple[np.ndarray, Array]:
+    """The ``count`` other rows of largest cosine for each row, nearest first.
+
+    Costs r k h, in memory of ``BLOCK_ROWS`` * k.
+
+    Args:
+        features: [k, h] float64.
+        count: >= 0; limited to the number of other rows.
+        rows: [r] positions of the rows to search for; default: all k.
+
+    Returns:
+        positions [r, n] int64 and cosines [r, n], n = min(count, k - 1).
+    """
+    units = unit_rows(features)
+    wanted = np.arange(len(units)) if rows is None else rows
+    size = min(count, len(units) - 1)
+    positions = np.empty((len(wanted), size), dtype=np.int64)
+    cosines = np.empty((len(wanted), size))
+    for first in range(0, len(wanted), BLOCK_ROWS):
+        part = slice(first, min(first + BLOCK_ROWS, len(wanted)))
+        block = units[wanted[part]] @ units.T
+        each = np.arange(len(block))
+        block[each, wanted[part]] = -np.inf
+        for rank in range(size):  # a few passes cost less than sorting every row
+            best = block.argmax(axis=1)
+            positions[part, rank], cosines[part, rank] = best, block[each, best]
+            block[each, best] = -np.inf
+    return positions, np.clip(cosines, -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""The nearest mixture in which no domain has more than its share of tokens allows."""
+"""The mixture nearest to given weights with an upper bound for each weight."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array
 
-# Shares that exhaust all text sum to 1 but for their rounding.
+# Caps that sum to 1 up to rounding are accepted.
 ROUNDING = 1e-12
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CappedWeights:
-    """Weights under caps, and what these did to them."""
+    """Weights under caps, and which caps bind."""
 
     weights: Array
     """[k] float64, summing to 1."""
 
     binding: tuple[int, ...]
-    """Positions of the domains whose weight is their cap."""
+    """Positions of the domains at their cap."""
 
 
 def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> CappedWeights:
-    """The mixture w with w_i <= c_i that is nearest to p, by the Kullback-Leibler divergence.
+    """The mixture w with w_i <= c_i nearest to p in Kullback-Leibler divergence.
 
-    Minimising sum_i w_i log(w_i / p_i) over the simplex under the caps, the domains whose cap does
-    not bind keep their ratios: w_i = min(c_i, s p_i), with the one s for which the sum is 1 (from
-    the Karush-Kuhn-Tucker conditions; the divergence the other way round has the same minimum). The
-    more a domain wants beyond its cap, the sooner it binds, so s is found by going through the
-    domains in the order of c_i / p_i.
+    Minimising sum_i w_i log(w_i / p_i) over the simplex under the caps, domains below
+    their cap keep their ratios: w_i = min(c_i, s p_i) with the s for which the sum is 1 (by the
+    Karush-Kuhn-Tucker conditions; the reverse divergence has the same minimum). Caps bind in the
+    order of c_i / p_i, in which s is searched.
 
     Args:
         weights: p, [k], not negative, summing to 1. Domains of weight 0 keep it.
-        caps: c, [k], not negative; infinity where there is none.
+        caps: c, [k], not negative; infinity for no cap.
 
     Raises:
-        ValueError: not two vectors of one length, a negative or undefined entry, or caps of the
+        ValueError: not two vectors of one length, an entry that is negative or NaN, or caps of the
             domains with a weight that sum to less than 1.
     """
     wanted, most = (np.asarray(values, dtype=np.float64) for values in (weights, caps))
@@ -48,8 +47,8 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> CappedWeights
         )
     if not (np.isfinite(wanted).all() and (wanted >= 0).all() and wanted.sum() > 0):
         raise ValueError("weights must be finite, not negative, and not all zero")
-    if not (most >= 0).all():  # NaN is refused as well
-        raise ValueError("caps must be numbers from 0 on, or infinite")
+    if not (most >= 0).all():  # or NaN
+        raise ValueError("caps must be >= 0")
     wanted = wanted / wanted.sum()
     found = _scaled(wanted, most)
     binding = np.flatnonzero((wanted > 0) & (found == most))
@@ -67,7 +66,7 @@ def _scaled(wanted: Array, most: Array) -> Array:
             "raise them"
         )
     order = present[np.argsort(most[present] / wanted[present], kind="stable")]
-    # With the first n domains at their caps, s is what is left over the others' wanted weights.
+    # With the first n domains at their caps, s is the rest over the sum of the others' weights.
     left = 1.0 - np.concatenate([[0.0], np.cumsum(most[order])[:-1]])
     others = np.cumsum(wanted[order][::-1])[::-1]
     fits = left / others * wanted[order] <= most[order]

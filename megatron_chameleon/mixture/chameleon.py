@@ -1,21 +1,174 @@
-"""Domain embeddings -> Chameleon weights, by a recipe."""
+"""Domain embeddings -> Chameleon weights, with the settings of a recipe."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_chameleon.mixture.affinity import center_embeddings, gram_matrix, squared_norms
-from megatron_chameleon.mixture.checks import Array, Mode, as_embeddings, check_mode
+from megatron_chameleon.mixture.checks import Array, Mode, as_embeddings, check_mode, check_positive
 from megatron_chameleon.mixture.leverage import feature_ridge_leverage, leverage_scores
-from megatron_chameleon.mixture.recipes import DEFAULT_RECIPE, Recipe, resolve_recipe
 from megatron_chameleon.mixture.target import scaled_prior
-from megatron_chameleon.mixture.weights import degenerate_positions, domain_weights
+from megatron_chameleon.mixture.weights import (
+    SCORE_FLOOR,
+    check_score_limits,
+    degenerate_positions,
+    domain_weights,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Settings of the computation of weights from domain embeddings.
+
+    How the embeddings were made (layer, windows, sampling) is not part of a recipe.
+
+    Raises:
+        ValueError: a ridge or temperature not above 0, limits out of range, or a relative
+            temperature without normalised scores.
+    """
+
+    name: str
+    """Name in artifacts and messages."""
+
+    center: bool
+    """Subtract the mean over domains from the embeddings."""
+
+    normalize: bool
+    """Divide the scores by their sum."""
+
+    ridge: float
+    """lambda of K (K + k * lambda * I)^-1; a share of K's mean eigenvalue if relative."""
+
+    ridge_relative: bool
+    """Multiply ``ridge`` by trace(K) / k, which makes the scores independent of K's scale."""
+
+    temperature_pretrain: float
+    """tau of softmax(1 / (S * tau)); acts on 1 / (k * S) if relative."""
+
+    temperature_finetune: float
+    """tau of softmax(S / tau); acts on k * S if relative."""
+
+    temperature_relative: bool
+    """Measure scores against their mean 1 / k, so that a temperature means the same at any k."""
+
+    score_floor: float = SCORE_FLOOR
+    """Lower clipping limit of scores, as a share of the mean score (pretraining only)."""
+
+    score_ceiling: float = math.inf
+    """Upper clipping limit of scores, as a multiple of the mean score."""
+
+    def __post_init__(self) -> None:
+        for field in ("ridge", "temperature_pretrain", "temperature_finetune"):
+            check_positive(getattr(self, field), field)
+        check_score_limits(self.score_floor, self.score_ceiling)
+        if self.temperature_relative and not self.normalize:
+            raise ValueError(
+                "temperature_relative measures scores against their mean, so it needs "
+                "normalize: set normalize to true or temperature_relative to false"
+            )
+
+    def effective_ridge(self, mean_eigenvalue: float) -> float:
+        """Ridge in the units of K, for its mean eigenvalue trace(K) / k."""
+        if not self.ridge_relative:
+            return self.ridge
+        return self.ridge * mean_eigenvalue or self.ridge
+
+    def effective_temperature(self, mode: Mode, num_domains: int) -> float:
+        """Temperature for ``domain_weights``, on 1 / S or S.
+
+        With S normalised, 1 / (k S) / tau = 1 / S / (k tau) and k S / tau = S / (tau / k).
+        """
+        check_mode(mode)
+        pretrain = mode == "pretrain"
+        temperature = self.temperature_pretrain if pretrain else self.temperature_finetune
+        if not self.temperature_relative:
+            return temperature
+        return temperature * num_domains if pretrain else temperature / num_domains
+
+
+PAPER = Recipe(
+    name="paper",
+    center=False,
+    normalize=False,
+    ridge=10.0,
+    ridge_relative=False,
+    temperature_pretrain=5.0,
+    temperature_finetune=0.2,
+    temperature_relative=False,
+)
+"""The formulas of the paper's text, with the ridge of its experiments.
+
+The paper gives its temperatures as ranges, [5, 10] and [0.2, 0.5]. The lower ends are taken, as in
+the authors' code, so that this recipe and ``REFERENCE`` differ by centring and normalisation only.
+The scores depend on the scale of the embeddings: where K is far above k * ridge they all near 1 and
+the weights are near uniform; where it is far below, one domain gets all of the weight.
+"""
+
+REFERENCE = dataclasses.replace(PAPER, name="reference", center=True, normalize=True)
+"""The authors' published code: centred embeddings and normalised scores. The default.
+
+Only with normalised scores do weights fall in the range of the paper's tables.
+"""
+
+SCALED = Recipe(
+    name="scaled",
+    center=True,
+    normalize=True,
+    ridge=0.1,
+    ridge_relative=True,
+    temperature_pretrain=5.0 / 7.0,
+    temperature_finetune=0.2 * 7.0,
+    temperature_relative=True,
+    score_floor=0.2,
+    score_ceiling=5.0,
+)
+"""For many domains, or embeddings of unknown scale: nothing depends on k or on the units.
+
+A normalised 1 / S grows with k, so the fixed temperatures of ``REFERENCE`` give one-hot weights
+from about a hundred domains on. Here z = 1 / (k S) for pretraining and k S for fine-tuning, with
+the temperatures that equal the reference's at k = 7, the number of domains of most of the paper's
+experiments. Scores are held within 0.2 and 5 times their mean, so that no domain outweighs an
+average one by more than exp(4 * 7 / 5) = 270 times, however many there are. The scores that the
+paper's tables imply at the reference's temperatures are 0.4 to 1.9 times their mean.
+"""
+
+DEFAULT_RECIPE = REFERENCE.name
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {recipe.name: recipe for recipe in (PAPER, REFERENCE, SCALED)}
+)
+
+
+def resolve_recipe(recipe: str | Recipe = DEFAULT_RECIPE, **overrides: Any) -> Recipe:
+    """Look up a recipe by name and override single fields of it.
+
+    Args:
+        recipe: a name in ``RECIPES``, or a recipe.
+        overrides: fields of ``Recipe`` to replace; None keeps the recipe's own value.
+
+    Raises:
+        ValueError: unknown recipe, unknown field, or a value that ``Recipe`` rejects.
+    """
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            raise ValueError(f"recipe is {recipe!r}: choose one of {', '.join(RECIPES)}")
+        recipe = RECIPES[recipe]
+    names = [field.name for field in dataclasses.fields(Recipe) if field.name != "name"]
+    unknown = sorted(set(overrides) - set(names))
+    if unknown:
+        raise ValueError(
+            f"a recipe has no field {', '.join(map(repr, unknown))}: it has {', '.join(names)}"
+        )
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    return dataclasses.replace(recipe, **changes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +182,7 @@ class WeightResult:
     """[k] float64 leverage scores in [0, 1), before normalisation and limits."""
 
     features: Array
-    """[k, h] float64 domain embeddings, centred if the recipe says so."""
+    """[k, h] float64 domain embeddings, centred if the recipe centres."""
 
     effective_ridge: float
     """lambda in the units of the affinity."""
@@ -38,7 +191,7 @@ class WeightResult:
     """tau as applied to 1 / S or S."""
 
     degenerate: tuple[int, ...]
-    """Positions of the domains whose score was held at a limit."""
+    """Positions of the domains whose score was clipped."""
 
     mode: Mode
     """"pretrain" or "finetune"."""
@@ -47,11 +200,11 @@ class WeightResult:
     """The recipe after overrides."""
 
     prior: Array | None
-    """[k] float64 of mean 1; None where all domains have the same."""
+    """[k] float64 of mean 1; None if uniform."""
 
     @functools.cached_property
     def affinity(self) -> Array:
-        """K = X X^T of ``features``, [k, k] float64, made when first asked for."""
+        """K = X X^T of ``features``, [k, k] float64, computed on first use."""
         return gram_matrix(self.features)
 
     @property
@@ -76,10 +229,10 @@ def chameleon_weights(
         embeddings: [k, h], one row per domain, any real dtype; float64 inside.
         mode: "pretrain" (inverse scores) or "finetune" (scores).
         recipe: a name in ``RECIPES`` or a ``Recipe``.
-        prior: eta, [k], above 0, on any scale: how much the mixture is for each domain (see
-            ``megatron_chameleon.mixture.target``). Centring and ridge are as without it, and equal
-            priors give the very weights that none gives.
-        overrides: single knobs of the recipe, by field name; None keeps the recipe's value.
+        prior: eta, [k], > 0, on any scale: importance of each domain (see
+            ``megatron_chameleon.mixture.target``). It changes neither centring nor ridge, and
+            a uniform prior gives the same weights as none.
+        overrides: fields of the recipe; None keeps the recipe's value.
 
     Returns:
         The weights with scores, affinity and the ridge and temperature that were applied.
@@ -89,7 +242,7 @@ def chameleon_weights(
             ``scaled_prior`` and ``resolve_recipe``.
 
     Warns:
-        DegenerateScoreWarning: a score was held at a limit (see ``domain_weights``).
+        DegenerateScoreWarning: a score was clipped (see ``domain_weights``).
     """
     settings = resolve_recipe(recipe, **overrides)
     check_mode(mode)
@@ -137,10 +290,10 @@ def chameleon_weight_fn(
     prior: Callable[[Array], Array] | None = None,
     **overrides: Any,
 ) -> Callable[[Array], Array]:
-    """The map from embeddings [k, h] to weights [k] alone, for ``bootstrap_weights``.
+    """The map from embeddings [k, h] to weights [k], for ``bootstrap_weights``.
 
-    ``prior`` maps embeddings to the prior [k], which may depend on them. The recipe is resolved,
-    and its errors raised, here rather than at the first call.
+    ``prior`` maps embeddings to the prior [k], which may depend on them. Errors of
+    the recipe are raised here rather than at the first call.
     """
     settings = resolve_recipe(recipe, **overrides)
     check_mode(mode)

@@ -1,7 +1,6 @@
-"""Checks of what a caller passes in, shared by the modules of this package.
+"""Argument checks shared by the modules of this package.
 
-Every function raises ``ValueError`` with one line: the argument, what is wrong with it and
-what to do about it.
+Every function raises ``ValueError`` with one line: the argument, the problem and the fix.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ AFFINITY_TOLERANCE = 1e-8
 def as_matrix(values: npt.ArrayLike, argument: str, row: str) -> Array:
     """Return ``values`` as a finite float64 matrix with at least one row and one column.
 
-    ``argument`` and ``row`` are the words for the array and for one of its rows in messages.
+    ``argument`` and ``row`` name the array and one of its rows in messages.
     """
     matrix = np.asarray(values, dtype=np.float64)
     if matrix.ndim != 2:
@@ -132,14 +131,14 @@ def as_scores(scores: npt.ArrayLike) -> Array:
 
 
 def check_positive(value: float, argument: str) -> float:
-    """Return ``value`` as a float; raise unless it is a finite number above zero."""
+    """Return ``value`` as a float; raise unless it is finite and > 0."""
     number = float(value)
     if not (math.isfinite(number) and number > 0.0):
-        raise ValueError(f"{argument} is {value!r}: it must be a finite number above 0")
+        raise ValueError(f"{argument} is {value!r}: must be finite and > 0")
     return number
 
 
 def check_mode(mode: str) -> None:
-    """Raise unless ``mode`` is one of the two ways to turn scores into weights."""
+    """Raise unless ``mode`` is "pretrain" or "finetune"."""
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")

@@ -1,7 +1,7 @@
 """DoGE's update of domain weights from inner products of the domains' gradients.
 
-Fan, Pagliardini, Jaggi: DoGE, ICML 2024, Algorithm 1 and the authors' code. The gradients
-themselves never come here: norms, clipping and alignment all follow from their inner products.
+Fan, Pagliardini, Jaggi: DoGE, ICML 2024, Algorithm 1 and the authors' code. Norms, clipping
+and alignment all follow from the inner products of the gradients, so that these are not needed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NORM_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class DogeRecipe:
-    """How inner products become weights.
+    """Parameters of the update rule.
 
     Attributes:
-        mu: strength of the Bregman divergence that holds the weights back, above 0.
-        eps: share of the weights that is uniform after each step, in [0, 1).
-        dw_min: the least that an alignment counts.
-        dw_max: the most.
-        max_norm: each domain's gradient is clipped to it; 0 clips nothing.
+        mu: weight of the Bregman divergence from the last weights, above 0.
+        eps: uniform share of the weights after each step, in [0, 1).
+        dw_min: lower clipping bound of an alignment.
+        dw_max: upper clipping bound.
+        max_norm: maximum norm of each domain's gradient; 0 disables clipping.
     """
 
     mu: float = 0.01
@@ -40,22 +40,20 @@ class DogeRecipe:
     def __post_init__(self) -> None:
         check_positive(self.mu, "mu")
         if not math.isfinite(1.0 / self.mu):
-            raise ValueError(
-                f"mu is {self.mu!r}: 1 / mu overflows; give a larger one, such as 0.01"
-            )
+            raise ValueError(f"mu is {self.mu!r}: 1 / mu overflows; use a larger one, such as 0.01")
         if not 0.0 <= self.eps < 1.0:
-            raise ValueError(f"eps is {self.eps!r}: it lies from 0 on and below 1")
+            raise ValueError(f"eps is {self.eps!r}: must be >= 0 and < 1")
         if not (math.isfinite(self.dw_min) and math.isfinite(self.dw_max)):
-            raise ValueError(f"dw_min {self.dw_min!r}, dw_max {self.dw_max!r}: give finite numbers")
+            raise ValueError(f"dw_min {self.dw_min!r}, dw_max {self.dw_max!r}: must be finite")
         if not self.dw_min < self.dw_max:
-            raise ValueError(f"dw_min is {self.dw_min!r}: it lies below dw_max, {self.dw_max:g}")
+            raise ValueError(f"dw_min is {self.dw_min!r}: must be below dw_max, {self.dw_max:g}")
         if not 0.0 <= self.max_norm < math.inf:
-            raise ValueError(f"max_norm is {self.max_norm!r}: it is a finite number from 0 on")
+            raise ValueError(f"max_norm is {self.max_norm!r}: must be finite and >= 0")
 
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Which of the k domains are trained on, and so get a weight, and which are the target."""
+    """Positions of the domains that are trained on, and so get a weight, and of the target."""
 
     train: tuple[int, ...]
     target: tuple[int, ...]
@@ -63,16 +61,16 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True)
 class DogeState:
-    """Where the weights stand after some steps.
+    """The weights after some steps.
 
     Attributes:
         log_weights: ln alpha of the domains that are trained on, float64.
-        products: [k, k] float64, inner products of the clipped gradients of all domains, each as of
-            the last step that had both of the pair; 0 before the first.
+        products: [k, k] float64, inner products of all domains' clipped gradients, each as of the
+            last step with both domains; 0 before the first.
         alignment: [k] float64, the last <g_i, sum_{j in target} g_j> / (mean norm + 1e-6).
         mean: the mean of alpha over steps.
-        mean_alignment: [k] float64, that of the alignment.
-        counted: how many steps are in the means.
+        mean_alignment: [k] float64, the mean of the alignment over steps.
+        counted: number of steps in the means.
         moved: sum over steps of the total-variation distance that alpha moved.
     """
 
@@ -86,7 +84,7 @@ class DogeState:
 
     @classmethod
     def first(cls, num_domains: int, roles: Roles) -> DogeState:
-        """Before the first step: uniform weights, and gradients that are not known."""
+        """The initial state: uniform weights, unknown gradients."""
         uniform = np.full(len(roles.train), 1.0 / len(roles.train))
         zeros = np.zeros(num_domains)
         return cls(np.log(uniform), np.zeros((num_domains, num_domains)), zeros, uniform, zeros)
@@ -107,13 +105,13 @@ class DogeState:
     ) -> DogeState:
         """The state after a step: alpha <- (1 - eps) softmax(ln alpha + s / mu) + eps / k.
 
-        s is the learning rate times the alignment, between its limits.
+        s is the learning rate times the clipped alignment.
 
         Args:
             products: [k, k] inner products of the domains' gradients over a batch, not clipped.
-            present: the domains that the batch has; the products of the others do not count.
+            present: domains in the batch; the products of the others are ignored.
             learning_rate: of the step's update of the model.
-            recipe: how they become weights.
+            recipe: of the update rule.
             roles: of the domains.
 
         Raises:
@@ -127,14 +125,14 @@ class DogeState:
         return self._moved_to(log_weights, known, alignment)
 
     def _products_known(self, products: Array, present: Sequence[int], max_norm: float) -> Array:
-        """[k, k] of the clipped gradients, those of before where the batch lacks a domain."""
+        """[k, k] products of clipped gradients; the last known ones for absent domains."""
         if not np.isfinite(products).all():
-            raise ValueError("products hold NaN or infinity: leave out the step that they are of")
+            raise ValueError("products must be finite: skip the step")
         factors = clip_factors(products, max_norm)
         return merged_products(self.products, products * factors[:, None] * factors, present)
 
     def _moved_to(self, log_weights: Array, products: Array, alignment: Array) -> DogeState:
-        """One more step in the means, at new weights."""
+        """The state with new weights, and with one more step in the means."""
         new = dataclasses.replace(
             self, log_weights=log_weights, products=products, alignment=alignment
         )
@@ -149,11 +147,11 @@ class DogeState:
 
 
 def clip_factors(products: Array, max_norm: float) -> Array:
-    """What each gradient is multiplied by so that its norm is at most ``max_norm``, [k].
+    """Factors [k] that clip each gradient to the norm ``max_norm``.
 
     Args:
-        products: [k, k] inner products of the gradients, of which the diagonal is read.
-        max_norm: 0 clips nothing.
+        products: [k, k] inner products of the gradients; only the diagonal is used.
+        max_norm: 0 disables clipping.
     """
     norms = np.sqrt(np.diagonal(products))
     factors: Array = np.ones_like(norms)
@@ -163,7 +161,7 @@ def clip_factors(products: Array, max_norm: float) -> Array:
 
 
 def merged_products(last: Array, new: Array, present: Sequence[int]) -> Array:
-    """``new`` [k, k] for the pairs of which both are present, ``last`` for the others."""
+    """``new`` [k, k] for pairs of present domains, ``last`` for the others."""
     known = last.copy()
     pairs = np.ix_(present, present)
     known[pairs] = new[pairs]
@@ -173,8 +171,7 @@ def merged_products(last: Array, new: Array, present: Sequence[int]) -> Array:
 def alignments(products: Array, roles: Roles) -> Array:
     """<g_i, sum_{j in target} g_j> / (mean norm + 1e-6) of every domain i, [k].
 
-    The mean is over the norms of the domains that are trained on, without those that no batch has
-    had yet.
+    The mean is over the norms of domains that are trained on and were in a batch.
 
     Args:
         products: [k, k] inner products.
@@ -190,23 +187,23 @@ def alignments(products: Array, roles: Roles) -> Array:
 def gradient_weights(
     state: DogeState, factors: Array, present: Sequence[int], roles: Roles
 ) -> Array:
-    """What each domain's gradient counts in the one that is trained by, [k].
+    """Weights [k] of the domains' gradients in the gradient of the step.
 
-    alpha_i times its clipping factor. Where a batch lacks a domain, those of the others are scaled
-    so that the alphas of the batch sum to 1; the authors' code counts the last gradient of the
-    absent one instead, for which it holds a copy of the model's size.
+    alpha_i times its clipping factor, with the alphas of the present domains scaled to sum to 1.
+    The authors' code uses the last gradient of an absent domain instead, which takes a copy of the
+    model's size per domain.
 
     Args:
         state: with the new alpha.
-        factors: [k] by which the gradients are clipped.
-        present: the domains that the batch has.
+        factors: [k] clipping factors.
+        present: domains in the batch.
         roles: of the domains.
     """
     weights = np.zeros(len(factors))
-    there = [(row, domain) for row, domain in enumerate(roles.train) if domain in set(present)]
-    if not there:
+    found = [(row, domain) for row, domain in enumerate(roles.train) if domain in set(present)]
+    if not found:
         return weights
-    rows, domains = map(list, zip(*there, strict=True))
+    rows, domains = map(list, zip(*found, strict=True))
     logs = state.log_weights[rows]
     shares = np.exp(logs - logs.max())
     weights[domains] = shares / shares.sum() * factors[domains]

@@ -1,7 +1,7 @@
 """DoReMi's update of domain weights from excess losses.
 
-Xie et al.: DoReMi, NeurIPS 2023, Algorithm 1. Weights are kept as logarithms, so that none of them
-overflows, and none falls to a zero from which it could not come back.
+Xie et al.: DoReMi, NeurIPS 2023, Algorithm 1. Weights are stored as logarithms: none overflows, and
+none underflows to a zero from which it could not recover.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Variant: TypeAlias = Literal["original", "fork"]
 
 @dataclasses.dataclass(frozen=True)
 class DoremiRecipe:
-    """How excess losses become weights.
+    """Parameters of the update rule.
 
     Attributes:
         eta: step size of the exponentiated gradient ascent, above 0.
-        eps: share of the weights that is uniform after each step, in [0, 1).
-        floor: the least that an excess loss counts, in nats.
-        ceiling: the most; None for no limit.
-        clip_tokens: these limits are of each token's excess, and not of a domain's mean.
-        count_first: the weights before the first step count in the running mean.
+        eps: uniform share of the weights after each step, in [0, 1).
+        floor: lower clipping bound of the excess loss, in nats.
+        ceiling: upper clipping bound; None for no limit.
+        clip_tokens: clip the excess loss of each token, not the mean of a domain.
+        count_first: include the initial weights in the running mean.
     """
 
     eta: float = 1.0
@@ -41,13 +41,12 @@ class DoremiRecipe:
     def __post_init__(self) -> None:
         check_positive(self.eta, "eta")
         if not 0.0 <= self.eps < 1.0:
-            raise ValueError(f"eps is {self.eps!r}: it lies from 0 on and below 1")
+            raise ValueError(f"eps is {self.eps!r}: must be >= 0 and < 1")
         if not math.isfinite(self.floor):
-            raise ValueError(f"floor is {self.floor!r}: it must be a finite number")
+            raise ValueError(f"floor is {self.floor!r}: must be finite")
         if self.ceiling is not None and not self.floor < self.ceiling < math.inf:
             raise ValueError(
-                f"ceiling is {self.ceiling!r}: it must be a finite number above the floor, "
-                f"{self.floor:g}"
+                f"ceiling is {self.ceiling!r}: must be finite and above the floor, {self.floor:g}"
             )
 
 
@@ -55,21 +54,21 @@ RECIPES: dict[Variant, DoremiRecipe] = {
     "original": DoremiRecipe(),
     "fork": DoremiRecipe(eta=0.1, eps=0.0, clip_tokens=False, count_first=False),
 }
-"""The authors' code, as its launch script sets it; and the fork that Chameleon's baseline stood on,
+"""The authors' code with the values of its launch script, and the fork behind Chameleon's baseline,
 which clips domain means and takes small steps without smoothing."""
 assert tuple(RECIPES) == get_args(Variant)
 
 
 @dataclasses.dataclass(frozen=True)
 class DoremiState:
-    """Where the weights stand after some steps.
+    """The weights after some steps.
 
     Attributes:
         log_weights: ln alpha, [k] float64, as :func:`exponentiated_step` gives it.
-        excess: lambda, [k] float64: the excess loss per token of each domain, in nats, when it was
-            last in a batch.
+        excess: lambda, [k] float64: excess loss per token in nats, as of the last batch with the
+            domain.
         mean: [k] float64, the mean of the weights over steps.
-        counted: how many weights are in it.
+        counted: number of weight vectors in the mean.
         moved: sum over steps of the total-variation distance that the weights moved.
     """
 
@@ -81,7 +80,7 @@ class DoremiState:
 
     @classmethod
     def first(cls, num_domains: int, vocab_size: int, recipe: DoremiRecipe) -> DoremiState:
-        """Before the first step: uniform weights, and the loss of a guess, ln V, as the excess."""
+        """The initial state: uniform weights; the excess is the loss of a uniform guess, ln V."""
         uniform = np.full(num_domains, 1.0 / num_domains)
         excess = np.full(num_domains, math.log(vocab_size))
         return cls(np.log(uniform), excess, uniform, counted=int(recipe.count_first))
@@ -96,10 +95,10 @@ class DoremiState:
         """The state after a step.
 
         Args:
-            excess_sums: [k] sums over a global batch's tokens of loss less the reference's loss,
-                in nats; of what :class:`DoremiRecipe` leaves of it, where that clips tokens.
-            tokens: [k] how many tokens those are; 0 for a domain that is absent.
-            recipe: how they become weights.
+            excess_sums: [k] sums over a global batch's tokens of the proxy's loss minus the
+                reference's, in nats; clipped first if the recipe clips tokens.
+            tokens: [k] number of these tokens; 0 for an absent domain.
+            recipe: of the update rule.
         """
         excess = mean_excess(excess_sums, tokens, self.excess, recipe)
         log_weights = exponentiated_step(self.log_weights, excess, recipe.eta, recipe.eps)
@@ -122,9 +121,7 @@ def mean_excess(excess_sums: Array, tokens: Array, last: Array, recipe: DoremiRe
     """
     if not np.isfinite(excess_sums).all():
         bad = int(np.argmin(np.isfinite(excess_sums)))
-        raise ValueError(
-            f"the excess loss of position {bad} is {excess_sums[bad]}: pass sums of finite losses"
-        )
+        raise ValueError(f"excess loss of domain {bad} is {excess_sums[bad]}: must be finite")
     means = excess_sums / np.maximum(tokens, 1.0)
     if not recipe.clip_tokens:
         means = np.clip(means, recipe.floor, recipe.ceiling)
@@ -133,25 +130,25 @@ def mean_excess(excess_sums: Array, tokens: Array, last: Array, recipe: DoremiRe
 
 
 def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:
-    """What a token's loss counts so that the mean over a batch is sum(w l) / sum(w).
+    """Weights of the tokens' losses, for which the mean over a batch is sum(w l) / sum(w).
 
-    w_i is proportional to alpha_i over the rate at which the domain is sampled, and scaled so that
-    the sum over all tokens is the number of tokens, by which the loss is divided afterwards.
+    w_i is proportional to alpha_i over the sampling rate of the domain, and scaled so that the sum
+    over all tokens is their number, by which the loss is divided afterwards.
 
     Args:
         log_weights: ln alpha, [k] float64.
-        sampling: [k] the rates; above 0 where there are tokens.
+        sampling: [k] sampling rates, > 0 for domains with tokens.
         tokens: [k] tokens of each domain in the global batch.
 
     Returns:
         [k] float64; 0 for domains without a token.
     """
     weights = np.zeros_like(log_weights)
-    there = tokens > 0
-    if there.any():
-        logits = log_weights[there] - np.log(sampling[there])
-        # Shifted by the largest that is there: were all weights here as good as 0, the batch is
+    present = tokens > 0
+    if present.any():
+        logits = log_weights[present] - np.log(sampling[present])
+        # Relative to the largest that is present: if all of these weights underflow, the batch is
         # still divided among its domains by their ratios.
-        weights[there] = np.exp(logits - logits.max())
+        weights[present] = np.exp(logits - logits.max())
         weights *= tokens.sum() / (weights @ tokens)
     return weights

@@ -1,4 +1,4 @@
-"""How well a fit predicts losses of mixtures that it has not seen, and how far it is stretched."""
+"""Quality of a fit on held-out mixtures, and distance of a mixture from the trained ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron_chameleon.mixture.checks import Array
 Predict: TypeAlias = Callable[[Array], Array]
 """Mixtures [n, k] -> predicted losses [n, m]."""
 Fit: TypeAlias = Callable[[Array, Array], Predict]
-"""Mixtures [n, k] and losses [n, m] -> what predicts."""
+"""Mixtures [n, k] and losses [n, m] -> predictor."""
 
-# Of the distances between neighbours in the swarm, the share that counts as usual.
+# Quantile of the distances between neighbouring trained mixtures that is the usual distance.
 USUAL_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FitQuality:
-    """Predictions for mixtures that were left out of the fit, against their losses."""
+    """Predictions for held-out mixtures, compared with their losses."""
 
     spearman: Array
     """[m] rank correlation per loss; NaN where one side is constant."""
@@ -30,7 +30,7 @@ class FitQuality:
     """[m] mean absolute error, in the unit of the losses."""
     spread: Array
     """[m] mean absolute deviation of the losses from their median: the error of the best
-    constant, which a fit has to undercut."""
+    constant."""
 
 
 def quality_of(predicted: Array, losses: Array) -> FitQuality:
@@ -45,7 +45,7 @@ def quality_of(predicted: Array, losses: Array) -> FitQuality:
 def target_quality(predicted: Array, losses: Array, shares: Array) -> FitQuality:
     """The quality of the one weighted sum by ``shares`` [m] of ``predicted`` and ``losses`` [n, m].
 
-    Errors of single losses do not tell it: they may cancel in the sum, as may what is predicted.
+    It does not follow from the errors of single losses, which may cancel in the sum.
     """
     return quality_of((predicted @ shares)[:, None], (losses @ shares)[:, None])
 
@@ -61,13 +61,13 @@ def rank_correlations(one: Array, other: Array) -> Array:
 
 
 def folds_of(count: int, folds: int, seed: int) -> list[Array]:
-    """The numbers 0 to ``count`` - 1 dealt out at random to ``folds`` arrays of about one size.
+    """Random partition of 0 to ``count`` - 1 into ``folds`` arrays of about equal size.
 
     Raises:
         ValueError: for fewer than 2 folds, or more than there are numbers.
     """
     if not 2 <= folds <= count:
-        raise ValueError(f"{folds} folds of {count} runs: give from 2 to as many as there are runs")
+        raise ValueError(f"{folds} folds of {count} runs: must be between 2 and the number of runs")
     return np.array_split(np.random.default_rng(seed).permutation(count), folds)
 
 
@@ -81,7 +81,7 @@ def held_out_predictions(
     """Predictions [n, m] for each run by a fit to the runs of the other folds.
 
     Args:
-        fit: what is judged.
+        fit: to be cross-validated.
         mixtures: [n, k].
         losses: [n, m].
         folds: positions of the runs, each in one of them.
@@ -96,10 +96,10 @@ def held_out_predictions(
 
 
 def fit_linear(mixtures: Array, losses: Array) -> Predict:
-    """Least squares of the losses on the weights and a constant: what a fit is compared with.
+    """Least squares of the losses on the weights and a constant: the baseline of a fit.
 
-    The weights sum to 1, so that the constant is one of their combinations: the solution of the
-    smallest norm is taken.
+    The weights sum to 1, so the constant is one of their combinations: the solution is the one of
+    smallest norm.
     """
     solution = np.linalg.lstsq(_with_constant(mixtures), losses, rcond=None)[0]
 
@@ -116,25 +116,25 @@ def _with_constant(mixtures: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """How far a mixture lies from those that were trained."""
+    """Distance of a mixture from the trained ones."""
 
     nearest: int
     """Position of the nearest trained mixture."""
     distance: float
-    """To that one, in total variation: the share of the tokens that would come from elsewhere."""
+    """Total variation distance to it: the share of the tokens that differ."""
     usual: float
     """95% of the trained mixtures have another one within this distance."""
     outside: tuple[int, ...]
-    """Domains whose weight is above or below all that were trained."""
+    """Domains whose weight is outside of the trained range."""
 
     @property
     def extrapolates(self) -> bool:
-        """Whether the fit is asked about what nothing near was trained for."""
+        """Whether no trained mixture is near."""
         return bool(self.outside) or self.distance > self.usual
 
 
 def reach_of(weights: Array, trained: Array) -> Reach:
-    """How far ``weights`` [k] lie from the mixtures ``trained`` [n, k]."""
+    """Distance of ``weights`` [k] from the mixtures ``trained`` [n, k]."""
     distances = np.abs(trained - weights).sum(axis=1) / 2
     tolerance = 1e-9
     outside = (weights > trained.max(axis=0) + tolerance) | (

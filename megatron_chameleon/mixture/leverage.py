@@ -57,8 +57,8 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
 def leverage_scores_direct(affinity: npt.ArrayLike, ridge: float) -> Array:
     """The definition, one domain at a time: the plain reference for ``leverage_scores``.
 
-    Solves (K + k * ridge * I) y = e_i afresh for each i and takes row i of K times y, which costs
-    k^4. Arguments, result and errors as in ``leverage_scores``.
+    Solves (K + k * ridge * I) y = e_i for each i and multiplies row i of K by y, in k^4 time.
+    Arguments, result and errors as in ``leverage_scores``.
     """
     kernel = as_affinity(affinity)
     num_domains = kernel.shape[0]
@@ -115,8 +115,8 @@ def _spectral_scores(kernel: Array, shift: float) -> Array:
             f"affinity has the eigenvalue {float(eigenvalues[0]):.6g}, but inner products have "
             "none below 0: build it with affinity_matrix(embeddings, ...)"
         )
-    # Eigenvalues that rounding cannot tell from zero are the null space: at a small ridge they
-    # would otherwise count as whole dimensions.
+    # Eigenvalues within rounding of zero are the null space: at a small ridge they would otherwise
+    # count as whole dimensions.
     eigenvalues[eigenvalues <= tolerance] = 0.0
     return _weighted_leverage(eigenvectors, eigenvalues, shift)
 

@@ -1,40 +1,44 @@
-"""Data Mixing Laws: L_i(r) = c_i + k_i exp(sum_j t_ij r_j), fitted to losses of a few mixtures.
+"""Data Mixing Laws: losses over mixtures, their optimum, and power laws over size and steps.
+
+A mixing law is L_i(r) = c_i + k_i exp(sum_j t_ij r_j); a power law is L(x) = c + (x0 / x)^a.
 
 Ye et al.: Data Mixing Laws: Optimizing Data Mixtures by Predicting Language Modeling Performance,
-ICLR 2025.
+ICLR 2025; power laws in section 4 (nested scaling laws).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from scipy.optimize import minimize
+from scipy.optimize import minimize, minimize_scalar
 
 from megatron_chameleon.mixture.checks import Array
 
-# Bounds that no law of losses in nats comes near; they keep exp() finite on the whole simplex.
+# Far from any law of losses in nats; they keep exp() finite on the whole simplex.
 LOG_BOUNDS = (-20.0, 10.0)
 EXPONENT_BOUNDS = (-50.0, 50.0)
-MAX_STEPS = 2000
-# Starts of their own for fits to a part of the runs, beside the laws of all.
+MAX_LAW_STEPS = 2000
+# Additional starting points of fits to a subset of the runs, next to the laws of all runs.
 COLD_STARTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class LawSettings:
-    """How a law is fitted."""
+    """Settings of a fit."""
 
     huber_delta: float = 0.05
-    """Residuals above this count linearly (the study's)."""
+    """Residuals above this count linearly (paper: 0.05)."""
     ridge: float = 1e-3
-    """Of the exponents t, beside the mean over runs of the Huber loss in units of delta^2, so that
-    it means the same for any number of runs."""
+    """Ridge penalty on the exponents t, relative to the mean Huber loss over runs in units of
+    delta^2, which makes it independent of the number of runs."""
     num_starts: int = 16
-    """Starts of the optimiser for each law."""
+    """Starting points of the optimizer per law."""
     seed: int = 0
-    """Of the starts."""
+    """Seed of the starting points."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,9 +46,9 @@ class MixingLaws:
     """One law for each of m losses over k domains."""
 
     constant: Array
-    """[m] c, above 0: the loss that no mixture undercuts."""
+    """[m] c, > 0: lower bound of the loss."""
     scale: Array
-    """[m] k, above 0."""
+    """[m] k, > 0."""
     exponents: Array
     """[m, k] t: negative where a domain's text lowers the loss."""
 
@@ -66,16 +70,16 @@ def fit_mixing_laws(
     settings: LawSettings,
     on_fit: Callable[[], object] = lambda: None,
 ) -> MixingLaws:
-    """The laws with the smallest penalised Huber loss that the starts lead to.
+    """Fit the laws by penalised Huber loss; the best of several starting points.
 
     Args:
         mixtures: [n, k] rows that sum to 1.
-        losses: [n, m], above 0.
+        losses: [n, m], > 0.
         settings: of the fit.
         on_fit: called after each of the m fits.
 
     Raises:
-        ValueError: for a loss that is not above 0, which no law has.
+        ValueError: for a loss that is not finite and > 0, which no law has.
     """
     _check_positive_losses(losses)
     found = []
@@ -93,16 +97,16 @@ def refit_mixing_laws(
     settings: LawSettings,
     on_fit: Callable[[], object] = lambda: None,
 ) -> MixingLaws:
-    """Laws of ``losses`` by descents from ``laws`` and from a few starts of their own.
+    """Fit laws to a subset of the runs, from ``laws`` and a few other starting points.
 
-    For fits to all runs but one, or but a few: that moves the laws little, and takes a fraction of
-    the time of :func:`fit_mixing_laws`. From ``laws`` alone they would know of the runs that were
-    left out, where the others and the ridge leave anything open: with as many unknowns as runs and
-    no ridge, laws of mere noise seemed to predict it.
+    Leaving out a few runs moves the laws little, so this takes a fraction of the time of
+    :func:`fit_mixing_laws`. Starting from ``laws`` alone would leak the held-out runs where the
+    others and the ridge do not determine the fit: with as many unknowns as runs and no ridge, laws
+    fitted to noise seemed to predict it.
 
     Args:
         laws: fitted to all runs.
-        mixtures: [n, k] of those that are left.
+        mixtures: [n, k] of the subset.
         losses: [n, m].
         settings: of the fit.
         on_fit: called after each of the m fits.
@@ -145,15 +149,15 @@ def penalised_huber(
 
 def _check_positive_losses(losses: Array) -> None:
     if not (np.isfinite(losses).all() and (losses > 0).all()):
-        raise ValueError("losses must be finite and above 0: a law has no others")
+        raise ValueError("losses must be finite and above 0")
 
 
 def _starts(mixtures: Array, losses: Array, settings: LawSettings) -> Iterator[Array]:
-    """Starts [k + 2]: for constants from low to just under the least loss, a law with that one.
+    """Starting points [k + 2]: laws with constants from low to just below the smallest loss.
 
-    With c given, log(L - c) = log k + t r is linear, and its ridge solution is near the optimum
-    for that c. So the starts go along the one direction in which the problem is not convex; the
-    second half of them is shaken.
+    For fixed c, log(L - c) = log k + t r is linear, and its ridge solution is near the optimum for
+    that c. So the points lie along the one direction in which the problem is not convex; the second
+    half of them is perturbed.
     """
     rng = np.random.default_rng(settings.seed)
     design = np.column_stack([np.ones(len(losses)), mixtures])
@@ -183,7 +187,7 @@ def _descend(
         jac=True,
         method="L-BFGS-B",
         bounds=bounds,
-        options={"maxiter": MAX_STEPS, "ftol": 1e-12, "gtol": 1e-8},
+        options={"maxiter": MAX_LAW_STEPS, "ftol": 1e-12, "gtol": 1e-8},
     )
     return found.x, float(found.fun)
 
@@ -199,3 +203,192 @@ def _laws_of(parameters: Array) -> MixingLaws:
 
 def _parameters_of(laws: MixingLaws) -> Array:
     return np.column_stack([np.log(laws.constant), np.log(laws.scale), laws.exponents])
+
+
+MAX_GRID_POINTS = 100_000
+FINEST_GRID = 64
+TOLERANCE = 1e-12
+MAX_DESCENT_STEPS = 1000
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LawOptimum:
+    """The best mixture by the laws."""
+
+    weights: Array
+    """[k], summing to 1."""
+    predicted: float
+    """Target at ``weights``."""
+    grid_weights: Array
+    """[k] best point of the grid."""
+    grid_predicted: float
+    """Target at ``grid_weights``."""
+    grid_steps: int
+    """Weights of the grid are multiples of 1 / ``grid_steps``."""
+
+
+def law_optimum(
+    laws: MixingLaws, shares: Array, low: Array, high: Array, start: Array
+) -> LawOptimum:
+    """Minimize ``shares`` times losses over weights between ``low`` and ``high``.
+
+    A law is a constant and an exponential of a linear function, so their weighted sum is convex and
+    a descent finds its global minimum; it starts from the best point of a grid.
+
+    Args:
+        laws: of m losses over k domains.
+        shares: [m], >= 0.
+        low: [k] smallest weights.
+        high: [k] largest weights.
+        start: [k] a mixture within these bounds, used if no point of the grid is.
+
+    Raises:
+        ValueError: if ``start`` is not within the bounds.
+    """
+    slack = 1e-9
+    if not ((start >= low - slack).all() and (start <= high + slack).all()):
+        raise ValueError("start must lie between low and high")
+    steps = grid_steps(len(low))
+    best = _best_on_grid(laws, shares, steps, low, high)
+    begin = start if best is None else best
+    found = _descent(laws, shares, low, high, begin)
+    return LawOptimum(
+        weights=found,
+        predicted=_target(laws, shares, found),
+        grid_weights=begin,
+        grid_predicted=_target(laws, shares, begin),
+        grid_steps=steps,
+    )
+
+
+def grid_steps(num_domains: int) -> int:
+    """The finest grid over the simplex with at most ``MAX_GRID_POINTS`` points."""
+    fits = [
+        steps
+        for steps in range(1, FINEST_GRID + 1)
+        if math.comb(steps + num_domains - 1, num_domains - 1) <= MAX_GRID_POINTS
+    ]
+    return max(fits, default=1)
+
+
+def simplex_grid(num_domains: int, steps: int, block: int = 4096) -> Iterator[Array]:
+    """All mixtures in multiples of 1 / ``steps``, in blocks [<= ``block``, num_domains].
+
+    Stars and bars: the positions of num_domains - 1 bars among the steps.
+    """
+    places = itertools.combinations(range(steps + num_domains - 1), num_domains - 1)
+    while chosen := list(itertools.islice(places, block)):
+        bars = np.array(chosen, dtype=np.int64).reshape(len(chosen), num_domains - 1)
+        edges = np.column_stack(
+            [np.full(len(bars), -1), bars, np.full(len(bars), steps + num_domains - 1)]
+        )
+        yield (np.diff(edges, axis=1) - 1) / steps
+
+
+def _best_on_grid(
+    laws: MixingLaws, shares: Array, steps: int, low: Array, high: Array
+) -> Array | None:
+    """The best point of the grid within the bounds; None if there is none."""
+    best, least = None, math.inf
+    for block in simplex_grid(len(low), steps):
+        inside = block[((block >= low) & (block <= high)).all(axis=1)]
+        if len(inside) == 0:
+            continue
+        targets = laws.predict(inside) @ shares
+        position = int(targets.argmin())
+        if targets[position] < least:
+            best, least = inside[position], float(targets[position])
+    return best
+
+
+def _descent(laws: MixingLaws, shares: Array, low: Array, high: Array, start: Array) -> Array:
+    """Sequential least squares (SLSQP) over the simplex within the bounds."""
+    found = minimize(
+        lambda weights: _target(laws, shares, weights),
+        start,
+        jac=lambda weights: laws.gradient(weights, shares),
+        method="SLSQP",
+        bounds=list(zip(low, high, strict=True)),
+        constraints={
+            "type": "eq",
+            "fun": lambda weights: weights.sum() - 1.0,
+            "jac": lambda weights: np.ones_like(weights),
+        },
+        options={"maxiter": MAX_DESCENT_STEPS, "ftol": TOLERANCE},
+    )
+    weights = np.clip(found.x, low, high)
+    weights /= weights.sum()
+    # Never worse than the start, after rounding or an unsuccessful descent.
+    better = _target(laws, shares, weights) <= _target(laws, shares, start)
+    return weights if better else start
+
+
+def _target(laws: MixingLaws, shares: Array, weights: Array) -> float:
+    return float(laws.predict(weights[None])[0] @ shares)
+
+
+EXPONENTS = (0.02, 3.0)
+MIN_POINTS = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PowerLaws:
+    """One law per curve, all with the same exponent."""
+
+    constant: Array
+    """[curves] c, the loss at infinite x, >= 0."""
+    factor: Array
+    """[curves] x0^a / unit^a, >= 0: the loss above c at x = ``unit``."""
+    exponent: float
+    """a, shared: a single curve of few points does not determine it (the paper ties it, too)."""
+    unit: float
+    """Unit of x, which keeps numbers near 1."""
+
+    def predict(self, x: float) -> Array:
+        """The losses [curves] at ``x``."""
+        losses: Array = self.constant + self.factor * (x / self.unit) ** -self.exponent
+        return losses
+
+
+def fit_power_laws(x: Array, losses: Array) -> PowerLaws:
+    """Least squares over all curves, exact in c and x0 for each exponent (variable projection).
+
+    Args:
+        x: [points] training steps or parameters, increasing, > 0.
+        losses: [curves, points], finite.
+
+    Raises:
+        ValueError: for fewer than three points, which any exponent fits, or x not increasing.
+    """
+    if len(x) < MIN_POINTS:
+        raise ValueError(f"{len(x)} points: a power law needs {MIN_POINTS} or more")
+    if not (x[0] > 0 and (np.diff(x) > 0).all()):
+        raise ValueError("x must be increasing and > 0")
+    unit = float(x[-1])
+
+    def error(log_exponent: float) -> float:
+        curve = (x / unit) ** -np.exp(log_exponent)
+        constant, factor = _lines(curve, losses)
+        residuals = constant[:, None] + factor[:, None] * curve - losses
+        return float((residuals**2).sum())
+
+    # The error may have several minima, so the search starts around the best of a grid.
+    row = np.log(np.geomspace(*EXPONENTS, 41))
+    best = int(np.argmin([error(value) for value in row]))
+    around = (row[max(best - 1, 0)], row[min(best + 1, len(row) - 1)])
+    found = minimize_scalar(error, bounds=around, method="bounded", options={"xatol": 1e-10})
+    exponent = float(np.exp(found.x))
+    constant, factor = _lines((x / unit) ** -exponent, losses)
+    return PowerLaws(constant, factor, exponent, unit)
+
+
+def _lines(curve: Array, losses: Array) -> tuple[Array, Array]:
+    """The c and f [curves], >= 0, with the least squares of c + f * curve - losses."""
+    centered = curve - curve.mean()
+    factor = np.maximum((losses - losses.mean(axis=1, keepdims=True)) @ centered, 0.0)
+    factor /= (centered**2).sum()
+    constant = losses.mean(axis=1) - factor * curve.mean()
+    # Where c would be negative, it is 0 and the line goes through the origin.
+    through_origin = np.maximum(losses @ curve, 0.0) / (curve**2).sum()
+    negative = constant < 0
+    return np.where(negative, 0.0, constant), np.where(negative, through_origin, factor)

@@ -1,4 +1,4 @@
-"""RegMix: a regression from mixtures to losses, and the mixture it thinks best.
+"""RegMix: a regression from mixtures to losses, and the mixture it predicts to be best.
 
 Liu et al.: RegMix: Data Mixture as Regression for Language Model Pre-training, ICLR 2025.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
-from megatron_chameleon.mixture.mixture_draws import check_prior
+from megatron_chameleon.mixture.sampling import check_prior
 
 if TYPE_CHECKING:
     from lightgbm import Booster
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TreeSettings:
-    """Gradient-boosted trees; what is not here is LightGBM's default.
+    """Gradient-boosted trees; other parameters are LightGBM's defaults.
 
-    The original stops early on its test set, which its held-out figures are then no longer of.
-    Here the number of trees is fixed.
+    The original stops early on its test set, which is then no longer held out. Here the number of
+    trees is fixed.
     """
 
     num_trees: int = 1000
@@ -36,9 +36,9 @@ class TreeSettings:
 
 
 def runs_in_leaf(settings: TreeSettings, num_runs: int) -> int:
-    """Runs that a leaf holds at least, when trees are fitted to ``num_runs``.
+    """Minimum runs per leaf of trees fitted to ``num_runs``.
 
-    Unless given, LightGBM's 20, and an eighth of fewer than 160 runs: on RegMix's public runs the
+    By default LightGBM's 20, and an eighth of fewer than 160 runs: on RegMix's public runs the
     rank correlation of held-out Pile-CC losses is then 0.94 instead of 0.90 with 64 runs, and 0.89
     with 32, where leaves of 20 allow no split at all.
     """
@@ -53,7 +53,7 @@ def fit_trees(
     settings: TreeSettings,
     on_fit: Callable[[], object] = lambda: None,
 ) -> Predict:
-    """LightGBM with squared error, one model a loss.
+    """LightGBM with squared error, one model per loss.
 
     Args:
         mixtures: [n, k] float64.
@@ -65,7 +65,7 @@ def fit_trees(
         Mixtures [any, k] -> losses [any, m].
 
     Raises:
-        ImportError, OSError: if LightGBM is not there, or its library cannot be loaded.
+        ImportError, OSError: if LightGBM is not installed, or its library cannot be loaded.
     """
     boosters = []
     for column in losses.T:
@@ -90,7 +90,7 @@ def _boosted(mixtures: Array, losses: Array, settings: TreeSettings) -> Booster:
         "min_data_in_leaf": runs_in_leaf(settings, len(losses)),
         "seed": settings.seed,
         "deterministic": True,
-        "force_row_wise": True,  # what is faster is measured otherwise, and may differ between runs
+        "force_row_wise": True,  # else chosen by timing, which may differ between runs
         "verbosity": -1,
     }
     data = lightgbm.Dataset(mixtures, losses, params={"verbosity": -1})
@@ -98,24 +98,24 @@ def _boosted(mixtures: Array, losses: Array, settings: TreeSettings) -> Booster:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DrawnOptimum:
-    """The mean of the best of many drawn mixtures."""
+class SampledOptimum:
+    """Mean of the best of many sampled mixtures."""
 
     weights: Array
     """[k], summing to 1."""
     spread: Array
-    """[k] standard deviation of the weights among the best draws."""
+    """[k] standard deviation of the weights among the best samples."""
     low: Array
-    """[k] 5% quantile of the weights among the best draws."""
+    """[k] 5% quantile of the weights among the best samples."""
     high: Array
     """[k] 95% quantile."""
     predicted_best: float
-    """Mean of the predicted target over the best draws."""
+    """Mean of the predicted target over the best samples."""
     predicted_all: float
-    """Mean over all draws."""
+    """Mean over all samples."""
 
 
-def drawn_optimum(
+def sampled_optimum(
     objective: Callable[[Array], Array],
     prior: npt.ArrayLike,
     *,
@@ -123,31 +123,31 @@ def drawn_optimum(
     num_best: int = 128,
     seed: int = 42,
     on_draws: Callable[[int], object] = lambda count: None,
-) -> DrawnOptimum:
-    """The mean of the ``num_best`` of ``num_draws`` Dirichlet(prior) draws (paper, section 3.4).
+) -> SampledOptimum:
+    """Mean of the ``num_best`` of ``num_draws`` Dirichlet(prior) samples (paper, section 3.4).
 
     Args:
-        objective: mixtures [n, k] -> what is to be small, [n].
-        prior: [k] parameters of the Dirichlet, once they are scaled to sum to 1.
-        num_draws: mixtures drawn.
+        objective: mixtures [n, k] -> values [n] to minimize.
+        prior: [k] parameters of the Dirichlet distribution, after scaling them to sum to 1.
+        num_draws: mixtures sampled.
         num_best: how many of them are averaged.
-        seed: of the draws.
-        on_draws: told how many draws have been judged since it was last called.
+        seed: of the samples.
+        on_draws: called with the number of samples evaluated since its last call.
 
     Raises:
-        ValueError: for a prior that is none, or counts that do not fit.
+        ValueError: for an invalid prior, or more best samples than samples.
     """
     shares = check_prior(prior)
     if not 1 <= num_best <= num_draws:
-        raise ValueError(f"{num_best} best of {num_draws} draws: take from 1 to all of them")
+        raise ValueError(f"{num_best} best of {num_draws} draws: must be >= 1 and <= --num-draws")
     present = np.flatnonzero(shares)
-    drawn = np.zeros((num_draws, shares.size))
-    drawn[:, present] = np.random.default_rng(seed).dirichlet(shares[present], size=num_draws)
-    predicted = _in_blocks(objective, drawn, on_draws)
+    sampled = np.zeros((num_draws, shares.size))
+    sampled[:, present] = np.random.default_rng(seed).dirichlet(shares[present], size=num_draws)
+    predicted = _in_blocks(objective, sampled, on_draws)
     chosen = np.argsort(predicted, kind="stable")[:num_best]
-    best = drawn[chosen]
+    best = sampled[chosen]
     low, high = np.quantile(best, [0.05, 0.95], axis=0)
-    return DrawnOptimum(
+    return SampledOptimum(
         weights=best.mean(axis=0),
         spread=best.std(axis=0),
         low=low,
@@ -158,12 +158,12 @@ def drawn_optimum(
 
 
 def _in_blocks(
-    objective: Callable[[Array], Array], drawn: Array, on_draws: Callable[[int], object]
+    objective: Callable[[Array], Array], sampled: Array, on_draws: Callable[[int], object]
 ) -> Array:
-    """``objective`` of ``drawn``, a thousand rows at a time, so that progress can be told."""
+    """``objective`` of ``sampled``, a thousand rows at a time, to report progress."""
     parts = []
-    for first in range(0, len(drawn), 1000):
-        block = drawn[first : first + 1000]
+    for first in range(0, len(sampled), 1000):
+        block = sampled[first : first + 1000]
         parts.append(objective(block))
         on_draws(len(block))
     return np.concatenate(parts)

@@ -1,8 +1,8 @@
-"""A prior over the domains: what a mixture is for, in place of the identity in the ridge.
+"""A prior over the domains for a target, in place of the identity in the ridge.
 
 The paper leaves targets to future work ("modifying the identity matrix within the KRLS to emphasize
-relevant domains"; Chameleon, Xie, Tonin and Cevher, ICML 2025, last section). Its appendix has what
-that takes, the regularised Christoffel function with a prior eta_j > 0 (Pauwels, Bach and Vert,
+relevant domains"; Chameleon, Xie, Tonin and Cevher, ICML 2025, last section). Its appendix has
+the regularised Christoffel function with a prior eta_j > 0 (Pauwels, Bach and Vert,
 NeurIPS 2018):
 
     C(x_i) = min_g  sum_j eta_j / k * g(x_j)^2 + lambda |g|^2   subject to  g(x_i) = 1
@@ -17,20 +17,20 @@ the scores are the ridge leverage scores of the features scaled by sqrt(eta_i), 
 Fine-tuning takes S. Raising eta_i, with the others held or scaled down, raises S_i and lowers
 every other S_j: S_i never falls against another, nor its weight where scores are not normalised.
 
-Pretraining takes z_i = k C(x_i) = eta_i / S_i; 1 / S_i alone would give the target less. Let
+Pretraining takes z_i = k C(x_i) = eta_i / S_i; 1 / S_i alone would lower the target's weight. Let
 q_i = x_i^T (k lambda I + sum_{j != i} eta_j x_j x_j^T)^-1 x_i, in which eta_i is not. Then
-S_i = eta_i q_i / (1 + eta_i q_i) and z_i = eta_i + 1 / q_i: the prior is added to what the other
-domains say of this one. Where scores are divided by their sum, z_i = eta_i sum(S) / S_i: with eta
+S_i = eta_i q_i / (1 + eta_i q_i) and z_i = eta_i + 1 / q_i: the prior is added to a term of the
+other domains. Where scores are divided by their sum, z_i = eta_i sum(S) / S_i: with eta
 of mean 1 the total score is kept in, and equal priors give the plain weights.
 
-How much a prior is felt hangs on the ridge. Where K is far below k lambda, 1 / q_i is near
-k lambda / K_ii and the pretraining weights forget the prior. Where K is far above and of full rank,
-S is near 1 whatever eta is, and the fine-tuning weights forget it; a centred K has a null vector,
+The effect of the prior depends on the ridge. Where K is far below k lambda, 1 / q_i is near
+k lambda / K_ii and the pretraining weights ignore the prior. Where K is far above and of full rank,
+S is near 1 for any eta, and the fine-tuning weights ignore it; a centred K has a null vector,
 and S is near 1 - (1 / eta_i) / sum_j (1 / eta_j).
 
-In pretraining, a domain of more prior does not always weigh more. Raising eta_i alone raises z_i by
-as much, but another z_j by more where x_j is a fraction of x_i, and sum(S) moves too. It was so in
-a tenth of random problems with about as many domains as features.
+In pretraining, a larger prior does not always increase a domain's weight. Raising eta_i alone
+raises z_i by as much, but another z_j by more where x_j is a fraction of x_i, and sum(S) moves too.
+It was so in a tenth of random problems with about as many domains as features.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from megatron_chameleon.mixture.affinity import center_embeddings
+from megatron_chameleon.mixture.affinity import center_embeddings, unit_rows
 from megatron_chameleon.mixture.checks import Array, as_embeddings, check_positive
-from megatron_chameleon.mixture.similarity import unit_rows
 
 DEFAULT_STRENGTH = 0.5
 
@@ -48,11 +47,11 @@ DEFAULT_STRENGTH = 0.5
 def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> Array:
     """The prior eta_i = (1 - strength) + strength * k * t_i, whose mean is 1.
 
-    It is ``strength`` parts of the target to ``1 - strength`` parts of what weighs all alike. Every
-    domain keeps some, since a prior of 0 would leave it out of the others' scores too.
+    A mean of the target and the uniform prior. Every domain keeps some, since a prior of 0 would
+    remove it from the others' scores, too.
 
     Args:
-        shares: t, [k], how much of the target each domain stands for: not negative, not all 0.
+        shares: t, [k], share of each domain in the target: >= 0, not all 0.
         strength: in (0, 1).
 
     Returns:
@@ -76,13 +75,13 @@ def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> A
 
 
 def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array:
-    """How much of a text each domain stands for, by the direction in which its embedding lies.
+    """Share of each domain in a target text, by the directions of their embeddings.
 
     t_i = max(0, cos(x_i - m, y - m))^2 with m the mean of the domain embeddings and y the target's.
-    Hidden states have a large common mean: with it in, all cosines would be near 1. The square is
+    Hidden states have a large common mean, with which all cosines would be near 1. The square is
     the part of the target's squared distance from m that lies in the domain's direction; it keeps
-    many unrelated domains from outdoing a near one. Since the x_i - m sum to zero, some cosine is
-    above 0 unless the target is orthogonal to all; then, and where it lies at m, all are equal.
+    many unrelated domains from outweighing a near one. Since the x_i - m sum to zero, some cosine
+    is above 0 unless the target is orthogonal to all; then, and where it lies at m, all are equal.
 
     Args:
         embeddings: x, [k, h], any real dtype; float64 inside.
@@ -107,10 +106,10 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
 
 
 def scaled_prior(prior: npt.ArrayLike, num_domains: int) -> Array | None:
-    """The prior [k] scaled to mean 1, or None where all are equal: that is no prior.
+    """The prior [k] scaled to mean 1, or None if all are equal.
 
     Raises:
-        ValueError: not [k], or a value that is not a finite number above 0.
+        ValueError: not [k], or a value that is not finite and > 0.
     """
     given = np.asarray(prior, dtype=np.float64)
     if given.shape != (num_domains,):

@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array, Mode, as_scores, check_mode, check_positive
 
-# Scores below this share of the mean score are rounding, and 1 / S of them means nothing.
+# Scores below this share of the mean score are rounding errors.
 SCORE_FLOOR = 1e-10
 
 MAX_POSITIONS_SHOWN = 8
 
 
 class DegenerateScoreWarning(UserWarning):
-    """A score had to be held at a limit; the weight it gives is a bound, not a measurement."""
+    """A score was clipped to a limit; its weight is a bound, not a measurement."""
 
 
 def domain_weights(
@@ -37,9 +37,9 @@ def domain_weights(
     appendix on the experimental setup and is missing from Algorithm 1). The largest z is
     subtracted first, so that nothing overflows.
 
-    A domain at the mean of all domains has S near 0 and an unbounded 1 / S. Its score is held at
+    A domain at the mean of all domains has S near 0 and an unbounded 1 / S. Its score is clipped to
     ``score_floor`` times the mean score and a ``DegenerateScoreWarning`` names its position. With
-    the default floor it then takes nearly all weight in pretraining, which is the formula's limit.
+    the default floor it then gets nearly all weight in pretraining, the limit of the formula.
     The floor matters to 1 / S only, so fine-tuning warns only if every score is 0 (the weights
     are then equal).
 
@@ -52,8 +52,8 @@ def domain_weights(
         temperature: tau > 0, in the units of z.
         normalize: divide the scores by their sum before anything else, as the authors' code does.
         prior: eta, [k], above 0, of mean 1; the scores are then those of the affinity that has it.
-        score_floor: lowest score let through, as a share of the mean score; in (0, 1).
-        score_ceiling: highest score let through, as a multiple of the mean score; above 1.
+        score_floor: lower clipping limit, as a share of the mean score; in (0, 1).
+        score_ceiling: upper clipping limit, as a multiple of the mean score; > 1.
 
     Returns:
         [k] float64 weights, not negative, summing to 1.
@@ -104,9 +104,9 @@ def degenerate_positions(
     score_ceiling: float,
     prior: Array | None = None,
 ) -> tuple[int, ...]:
-    """Positions of the scores [k] that ``domain_weights`` holds at a limit and warns about.
+    """Positions of the scores [k] that ``domain_weights`` clips and warns about.
 
-    A single domain has the weight 1 whatever its score, so nothing is degenerate there.
+    A single domain has weight 1 for any score, so it is never degenerate.
     """
     if scores.size == 1:
         return ()
@@ -119,7 +119,7 @@ def degenerate_positions(
 
 
 def _per_prior(scores: Array, mode: Mode, prior: Array | None) -> Array:
-    """What is inverted in pretraining, S / eta; S itself in fine-tuning or without a prior."""
+    """S / eta, which is inverted in pretraining; S in fine-tuning or without a prior."""
     return scores if prior is None or mode == "finetune" else scores / prior
 
 
@@ -158,8 +158,8 @@ def _describe(
             "(a domain unlike any other)"
         )
     return (
-        f"leverage scores are {' and '.join(parts)}: they are held at that limit and the weights "
-        "are bounds; look at these domains, or change the temperature or the score limits"
+        f"leverage scores are {' and '.join(parts)}: they are clipped and their weights are "
+        "bounds; inspect these domains, or change the temperature or the score limits"
     )
 
 
@@ -167,3 +167,29 @@ def _listed(positions: list[int]) -> str:
     more = len(positions) - MAX_POSITIONS_SHOWN
     shown = ", ".join(str(i) for i in positions[:MAX_POSITIONS_SHOWN])
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def placed_weights(weights: npt.ArrayLike, before: npt.ArrayLike, is_old: npt.ArrayLike) -> Array:
+    """Add new domains to a mixture whose other domains keep their ratios.
+
+    Args:
+        weights: [k] of all domains, old and new, >= 0, summing to 1.
+        before: [k] earlier weights of the old domains; entries of new ones are ignored.
+        is_old: [k] bool.
+
+    Returns:
+        [k] float64, summing to 1.
+
+    Raises:
+        ValueError: not three vectors of one length, or no old domain with a weight.
+    """
+    all_of_them = np.asarray(weights, dtype=np.float64)
+    old = np.asarray(is_old, dtype=bool)
+    earlier = np.where(old, np.asarray(before, dtype=np.float64), 0.0)
+    if all_of_them.ndim != 1 or not all_of_them.shape == old.shape == earlier.shape:
+        raise ValueError("weights, before and is_old must be vectors of one length")
+    if not earlier.sum() > 0:
+        raise ValueError("no old domain has a weight: there are no ratios to keep")
+    rest = all_of_them[old].sum() / all_of_them.sum()
+    result: Array = np.where(old, rest * earlier / earlier.sum(), all_of_them / all_of_them.sum())
+    return result

@@ -1,4 +1,4 @@
-"""GPT on megatron-core: sizes, layer parts, initial weights, and reading a trained model out."""
+"""GPT on megatron-core: sizes, layers, initial weights, and forward-only inference."""
 
 from megatron_chameleon.megatron_import import quiet_import_warnings
 

@@ -1,7 +1,7 @@
 """torch.compile of the transformer layers.
 
-Each layer is one graph, and all layers of a rank share its code. Biases, GELU, residual additions
-and layer norms then fuse into few kernels, between matrix products that stay as they are.
+Each layer is one graph, whose code all layers of a rank share. Biases, GELU, residual additions and
+layer norms fuse into few kernels; matrix products are unchanged.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch.distributed import distributed_c10d
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.parallel import TrainingParallelOptions
+from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.parallel.triton_probe import triton_problem
 
 
 class GroupedRowParallelLinear(RowParallelLinear):
-    """megatron's, which gives its product the group that it has.
+    """megatron's RowParallelLinear, passing its tensor-parallel group to the product.
 
-    megatron's gives None, and then warns that None is deprecated; the compiler cannot trace a
-    warning, and would cut every layer in three.
+    megatron's passes None and then warns that None is deprecated; the compiler cannot trace a
+    warning, and would split every layer into three graphs.
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -34,10 +34,9 @@ class GroupedRowParallelLinear(RowParallelLinear):
 
 
 class TraceableColumnParallelLinear(ColumnParallelLinear):
-    """megatron's, whose communication is one operation to the compiler.
+    """megatron's ColumnParallelLinear, with its communication as one operation when compiled.
 
-    megatron's overlaps collectives with matrix products, which the compiler cannot trace. Where it
-    does not compile, it is megatron's.
+    megatron's overlaps collectives with matrix products, which the compiler cannot trace.
     """
 
     def _forward_impl(
@@ -60,7 +59,7 @@ class TraceableColumnParallelLinear(ColumnParallelLinear):
 def column_parallel_linear(
     input: torch.Tensor, weight: torch.Tensor, sequence_parallel: bool, group: str
 ) -> torch.Tensor:
-    """Product of ``input`` and this rank's rows of a weight, as megatron computes it.
+    """Multiply ``input`` by this rank's rows of a weight, as megatron does.
 
     Args:
         input: [s, b, h] of this rank under sequence parallelism, else of all ranks.
@@ -96,15 +95,15 @@ def column_parallel_linear_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of :func:`column_parallel_linear` by ``input`` and ``weight``.
 
-    The sequence is gathered again while the first is computed, and the first is reduced over the
-    ranks while the second is.
+    The sequence is gathered again during the first's computation, and the first is reduced over the
+    ranks during the second's.
 
     Args:
         gradient: [s, b, n], of the output.
-        input: as it was given.
-        weight: the same.
-        sequence_parallel: the same.
-        group: the same.
+        input: as in the forward pass.
+        weight: likewise.
+        sequence_parallel: likewise.
+        group: likewise.
     """
     ranks, whole = _group_of(group), input
     if sequence_parallel:
@@ -134,12 +133,12 @@ def _(
 
 
 def _group_of(name: str) -> dist.ProcessGroup:
-    """The group of that name, as functional collectives find theirs."""
+    """Look the group up by name, like functional collectives."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def _gather(input: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Begin to gather [s, b, h] of the ranks' parts of the sequence; the result, and the work."""
+    """Start to gather the ranks' shards of the sequence to [s, b, h]; return it and the work."""
     whole = input.new_empty(input.size(0) * group.size(), *input.shape[1:])
     work = dist.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=True)
     return whole, work
@@ -161,28 +160,28 @@ column_parallel_linear.register_autograd(_backward, setup_context=_save_for_back
 
 
 def check_compile(parallel: TrainingParallelOptions) -> None:
-    """Refuse to compile where it would fail or do nothing.
+    """Check that layers can be compiled.
 
     Raises:
-        UserError: saying what to leave out.
+        UserError: naming the option to leave out.
     """
     if not torch.cuda.is_available():
-        raise UserError("--compile-layers needs a CUDA device, and there is none; leave it out")
+        raise UserError("--compile-layers needs a CUDA device, but none is available; leave it out")
     problem = triton_problem()
     if problem is not None:
         raise UserError(f"--compile-layers: {problem}; or leave it out")
     if parallel.overlap_param_gather:
         raise UserError(
-            "--compile-layers and --overlap-param-gather exclude each other: parameters that "
-            "arrive within a layer cannot be compiled; leave out one of them"
+            "--compile-layers and --overlap-param-gather exclude each other: gathering parameters "
+            "within a layer cannot be compiled; leave out one of them"
         )
 
 
 def compile_layers(model: GPTModel, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each layer's forward pass when it is first called, and its backward pass with it.
 
-    Hooks on a layer stay outside of what is compiled. Shapes are those of the first call: another
-    micro-batch size or sequence length compiles anew.
+    Hooks on a layer are not compiled. Another micro-batch size or sequence length than that of the
+    first call recompiles.
     """
     for layer in model.decoder.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)

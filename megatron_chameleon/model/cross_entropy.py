@@ -1,10 +1,10 @@
-"""Cross entropy that holds no second copy of the logits, whole or split over the vocabulary.
+"""Cross entropy without a second copy of the logits, also for a sharded vocabulary.
 
 Logits are by far the largest activation of a small model: at 16,384 tokens and a vocabulary of
 50,304 they take 1.6 GB in bfloat16, and a softmax in float32 with its gradient 6.6 GB more. Here
-the forward pass keeps one number a token, the logarithm of the softmax's denominator, and the
-backward pass writes the gradient over the logits. What is computed in float32 is a few rows at a
-time, on the CPU in its cache; on a GPU a Triton kernel reads each logit once each way.
+the forward pass keeps one number per token, the logarithm of the softmax's denominator, and the
+backward pass overwrites the logits with their gradient. The CPU computes in float32 on a few rows
+at a time, in its cache; on a GPU a Triton kernel reads each logit once per pass.
 
     loss[t] = logsumexp(x[t]) - x[t, label[t]]
     dloss[t]/dx[t, i] = exp(x[t, i] - logsumexp(x[t])) - (i == label[t])
@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_chameleon.parallel.triton_probe import has_kernels
 
-# Elements of the logits that are in float32 at a time: 4 MiB stay in a core's cache; a GPU without
-# Triton wants long kernels.
+# Elements of the logits converted to float32 at a time: 4 MiB fit in a core's cache; a GPU without
+# Triton needs long kernels.
 CHUNK_ON_CPU, CHUNK_ON_GPU = 1 << 20, 1 << 27
 
 
@@ -32,19 +32,18 @@ def chunked_cross_entropy(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Losses of ``labels`` under ``logits``, in float32 whatever the logits are in.
+    """Losses of ``labels`` under ``logits``, in float32 whatever the logits' dtype.
 
-    The gradient takes the logits' place, so nobody else may read them after the backward pass;
-    autograd raises if somebody tries to. A backward pass that keeps its graph leaves them alone.
+    The gradient overwrites the logits, so they cannot be read after the backward pass; autograd
+    raises if another operation needs them. A backward pass that retains its graph keeps them.
 
     Args:
-        logits: [..., columns], contiguous. Under ``group`` each rank has the columns of its part
-            of the vocabulary, equally many, in the order of ranks.
-        labels: [...] int64, over the whole vocabulary; one outside of it is not found out, and its
-            loss means nothing.
-        vocab_size: real columns over all ranks. Those from there on only pad: they take no part in
-            the softmax, and their gradient is zero.
-        group: tensor-parallel ranks that share the vocabulary; all of them call this.
+        logits: [..., columns], contiguous. With ``group``, each rank has its shard of the
+            vocabulary, all of equal size, in the order of ranks.
+        labels: [...] int64, over the whole vocabulary; the loss of one outside of it is undefined.
+        vocab_size: real columns over all ranks. Further ones are padding: they are left out of the
+            softmax, and their gradient is zero.
+        group: tensor-parallel ranks that shard the vocabulary. Collective.
 
     Returns:
         [...] in float32, in nats; the same on every rank of ``group``.
@@ -65,7 +64,9 @@ class _CrossEntropy(torch.autograd.Function):
         rows = logits.view(-1, logits.size(-1))
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         columns = min(max(vocab_size - rank * rows.size(1), 0), rows.size(1))
-        own_labels = labels.flatten() - rank * rows.size(1)  # outside of [0, columns) elsewhere
+        own_labels = labels.flatten() - rank * rows.size(
+            1
+        )  # outside of [0, columns) on other ranks
         denominator = log_sum_exp(rows, columns)
         predicted = _logits_of(rows, own_labels, columns)
         if size > 1:
@@ -79,12 +80,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, of_losses: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, own_labels, denominator = ctx.saved_tensors
         rows = logits.view(-1, logits.size(-1))
-        # What autograd itself asks before it lets compiled code reuse what was saved.
+        # The check with which autograd lets compiled code reuse saved tensors.
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         out = torch.empty_like(rows) if is_kept else rows
         scale = of_losses.flatten().float()
         write_gradient(rows, own_labels, denominator, scale, ctx.columns, out)
-        # A kernel writes past torch, which could then not tell that saved logits have changed.
+        # torch does not see a kernel's writes, and could not detect that saved logits have changed.
         torch.autograd.graph.increment_version(out)
         return out.view_as(logits), None, None, None
 
@@ -117,10 +118,10 @@ def write_gradient(
 
     Args:
         rows: [n, v] logits.
-        labels: [n] int64; one outside of [0, columns) is another rank's.
-        denominator: [n] float32, the logarithm of the softmax's over all ranks.
+        labels: [n] int64; those outside of [0, columns) belong to other ranks.
+        denominator: [n] float32, logarithm of the softmax's denominator over all ranks.
         scale: [n] float32, the gradient of each row's loss.
-        columns: columns that are no padding.
+        columns: columns without padding.
         out: [n, v]; may be ``rows`` itself.
     """
     if has_kernels(rows):
@@ -135,7 +136,7 @@ def write_gradient(
     for part in _chunks(rows):
         if columns == 0:
             break
-        # In place where rows are in float32 and are the ones to write to.
+        # In place if the output is float32.
         target = out[part, :columns] if out.dtype == torch.float32 else None
         softmax = torch.sub(rows[part, :columns].float(), denominator[part, None], out=target)
         softmax.exp_().scatter_add_(1, position[part], one[part]).mul_(scale[part, None])
@@ -144,7 +145,7 @@ def write_gradient(
 
 
 def _logits_of(rows: torch.Tensor, labels: torch.Tensor, columns: int) -> torch.Tensor:
-    """[n] float32 logits of ``labels``; 0 where another rank has them."""
+    """[n] float32 logits of ``labels``; 0 for those of other ranks."""
     mine = (labels >= 0) & (labels < columns)
     logits = rows.gather(1, torch.where(mine, labels, 0).unsqueeze(1)).squeeze(1)
     return torch.where(mine, logits.float(), 0.0)
@@ -153,7 +154,7 @@ def _logits_of(rows: torch.Tensor, labels: torch.Tensor, columns: int) -> torch.
 def _over_ranks(
     denominator: torch.Tensor, predicted: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both over the whole vocabulary, from those over each rank's part of it."""
+    """Reduce both from each rank's shard of the vocabulary to the whole."""
     largest = denominator.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([(denominator - largest).exp(), predicted])

@@ -1,9 +1,8 @@
 """Triton kernels of the cross entropy: each logit is read once forward and once backward.
 
-model/cross_entropy.py says what they compute, and has the same in plain torch. A program has one
-row of the logits and walks along it in blocks. Loads are masked by the padded width, a multiple of
-16, and padding is discarded after them: a mask by the vocabulary, 50,257, would keep the compiler
-from loading 16 bytes at a time.
+model/cross_entropy.py has the equations and the reference in plain torch. A program processes one
+row of the logits in blocks. Loads are masked by the padded width, a multiple of 16, and padding is
+discarded after them: masking by the vocabulary, 50,257, would prevent loads of 16 bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 def log_sum_exp_kernel(  # type: ignore[no-untyped-def]
     rows, result, stride, width, columns, BLOCK: tl.constexpr
 ):
-    """result[row] = log(sum(exp(rows[row, :columns]))), rescaled as larger logits are met.
+    """result[row] = log(sum(exp(rows[row, :columns]))), rescaled at each larger logit.
 
     The running maximum and sum are those of Milakov and Gimelshein 2018, "Online normalizer
     calculation for softmax".
     """
-    row = tl.program_id(0).to(tl.int64)  # row * stride passes 2**31
+    row = tl.program_id(0).to(tl.int64)  # row * stride exceeds 2**31
     offsets = tl.arange(0, BLOCK)
-    largest = LOWEST  # not -inf, since -inf less -inf is no number
+    largest = LOWEST  # not -inf, since -inf minus -inf is NaN
     total = 0.0
     for first in range(0, columns, BLOCK):
         column = first + offsets
@@ -75,7 +74,7 @@ def launch_write_gradient(
     columns: int,
     out: torch.Tensor,
 ) -> None:
-    """Write the gradient to ``out``, perhaps ``rows``; see ``cross_entropy.write_gradient``."""
+    """Write the gradient to ``out``, possibly ``rows``; see ``cross_entropy.write_gradient``."""
     assert rows.is_contiguous()
     assert out.is_contiguous()
     gradient_kernel[(rows.size(0),)](

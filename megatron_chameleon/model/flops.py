@@ -1,15 +1,39 @@
-"""Floating-point operations, counted from shapes.
+"""FLOPs counted from shapes, the paper's FLOP counts, and model FLOPs utilization.
 
-A product of [m, k] by [k, n] counts 2*m*k*n. Causal attention counts the half of the scores that is
-used. The output layer counts, at the unpadded vocabulary; embeddings look-ups, norms, activations
-and the optimizer do not (under 1% together). A backward pass counts twice its forward pass.
+Counted from shapes: a product of [m, k] by [k, n] counts 2*m*k*n. Causal attention counts the half
+of the scores that is used. The output layer counts, at the unpadded vocabulary; embedding look-ups,
+norms, activations and the optimizer do not (under 1% together). A backward pass counts twice its
+forward pass.
+
+The paper (Chameleon, ICML 2025) counts 6 N D for training and 2 N D for a forward pass. N leaves
+out the embeddings and the output layer; for the proxy called 82M, which has six layers, it is that
+of twelve, 12 x 12 x 768^2. Its figures follow from this rule and the settings in ``PAPER``, except
+RegMix's 3.5e18 for the Pile, which fits no such rule. The paper leaves out attention scores, the
+output layer (86% of a 1M proxy), and the forward passes of DoReMi's reference. Neither count has
+inner products of gradients, regressions, or the hyperparameter search. A mixture stores both: the
+paper's for comparison with its tables, the ledger's as the real cost.
 """
 
 from __future__ import annotations
 
-from megatron_chameleon.model.sizes import ModelShape
+import dataclasses
+
+from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size, name_of
 
 BACKWARD_OVER_FORWARD = 2
+TRAINING, FORWARD = 6, 2
+"""The paper's FLOPs per parameter and token."""
+
+# Dense bf16 tensor-core FLOP/s by device name. NVIDIA's data sheets give twice as much, for sparse
+# matrices. The PCIe and NVL variants are slower than these SXM ones: the whole name has to match.
+DENSE_BF16_PEAK: dict[str, float] = {
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+# The paper's N where it differs from 12 L h^2 of the trained size.
+PRINTED_PARAMETERS = {"82m": 12 * 12 * 768**2, "1m": 1_000_000}
+TRAININGS = {"doremi": 2}  # the reference and the proxy
 
 
 def layer_forward_flops(shape: ModelShape, seq_length: int) -> float:
@@ -39,3 +63,115 @@ def training_flops(shape: ModelShape, tokens: int, seq_length: int) -> float:
 def embedding_flops(shape: ModelShape, layer: int, tokens: int, seq_length: int) -> float:
     """Forward FLOPs of the first ``layer`` layers, without the output layer."""
     return tokens * layer * layer_forward_flops(shape, seq_length)
+
+
+def dense_bf16_peak(device_name: str) -> float | None:
+    """Peak FLOP/s of a device, or None if it is not in the table."""
+    return DENSE_BF16_PEAK.get(device_name)
+
+
+def model_flops_utilization(
+    flops_per_token: float, tokens_per_second: float, peak: float | None
+) -> float | None:
+    """Model FLOP/s over the device's peak: Chowdhery et al. 2022, "PaLM", appendix B.
+
+    Args:
+        flops_per_token: forward and backward, without recomputation and padding.
+        tokens_per_second: per device.
+        peak: FLOP/s of that device, or None if unknown.
+
+    Returns:
+        A fraction from 0 to 1, or None without a peak.
+    """
+    return None if peak is None else flops_per_token * tokens_per_second / peak
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaperSettings:
+    """Numbers of tokens that a method trains on and embeds.
+
+    Attributes:
+        model_size: of the proxies, or its name.
+        trained_tokens: per proxy: steps x batch x sequence.
+        num_proxies: of a swarm; DoReMi's pair counts as one.
+        embedded_tokens: of all windows that a proxy embeds.
+    """
+
+    model_size: str | ModelSize = "82m"
+    trained_tokens: int = 0
+    num_proxies: int = 1
+    embedded_tokens: int = 0
+
+
+STEP_TOKENS = 128 * 1024
+LONG_PROXY = PaperSettings(trained_tokens=10_000 * STEP_TOKENS)
+PAPER = {
+    "doremi": LONG_PROXY,
+    "doge": LONG_PROXY,
+    # Windows of 400 tokens follow from its figure for the Pile's 17 domains, 4.62e15.
+    "chameleon": PaperSettings(trained_tokens=2_000 * STEP_TOKENS, embedded_tokens=7 * 4096 * 400),
+    "regmix": PaperSettings(model_size="1m", trained_tokens=10**9, num_proxies=200),
+    # 20 mixtures at 4 sizes, each at the cost of a proxy of 10,000 steps.
+    "mixing-laws": dataclasses.replace(LONG_PROXY, num_proxies=80),
+}
+"""Method -> the settings behind the paper's figures for SlimPajama."""
+
+
+def paper_parameters(size: str | ModelSize) -> int:
+    """Return the paper's N of a proxy: 12 L h^2, or as printed for its own sizes.
+
+    Raises:
+        UserError: for an unknown name.
+    """
+    name = size if isinstance(size, str) else name_of(size)
+    if name in PRINTED_PARAMETERS:
+        return PRINTED_PARAMETERS[name]
+    shape = model_size(size) if isinstance(size, str) else size
+    return 12 * shape.num_layers * shape.hidden_size**2
+
+
+def paper_flops(method: str, settings: PaperSettings | None = None) -> float:
+    """FLOPs of a mixture by the paper's rule, for ``parameters["paper_flops"]``.
+
+    Args:
+        method: as ``--method``, one that trains.
+        settings: of this run; default: the paper's for SlimPajama. In a swarm of several sizes,
+            each size has its own settings, and their FLOPs add up.
+
+    Raises:
+        ValueError: without settings, for a method that is not in the paper.
+    """
+    if settings is None:
+        if method not in PAPER:
+            raise ValueError(
+                f"the paper has no '{method}', only {', '.join(PAPER)}: pass the settings of the "
+                "run, or leave paper_flops out of the mixture"
+            )
+        settings = PAPER[method]
+    trained = TRAININGS.get(method, 1) * settings.num_proxies * settings.trained_tokens
+    per_parameter = TRAINING * trained + FORWARD * settings.embedded_tokens
+    return float(paper_parameters(settings.model_size)) * per_parameter
+
+
+def counted_flops(
+    method: str, settings: PaperSettings, shape: ModelShape, seq_length: int, window_length: int
+) -> float:
+    """FLOPs of the same settings counted from shapes: a lower bound of the recorded cost.
+
+    DoReMi's reference reads every token that the proxy is trained on; domains' gradients cost no
+    more than their sum; windows are embedded by the first half of the layers. With the real 82M
+    proxy, DoReMi takes 11.6 times as much as Chameleon, and DoGE 5.0 times.
+
+    Args:
+        method: as ``--method``.
+        settings: numbers of tokens and proxies.
+        shape: of one proxy; replaces ``settings.model_size``.
+        seq_length: tokens of a sample.
+        window_length: tokens of an embedded window.
+    """
+    tokens = settings.num_proxies * settings.trained_tokens
+    spent = TRAININGS.get(method, 1) * training_flops(shape, tokens, seq_length)
+    if method == "doremi":
+        spent += forward_flops(shape, tokens, seq_length)
+    layer = shape.size.num_layers // 2
+    return spent + embedding_flops(shape, layer, settings.embedded_tokens, window_length)

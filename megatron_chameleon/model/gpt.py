@@ -1,4 +1,4 @@
-"""The model: megatron-core's GPTModel in the paper's architecture, for this rank of a layout."""
+"""This rank's part of the model: megatron-core's GPTModel in the paper's architecture."""
 
 from __future__ import annotations
 
@@ -20,28 +20,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.attention import SDPACoreAttention, additive_mask
 from megatron_chameleon.model.compiled_layers import (
     GroupedRowParallelLinear,
     TraceableColumnParallelLinear,
 )
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.initialization import initialize_weights
-from megatron_chameleon.model.layer_norm import SequenceParallelLayerNorm
-from megatron_chameleon.model.recompute import (
-    KEEP_ALL,
+from megatron_chameleon.model.layers import (
     RecomputedMLP,
-    check_recompute,
-    recompute_settings,
+    SDPACoreAttention,
+    SequenceParallelLayerNorm,
+    additive_mask,
 )
 from megatron_chameleon.model.sizes import Activation, ModelShape, ModelSize
-from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.options.ranges import check_ranges
-from megatron_chameleon.options.recompute import RecomputeOptions
-from megatron_chameleon.parallel.layout import Layout, for_training
+from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.parallel.options import ParallelOptions, RecomputeOptions
 
 VOCABULARY_MULTIPLE = 128
-"""Rows of the embedding are padded to a multiple of this, for aligned matrix products."""
+"""The embedding's rows are padded to a multiple of this, for aligned matrix products."""
 
 ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {"gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}
@@ -49,11 +45,11 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = Mappi
 
 
 class GPT(GPTModel):
-    """megatron's GPTModel with a loss that reads the logits as few times as it can.
+    """megatron's GPTModel with a cross entropy that keeps no second copy of the logits.
 
     Args:
-        real_vocab_size: tokens there are. Rows of the embedding beyond them only pad, and take no
-            part in any softmax: otherwise losses would depend on the padding.
+        real_vocab_size: number of tokens. Further rows of the embedding are padding, left out of
+            every softmax, so that losses do not depend on the padding.
         settings: as megatron's.
     """
 
@@ -70,9 +66,9 @@ class GPT(GPTModel):
         labels: torch.Tensor | None = None,
         **more: Any,
     ) -> Any:
-        """As megatron's: losses [b, s] where there are ``labels``, else logits [b, s, v].
+        """Like megatron's: losses [b, s] with ``labels``, otherwise logits [b, s, v].
 
-        Logits of padding are the lowest number there is. A boolean ``attention_mask`` is made
+        Logits of padding are the smallest finite number. A boolean ``attention_mask`` is made
         additive once, for all layers.
         """
         if attention_mask is not None:
@@ -92,7 +88,7 @@ class GPT(GPTModel):
     ) -> torch.Tensor:
         """Losses [b, s] in float32 of ``labels`` [b, s] under ``logits`` [s, b, v].
 
-        The backward pass writes over the logits.
+        The backward pass overwrites the logits.
         """
         by_position = labels.transpose(0, 1)  # [s, b], as the logits
         tensor_group = self.pg_collection.tp
@@ -102,12 +98,11 @@ class GPT(GPTModel):
 
 
 def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: int) -> None:
-    """Refuse a layout that the model cannot be cut into.
+    """Check that the model can be partitioned as in ``options``.
 
     Raises:
-        UserError: with the degrees that would work.
+        UserError: with the degrees that divide it.
     """
-    check_ranges(options)
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     if size.num_attention_heads % tensor:
         raise UserError(
@@ -119,7 +114,7 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
             f"--pipeline-model-parallel-size {pipeline} does not divide {size.num_layers} layers; "
             f"{_divisors(size.num_layers)} do"
         )
-    training = for_training(options)
+    training = options.for_training()
     virtual = training.num_virtual_stages_per_pipeline_rank
     if size.num_layers // pipeline % virtual:
         raise UserError(
@@ -127,7 +122,7 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
             f"{size.num_layers // pipeline} layers of a pipeline stage; "
             f"{_divisors(size.num_layers // pipeline)} do"
         )
-    check_recompute(training.recompute, size.num_layers // pipeline // virtual)
+    training.recompute.check_layers(size.num_layers // pipeline // virtual)
     if options.sequence_parallel and seq_length % tensor:
         raise UserError(
             f"--sequence-parallel: sequences of {seq_length} tokens are not a multiple of "
@@ -147,11 +142,11 @@ def transformer_config(
     *,
     bf16: bool,
     per_token_loss: bool = False,
-    recompute: RecomputeOptions = KEEP_ALL,
+    recompute: RecomputeOptions | None = None,
     deterministic: bool = False,
     gradient_accumulation_fusion: bool = False,
 ) -> TransformerConfig:
-    """The model in megatron's terms. Nothing needs Transformer Engine or Apex."""
+    """Return megatron's config of the model. It needs neither Transformer Engine nor Apex."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     interleaved = layout.virtual_size > 1
     return TransformerConfig(
@@ -170,7 +165,7 @@ def transformer_config(
         bf16=bf16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # megatron's own initialisation also marks which tensors are split, so it runs although
+        # megatron's initialization also marks which tensors are sharded, so it runs although
         # initialize_weights then overwrites the values.
         perform_initialization=True,
         calculate_per_token_loss=per_token_loss,
@@ -179,15 +174,15 @@ def transformer_config(
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         persist_layer_norm=False,  # needs Apex
         masked_softmax_fusion=False,  # SDPACoreAttention fuses it
-        bias_activation_fusion=False,  # would use the tanh approximation of GELU whatever is asked
+        bias_activation_fusion=False,  # would always use GELU's tanh approximation
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
-        # Interleaved stages have wrong numbers with batched sends, and others refuse the overlap.
+        # Interleaved stages compute wrong numbers with batched sends; others reject the overlap.
         batch_p2p_comm=False,
-        # What has been sent is not needed any more; interleaved stages do not wait until it has.
+        # Outputs that were sent are no longer needed; interleaved stages do not wait for the send.
         deallocate_pipeline_outputs=not interleaved,
         overlap_p2p_comm=interleaved,
-        **recompute_settings(recompute),
+        **(recompute or RecomputeOptions()).config_fields(),
     )
 
 
@@ -199,7 +194,7 @@ def build_model(
     bf16: bool = False,
     per_token_loss: bool = False,
 ) -> GPTModel | Float16Module:
-    """This rank's part of a model that is not interleaved; see :func:`build_model_chunks`."""
+    """Build this rank's part of a model without interleaving; see :func:`build_model_chunks`."""
     (model,) = build_model_chunks(shape, layout, seed, bf16=bf16, per_token_loss=per_token_loss)
     return model
 
@@ -211,25 +206,25 @@ def build_model_chunks(
     *,
     bf16: bool = False,
     per_token_loss: bool = False,
-    recompute: RecomputeOptions = KEEP_ALL,
+    recompute: RecomputeOptions | None = None,
     deterministic: bool = False,
     gradient_accumulation_fusion: bool = False,
 ) -> list[GPTModel | Float16Module]:
-    """This rank's parts of the model, with their initial weights, on its device.
+    """Build this rank's chunks of the model, with initial weights, on its device.
 
-    There is one for each of its virtual pipeline stages; they share one config.
+    There is one chunk per virtual pipeline stage; they share one config.
 
     Args:
         shape: of the whole model.
-        layout: of which this rank has a part.
+        layout: this rank's.
         seed: of the initial weights.
         bf16: compute in bfloat16.
-        per_token_loss: every token of a step that has a loss counts the same in training. Without
-            it every micro-batch does, which is the same as long as no token is left out.
-        recompute: which activations the backward pass computes again.
-        deterministic: let megatron choose what gives the same bits every time.
-        gradient_accumulation_fusion: add to gradient buffers within the matrix product, by Apex's
-            kernel; the chunks have to be wrapped for data parallelism.
+        per_token_loss: weight all unmasked tokens of a step equally. Otherwise micro-batches are
+            weighted equally, which differs only with masked tokens.
+        recompute: activations that the backward pass recomputes; default: none.
+        deterministic: select megatron's deterministic implementations.
+        gradient_accumulation_fusion: accumulate into gradient buffers within the matrix product, by
+            Apex's kernel; the chunks have to be wrapped for data parallelism.
     """
     config = transformer_config(
         shape,
@@ -270,7 +265,7 @@ def _build_chunk(
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside data-parallel and mixed-precision wrappers."""
+    """Return the GPTModel inside data-parallel and mixed-precision wrappers."""
     inner: Any = model
     while not isinstance(inner, GPTModel):
         inner = inner.module

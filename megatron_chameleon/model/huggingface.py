@@ -1,10 +1,10 @@
-"""GPT-2 as Hugging Face's transformers has it: settings, names and forms of tensors, both ways.
+"""Conversion of settings and tensors to and from Hugging Face's GPT-2.
 
-The same model in other words (Radford et al. 2019, "Language Models are Unsupervised Multitask
-Learners"). Tensors differ in three things. Matrices of a layer are stored [in, out] there (Conv1D)
-and [out, in] here. Queries, keys and values are three blocks there, [q | k | v] over all heads, and
-taken in turn head by head here, [q1 k1 v1 q2 k2 v2 ...], so that tensor-parallel ranks have whole
-heads. The embedding has a row for each token there, and rows of padding here.
+It is the same model (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+Tensors differ in three ways. Hugging Face stores matrices of a layer as [in, out] (Conv1D), and
+Megatron as [out, in]. Hugging Face stores queries, keys and values in three blocks, [q | k | v]
+over all heads, and Megatron head by head, [q1 k1 v1 q2 k2 v2 ...], so that tensor-parallel ranks
+have whole heads. Hugging Face's embedding has one row per token, and Megatron's also padding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from pydantic import NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.initialization import INIT_STD, global_name, own_part
+from megatron_chameleon.model.initialization import INIT_STD, global_name, own_shard
 from megatron_chameleon.model.sizes import Activation, ModelShape, ModelSize
 
 LAYER_NORM_EPSILON = 1e-5
@@ -42,7 +42,7 @@ _LAYER_PARTS: Mapping[str, str] = MappingProxyType(
         "mlp.linear_fc2": "mlp.c_proj",
     }
 )
-# The causal mask, which older folders hold as tensors.
+# The causal mask, stored as tensors in older folders.
 _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -57,9 +57,9 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config:
-    """What ``config.json`` says, as far as it decides what the model computes.
+    """The fields of ``config.json`` that determine what the model computes.
 
-    Defaults are those of transformers' GPT2Config, for what a file leaves out.
+    Defaults are those of transformers' GPT2Config.
     """
 
     model_type: Literal["gpt2"]
@@ -81,15 +81,15 @@ class GPT2Config:
 
     @property
     def largest_dropout(self) -> float:
-        """The largest share that it was to be trained with; no model here has dropout."""
+        """The largest dropout probability it was trained with; models here have none."""
         return max(self.resid_pdrop, self.embd_pdrop, self.attn_pdrop)
 
 
 def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
-    """The settings in ``body``, the contents of a config.json; ``where`` it lies, for messages.
+    """Parse ``body``, the contents of the config.json at ``where``.
 
     Raises:
-        UserError: naming the first field that no model here can have.
+        UserError: naming the first unsupported field.
     """
     try:
         config = TypeAdapter(GPT2Config).validate_json(json.dumps(dict(body)), strict=True)
@@ -103,7 +103,7 @@ def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
             where, "activation_function", config.activation_function, f"not one of {known}"
         )
     if config.layer_norm_epsilon != LAYER_NORM_EPSILON:
-        reason = f"layer norms have {LAYER_NORM_EPSILON:g} here"
+        reason = f"only {LAYER_NORM_EPSILON:g} is supported"
         raise _unfit(where, "layer_norm_epsilon", config.layer_norm_epsilon, reason)
     if config.n_embd % config.n_head:
         raise _unfit(where, "n_head", config.n_head, f"it does not divide n_embd {config.n_embd}")
@@ -111,7 +111,7 @@ def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
 
 
 def shape_of_config(config: GPT2Config) -> ModelShape:
-    """The shape of the model that has these settings."""
+    """Return the model's shape."""
     size = ModelSize(
         num_layers=config.n_layer,
         num_attention_heads=config.n_head,
@@ -123,7 +123,7 @@ def shape_of_config(config: GPT2Config) -> ModelShape:
 
 
 def config_of_shape(shape: ModelShape, dtype: torch.dtype, eod_id: int) -> dict[str, Any]:
-    """The contents of the config.json of a model; ``eod_id`` ends documents, and begins them."""
+    """Return the contents of a model's config.json; ``eod_id`` ends and begins documents."""
     size = shape.size
     config = GPT2Config(
         model_type="gpt2",
@@ -144,13 +144,13 @@ def config_of_shape(shape: ModelShape, dtype: torch.dtype, eod_id: int) -> dict[
         "initializer_range": INIT_STD,
         "bos_token_id": eod_id,
         "eos_token_id": eod_id,
-        # Later releases say "dtype", and still read this.
+        # Later releases write "dtype", and still read this.
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 
 def huggingface_names(shape: ModelShape) -> dict[str, str]:
-    """Parameter of the whole model here -> its name there."""
+    """Map parameter names of the whole model to Hugging Face's names."""
     names = {_EMBEDDING: "wte.weight", _POSITIONS: "wpe.weight"}
     for layer in range(shape.size.num_layers):
         for ours, theirs in _LAYER_PARTS.items():
@@ -162,7 +162,7 @@ def huggingface_names(shape: ModelShape) -> dict[str, str]:
 
 
 def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) -> Tensors:
-    """The tensors of a GPT2LMHeadModel, contiguous, without the output layer, which is tied.
+    """Convert to the contiguous tensors of a GPT2LMHeadModel, without the tied output layer.
 
     Args:
         parameters: of the whole model, by global name.
@@ -183,12 +183,12 @@ def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) ->
 
 
 def from_huggingface(tensors: Mapping[str, torch.Tensor], shape: ModelShape, rows: int) -> Tensors:
-    """The parameters of the whole model, by global name.
+    """Convert to the parameters of the whole model, by global name.
 
     Args:
-        tensors: what :func:`checked_tensors` gives.
+        tensors: from :func:`checked_tensors`.
         shape: of the model.
-        rows: of the padded embedding; those that pad it are zero.
+        rows: of the padded embedding; the padding is zero.
     """
     heads = shape.size.num_attention_heads
     parameters = {}
@@ -209,41 +209,41 @@ def from_huggingface(tensors: Mapping[str, torch.Tensor], shape: ModelShape, row
 def load_huggingface(
     model: GPTModel, tensors: Mapping[str, torch.Tensor], shape: ModelShape
 ) -> None:
-    """Overwrite every parameter of this rank's part of a model, in whatever layout.
+    """Overwrite every parameter of this rank's part of a model, in any layout.
 
     Args:
         model: one chunk of the model.
-        tensors: what :func:`checked_tensors` gives, of a vocabulary as in ``shape``.
+        tensors: from :func:`checked_tensors`, with the vocabulary of ``shape``.
         shape: of the whole model.
     """
     whole = from_huggingface(tensors, shape, model.vocab_size)
     for name, parameter in model.named_parameters():
-        parameter.copy_(own_part(model, parameter, whole[global_name(model, name)]))
+        parameter.copy_(own_shard(model, parameter, whole[global_name(model, name)]))
 
 
 def with_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> Tensors:
-    """The same tensors with the embedding's first ``vocab_size`` rows alone."""
+    """Truncate the embedding to its first ``vocab_size`` rows."""
     embedding = _PREFIX + "wte.weight"
     assert tensors[embedding].size(0) >= vocab_size
     return {**tensors, embedding: tensors[embedding][:vocab_size]}
 
 
 def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, where: str) -> Tensors:
-    """The tensors of a GPT-2, and nothing else, by their names in a GPT2LMHeadModel.
+    """Check that ``tensors`` are those of a GPT-2; return them by their GPT2LMHeadModel names.
 
-    Folders of a model without its head leave out the prefix; older ones hold causal masks, and some
+    Folders of a model without its head omit the prefix; older ones contain causal masks, and some
     the tied output layer.
 
     Raises:
-        UserError: if one is missing, too many, there twice, of another shape, not of floating point
-            or not finite, or the output layer is not the embedding.
+        UserError: if one is missing, unknown, duplicate, of another shape, not floating point or
+            not finite, or if the output layer is not the embedding.
     """
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     if len(found) < len(tensors):
         twice = min(name for name in found if name in tensors and _PREFIX + name in tensors)
         raise UserError(
-            f"{where} holds both {twice} and {_PREFIX}{twice}, which are one tensor in two "
-            "versions; get the folder again"
+            f"{where} holds both {twice} and {_PREFIX}{twice}, two versions of one tensor; "
+            "download the folder again"
         )
     found = {name: tensor for name, tensor in found.items() if not _MASK.fullmatch(name)}
     head = found.pop(_TIED_HEAD, None)
@@ -252,23 +252,23 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
     for name, expected in shapes.items():
         plain = name.removeprefix(_PREFIX)
         if plain not in found:
-            raise UserError(f"{where} holds no tensor {name}, which its config.json asks for")
+            raise UserError(f"{where} holds no tensor {name}, which its config.json requires")
         checked[name] = found.pop(plain)
         _check_tensor(checked[name], expected, f"{where}: tensor {name}")
     if found:
         raise UserError(
-            f"{where} holds {len(found)} tensor(s) that no GPT-2 of its config.json has, "
-            f"{min(found)} for one; it is of another model"
+            f"{where} holds {len(found)} tensor(s) that its config.json does not have, such as "
+            f"{min(found)}; it is another model"
         )
     if head is not None and not torch.equal(head, checked[_PREFIX + "wte.weight"]):
         raise UserError(
-            f"{where}: {_TIED_HEAD} is not the embedding; models here have both in one tensor"
+            f"{where}: {_TIED_HEAD} differs from the embedding; only tied embeddings are supported"
         )
     return checked
 
 
 def huggingface_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name there -> dimensions there."""
+    """Map Hugging Face's names to shapes."""
     h, f = shape.size.hidden_size, shape.size.ffn_hidden_size
     wide = {"attn.c_attn": (h, 3 * h), "attn.c_proj": (h, h)}
     wide |= {"mlp.c_fc": (h, f), "mlp.c_proj": (f, h)}
@@ -287,9 +287,9 @@ def _check_tensor(tensor: torch.Tensor, expected: tuple[int, ...], where: str) -
             f"{where} is {list(tensor.shape)}, its config.json asks for {list(expected)}"
         )
     if not tensor.is_floating_point():
-        raise UserError(f"{where} is of {tensor.dtype}: quantised weights cannot be read")
+        raise UserError(f"{where} is {tensor.dtype}: quantized weights are not supported")
     if not torch.isfinite(tensor).all():
-        raise UserError(f"{where} holds numbers that are not finite; use another copy or model")
+        raise UserError(f"{where} has NaN or infinite values; use another copy or model")
 
 
 def _is_stored_transposed(ours: str, tensor: torch.Tensor) -> bool:
@@ -297,12 +297,11 @@ def _is_stored_transposed(ours: str, tensor: torch.Tensor) -> bool:
 
 
 def _swap_outer(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Rows [outer x inner x head_dim, ...] in the order [inner x outer x head_dim, ...]."""
+    """Reorder rows [outer x inner x head_dim, ...] to [inner x outer x head_dim, ...]."""
     return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _unfit(where: str, field: str, value: object, reason: str) -> UserError:
     return UserError(
-        f"{where}: field {field} {value!r}: {reason}; no model here can compute as it says, "
-        "use another"
+        f"{where}: field {field} {value!r}: {reason}; this model is not supported, use another"
     )

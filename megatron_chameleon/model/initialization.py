@@ -1,7 +1,8 @@
-"""Initial weights that depend on (seed, parameter) alone, so that every layout starts equal.
+"""Initial weights that depend only on (seed, parameter name), so that all layouts start equal.
 
-megatron draws weights rank by rank, so that another pipeline layout starts from other weights. Here
-each tensor is drawn whole from a generator seeded by (seed, name), and each rank keeps its slice.
+megatron samples weights rank by rank, so that another pipeline layout starts from other weights.
+Here each whole tensor is sampled from a generator seeded by (seed, name), and each rank keeps its
+slice.
 Distributions are GPT-2's: normal(0, 0.02), with the projections that write to the residual stream
 scaled by 1/sqrt(2 * num_layers); biases zero; layer norms one and zero.
 """
@@ -24,7 +25,7 @@ _WRITES_TO_RESIDUAL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weig
 
 @torch.no_grad()
 def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
-    """Overwrite every parameter of this rank's part of the model."""
+    """Overwrite every parameter of this rank's part of the model with its initial value."""
     size = model.pg_collection.tp.size()
     for local_name, parameter in model.named_parameters():
         name = global_name(model, local_name)
@@ -32,12 +33,17 @@ def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
             is_norm_weight = "layernorm" in name and name.endswith(".weight")
             parameter.fill_(1.0 if is_norm_weight else 0.0)
             continue
-        whole = _draw(name, parameter, shape, seed, size)
-        parameter.copy_(own_part(model, parameter, whole))
+        rows, columns = parameter.shape
+        if partition_dimension(parameter) == 0:
+            rows *= size
+        elif partition_dimension(parameter) == 1:
+            columns *= size
+        whole = sample_matrix(name, rows, columns, shape, seed)
+        parameter.copy_(own_shard(model, parameter, whole))
 
 
 def global_name(model: GPTModel, local_name: str) -> str:
-    """The name of a parameter in the whole model: layers counted over all stages, one embedding."""
+    """Return a parameter's name in the whole model: layers of all stages, one embedding."""
     if local_name == "output_layer.weight":
         return WORD_EMBEDDINGS  # the last stage's copy of the tied embedding
     match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
@@ -48,14 +54,14 @@ def global_name(model: GPTModel, local_name: str) -> str:
 
 
 def partition_dimension(parameter: torch.nn.Parameter) -> int | None:
-    """The dimension of which this rank holds a slice by tensor parallelism; None if it has all."""
+    """Return the dimension that tensor parallelism shards; None if this rank has the whole."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     return int(parameter.partition_dim)  # type: ignore[attr-defined]
 
 
-def own_part(model: GPTModel, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of ``whole``, of which ``parameter`` holds a part or all."""
+def own_shard(model: GPTModel, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's slice of ``whole``, the unsharded ``parameter``."""
     dimension = partition_dimension(parameter)
     if dimension is None:
         return whole
@@ -63,25 +69,14 @@ def own_part(model: GPTModel, parameter: torch.nn.Parameter, whole: torch.Tensor
     return whole.chunk(tensor_group.size(), dim=dimension)[tensor_group.rank()]
 
 
-def _draw(
-    name: str, parameter: torch.nn.Parameter, shape: ModelShape, seed: int, tensor_size: int
-) -> torch.Tensor:
-    """The whole tensor of which ``parameter`` is this rank's part."""
-    sizes = list(parameter.shape)
-    dimension = partition_dimension(parameter)
-    if dimension is not None:
-        sizes[dimension] *= tensor_size
-    return draw_matrix(name, sizes[0], sizes[1], shape, seed)
-
-
-def draw_matrix(name: str, rows: int, columns: int, shape: ModelShape, seed: int) -> torch.Tensor:
-    """A whole matrix [rows, columns] in float32; rows that pad the vocabulary are zero."""
+def sample_matrix(name: str, rows: int, columns: int, shape: ModelShape, seed: int) -> torch.Tensor:
+    """Sample a whole matrix [rows, columns] in float32; rows that pad the vocabulary are zero."""
     std = INIT_STD
     if name.endswith(_WRITES_TO_RESIDUAL):
         std /= math.sqrt(2 * shape.size.num_layers)
-    drawn_rows = shape.vocab_size if name == WORD_EMBEDDINGS else rows
+    sampled_rows = shape.vocab_size if name == WORD_EMBEDDINGS else rows
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    drawn = torch.randn(drawn_rows, columns, generator=generator) * std
-    padding = drawn.new_zeros(rows - drawn_rows, columns)
-    return torch.cat([drawn, padding])
+    sampled = torch.randn(sampled_rows, columns, generator=generator) * std
+    padding = sampled.new_zeros(rows - sampled_rows, columns)
+    return torch.cat([sampled, padding])

@@ -1,28 +1,36 @@
-"""What a rank's tensors take while it trains, from shapes alone: states, and the peak of a step.
+"""Estimate the tensor memory of a training rank from shapes: states, and a step's peak.
 
-Bytes of tensors are counted, as torch's allocator does. What comes on top on a GPU is not: the CUDA
-context, the libraries' workspaces, NCCL's buffers and what fragmentation wastes. Nor are, on the
-CPU, the copies that gloo makes of what it sends.
+Counts bytes of tensors, like torch's allocator. Not counted: on a GPU, the CUDA context, libraries'
+workspaces, NCCL's buffers and fragmentation; on the CPU, gloo's copies of what it sends.
+
+Activations of a layer follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models", equation 2, for a model without dropout whose attention keeps no scores. With
+n = s * b tokens, t tensor-parallel ranks, h and f the widths, a layer keeps
+
+    n * (4h/r + 4h/t + 2f/t)     r = t under sequence parallelism, else 1
+
+elements: the inputs and outputs of both layer norms (4h), queries, keys and values (3h), the output
+of attention (h), and both sides of the activation (2f).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from megatron_chameleon.model.activation_memory import activation_peak
+from megatron_chameleon.model.cross_entropy import CHUNK_ON_CPU
 from megatron_chameleon.model.gpt import padded_vocab_size
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.options.parallel import TrainingParallelOptions
+from megatron_chameleon.parallel.options import TrainingParallelOptions
 
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSetup:
-    """All that the memory of a rank depends on.
+    """Inputs of the memory estimate.
 
     Attributes:
-        shape: of the model; sequences are as long as it has positions.
+        shape: of the model; sequences have its maximum length.
         parallel: the layout, and what is recomputed.
         data_parallel_size: replicas of the model.
         micro_batch_size: sequences of one pass (b).
@@ -39,15 +47,26 @@ class TrainingSetup:
 
     @property
     def element_bytes(self) -> int:
-        """Of a parameter and of an activation."""
+        """Bytes of one parameter or activation."""
         return BFLOAT16_BYTES if self.bf16 else FLOAT32_BYTES
 
     @property
     def embedding_elements(self) -> int:
-        """Of one rank's part of the tied embedding, padding included."""
+        """Elements of this rank's shard of the tied embedding, with padding."""
         tensor = self.parallel.tensor_model_parallel_size
         rows = padded_vocab_size(self.shape.vocab_size, tensor) // tensor
         return rows * self.shape.size.hidden_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch_size * self.shape.max_sequence_length
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of one micro-batch's hidden states between layers."""
+        shards = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
+        return self.tokens // shards * self.shape.size.hidden_size * self.element_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +74,15 @@ class RankMemory:
     """Bytes on each rank of a pipeline stage at the peak of a step.
 
     Attributes:
-        stage: from 0 on.
-        parameters: weights that are computed with.
-        gradients: float32 buffers of all of them, whether or not the optimizer is sharded.
-        main_weights: the optimizer's own float32 copy; none where weights are in float32.
+        stage: index from 0.
+        parameters: weights in the computing precision.
+        gradients: float32 buffers of all of them, also with a sharded optimizer.
+        main_weights: the optimizer's float32 copy; none without bf16.
         moments: both of Adam's, in float32.
-        activations: what forward passes keep for their backward passes, over all micro-batches in
-            flight.
+        activations: kept by forward passes for the backward passes of all micro-batches in flight.
         logits: of the one micro-batch whose loss is computed.
-        working: gradients on their way through the backward pass, and buffers of communication.
-            The update itself is fused and takes none.
+        working: gradients of activations and of one weight, and communication buffers. The update
+            is fused and takes none.
     """
 
     stage: int
@@ -78,7 +96,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all components."""
         return sum(self.parts.values())
 
     @property
@@ -90,18 +108,18 @@ class RankMemory:
 
 
 def estimate_memory(setup: TrainingSetup) -> list[RankMemory]:
-    """The memory of a rank of every pipeline stage; those of other ranks are alike."""
+    """Estimate the memory of one rank of every pipeline stage."""
     stages = range(setup.parallel.pipeline_model_parallel_size)
     return [_stage_memory(setup, stage) for stage in stages]
 
 
 def fullest_stage(setup: TrainingSetup) -> RankMemory:
-    """The stage that needs most."""
+    """Return the stage that needs the most memory."""
     return max(estimate_memory(setup), key=lambda memory: memory.total)
 
 
 def stage_parameters(setup: TrainingSetup, stage: int) -> int:
-    """Parameters that one rank of a pipeline stage holds."""
+    """Count the parameters on one rank of a pipeline stage."""
     parallel, size = setup.parallel, setup.shape.size
     pipeline = parallel.pipeline_model_parallel_size
     tensor = parallel.tensor_model_parallel_size
@@ -115,29 +133,119 @@ def stage_parameters(setup: TrainingSetup, stage: int) -> int:
 
 
 def optimized_parameters(setup: TrainingSetup, stage: int) -> int:
-    """Those of them whose optimizer state and final gradient lie on that rank."""
+    """Count the parameters whose optimizer state lies on one rank of a pipeline stage."""
     shards = setup.data_parallel_size if setup.parallel.use_distributed_optimizer else 1
     return -(-stage_parameters(setup, stage) // shards)
 
 
 def layer_parameters_of_rank(size: ModelSize, tensor: int) -> int:
-    """Parameters of a layer on one of ``tensor`` ranks: layer norms and two biases are whole."""
+    """Count a layer's parameters on one of ``tensor`` ranks; norms and two biases are whole."""
     h, f = size.hidden_size, size.ffn_hidden_size
-    split = 4 * h * h + 3 * h + 2 * h * f + f
-    return split // tensor + 2 * h + 4 * h
+    sharded = 4 * h * h + 3 * h + 2 * h * f + f
+    return sharded // tensor + 2 * h + 4 * h
+
+
+def chunks_in_flight(setup: TrainingSetup, stage: int) -> int:
+    """Largest number of chunks of a stage between their forward and backward passes.
+
+    Megatron's schedules: one forward, one backward once the pipeline is full (Narayanan et al.
+    2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2).
+    """
+    pipeline = setup.parallel.pipeline_model_parallel_size
+    virtual = setup.parallel.num_virtual_stages_per_pipeline_rank
+    later = pipeline - stage - 1
+    warm_up = later if virtual == 1 else 2 * later + (virtual - 1) * pipeline
+    return min(warm_up + 1, setup.num_microbatches * virtual)
+
+
+def layer_bytes(setup: TrainingSetup) -> int:
+    """Bytes that a layer keeps of one micro-batch, unless it is fully recomputed."""
+    size, tensor = setup.shape.size, setup.parallel.tensor_model_parallel_size
+    attention = 4 * setup.tokens * size.hidden_size // tensor * setup.element_bytes
+    log_sum_exp = setup.tokens * size.num_attention_heads // tensor * FLOAT32_BYTES
+    selective = setup.parallel.recompute.recompute_granularity == "selective"
+    mlp = 0 if selective else _inside_mlp_bytes(setup)
+    return 4 * setup.residual_bytes + attention + log_sum_exp + mlp
 
 
 def _stage_memory(setup: TrainingSetup, stage: int) -> RankMemory:
     count = stage_parameters(setup, stage)
     own = optimized_parameters(setup, stage)
-    activations = activation_peak(setup, stage)
+    kept, logits, working = max(_moments_of_a_step(setup, stage), key=sum)
     return RankMemory(
         stage=stage,
         parameters=count * setup.element_bytes,
         gradients=count * FLOAT32_BYTES,
         main_weights=own * FLOAT32_BYTES if setup.bf16 else 0,
         moments=2 * own * FLOAT32_BYTES,
-        activations=activations.kept,
-        logits=activations.logits,
-        working=activations.working,
+        activations=kept,
+        logits=logits,
+        working=working,
     )
+
+
+def _inside_mlp_bytes(setup: TrainingSetup) -> int:
+    """Bytes of both sides of the activation."""
+    width = setup.shape.size.ffn_hidden_size // setup.parallel.tensor_model_parallel_size
+    return 2 * setup.tokens * width * setup.element_bytes
+
+
+def _chunk_bytes(setup: TrainingSetup) -> tuple[int, int]:
+    """Bytes that a chunk keeps of a micro-batch, and bytes recomputed of it at a time."""
+    parallel, recompute = setup.parallel, setup.parallel.recompute
+    layers = (
+        setup.shape.size.num_layers
+        // parallel.pipeline_model_parallel_size
+        // parallel.num_virtual_stages_per_pipeline_rank
+    )
+    whole, inputs = layer_bytes(setup), setup.residual_bytes
+    # Interleaved stages also keep sent outputs.
+    sent = inputs if parallel.num_virtual_stages_per_pipeline_rank > 1 else 0
+    if recompute.recompute_granularity != "full":
+        selective = recompute.recompute_granularity == "selective"
+        return layers * whole + sent, _inside_mlp_bytes(setup) if selective else 0
+    unit = recompute.unit
+    if recompute.recompute_method == "block":
+        kept = unit * inputs + (layers - unit) * whole
+        return kept + sent, whole if layers == unit else 0
+    return layers // unit * inputs + sent, unit * whole
+
+
+def _moments_of_a_step(setup: TrainingSetup, stage: int) -> list[tuple[int, int, int]]:
+    """(Activations, logits, working memory) in each of the moments that can be a step's peak.
+
+    They are the loss, and the backward passes of output layer, a layer and embedding.
+    """
+    pipeline = setup.parallel.pipeline_model_parallel_size
+    size, tensor = setup.shape.size, setup.parallel.tensor_model_parallel_size
+    element = setup.element_bytes
+    hidden = setup.tokens * size.hidden_size * element
+    ffn = size.ffn_hidden_size // tensor
+    chunk, recomputed = _chunk_bytes(setup)
+    kept = chunks_in_flight(setup, stage) * chunk
+    buffers = hidden if setup.parallel.sequence_parallel else 0
+    embedding = setup.embedding_elements * element
+    # The tied embedding's gradient by the output layer waits for that by the tokens.
+    tied = embedding if pipeline == 1 else 0
+    layer = 2 * hidden + setup.tokens * ffn * element + size.hidden_size * ffn * element
+    moments = [(kept + recomputed, 0, buffers + tied + layer)]
+    if stage == 0:
+        moments.append((kept - chunk, 0, buffers + hidden + embedding + max(tied, embedding)))
+    if stage == pipeline - 1:
+        logits = setup.embedding_elements // size.hidden_size * setup.tokens * element
+        head = 2 * setup.residual_bytes  # into and out of the final layer norm
+        # The loss, and then the backward pass of the output layer.
+        for working in (_loss_chunk_bytes(setup, logits), hidden + embedding):
+            moments.append((kept + head, logits, buffers + working))
+    return moments
+
+
+def _loss_chunk_bytes(setup: TrainingSetup, logits: int) -> int:
+    """Float32 working memory of the loss on the CPU; a GPU's kernel needs none.
+
+    For float32 logits it is the differences of one chunk; otherwise also the chunk and, if there is
+    one, the chunk before it.
+    """
+    elements = logits // setup.element_bytes
+    copies = (3 if elements > CHUNK_ON_CPU else 2) if setup.bf16 else 1
+    return copies * FLOAT32_BYTES * min(CHUNK_ON_CPU, elements)

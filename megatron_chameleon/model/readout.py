@@ -1,7 +1,7 @@
-"""Reading a trained model out, forward only, under any layout: hidden states and token losses.
+"""Forward-only reads of a trained model under any layout: hidden states and token losses.
 
-Batches go through the pipeline's stages one after the other. Each stage receives the hidden states
-of the one before, runs its layers, and sends on only what a later stage still needs.
+A batch passes through the pipeline stages in turn. Each stage receives the previous one's hidden
+states, runs its layers, and sends its output if a later stage needs it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.attention import additive_mask
+from megatron_chameleon.model.layers import additive_mask
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 
-# Attention kernels are planned anew for every shape: few shapes are better than the shortest.
+# Attention kernels are planned per shape: fewer shapes beat minimal padding.
 LENGTH_MULTIPLE_ON_GPU = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A model in evaluation mode and this rank's place in its layout.
+    """A model in evaluation mode and this rank's layout.
 
     Attributes:
         model: this rank's part of it.
-        shape: of the whole.
-        layout: of which this rank has a part.
-        later_chunks: this rank's further parts, where pipeline stages are interleaved.
+        shape: of the whole model.
+        layout: this rank's.
+        later_chunks: this rank's further chunks, if pipeline stages are interleaved.
     """
 
     model: GPTModel
@@ -56,7 +56,7 @@ class Reader:
         for chunk in (self.model, *self.later_chunks):
             mine = [block for block in chunk.decoder.layers if block.layer_number <= layer]
             if not mine:
-                return None  # it begins after the layer asked for: nothing is sent to it
+                return None  # this stage starts after that layer and receives nothing
             hidden = self._embed(tokens) if chunk.pre_process else self._receive(tokens.shape)
             for block in mine:
                 hidden, _ = block(hidden_states=hidden, attention_mask=None)
@@ -85,13 +85,13 @@ class Reader:
     def final_hidden_states(
         self, tokens: torch.Tensor, positions: torch.Tensor, hidden_from: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """What the output layer would read: hidden states after the final layer norm.
+        """Hidden states after the final layer norm, the output layer's input.
 
         Args:
             tokens: [b, s] int64, as in :meth:`hidden_states`.
             positions: [b, s] int64, of each token.
-            hidden_from: [b, 1, s, s] bool, True where the row's token may not look at the
-                column's; causal unless given. Every token has to see at least one.
+            hidden_from: [b, 1, s, s] bool, True where the row's token does not attend to the
+                column's; default: causal. Every token has to attend to at least one.
 
         Returns:
             [s, b, h] on the last stage, None on the others.
@@ -112,7 +112,7 @@ class Reader:
         return None
 
     def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] of what sequence parallelism may have cut up."""
+        """Gather [s, b, h] from sequence-parallel shards."""
         if self.layout.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
         return hidden.detach()  # megatron's layers mark their output as requiring gradients
@@ -141,32 +141,32 @@ class Reader:
     def final_norm(self) -> tuple[torch.Tensor, float]:
         """Weight and bias of the final layer norm, [2, h] float32 on every rank, and its epsilon.
 
-        The last pipeline stage alone holds them. Every rank calls this.
+        Collective: only the last pipeline stage holds them.
         """
         norm = (self.model, *self.later_chunks)[-1].decoder.final_layernorm
         values = torch.zeros(2, self.shape.size.hidden_size, device=self.layout.device)
-        spoken = self.layout.is_last_stage and self.layout.data_rank == 0
-        if spoken:
+        has_result = self.layout.is_last_stage and self.layout.data_rank == 0
+        if has_result:
             values = torch.stack([norm.weight.detach(), norm.bias.detach()]).float()
-        whole = self.sum_over_ranks(values, spoken=spoken)
+        whole = self.sum_over_ranks(values, has_result=has_result)
         return whole, self.model.config.layernorm_epsilon
 
-    def sum_over_ranks(self, values: torch.Tensor, *, spoken: bool) -> torch.Tensor:
-        """Sum of ``values`` over all ranks that have something to say, on every rank.
+    def sum_over_ranks(self, values: torch.Tensor, *, has_result: bool) -> torch.Tensor:
+        """Sum ``values`` over the ranks with a result, on every rank. Collective.
 
-        ``spoken`` marks ranks of the stage that holds the result. Tensor-parallel ranks hold it
-        alike, so the first of them speaks.
+        ``has_result`` marks ranks of the stage that holds the result. Tensor-parallel ranks hold
+        the same, so only the first of them counts.
         """
-        if not (spoken and self.layout.tensor_rank == 0):
+        if not (has_result and self.layout.tensor_rank == 0):
             values = torch.zeros_like(values)
         dist.all_reduce(values)
         return values
 
 
 def length_multiple(layout: Layout) -> int:
-    """The multiple that sequence lengths are padded to: what sequence parallelism and kernels need.
+    """The multiple that sequence lengths are padded to, for sequence parallelism and kernels.
 
-    Padding goes to the right, where causal attention does not see it.
+    Padding is appended, where causal attention ignores it.
     """
     multiple = layout.tensor_size if layout.sequence_parallel else 1
     on_gpu = layout.device.type == "cuda"
@@ -179,7 +179,7 @@ def padded_length(length: int, multiple: int) -> int:
 
 
 def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> int:
-    """The layer that ``flag`` asks for, or the middle one (num_layers // 2, as the authors' code).
+    """Check ``layer``; return it, or the middle one (num_layers // 2, as in the authors' code).
 
     Raises:
         UserError: if the model has no such layer.
@@ -195,7 +195,7 @@ def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> 
 
 
 def check_window(shape: ModelShape, window_length: int | None) -> int:
-    """The window length asked for, or the model's sequence length.
+    """Check ``window_length``; return it, or the model's sequence length.
 
     Raises:
         UserError: if the model has no positions for it.

@@ -1,4 +1,4 @@
-"""The model sizes of the paper, and small ones for tests and for two CPU cores."""
+"""Model sizes: the paper's, and small ones for tests and CPUs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_chameleon.artifacts.record import Positive
 from megatron_chameleon.errors import UserError
 
 Activation = Literal["gelu", "gelu_tanh"]
-"""Of the MLP: GELU (Hendrycks and Gimpel 2016) by the error function, or its tanh approximation,
-which the public GPT-2 has."""
+"""Activation of the MLP: GELU (Hendrycks and Gimpel 2016) by the error function, or its tanh
+approximation, which the public GPT-2 has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,10 @@ SIZES: dict[str, ModelSize] = {
 
 
 def model_size(name: str) -> ModelSize:
-    """The size called ``name``.
+    """Look up a size.
 
     Raises:
-        UserError: listing the names there are.
+        UserError: with the known names.
     """
     try:
         return SIZES[name]
@@ -64,7 +64,7 @@ def model_size(name: str) -> ModelSize:
 
 
 def name_of(size: ModelSize) -> str | None:
-    """What ``size`` is called, if it has a name."""
+    """Return the name of ``size``, if it has one."""
     return next((name for name, named in SIZES.items() if named == size), None)
 
 
@@ -72,9 +72,8 @@ def name_of(size: ModelSize) -> str | None:
 class ModelShape:
     """A model size together with the vocabulary and sequence length that fix every tensor.
 
-    ``vocab_size`` is the tokenizer's; padding for tensor parallelism is not part of the shape.
-    ``activation`` fixes no tensor, but what the tensors mean; models trained here have the exact
-    one.
+    ``vocab_size`` is the tokenizer's, without padding. Models trained here have the exact
+    ``activation``.
     """
 
     size: ModelSize
@@ -82,21 +81,21 @@ class ModelShape:
     max_sequence_length: Positive
     activation: Activation = "gelu"
 
-    def require_bytes(self, held: int, where: str) -> None:
-        """Check that files of ``held`` bytes can hold the model, at 2 bytes a parameter or more.
+    def require_bytes(self, num_bytes: int, where: str) -> None:
+        """Check that files of so many bytes can hold the model, before memory is allocated for it.
 
         Raises:
-            UserError: beginning with ``where``; before any memory is taken for the model.
+            UserError: naming ``where``, for less than 2 bytes a parameter.
         """
-        if 2 * self.num_parameters > held:
+        if 2 * self.num_parameters > num_bytes:
             raise UserError(
-                f"{where}: {self.num_parameters:,} parameters do not fit into the {held:,} bytes "
-                "of its files: it is damaged; use another"
+                f"{where}: {self.num_parameters:,} parameters do not fit into the {num_bytes:,} "
+                "bytes of its files: it is damaged; use another"
             )
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one transformer layer: four projections, biases and two layer norms."""
+        """Number of parameters of one layer: four projections, biases and two layer norms."""
         h, f = self.size.hidden_size, self.size.ffn_hidden_size
         attention = 4 * h * h + 4 * h
         mlp = 2 * h * f + f + h
@@ -104,7 +103,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters; the tied embedding counts once, padding rows not at all."""
+        """Number of all parameters; the tied embedding counts once, its padding not at all."""
         h = self.size.hidden_size
         embeddings = (self.vocab_size + self.max_sequence_length) * h
         return embeddings + self.size.num_layers * self.layer_parameters + 2 * h

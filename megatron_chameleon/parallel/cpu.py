@@ -1,8 +1,8 @@
-"""Lets megatron-core run over gloo on a machine without CUDA.
+"""Run megatron-core over gloo on a machine without CUDA.
 
-megatron-core asks torch.cuda for its device, its random state and its tensors by name. Where no
-CUDA device exists, :func:`install_cpu_stand_in` replaces exactly those calls by their CPU
-counterparts, for this process. Where one exists it does nothing, so there is one code path.
+megatron-core calls torch.cuda for its device, its random state and its tensors by name. Without a
+CUDA device, :func:`install_cpu_stand_in` replaces these calls by their CPU counterparts in this
+process. With one it does nothing, so there is one code path.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST_INT = 2**31 - 1
 
 
 def install_cpu_stand_in() -> bool:
-    """Install the replacements once. Returns whether this process runs on the CPU."""
+    """Install the replacements once. Return whether this process runs on the CPU."""
     if torch.cuda.is_available():
         return False
     if not hasattr(torch.cuda, _INSTALLED):
@@ -43,11 +43,11 @@ def install_cpu_stand_in() -> bool:
 
 
 def unusable_gpu() -> str | None:
-    """Why torch cannot use this machine's GPU, and the fix.
+    """Return why torch cannot use this machine's GPU, and the fix.
 
     Returns:
         None if it can, if there is no GPU, if this torch is built for the CPU, or if
-        CUDA_VISIBLE_DEVICES hides all devices, which asks for the CPU.
+        CUDA_VISIBLE_DEVICES hides all devices, which selects the CPU.
     """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     if torch.version.cuda is None or is_hidden or not glob.glob(_GPU_FILES):
@@ -62,9 +62,9 @@ def unusable_gpu() -> str | None:
 
 
 def replace_device_calls() -> None:
-    """``torch.cuda.current_device()`` is passed on as ``device=``; the rest are waits and hints."""
+    """Return the CPU as the current device; make waits and hints no-ops."""
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
-    # A function of its own for each: the compiler refuses one function under two of torch's names.
+    # One function each: the compiler rejects one function under two of torch's names.
     torch.cuda.synchronize = _nothing()
     torch.cuda.empty_cache = _nothing()
     torch.cuda.set_device = _nothing()
@@ -72,13 +72,13 @@ def replace_device_calls() -> None:
 
 def _nothing() -> Callable[..., None]:
     def nothing(*_arguments: Any, **_more: Any) -> None:
-        """There is no device to wait for, and no cache to empty."""
+        """Do nothing: there is no device to wait for, and no cache to empty."""
 
     return nothing
 
 
 def replace_random_state() -> None:
-    """The one CPU generator stands in for the CUDA generators, megatron's tracker included."""
+    """Use the one CPU generator for the CUDA generators, also in megatron's tracker."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def seed_generator(seed: int) -> None:
@@ -95,14 +95,14 @@ def replace_random_state() -> None:
     torch.cuda.random.get_rng_state = get_state
     torch.cuda.set_rng_state = set_state  # type: ignore[assignment]
     megatron_random._set_cuda_rng_state = set_state
-    # The tracker sees the CPU generator move under it, as it must here.
+    # The tracker warns that the CPU generator advances, as it must here.
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
 def redirect_cuda_constructors() -> None:
-    """``device="cuda"`` in constructors and ``Tensor.cuda()`` stay on the CPU."""
+    """Keep ``device="cuda"`` in constructors and ``Tensor.cuda()`` on the CPU."""
 
     def on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(constructor)
@@ -119,7 +119,7 @@ def redirect_cuda_constructors() -> None:
 
 
 def report_cuda_tensor_types() -> None:
-    """The optimizer sorts parameters by ``Tensor.type()`` and knows CUDA types only."""
+    """Return CUDA types from ``Tensor.type()``: the optimizer groups parameters by them."""
     plain_type = torch.Tensor.type
 
     def tensor_type(self: torch.Tensor, *arguments: Any, **more: Any) -> Any:
@@ -131,15 +131,15 @@ def report_cuda_tensor_types() -> None:
 
 
 def run_fused_functions_eagerly() -> None:
-    """Fused functions are compiled; the compiler fails on the replaced calls."""
+    """Disable the compiler, which fails on the replaced calls, for megatron's fused functions."""
     torch.compiler.set_stance("force_eager")
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed tensors for the next ones instead of giving them back to the system.
+    """Make glibc keep freed memory for reuse instead of returning it to the system.
 
-    Every step allocates the same large tensors again. Given back, their pages are faulted in anew
-    each time, which costs a small model a third of its speed.
+    Every step allocates the same large tensors again. Returned pages have to be faulted in each
+    time, which costs a small model a third of its speed.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""Process groups: from the ranks that torchrun started to megatron's parallel state."""
+"""Process groups: from torchrun's ranks to megatron's parallel state."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
-from megatron_chameleon.options.ranges import check_ranges
 from megatron_chameleon.parallel.cpu import install_cpu_stand_in, unusable_gpu
+from megatron_chameleon.parallel.options import ParallelOptions
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """This rank's place. Tensor, pipeline and data sizes multiply to ``world_size``.
+    """This rank's coordinates. Tensor, pipeline and data sizes multiply to ``world_size``.
 
-    ``virtual_size`` is how many virtual pipeline stages each rank has.
+    ``virtual_size`` is the number of virtual pipeline stages per rank.
     """
 
     rank: int
@@ -56,11 +55,11 @@ class Layout:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and talks."""
+        """Whether this rank writes files and prints."""
         return self.rank == 0
 
     def describe(self) -> dict[str, int | bool | str]:
-        """The layout without this rank's place in it, for artifacts."""
+        """The layout without this rank's coordinates, for artifacts."""
         return {
             "world_size": self.world_size,
             "tensor_model_parallel_size": self.tensor_size,
@@ -75,21 +74,21 @@ class Layout:
 
 @contextlib.contextmanager
 def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
-    """Set up process groups and random state for the block, and take them down after it.
+    """Set up process groups and random state for the block, and destroy them after it.
 
     Without torchrun the block runs as one rank.
 
     Raises:
-        UserError: if the ranks cannot be laid out as ``options`` ask.
+        UserError: if ``options`` do not fit the number of ranks.
     """
-    # torchrun sets both; a scheduler may set WORLD_SIZE alone, for a process that is on its own.
+    # torchrun sets both; a scheduler may set only WORLD_SIZE, also for a single process.
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     check_layout(options, world_size)
-    virtual = for_training(options).num_virtual_stages_per_pipeline_rank
+    virtual = options.for_training().num_virtual_stages_per_pipeline_rank
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    # Lets tensor-parallel communication overlap with computation on the GPU; megatron asks for it.
+    # Lets tensor-parallel communication overlap with computation on the GPU; megatron requires it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = _prepare_device()
     _init_process_group(world_size, device, options.distributed_timeout_minutes)
@@ -106,16 +105,16 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     try:
         yield _current_layout(options, device)
     except BaseException:
-        # Over NCCL, ranks that wait in a collective could keep this one from leaving the groups,
-        # and its error from being told. The process is about to end anyway.
+        # Over NCCL, ranks that wait in a collective could block this one here, and its error would
+        # not be reported. The process is about to end anyway.
         if device.type == "cpu":
-            leave_groups()
+            destroy_groups()
         raise
-    leave_groups()
+    destroy_groups()
 
 
-def leave_groups() -> None:
-    """Take the process groups down; every rank has to."""
+def destroy_groups() -> None:
+    """Destroy the process groups. Collective."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -123,61 +122,12 @@ def leave_groups() -> None:
 
 
 def check_layout(options: ParallelOptions, world_size: int) -> None:
-    """Raises UserError if ``world_size`` ranks cannot be laid out as ``options`` ask."""
-    check_ranges(options)
+    """Raise UserError if ``options`` do not fit ``world_size`` ranks."""
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     if world_size % (tensor * pipeline):
         raise UserError(
             f"{world_size} rank(s) cannot be laid out as tensor {tensor} x pipeline {pipeline}; "
             f"start a multiple of {tensor * pipeline} with torchrun --nproc-per-node"
-        )
-    if options.sequence_parallel and tensor == 1:
-        raise UserError(
-            "--sequence-parallel splits work among tensor-parallel ranks; "
-            "leave it out, or give --tensor-model-parallel-size 2 or more"
-        )
-    _check_training_layout(for_training(options))
-
-
-def for_training(options: ParallelOptions) -> TrainingParallelOptions:
-    """``options``, with what only training has at its defaults where they are not of training."""
-    if isinstance(options, TrainingParallelOptions):
-        return options
-    return TrainingParallelOptions(**dataclasses.asdict(options))
-
-
-def _check_training_layout(options: TrainingParallelOptions) -> None:
-    if options.num_virtual_stages_per_pipeline_rank > 1 == options.pipeline_model_parallel_size:
-        raise UserError(
-            f"--num-virtual-stages-per-pipeline-rank "
-            f"{options.num_virtual_stages_per_pipeline_rank} interleaves pipeline stages; "
-            "leave it out, or give --pipeline-model-parallel-size 2 or more"
-        )
-    if options.overlap_param_gather and not options.use_distributed_optimizer:
-        raise UserError(
-            "--overlap-param-gather: only a sharded optimizer gathers parameters; "
-            "give --use-distributed-optimizer too, or leave it out"
-        )
-    if options.overlap_param_gather and not options.overlap_grad_reduce:
-        raise UserError(
-            "--overlap-param-gather needs --overlap-grad-reduce, whose buckets it gathers by; "
-            "give both"
-        )
-
-
-def check_interleaving(options: TrainingParallelOptions, num_microbatches: int) -> None:
-    """Refuse a step that the interleaved schedule cannot go through.
-
-    Raises:
-        UserError: if micro-batches do not come in groups of as many as there are stages.
-    """
-    virtual = options.num_virtual_stages_per_pipeline_rank
-    pipeline = options.pipeline_model_parallel_size
-    if virtual > 1 and num_microbatches % pipeline:
-        raise UserError(
-            f"--num-virtual-stages-per-pipeline-rank {virtual}: {num_microbatches} micro-batch(es) "
-            f"per step and rank are not a multiple of --pipeline-model-parallel-size {pipeline}; "
-            "change --global-batch-size or --micro-batch-size"
         )
 
 
@@ -187,7 +137,7 @@ def barrier() -> None:
 
 
 def from_main(make: Callable[[], T]) -> T:
-    """What ``make`` returns on rank 0, on every rank; it is pickled, so keep it small.
+    """Call ``make`` on rank 0 and broadcast its result, pickled. Collective.
 
     Raises:
         UserError: on every rank, if ``make`` raises it on rank 0; the others would otherwise wait
@@ -207,10 +157,10 @@ def from_main(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(check: Callable[[], object]) -> None:
-    """Let every rank do its part of a check; what one of them refuses, all refuse.
+    """Call ``check`` on every rank. Collective.
 
     Raises:
-        UserError: on every rank, that of the first one for which ``check`` raises it.
+        UserError: on every rank, the error of the first rank on which ``check`` raises it.
     """
     problem: UserError | None = None
     try:
@@ -225,7 +175,7 @@ def on_every_rank(check: Callable[[], object]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """Name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -245,27 +195,27 @@ def _prepare_device() -> torch.device:
 def _device_index(count: int) -> int:
     """Index of this rank's device among the ``count`` visible ones.
 
-    torchrun's ranks all see the devices of their node. Without it, one visible device is this
-    task's own (SLURM's --gpus-per-task=1), whatever its local rank.
+    torchrun's ranks all see the devices of their node. Without it, a single visible device is this
+    task's (SLURM's --gpus-per-task=1), whatever its local rank.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0
     if local_rank >= count:
         raise UserError(
-            f"there are {count} CUDA device(s) here, too few for local rank {local_rank}; give "
-            f"--nproc-per-node {count}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"there are {count} CUDA device(s) here, too few for local rank {local_rank}; pass "
+            f"--nproc-per-node {count}, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return local_rank
 
 
 def _init_process_group(world_size: int, device: torch.device, timeout_minutes: int) -> None:
     on_gpu = device.type == "cuda"
-    alone = "RANK" not in os.environ  # then there is no torchrun that the ranks could meet at
+    alone = "RANK" not in os.environ  # then there is no torchrun with a store
     timeout = datetime.timedelta(minutes=timeout_minutes)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=torch._C._distributed_c10d.HashStore() if alone else _store_of_this_start(timeout),
+        store=torch._C._distributed_c10d.HashStore() if alone else _new_store(timeout),
         rank=0 if alone else int(os.environ["RANK"]),
         world_size=world_size,
         device_id=device if on_gpu else None,
@@ -273,11 +223,11 @@ def _init_process_group(world_size: int, device: torch.device, timeout_minutes: 
     )
 
 
-def _store_of_this_start(timeout: datetime.timedelta) -> Store:
-    """The part of torchrun's store that is for the groups that are set up now.
+def _new_store(timeout: datetime.timedelta) -> Store:
+    """Return a namespace of torchrun's store for the groups being set up.
 
-    In the store itself, a process that sets up groups again would find the addresses of the ones
-    that it has taken down. Every rank counts its starts there, and all have the same number.
+    In the store itself, a process that sets up groups a second time would find the addresses of the
+    destroyed ones. Every rank counts its starts, and all have the same count.
     """
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
@@ -287,7 +237,7 @@ def _store_of_this_start(timeout: datetime.timedelta) -> Store:
 def _current_layout(options: ParallelOptions, device: torch.device) -> Layout:
     from megatron.core import parallel_state
 
-    training = for_training(options)
+    training = options.for_training()
     return Layout(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

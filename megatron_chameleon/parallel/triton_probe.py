@@ -1,7 +1,7 @@
-"""Whether Triton can launch kernels in this process.
+"""Check whether Triton can launch kernels in this process.
 
-Importing Triton proves nothing: it compiles its launcher with the machine's C compiler and Python's
-headers when the first kernel is launched, and slim images have neither.
+A successful import is not enough: Triton compiles its launcher with the machine's C compiler and
+Python's headers at the first launch, and slim images have neither.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether Triton kernels can run on ``tensor``; warns once if they could not on its GPU."""
+    """Return whether Triton kernels can run on ``tensor``; warn once if they cannot on its GPU."""
     return tensor.is_cuda and _works_or_warns()
 
 
@@ -29,7 +29,7 @@ def triton_problem() -> str | None:
     """Launch an empty kernel on the current CUDA device, once per process.
 
     Returns:
-        None if it ran, else a line that gives the cause and the fix.
+        None if it ran, otherwise one line with the cause and the fix.
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
@@ -46,7 +46,7 @@ def _empty_kernel(_tensor):  # type: ignore[no-untyped-def]
 
 
 def _missing_tools() -> str | None:
-    """What Triton's build of its launcher lacks, by the places where it looks for it."""
+    """Find what Triton's build of its launcher lacks, where Triton looks for it."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     missing = []
@@ -63,5 +63,5 @@ def _missing_tools() -> str | None:
 def _works_or_warns() -> bool:
     problem = triton_problem()
     if problem is not None:
-        warnings.warn(f"{problem}; torch's slower operations are used instead", stacklevel=4)
+        warnings.warn(f"{problem}; using torch's slower operations", stacklevel=4)
     return problem is None

@@ -1,1 +1,1 @@
-"""From the artifacts of a run folder to tables and pictures. Imports no model code."""
+"""Tables and figures from the artifacts of a run folder. Imports no model code."""

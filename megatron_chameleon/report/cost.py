@@ -1,4 +1,4 @@
-"""The cost ledger: what every stage recorded, summed once over the run and once per mixture.
+"""Cost ledger: recorded costs of all stages, summed over the run and per mixture.
 
 Nothing is estimated here: stages count FLOPs from the model's shapes, and device-seconds are wall
 seconds times the devices held.
@@ -42,9 +42,9 @@ class MixtureCost:
 
     Attributes:
         mixture: with its method and its own cost.
-        parts: ledger entry -> cost: the mixture's own first, then what it was made from. Artifacts
-            that several mixtures were made from are parts of each.
-        missing: descriptions of the parts that are not there or have no recorded cost.
+        parts: ledger entry -> cost: the mixture's own cost first, then those of its inputs. Inputs
+            shared by several mixtures count for each.
+        missing: descriptions of parts that are missing or have no recorded cost.
     """
 
     mixture: Mixture
@@ -111,7 +111,7 @@ class Ledger:
 def ledger_of(folder: RunFolder) -> Ledger:
     """Sum the recorded costs of ``folder``.
 
-    A mixture's ``parameters["made_from"]`` lists what it was made from, by paths relative to its
+    A mixture's ``parameters["made_from"]`` lists its inputs, by paths relative to its
     folder: runs, swarms and embedding stores, folders of them, and mixtures (with all that those
     were made from); ``parameters["unknown_costs"]`` describes parts without a known cost.
     Chameleon's mixtures have no such list: their proxy is the run in 2-proxy that saved the
@@ -128,7 +128,7 @@ def ledger_of(folder: RunFolder) -> Ledger:
                 proxies[CheckpointRecord.load(run.root / checkpoint).hash] = name
     mixtures = {}
     for name, mixture in folder.mixtures.items():
-        place = folder.mixture_file(name).resolve()
+        place = folder.place("mixtures", name).resolve()
         parts, missing = _made_from(folder, mixture, proxies, (place,))
         own = {f"{MIXTURE}/{name}": mixture.cost}
         mixtures[name] = MixtureCost(mixture, own | parts, tuple(dict.fromkeys(missing)))
@@ -169,7 +169,7 @@ def cost_tables(folder: RunFolder) -> list[Table]:
 
 
 def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
-    """FLOPs and device-hours per mixture, with everything it was made from, and their ratios."""
+    """FLOPs and device-hours per mixture, including its inputs, and their ratios."""
     reference = ledger.mixtures[ledger.reference] if ledger.reference else None
     by_paper = any("paper_flops" in m.mixture.parameters for m in ledger.mixtures.values())
     header = ["mixture", "FLOPs", "device-hours"]
@@ -211,7 +211,7 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
 def _made_from(
     folder: RunFolder, mixture: Mixture, proxies: Mapping[str, str], path: tuple[Path, ...]
 ) -> tuple[dict[str, Cost], list[str]]:
-    """Costs of what a mixture was made from, and descriptions of what is missing.
+    """Costs of a mixture's inputs, and descriptions of missing ones.
 
     Args:
         folder: of the run.
@@ -264,7 +264,7 @@ def _costs_at(place: Path) -> Iterator[tuple[Path, Cost]]:
 
 
 def _entry(folder: RunFolder, place: Path) -> str:
-    """Ledger key of the artifact at ``place``, the same wherever it is named from."""
+    """Ledger key of the artifact at ``place``, independent of the referring path."""
     known = folder.entries_by_place.get(place)
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""Downstream accuracy: which results are compared, and their tables."""
+"""Downstream accuracy: comparison and tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from megatron_chameleon.artifacts.downstream_result import (
     TaskScore,
     require_same_questions,
 )
-from megatron_chameleon.report.comparison import first_uniform, run_labels
-from megatron_chameleon.report.run_folder import DOWNSTREAM_SUFFIX, RunFolder
+from megatron_chameleon.report.run_folder import (
+    DOWNSTREAM_SUFFIX,
+    RunFolder,
+    first_uniform,
+    run_labels,
+)
 from megatron_chameleon.report.tables import MISSING, Table, cells_of, listed, unique_labels
 
 METRIC_NAMES = {"acc_norm": "normalised accuracy", "acc": "accuracy"}
@@ -87,7 +91,7 @@ def compare_downstream(
 
     Raises:
         UserError: if two results did not answer the same questions. Missing tasks or numbers of
-            shots are no error; averages leave them out.
+            shots are excluded from averages.
     """
     results = folder.downstream
     if not results:

@@ -1,4 +1,4 @@
-"""The figures of a report: weights, affinity, loss curves, sweeps and the map of windows.
+"""Figures of weights, affinity, loss curves and sweeps, as PNG, PDF and SVG.
 
 Figures are built without pyplot's global state. The colours are Okabe and Ito's and a diverging
 map, both safe for colour-vision deficiencies.
@@ -6,12 +6,16 @@ map, both safe for colour-vision deficiencies.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
@@ -23,17 +27,34 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.comparison import BASELINE_METHOD, run_labels, uniform_first
-from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.run_folder import (
+    BASELINE_METHOD,
+    RunFolder,
+    run_labels,
+    uniform_first,
+)
 from megatron_chameleon.report.tables import display_width, format_weight, shortened, unique_labels
 from megatron_chameleon.report.weights import SweptAxis, mode_of
-from megatron_chameleon.report.window_map import WindowMap, window_map
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PROXY_COLOR = "#777777"
 REFERENCE_COLOR = "#444444"
 GRID_COLOR = "#DDDDDD"
 LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
+# Colours that the page redefines when it is dark; others stay as they are.
+PAGE_COLORS = {
+    "#ffffff": "var(--paper)",
+    "#000000": "var(--ink)",
+    GRID_COLOR.lower(): "var(--grid)",
+    PROXY_COLOR.lower(): "var(--proxy)",
+    REFERENCE_COLOR.lower(): "var(--reference)",
+    **{color.lower(): f"var(--series-{i})" for i, color in enumerate(COLORS[:-1])},
+}
+# In SVG, more points than these become an image instead of an element each.
+MOST_POINTS = 3000
+IMAGE_DPI = 200
+_SVG_NUMBER = re.compile(r"-?\d+\.\d+")
+_SVG_STYLE = re.compile(r' style="([^"]*)"')
 # Text on a coloured cell, the same in light and dark pages.
 DARK_TEXT, LIGHT_TEXT = "#111111", "#FDFDFD"
 DPI = 130
@@ -58,7 +79,7 @@ MOST_DESCRIBED, MOST_RUNS = 3, 8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Picture:
-    """A figure and its texts; ``figure`` is None where ``missing`` says why.
+    """A figure and its texts; where ``figure`` is None, ``missing`` is the reason.
 
     Attributes:
         name: of its files, without suffix.
@@ -89,6 +110,75 @@ def pdf(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
+def svg_content(figure: Figure, name: str) -> str:
+    """The content of the ``<svg>`` element of ``figure``; equal figures give equal text.
+
+    Args:
+        figure: with the colours of ``report.figures``. matplotlib escapes its texts.
+        name: salts the ids, so that several figures can be in one page.
+    """
+    stream = io.BytesIO()
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    settings = {"svg.fonttype": "none", "svg.hashsalt": name}
+    with _for_a_page(figure), matplotlib.rc_context(settings), warnings.catch_warnings():
+        # The reader's browser has more fonts than matplotlib.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(stream, format="svg", dpi=IMAGE_DPI, metadata=no_metadata)
+    text = stream.getvalue().decode("utf-8")
+    text = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
+    # Its style would leak into the page; ids of groups repeat in every figure and are never
+    # referenced.
+    text = re.sub(r"<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r"<[a-zA-Z][^>]*>", lambda found: _restyled(found[0]), text)
+    text = re.sub(r"(<g[^>]*)>(\s*(?:<use [^>]*/>\s*)+</g>)", _share_style, text)
+    return re.sub(r"\n\s*", "\n", text)
+
+
+def _restyled(tag: str) -> str:
+    """The page's colours and font, fewer digits, and no line breaks in attributes."""
+    tag = re.sub(r"font-family: [^;\"]*(; |)", "", tag)
+    tag = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda found: PAGE_COLORS.get(found[0], found[0]), tag)
+    tag = re.sub(r' transform="rotate\(-?0 [^)]*\)"', "", tag)
+    if "base64" in tag:
+        return re.sub(r"\s+", "", tag.replace(" ", "\0")).replace("\0", " ").replace("xlink:", "")
+    is_curved = re.search(r' d="[^"]*[A-KN-Ya-kn-y]', tag)
+    places = 4 if "matrix" in tag else 1 if " d=" in tag and not is_curved else 2
+    tag = _SVG_NUMBER.sub(lambda found: f"{float(found[0]):.{places}f}", tag)
+    # Points after the first are implicit line commands.
+    return re.sub(r"\s+", " ", tag).replace("xlink:href", "href").replace(" L ", " ")
+
+
+def _share_style(group: re.Match[str]) -> str:
+    """Write the common style of all markers once, on their group."""
+    styles = set(_SVG_STYLE.findall(group[2]))
+    if len(styles) != 1:
+        return group[0]
+    return f'{group[1]} style="{styles.pop()}">{_SVG_STYLE.sub("", group[2])}'
+
+
+@contextlib.contextmanager
+def _for_a_page(figure: Figure) -> Iterator[None]:
+    """Write images with as many pixels as their data, and few points as elements.
+
+    Browsers scale such images without smoothing; points in an image could not change colour.
+    """
+    images = [i for axes in figure.axes for i in axes.images if i.get_interpolation() == "nearest"]
+    points = [line for axes in figure.axes for line in axes.lines if line.get_rasterized()]
+    is_image = sum(np.size(line.get_xdata()) for line in points) > MOST_POINTS
+    for image in images:
+        image.set_interpolation("none")
+    for line in points:
+        line.set_rasterized(is_image)
+    try:
+        yield
+    finally:
+        for image in images:
+            image.set_interpolation("nearest")
+        for line in points:
+            line.set_rasterized(True)
+
+
 def freeze_layout(figure: Figure) -> None:
     """Lay out ``figure`` once for all files that are made of it."""
     figure.draw_without_rendering()
@@ -100,7 +190,7 @@ def weights_picture(folder: RunFolder) -> Picture:
     title, mixtures = "Weight of each domain", weight_series(folder)
     if not mixtures:
         return Picture("weights", title, missing="4-mixture holds no mixture but uniform")
-    shown, count = bar_domains(mixtures), _count_domains(mixtures)
+    shown, count = bar_domains(mixtures), len(_weights_by_domain(mixtures))
     caption = "Share of training tokens by each mixture; the dashed line is uniform."
     if any(mixture.intervals for mixture in mixtures.values()):
         caption += " Whiskers are bootstrap intervals."
@@ -114,8 +204,7 @@ def weights_picture(folder: RunFolder) -> Picture:
         ranked = sorted(mixture.weights.items(), key=lambda item: -item[1])
         *top, last = [f"{n} {format_weight(w)}" for n, w in (*ranked[:MOST_DESCRIBED], ranked[-1])]
         sentences.append(f"{label}: the largest are {', '.join(top)}; the smallest is {last}.")
-    figure = weights_figure(mixtures)
-    return Picture("weights", title, caption, " ".join(sentences), figure)
+    return Picture("weights", title, caption, " ".join(sentences), weights_figure(mixtures))
 
 
 def weight_series(folder: RunFolder) -> dict[str, Mixture]:
@@ -151,17 +240,13 @@ def _weights_by_domain(mixtures: Mapping[str, Mixture]) -> pd.DataFrame:
     return pd.DataFrame(columns, index=list(names)).fillna(0.0)
 
 
-def _count_domains(mixtures: Mapping[str, Mixture]) -> int:
-    return len({name for mixture in mixtures.values() for name in mixture.weights})
-
-
 def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
     """Horizontal bars, a group per domain with one bar per mixture, and the intervals.
 
     Args:
         mixtures: label -> mixture, at least one; ``bar_domains`` are shown, the largest on top.
     """
-    names, count = bar_domains(mixtures), _count_domains(mixtures)
+    names, count = bar_domains(mixtures), len(_weights_by_domain(mixtures))
     thickness = 0.8 / len(mixtures)
     figure = new_figure(8.0, 1.6 + min(len(names) * max(0.34, 0.19 * len(mixtures)), 22.0))
     axes = figure.add_subplot()
@@ -175,13 +260,16 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
         if there:
             # End to end: the weight itself may lie outside a bootstrap interval.
             low, high = np.array([intervals[names[j]] for j in there]).T
-            style: dict[str, Any] = {
-                "fmt": "none",
-                "ecolor": "black",
-                "elinewidth": 1.1,
-                "capsize": 2.5,
-            }
-            axes.errorbar((low + high) / 2, positions[there], xerr=(high - low) / 2, **style)
+            x, half = (low + high) / 2, (high - low) / 2
+            axes.errorbar(
+                x,
+                positions[there],
+                xerr=half,
+                fmt="none",
+                ecolor="black",
+                elinewidth=1.1,
+                capsize=2.5,
+            )
     handles.append(axes.axvline(1 / count, color=REFERENCE_COLOR, linestyle="--", linewidth=1.2))
     axes.set_yticks(range(len(names)), [shortened(n, NAME_LIMIT) for n in names], parse_math=False)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -248,8 +336,9 @@ def affinity_figure(affinity: NDArray[np.float64], names: Sequence[str]) -> Figu
     ticks = range(0, count, -(-count // NAMES_ON_AN_AXIS))
     labels = [shortened(names[i], NAME_LIMIT) for i in ticks]
     axes.set_yticks(ticks, labels, parse_math=False)
-    turned: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(ticks, labels, parse_math=False, **turned)
+    axes.set_xticks(
+        ticks, labels, parse_math=False, rotation=45, ha="right", rotation_mode="anchor"
+    )
     axes.tick_params(length=0, labelsize=10 if count <= 30 else 7)
     axes.spines[:].set_visible(False)
     for lines in (axes.hlines, axes.vlines):
@@ -258,9 +347,8 @@ def affinity_figure(affinity: NDArray[np.float64], names: Sequence[str]) -> Figu
     largest = np.abs(affinity).max(initial=0.0)
     form = ".2f" if 0.1 <= largest < 1000 else ".1e"
     for (row, column), value in np.ndenumerate(affinity) if count <= CELLS_WITH_NUMBERS else ():
-        color = LIGHT_TEXT if abs(value) > 0.6 * span else DARK_TEXT
-        centred: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
-        axes.text(column, row, format(value, form), color=color, **centred)
+        color, text = LIGHT_TEXT if abs(value) > 0.6 * span else DARK_TEXT, format(value, form)
+        axes.text(column, row, text, color=color, ha="center", va="center", fontsize=8)
     extend = "both" if largest > span else "neither"
     bar = figure.colorbar(image, ax=axes, extend=extend, shrink=0.8, aspect=28)
     assert bar.solids is not None
@@ -329,7 +417,7 @@ def smoothed(curve: pd.Series[float]) -> pd.Series[float]:
 
 
 def thinned(curve: pd.Series[float], most: int) -> pd.Series[float]:
-    """At most ``most`` points, evenly, with the first and the last."""
+    """At most ``most`` evenly spaced points, including the first and the last."""
     if len(curve) <= most:
         return curve
     return curve.iloc[np.linspace(0, len(curve) - 1, most).round().astype(np.int64)]
@@ -338,7 +426,7 @@ def thinned(curve: pd.Series[float], most: int) -> pd.Series[float]:
 def outline(curve: pd.Series[float], most: int) -> pd.Series[float]:
     """At most ``most`` points: the lowest and highest of each of many ranges of steps.
 
-    Drawn as a line it looks like the whole curve.
+    Plotted as a line, it looks like the full curve.
     """
     if len(curve) <= most:
         return curve
@@ -385,15 +473,13 @@ def loss_picture(folder: RunFolder) -> Picture:
         "bold ones their running mean, dots losses on held-out text."
     )
     names = _domains_with_losses(runs)
-    if len(names) > MOST_PANELS:
-        differ = any(_last_loss_range(runs, name) for name in names)
-        caption += f" Panels show {'' if differ else 'the first '}{MOST_PANELS} of {len(names)} "
-        caption += "domains"
+    if len(names) > MOST_PANELS and any(_last_loss_range(runs, name) for name in names):
         caption += (
-            ": those whose last losses (of the running mean) differ most between the runs."
-            if differ
-            else "."
+            f" Panels show {MOST_PANELS} of {len(names)} domains: those whose last losses (of the "
+            "running mean) differ most between the runs."
         )
+    elif len(names) > MOST_PANELS:
+        caption += f" Panels show the first {MOST_PANELS} of {len(names)} domains."
     count = len(panel_domains(runs))
     panels = f", and a panel for each of {count} domains" if count else ""
     sentences = [f"Line chart of the training loss of {len(runs)} base runs{panels}."]
@@ -473,8 +559,7 @@ def _draw_curve(
         thin = outline(curve, most)
         axes.plot(thin.index, thin, color=color, linewidth=0.6, alpha=0.35)
     marker = "o" if len(curve) == 1 else None
-    line_style: dict[str, Any] = {"linestyle": style, "linewidth": width, "marker": marker}
-    (line,) = axes.plot(bold.index, bold, color=color, **line_style)
+    (line,) = axes.plot(bold.index, bold, color=color, ls=style, linewidth=width, marker=marker)
     return line
 
 
@@ -529,12 +614,13 @@ def sweep_figure(axes: Sequence[SweptAxis]) -> Figure:
             x, color, turn = positions + shifts[number], color_of(number), number // len(COLORS)
             low, high = axis.intervals[:, k].T
             panel.vlines(x, low, high, color=color, linewidth=0.9, alpha=0.7)
-            style = {"marker": "os^"[turn], "ls": LINE_STYLES[turn], "ms": 4, "linewidth": 1.4}
-            handles += panel.plot(x, axis.weights[:, k], color=color, **style)
+            look = {"marker": "os^"[turn], "ls": LINE_STYLES[turn], "ms": 4, "linewidth": 1.4}
+            handles += panel.plot(x, axis.weights[:, k], color=color, **look)
         if others:
             handles.append(Line2D([], [], color=PROXY_COLOR, linewidth=0.6))
-        dashed = {"linestyle": "--", "linewidth": 0.9, "zorder": 0.5}
-        handles.append(panel.axvline(axis.centre, color=REFERENCE_COLOR, **dashed))
+        handles.append(
+            panel.axvline(axis.centre, color=REFERENCE_COLOR, ls="--", linewidth=0.9, zorder=0.5)
+        )
         panel.set_xticks(positions, [shortened(v, 14) for v in axis.values], parse_math=False)
         panel.set_xlim(-0.5, len(axis.values) - 0.5)
         panel.set_xlabel(axis.label, parse_math=False)
@@ -552,95 +638,6 @@ def sweep_figure(axes: Sequence[SweptAxis]) -> Figure:
     return figure
 
 
-def windows_picture(folder: RunFolder) -> Picture:
-    """A point for each window of text."""
-    title, found = "Map of window embeddings", window_map(folder)
-    if found is None:
-        return Picture("windows", title, missing="no embedding store has windows to show")
-    names = found.names
-    description = f"Scatter plot of {len(found.points):,} windows of {len(names)} domains."
-    if len(names) > 1:
-        centres = centroids(found)
-        rows, columns = np.triu_indices(len(names), k=1)
-        distances = np.linalg.norm(centres[rows] - centres[columns], axis=1)
-        near, far = (
-            f"{names[rows[i]]} and {names[columns[i]]}"
-            for i in (distances.argmin(), distances.argmax())
-        )
-        description += f" On average {near} are closest to each other, {far} farthest apart."
-    return Picture(
-        "windows",
-        title,
-        f"A point for each window of text, near others with similar embeddings: {found.summary}.",
-        description,
-        window_map_figure(found),
-    )
-
-
-def window_map_figure(found: WindowMap) -> Figure:
-    """Every window as a point, coloured by domain, with a legend next to the map.
-
-    Of more than ``MOST_NAMED`` domains, that many with distant centroids are named, others grey.
-    """
-    named = named_domains(found)
-    figure = new_figure(9.0, 6.0)
-    axes = figure.add_subplot()
-    size = float(np.clip(120 / np.sqrt(len(found.points)), 2.6, 6.0))
-    others = ~np.isin(found.domains, named)
-    handles: list[Artist] = []
-    labels = [shortened(found.names[domain], NAME_LIMIT) for domain in named]
-    # Without edges, which would hide a small marker; as pixels in a PDF.
-    style: dict[str, Any] = {"linestyle": "none", "markeredgewidth": 0, "rasterized": True}
-    if others.any():
-        grey: dict[str, Any] = {
-            "marker": "o",
-            "color": PROXY_COLOR,
-            "markersize": 0.8 * size,
-            "alpha": 0.25,
-        }
-        axes.plot(*found.points[others].T, **grey, **style)
-        size = 6.0  # the few that are named stand out
-    for number, domain in enumerate(named):
-        look: dict[str, Any] = {"color": color_of(number), "marker": "o^s"[number // len(COLORS)]}
-        points = found.points[found.domains == domain].T
-        axes.plot(*points, markersize=size, alpha=0.65, **look, **style)
-        handles.append(Line2D([], [], linestyle="none", ms=6.0, **look))
-    if others.any():
-        handles.append(Line2D([], [], color=PROXY_COLOR, marker="o", linestyle="none", ms=4))
-        labels.append(f"{len(found.names) - len(named):,} other domains")
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.spines[:].set_color(PROXY_COLOR)
-    axes.set_xlabel(shortened(found.summary, 130), fontsize=8.5, parse_math=False)
-    _legend(figure, handles, labels, loc="outside right upper", fontsize=8.5)
-    return figure
-
-
-def named_domains(found: WindowMap) -> list[int]:
-    """Indices of the domains with a colour: all, or the ``MOST_NAMED`` that cover the map best.
-
-    Greedily: first the centroid farthest from the middle, then each time the one farthest from all
-    chosen before.
-    """
-    count = len(found.names)
-    if count <= MOST_NAMED:
-        return list(range(count))
-    centres = centroids(found)
-    chosen = [int(np.linalg.norm(centres - centres.mean(axis=0), axis=1).argmax())]
-    nearest = np.full(count, np.inf)
-    while len(chosen) < MOST_NAMED:
-        nearest = np.minimum(nearest, np.linalg.norm(centres - centres[chosen[-1]], axis=1))
-        chosen.append(int(nearest.argmax()))
-    return sorted(chosen)
-
-
-def centroids(found: WindowMap) -> NDArray[np.float64]:
-    """Mean of the points of each domain, [k, 2] float64."""
-    points = pd.DataFrame(found.points.astype(np.float64))
-    return points.groupby(found.domains).mean().to_numpy()
-
-
 def new_figure(width: float, height: float) -> Figure:
     """An empty white figure of this size in inches."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -653,7 +650,7 @@ def legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[str
     columns = legend_columns(figure.get_figwidth(), labels)
     more_rows = max(0, -(-len(labels) // columns) - LEGEND_ROWS)
     figure.set_figheight(figure.get_figheight() + more_rows * LEGEND_ROW_HEIGHT)
-    _legend(figure, handles, labels, loc="outside upper center", ncols=columns)
+    plain_legend(figure, handles, labels, loc="outside upper center", ncols=columns)
 
 
 def legend_columns(width: float, labels: Sequence[str]) -> int:
@@ -662,7 +659,10 @@ def legend_columns(width: float, labels: Sequence[str]) -> int:
     return max(1, min(4, len(labels), int(width / (0.65 + 0.085 * longest))))
 
 
-def _legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], **look: Any) -> None:
+def plain_legend(
+    figure: Figure, handles: Sequence[Artist], labels: Sequence[str], **look: Any
+) -> None:
+    """Add a legend that shows ``labels`` literally, shortened."""
     plain = [f"{i}" for i in range(len(labels))]  # matplotlib gives some labels a meaning
     legend = figure.legend(handles, plain, frameon=False, **look)
     for text, label in zip(legend.get_texts(), labels, strict=True):

@@ -19,31 +19,33 @@ import jinja2
 from markupsafe import Markup
 
 from megatron_chameleon.artifacts import Provenance, Sweep
-from megatron_chameleon.artifacts.files import read_json, replacing, write_json
-from megatron_chameleon.artifacts.output_path import require_new
+from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import package_versions
 from megatron_chameleon.artifacts.sweep import FILE_NAME as SWEEP_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import figures
-from megatron_chameleon.report.comparison import Comparison, caveats, compare, findings, run_labels
-from megatron_chameleon.report.cost import cost_tables
-from megatron_chameleon.report.downstream import base_run_of, downstream_tables
-from megatron_chameleon.report.figures import Picture
-from megatron_chameleon.report.paper import paper_tables
-from megatron_chameleon.report.perplexity import (
+from megatron_chameleon.report.comparison import (
+    Comparison,
     bits_per_byte_table,
+    caveats,
+    compare,
+    findings,
     loss_table,
     perplexity_table,
     seed_table,
 )
+from megatron_chameleon.report.cost import cost_tables
+from megatron_chameleon.report.downstream import base_run_of, downstream_tables
+from megatron_chameleon.report.figures import Picture
+from megatron_chameleon.report.paper import paper_tables
 from megatron_chameleon.report.run_folder import (
     EVALUATION,
     REPORT,
     RunFolder,
     merge,
     require_one_corpus,
+    run_labels,
 )
-from megatron_chameleon.report.svg import svg_content
 from megatron_chameleon.report.tables import (
     MISSING,
     NOTE_WIDTH,
@@ -59,6 +61,7 @@ from megatron_chameleon.report.tables import (
     terminal_table,
 )
 from megatron_chameleon.report.weights import sweep_table, swept_axes, token_tables, weight_tables
+from megatron_chameleon.report.window_map import windows_picture
 
 PAGE_NAME, TABLES_NAME = "report.html", "tables.md"
 # A CSV file for each table.
@@ -117,7 +120,7 @@ SECTIONS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Section:
-    """A heading, a sentence of introduction, and what is shown.
+    """A heading, a sentence of introduction, tables, figures and facts.
 
     ``name`` is the section's anchor in the page.
     """
@@ -137,9 +140,9 @@ class Report:
     Attributes:
         title: of the page.
         findings: the results, a sentence each.
-        caveats: what makes them less certain, a sentence each.
-        sections: those with something to show.
-        absent: pictures that could not be made.
+        caveats: limitations of the findings, a sentence each.
+        sections: non-empty sections.
+        absent: figures that could not be made.
     """
 
     title: str
@@ -210,7 +213,7 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
 
 
 def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
-    """The report of ``runs`` with its figures laid out; arguments as of :func:`make_report`."""
+    """Load the report of ``runs``; arguments and errors as in :func:`make_report`."""
     if not runs:
         raise UserError("no run folder given; pass at least one")
     by_place: dict[str, Path] = {}
@@ -219,27 +222,6 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
     distinct = list(by_place.values())
     folder = merge([RunFolder.load(run) for run in distinct])
     names = folder.merged.roots.values() if folder.merged else [folder.root.resolve().name]
-    report = report_of(folder, distinct, " + ".join(names), baseline)
-    for picture in report.pictures:
-        assert picture.figure is not None
-        figures.freeze_layout(picture.figure)
-    return report
-
-
-def report_of(
-    folder: RunFolder, runs: Sequence[Path], title: str, baseline: str | None = None
-) -> Report:
-    """Everything there is to report on ``folder``.
-
-    Args:
-        folder: of one run, or of several merged.
-        runs: the folders that it was read from.
-        title: of the page.
-        baseline: as of :func:`make_report`.
-
-    Raises:
-        UserError: as :func:`make_report`.
-    """
     comparison = compare(folder, baseline) if folder.evaluations else None
     tables: dict[str, list[Table | None]] = {}
     if comparison is None:
@@ -267,7 +249,7 @@ def report_of(
         "curves": figures.loss_picture(folder),
         "affinity": figures.affinity_picture(folder),
         **({"stability": figures.sweep_picture(swept)} if swept else {}),
-        "windows": figures.windows_picture(folder),
+        "windows": windows_picture(folder),
     }
     sections = [
         Section(
@@ -278,9 +260,9 @@ def report_of(
         )
         for name, texts in SECTIONS.items()
     ]
-    sections.append(origins_section(folder, comparison, runs))
+    sections.append(_origins_section(folder, comparison, distinct))
     return Report(
-        title,
+        " + ".join(names),
         [] if comparison is None else findings(comparison),
         [NOT_EVALUATED] if comparison is None else caveats(folder, comparison),
         [s for s in sections if s.tables or s.facts or any(p.figure for p in s.pictures)],
@@ -288,16 +270,10 @@ def report_of(
     )
 
 
-def origins_section(
+def _origins_section(
     folder: RunFolder, comparison: Comparison | None, runs: Sequence[Path]
 ) -> Section:
-    """What was read: folders, corpus, protocol, software and dates, from the artifacts alone.
-
-    Args:
-        folder: of the runs.
-        comparison: its evaluated runs; None where no perplexity was evaluated.
-        runs: the folders that were read.
-    """
+    """Provenance of the report: folders, corpus, protocol, software and dates of its artifacts."""
     fields = (folder.proxies, folder.embeddings, folder.mixtures, folder.base_runs)
     results = (folder.evaluations, folder.downstream)
     artifacts = [folder.corpus, *(a for found in (*fields, *results) for a in found.values())]
@@ -367,6 +343,7 @@ def rendered(report: Report) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for picture in report.pictures:
         assert picture.figure is not None
+        figures.freeze_layout(picture.figure)
         files[f"{picture.name}.png"] = figures.png(picture.figure)
         files[f"{picture.name}.pdf"] = figures.pdf(picture.figure)
     for table, name in report.names.items():
@@ -395,7 +372,7 @@ def html_page(report: Report) -> str:
         csv_table(table).encode("utf-8")
     ).decode("ascii")
     environment.filters["svg"] = lambda picture: Markup(
-        svg_content(picture.figure, f"figure-{picture.name}")
+        figures.svg_content(picture.figure, f"figure-{picture.name}")
     )
     digest = hashlib.sha256(read["script.js"].encode("utf-8")).digest()
     return environment.get_template("report.html.j2").render(
@@ -435,7 +412,7 @@ def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write ``files`` (path below ``folder`` -> content), and remove those of an earlier report.
 
     Args:
-        folder: created if needed; other files in it are left alone.
+        folder: created if needed; other files in it are unchanged.
         files: at least one.
 
     Raises:

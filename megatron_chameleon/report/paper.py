@@ -1,7 +1,7 @@
-"""A run's tables with the figures that Chameleon's paper prints, where both are of one setting.
+"""A run's tables with the figures printed in Chameleon's paper, if both have the same setting.
 
 paper_results.json has the figures as printed; averages and counts are recomputed from the rows, and
-a note lists where the paper prints others. The paper's weights and the FLOPs to find them are in
+a note lists printed ones that differ. The paper's weights and the FLOPs to obtain them are in
 ``artifacts.published``.
 """
 
@@ -11,21 +11,21 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.downstream_result import Accuracy, DownstreamProtocol
-from megatron_chameleon.artifacts.published.columns import Column, published_column
-from megatron_chameleon.report.comparison import Comparison, run_labels, same_weights
+from megatron_chameleon.artifacts.published import PublishedColumn, published_column
+from megatron_chameleon.report.comparison import Comparison
 from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.downstream import (
     DownstreamComparison,
     base_run_of,
     compare_downstream,
 )
-from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.run_folder import RunFolder, run_labels, same_weights
 from megatron_chameleon.report.tables import (
     MISSING,
     Table,
@@ -51,7 +51,7 @@ TITLE, PAPER = "Next to the paper: ", "paper: "
 # The paper does not print the training tokens of its base models; these are the assumptions of
 # examples/hyperparameters.sh. The 10,000 steps are the paper's for fine-tuning.
 ASSUMED_STEPS, ASSUMED_SEQ_LENGTH = 10_000, 1024
-# Runs with half to twice as many tokens count as of the same setting.
+# Runs with half to twice as many tokens match the setting.
 TOKEN_FACTOR = 2.0
 SHOTS = [0, 1, 2, 3, 4, 5]
 PREFIXES = ("redpajama", "slimpajama", "thepile", "pile", "wiki40b", "thestack", "stack")
@@ -99,7 +99,7 @@ class DataSet:
         name: as in ``artifacts.published``.
         label: as in a sentence.
         weights: methods whose final weights are printed.
-        spellings: further names of its domains, in lower case, letters and digits only.
+        spellings: alternative names of its domains, in lower case, letters and digits only.
         other_flops: method -> FLOPs, of methods without printed weights.
         gpu_hours: method -> H100 hours to obtain the weights.
         base_gpu_hours: model size -> H100 hours to train it.
@@ -115,12 +115,12 @@ class DataSet:
     base_gpu_hours: Mapping[str, float] = dataclasses.field(default_factory=dict)
     doge_step_ratio: float | None = None
 
-    def weight_columns(self) -> dict[str, Column]:
-        """Method -> printed weights, with the FLOPs to find them."""
+    def weight_columns(self) -> dict[str, PublishedColumn]:
+        """Method -> printed weights, with the FLOPs to obtain them."""
         return {method: published_column(f"{self.name}/{method}") for method in self.weights}
 
     def flops(self) -> dict[str, float]:
-        """Method -> FLOPs to find its weights, where printed; free methods first."""
+        """Method -> FLOPs to obtain its weights, where printed; free methods first."""
         columns = self.weight_columns()
         found = {method: c.flops for method, c in columns.items() if c.flops is not None}
         free = {method: 0.0 for method, flops in self.other_flops.items() if not flops}
@@ -163,21 +163,6 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperMatch:
-    """The setting with the domains of a run folder.
-
-    Attributes:
-        setting: the first with these domains and the runs' model, or else the first.
-        names: domain of the corpus -> name in the paper's columns.
-        differences: what differs from the setting: aspect, these runs, the paper.
-    """
-
-    setting: Setting
-    names: Mapping[str, str]
-    differences: Sequence[Sequence[str]]
-
-
-@dataclasses.dataclass(frozen=True)
 class Kind:
     """Perplexities or accuracies.
 
@@ -185,13 +170,13 @@ class Kind:
         unit: the last printed decimal place.
         form: formats a figure.
         best: picks the best of several.
-        counted: what the row 'counted better than the baseline' counts.
+        row: what a row stands for: a domain or a task.
     """
 
     unit: float
     form: Callable[[float], str]
     best: Callable[[list[float]], float]
-    counted: str
+    row: str
 
     def cells(self, figures: Iterable[float | None]) -> list[str]:
         """One row of one side's columns, the best marked."""
@@ -203,8 +188,21 @@ class Kind:
         return sum(a != b and self.best([a, b]) == a for a, b in pairs)
 
 
-PERPLEXITY = Kind(0.01, format_perplexity, min, "domains")
-ACCURACY = Kind(0.1, "{:.1f}".format, max, "tasks")
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of either side: figures by row, their average, and how many beat the baseline's.
+
+    ``better`` is None for the baseline itself, and without one.
+    """
+
+    label: str
+    figures: Mapping[str, float | None]
+    average: float | None
+    better: int | None
+
+
+PERPLEXITY = Kind(0.01, format_perplexity, min, "domain")
+ACCURACY = Kind(0.1, "{:.1f}".format, max, "task")
 
 
 def source() -> str:
@@ -216,27 +214,19 @@ def source() -> str:
 @functools.cache
 def paper_settings() -> Mapping[str, Setting]:
     """Name -> setting, in the order of the file."""
-    content = _content()
-    sets = {name: DataSet(name=name, **found) for name, found in content["data_sets"].items()}
-
-    def tables(found: Iterable[Mapping[str, Any]]) -> list[PaperTable]:
-        return [
-            PaperTable(t["caption"], {m: PaperColumn(**c) for m, c in t["columns"].items()})
-            for t in found
-        ]
-
-    return {
-        name: Setting(
-            **{
-                **found,
-                "data_set": sets[found["data_set"]],
-                "model": content["models"][found["size"]],
-                "perplexity": tables(found["perplexity"]),
-                "downstream": tables(found["downstream"]),
-            }
-        )
-        for name, found in content["settings"].items()
-    }
+    content, settings = _content(), {}
+    for name, found in content["settings"].items():
+        data_set = DataSet(name=found["data_set"], **content["data_sets"][found["data_set"]])
+        tables = {
+            kind: [
+                PaperTable(t["caption"], {m: PaperColumn(**c) for m, c in t["columns"].items()})
+                for t in found[kind]
+            ]
+            for kind in ("perplexity", "downstream")
+        }
+        changes = {"data_set": data_set, "model": content["models"][found["size"]], **tables}
+        settings[name] = Setting(**{**found, **changes})
+    return settings
 
 
 @functools.cache
@@ -246,10 +236,17 @@ def _content() -> Mapping[str, Any]:
     return content
 
 
-def match_setting(folder: RunFolder, comparison: Comparison | None) -> PaperMatch | None:
-    """The paper's setting that fits the evaluated runs best; None for other domains.
+def match_setting(
+    folder: RunFolder, comparison: Comparison | None
+) -> tuple[Setting, Mapping[str, str], list[list[str]]] | None:
+    """The paper's setting that best matches the evaluated runs; None for other domains.
 
     Without evaluated runs it is matched to the runs with downstream results, or all base runs.
+
+    Returns:
+        The first setting with these domains and the runs' model, or else with these domains; domain
+        of the corpus -> name in the paper's columns; and the differences: aspect, these runs,
+        paper.
     """
     if folder.corpus is not None:
         domains = folder.corpus.names
@@ -271,7 +268,7 @@ def match_setting(folder: RunFolder, comparison: Comparison | None) -> PaperMatc
     sizes = [None if run is None else run.model.get("size") for run in runs]
     fitting = [pair for pair in candidates if all(size == pair[0].model for size in sizes)]
     setting, names = (fitting or candidates)[0]
-    return PaperMatch(setting, names, _differences_of(runs, setting, is_model=bool(fitting)))
+    return setting, names, _differences_of(runs, setting, is_model=bool(fitting))
 
 
 def paper_names(data_set: DataSet, domains: Iterable[str]) -> dict[str, str] | None:
@@ -298,7 +295,7 @@ def paper_names(data_set: DataSet, domains: Iterable[str]) -> dict[str, str] | N
 def _differences_of(
     runs: Sequence[TrainingRun | None], setting: Setting, is_model: bool
 ) -> list[list[str]]:
-    """Rows of what differs from the setting in model, tokens and start: aspect, here, the paper."""
+    """Differences in model, tokens and initial weights, as rows: aspect, here, the paper."""
     rows = []
     if not is_model:
         layers, width = setting.model["num_layers"], setting.model["hidden_size"]
@@ -349,17 +346,17 @@ def paper_tables(
     match = match_setting(folder, comparison)
     if match is None:
         return []
-    setting = match.setting
-    if match.differences:
+    setting, names, differences = match
+    if differences:
         printed = [*setting.perplexity[:1], *setting.downstream[:1]]
-        return [_differences_table(setting, match.differences, printed)]
+        return [_differences_table(setting, differences, printed)]
     if comparison is not None and comparison.baseline is not None:
         baseline = comparison.baseline.name
     downstream = compare_downstream(folder, baseline) if setting.downstream else None
     return [
-        *([] if comparison is None else [_perplexity_table(match, comparison)]),
+        *([] if comparison is None else [_perplexity_table(setting, names, comparison)]),
         *([] if downstream is None else [_downstream_table(setting, downstream)]),
-        _weights_table(match, folder, comparison),
+        _weights_table(setting.data_set, names, folder, comparison),
         *_cost_table(setting.data_set, folder),
     ]
 
@@ -386,30 +383,27 @@ def describe_tokens(setting: Setting) -> str:
     )
 
 
-def _perplexity_table(match: PaperMatch, comparison: Comparison) -> Table:
-    runs, left_out, baseline = comparison.runs, comparison.left_out, comparison.baseline
-    figures: dict[str, list[float | None]] = dict.fromkeys(left_out, [None] * len(runs))
-    known = {name: list(comparison.perplexity.loc[name]) for name in comparison.domains}
+def _perplexity_table(setting: Setting, names: Mapping[str, str], comparison: Comparison) -> Table:
+    left_out, baseline = comparison.left_out, comparison.baseline
+    columns = [
+        Column(
+            run.label,
+            comparison.perplexity[run.name].to_dict(),
+            run.result.mean_perplexity,
+            None if baseline in (None, run) else comparison.domains_better(run),
+        )
+        for run in comparison.runs
+    ]
     notes = [f"Not in any average or count here: {', '.join(left_out)}."] if left_out else []
-    return _both_sides(
-        PERPLEXITY,
-        match.setting,
-        match.setting.perplexity[0],
-        title=f"{TITLE}held-out perplexity ({match.setting.label})",
-        header=["domain", *(run.label for run in runs)],
-        rows=[(name, match.names[name], row) for name, row in (known | figures).items()],
-        both=[match.names[name] for name in comparison.domains],
-        averages=[run.result.mean_perplexity for run in runs],
-        baseline=baseline.label if baseline else "",
-        counts=[
-            None if baseline in (None, run) else comparison.domains_better(run) for run in runs
-        ],
-        notes=[
-            *notes,
-            f"The paper's training tokens are {describe_tokens(match.setting)}; it does not print "
-            "its sequence length and tokenizer either. Compare columns within one side only.",
-        ],
+    notes.append(
+        f"The paper's training tokens are {describe_tokens(setting)}; it does not print its "
+        "sequence length and tokenizer either. Compare columns within one side only."
     )
+    rows = {name: names[name] for name in (*comparison.domains, *left_out)}
+    both = [names[name] for name in comparison.domains]
+    title = f"{TITLE}held-out perplexity ({setting.label})"
+    label = baseline.label if baseline else None
+    return _both_sides(PERPLEXITY, setting, title, rows, both, columns, label, notes)
 
 
 def _downstream_table(setting: Setting, found: DownstreamComparison) -> Table:
@@ -422,30 +416,27 @@ def _downstream_table(setting: Setting, found: DownstreamComparison) -> Table:
     def percent(accuracy: Accuracy | None) -> float | None:
         return None if accuracy is None else 100 * accuracy.accuracy
 
-    return _both_sides(
-        ACCURACY,
-        setting,
-        table,
-        title=f"{TITLE}downstream accuracy ({setting.label})",
-        header=["task", *(run.label for run in found.runs)],
-        rows=[
-            (task, task, [percent(run.mean(task)) for run in found.runs]) for task in found.tasks
-        ],
-        both=both,
-        averages=[percent(run.average(both)) for run in found.runs],
-        baseline=baseline.label if baseline else "",
-        counts=[
-            None if baseline in (None, run) else found.tasks_better(run, both) for run in found.runs
-        ],
-        notes=[
-            f"Averages and counts are over the {len(both)} tasks that all runs and the paper have.",
-            "The paper does not print lm-eval's version; task definitions differ across versions.",
-        ],
-    )
+    columns = [
+        Column(
+            run.label,
+            {task: percent(run.mean(task)) for task in found.tasks},
+            percent(run.average(both)),
+            None if baseline in (None, run) else found.tasks_better(run, both),
+        )
+        for run in found.runs
+    ]
+    notes = [
+        f"Averages and counts are over the {len(both)} tasks that all runs and the paper have.",
+        "The paper does not print lm-eval's version; task definitions differ across versions.",
+    ]
+    rows = dict(zip(found.tasks, found.tasks, strict=True))
+    title = f"{TITLE}downstream accuracy ({setting.label})"
+    label = baseline.label if baseline else None
+    return _both_sides(ACCURACY, setting, title, rows, both, columns, label, notes)
 
 
 def downstream_differences(protocol: DownstreamProtocol) -> list[list[str]]:
-    """Rows of what differs from the paper's downstream protocol."""
+    """Differences from the paper's downstream protocol, as rows."""
     rows = []
     if sorted(protocol.shots) != SHOTS:
         shots = (", ".join(map(str, each)) for each in (protocol.shots, SHOTS))
@@ -458,61 +449,68 @@ def downstream_differences(protocol: DownstreamProtocol) -> list[list[str]]:
 def _both_sides(
     kind: Kind,
     setting: Setting,
-    table: PaperTable,
-    *,
     title: str,
-    header: Sequence[str],
-    rows: Iterable[tuple[str, str, Sequence[float | None]]],
+    rows: Mapping[str, str],
     both: Sequence[str],
-    averages: Sequence[float | None],
-    baseline: str,
-    counts: Sequence[int | None],
+    ours: Sequence[Column],
+    baseline: str | None,
     notes: Iterable[str],
 ) -> Table:
     """The runs' columns, then the paper's, with averages and counts over the same rows.
 
     Args:
         kind: of the figures.
-        setting: with the paper's baseline.
-        table: of the paper.
+        setting: with the paper's table and baseline.
         title: of the made table.
-        header: of the names and the runs' columns.
-        rows: name, the paper's name, and the runs' figures.
-        both: the paper's names of the rows that averages and counts are over.
-        averages: of the runs over these rows.
-        baseline: label of the runs' baseline; empty if there is none.
-        counts: per run, in how many of these rows it beats the baseline; None for the baseline.
+        rows: name -> the paper's name.
+        both: the paper's names of the rows in averages and counts.
+        ours: the runs' columns.
+        baseline: label of the runs' baseline, if there is one.
         notes: after those on the paper.
     """
-    columns, paper = table.columns, method_label(setting.baseline)
+    table = (setting.perplexity if kind is PERPLEXITY else setting.downstream)[0]
+    printed, paper = table.columns, method_label(setting.baseline)
     theirs = [
-        MISSING
-        if method == setting.baseline
-        else f"{kind.better_than(column, columns[setting.baseline], both)} of {len(both)}"
-        for method, column in columns.items()
+        Column(
+            f"{PAPER}{method_label(method)}",
+            column.printed,
+            column.average_of(both) if both else None,
+            None
+            if method == setting.baseline
+            else kind.better_than(column, printed[setting.baseline], both),
+        )
+        for method, column in printed.items()
     ]
-    ours = [MISSING if count is None else f"{count} of {len(both)}" for count in counts]
-    better = f"{kind.counted} better than"
+    sides = (ours, theirs)
+    averages = [cell for side in sides for cell in kind.cells(c.average for c in side)]
+    counts = [
+        [MISSING if c.better is None else f"{c.better} of {len(both)}" for c in side]
+        for side in sides
+    ]
+    better = f"{kind.row}s better than"
     summary = []
     if both:
-        paper_averages = [column.average_of(both) for column in columns.values()]
-        summary.append(["average", *kind.cells(averages), *kind.cells(paper_averages)])
+        summary.append(["average", *averages])
         if baseline == paper:
-            summary.append([f"{better} {paper}", *ours, *theirs])
+            summary.append([f"{better} {paper}", *counts[0], *counts[1]])
         else:
             if baseline:
-                summary.append([f"{better} {baseline}", *ours, *[""] * len(theirs)])
-            summary.append([f"{better} {paper} (the paper's)", *[""] * len(ours), *theirs])
+                summary.append([f"{better} {baseline}", *counts[0], *[""] * len(theirs)])
+            summary.append([f"{better} {paper} (the paper's)", *[""] * len(ours), *counts[1]])
     note = "The paper's averages and counts are recomputed from its rows."
     found = disagreements(kind, table, setting.baseline)
     if found:
         note += f" Beyond rounding, it prints other values: {'; '.join(found)}."
     return Table.of(
         title,
-        [*header, *(f"{PAPER}{method_label(method)}" for method in columns)],
+        [kind.row, *(column.label for side in sides for column in side)],
         [
-            [name, *kind.cells(figures), *kind.cells(c.printed.get(row) for c in columns.values())]
-            for name, row, figures in rows
+            [
+                name,
+                *kind.cells(column.figures.get(name) for column in ours),
+                *kind.cells(column.figures.get(row) for column in theirs),
+            ]
+            for name, row in rows.items()
         ],
         summary,
         [
@@ -529,17 +527,8 @@ def method_label(method: str) -> str:
     return LABELS.get(method, method)
 
 
-def disagreements(
-    kind: Kind, table: PaperTable, baseline: str, reference: PaperTable | None = None
-) -> list[str]:
-    """Printed averages and counts that do not follow from the printed rows, beyond rounding.
-
-    Args:
-        kind: of the figures.
-        table: whose columns are checked.
-        baseline: the method that they are counted against.
-        reference: the table with the baseline's column, if it is another one.
-    """
+def disagreements(kind: Kind, table: PaperTable, baseline: str) -> list[str]:
+    """Printed averages and counts that do not follow from the printed rows, beyond rounding."""
     found = []
     for method, column in table.columns.items():
         average = column.average_of(table.rows)
@@ -549,22 +538,22 @@ def disagreements(
                 f"(its rows: {kind.form(average)})"
             )
         if column.better is not None:
-            theirs = (reference or table).columns[baseline]
-            better = kind.better_than(column, theirs, table.rows)
+            better = kind.better_than(column, table.columns[baseline], table.rows)
             if better != column.better:
                 found.append(
-                    f"{kind.counted} in which {method_label(method)} is better than "
+                    f"{kind.row}s in which {method_label(method)} is better than "
                     f"{method_label(baseline)} {column.better} (its rows: {better})"
                 )
     return found
 
 
-def _weights_table(match: PaperMatch, folder: RunFolder, comparison: Comparison | None) -> Table:
+def _weights_table(
+    data_set: DataSet, names: Mapping[str, str], folder: RunFolder, comparison: Comparison | None
+) -> Table:
     """The distinct weights that the evaluated runs were trained with, and the paper's.
 
     Without evaluated runs, those of all base runs; without these, all mixtures.
     """
-    data_set = match.setting.data_set
     columns = data_set.weight_columns()
     mixtures: dict[str, Mapping[str, float]] = {}
     for label, weights in _weights_here(folder, comparison):
@@ -591,7 +580,7 @@ def _weights_table(match: PaperMatch, folder: RunFolder, comparison: Comparison 
                 *(format_weight(weights.get(name, 0.0)) for weights in mixtures.values()),
                 *(format_weight(column.printed[paper]) for column in columns.values()),
             ]
-            for name, paper in match.names.items()
+            for name, paper in names.items()
         ],
         [["sum", *map(format_weight, sums)]],
         notes,
@@ -600,21 +589,17 @@ def _weights_table(match: PaperMatch, folder: RunFolder, comparison: Comparison 
 
 def _weights_here(
     folder: RunFolder, comparison: Comparison | None
-) -> Iterator[tuple[str, Mapping[str, float]]]:
+) -> Iterable[tuple[str, Mapping[str, float]]]:
     if comparison is not None:
-        for run in comparison.runs:
-            yield run.label, run.run.mixture if run.run else {}
-    elif folder.base_runs:
+        return [(run.label, run.run.mixture if run.run else {}) for run in comparison.runs]
+    if folder.base_runs:
         labels = run_labels(folder.base_runs, folder.base_runs)
-        for name, trained in folder.base_runs.items():
-            yield labels[name], trained.mixture
-    else:
-        for name, mixture in folder.mixtures.items():
-            yield name, mixture.weights
+        return [(labels[name], run.mixture) for name, run in folder.base_runs.items()]
+    return [(name, mixture.weights) for name, mixture in folder.mixtures.items()]
 
 
 def _cost_table(data_set: DataSet, folder: RunFolder) -> list[Table]:
-    """The cost of each mixture of the folder, and what the paper prints for its method."""
+    """The cost of each mixture of the folder, and the printed cost of its method."""
     flops, mixtures = data_set.flops(), ledger_of(folder).mixtures
     if not flops or not mixtures:
         return []

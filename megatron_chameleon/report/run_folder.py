@@ -1,11 +1,11 @@
-"""Which artifacts lie in a run folder, and several run folders on one corpus as one."""
+"""The artifacts of a run folder, merged run folders, and labels of runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_chameleon.artifacts.downstream_result import KIND as DOWNSTREAM_KI
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from megatron_chameleon.artifacts.record import kind_of
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.tables import unique_labels
 
 CORPUS = "1-corpus"
 PROXY = "2-proxy"
@@ -31,9 +32,9 @@ BASE = "5-base"
 EVALUATION = "6-evaluation"
 REPORT = "7-report"
 STAGES = (CORPUS, PROXY, EMBEDDINGS, MIXTURE, BASE, EVALUATION)
-# What examples/evaluate_downstream.sh appends to the name of the base run.
+# Suffix that examples/evaluate_downstream.sh appends to the name of the base run.
 DOWNSTREAM_SUFFIX = "-downstream"
-# Field of a run folder -> what precedes its names in the ledger.
+# Field of a run folder -> prefix of its names in the ledger.
 _PREFIXES = {
     "proxies": f"{PROXY}/",
     "embeddings": "",
@@ -42,7 +43,7 @@ _PREFIXES = {
     "evaluations": f"{EVALUATION}/",
     "downstream": f"{EVALUATION}/",
 }
-# Fields whose names belong together, and are renamed together.
+# Fields whose artifacts are renamed together.
 _FAMILIES = (
     ("proxies",),
     ("embeddings",),
@@ -51,11 +52,20 @@ _FAMILIES = (
 )
 # An error message lists this many domains.
 MOST_LISTED = 3
+BASELINE_METHOD = "uniform"
+# Runs of other methods are labelled by their names.
+METHOD_LABELS = {
+    "uniform": "Uniform",
+    "chameleon-pretrain": "Chameleon",
+    "chameleon-finetune": "Chameleon (fine-tuning)",
+}
+# Weights of a run and of its mixture file differ by rounding at most.
+SAME_WEIGHT = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """How several run folders were merged (``merge``).
+    """Names and duplicates of merged run folders (see ``merge``).
 
     Attributes:
         roots: folder -> suffix of its names where they collide.
@@ -103,11 +113,10 @@ class RunFolder:
         downstream = [path for path in results if kind_of(path) == DOWNSTREAM_KIND]
         perplexity = [path for path in results if path not in downstream]
         stores = (root / EMBEDDINGS, *_folders(root / EMBEDDINGS), *_folders(root / MIXTURE))
+        has_corpus = (root / CORPUS / "corpus.json").is_file()
         folder = cls(
             root=root,
-            corpus=Corpus.load(root / CORPUS)
-            if (root / CORPUS / "corpus.json").is_file()
-            else None,
+            corpus=Corpus.load(root / CORPUS) if has_corpus else None,
             proxies=_training_runs(root / PROXY),
             embeddings={
                 path.relative_to(root).as_posix(): EmbeddingStore.load(path)
@@ -129,7 +138,7 @@ class RunFolder:
     def costs(self) -> dict[str, Cost]:
         """Cost of each artifact, in stage order, by keys like ``5-base/name``.
 
-        An artifact that is there under several names, by links or as copies, is listed once.
+        An artifact with several names, by links or copies, is listed once.
         """
         found = {CORPUS: self.corpus.cost} if self.corpus is not None else {}
         for field, prefix in _PREFIXES.items():
@@ -169,15 +178,10 @@ class RunFolder:
     def place(self, field: str, name: str) -> Path:
         """Path of the artifact ``name`` of ``field``."""
         if field == "mixtures":
-            return self.mixture_file(name)
+            file = self.root / MIXTURE / f"{name}.json"
+            return file if self.merged is None else self.merged.mixture_files[name]
         root: Path | None = getattr(getattr(self, field)[name], "root", None)
         return self.root / EVALUATION / f"{name}.json" if root is None else root
-
-    def mixture_file(self, name: str) -> Path:
-        """Path of the mixture ``name``."""
-        if self.merged is not None:
-            return self.merged.mixture_files[name]
-        return self.root / MIXTURE / f"{name}.json"
 
     def split_name(self, name: str) -> tuple[str, Path | None]:
         """A name without the suffix that ``merge`` appended, and the folder of that suffix."""
@@ -188,7 +192,7 @@ class RunFolder:
 
 
 def require_one_corpus(folders: Sequence[RunFolder]) -> None:
-    """Check that all artifacts of ``folders`` are of one corpus, that in 1-corpus where it exists.
+    """Check that all artifacts of ``folders`` are of one corpus, that in 1-corpus if it exists.
 
     A base run on ``--data-path`` has no corpus to compare. A mixture may leave out domains of the
     corpus in 1-corpus, but not have others.
@@ -206,17 +210,32 @@ def require_one_corpus(folders: Sequence[RunFolder]) -> None:
                     f"(hash {first[1][:12]}), and figures of different corpora cannot be "
                     "compared; move it to a run folder of its corpus, or report it separately"
                 )
-        for name, mixture in folder.mixtures.items() if folder.corpus else ():
-            assert folder.corpus is not None
-            others = [domain for domain in mixture.weights if domain not in folder.corpus.domains]
-            if others:
+        known = folder.corpus.domains if folder.corpus else {}
+        for name, mixture in folder.mixtures.items():
+            others = [domain for domain in mixture.weights if domain not in known]
+            if others and folder.corpus:
                 more = f" and {len(others) - MOST_LISTED} more" if len(others) > MOST_LISTED else ""
                 raise UserError(
-                    f"{folder.mixture_file(name)} has weights for domains that the corpus in "
+                    f"{folder.place('mixtures', name)} has weights for domains that the corpus in "
                     f"{folder.root / CORPUS} does not have: {', '.join(others[:MOST_LISTED])}"
                     f"{more}; compute it with --corpus {folder.root / CORPUS}, or move the file to "
                     "a run folder of its corpus"
                 )
+
+
+def _corpus_hashes(folder: RunFolder) -> Iterator[tuple[Path, str]]:
+    """Path and corpus hash of every artifact that records one, the corpus first."""
+    if folder.corpus is not None:
+        yield folder.root / CORPUS, folder.corpus.hash
+    for name, result in folder.evaluations.items():
+        yield folder.root / EVALUATION / f"{name}.json", result.corpus_hash
+    for run in folder.base_runs.values():
+        data = run.provenance.options.get("data")
+        by_path = isinstance(data, dict) and data.get("data_path") is not None
+        if not by_path and "corpus" in run.provenance.inputs:
+            yield run.root, run.provenance.inputs["corpus"]
+    if folder.sweep is not None and "corpus" in folder.sweep.provenance.inputs:
+        yield folder.sweep.root / folder.sweep.FILE_NAME, folder.sweep.provenance.inputs["corpus"]
 
 
 def merge(folders: Sequence[RunFolder]) -> RunFolder:
@@ -282,21 +301,6 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
     )
 
 
-def _corpus_hashes(folder: RunFolder) -> Iterator[tuple[Path, str]]:
-    """Path and corpus hash of every artifact that records one, the corpus first."""
-    if folder.corpus is not None:
-        yield folder.root / CORPUS, folder.corpus.hash
-    for name, result in folder.evaluations.items():
-        yield folder.root / EVALUATION / f"{name}.json", result.corpus_hash
-    for run in folder.base_runs.values():
-        data = run.provenance.options.get("data")
-        by_path = isinstance(data, dict) and data.get("data_path") is not None
-        if not by_path and "corpus" in run.provenance.inputs:
-            yield run.root, run.provenance.inputs["corpus"]
-    if folder.sweep is not None and "corpus" in folder.sweep.provenance.inputs:
-        yield folder.sweep.root / folder.sweep.FILE_NAME, folder.sweep.provenance.inputs["corpus"]
-
-
 def _colliding(folders: Sequence[RunFolder], family: Sequence[str]) -> set[str]:
     """Names under which two folders have different artifacts of one of these fields."""
     first: dict[tuple[str, str], Any] = {}
@@ -317,7 +321,7 @@ def _stem(folder: RunFolder, field: str, name: str) -> str:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two records are equal wherever they lie."""
+    """Whether two records are equal apart from their paths."""
 
     def without_root(record: Any) -> Any:
         return dataclasses.replace(record, root=Path()) if hasattr(record, "root") else record
@@ -347,8 +351,7 @@ def _only_sweep(folders: Sequence[RunFolder]) -> Sweep | None:
 
 
 def _training_runs(stage: Path) -> dict[str, TrainingRun]:
-    runs = [path for path in _folders(stage) if TrainingRun.exists(path)]
-    return {path.name: TrainingRun.load(path) for path in runs}
+    return {p.name: TrainingRun.load(p) for p in _folders(stage) if TrainingRun.exists(p)}
 
 
 def _folders(stage: Path) -> list[Path]:
@@ -357,3 +360,39 @@ def _folders(stage: Path) -> list[Path]:
 
 def _json_files(stage: Path) -> list[Path]:
     return sorted(path for path in stage.glob("*.json") if path.is_file())
+
+
+def same_weights(first: Mapping[str, float], second: Mapping[str, float]) -> bool:
+    """Whether weights are equal up to rounding; a missing domain has weight 0."""
+    names = {*first, *second}
+    return all(abs(first.get(n, 0.0) - second.get(n, 0.0)) <= SAME_WEIGHT for n in names)
+
+
+def first_uniform(folder: RunFolder, names: Iterable[str]) -> str | None:
+    """The first of ``names`` that is a base run with uniform weights."""
+    runs = folder.base_runs
+    uniform = (n for n in names if n in runs and runs[n].mixture_method == BASELINE_METHOD)
+    return next(uniform, None)
+
+
+def uniform_first(runs: Mapping[str, TrainingRun]) -> list[str]:
+    """Names of ``runs``, uniform ones first, so that a run keeps its colour throughout."""
+    return sorted(runs, key=lambda name: runs[name].mixture_method != BASELINE_METHOD)
+
+
+def run_labels(runs: Mapping[str, TrainingRun], names: Iterable[str]) -> dict[str, str]:
+    """Name -> label in tables and legends: the method if no other shown run has it, or the name.
+
+    Labels are unique, and none is the name of another run.
+    """
+    names = list(names)
+    methods = {name: runs[name].mixture_method for name in names if name in runs}
+    count, known = Counter(methods.values()), dict(METHOD_LABELS)
+    if count["chameleon-finetune"]:  # "Chameleon" alone would be ambiguous
+        known["chameleon-pretrain"] = "Chameleon (pretraining)"
+    labels = {
+        name: known[method]
+        for name, method in methods.items()
+        if method in known and count[method] == 1 and known[method] not in runs
+    }
+    return unique_labels({name: labels.get(name, name) for name in names})

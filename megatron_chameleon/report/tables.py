@@ -24,7 +24,7 @@ _MARKDOWN_SIGNS = re.compile(r"([\\`*_\[\]<>|~&#!$])")
 # Spreadsheets evaluate a cell that starts like this, unless it is a number.
 _FORMULA = re.compile(r"[=+\-@\t\r]")
 _NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?%?|[+-]?inf|nan", re.IGNORECASE)
-# Separator of the two figures of a cell -> what their CSV headings end in.
+# Separator of the two figures of a cell -> suffixes of their CSV headings.
 _PAIRS = {" ± ": ("", " ±"), " to ": (" from", " to")}
 
 
@@ -272,7 +272,7 @@ def slug(title: str) -> str:
 
 
 def shortened(name: str, limit: int) -> str:
-    """At most ``limit`` characters of ``name``; the middle goes, since names differ at the ends."""
+    """At most ``limit`` characters of ``name``: its ends, where names differ most."""
     name = one_line(name)
     if len(name) <= limit:
         return name

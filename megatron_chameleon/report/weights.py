@@ -7,20 +7,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import DrawnTokens, Mixture, Sweep, TrainingRun
+from megatron_chameleon.artifacts import Mixture, Sweep, TrainingRun
 from megatron_chameleon.artifacts.sweep import FILE_NAME
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.comparison import run_labels, uniform_first
-from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.run_folder import RunFolder, run_labels, uniform_first
 from megatron_chameleon.report.tables import MISSING, Table, format_score, format_weight
 
 # With more groups of runs, one table shows the extremes of each.
 MOST_TABLES = 6
 # A note lists this many runs.
 MOST_NAMES = 12
-# A sweep's table lists this many domains, those that move most.
+# A sweep's table lists this many domains, those that change most.
 MOST_ROWS = 40
 # Other hyperparameters are labelled by their names.
 SWEPT_LABELS = {
@@ -94,9 +94,9 @@ def weight_tables(folder: RunFolder) -> list[Table]:
 
 
 def mode_of(name: str, mixture: Mixture) -> str | None:
-    """What a mixture is for, "pretrain" or "finetune": by its parameters, or else by its name.
+    """Purpose of a mixture, "pretrain" or "finetune", from its parameters or else its name.
 
-    The name counts for Chameleon's mixtures and those of unknown method only.
+    The name is used only for Chameleon's mixtures and those of unknown method.
     """
     stated = mixture.parameters.get("mode")
     if stated is not None:
@@ -136,31 +136,6 @@ def _fine_tuning_table(folder: RunFolder, name: str, partner: str | None, is_onl
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class SameTargets:
-    """Base runs with the same method and the same target tokens: seeds of one mixture."""
-
-    label: str
-    runs: Mapping[str, TrainingRun]
-
-    @property
-    def domains(self) -> list[str]:
-        """In the order of the corpus."""
-        return list(next(iter(self.runs.values())).domain_tokens)
-
-    def tokens_of(self, domain: str) -> list[DrawnTokens]:
-        """Sampled tokens of ``domain`` in each run."""
-        return [run.domain_tokens[domain] for run in self.runs.values()]
-
-    def totals(self) -> list[DrawnTokens]:
-        """Over the domains of each run; the epochs are meaningless."""
-        sampled = [list(run.domain_tokens.values()) for run in self.runs.values()]
-        return [
-            DrawnTokens(1.0, math.fsum(t.asked for t in ts), sum(t.got for t in ts), 0.0)
-            for ts in sampled
-        ]
-
-
 def token_tables(folder: RunFolder) -> list[Table]:
     """Per base run and domain: target tokens, actual tokens, their difference and the epochs.
 
@@ -174,27 +149,25 @@ def token_tables(folder: RunFolder) -> list[Table]:
             targets = tuple((domain, tokens.asked) for domain, tokens in run.domain_tokens.items())
             alike.setdefault((run.mixture_method, targets), []).append(name)
     labels = run_labels(folder.base_runs, (name for names in alike.values() for name in names))
-    groups = []
+    groups = {}
     for first, *others in alike.values():
         label = f"{first} and {len(others)} more with the same weights" if others else labels[first]
-        groups.append(SameTargets(label, {n: folder.base_runs[n] for n in (first, *others)}))
+        groups[label] = {name: folder.base_runs[name] for name in (first, *others)}
     if len(groups) <= MOST_TABLES:
-        return [_token_table(group) for group in groups]
-    rows = [
-        [
-            group.label,
-            f"{group.totals()[0].asked:,.0f}",
-            _extreme(group, _difference, "{:+.2%}".format),
-            _extreme(group, lambda tokens: tokens.epochs, format_epochs),
-        ]
-        for group in groups
-    ]
+        return [_token_table(label, runs) for label, runs in groups.items()]
+    rows = []
+    for label, runs in groups.items():
+        target, _, difference, epochs = _token_frames(runs)
+        largest, most = _extreme(difference, "{:+.2%}".format), _extreme(epochs, format_epochs)
+        rows.append([label, f"{math.fsum(target):,.0f}", largest, most])
     header = ["run", "target tokens", "largest difference", "most epochs"]
     note = (
         "Per run the domain with the largest difference between actual and target tokens, and the "
         "one with the most epochs. run.json of each run has all of them."
     )
-    return [Table.of("Sampled tokens", header, rows, notes=[note, *_token_notes(groups)])]
+    shown = {name: run for runs in groups.values() for name, run in runs.items()}
+    notes = [note, *_shared_rows_notes(groups.values()), *_token_notes(shown)]
+    return [Table.of("Sampled tokens", header, rows, notes=notes)]
 
 
 def format_epochs(epochs: float) -> str:
@@ -202,62 +175,82 @@ def format_epochs(epochs: float) -> str:
     return f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.3g}"
 
 
-def _token_table(group: SameTargets) -> Table:
-    def cells(tokens: Sequence[DrawnTokens]) -> list[str]:
+def _token_frames(
+    runs: Mapping[str, TrainingRun],
+) -> tuple[pd.Series[float], pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Tokens by domain (rows) and run (columns).
+
+    Returns:
+        Target tokens, the same for all runs; actual tokens; actual minus target tokens, relative to
+        the target, NaN for a target of 0; and epochs.
+    """
+    tokens = {name: run.domain_tokens for name, run in runs.items()}
+    first = next(iter(tokens.values()))
+    target = pd.Series({domain: each.asked for domain, each in first.items()})
+    actual = pd.DataFrame({n: {d: t.got for d, t in ts.items()} for n, ts in tokens.items()})
+    epochs = pd.DataFrame({n: {d: t.epochs for d, t in ts.items()} for n, ts in tokens.items()})
+    difference = actual.sub(target, axis=0).div(target.where(target != 0), axis=0)
+    return target, actual, difference, epochs
+
+
+def _token_table(label: str, runs: Mapping[str, TrainingRun]) -> Table:
+    target, actual, difference, epochs = _token_frames(runs)
+    whole, sums = math.fsum(target), actual.sum()
+
+    def row(name: str, goal: float, actual: pd.Series[float], gap: pd.Series[float]) -> list[str]:
         return [
-            f"{tokens[0].asked:,.0f}",
-            _range((each.got for each in tokens), "{:,.0f}".format),
-            _range(map(_difference, tokens), "{:+.2%}".format),
-            _range((each.epochs for each in tokens), format_epochs),
+            name,
+            f"{goal:,.0f}",
+            _range(actual, "{:,.0f}".format),
+            _range(gap, "{:+.2%}".format),
         ]
 
+    gaps = (sums - whole) / (whole or math.nan)
     return Table.of(
-        f"Sampled tokens: {group.label}",
+        f"Sampled tokens: {label}",
         ["domain", "target tokens", "actual tokens", "difference", "epochs"],
-        [[domain, *cells(group.tokens_of(domain))] for domain in group.domains],
-        [["total", *cells(group.totals())[:-1], ""]],
+        [
+            [
+                *row(d, target[d], actual.loc[d], difference.loc[d]),
+                _range(epochs.loc[d], format_epochs),
+            ]
+            for d in target.index
+        ],
+        [[*row("total", whole, sums, gaps), ""]],
         [
             "Targets are the weights times all steps done; epochs are passes over the domain's "
             "training tokens.",
-            *_token_notes([group]),
+            *_shared_rows_notes([runs]),
+            *_token_notes(runs),
         ],
     )
 
 
-def _difference(tokens: DrawnTokens) -> float | None:
-    """Actual minus target tokens, relative to the target; None for a target of 0."""
-    return (tokens.got - tokens.asked) / tokens.asked if tokens.asked else None
-
-
-def _range(values: Iterable[float | None], form: Callable[[float], str]) -> str:
-    """The smallest and largest figure, or the only one; '-' where one is None."""
-    found = list(values)
-    known = [value for value in found if value is not None]
-    if len(known) < len(found):
+def _range(values: pd.Series[float], form: Callable[[float], str]) -> str:
+    """The smallest and largest figure, or the only one; '-' where one is NaN."""
+    if values.isna().any():
         return MISSING
-    return " to ".join(dict.fromkeys((form(min(known)), form(max(known)))))
+    return " to ".join(dict.fromkeys((form(values.min()), form(values.max()))))
 
 
-def _extreme(
-    group: SameTargets, figure: Callable[[DrawnTokens], float | None], form: Callable[[float], str]
-) -> str:
-    """The figure farthest from 0 over all domains and runs, with its domain."""
-    found = [(figure(tokens), d) for d in group.domains for tokens in group.tokens_of(d)]
-    known = [(value, domain) for value, domain in found if value is not None]
-    if not known:
+def _extreme(frame: pd.DataFrame, form: Callable[[float], str]) -> str:
+    """The figure farthest from 0 over all domains and runs, with its domain; '-' for none."""
+    sizes = frame.abs()
+    if sizes.isna().all(axis=None):
         return MISSING
-    value, domain = max(known, key=lambda pair: abs(pair[0]))
-    return f"{form(value)} ({domain})"
+    domain = sizes.max(axis=1).idxmax()
+    return f"{form(frame.loc[domain, sizes.loc[domain].idxmax()])} ({domain})"
 
 
-def _token_notes(groups: Sequence[SameTargets]) -> list[str]:
-    """Which runs share a row or table, changed their weights, or are still training."""
+def _shared_rows_notes(groups: Iterable[Mapping[str, TrainingRun]]) -> list[str]:
+    """Which runs share a row or table."""
+    several = "; ".join(_names(list(runs)) for runs in groups if len(runs) > 1)
+    return [f"Runs with the same weights, shown as a range: {several}."] if several else []
+
+
+def _token_notes(runs: Mapping[str, TrainingRun]) -> list[str]:
+    """Which runs changed their weights, or are still training."""
     notes = []
-    several = [list(group.runs) for group in groups if len(group.runs) > 1]
-    if several:
-        each = "; ".join(map(_names, several))
-        notes.append(f"Runs with the same weights, shown as a range: {each}.")
-    runs = {name: run for group in groups for name, run in group.runs.items()}
     changed = [name for name, run in runs.items() if len(run.mixture_phases) > 1]
     if changed:
         notes.append(f"The weights changed during training: {_names(changed)}.")

@@ -1,15 +1,23 @@
-"""Windows of every domain as points in a plane, close where their embeddings are close."""
+"""A map of the windows of every domain in two dimensions, by UMAP or PCA."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import warnings
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import EmbeddingStore
+from megatron_chameleon.report import figures
 from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.tables import shortened
 
 # UMAP takes about 7 s for this many, plus some 15 s to import and compile.
 MOST_WINDOWS = 2000
@@ -47,7 +55,7 @@ class WindowMap:
 
     @property
     def summary(self) -> str:
-        """What is shown and by which method, for a caption."""
+        """Caption: windows shown and projection method."""
         shown = len(self.points)
         windows = f"{shown:,}" if shown == self.available else f"{shown:,} of {self.available:,}"
         if self.explained is not None:
@@ -92,14 +100,9 @@ def even_counts(counts: list[int], most: int) -> list[int]:
 
     At least one of each, even if these are more than ``most``.
     """
-    low, high = 1, max(counts)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(min(count, middle) for count in counts) <= most:
-            low = middle
-        else:
-            high = middle - 1
-    return [min(count, low) for count in counts]
+    candidates = range(1, max(counts) + 1)
+    fitting = bisect.bisect_right(candidates, most, key=lambda n: sum(min(c, n) for c in counts))
+    return [min(count, max(fitting, 1)) for count in counts]
 
 
 def pca_points(vectors: Array) -> tuple[Array, tuple[float, float]]:
@@ -147,3 +150,88 @@ def _sample(store: EmbeddingStore, counts: dict[str, int]) -> tuple[Array, NDArr
         rows = np.sort(rng.choice(counts[domain], count, replace=False))
         sampled.append(store.vectors(domain)[rows])
     return np.concatenate(sampled), np.repeat(np.arange(len(counts), dtype=np.int64), taken)
+
+
+def windows_picture(folder: RunFolder) -> figures.Picture:
+    """A point for each window of text."""
+    title, found = "Map of window embeddings", window_map(folder)
+    if found is None:
+        return figures.Picture("windows", title, missing="no embedding store has windows to show")
+    names = found.names
+    description = f"Scatter plot of {len(found.points):,} windows of {len(names)} domains."
+    if len(names) > 1:
+        centres = centroids(found)
+        rows, columns = np.triu_indices(len(names), k=1)
+        distances = np.linalg.norm(centres[rows] - centres[columns], axis=1)
+        near, far = (
+            f"{names[rows[i]]} and {names[columns[i]]}"
+            for i in (distances.argmin(), distances.argmax())
+        )
+        description += f" On average {near} are closest to each other, {far} farthest apart."
+    return figures.Picture(
+        "windows",
+        title,
+        f"A point for each window of text, near others with similar embeddings: {found.summary}.",
+        description,
+        window_map_figure(found),
+    )
+
+
+def window_map_figure(found: WindowMap) -> Figure:
+    """Every window as a point, coloured by domain, with a legend next to the map.
+
+    Of more than ``MOST_NAMED`` domains, that many with distant centroids are named, others grey.
+    """
+    named = named_domains(found)
+    figure = figures.new_figure(9.0, 6.0)
+    axes = figure.add_subplot()
+    size = float(np.clip(120 / np.sqrt(len(found.points)), 2.6, 6.0))
+    others = ~np.isin(found.domains, named)
+    handles: list[Artist] = []
+    labels = [shortened(found.names[domain], figures.NAME_LIMIT) for domain in named]
+    # Without edges, which would hide a small marker; as pixels in a PDF.
+    style: dict[str, Any] = {"linestyle": "none", "markeredgewidth": 0, "rasterized": True}
+    grey: dict[str, Any] = {"color": figures.PROXY_COLOR, "marker": "o"}
+    if others.any():
+        axes.plot(*found.points[others].T, markersize=0.8 * size, alpha=0.25, **grey, **style)
+        size = 6.0  # named domains stand out
+    for number, domain in enumerate(named):
+        marker = "o^s"[number // len(figures.COLORS)]
+        look: dict[str, Any] = {"color": figures.color_of(number), "marker": marker}
+        points = found.points[found.domains == domain].T
+        axes.plot(*points, markersize=size, alpha=0.65, **look, **style)
+        handles.append(Line2D([], [], linestyle="none", ms=6.0, **look))
+    if others.any():
+        handles.append(Line2D([], [], linestyle="none", ms=4, **grey))
+        labels.append(f"{len(found.names) - len(named):,} other domains")
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_color(figures.PROXY_COLOR)
+    axes.set_xlabel(shortened(found.summary, 130), fontsize=8.5, parse_math=False)
+    figures.plain_legend(figure, handles, labels, loc="outside right upper", fontsize=8.5)
+    return figure
+
+
+def named_domains(found: WindowMap) -> list[int]:
+    """Indices of the domains with a colour: all, or the ``MOST_NAMED`` that cover the map best.
+
+    Greedily: first the centroid farthest from the middle, then each time the one farthest from all
+    chosen before.
+    """
+    count = len(found.names)
+    if count <= figures.MOST_NAMED:
+        return list(range(count))
+    centres = centroids(found)
+    chosen = [int(np.linalg.norm(centres - centres.mean(axis=0), axis=1).argmax())]
+    nearest = np.full(count, np.inf)
+    while len(chosen) < figures.MOST_NAMED:
+        nearest = np.minimum(nearest, np.linalg.norm(centres - centres[chosen[-1]], axis=1))
+        chosen.append(int(nearest.argmax()))
+    return sorted(chosen)
+
+
+def centroids(found: WindowMap) -> NDArray[np.float64]:
+    """Mean of the points of each domain, [k, 2] float64."""
+    points = pd.DataFrame(found.points.astype(np.float64))
+    return points.groupby(found.domains).mean().to_numpy()

@@ -1,32 +1,60 @@
-"""How a method watches training, and what of it a method may change.
+"""Training hooks: the callback interface for online methods, and the code that calls it.
 
-A method subclasses :class:`TrainingHook` and overrides what it needs. The loop names no method, and
-without a hook it does nothing of this.
+A method subclasses :class:`TrainingHook` and overrides what it needs. The trainer depends on no
+method; without a hook, none of this runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 
+from megatron_chameleon.artifacts.checkpoint import HookState
+from megatron_chameleon.blend.prefetch import to_device
+from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.flops import forward_flops, training_flops
+from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.model.memory import FLOAT32_BYTES, TrainingSetup, optimized_parameters
-from megatron_chameleon.training.domain_gradients import DomainGradients
-from megatron_chameleon.training.global_batch import GlobalBatch
+from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.checkpointing import Progress
+from megatron_chameleon.training.domain_gradients import (
+    DomainGradients,
+    GradientRows,
+    Split,
+    micro_batches_by_domain,
+    split_samples,
+)
+from megatron_chameleon.training.plan import TrainingPlan
+from megatron_chameleon.training.records import RunRecords
+from megatron_chameleon.training.run_folder import FRESH_START
+from megatron_chameleon.training.step import Passes
+
+TokenValues = Sequence[torch.Tensor]
+"""A value per token of this rank's micro-batches, [b, s] each; empty but on the last stage."""
 
 
 class TrainingHook:
-    """Every rank holds one, calls the same methods in the same order, and gets the same answers.
+    """Base class of training hooks, called identically on every rank.
 
-    What a hook decides must depend only on what all ranks share: its own state, the sums over all
-    ranks that it is given, and the step.
+    Its decisions must depend only on values that all ranks share: its own state, all-reduced sums
+    and the step.
 
     Attributes:
-        combines_gradients: whether :meth:`gradient_weights` is asked at every step.
-        mixture_interval: steps between two calls of :meth:`new_mixture`; 0 for none. The run needs
-            an order of samples that allows other weights (``--permutation epoch`` or feistel).
-        flops: floating-point operations spent beyond those of training, since the process began.
+        combines_gradients: whether :meth:`gradient_weights` is called at every step.
+        mixture_interval: steps between two calls of :meth:`new_mixture`; 0 for none. Requires a
+            sample order that allows mixture changes (``--permutation epoch`` or feistel).
+        flops: floating-point operations in addition to training, since the process started.
     """
 
     combines_gradients: bool = False
@@ -36,17 +64,17 @@ class TrainingHook:
         self.flops = 0.0
 
     def prepare(self) -> None:
-        """Take the memory of the device that is needed as long as the run is trained.
+        """Allocate the device memory that the hook needs throughout training.
 
-        It is called once, before the model is built and the first step is tried, and not where
-        nothing is left to train.
+        Called once, before the model is built and the dry first step; not called if the run is
+        already finished.
         """
 
     def extra_bytes(self, setup: TrainingSetup, stage: int, num_domains: int) -> dict[str, int]:
-        """What each rank of a pipeline stage holds for the hook, in bytes by name.
+        """Memory that each rank of a pipeline stage holds for the hook: name -> bytes.
 
-        It is for the advice where memory does not suffice. Gradients that are combined are held for
-        it; an override adds what :meth:`prepare` takes.
+        Used in out-of-memory messages. Covers the per-domain gradients; an override adds what
+        :meth:`prepare` allocates.
         """
         if not self.combines_gradients:
             return {}
@@ -54,53 +82,396 @@ class TrainingHook:
         return {f"gradients of {num_domains} domains": held}
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor | None:
-        """Look at a step's global batch before the backward pass.
+        """Return per-domain loss weights; called with the global batch before the backward pass.
 
         Returns:
-            [k] what the loss of each domain's tokens counts, or None for 1. The loss that is
-            trained on is the sum over tokens of weight times loss, over the number of tokens.
+            [k] weight of the loss of each domain's tokens, or None for 1. The training loss is the
+            sum over tokens of weight times loss, divided by the number of tokens.
         """
         return None
 
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
-        """Look at the gradient of each domain's mean loss, after the backward pass.
+        """Return the weights of the per-domain gradients; called after the backward pass.
 
-        ``gradients.learning_rate`` is that of the update to come.
+        ``gradients.learning_rate`` is the learning rate of the upcoming update.
 
         Returns:
-            [k] the weights by which the gradients are summed to the one that is trained by; unless
-            overridden, the domains' shares of the batch's tokens, which give the plain gradient.
+            [k] weights of the gradients in the update; by default the domains' shares of the
+            batch's tokens, which yield the standard gradient.
         """
         return gradients.domain_tokens / gradients.domain_tokens.sum().clamp(min=1.0)
 
     def new_mixture(self, step: int, model: Sequence[torch.nn.Module]) -> Sequence[float] | None:
-        """Decide on the mixture after ``step`` steps, before the next batch is drawn.
+        """Return the mixture after ``step`` steps, before the next batch is sampled.
 
         Args:
             step: steps done; a multiple of ``mixture_interval``, not 0.
             model: this rank's chunks of the model, which may be run forward.
 
         Returns:
-            Weights of the domains from here on, or None to leave them as they are.
+            Domain weights from this step on, or None to keep the current ones.
         """
         return None
 
     def metrics(self) -> dict[str, Any]:
-        """What goes to metrics.jsonl at every log interval, as JSON values."""
+        """Values for metrics.jsonl at every log interval, as JSON values."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a continued run needs, as JSON values.
+        """State for resuming, as JSON values.
 
-        It is asked for before each step too, after :meth:`new_mixture`, so that a step that is
-        skipped can be undone; keep it small.
+        Also called before each step, after :meth:`new_mixture`, so that a skipped step can be
+        undone; keep it small.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become again what gave ``state`` by :meth:`state_dict`.
+        """Restore the state returned by :meth:`state_dict`.
 
-        That is when a run is continued, and after each step that did not update the model: what
-        :meth:`loss_weights` and :meth:`gradient_weights` learnt from its loss and gradients, which
-        may be no numbers, is undone.
+        Called when a run is resumed, and after each skipped step, to undo changes that
+        :meth:`loss_weights` and :meth:`gradient_weights` made from a possibly NaN loss or gradient.
         """
+
+
+class GlobalBatch:
+    """This rank's micro-batches of a step; can be read repeatedly.
+
+    Per-token values exist on the last pipeline stage, sharded over the data-parallel ranks; sums
+    over them are identical on every rank.
+
+    Args:
+        step: steps done before this one.
+        micro_batches: this rank's micro-batches.
+        passes: passes of the trained model.
+        shape: shape of that model.
+        layout: layout of the ranks.
+        spend: callback that counts floating-point operations, over all ranks.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        micro_batches: Sequence[Batch],
+        passes: Passes,
+        shape: ModelShape,
+        layout: Layout,
+        spend: Callable[[float], None],
+    ) -> None:
+        self.step, self.micro_batches = step, list(micro_batches)
+        self._passes, self._shape, self._layout, self._spend = passes, shape, layout, spend
+
+    @property
+    def num_domains(self) -> int:
+        """Number of domains (k)."""
+        return self._passes.num_domains
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled, over all ranks."""
+        mine = sum(batch["tokens"].numel() for batch in self.micro_batches)
+        return mine * self._layout.data_size
+
+    def token_losses(
+        self, other: Passes | None = None, other_shape: ModelShape | None = None
+    ) -> list[torch.Tensor]:
+        """Per-token losses of the model, or of another with the same layout, forward only.
+
+        Args:
+            other: passes of another model, such as a reference model; by default the trained one.
+            other_shape: shape of that model, to count its FLOPs.
+        """
+        shape = other_shape or self._shape
+        self._spend(forward_flops(shape, self.num_tokens, self._passes.shape.seq_length))
+        return (other or self._passes).token_losses(self.micro_batches)
+
+    def domain_sums(self, values: TokenValues) -> torch.Tensor:
+        """[k] float64: ``values`` of unmasked tokens, summed per domain over all ranks.
+
+        Args:
+            values: the result of :meth:`token_losses`, or derived from it.
+        """
+        sums = self._zeros()
+        # Empty except on the last stage.
+        for batch, value in zip(self.micro_batches, values, strict=bool(values)):
+            masked = value.double() * batch["loss_mask"].to(value.device)
+            sums.index_add_(0, batch["domain"].to(value.device), masked.sum(1))
+        return self._over_ranks(sums, self._layout.is_last_stage)
+
+    @functools.cached_property
+    def domain_tokens(self) -> torch.Tensor:
+        """[k] float64: tokens with a loss per domain, over all ranks."""
+        counts = self._zeros()
+        for batch in self.micro_batches:
+            tokens = batch["loss_mask"].sum(1, dtype=torch.float64)
+            counts.index_add_(0, batch["domain"].to(counts.device), tokens.to(counts.device))
+        return self._over_ranks(counts, self._layout.is_last_stage)
+
+    def sum_over_data_ranks(self, number: int) -> int:
+        """Sum of ``number`` over the data-parallel ranks; identical on every rank."""
+        mine = torch.full((1,), number, dtype=torch.int64, device=self._passes.device)
+        return int(self._over_ranks(mine, self._layout.is_last_stage))
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.num_domains, dtype=torch.float64, device=self._passes.device)
+
+    def _over_ranks(self, values: torch.Tensor, contributes: bool) -> torch.Tensor:
+        # Tensor-parallel ranks hold identical values: only the first contributes.
+        if not contributes or self._layout.tensor_rank > 0:
+            values = torch.zeros_like(values)
+        dist.all_reduce(values)
+        return values
+
+
+HookFactory = Callable[[TrainingPlan, Layout], TrainingHook]
+
+
+def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> TrainingHook | None:
+    """Build the run's hook in its initial state.
+
+    Raises:
+        UserError: if the hook changes the mixture, but ``--permutation`` does not allow it or
+            ``--mixture-change`` is set too.
+    """
+    hook = make(plan, layout) if make else None
+    if hook is None or not hook.mixture_interval:
+        return hook
+    if plan.options.data.permutation == "megatron":
+        raise UserError(
+            f"{_name(hook)} changes the mixture, which Megatron's order of samples does not allow; "
+            "give --permutation epoch"
+        )
+    if plan.options.data.mixture_change:
+        raise UserError(
+            f"{_name(hook)} changes the mixture, which would override --mixture-change; leave "
+            "--mixture-change out"
+        )
+    return hook
+
+
+def load_hook(hook: TrainingHook | None, progress: Progress) -> None:
+    """Restore the hook's state from the run's last checkpoint.
+
+    Args:
+        hook: the run's hook in its initial state.
+        progress: the run's progress.
+
+    Raises:
+        UserError: if the checkpoint was written with another hook.
+    """
+    if progress.checkpoint is None:
+        return
+    saved = progress.checkpoint.hook
+    if (saved and saved.name) != (hook and _name(hook)):
+        raise UserError(
+            f"{progress.checkpoint.root} was written by a run of "
+            f"{saved.name if saved else 'plain training'}, not of "
+            f"{_name(hook) if hook else 'plain training'}; {FRESH_START}"
+        )
+    if hook and saved:
+        hook.load_state_dict(saved.state)
+
+
+class HookRunner:
+    """Call a hook at each step and add its cost to the run's.
+
+    Args:
+        hook: the training hook.
+        passes: passes of the trained model.
+        records: records of the run.
+    """
+
+    def __init__(self, hook: TrainingHook, passes: Passes, records: RunRecords) -> None:
+        self._hook, self._passes, self._records = hook, passes, records
+        self._hooked = HookedPasses(hook, passes, records.plan.shape, records.layout)
+        self._flops_counted = hook.flops
+        self._before_step: dict[str, Any] = {}
+
+    def change_mixture(self, step: int) -> bool:
+        """Call ``new_mixture`` if it is due after ``step`` steps; return whether it was called.
+
+        Called before the next step, so that a checkpoint in between does not include the change.
+        """
+        interval = self._hook.mixture_interval
+        if not interval or not step or step % interval:
+            return False
+        weights = self._hook.new_mixture(step, self._passes.model)
+        if weights is not None:
+            self._records.samples.change_weights(self._records.samples_at(step), weights)
+        return True
+
+    def forward_backward(
+        self, batches: Iterator[Batch], step: int, learning_rate: float
+    ) -> torch.Tensor:
+        """As :meth:`HookedPasses.forward_backward`; add the hook's FLOPs to the run's cost."""
+        self._before_step = self._state()
+        sums = self._hooked.forward_backward(batches, step, learning_rate)
+        self._records.extra_flops += self._hook.flops - self._flops_counted
+        self._flops_counted = self._hook.flops
+        return sums
+
+    def undo_step(self) -> None:
+        """Restore the hook's state from before the last step, which was skipped.
+
+        Such a step's loss or gradient may be NaN, and so may the hook's state after it.
+        """
+        self._hook.load_state_dict(self._before_step)
+
+    def metrics(self) -> dict[str, Any]:
+        """The hook's metrics."""
+        return self._hook.metrics()
+
+    def state(self) -> HookState:
+        """A snapshot of the hook's state for a checkpoint.
+
+        Raises:
+            UserError: on every rank, if the state is not JSON-serializable.
+        """
+        return HookState(_name(self._hook), self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """A copy of the hook's state, as read when resuming."""
+        state = self._hook.state_dict()
+        try:
+            copy: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{_name(self._hook)}.state_dict() gives what a checkpoint cannot hold ({error}); "
+                "give finite numbers, texts, lists and dictionaries"
+            ) from error
+        return copy
+
+
+def _name(hook: TrainingHook) -> str:
+    return type(hook).__name__
+
+
+class HookedPasses:
+    """Compute a step's gradient with the loss or gradient weights of a hook.
+
+    Args:
+        hook: the training hook. If it combines gradients, buffers for one gradient per domain are
+            allocated here.
+        passes: passes of the trained model, built with ``per_token_loss`` if the hook combines
+            gradients.
+        shape: shape of that model.
+        layout: layout of the ranks.
+    """
+
+    def __init__(
+        self, hook: TrainingHook, passes: Passes, shape: ModelShape, layout: Layout
+    ) -> None:
+        self._hook, self._passes, self._shape, self._layout = hook, passes, shape, layout
+        # Chunks that are trained are wrapped for data parallelism.
+        model: Sequence[DistributedDataParallel] = passes.model
+        self._rows = GradientRows(model, passes.num_domains) if hook.combines_gradients else None
+
+    def forward_backward(
+        self, batches: Iterator[Batch], step: int, learning_rate: float
+    ) -> torch.Tensor:
+        """As :meth:`Passes.forward_backward`, over the next global batch.
+
+        Args:
+            batches: this rank's micro-batches.
+            step: steps done before this one.
+            learning_rate: learning rate of the upcoming update.
+        """
+        num_microbatches = self._passes.shape.num_microbatches
+        micro_batches = list(itertools.islice(batches, num_microbatches))
+        batch = GlobalBatch(
+            step, micro_batches, self._passes, self._shape, self._layout, self._spend
+        )
+        weights = self._hook.loss_weights(batch)
+        if self._hook.combines_gradients:
+            return self._combined(batch, weights, learning_rate)
+        return self._passes.forward_backward(iter(micro_batches), loss_weights=weights)
+
+    def _combined(
+        self, batch: GlobalBatch, loss_weights: torch.Tensor | None, learning_rate: float
+    ) -> torch.Tensor:
+        """Compute each domain's gradient, then their sum weighted by the hook."""
+        assert self._rows is not None
+        model: Sequence[DistributedDataParallel] = self._passes.model
+        gradients = DomainGradients(self._rows, batch.domain_tokens, learning_rate)
+        sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
+        rows = _rows_by_domain(batch)
+        splits = {domain: self._split(len(rows[domain])) for domain in gradients.present}
+        parts = micro_batches_by_domain(batch.micro_batches, dict(enumerate(rows)), splits)
+        for domain, split in splits.items():
+            for chunk in model:
+                chunk.zero_grad_buffer()
+            sums += self._passes.forward_backward(
+                iter(parts[domain]), split.count, loss_weights, split.size
+            )
+            gradients.keep(domain)
+        gradients.combine(self._hook.gradient_weights(gradients))
+        self._spend_on_filling(
+            batch, [(split, len(rows[domain])) for domain, split in splits.items()]
+        )
+        if self._layout.is_last_stage:
+            sums[:, 2] = self._drawn([len(own) for own in rows])
+        return sums
+
+    def _split(self, samples: int) -> Split:
+        """Split ``samples`` samples of one domain into micro-batches for this layout."""
+        stages = self._layout.pipeline_size
+        interleaved = len(self._passes.model) > 1
+        largest = self._passes.shape.micro_batch_size
+        return split_samples(samples, largest, stages, stages if interleaved else 1)
+
+    def _drawn(self, samples: Sequence[int]) -> torch.Tensor:
+        """[k] tokens of this rank's samples, without padding samples."""
+        tokens = torch.tensor(samples) * self._passes.shape.seq_length
+        return to_device(tokens, self._passes.device)
+
+    def _spend(self, flops: float) -> None:
+        self._hook.flops += flops
+
+    def _spend_on_filling(self, batch: GlobalBatch, splits: Sequence[tuple[Split, int]]) -> None:
+        """Count the FLOPs of padding samples.
+
+        Args:
+            batch: the step's global batch.
+            splits: for each domain with a gradient, the split of its samples on this rank, and
+                their number.
+        """
+        mine = sum(split.filled - samples for split, samples in splits)
+        filling = batch.sum_over_data_ranks(mine)
+        length = self._passes.shape.seq_length
+        self._spend(training_flops(self._shape, filling * length, length))
+
+
+def _rows_by_domain(batch: GlobalBatch) -> list[list[int]]:
+    """Indices of this rank's samples per domain; synchronizes with the device once."""
+    rows: list[list[int]] = [[] for _ in range(batch.num_domains)]
+    for row, domain in enumerate(torch.cat([p["domain"] for p in batch.micro_batches]).tolist()):
+        rows[domain].append(row)
+    return rows
+
+
+@contextlib.contextmanager
+def reading(
+    model: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout
+) -> Iterator[Reader]:
+    """Context manager for a reader of ``model``; every rank enters it.
+
+    Weights, gradients and random states are unchanged afterwards, and the model is in training
+    mode. The reader computes in the training precision.
+
+    Args:
+        model: this rank's chunks, wrapped for data parallelism, before the passes of a step.
+        shape: of the whole model.
+        layout: of the ranks.
+    """
+    for chunk in model:
+        if layout.overlap_param_gather:
+            # Layers would otherwise gather parameters in forward, but ranks run different batches.
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+        chunk.eval()
+    first, *later = map(unwrap, model)
+    try:
+        # Compiled layers would be recompiled for every other shape.
+        with torch.compiler.set_stance("force_eager"):
+            yield Reader(first, shape, layout, later)
+    finally:
+        for chunk in model:
+            chunk.train()

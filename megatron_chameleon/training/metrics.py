@@ -1,19 +1,23 @@
-"""What is measured over an interval of steps, and the line that a person reads of it."""
+"""What is measured over a log interval, and how long each phase of a step takes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.agreement import speaks
-from megatron_chameleon.training.step import StepResult
+from megatron_chameleon.training.step import StepResult, counts_losses
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Interval:
 
 
 class IntervalMeter:
-    """Adds up steps until they are logged. Losses stay on the device in between."""
+    """Accumulate steps until they are logged, on the device."""
 
     def __init__(self, domain_names: Sequence[str], layout: Layout) -> None:
         self._names = list(domain_names)
@@ -88,7 +92,7 @@ class IntervalMeter:
 
 def sum_over_ranks(domain_sums: torch.Tensor, layout: Layout) -> torch.Tensor:
     """[k, 3] sums per domain of each rank's micro-batches, over all ranks, on every rank."""
-    sums = domain_sums.clone() if speaks(layout) else torch.zeros_like(domain_sums)
+    sums = domain_sums.clone() if counts_losses(layout) else torch.zeros_like(domain_sums)
     dist.all_reduce(sums)
     return sums
 
@@ -137,7 +141,7 @@ def progress_line(
     skipped_steps: int,
     left: float,
 ) -> str:
-    """One line a person can read; ``left`` is in seconds."""
+    """One line for the terminal; ``left`` is in seconds."""
     width = len(str(train_iters))
     parts = [
         f"step {step:{width}d}/{train_iters}",
@@ -154,7 +158,7 @@ def progress_line(
 
 
 def validation_line(step: int, train_iters: int, losses: Mapping[str, float]) -> str:
-    """The same of a validation."""
+    """One line of validation losses for the terminal."""
     width = len(str(train_iters))
     said = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
     return f"validation after step {step:{width}d}/{train_iters} | loss {said}"
@@ -170,3 +174,92 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes_left:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+class Clock(Protocol):
+    """Measures the time between two marks in the device's work."""
+
+    def mark(self) -> Any:
+        """The present moment."""
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """Between two marks; may wait for the device."""
+
+
+class HostClock:
+    """On the CPU, work is done when the call returns."""
+
+    def mark(self) -> float:
+        """The present moment, in seconds."""
+        return time.perf_counter()
+
+    def seconds(self, first: float, last: float) -> float:
+        """Between two marks."""
+        return last - first
+
+
+class DeviceClock:
+    """CUDA events, since GPU calls are asynchronous."""
+
+    def mark(self) -> torch.cuda.Event:
+        """An event behind all that is queued at present."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Between two events, once the device has come to the second."""
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
+
+
+class PhaseTimers:
+    """Adds up the seconds of each phase of training until they are read.
+
+    forward_backward, optimizer and mixture (a hook's work on changing it) are phases of the
+    device's work. data is what this process spends on making batches; a GPU may compute meanwhile,
+    and if it does not, the wait is within forward_backward too. The others are phases in which this
+    process does nothing else.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
+        self._last_mark: Any = None
+        self._laps: list[tuple[str, Any, Any]] = []
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def start(self) -> None:
+        """The next lap begins here."""
+        self._last_mark = self._clock.mark()
+
+    def lap(self, phase: str) -> None:
+        """What the device did since the last lap, or the start, was ``phase``."""
+        mark = self._clock.mark()
+        self._laps.append((phase, self._last_mark, mark))
+        self._last_mark = mark
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What this process does within the block is ``phase``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - start
+
+    def timed(self, items: Iterator[T], phase: str) -> Iterator[T]:
+        """``items``, where making each is ``phase``."""
+        while True:
+            with self.during(phase):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def read(self) -> dict[str, float]:
+        """Phase -> seconds since the last reading, in the order of the phases' names."""
+        for phase, first, last in self._laps:
+            self._seconds[phase] += self._clock.seconds(first, last)
+        found = dict(sorted(self._seconds.items()))
+        self._laps, self._seconds = [], defaultdict(float)
+        return found

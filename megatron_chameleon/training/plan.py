@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, provenance
+from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, implied_epochs, provenance
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.schedule import MixtureSchedule, check_changes
@@ -22,19 +23,12 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import check_compile
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import DEFAULT_SIZE, ModelShape, model_size, name_of
-from megatron_chameleon.options.data import DataOptions
-from megatron_chameleon.options.ranges import check_ranges
-from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
-from megatron_chameleon.training.drawn import planned_epochs
-from megatron_chameleon.training.option_checks import check_watching
+from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.pretrained import Pretrained, find_pretrained
-from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
 
 # Beyond about four epochs, more passes over the same text teach less and less: Muennighoff et al.
 # 2023, "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4.0
-# What a corpus says itself.
-ONLY_FOR_DATA_PATH = ("split", "tokenizer_model", "tiktoken_pattern", "eod_token")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +45,6 @@ class TrainingPlan:
         pretrained: the weights that the run starts from; None starts from random ones.
         shape: of the model.
         provenance: of the run.
-        way_out: what to advise where the run's folder holds something else.
     """
 
     options: PretrainOptions
@@ -62,7 +55,6 @@ class TrainingPlan:
     pretrained: Pretrained | None
     shape: ModelShape
     provenance: Provenance
-    way_out: WayOut = BY_FLAGS
 
     @property
     def tokens_per_step(self) -> int:
@@ -75,16 +67,13 @@ class TrainingPlan:
         return self.options.train_iters * self.options.global_batch_size
 
 
-def plan_training(options: PretrainOptions, way_out: WayOut = BY_FLAGS) -> TrainingPlan:
+def plan_training(options: PretrainOptions) -> TrainingPlan:
     """Read what ``options`` name.
 
     Raises:
         UserError: for anything that would keep the run from starting.
     """
-    check_ranges(options)
-    check_optimizer(options.optimizer, options.train_iters)
-    check_watching(options)
-    check_cache(options.data)
+    check_overwrite(options)
     if options.model_size is not None:
         model_size(options.model_size)  # refuses a wrong name before anything is read
     if options.compile_layers:
@@ -109,7 +98,6 @@ def plan_training(options: PretrainOptions, way_out: WayOut = BY_FLAGS) -> Train
         pretrained=pretrained,
         shape=shape,
         provenance=provenance(options, inputs | (pretrained.inputs() if pretrained else {})),
-        way_out=way_out,
     )
 
 
@@ -137,23 +125,15 @@ def load_data(options: PretrainOptions) -> LoadedData:
     """Read the corpus, or what --data-path names.
 
     Raises:
-        UserError: unless there is one of the two, and it is whole.
+        UserError: unless it is whole.
     """
-    if options.corpus is not None and options.data.data_path is None:
+    if options.corpus is not None:
         return _load_corpus(options, options.corpus)
-    if options.corpus is None and options.data.data_path is not None:
-        return _load_data_path(options, DataPath.parse(options.data.data_path))
-    raise UserError("give either --corpus or --data-path: what is to be trained on?")
+    assert options.data.data_path is not None
+    return _load_data_path(options, DataPath.parse(options.data.data_path))
 
 
 def _load_corpus(options: PretrainOptions, folder: Path) -> LoadedData:
-    for field in ONLY_FOR_DATA_PATH:
-        value = getattr(options.data, field)
-        if value != getattr(DataOptions(), field):
-            raise UserError(
-                f"--{field.replace('_', '-')} {value} is for --data-path; --corpus {folder} says "
-                "it itself: leave the option out"
-            )
     corpus = Corpus.load(folder)
     mixture = load_mixture(options.mixture, corpus.names)
     weights = mixture.weights_for(corpus.names, str(folder))
@@ -162,14 +142,7 @@ def _load_corpus(options: PretrainOptions, folder: Path) -> LoadedData:
 
 
 def _load_data_path(options: PretrainOptions, path: DataPath) -> LoadedData:
-    if options.mixture is not None:
-        raise UserError(
-            f"--mixture {options.mixture}: --data-path has its own weights; leave one of them out"
-        )
-    if options.data.verify_corpus:
-        raise UserError("--verify-corpus needs a --corpus, which knows its hashes; leave it out")
-    if options.data.tokenizer_model is None:
-        raise UserError("--data-path needs --tokenizer-model: what made its tokens?")
+    assert options.data.tokenizer_model is not None
     tokenizer = load_tokenizer(
         options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
     )
@@ -236,25 +209,34 @@ def warn_of_repeats(plan: TrainingPlan, schedule: MixtureSchedule) -> None:
             )
 
 
-def check_cache(options: DataOptions) -> None:
-    """Raises UserError for a cache of indices that the order does not have."""
-    if options.data_cache_path is not None and options.permutation != "megatron":
-        raise UserError(
-            f"--data-cache-path {options.data_cache_path}: --permutation {options.permutation} has "
-            "no indices to keep; leave it out"
-        )
+def check_overwrite(options: PretrainOptions) -> None:
+    """Raises UserError if --overwrite would delete what the run is to read."""
+    if not options.overwrite:
+        return
+    data = options.data
+    read: dict[str, Sequence[Path | str | None]] = {
+        "--corpus": [options.corpus],
+        "--pretrained-checkpoint": [options.pretrained_checkpoint],
+        "--mixture": [options.mixture],
+        "--tokenizer-model": [data.tokenizer_model],
+        "--data-cache-path": [data.data_cache_path],
+        "--data-path": DataPath.parse(data.data_path).prefixes if data.data_path else [],
+        "--mixture-change": [change.partition("=")[2] for change in data.mixture_changes],
+    }
+    folder = options.run_dir.resolve()
+    for flag, paths in read.items():
+        for path in paths:
+            if path and Path(path).resolve().is_relative_to(folder):
+                raise UserError(
+                    f"{flag} {path} lies in {options.run_dir}, which --overwrite deletes; choose "
+                    "another --run-dir"
+                )
 
 
-def check_optimizer(options: OptimizerOptions, train_iters: int) -> None:
-    """Raises UserError for values that no schedule can be made of."""
-    check_ranges(options)
-    if options.lr < options.min_lr:
-        raise UserError(
-            f"--lr {options.lr} --min-lr {options.min_lr}: the peak must not be below the end of "
-            "the cosine"
-        )
-    if options.lr_warmup_iters >= train_iters:
-        raise UserError(
-            f"--lr-warmup-iters {options.lr_warmup_iters} leaves nothing of "
-            f"--train-iters {train_iters}; give fewer, or train longer"
-        )
+def planned_epochs(
+    data: TokenData, schedule: MixtureSchedule, num_samples: int, seq_length: int
+) -> dict[str, float]:
+    """Domain -> passes over its tokens that the whole run asks for."""
+    asked = schedule.target_samples(num_samples)
+    shares = {name: n / num_samples for name, n in zip(data.names, asked, strict=True)}
+    return implied_epochs(data.tokens, shares, num_samples * seq_length)

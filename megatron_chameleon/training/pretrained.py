@@ -1,4 +1,4 @@
-"""The trained weights that a new run starts from, in place of random ones."""
+"""Trained weights that a new run starts from, instead of random ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import tokenizers
 import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
@@ -16,10 +17,14 @@ from megatron_chameleon.checkpoint.huggingface_folder import (
     is_huggingface_folder,
 )
 from megatron_chameleon.checkpoint.load import load_weights, shape_of
+from megatron_chameleon.corpus.tokenizer import (
+    TokenizerFile,
+    recorded_tokenizer_file,
+    vocab_file_in,
+)
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
-from megatron_chameleon.options.training import PretrainOptions
-from megatron_chameleon.training.pretrained_tokens import require_meaning
+from megatron_chameleon.training.options import PretrainOptions
 
 FLAG = "--pretrained-checkpoint"
 
@@ -118,7 +123,7 @@ def _of_folder(path: Path, options: PretrainOptions, data: TokenData) -> Pretrai
             f"tokenizer has {wanted} tokens; preprocess the text with the model's own tokenizer "
             f"(--tokenizer-model), or give another {FLAG}"
         )
-    require_meaning(path, options, data)
+    check_tokenizer(path, options, data)
     weights = dataclasses.replace(weights, vocab_size=wanted)
     return Pretrained(path, weights, weights.shape, weights.hash())
 
@@ -131,3 +136,43 @@ def _require_size(found: Pretrained, wanted: ModelSize, name: str) -> None:
                 f"{found.where} has {field.name} {has}, --model-size {name} asks for {asked}; "
                 f"leave --model-size out, which takes the size from there, or give another {FLAG}"
             )
+
+
+def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> None:
+    """Refuse a corpus whose ids stand for other tokens than those of the model in ``folder``.
+
+    The same vocabulary comes in files of many forms, and with tokens added to it; so files that
+    differ are compared token by token. A folder without a tokenizer says nothing of its ids, and
+    is taken at the user's word.
+
+    Raises:
+        UserError: saying what to do.
+    """
+    path = folder / "tokenizer.json"
+    found = path if path.is_file() else vocab_file_in(folder)
+    if found is None:
+        return
+    model = recorded_tokenizer_file(found, data.tokenizer)
+    if model.sha256 == data.tokenizer.sha256:
+        return
+    corpus = _tokenizer_of(options, data)
+    if corpus is None or not _vocabulary(corpus).items() <= _vocabulary(model).items():
+        raise UserError(
+            f"{found} gives tokens other ids than the tokenizer that {data.where} was made with; "
+            f"preprocess the text with --tokenizer-model {folder}, or give another "
+            "--pretrained-checkpoint"
+        )
+
+
+def _tokenizer_of(options: PretrainOptions, data: TokenData) -> TokenizerFile | None:
+    """What made the tokens of ``data``, if it lies where it was and says what its ids mean."""
+    path = options.data.tokenizer_model or Path(data.where) / data.tokenizer.file
+    if data.tokenizer.kind != "tokenizers" or not path.exists():
+        return None
+    return recorded_tokenizer_file(path, data.tokenizer)
+
+
+def _vocabulary(file: TokenizerFile) -> dict[str, int]:
+    """Token -> id, added tokens included. Raises UserError if the file is damaged."""
+    file.open()
+    return tokenizers.Tokenizer.from_buffer(file.content).get_vocab()

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity
 
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.profiling import ProfilingOptions
 from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.options import ProfilingOptions
 
 FOLDER_NAME = "profile"
 

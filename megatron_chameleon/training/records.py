@@ -1,4 +1,4 @@
-"""What a run writes about itself: run.json, and the record of each checkpoint."""
+"""What a run records about itself: run.json, and each checkpoint's record."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.artifacts.training_run import Status
 from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.schedule import MixtureSchedule
+from megatron_chameleon.blend.token_data import TokenData
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.drawn import drawn_tokens
+from megatron_chameleon.training.checkpointing import Progress
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.resume import Progress
 
 
 class RunRecords:
-    """Keeps count of what a run draws and costs, and writes it down.
+    """Count sampled tokens and cost of a run, and write its records.
 
     Attributes:
-        first_step: steps that were done when this process began.
-        logged_step: the last step whose tokens are counted in.
-        failed_saves: checkpoints that could not be written, over the whole run.
-        extra_flops: floating-point operations spent beyond those of training.
+        first_step: steps done when this process started.
+        logged_step: last step whose tokens are counted.
+        failed_saves: failed checkpoint saves over the whole run.
+        extra_flops: floating-point operations in addition to training.
         stopwatch: started when this process began to train.
     """
 
@@ -50,7 +51,7 @@ class RunRecords:
             self._got.update(progress.checkpoint.domain_tokens)
 
     def count(self, step: int, drawn: Mapping[str, int]) -> None:
-        """Count in the tokens that were drawn of each domain since the last log, up to ``step``."""
+        """Add the tokens sampled per domain since the last log, up to ``step``."""
         self._got.update(drawn)
         self.logged_step = step
 
@@ -59,13 +60,13 @@ class RunRecords:
         return step * self.plan.options.global_batch_size
 
     def domain_samples(self, step: int) -> dict[str, int]:
-        """Domain -> samples of the global batch that ``step`` is trained on, where it has any."""
+        """Domain -> samples in the global batch of ``step``, where there are any."""
         before, after = (self.samples.counts(self.samples_at(s)) for s in (step - 1, step))
         counts = zip(self.plan.data.names, (after - before).tolist(), strict=True)
         return {name: count for name, count in counts if count}
 
     def phases_done(self, step: int) -> list[MixturePhase]:
-        """The weights that the samples of the first ``step`` steps were drawn by."""
+        """Mixture phases of the first ``step`` steps."""
         names = self.plan.data.names
         return [
             MixturePhase(phase.first_sample, dict(zip(names, phase.weights, strict=True)))
@@ -73,8 +74,8 @@ class RunRecords:
         ]
 
     def drawn(self) -> dict[str, DrawnTokens]:
-        """Tokens and epochs per domain up to the last log, asked and got."""
-        return drawn_tokens(
+        """Per-domain token and epoch counts up to the last log: target vs. actual."""
+        return sampled_tokens(
             self.plan.data,
             self.samples.schedule,
             self.samples_at(self.logged_step),
@@ -85,7 +86,7 @@ class RunRecords:
     def checkpoint(
         self, step: int, guard: dict[str, Any], hook: HookState | None
     ) -> CheckpointRecord:
-        """The record of the checkpoint that is written after ``step`` steps, all of them logged."""
+        """The record of the checkpoint after ``step`` steps, all of which are logged."""
         plan, samples = self.plan, self.samples_at(step)
         counts = self.samples.counts(samples).tolist()
         return CheckpointRecord(
@@ -110,11 +111,11 @@ class RunRecords:
     def write_run(
         self, step: int, status: Status, skipped_steps: int, stopped_by: str | None = None
     ) -> None:
-        """Bring run.json up to date, on rank 0.
+        """Update run.json, on rank 0.
 
         Raises:
-            UserError: if it cannot be written, and is the first or the last; otherwise the one
-                before stays, and a warning says so.
+            UserError: if the first or the last record cannot be written; otherwise a failure is a
+                warning, and the previous record is kept.
         """
         if not self.layout.is_main:
             return
@@ -151,13 +152,13 @@ class RunRecords:
         )
 
     def cost(self, step: int) -> Cost:
-        """What this process and its peers have spent, up to ``step``."""
+        """Cost of all ranks since this start of the run, up to ``step``."""
         tokens = (step - self.first_step) * self.plan.tokens_per_step
         flops = training_flops(self.plan.shape, tokens, self.plan.options.seq_length)
         return self.stopwatch.cost(flops + self.extra_flops, self.layout.world_size)
 
     def last_checkpoint(self, before_step: int | None = None) -> str | None:
-        """The folder of the run's last checkpoint, or of the last from before a step, if any."""
+        """Folder of the run's last checkpoint, optionally the last before a step, if any."""
         folders = checkpoint_folders(self.plan.options.run_dir)
         if before_step is not None:
             end = step_folder(self.plan.options.run_dir, before_step)
@@ -165,5 +166,44 @@ class RunRecords:
         return str(folders[-1]) if folders else None
 
     def seconds(self) -> float:
-        """Seconds on the clock, over all the times the run was continued."""
+        """Wall-clock seconds, over all starts of the run."""
         return self._cost_before.wall_seconds + self.stopwatch.seconds()
+
+
+def sampled_tokens(
+    data: TokenData,
+    schedule: MixtureSchedule,
+    samples: int,
+    seq_length: int,
+    got: Mapping[str, int],
+) -> dict[str, DrawnTokens]:
+    """Target and actual tokens per domain over the first ``samples`` samples.
+
+    Args:
+        data: the domains.
+        schedule: mixture schedule.
+        samples: samples read so far.
+        seq_length: tokens per sample.
+        got: domain -> tokens counted in the batches; a missing domain counts 0.
+    """
+    weights = schedule.weights_at(max(samples - 1, 0))
+    asked = schedule.target_samples(samples)
+    return {
+        domain.name: DrawnTokens(
+            weight=weight / sum(weights),
+            asked=asked_samples * seq_length,
+            got=got.get(domain.name, 0),
+            epochs=got.get(domain.name, 0) / max(domain.tokens, 1),
+        )
+        for domain, weight, asked_samples in zip(data.domains, weights, asked, strict=True)
+    }
+
+
+def sampled_lines(drawn: Mapping[str, DrawnTokens]) -> str:
+    """One line per domain: actual and target tokens, and epochs."""
+    width = max(len(name) for name in drawn)
+    return "\n".join(
+        f"  {name:{width}}  {tokens.got:>15,} tokens of {tokens.asked:>15,.0f} asked, "
+        f"{tokens.epochs:.2f} epochs"
+        for name, tokens in drawn.items()
+    )

@@ -14,35 +14,35 @@ from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.training_run import TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import from_main
-from megatron_chameleon.training.way_out import BY_FLAGS
 
 LOCK_NAME = "run.lock"
+FRESH_START = (
+    "choose another folder (--run-dir, --work-dir or --output), or delete it to start from scratch "
+    "(tools/pretrain_gpt.py: --overwrite)"
+)
+"""How to fix a run folder that holds another run, to end a message."""
 # What is replaced lies in the run's own folder, which may be a mount point or a link. It has the
 # second name when all of it is there, so that what a killed job left can be told apart.
 _BEING_MOVED, _REPLACED = ".being-replaced", ".replaced"
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path, elsewhere: str = BY_FLAGS.elsewhere) -> Iterator[None]:
+def locked_run_folder(folder: Path) -> Iterator[None]:
     """Keep other jobs from writing ``folder`` during the block. Every rank calls this.
 
     It is made where it is missing, and removed again if the block leaves it empty. Where the disk
     has no locks, nobody is kept out.
 
-    Args:
-        folder: of a run.
-        elsewhere: how a person chooses another one, to end a sentence.
-
     Raises:
         UserError: on every rank, if another job holds it, or it cannot be made.
     """
     with contextlib.ExitStack() as held:
-        from_main(lambda: held.enter_context(_held(folder, elsewhere)))
+        from_main(lambda: held.enter_context(_locked_folder(folder)))
         yield
 
 
 @contextlib.contextmanager
-def beginning(folder: Path, *, overwrite: bool) -> Iterator[None]:
+def starting_run(folder: Path, *, overwrite: bool) -> Iterator[None]:
     """A block that writes the first record of a run in ``folder``. Every rank calls this.
 
     With ``overwrite``, the run that the folder holds is set aside before it and deleted after it.
@@ -53,19 +53,19 @@ def beginning(folder: Path, *, overwrite: bool) -> Iterator[None]:
         UserError: on every rank, if the old run cannot be set aside.
     """
     with contextlib.ExitStack() as begun:
-        from_main(lambda: begun.enter_context(_beginning(folder, overwrite)))
+        from_main(lambda: begun.enter_context(_starting_run(folder, overwrite)))
         yield
 
 
 @contextlib.contextmanager
-def _held(folder: Path, elsewhere: str = BY_FLAGS.elsewhere) -> Iterator[None]:
+def _locked_folder(folder: Path) -> Iterator[None]:
     made = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder / LOCK_NAME, elsewhere)
+        lock = _locked(folder / LOCK_NAME)
     try:
         with writing(folder):
-            _put_back(folder)
+            _restore(folder)
         yield
     finally:
         (folder / LOCK_NAME).unlink(missing_ok=True)
@@ -75,7 +75,7 @@ def _held(folder: Path, elsewhere: str = BY_FLAGS.elsewhere) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _locked(path: Path, elsewhere: str = BY_FLAGS.elsewhere) -> int:
+def _locked(path: Path) -> int:
     """A descriptor of the file ``path``, which holds its lock until it is closed.
 
     The lock is POSIX's: processes that are forked from this one to write a checkpoint, and outlive
@@ -89,8 +89,8 @@ def _locked(path: Path, elsewhere: str = BY_FLAGS.elsewhere) -> int:
             holder = os.read(descriptor, 256).decode(errors="replace").strip()
             os.close(descriptor)
             raise UserError(
-                f"{path.parent} is written by another job ({holder}): wait for it or end it, or "
-                f"{elsewhere}; if there is none, delete {path}"
+                f"{path.parent} is in use by another job ({holder}): wait for it, end it, or "
+                f"choose another folder; if there is no such job, delete {path}"
             ) from error
         except OSError:  # a disk without locks
             pass
@@ -109,22 +109,22 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _beginning(folder: Path, overwrite: bool) -> Iterator[None]:
+def _starting_run(folder: Path, overwrite: bool) -> Iterator[None]:
     if overwrite and TrainingRun.exists(folder):
         with writing(folder):
-            _set_aside(folder)
+            _move_aside(folder)
     before = set(folder.iterdir())
     try:
         yield
     except BaseException:
         for path in set(folder.iterdir()) - before:
             _remove(path)
-        _put_back(folder)
+        _restore(folder)
         raise
     shutil.rmtree(folder / _REPLACED, ignore_errors=True)
 
 
-def _set_aside(folder: Path) -> None:
+def _move_aside(folder: Path) -> None:
     """Move all that the folder holds of runs, or nothing.
 
     Raises:
@@ -143,11 +143,11 @@ def _set_aside(folder: Path) -> None:
             os.replace(path, aside / path.name)
         os.replace(aside, replaced)
     except BaseException:
-        _put_back(folder)
+        _restore(folder)
         raise
 
 
-def _put_back(folder: Path) -> None:
+def _restore(folder: Path) -> None:
     """Bring back what was set aside for a run that did not begin; delete it if that one did."""
     aside, replaced = folder / _BEING_MOVED, folder / _REPLACED
     # With both, what was replaced is a rest of before, which could not be deleted.

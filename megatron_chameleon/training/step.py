@@ -1,26 +1,42 @@
-"""One optimizer step over one global batch, under any layout."""
+"""One optimizer step: forward, backward, loss and update of one global batch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import get_pp_last_rank
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron_chameleon.blend.boundaries import document_mask
+from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.parallel.layout import Layout
+
+# Return value of a loss function in Megatron's schedules: (loss, logged tensors) for a mean,
+# (loss, number of tokens, logged tensors) for a sum over tokens.
+Loss = tuple[torch.Tensor, Batch] | tuple[torch.Tensor, torch.Tensor, Batch]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What a step left behind.
+    """Result of one step.
 
     Attributes:
-        domain_sums: [k, 3] in float64 over this rank's micro-batches: per domain, summed loss,
-            tokens that have one, and tokens drawn; zero on ranks that are not in the last pipeline
-            stage, and the same on tensor-parallel ranks.
-        grad_norm: global norm of the gradient, before clipping.
-        skipped: whether the optimizer refused to update the model.
+        domain_sums: [k, 3] float64 over this rank's micro-batches: per domain, summed loss, number
+            of tokens with a loss, and tokens sampled; zero outside the last pipeline stage,
+            identical on tensor-parallel ranks.
+        grad_norm: global gradient norm before clipping.
+        skipped: whether the update of the model was skipped.
     """
 
     domain_sums: torch.Tensor
@@ -37,18 +53,230 @@ def train_step(
     """Forward, backward and update.
 
     Args:
-        model: this rank's chunks, one for each of its virtual pipeline stages.
-        optimizer: of all of them.
-        scheduler: of the learning rate.
-        forward_backward: fills the gradient buffers from the next global batch, and returns the
-            sums of :class:`StepResult`.
+        model: this rank's model chunks, one per virtual pipeline stage.
+        optimizer: optimizer of all chunks.
+        scheduler: learning-rate scheduler.
+        forward_backward: fills the gradient buffers from the next global batch, and returns
+            ``domain_sums`` of :class:`StepResult`.
     """
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    # Before the update, so that the first step does not run at rate 0; and before the passes, which
-    # a method may watch that asks for the rate of their update.
+    # Before the update, so that the first step does not run at rate 0; and before the passes,
+    # because a hook may need the learning rate of their update.
     scheduler.step(1)
     domain_sums = forward_backward()
     updated, grad_norm, _ = optimizer.step()
     return StepResult(domain_sums, float(grad_norm or 0.0), skipped=not updated)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+    """Micro-batches of a global batch on each data-parallel rank."""
+
+    num_microbatches: int
+    micro_batch_size: int
+    seq_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Forward and backward passes of this rank's model.
+
+    Attributes:
+        model: model chunks, one per virtual pipeline stage of this rank; wrapped in
+            DistributedDataParallel where they are trained.
+        shape: shape of the batch.
+        num_domains: number of domains (k).
+    """
+
+    model: Sequence[torch.nn.Module]
+    shape: BatchShape
+    num_domains: int
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return next(self.model[0].parameters()).device
+
+    def forward_backward(
+        self,
+        batches: Iterator[Batch],
+        num_microbatches: int | None = None,
+        loss_weights: torch.Tensor | None = None,
+        micro_batch_size: int | None = None,
+    ) -> torch.Tensor:
+        """Add the gradient of the mean loss to the gradient buffers, reduced over the ranks.
+
+        Args:
+            batches: this rank's micro-batches. If some of their tokens are masked, the model must
+                be built with ``per_token_loss``.
+            num_microbatches: number of micro-batches; by default those of a step.
+            loss_weights: [k] weight of a token's loss by its domain; by default 1.
+            micro_batch_size: samples per micro-batch; by default as in a step. Without pipeline
+                parallelism, micro-batches may also be smaller.
+
+        Returns:
+            [k, 3] float64 over this rank's micro-batches: per domain, summed loss, number of tokens
+            with a loss, and tokens sampled; zero outside the last pipeline stage.
+        """
+        per_token = get_model_config(self.model[0]).calculate_per_token_loss
+        loss = functools.partial(
+            summed_loss if per_token else mean_loss,
+            num_domains=self.num_domains,
+            loss_weights=loss_weights,
+        )
+        outputs = self._run(
+            batches, num_microbatches, loss, forward_only=False, micro_batch_size=micro_batch_size
+        )
+        sums = torch.zeros(self.num_domains, 3, dtype=torch.float64, device=self.device)
+        for output in outputs:  # empty but on the last pipeline stage
+            sums += output["domain_sums"]
+        return sums
+
+    def token_losses(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Per-token losses of each micro-batch, forward only.
+
+        Returns:
+            [b, s] float32 per micro-batch on the last pipeline stage; an empty list elsewhere.
+        """
+
+        def keep(_batch: Batch, losses: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+            assert non_loss_data
+            return losses.detach().float()
+
+        with torch.no_grad():
+            return self._run(iter(batches), len(batches), keep, forward_only=True)
+
+    def _run(
+        self,
+        batches: Iterator[Batch],
+        num_microbatches: int | None,
+        loss: Callable[..., Any],
+        *,
+        forward_only: bool,
+        micro_batch_size: int | None = None,
+    ) -> list[Any]:
+        outputs: list[Any] = get_forward_backward_func()(
+            forward_step_func=functools.partial(_forward_step, loss),
+            data_iterator=_for_each_chunk(batches, len(self.model)),
+            model=list(self.model),
+            num_microbatches=num_microbatches or self.shape.num_microbatches,
+            seq_length=self.shape.seq_length,
+            micro_batch_size=micro_batch_size or self.shape.micro_batch_size,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return outputs
+
+
+def _for_each_chunk(
+    batches: Iterator[Batch], chunks: int
+) -> Iterator[Batch] | list[Iterator[Batch]]:
+    """One iterator per model chunk over the same micro-batches, as Megatron's schedules expect.
+
+    Every chunk reads all micro-batches of a step, so the next step may tee ``batches`` again.
+    """
+    return batches if chunks == 1 else list(itertools.tee(batches, chunks))
+
+
+def _forward_step(
+    loss: Callable[..., Any], batches: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """``forward_step_func`` of Megatron's schedules: the model's output and its loss function."""
+    device = next(model.parameters()).device
+    batch = {name: part.to(device, non_blocking=True) for name, part in next(batches).items()}
+    starts = batch.get("document_starts")
+    mask = None if starts is None else document_mask(starts)
+    token_losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    return token_losses, functools.partial(loss, batch)
+
+
+def mean_loss(
+    batch: Batch,
+    token_losses: torch.Tensor,
+    num_domains: int,
+    loss_weights: torch.Tensor | None = None,
+) -> Loss:
+    """Mean loss over the micro-batch's tokens, and per-domain sums for the log.
+
+    All samples have the same length, so the mean over micro-batches is the global batch's mean.
+
+    Args:
+        batch: a micro-batch, with loss_mask [b, s] and domain [b].
+        token_losses: [b, s].
+        num_domains: number of domains (k).
+        loss_weights: [k] weight of a token's loss by its domain; by default 1. The logged sums are
+            unweighted.
+    """
+    masked = token_losses.float() * batch["loss_mask"]  # [b, s]
+    sums = domain_sums(batch, num_domains, masked)
+    loss = weighted(masked, batch, loss_weights).sum() / batch["loss_mask"].sum()
+    return loss, {"domain_sums": sums}
+
+
+def summed_loss(
+    batch: Batch,
+    token_losses: torch.Tensor,
+    num_domains: int,
+    loss_weights: torch.Tensor | None = None,
+) -> Loss:
+    """Summed loss and number of the micro-batch's tokens, and per-domain sums for the log.
+
+    Megatron divides the gradient by the token count over all micro-batches and data-parallel ranks.
+    A micro-batch, or a whole step, may have none. Arguments as in :func:`mean_loss`.
+    """
+    masked = token_losses.float() * batch["loss_mask"]  # [b, s]
+    sums = domain_sums(batch, num_domains, masked)
+    num_tokens = batch["loss_mask"].sum().to(torch.int32)
+    return weighted(masked, batch, loss_weights).sum(), num_tokens, {"domain_sums": sums}
+
+
+def weighted(losses: torch.Tensor, batch: Batch, loss_weights: torch.Tensor | None) -> torch.Tensor:
+    """Losses [b, s], each multiplied by the weight of its sample's domain."""
+    if loss_weights is None:
+        return losses
+    return losses * loss_weights.to(losses)[batch["domain"]][:, None]
+
+
+def domain_sums(batch: Batch, num_domains: int, masked: torch.Tensor) -> torch.Tensor:
+    """[k, 3] float64 of losses [b, s]: summed loss, tokens with a loss, tokens sampled."""
+    counted = batch["loss_mask"].sum(1, dtype=torch.float64)
+    drawn = torch.full_like(counted, masked.size(1))
+    parts = torch.stack([masked.detach().sum(1, dtype=torch.float64), counted, drawn], dim=1)
+    sums = torch.zeros(num_domains, 3, dtype=torch.float64, device=masked.device)
+    return sums.index_add_(0, batch["domain"], parts)
+
+
+def finalize_gradients(
+    model: list[DistributedDataParallel],
+    num_tokens: torch.Tensor | None,
+    *,
+    pg_collection: ProcessGroupCollection,
+    force_all_reduce: bool = False,
+) -> None:
+    """Bitwise equivalent of megatron's ``finalize_model_grads`` without device synchronization.
+
+    megatron's checks on the host, once per chunk, whether the token count is zero.
+
+    Args:
+        model: this rank's model chunks.
+        num_tokens: int32 scalar on the device, tokens with a loss in this rank's micro-batches,
+            counted on the last pipeline stage; None if losses are means. Overwritten.
+        pg_collection: process groups, passed by the schedules.
+        force_all_reduce: all-reduce gradients even if they would be reduce-scattered.
+    """
+    finalize_model_grads(model, None, pg_collection, force_all_reduce)
+    if num_tokens is None:
+        return
+    pipeline = pg_collection.pp
+    dist.broadcast(num_tokens, src=get_pp_last_rank(pipeline), group=pipeline)
+    dist.all_reduce(num_tokens, group=pg_collection.dp_cp)
+    scale = 1.0 / num_tokens.clamp(min=1)  # without tokens the gradient is zero as it is
+    for chunk in model:
+        chunk.scale_gradients(scale)
+
+
+def counts_losses(layout: Layout) -> bool:
+    """Whether this rank's loss sums are counted: tensor-parallel ranks hold identical ones."""
+    return layout.is_last_stage and layout.tensor_rank == 0

@@ -1,4 +1,4 @@
-"""Leaving a run before its last step: by a signal, or because its time is up."""
+"""Stop a run before its last step: on a signal, or at a time limit."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from megatron_chameleon.options.stopping import StoppingOptions
+from megatron_chameleon.training.options import StoppingOptions
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 OUT_OF_TIME = "--exit-duration-in-mins"
 SIGNAL_NAMES = tuple(number.name for number in SIGNALS)
 REASONS = (*SIGNAL_NAMES, OUT_OF_TIME)
 """Why a run may stop, in the order of :meth:`StopRequests.flags`."""
-# A terminal's Ctrl-C reaches a rank twice, from the terminal and from torchrun; so does what a
-# scheduler sends to all processes of a job. What comes this soon after the first is no second wish.
-SECONDS_OF_ONE_WISH = 5.0
+# Ctrl-C reaches a rank twice, from the terminal and from torchrun; so does a scheduler's signal to
+# all processes of a job. Signals within this time of the first count as the same request.
+SECONDS_OF_ONE_REQUEST = 5.0
 
 
 class StopRequests:
-    """Takes the signals that ask for a stop, while it is entered, and watches the clock.
+    """Handle stop signals within a ``with`` block, and check the time limit.
 
-    The first signal is only noted: the step is finished, and all ranks leave together. A second one
-    ends this process at once, as Ctrl-C does elsewhere. The clock runs from the making of it.
+    The first signal only sets a flag: the step is finished, and all ranks stop together. A second
+    one raises KeyboardInterrupt. The time limit counts from construction.
 
-    It belongs to the main thread, which alone may take signals.
+    Use it in the main thread only, as Python's signal handlers require.
     """
 
     def __init__(self, options: StoppingOptions) -> None:
@@ -34,13 +34,13 @@ class StopRequests:
         self._signals: dict[str, float] = {}
         self._before: dict[signal.Signals, Any] = {}
 
-    def take_signals(self) -> None:
-        """Take them from now on, until it is exited or the process ends."""
+    def install_handlers(self) -> None:
+        """Install the signal handlers, until the block or the process ends."""
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
 
     def __enter__(self) -> Self:
-        self.take_signals()
+        self.install_handlers()
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -55,6 +55,6 @@ class StopRequests:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         first = min(self._signals.values(), default=now)
-        if now - first > SECONDS_OF_ONE_WISH:
+        if now - first > SECONDS_OF_ONE_REQUEST:
             raise KeyboardInterrupt
         self._signals.setdefault(signal.Signals(number).name, now)

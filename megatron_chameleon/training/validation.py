@@ -18,10 +18,9 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.losses import domain_sums
 from megatron_chameleon.training.metrics import mean_losses, sum_over_ranks
-from megatron_chameleon.training.passes import Passes
 from megatron_chameleon.training.plan import TrainingPlan
+from megatron_chameleon.training.step import Passes, domain_sums
 
 # Fewer tokens than these predict nothing.
 LEAST_TOKENS = 2
@@ -148,6 +147,8 @@ def open_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Valid
         return None
     data = valid_tokens(plan)
     windows = options.validation.eval_iters * options.global_batch_size // len(data.domains)
+    if options.validation.eval_tokens is not None:
+        windows = options.validation.eval_tokens // options.seq_length
     texts = [held_out_text(d, options.seq_length, max(windows, 1)) for d in data.domains]
     empty = [name for name, text in zip(data.names, texts, strict=True) if text is None]
     if len(empty) == len(texts):

@@ -1,4 +1,4 @@
-"""A browser for the tests of the report's page: one of the system, started once."""
+"""The system's browser, started once, and a page of a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_chameleon.report.page import make_report
 from tests.unit.report.page_samples import HOSTILE_NAMES, write_full_folder
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-MISSING = f"no browser: none of {', '.join(PROGRAMS)} is there; apt-get install chromium"
+MISSING = f"no browser: found none of {', '.join(PROGRAMS)}; apt-get install chromium"
 WIDE = {"width": 1280, "height": 900}
 NAMES = ["code", "web", "books", "papers", "wiki", *HOSTILE_NAMES[:2]]
 
@@ -23,7 +23,7 @@ NAMES = ["code", "web", "books", "papers", "wiki", *HOSTILE_NAMES[:2]]
 def browser() -> Iterator[Browser]:
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
-        # Where every change is checked it has to be there.
+        # Required in CI.
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(MISSING)
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
@@ -39,8 +39,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_report(root) / "report.html"
 
 
-class Watched:
-    """What a page asked for, and what went wrong in it."""
+class PageLog:
+    """Requests and problems of a page."""
 
     def __init__(self, page: Page) -> None:
         self.requests: list[str] = []
@@ -50,23 +50,23 @@ class Watched:
         page.on("dialog", lambda dialog: self.problems.append(f"dialog: {dialog.message}"))
         page.on(
             "console",
-            lambda said: (
-                self.problems.append(said.text) if said.type in ("error", "warning") else None
+            lambda entry: (
+                self.problems.append(entry.text) if entry.type in ("error", "warning") else None
             ),
         )
 
 
 @pytest.fixture
 def open_page(browser: Browser, report: Path):
-    """Opens the page in a browser of its own: ``open_page(color_scheme="dark")``."""
+    """Open the page in a separate context: ``open_page(color_scheme="dark")``."""
     contexts = []
 
-    def opened(**settings) -> tuple[Page, Watched]:
+    def opened(**settings) -> tuple[Page, PageLog]:
         contexts.append(browser.new_context(**{"viewport": WIDE, **settings}))
         page = contexts[-1].new_page()
-        watched = Watched(page)
+        log = PageLog(page)
         page.goto(report.as_uri())
-        return page, watched
+        return page, log
 
     yield opened
     for context in contexts:

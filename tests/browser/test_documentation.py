@@ -1,4 +1,4 @@
-"""The documentation builds, strictly, and is read and searched from the disk, without a network."""
+"""The documentation builds strictly, and can be read and searched offline."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PHONE = {"width": 400, "height": 800}
-# What a browser fetches by itself.
+# References that a browser fetches automatically.
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
     r"""|<link\b[^>]*\bhref=["']?(?:https?:)?//"""
     r"""|url\(["']?(?:https?:)?//|@import\s+["'](?:https?:)?//""",
     re.IGNORECASE,
 )
-# A list or a table that was taken for a paragraph's next line, and signs that were to be markup.
-NOT_SET = re.compile(r"\n\s*(?:- |\d+\. |\| )[^\n]{0,60}|\\[_*`|][^\n]{0,60}")
+# Lists, tables and markup that were rendered as text.
+UNRENDERED = re.compile(r"\n\s*(?:- |\d+\. |\| )[^\n]{0,60}|\\[_*`|][^\n]{0,60}")
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,15 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def visit(browser, site):
-    """``visit(page, **settings)`` opens it from the disk, and lists what it asks for."""
+    """``visit(page, **settings)`` opens it from the disk, and lists its requests."""
     contexts = []
 
     def visited(name, **settings):
         contexts.append(browser.new_context(**settings))
-        page, asked = contexts[-1].new_page(), []
-        page.on("request", lambda request: asked.append(request.url))
+        page, requests = contexts[-1].new_page(), []
+        page.on("request", lambda request: requests.append(request.url))
         page.goto((site / name).as_uri())
-        return page, asked
+        return page, requests
 
     yield visited
     for context in contexts:
@@ -80,25 +80,25 @@ def test_equations_are_mathml_and_on_one_page_only(site):
     assert sum("<math" in page for page in pages) == 1
 
 
-def test_lists_and_tables_are_set_as_such(site):
+def test_lists_and_tables_are_rendered(site):
     for path in site.rglob("*.html"):
         text = re.sub(r"<pre.*?</pre>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
         for paragraph in re.findall(r"<(?:p|dd)>(.*?)</(?:p|dd)>", text, re.DOTALL):
-            assert not NOT_SET.search(paragraph), f"{path.name}: {NOT_SET.findall(paragraph)}"
+            assert not UNRENDERED.search(paragraph), f"{path.name}: {UNRENDERED.findall(paragraph)}"
 
 
 def test_the_search_works_from_the_disk(visit):
-    page, asked = visit("index.html")
+    page, requests = visit("index.html")
     page.click("input.md-search__input")
-    # What is typed before the index is read is asked for with the next letter.
+    # Letters typed before the index is loaded are searched with the next letter.
     page.wait_for_function("typeof __index !== 'undefined'")
     page.locator("input.md-search__input").press_sequentially("num-windows", delay=100)
     page.wait_for_selector(".md-search-result__article")
     found = page.locator(".md-search-result__item a").evaluate_all("all => all.map(a => a.href)")
     assert any("tools/compute_mixture.html" in link for link in found)
     assert not [link for link in found if "/files/" in link]
-    assert asked
-    assert all(url.startswith(("file:", "data:", "blob:")) for url in asked)
+    assert requests
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in requests)
 
 
 @pytest.mark.parametrize(

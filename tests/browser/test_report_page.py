@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-# Every text with the background that it stands on. Signs on a heat map have their own.
+# Every text with its background color; numbers on a heat map have their own.
 TEXT_COLORS = """() => {
   const found = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -25,7 +25,7 @@ TEXT_COLORS = """() => {
   }
   return found;
 }"""
-# Every line and every filled form of the figures, with what it is drawn on.
+# Colors of all lines and filled shapes of the figures, and of the paper.
 DRAWN_COLORS = """() => {
   const paper = getComputedStyle(document.body).backgroundColor;
   const found = new Set();
@@ -56,37 +56,37 @@ def column(page, table: str, index: int) -> list[str]:
     return [text.split("★")[0] for text in cells.all_text_contents()]
 
 
-def test_the_page_loads_nothing_but_itself_and_says_nothing(open_page, report):
-    page, watched = open_page()
+def test_the_page_loads_nothing_else_and_logs_nothing(open_page, report):
+    page, log = open_page()
     page.wait_for_load_state("networkidle")
-    outside = [url for url in watched.requests if not url.startswith("data:image/png")]
+    outside = [url for url in log.requests if not url.startswith("data:image/png")]
     assert outside == [report.as_uri()]
-    assert watched.problems == []
+    assert log.problems == []
     assert page.locator("section").count() == 13
     assert page.locator("h1").inner_text() == "run"
-    # Nothing that a domain is called has become an element.
+    # No domain name became an element.
     assert page.locator("img, main script, [onmouseover], [onerror], [onload]").count() == 0
 
 
-def test_a_script_that_got_in_would_not_run(open_page):
-    page, watched = open_page()
+def test_injected_scripts_do_not_run(open_page):
+    page, log = open_page()
     page.evaluate(
         """() => {
           const script = document.createElement("script");
-          script.textContent = "window.gotIn = true";
+          script.textContent = "window.leaked = true";
           document.body.append(script);
-          document.body.insertAdjacentHTML("beforeend", "<p onclick='gotIn = true' id=trap>x</p>");
+          document.body.insertAdjacentHTML("beforeend", "<p onclick='leaked = true' id=trap>x</p>");
           document.getElementById("trap").click();
         }"""
     )
-    assert page.evaluate("window.gotIn") is None
-    assert any("Content Security Policy" in problem for problem in watched.problems)
+    assert page.evaluate("window.leaked") is None
+    assert any("Content Security Policy" in problem for problem in log.problems)
 
 
 def test_nothing_can_be_fetched(open_page):
     page, _ = open_page()
-    told = page.evaluate("fetch('https://example.com').then(() => 'fetched', e => e.name)")
-    assert told == "TypeError"
+    outcome = page.evaluate("fetch('https://example.com').then(() => 'fetched', e => e.name)")
+    assert outcome == "TypeError"
 
 
 def test_a_heading_sorts_by_its_figures_and_back(open_page):
@@ -168,7 +168,7 @@ def test_every_form_of_figure_is_sorted_with_what_is_missing_last(sorting_page, 
     assert list(dict.fromkeys(column(sorting_page, "table-title", index + 1))) == expected
 
 
-def test_figures_are_named_and_described_for_those_who_do_not_see_them(open_page):
+def test_figures_have_names_and_descriptions_for_screen_readers(open_page):
     page, _ = open_page()
     for name, title in (
         ("weights", "Weight of each domain"),
@@ -233,15 +233,6 @@ def test_an_older_browser_shows_the_light_colours(open_page):
     assert [color for color in drawn if contrast(color, paper) < 3] == []
 
 
-def test_an_older_browser_has_no_button_that_does_nothing(open_page):
-    page, watched = open_page()
-    page.add_init_script("CSS.supports = () => false;")
-    page.reload()
-    assert page.locator("#theme").is_hidden()
-    assert page.locator("thead button").count() > 0
-    assert watched.problems == []
-
-
 def test_the_theme_is_chosen_with_a_button_and_remembered(open_page):
     page, _ = open_page(color_scheme="light")
 
@@ -259,17 +250,6 @@ def test_the_theme_is_chosen_with_a_button_and_remembered(open_page):
     assert paper() > 0.9
 
 
-def test_without_storage_the_button_works_all_the_same(open_page):
-    page, watched = open_page()
-    page.add_init_script(
-        "Object.defineProperty(window, 'localStorage', { get() { throw new Error('denied'); } })"
-    )
-    page.reload()
-    page.locator("#theme").click()
-    assert page.locator("html").get_attribute("data-theme") in ("light", "dark")
-    assert watched.problems == []
-
-
 def test_without_scripts_everything_is_still_there(open_page):
     page, _ = open_page(java_script_enabled=False)
     assert page.locator("#table-held-out-perplexity tbody tr").count() == 7
@@ -284,14 +264,3 @@ def test_a_table_is_saved_as_csv(open_page, report):
     assert download.value.suggested_filename == "held-out-perplexity.csv"
     saved = download.value.path().read_bytes()
     assert saved == (report.parent / "tables/held-out-perplexity.csv").read_bytes()
-
-
-def test_printed_it_is_light_and_whole(open_page):
-    page, _ = open_page(color_scheme="dark")
-    page.emulate_media(media="print")
-    assert luminance(page.evaluate("getComputedStyle(document.body).backgroundColor")) > 0.9
-    assert page.locator("nav").is_hidden()
-    overflow = page.locator("#table-held-out-perplexity .scroll").evaluate(
-        "box => getComputedStyle(box).overflowX"
-    )
-    assert overflow == "visible"

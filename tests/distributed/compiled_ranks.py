@@ -2,7 +2,7 @@
 
     python compiled_ranks.py ROOT BACKEND CASE...
 
-takes two steps of each case, as it is and compiled by BACKEND. Each rank writes ROOT/<rank>.json:
+takes two steps of each case, eagerly and compiled by BACKEND. Each rank writes ROOT/RANK.json:
 case -> losses and gradient norms of both, graphs compiled, and reasons of graph breaks.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The launcher switches torch's compiler off, for ranks that do without.
+# The launcher disables torch's compiler, for ranks that do without.
 os.environ.pop("TORCHDYNAMO_DISABLE", None)
 
 import torch
@@ -25,12 +25,11 @@ from torch._dynamo.variables.torch import constant_fold_functions
 from megatron_chameleon.model.compiled_layers import compile_layers
 from megatron_chameleon.model.gpt import build_model_chunks, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import Layout, distributed
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.passes import BatchShape, Passes
-from megatron_chameleon.training.step import train_step
-from tests.distributed.compiled_cases import CASES, Case
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.step import BatchShape, Passes, train_step
+from tests.distributed.cases import COMPILED, CompiledCase
 
 SHAPE = ModelShape(ModelSize(4, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 OPTIMIZER = OptimizerOptions(lr=1e-2, lr_warmup_iters=1)
@@ -38,7 +37,7 @@ STEPS, MICRO_BATCHES, ROWS = 2, 4, 2
 DOCUMENT_START = 7
 
 
-def batches(case: Case, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
+def batches(case: CompiledCase, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches of random text for this rank."""
     generator = torch.Generator().manual_seed(3)
     length = SHAPE.max_sequence_length
@@ -58,8 +57,10 @@ def batches(case: Case, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
             yield batch
 
 
-def train(case: Case, layout: Layout, backend: CompileCounterWithBackend | None) -> list[Any]:
-    """Per step: the losses of this rank by domain, and the gradient's norm."""
+def train(
+    case: CompiledCase, layout: Layout, backend: CompileCounterWithBackend | None
+) -> list[Any]:
+    """Return per step this rank's losses by domain, and the gradient's norm."""
     parallel = case.parallel
     chunks = build_model_chunks(SHAPE, layout, 1, bf16=case.bf16, recompute=parallel.recompute)
     if backend:
@@ -77,13 +78,13 @@ def train(case: Case, layout: Layout, backend: CompileCounterWithBackend | None)
     return found
 
 
-def compare(case: Case, backend: str) -> dict[str, Any]:
+def compare(case: CompiledCase, backend: str) -> dict[str, Any]:
     """Train without and with compiled layers."""
     with distributed(case.parallel, seed=0) as layout:
         plain = train(case, layout, None)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        # As torch's own, the stand-in's returns a constant of the process.
+        # Like torch's function, the stand-in's returns a constant of the process.
         constant_fold_functions[torch.cuda.current_device] = None  # type: ignore[call-overload]
         graphs = CompileCounterWithBackend(backend)
         with torch.compiler.set_stance("default"):
@@ -99,7 +100,7 @@ def compare(case: Case, backend: str) -> dict[str, Any]:
 
 def main() -> None:
     root, backend, *names = sys.argv[1:]
-    found = {name: compare(CASES[name], backend) for name in names}
+    found = {name: compare(COMPILED[name], backend) for name in names}
     Path(root, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""One start of four ranks for the whole session, and what came out of it."""
+"""One launch of four ranks for the whole session, and its results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, Mixture
+from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
+from tests.distributed.cases import MAX_RANKS, TRAIN_ITERS, Places
 from tests.distributed.launch import finish, start, torchrun
-from tests.distributed.layout_cases import MOST_RANKS, Places
 from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 
-SECONDS_FOR_ALL_LAYOUTS = 1200.0
+SECONDS_FOR_ALL_SECTIONS = 1200.0
 CLOCK_FIELDS = (
     "seconds",
     "tokens_per_second",
@@ -30,53 +30,68 @@ CLOCK_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What the ranks wrote. Asking for what they did not get to shows the end of their log."""
+    """What the ranks wrote. Asking for a section that they did not finish fails with their log."""
 
     places: Places
 
-    def metrics(self, run: str) -> list[dict[str, Any]]:
-        """The lines of a run's metrics.jsonl, without what depends on the clock."""
-        self.require(run)
-        records = list(read_metrics(self.places.run(run) / METRICS_NAME))
-        return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in records]
+    def require(self, section: str) -> None:
+        if not self.places.done(section).exists():
+            end = "\n".join(self.places.log.read_text(errors="replace").splitlines()[-80:])
+            pytest.fail(
+                f"the ranks did not finish section '{section}'; the end of their log:\n{end}"
+            )
 
-    def checkpoint(self, run: str, step: int) -> CheckpointRecord:
+    def run(self, name: str) -> TrainingRun:
+        self.require(name)
+        return TrainingRun.load(self.places.run(name))
+
+    def proxy(self, name: str) -> TrainingRun:
+        self.require(name)
+        return TrainingRun.load(self.places.proxy(name))
+
+    def metrics(self, run: str) -> list[dict[str, Any]]:
+        """The lines of a run's metrics.jsonl, without fields that depend on the clock."""
+        self.require(run)
+        return metrics_in(self.places.run(run))
+
+    def checkpoint(self, run: str, step: int = TRAIN_ITERS) -> CheckpointRecord:
         self.require(run)
         return CheckpointRecord.load(step_folder(self.places.run(run), step))
 
     def vectors(self, reading: str, layer: int) -> dict[str, NDArray[np.float32]]:
         """Domain -> window vectors [n, h]."""
-        self.require(f"embed-{reading}-{layer}")
-        store = EmbeddingStore.load(self.places.store(reading, layer))
+        self.require(f"read-{reading}")
+        store = EmbeddingStore.load(self.places.mixture(reading, layer).with_name("embeddings"))
         return {name: store.vectors(name) for name in store.domains}
 
     def mixture(self, reading: str, layer: int) -> Mixture:
-        self.require(f"embed-{reading}-{layer}")
+        self.require(f"read-{reading}")
         return Mixture.load(self.places.mixture(reading, layer))
 
     def evaluation(self, reading: str) -> EvaluationResult:
-        self.require(f"evaluate-{reading}")
+        self.require(f"read-{reading}")
         return EvaluationResult.load(self.places.evaluation(reading))
 
     def evaluation_by_document(self, reading: str) -> EvaluationResult:
-        self.require(f"evaluate-{reading}")
+        self.require(f"read-{reading}")
         return EvaluationResult.load(self.places.evaluation_by_document(reading))
 
     def reference(self) -> dict[str, NDArray[np.floating]]:
-        """The plain read-outs, by the names that plain_readout.py gives them."""
+        """The plain reads, by the names in readings.py."""
         self.require("reference")
         with np.load(self.places.reference) as arrays:
             return dict(arrays)
 
-    def require(self, section: str) -> None:
-        if not self.places.done(section).exists():
-            end = "\n".join(self.places.log.read_text(errors="replace").splitlines()[-80:])
-            pytest.fail(f"the ranks did not finish '{section}'; their last words:\n{end}")
+
+def metrics_in(run_dir: Path) -> list[dict[str, Any]]:
+    """Read a run's metrics without fields that depend on the clock."""
+    lines = read_metrics(run_dir / METRICS_NAME)
+    return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
 
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    """A folder with a corpus in it, and a mixture of its domains."""
+    """A folder with a corpus, and a mixture of its domains."""
     places = Places(tmp_path_factory.mktemp("layouts"))
     places.corpus.mkdir()
     tokenizer = word_tokenizer(places.corpus / "tokenizer.json")
@@ -86,17 +101,22 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 @pytest.fixture(scope="session")
-def results(places: Places) -> Results:
-    """Everything that layout_ranks.py does, done."""
-    script = Path(__file__).with_name("layout_ranks.py")
-    process = start(torchrun(MOST_RANKS, script, str(places.root)), places.log)
-    finish(process, SECONDS_FOR_ALL_LAYOUTS)
+def results(places: Places, request: pytest.FixtureRequest) -> Results:
+    """The results of ranks.py: of its core, its sweep, or both, as the selected tests need."""
+    tests = [
+        item for item in request.session.items if "results" in getattr(item, "fixturenames", ())
+    ]
+    slow = {item.get_closest_marker("slow") is not None for item in tests}
+    kinds = [kind for kind, is_slow in (("core", False), ("sweep", True)) if is_slow in slow]
+    script = Path(__file__).with_name("ranks.py")
+    process = start(torchrun(MAX_RANKS, script, str(places.root), *kinds), places.log)
+    finish(process, SECONDS_FOR_ALL_SECTIONS)
     return Results(places)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test that asks for results waits for all of them."""
+    """The first test that uses the results waits for all of them."""
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.timeout(2 * SECONDS_FOR_ALL_LAYOUTS))
+            item.add_marker(pytest.mark.timeout(2 * SECONDS_FOR_ALL_SECTIONS))

@@ -1,31 +1,31 @@
-"""Starting ranks, and ending them again whatever happens."""
+"""Launch ranks, by torchrun or by fork, and end them whatever happens."""
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def torchrun(num_ranks: int, script: Path | str, *arguments: str) -> list[str]:
-    """The command that starts ``script`` on so many ranks of this machine, at any free port."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*start, "--nproc-per-node", str(num_ranks), str(REPOSITORY / script), *arguments]
+    """Return the command that starts ``script`` on local ranks, at a free port."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(num_ranks), str(REPOSITORY / script), *arguments]
 
 
 def flags(options: Any) -> list[str]:
-    """The command line that gives the dataclass ``options``, groups of options included."""
+    """Return the command line for a dataclass of options, nested groups included."""
     found: list[str] = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -36,7 +36,7 @@ def flags(options: Any) -> list[str]:
             found += [] if value else ["--no-" + name.removeprefix("--")]
         elif isinstance(value, bool):
             found += [name] if value else []
-        elif isinstance(value, tuple):  # of an option that may be given several times
+        elif isinstance(value, tuple):  # of an option that can be repeated
             found += [word for group in value for word in (name, *group)]
         elif value is not None:
             found += [name, str(value)]
@@ -44,7 +44,7 @@ def flags(options: Any) -> list[str]:
 
 
 def start(command: list[str], log: Path, folder: Path = REPOSITORY) -> subprocess.Popen[bytes]:
-    """Start ``command`` in ``folder`` as the leader of its own process group, and log its words."""
+    """Start ``command`` in ``folder`` as the leader of a process group; ``log`` gets its output."""
     with log.open("ab") as stream:
         return subprocess.Popen(
             command,
@@ -58,45 +58,34 @@ def start(command: list[str], log: Path, folder: Path = REPOSITORY) -> subproces
 
 
 def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Wait for the end and return the exit status; whatever is left of the group is killed."""
+    """Wait for the end and return the exit status; kill what is left of the group."""
     try:
         return process.wait(seconds)
     finally:
         kill_group(process)
 
 
-def wait_for_step(log: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    """Wait until the run of ``process`` has logged ``step``; fail if it ends before."""
-    while not re.search(rf"^step +{step}/", log.read_text(), re.MULTILINE):
-        assert process.poll() is None, log.read_text()
+def wait_for_step(log: Path, step: int, is_alive: Callable[[], bool]) -> None:
+    """Wait until ``step`` is logged; fail if the process ends before."""
+    while not (log.exists() and re.search(rf"^step +{step}/", log.read_text(), re.MULTILINE)):
+        assert is_alive(), log.read_text()
         time.sleep(0.005)
 
 
-def rank_process(launcher: int, rank: int) -> int:
-    """The process of one rank among the launcher's own children."""
-    (found,) = (
-        child.pid
-        for child in psutil.Process(launcher).children()
-        if child.environ().get("RANK") == str(rank)
-    )
-    return int(found)
-
-
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started, at once and without a word."""
+    """Kill the process and all that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # all of them have left by themselves
+        return  # all of them have ended
     process.wait()
 
 
 def environment() -> Mapping[str, str]:
-    """This process's environment without what a launcher set, one thread a rank, and no GPU.
+    """This process's environment without what a launcher set, one thread per rank, and no GPU.
 
-    There may be one, but not one for each rank; what is tested here are ranks over gloo. There
-    parallel/cpu.py lets nothing be compiled; torch is told before it imports its compiler, which
-    takes each rank a second.
+    These tests are about ranks over gloo. The CPU stand-in compiles nothing there; torch learns it
+    before it imports its compiler, which takes each rank a second.
     """
     kept = {
         name: value
@@ -110,3 +99,50 @@ def environment() -> Mapping[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPOSITORY),
     }
+
+
+def fork_ranks(num_ranks: int, log: Path, function: Callable[[], Any]) -> Any:
+    """Start torchrun's launcher, forked, with ranks forked from it; return its process.
+
+    This process has imported everything, so that a launch takes a second instead of ten. It must
+    not have started a thread. The launcher leads a process group; output goes to ``log``.
+    """
+    launcher = multiprocessing.get_context("fork").Process(
+        target=_launch, args=(num_ranks, log, function)
+    )
+    launcher.start()
+    return launcher
+
+
+def _launch(num_ranks: int, log: Path, function: Callable[[], Any]) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.setsid()
+    redirect_output(log)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    elastic_launch(config, _rank)(function)
+
+
+def _rank(function: Callable[[], Any]) -> None:
+    """Call ``function``; status 0 has to be a return, not an exit."""
+    try:
+        function()
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+
+
+def redirect_output(log: Path) -> None:
+    """Append this process's output to ``log``."""
+    with log.open("ab") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)

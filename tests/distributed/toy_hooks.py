@@ -1,4 +1,4 @@
-"""Three methods that need, between them, all that a hook can do."""
+"""Three training hooks that together use all that a hook can do."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.domain_gradients import DomainGradients
-from megatron_chameleon.training.global_batch import GlobalBatch
-from megatron_chameleon.training.hook import TrainingHook
+from megatron_chameleon.training.hook import GlobalBatch, TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
 
 
-class RememberingHook(TrainingHook):
-    """Weights [k] that are multiplied by what each step shows, and sum to 1."""
+class WeightsHook(TrainingHook):
+    """Weights [k] that sum to 1 and are multiplied by each step's evidence."""
 
     def __init__(self, plan: TrainingPlan, _layout: Layout) -> None:
         super().__init__()
@@ -35,8 +34,8 @@ class RememberingHook(TrainingHook):
         self.weights = torch.tensor(state["weights"], dtype=torch.float64)
 
 
-class LossWeigher(RememberingHook):
-    """Lets the domains count more whose tokens' losses are high, token by token."""
+class LossWeigher(WeightsHook):
+    """Raises the weights of domains with high token losses."""
 
     bound = 5.0
 
@@ -46,8 +45,8 @@ class LossWeigher(RememberingHook):
         return self.weights * batch.num_domains
 
 
-class GradientCombiner(RememberingHook):
-    """Lets the domains count more whose gradients agree with all the others'."""
+class GradientCombiner(WeightsHook):
+    """Raises the weights of domains whose gradients align with the others'."""
 
     combines_gradients = True
 
@@ -56,8 +55,8 @@ class GradientCombiner(RememberingHook):
         return self.weights
 
 
-class MixtureChanger(RememberingHook):
-    """Draws more of the domains whose losses were high, from every fourth step on."""
+class MixtureChanger(WeightsHook):
+    """Samples more of the domains with high losses, every four steps."""
 
     mixture_interval = 4
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.process_tree import run_within
 from megatron_chameleon.artifacts import Corpus, TrainingRun
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.parallel.layout import leave_groups
+from megatron_chameleon.parallel.layout import destroy_groups
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ def torch_as_the_tools_leave_it() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     yield
     if torch.distributed.is_initialized():
-        leave_groups()
+        destroy_groups()
 
 
 @pytest.fixture(scope="session")

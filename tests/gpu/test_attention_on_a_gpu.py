@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_chameleon.model.attention import SDPACoreAttention, additive_mask
+from megatron_chameleon.model.layers import SDPACoreAttention, additive_mask
 
 LENGTH, BATCH, HEADS = 200, 3, 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -13,9 +13,9 @@ import torch
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.model.memory import TrainingSetup, estimate_memory
 from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
-from megatron_chameleon.options.parallel import TrainingParallelOptions
 from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.training.guards import GuardedOptimizer
+from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.training.optimizer import GuardedOptimizer
 from tests.gpu.conftest import IS_PRETENDED, STEPS, Tools, losses
 from tests.peak_memory import STEPS as MEASURED_STEPS
 from tests.peak_memory import training_step

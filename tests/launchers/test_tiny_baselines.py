@@ -1,4 +1,4 @@
-"""The launchers of examples/baselines, run as they are with SIZE=tiny."""
+"""The launchers of examples/baselines with SIZE=tiny."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_chameleon.report.run_folder import RunFolder
 from tests.distributed.launch import REPOSITORY
 from tests.small_corpus import write_small_corpus
 
-# Launcher -> the mixture that it leaves.
+# Launcher -> name of its mixture.
 MODEL_FREE = {
     "uniform": "uniform",
     "natural": "natural",
@@ -42,22 +42,20 @@ def launched(name: str, corpus: Corpus, run: Path) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("name", MODEL_FREE)
-def test_it_leaves_its_mixture(name, small, tmp_path):
+def test_model_free_launcher_writes_its_mixture(name, small, tmp_path):
     done = launched(name, small, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     mixture = Mixture.load(tmp_path / f"4-mixture/{MODEL_FREE[name]}.json")
     assert mixture.method == name
     assert list(mixture.weights) == small.names
     assert mixture.epochs is not None
-    assert f"{MODEL_FREE[name]}.json; next: tools/pretrain_gpt.py" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["doge", "doremi", "regmix", "mixing_laws"])
-def test_it_trains_its_proxies_and_leaves_its_mixture(name, small, tmp_path):
+def test_launcher_trains_proxies_and_writes_its_mixture(name, small, tmp_path):
     method = name.replace("_", "-")
     done = launched(name, small, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"{method}.json; next: tools/pretrain_gpt.py" in done.stdout
     mixture = Mixture.load(tmp_path / f"4-mixture/{method}.json")
     assert mixture.method == method
     assert list(mixture.weights) == small.names

@@ -1,4 +1,4 @@
-"""examples/compare_methods.sh run as it is with SIZE=tiny: ended on the way, and gone on with."""
+"""examples/compare_methods.sh with SIZE=tiny, interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_chameleon.artifacts import EvaluationResult, TrainingRun
 from tests.distributed.launch import REPOSITORY
 from tests.small_corpus import DOMAINS, write_small_corpus
 
-SECONDS = 900.0  # where others use the cores too
+SECONDS = 900.0  # on a loaded machine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 
 
@@ -44,12 +44,12 @@ def start(environment: dict[str, str]) -> subprocess.Popen[str]:
     )
 
 
-def test_a_comparison_that_is_ended_goes_on_to_the_same_table(environment):
+def test_interrupted_comparison_resumes(environment):
     run = Path(environment["RUN"])
     with start(environment) as first:
         assert first.stdout is not None
         for line in first.stdout:
-            if line.startswith("begun: uniform-seed2"):
+            if line.startswith("started: uniform-seed2"):
                 break
         time.sleep(1.0)
         first.send_signal(signal.SIGTERM)
@@ -57,9 +57,9 @@ def test_a_comparison_that_is_ended_goes_on_to_the_same_table(environment):
     done = [path for path in run.glob("5-base/*") if TrainingRun.exists(path)]
     assert len(done) < 6
     with start(environment) as second:
-        said, _ = second.communicate(timeout=SECONDS)
-    assert second.returncode == 0, said
-    assert "0 of 16 jobs are done" not in said
+        printed, _ = second.communicate(timeout=SECONDS)
+    assert second.returncode == 0, printed
+    assert "0 of 16 jobs are done" not in printed
     runs = {path.name: TrainingRun.load(path) for path in run.glob("5-base/*")}
     assert set(runs) == {f"{name}-seed{s}" for name in ("uniform", "chameleon") for s in (1, 2, 3)}
     assert {(r.status, r.step) for r in runs.values()} == {("finished", 12)}
@@ -71,20 +71,20 @@ def test_a_comparison_that_is_ended_goes_on_to_the_same_table(environment):
             expected = {n: d.perplexity for n, d in EvaluationResult.load(path).domains.items()}
             assert figures["perplexity"][f"seed {seed}"] == pytest.approx(expected)
         assert list(figures["weights"]) == list(DOMAINS)
-    assert (run / "7-report/compare_methods.txt").read_text() in said
+    assert (run / "7-report/compare_methods.txt").read_text() in printed
     proxy = TrainingRun.load(run / "2-proxy/nano-seed1")
     assert record["mixtures"]["chameleon"]["flops"] > proxy.cost.flops
 
 
-def test_an_evaluation_of_other_weights_is_made_again(environment):
+def test_evaluation_of_other_weights_is_repeated(environment):
     """After the test above, in the same folder."""
     path = Path(environment["RUN"]) / "6-evaluation/chameleon-seed2.json"
     ours = EvaluationResult.load(path)
     others = path.with_name("uniform-seed2.json")
     shutil.copy(others, path)
     with start(environment) as third:
-        said, _ = third.communicate(timeout=SECONDS)
-    assert third.returncode == 0, said
-    assert "15 of 16 jobs are done" in said
+        printed, _ = third.communicate(timeout=SECONDS)
+    assert third.returncode == 0, printed
+    assert "15 of 16 jobs are done" in printed
     assert EvaluationResult.load(path).checkpoint_hash == ours.checkpoint_hash
     assert EvaluationResult.load(path).domains == ours.domains

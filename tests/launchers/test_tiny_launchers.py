@@ -1,6 +1,6 @@
-"""Every launcher of examples/, run as it is with SIZE=tiny on two CPU ranks.
+"""Every launcher of examples/ with SIZE=tiny on two CPU ranks.
 
-What each starts with which arguments is tested without ranks, in tests/unit.
+The commands that they start are tested without ranks in tests/unit/test_examples.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_check
 from tests.distributed.launch import REPOSITORY, finish, start
 from tests.small_corpus import DOMAINS, write_small_corpus
 
-SECONDS = 900.0  # for one launcher, where others use the cores too
+SECONDS = 900.0  # for one launcher on a loaded machine
 pytestmark = pytest.mark.timeout(3 * SECONDS)
 
 MIXTURES = ("uniform", "chameleon-finetune", "chameleon-pretrain")
@@ -32,7 +32,7 @@ WEIGHING = {
     "mixture_stack": ("chameleon-finetune", "chameleon-pretrain"),
     "mixture_wiki40b": ("chameleon-finetune", "chameleon-pretrain"),
 }
-# What SLURM's programs would do with two nodes, of which both are this machine.
+# SLURM's programs with two nodes, both this machine.
 SLURM = {
     "srun": """
 while [[ $1 == --* ]]; do shift; done
@@ -54,14 +54,14 @@ esac
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A launcher that has ended."""
+    """Exit status and output of a launcher."""
 
     status: int
-    said: str
+    printed: str
 
 
 class Launchers:
-    """Starts launchers on one small corpus, each with a run folder of its own."""
+    """Starts launchers on one small corpus, each with its own run folder."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.corpus = root, root / "corpus"
@@ -82,7 +82,7 @@ class Launchers:
         return self._bash(name, [f"examples/{name}.sh", *flags], choices)
 
     def submit(self, name: str, ends_in: float, *flags: str) -> Launched:
-        """Run it as a job of SLURM on two nodes, that has ``ends_in`` seconds left."""
+        """Run it as a SLURM job on two nodes with ``ends_in`` seconds left."""
         job = {
             "SLURM_JOB_ID": str(free_port() - 20000),
             "SLURM_JOB_NODELIST": "localhost",
@@ -110,7 +110,7 @@ class Launchers:
 
 
 def free_port() -> int:
-    """A port of those that examples/slurm/pretrain.sbatch gives to jobs."""
+    """A free port in the range of examples/slurm/pretrain.sbatch."""
     for port in range(20000 + os.getpid() % 5000, 30000):
         with socket.socket() as probe:
             if probe.connect_ex(("localhost", port)) != 0:
@@ -125,7 +125,7 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> Launchers:
 
 @pytest.fixture(scope="module")
 def launched(launchers: Launchers) -> dict[str, Launched]:
-    """All of them, two at a time: while one waits for its ranks to start, the other computes."""
+    """All launchers, two at a time: one computes while the ranks of the other start."""
     run = launchers.run
     with ThreadPoolExecutor(2) as pool:
         pile = pool.submit(run, "pretrain_684m_pile")
@@ -148,12 +148,12 @@ def launched(launchers: Launchers) -> dict[str, Launched]:
 
 
 def fine_tune(launchers: Launchers, name: str, pile: Future[Launched]) -> Launched:
-    """Fine-tune what the launcher for the Pile has trained, once it has."""
+    """Fine-tune the model of the launcher for the Pile."""
     return launchers.run(name, PRETRAINED=trained_by(launchers, pile))
 
 
 def weigh(launchers: Launchers, name: str, pile: Future[Launched]) -> Launched:
-    """Embed with it."""
+    """Embed with the model of the launcher for the Pile."""
     trained = trained_by(launchers, pile)
     return launchers.run(name, PRETRAINED=trained, PROXY=trained)
 
@@ -174,8 +174,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", sorted(RUNS))
-def test_a_pretraining_launcher_trains(launchers, launched, name):
-    assert launched[name].status == 0, launched[name].said
+def test_pretraining_launcher_trains(launchers, launched, name):
+    assert launched[name].status == 0, launched[name].printed
     folder = launchers.folder(name) / RUNS[name]
     run = TrainingRun.load(folder)
     assert run.status == "finished"
@@ -191,22 +191,22 @@ def test_a_pretraining_launcher_trains(launchers, launched, name):
         ("pretrain_210m_proxy", (1, 1, 2)),
     ],
 )
-def test_ranks_are_laid_out_as_chosen(launchers, launched, name, layout):
-    assert launched[name].status == 0, launched[name].said
+def test_parallel_layout_is_the_chosen_one(launchers, launched, name, layout):
+    assert launched[name].status == 0, launched[name].printed
     found = CheckpointRecord.load(find_checkpoint(launchers.folder(name) / RUNS[name])).layout
     degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     assert tuple(found[degree] for degree in degrees) == layout
 
 
-def test_the_mixture_that_is_named_is_drawn_by(launchers, launched):
-    assert launched["pretrain_684m"].status == 0, launched["pretrain_684m"].said
+def test_named_mixture_is_used(launchers, launched):
+    assert launched["pretrain_684m"].status == 0, launched["pretrain_684m"].printed
     run = TrainingRun.load(launchers.folder("pretrain_684m") / RUNS["pretrain_684m"])
     assert run.mixture == pytest.approx(dict(zip(DOMAINS, [0.6, 0.3, 0.1], strict=True)))
 
 
 @pytest.mark.parametrize("name", FINE_TUNING)
-def test_fine_tuning_starts_every_run_from_the_same_weights(launchers, launched, name):
-    assert launched[name].status == 0, launched[name].said
+def test_fine_tuning_starts_from_the_pretrained_weights(launchers, launched, name):
+    assert launched[name].status == 0, launched[name].printed
     start = launchers.folder("pretrain_684m_pile") / RUNS["pretrain_684m_pile"]
     expected = CheckpointRecord.load(find_checkpoint(start)).hash
     first_losses = []
@@ -222,9 +222,9 @@ def test_fine_tuning_starts_every_run_from_the_same_weights(launchers, launched,
 
 
 @pytest.mark.parametrize("name", FINE_TUNING)
-def test_fine_tuning_prints_the_perplexities_of_its_runs(launchers, launched, name):
-    assert launched[name].status == 0, launched[name].said
-    table = launched[name].said.partition("Held-out perplexity")[2]
+def test_fine_tuning_prints_perplexities(launchers, launched, name):
+    assert launched[name].status == 0, launched[name].printed
+    table = launched[name].printed.partition("Held-out perplexity")[2]
     results = [
         EvaluationResult.load(launchers.folder(name) / f"6-evaluation/{mixture}-seed1.json")
         for mixture in MIXTURES
@@ -239,19 +239,17 @@ def test_fine_tuning_prints_the_perplexities_of_its_runs(launchers, launched, na
 
 
 @pytest.mark.parametrize("name", WEIGHING)
-def test_a_launcher_weighs_domains_and_says_what_that_took(launchers, launched, name):
-    assert launched[name].status == 0, launched[name].said
-    assert re.search(r"embedding 3 domains took \d\.\d\de\+\d\d FLOPs", launched[name].said)
+def test_launcher_computes_mixtures(launchers, launched, name):
+    assert launched[name].status == 0, launched[name].printed
+    assert re.search(r"embedding 3 domains took \d\.\d\de\+\d\d FLOPs", launched[name].printed)
     for mixture in WEIGHING[name]:
         found = Mixture.load(launchers.folder(name) / f"4-mixture/{mixture}.json")
         assert found.method == mixture
         assert list(found.weights) == list(DOMAINS)
 
 
-def test_a_sweep_trains_what_it_needs_once_and_shows_how_far_the_weights_lie_apart(
-    launchers, launched
-):
-    assert launched["sweep_stability"].status == 0, launched["sweep_stability"].said
+def test_sweep_trains_each_proxy_once(launchers, launched):
+    assert launched["sweep_stability"].status == 0, launched["sweep_stability"].printed
     folder = launchers.folder("sweep_stability")
     sweep = Sweep.load(folder)
     assert sweep.axes == {
@@ -270,23 +268,23 @@ def test_a_sweep_trains_what_it_needs_once_and_shows_how_far_the_weights_lie_apa
         run = TrainingRun.load(folder / "2-proxy" / name)
         assert run.status == "finished"
         assert CheckpointRecord.load(find_checkpoint(run.root)).layout["data_parallel_size"] == 2
-    assert "point 6 of 6: " in launched["sweep_stability"].said
+    assert "point 6 of 6: " in launched["sweep_stability"].printed
     assert (folder / "7-report/stability.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_job_on_two_nodes_goes_back_into_the_queue_until_it_is_done(launchers):
-    """The last launcher, by way of SLURM; its run leaves at its first step."""
+def test_slurm_job_on_two_nodes_is_requeued_until_done(launchers):
+    """The first job stops at its first step."""
     name, margin = "pretrain_124m_proxy", 600
     folder = launchers.folder(name) / "2-proxy/tiny-seed1"
     first = launchers.submit(name, margin + 6, "--", "--exit-duration-in-mins", "0.001")
-    assert first.status == 0, first.said
+    assert first.status == 0, first.printed
     step = TrainingRun.load(folder).step
     assert 0 < step < 12
     (call,) = launchers.calls.read_text().splitlines()
     assert re.fullmatch(r"requeue \d+", call)
     second = launchers.submit(name, margin + 3600)
-    assert second.status == 0, second.said
-    assert f"continuing at step {step}:" in second.said
+    assert second.status == 0, second.printed
+    assert f"continuing at step {step}:" in second.printed
     assert TrainingRun.load(folder).status == "finished"
     assert CheckpointRecord.load(find_checkpoint(folder)).layout["data_parallel_size"] == 2
     assert launchers.calls.read_text().splitlines() == [call]

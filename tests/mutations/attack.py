@@ -222,7 +222,8 @@ KINDS: dict[str, Kind] = {
     "mixture": Kind("4-mixture/chameleon.json", ("train", "export", "report"), editable=True),
     "evaluation": Kind("6-evaluation/*.json", ("report",)),
     "run": Kind("2-proxy/*/*.json*", ("report", "embed", "evaluate")),
-    "swarm": Kind("4-mixture/regmix/**/*.json", ("regmix", "report")),
+    "swarm": Kind("4-mixture/regmix/swarm/swarm.json", ("regmix", "report")),
+    "swarm members": Kind("4-mixture/regmix/swarm/members/*.json", ("regmix", "report")),
     "sweep": Kind("sweep/**/*.json", ("sweep",)),
     "Hugging Face": Kind("huggingface/*", ("fine-tune", "from-huggingface"), editable=True),
 }
@@ -384,7 +385,7 @@ def judge(
         return "unchanged", ""
     if editable:
         return "edited", ""
-    if re.search(r"^warning: .*checkpoints/\S+ is used$", done.errors, re.MULTILINE):
+    if re.search(r"^warning: .*: using \S*checkpoints/\S+$", done.errors, re.MULTILINE):
         return "fallback", ""
     return "different", _difference(found, expected)
 
@@ -439,11 +440,11 @@ def preload() -> None:
     import megatron_chameleon.checkpoint.convert
     import megatron_chameleon.evaluation.perplexity
     import megatron_chameleon.methods.discovery.discover
-    import megatron_chameleon.methods.sweeps.sweep
-    import megatron_chameleon.training.pretrain  # noqa: F401
-    from megatron_chameleon.methods.common.registry import look_for_methods
+    import megatron_chameleon.methods.sweep.sweep
+    import megatron_chameleon.training.trainer  # noqa: F401
+    from megatron_chameleon.methods.method import discover_methods
 
-    look_for_methods()
+    discover_methods()
 
 
 def attack(numbers: Sequence[int], seed: int, jobs: int = 1) -> Iterator[Verdict]:

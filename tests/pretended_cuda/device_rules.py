@@ -1,6 +1,6 @@
-"""What CUDA refuses and what the host waits for, tried on the pretended device.
+"""What CUDA rejects and what the host waits for, checked on the pretended device.
 
-A program, since the device stays in its process for good; test_device.py runs it.
+A program, since the device is permanent in its process; test_faults.py runs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def waits() -> int:
     return sum(DEVICE.synchronizations.total.values())
 
 
-def check_what_is_refused() -> None:
+def check_what_is_rejected() -> None:
     on_device, on_host = torch.ones(3, 2, device=CUDA), torch.ones(3, 2)
     for mixed in (
         lambda: on_device + on_host,
@@ -85,6 +85,6 @@ def check_that_numbers_are_real() -> None:
 
 
 if __name__ == "__main__":
-    check_what_is_refused()
+    check_what_is_rejected()
     check_what_is_waited_for()
     check_that_numbers_are_real()

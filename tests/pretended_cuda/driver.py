@@ -17,14 +17,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from tests.distributed.launch import REPOSITORY, environment
+from tests.distributed.launch import REPOSITORY, environment, fork_ranks, redirect_output
 from tests.pretended_cuda import run_tool
 
 Kind = Literal["cpu", "cuda"]
-PRELOADED = "megatron_chameleon.training.pretrain"
+PRELOADED = "megatron_chameleon.training.trainer"
 MODULE = "tests.pretended_cuda.driver"
 
 
@@ -96,9 +97,9 @@ def main(kind: Kind) -> None:
 def run(kind: Kind, request: Request) -> int:
     """Run the tool in forked processes; returns the exit status."""
     if request.ranks > 1:
-        from tests.distributed.forked import launch_forked
-
-        return launch_forked(request.ranks, Path(request.log), run_rank, kind, request)
+        launcher = fork_ranks(request.ranks, Path(request.log), partial(run_rank, kind, request))
+        launcher.join()
+        return int(launcher.exitcode)
     process = multiprocessing.get_context("fork").Process(target=run_alone, args=(kind, request))
     process.start()
     process.join()
@@ -108,9 +109,7 @@ def run(kind: Kind, request: Request) -> int:
 
 def run_alone(kind: Kind, request: Request) -> None:
     """Run the tool in this process, which is a fork, and write its output to the log."""
-    with open(request.log, "wb") as stream:
-        for descriptor in (1, 2):
-            os.dup2(stream.fileno(), descriptor)
+    redirect_output(Path(request.log))
     run_rank(kind, request)
 
 
@@ -122,16 +121,12 @@ def run_rank(kind: Kind, request: Request) -> None:
     tool, *arguments = request.command
     if request.fault is not None:
         FAULTS[request.fault]()
-    try:
-        if kind == "cuda":
-            run_tool.use_kernels()
-            path = request.synchronizations
-            run_tool.run_on_device(Path(tool), arguments, None if path is None else Path(path))
-        else:
-            run_tool.run_as_main(Path(tool), arguments)
-    except SystemExit as left:
-        if left.code:
-            raise
+    if kind == "cuda":
+        run_tool.use_kernels()
+        path = request.synchronizations
+        run_tool.run_on_device(Path(tool), arguments, None if path is None else Path(path))
+    else:
+        run_tool.run_as_main(Path(tool), arguments)
 
 
 if __name__ == "__main__":

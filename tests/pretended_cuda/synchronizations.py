@@ -14,7 +14,7 @@ from tests.pretended_cuda.cases import STEPS
 
 DEVICE_MODULES = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("synchronizations", "tensors", "cuda_api", "process_groups", "device")
+    for name in ("synchronizations", "tensors", "device")
 )
 # Marks: after each training step, and before each forward pass.
 TRAINING_STEP, FORWARD_PASS = "training step", "forward pass"
@@ -25,11 +25,11 @@ Counts = collections.Counter[str]
 
 @dataclasses.dataclass
 class Synchronizations:
-    """Counted since the start, and for each kind of mark since the mark before it.
+    """Counts since the start, and between marks of each kind.
 
     Attributes:
-        total: all of them.
-        intervals: name of a mark -> what was counted between two such marks, in order.
+        total: since the start.
+        intervals: name of a mark -> counts between consecutive marks, in order.
     """
 
     total: Counts = dataclasses.field(default_factory=collections.Counter)
@@ -58,16 +58,16 @@ class Synchronizations:
         self._at_mark[name] = self.total.copy()
 
     def of_step(self, step: int) -> Counts:
-        """What was counted in a training step; the last interval is that of step ``STEPS``."""
+        """Counts of a training step; the last interval is that of step ``STEPS``."""
         return self.intervals[TRAINING_STEP][step - STEPS - 1]
 
     def save(self, path: Path) -> None:
-        """Write them as JSON, for :meth:`load`."""
+        """Write as JSON, for :meth:`load`."""
         path.write_text(json.dumps({"total": self.total, "intervals": self.intervals}, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Synchronizations:
-        """Read what :meth:`save` has written."""
+        """Read what :meth:`save` wrote."""
         fields = json.loads(path.read_text())
         intervals = {
             name: [collections.Counter(counts) for counts in found]
@@ -77,7 +77,7 @@ class Synchronizations:
 
 
 def calling_place() -> str:
-    """The innermost frames outside of torch, out to the first one of this repository."""
+    """Return the innermost frames outside torch, up to the first one in this repository."""
     places: list[str] = []
     frame = sys._getframe(1)
     while frame is not None:

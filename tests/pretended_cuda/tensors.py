@@ -1,7 +1,7 @@
-"""Tensors that are on ``cuda:i`` for everyone who asks, and in the CPU's memory.
+"""Tensors that report ``cuda:i`` and lie in the CPU's memory.
 
-Every operation goes through :func:`dispatch`. It raises what CUDA would raise, counts where the
-host would wait for the device, and lets the CPU compute the result, so that losses are real.
+Every operation passes through :func:`dispatch`. It raises what CUDA would raise, counts where the
+host would wait for the device, and computes the result on the CPU, so that losses are real.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ RESULT_READ_BY_HOST = {
     aten.masked_select.default,
     aten.repeat_interleave.Tensor,
 }
-"""Operations whose value, or the shape of whose result, the host waits for."""
+"""Operations whose value or result shape the host waits for."""
 
 
 @dataclasses.dataclass
 class Device:
-    """What this process has of the device.
+    """The device as this process sees it.
 
     Attributes:
         count: devices that are visible.
@@ -62,12 +62,12 @@ class Device:
     _pinned: dict[int, weakref.ref[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def set_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take the memory of ``tensor`` for pinned as long as that object lives."""
+        """Mark the memory of ``tensor`` as pinned for the lifetime of that object."""
         self._pinned[tensor.untyped_storage().data_ptr()] = weakref.ref(tensor)
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in pinned memory."""
+        """Return whether ``tensor`` lies in pinned memory."""
         owner = self._pinned.get(tensor.untyped_storage().data_ptr())
         return owner is not None and owner() is not None
 
@@ -105,7 +105,7 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, cuda:{self.device_index})"
 
     def __reduce_ex__(self, protocol):
-        """A pickled CUDA tensor comes back on its own device, whichever rank unpickles it."""
+        """A pickled CUDA tensor is unpickled on its own device, by any rank."""
         with torch._C._DisableTorchDispatch():
             host = on_host(self).clone()
         if DEVICE.is_saving:
@@ -138,7 +138,7 @@ def _unpickle(host: torch.Tensor, index: int) -> DeviceTensor:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor on the same memory."""
+    """Return a CPU tensor on the same memory."""
     with torch._C._DisableTorchDispatch():
         return torch.empty(0, dtype=tensor.dtype).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -190,7 +190,7 @@ def _compute(
 ) -> Any:
     """Call ``function`` with CPU tensors on the arguments' memory; results go back to the device.
 
-    Arguments that are returned, as by operations in place, stay the objects that they were.
+    Returned arguments, as of operations in place, remain the same objects.
     """
     wrappers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -225,7 +225,7 @@ def _compute(
 
 
 def _follow(wrapper: torch.Tensor, host: torch.Tensor) -> None:
-    """Give ``wrapper`` the shape that resize_ or set_ have given the CPU tensor."""
+    """Give ``wrapper`` the shape that resize_ or set_ gave the CPU tensor."""
     if not isinstance(wrapper, DeviceTensor):
         return
     if wrapper.shape != host.shape or wrapper.stride() != host.stride():
@@ -251,7 +251,7 @@ def _device_index(
 
 
 def _check_collective(function: Any, arguments: Sequence[Any]) -> None:
-    """NCCL takes no tensors of the host."""
+    """Reject host tensors, as NCCL does."""
     if function is torch.ops.c10d.barrier.default:
         return
     groups = (value for value in arguments if isinstance(value, torch.ScriptObject))
@@ -267,7 +267,7 @@ def _check_collective(function: Any, arguments: Sequence[Any]) -> None:
 def _check_host_tensors(
     function: Any, arguments: Sequence[Any], host_tensors: Sequence[torch.Tensor], index: int
 ) -> None:
-    """CUDA takes numbers, indices and the sources of copies from the host, and nothing else."""
+    """Reject host tensors other than numbers, indices and sources of copies, as CUDA does."""
     if function in COPIES:
         return
     if function in INDEXING:

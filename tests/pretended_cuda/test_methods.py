@@ -11,7 +11,6 @@ from tests.pretended_cuda.cases import (
     PRETRAINING_FLAGS,
     STEPS_WITHOUT_LOGGING,
     TENSOR,
-    TRAINING_FLAGS,
 )
 from tests.pretended_cuda.conftest import Finished, Tools
 from tests.pretended_cuda.driver import Kind
@@ -23,7 +22,6 @@ WEIGHT_TOLERANCE = 1e-4
 # Besides the gradient's norm: DoReMi reads the excess losses; DoGE which domains the batch has and
 # where their samples are, the products of gradients, and the number of samples.
 WAITS_OF_A_STEP = {"doremi": 2, "doge": 5}
-REGMIX = ("--num-proxies", "6", "--members-at-once", "3", "--eval-tokens", "320", "--folds", "2")
 LAYOUTS = {
     "one": ((), 1),
     "sharded": (OVERLAPPED, 2),
@@ -61,13 +59,3 @@ def test_proxies_find_the_weights_of_the_cpu(tools: Tools, method: str, layout: 
         for waits in found.synchronizations():
             counts = waits.of_step(step)
             assert sum(counts.values()) <= WAITS_OF_A_STEP[method], (step, dict(counts))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_swarms_find_the_weights_of_the_cpu(tools: Tools, ranks: int) -> None:
-    name, flags = f"regmix-{ranks}", (*TRAINING_FLAGS, *REGMIX)
-    found, expected = tools.concurrently(
-        lambda: compute(tools, "cuda", name, "regmix", *flags, ranks=ranks),
-        lambda: compute(tools, "cpu", name, "regmix", *flags, ranks=ranks),
-    )
-    assert weights(found) == pytest.approx(weights(expected), abs=WEIGHT_TOLERANCE)

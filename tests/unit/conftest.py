@@ -21,8 +21,8 @@ hypothesis.settings.load_profile("shared cores")
 
 if TYPE_CHECKING:
     from megatron_chameleon.artifacts import Corpus
-    from megatron_chameleon.options.training import PretrainOptions
     from megatron_chameleon.parallel.layout import Layout
+    from megatron_chameleon.training.options import PretrainOptions
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def one_rank() -> Iterator[Layout]:
     ``compute_mixture``, ``evaluate_perplexity``, or the fixtures ``finished_run`` and
     ``trained_run``.
     """
-    from megatron_chameleon.options.parallel import ParallelOptions
     from megatron_chameleon.parallel.layout import distributed
+    from megatron_chameleon.parallel.options import ParallelOptions
 
     with distributed(ParallelOptions(), seed=0) as layout:
         yield layout
@@ -51,7 +51,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture(scope="session")
 def pretrain_options(corpus: Corpus) -> Callable[..., PretrainOptions]:
     """``pretrain_options(run_dir, **changes)``: six steps of a nano model on ``corpus``."""
-    from megatron_chameleon.options.training import OptimizerOptions, PretrainOptions
+    from megatron_chameleon.training.options import (
+        OptimizerOptions,
+        PretrainOptions,
+    )
 
     def options(run_dir: Path, **changes: object) -> PretrainOptions:
         settings: dict[str, object] = {
@@ -75,7 +78,7 @@ def finished_run(
     pretrain_options: Callable[..., PretrainOptions], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The folder of a run with checkpoints of steps 3 and 6, for reading only."""
-    from megatron_chameleon.training.pretrain import pretrain
+    from megatron_chameleon.training.trainer import pretrain
 
     run_dir = tmp_path_factory.mktemp("run") / "nano"
     pretrain(pretrain_options(run_dir))

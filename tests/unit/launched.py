@@ -17,11 +17,10 @@ from torch.distributed.run import get_args_parser
 
 from megatron_chameleon.cli import parse_options, take_values
 from megatron_chameleon.evaluation.options import DownstreamOptions, PerplexityToolOptions
-from megatron_chameleon.methods.common.registry import DEFAULT_METHOD, find_methods
-from megatron_chameleon.options.head_to_head import CompareMethodsOptions
-from megatron_chameleon.options.report import ReportOptions
-from megatron_chameleon.options.sweep import SweepOptions
-from megatron_chameleon.options.training import PretrainOptions
+from megatron_chameleon.methods.method import DEFAULT_METHOD, find_methods
+from megatron_chameleon.methods.sweep.options import SweepOptions
+from megatron_chameleon.report.options import CompareMethodsOptions, ReportOptions
+from megatron_chameleon.training.options import PretrainOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LAUNCHERS = sorted(

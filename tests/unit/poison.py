@@ -10,8 +10,8 @@ from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
-from megatron_chameleon.options.parallel import ParallelOptions
 from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions
 
 
 def poison_checkpoint(folder: Path, parameter: str) -> None:

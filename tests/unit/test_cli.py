@@ -64,7 +64,7 @@ def rank_1(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(time, "sleep", wait)
     yield JobEndedError
-    assert waited == [cli.SECONDS_BEFORE_OTHER_RANKS_SPEAK]
+    assert waited == [cli.OTHER_RANKS_DELAY_SECONDS]
 
 
 def leave(function, argv, options_type=ToolOptions):
@@ -154,7 +154,7 @@ def test_other_ranks_say_nothing_while_rank_0_tells_the_mistake(capsys, rank_1, 
 
 def test_a_rank_that_is_still_there_speaks_for_itself(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(cli, "SECONDS_BEFORE_OTHER_RANKS_SPEAK", 0.0)
+    monkeypatch.setattr(cli, "OTHER_RANKS_DELAY_SECONDS", 0.0)
 
     def tool(_options):
         raise UserError("corpus.json: my copy is another one")
@@ -194,7 +194,7 @@ def test_a_defect_passes_through(error):
 def test_a_defect_is_shown_with_its_traceback_and_status_1():
     program = (
         "from megatron_chameleon.cli import run_tool\n"
-        "from megatron_chameleon.options.doctor import DoctorOptions\n"
+        "from tools.doctor import DoctorOptions\n"
         "def tool(options): raise ValueError('a defect')\n"
         "run_tool(tool, DoctorOptions)\n"
     )
@@ -225,7 +225,7 @@ def test_the_first_rank_waits_until_the_others_have_spoken(monkeypatch):
     monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(RuntimeError):
         run_tool(tool, ToolOptions, ["--corpus", "c"])
-    assert waits == [2 * cli.SECONDS_BEFORE_OTHER_RANKS_SPEAK]
+    assert waits == [2 * cli.OTHER_RANKS_DELAY_SECONDS]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

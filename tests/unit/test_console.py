@@ -13,16 +13,16 @@ import pytest
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.console import escaped, escaped_but_for_bars
-from megatron_chameleon.options.doctor import DoctorOptions
-from megatron_chameleon.options.training import PretrainOptions
+from megatron_chameleon.training.options import PretrainOptions
 from tests.distributed.launch import REPOSITORY, flags
+from tools.doctor import DoctorOptions
 
 # Prints more than a pipe holds, then opens a file, as a tool does whose result is one.
 WORK = """
 import sys
 from pathlib import Path
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.options.doctor import DoctorOptions
+from tools.doctor import DoctorOptions
 from megatron_chameleon.progress import progress_bar
 def work(options):
     with progress_bar(2, "B") as bar:
@@ -136,7 +136,7 @@ def test_any_text_can_be_printed_in_any_locale(locale):
 import json, warnings
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.doctor import DoctorOptions
+from tools.doctor import DoctorOptions
 hostile = json.loads({json.dumps(json.dumps(HOSTILE))})
 def work(options):
     print(hostile)

@@ -1,4 +1,4 @@
-"""A corpus that is damaged stops every tool that reads it: one line, status 2, and no result."""
+"""Every tool that reads a damaged corpus ends with one line and status 2, without a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.training.pretrain import pretrain
+from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import VOCAB_SIZE, without_checksums, word_tokenizer, write_small_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,11 +112,11 @@ CASES = [case for case in CASES if "path" not in case[0] or case[1] == "unknown 
 def test_damage_is_one_line_and_status_2(run, tool, damage, tmp_path):
     do_damage, names = DAMAGE[damage]
     do_damage(Corpus.load(tmp_path / "corpus"))
-    status, told = run(tool)
+    status, stderr = run(tool)
     assert status == 2
-    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert re.search(names, errors[0])
-    assert "Traceback" not in told
+    assert "Traceback" not in stderr
     assert not Corpus.exists(tmp_path / "output.json")
     assert not (tmp_path / "output.json").is_file()

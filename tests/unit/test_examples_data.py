@@ -1,4 +1,4 @@
-"""The recipes of examples/data, run as they are on small files of the real data's schemas."""
+"""Recipes of examples/data on small files with the schemas of the real data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
 from megatron_chameleon.artifacts import SPLITS, Corpus
-from megatron_chameleon.corpus.indexed import open_split
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 
@@ -71,7 +70,7 @@ STACK = {
     "ruby": "ruby",
     "php": "php",
 }
-# Documents of each domain in the splits of data that have their own.
+# Documents per domain in each split.
 COUNTS = {"train": 3, "validation": 2, "test": 1}
 
 
@@ -84,7 +83,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer: Path) -> Callable[..., Corpus | None]:
-    """``run(recipe, INPUT, *flags, **environment)`` runs it; the corpus, if that is made now."""
+    """``run(recipe, INPUT, *flags, **environment)``: the corpus, if it is complete."""
 
     def run(recipe: str, given: str, *flags: str, **environment: str) -> Corpus | None:
         output = tmp_path / "corpus"
@@ -116,7 +115,7 @@ def texts(seed: str, count: int) -> list[str]:
 
 
 def mixed_records(names: Sequence[str], key: str, split: str, count: int) -> list[dict[str, Any]]:
-    """Documents of all domains, as they follow upon each other in the real data."""
+    """Documents of all domains, shuffled as in the real data."""
     records = [
         {"text": text, "meta": {key: name}}
         for name in names
@@ -138,28 +137,28 @@ def write_zst(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def contents(corpus: Corpus) -> dict[str, Counter[str]]:
-    """What the texts of each domain say they are, and the split that they are in."""
+    """Domain -> counts of the sources and splits that its texts name."""
     tokenizer = corpus_tokenizer(corpus)
     found: dict[str, Counter[str]] = {}
     for name in corpus.names:
         found[name] = Counter()
         for split in SPLITS:
-            dataset = open_split(corpus, name, split)
+            dataset = open_tokens(corpus, name, split)
             for index in range(len(dataset)):
-                text = tokenizer.decode(np.asarray(dataset[index])[:-1].tolist())
+                text = tokenizer.decode(dataset.get(index)[:-1].tolist())
                 found[name][f"{text.split('|')[0].split()[-1]} in {split}"] += 1
                 found[name][" ".join(text.split("|")[0].split()[:-1])] += 1
     return found
 
 
 def with_own_splits(names: dict[str, str]) -> dict[str, Counter[str]]:
-    """What is expected of data whose domains have ``COUNTS``: the source's name -> ours."""
+    """Expected contents of data with ``COUNTS``; ``names`` maps the source's domains to ours."""
     splits = {"train in train": 3, "validation in valid": 2, "test in test": 1}
     return {ours: Counter({theirs: 6, **splits}) for theirs, ours in names.items()}
 
 
 def test_slimpajama_6b(tmp_path, run):
-    """Parquet files named by their split, meta a struct, a README that lists them."""
+    """Parquet files by split, meta a struct, a README that lists them."""
     root, header = tmp_path / "slimpajama-6b", ["---", "configs:", "- config_name: default"]
     header.append("  data_files:")
     for split, count in COUNTS.items():
@@ -182,7 +181,7 @@ def write_slimpajama_627b(root: Path) -> None:
 
 
 def test_slimpajama_627b_on_two_machines(tmp_path, run):
-    """Lines packed in folders by split and chunk, meta an object."""
+    """Compressed JSON lines in folders by split and chunk, on two machines."""
     write_slimpajama_627b(tmp_path / "slimpajama")
     given, small = str(tmp_path / "slimpajama"), ("--shard-bytes", "500")
     for shard in ("1/2", "2/2"):
@@ -192,7 +191,7 @@ def test_slimpajama_627b_on_two_machines(tmp_path, run):
 
 
 def test_pile(tmp_path, run):
-    """Lines packed in train/, and val and test beside it; five domains are not wanted."""
+    """Compressed JSON lines; five domains are not used."""
     root, unwanted = tmp_path / "pile", ["Books3", "OpenWebText2", "YoutubeSubtitles"]
     names = [*PILE, *unwanted, "OpenSubtitles", "BookCorpus2"]
     records = mixed_records(names, "pile_set_name", "train", 3)
@@ -205,7 +204,7 @@ def test_pile(tmp_path, run):
 
 
 def test_wiki40b(tmp_path, run):
-    """A config for each language, of which some are not wanted."""
+    """A configuration per language; some are not used."""
     root, header = tmp_path / "wiki40b", ["---", "configs:"]
     for language in [*WIKI40B, "en", "zh-cn"]:
         header += [f"- config_name: {language}", "  data_files:"]
@@ -223,7 +222,7 @@ def test_wiki40b(tmp_path, run):
 
 
 def test_stack(tmp_path, run):
-    """A folder for each language, of which some are not wanted; no splits; text in `content`."""
+    """A folder per language, some not used; no splits; text in `content`."""
     root = tmp_path / "data/the-stack-dedup"
     for language in [*STACK, "c-sharp", "cobol"]:
         for i in range(2):
@@ -240,11 +239,11 @@ def test_stack(tmp_path, run):
     assert len(found) == len(STACK)
 
 
-# That of the installed packages' text gathers what it wants by itself.
+# installed_text needs no data.
 @pytest.mark.parametrize(
     "recipe", sorted({path.stem for path in RECIPES.glob("*.sh")} - {"installed_text"})
 )
-def test_a_recipe_says_what_it_wants_when_it_is_not_there(tmp_path, tokenizer, recipe):
+def test_missing_data_is_reported(tmp_path, tokenizer, recipe):
     own = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HF_HOME": str(tmp_path),

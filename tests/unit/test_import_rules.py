@@ -1,4 +1,4 @@
-"""The import rules that import-linter cannot say: what a package may import at all."""
+"""Import rules that import-linter cannot express: which external packages a package may use."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ ALLOWED = {
     "report": {
         f"{PACKAGE}.artifacts",
         f"{PACKAGE}.errors",
+        f"{PACKAGE}.ranges",
         "jinja2",
         "markupsafe",
         "matplotlib",
         "numpy",
         "pandas",
+        "tyro",
         "umap",
         "threadpoolctl",
     },
 }
 ALLOWED_IN_ONE_FILE = {"mixture/regmix.py": {"lightgbm"}}
 # Package -> what no module of it may import; the prefix "" is the whole package.
-FORBIDDEN = {"artifacts": {"torch", "megatron"}, "options": {"torch", "megatron"}, "": {"tools"}}
+FORBIDDEN = {"artifacts": {"torch", "megatron"}, "": {"tools"}}
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -62,7 +64,7 @@ def is_within(name: str, modules: set[str]) -> bool:
 
 
 def broken_rules(path: str, source: str) -> list[str]:
-    """The imports of ``source`` that ``path`` (relative to the package) may not have."""
+    """The forbidden imports of ``source``; ``path`` is relative to the package."""
     module = ".".join([PACKAGE, *Path(path).with_suffix("").parts])
     is_package = Path(path).name == "__init__.py"
     module = module.removesuffix(".__init__")
@@ -79,7 +81,7 @@ def broken_rules(path: str, source: str) -> list[str]:
     return broken
 
 
-def test_every_module_keeps_the_rules():
+def test_every_module_follows_the_rules():
     sources = sorted((ROOT / PACKAGE).rglob("*.py"))
     assert len(sources) > 10
     broken = [
@@ -92,31 +94,22 @@ def test_every_module_keeps_the_rules():
     assert broken == []
 
 
-@pytest.mark.parametrize("package", [*ALLOWED, "artifacts", "options"])
-def test_the_packages_with_rules_of_their_own_exist(package):
-    assert (ROOT / PACKAGE / package / "__init__.py").is_file()
-
-
 @pytest.mark.parametrize(
     ("path", "source", "imported"),
     [
         ("mixture/leverage.py", "import torch", "torch"),
-        ("mixture/leverage.py", "from torch.linalg import eigh", "torch.linalg.eigh"),
         ("mixture/leverage.py", "def f():\n    import pandas as pd", "pandas"),
         ("mixture/leverage.py", "from ..errors import UserError", f"{PACKAGE}.errors.UserError"),
         ("mixture/__init__.py", "from .. import artifacts", f"{PACKAGE}.artifacts"),
-        ("mixture/leverage.py", "import lightgbm", "lightgbm"),
         ("mixture/leverage.py", "import importlib\nimportlib.import_module('torch')", "torch"),
         ("mixture/leverage.py", "import numpy_financial", "numpy_financial"),
         ("report/page.py", "import megatron_chameleon.mixture", f"{PACKAGE}.mixture"),
-        ("report/page.py", "from megatron_chameleon import training", f"{PACKAGE}.training"),
         ("artifacts/corpus.py", "if True:\n    from torch import Tensor", "torch.Tensor"),
-        ("options/train.py", "import megatron.core", "megatron.core"),
-        ("training/loop.py", "from tools.doctor import main", "tools.doctor.main"),
+        ("training/trainer.py", "from tools.doctor import main", "tools.doctor.main"),
         ("cli.py", "__import__('tools.doctor')", "tools.doctor"),
     ],
 )
-def test_an_import_that_is_not_allowed_is_found(path, source, imported):
+def test_forbidden_import_is_found(path, source, imported):
     (broken,) = broken_rules(path, source)
     assert broken.startswith(f"{path}:")
     assert broken.endswith(f"imports {imported}")
@@ -133,7 +126,7 @@ def test_an_import_that_is_not_allowed_is_found(path, source, imported):
         ("mixture/regmix.py", "def f():\n    import lightgbm"),
         ("report/page.py", "from ..artifacts import Mixture\nimport matplotlib.pyplot as plt"),
         ("artifacts/corpus.py", "import numpy\nfrom megatron_chameleon.errors import UserError"),
-        ("training/loop.py", "import torch\nfrom torch.utils import data"),
+        ("training/trainer.py", "import torch\nfrom torch.utils import data"),
     ],
 )
 def test_an_import_that_is_allowed_passes(path, source):
@@ -141,7 +134,9 @@ def test_an_import_that_is_allowed_passes(path, source):
 
 
 def test_options_and_interchange_load_no_torch():
-    modules = ("evaluation.options", "methods.discovery.options", "interchange")
-    script = f"import sys, {', '.join(f'{PACKAGE}.{name}' for name in modules)}\n"
+    options = sorted(path.relative_to(ROOT) for path in (ROOT / PACKAGE).rglob("*options.py"))
+    assert len(options) > 5
+    modules = [".".join(path.with_suffix("").parts) for path in options]
+    script = f"import sys, {PACKAGE}.interchange, {', '.join(modules)}\n"
     script += "assert not {'torch', 'sklearn'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

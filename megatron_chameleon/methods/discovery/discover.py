@@ -21,11 +21,10 @@ from megatron_chameleon.artifacts.discovered import (
 )
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.corpus.indexed import open_tokens
-from megatron_chameleon.corpus.regroup import regroup
+from megatron_chameleon.corpus.join import regroup
 from megatron_chameleon.corpus.staging import corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.common.table import aligned
 from megatron_chameleon.methods.discovery.options import DiscoverOptions
 from megatron_chameleon.methods.discovery.vectors import (
     DiscoverPlan,
@@ -35,6 +34,7 @@ from megatron_chameleon.methods.discovery.vectors import (
     fit_vectors,
     plan_discovery,
 )
+from megatron_chameleon.methods.output import align_columns
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
@@ -417,7 +417,7 @@ def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
     return "\n".join(
         [
             f"silhouette by number of clusters, {made.fitted_windows:,} windows fitted: {scores}",
-            *aligned(rows),
+            *align_columns(rows),
             "",
             *described,
             "",

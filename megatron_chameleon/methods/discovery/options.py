@@ -6,18 +6,12 @@ import dataclasses
 from pathlib import Path
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.options.ranges import (
-    Count,
-    Repetitions,
-    Seed,
-    SeveralRepetitions,
-    check_ranges,
-)
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.ranges import CheckedOptions, Count, Repetitions, Seed, SeveralRepetitions
 
 
 @dataclasses.dataclass(frozen=True)
-class DocumentEmbeddingOptions:
+class DocumentEmbeddingOptions(CheckedOptions):
     """Which windows of the documents are embedded, and how."""
 
     layer: int | None = None
@@ -33,7 +27,7 @@ class DocumentEmbeddingOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class DiscoverOptions:
+class DiscoverOptions(CheckedOptions):
     """Cluster a corpus's documents by a proxy's embeddings, and write a domain per cluster.
 
     The same command resumes an interrupted run.
@@ -71,7 +65,7 @@ class DiscoverOptions:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_ranges(self)
+        super().__post_init__()
         if self.numbers[0] < 2:
             raise UserError(f"--discover {self.discover}: must be >= 2 clusters")
         if self.numbers[-1] > self.embedding.fit_windows:

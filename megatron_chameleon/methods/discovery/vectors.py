@@ -29,8 +29,8 @@ from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.embed import embed_windows, windows_flops
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.common.chosen import chosen_domains
 from megatron_chameleon.methods.discovery.options import DiscoverOptions
+from megatron_chameleon.methods.domains import select_domains
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import Reader, check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape
@@ -183,7 +183,7 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
     corpus = Corpus.load(options.corpus)
     checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     require_tokenizer(checkpoint, corpus)
-    names = chosen_domains(options.domains, corpus)
+    names = select_domains(options.domains, corpus)
     _check_names(options, corpus, names)
     _check_text(options, corpus, names)
     corpus_tokenizer(corpus)  # needed at the end: a missing file shows at once

@@ -1,4 +1,4 @@
-"""One artifact of each kind with contents of every type, and how to write and read it."""
+"""A sample artifact of each kind."""
 
 from __future__ import annotations
 
@@ -37,19 +37,17 @@ from megatron_chameleon.artifacts.discovered import (
     DiscoveredDomains,
     NearDocument,
 )
-from megatron_chameleon.artifacts.downstream_part import (
-    DownstreamPart,
-    PartSettings,
-    find_part,
-    part_path,
-)
 from megatron_chameleon.artifacts.downstream_result import (
     Accuracy,
+    DownstreamPart,
     DownstreamProtocol,
     DownstreamResult,
     Gap,
+    PartSettings,
     ShotScore,
     TaskScore,
+    find_part,
+    part_path,
 )
 from megatron_chameleon.artifacts.embedding_store import DomainEmbeddings
 from megatron_chameleon.artifacts.files import sha256_of_files
@@ -69,7 +67,7 @@ RECIPE = EmbeddingRecipe("m" * 64, 2, 128, 4096, 0, "t" * 64)
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """An artifact on disk: its file, what was written there, and how to read it back."""
+    """An artifact on disk: its file, its content, and a function to read it."""
 
     kind: str
     file: Path
@@ -78,7 +76,7 @@ class Sample:
 
 
 def write_samples(root: Path) -> dict[str, Sample]:
-    """Every artifact below ``root``, by kind."""
+    """Write an artifact of each kind into ``root``: kind -> sample."""
     corpus, run, checkpoint = corpus_in(root / "c"), run_in(root / "r"), checkpoint_in(root / "k")
     store = EmbeddingStore(
         *(root / "e", RECIPE, 8, {"a": DomainEmbeddings("a.safetensors", 3, "h", "0" * 64)}),
@@ -122,7 +120,7 @@ def write_samples(root: Path) -> dict[str, Sample]:
 
 
 def other_samples(root: Path) -> list[Sample]:
-    """The records that are of use to the tool that wrote them alone, and those of many tables."""
+    """Swarms, discovered domains and downstream evaluations."""
     swarm = SwarmRecord(root, {"seed": 1}, "c" * 64, ["a", "b"], [[0.25, 0.75]], PROVENANCE)
     member = MemberRecord(12, [10, 20], [[1.5, None], [1.25, None]], None, COST)
     near = NearDocument("a", 7, 0.5, "Once ...")
@@ -174,19 +172,8 @@ def other_samples(root: Path) -> list[Sample]:
     ]
 
 
-KINDS = (
-    "corpus",
-    "training run",
-    "checkpoint",
-    "embedding store",
-    "mixture",
-    "evaluation",
-    "sweep",
-)
-
-
 def corpus_in(root: Path, names: tuple[str, ...] = ("a", "ü/.."), content: int = 7) -> Corpus:
-    """A corpus of two documents and five tokens of uint16 a split; its bytes are ``content``."""
+    """A corpus of two documents and five uint16 tokens per split; all bytes are ``content``."""
     root.mkdir(parents=True)
     domains = {
         name: Domain(**{s: _split_in(root, name, s, content) for s in SPLITS}) for name in names
@@ -226,7 +213,7 @@ def run_in(root: Path) -> TrainingRun:
 
 
 def checkpoint_in(root: Path) -> CheckpointRecord:
-    """A checkpoint of four files of bytes, with its record written beside them."""
+    """A checkpoint folder of four small files and its record."""
     root.mkdir(parents=True)
     (root / "__0_0.distcp").write_bytes(b"weights")
     (root / "common.pt").write_bytes(b"state of the optimizer")
@@ -289,7 +276,7 @@ def sample_result() -> EvaluationResult:
 
 
 def sample_sweep(root: Path) -> Sweep:
-    """Two axes around one centre, whose mixtures are not there."""
+    """Two axes around one centre, without mixture files."""
     centre: dict[str, KnobValue] = {"model_size": "82m", "train_iters": 2000, "ridge": 10.0}
     points = [centre, {**centre, "train_iters": 5000}, {**centre, "ridge": 1.0}]
     return Sweep(

@@ -10,15 +10,13 @@ from megatron_chameleon.artifacts import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.checkpoint import (
     CheckpointWarning,
     checkpoint_folders,
-    step_folder,
-)
-from megatron_chameleon.artifacts.checkpoint_upkeep import (
     finish_latest,
     go_back_to,
     keep_last,
     naming_latest,
     remove_leftovers,
     remove_leftovers_of_run,
+    step_folder,
 )
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import checkpoint_in
@@ -96,11 +94,11 @@ def test_a_damaged_latest_checkpoint_is_passed_over_with_a_warning(tmp_path):
     (step_folder(tmp_path, 2) / "common.pt").write_bytes(b"state of the optimixer")
     with pytest.warns(CheckpointWarning, match=r"step-00000002/common\.pt has changed") as warned:
         assert find_checkpoint(tmp_path) == step_folder(tmp_path, 1)
-    assert str(warned[0].message).endswith(f"{step_folder(tmp_path, 1)} is used")
+    assert str(warned[0].message).endswith(f"using {step_folder(tmp_path, 1)}")
     with pytest.raises(UserError, match=r"common\.pt has changed"):
         find_checkpoint(step_folder(tmp_path, 2))  # what is named itself has nothing in its place
     (step_folder(tmp_path, 1) / "common.pt").unlink()
-    with pytest.raises(UserError, match=r"step-00000002/common\.pt has changed .* no whole one"):
+    with pytest.raises(UserError, match=r"step-00000002/common\.pt has changed .* no intact"):
         find_checkpoint(tmp_path)
 
 
@@ -151,7 +149,7 @@ def test_the_shares_of_those_who_verify_together_are_all_of_it(record):
         for share in range(shares):
             record.verify(share, shares, read.append)
         assert sum(read) == sum(file.bytes for file in record.files.values())
-        assert sum(read) == sum(record.share_bytes(share, shares) for share in range(shares))
+        assert sum(read) == sum(record.part_bytes(share, shares) for share in range(shares))
 
 
 def test_going_back_keeps_what_is_newer_under_another_name(tmp_path):

@@ -29,7 +29,7 @@ def test_a_value_without_a_point_is_told(tmp_path):
     short = dataclasses.replace(sweep, points=sweep.points[:2])
     with pytest.raises(UserError, match=r"sweep\.json: field points: there is none with ridge 1"):
         short.along("ridge")
-    with pytest.raises(UserError, match=r"sweep\.json: field points: there is none; "):
+    with pytest.raises(UserError, match=r"sweep\.json: field points is empty; "):
         dataclasses.replace(sweep, points=[]).along("ridge")
 
 

@@ -11,10 +11,11 @@ import pytest
 from megatron_chameleon.artifacts.mixture_runs import (
     MixtureRuns,
     MixtureRunsWarning,
+    matched,
+    plain_names,
     read_mixture_runs,
     write_mixture_runs,
 )
-from megatron_chameleon.artifacts.run_columns import matched, plain_names
 from megatron_chameleon.errors import UserError
 
 REGMIX_RATIOS = """index,train_the_pile_arxiv,train_the_pile_pile_cc
@@ -163,11 +164,11 @@ def test_shares_rounded_to_three_digits_are_divided_by_their_sum(read):
         ),
         (REGMIX_RATIOS.replace("0.25", "much"), None, r"ratios.csv:2: 'much' of train_the_pile_ar"),
         (None, REGMIX_METRICS.replace("5.25", "good"), r"metrics.csv:4: 'good' of metric/the_pile"),
-        (REGMIX_RATIOS + "2,0.5,0.5\n", None, r"ratios.csv:5: run '2' is there already, in line 3"),
-        (None, REGMIX_METRICS + "1,4,5\n", r"metrics.csv:5: run '1' is there already, in line 3"),
+        (REGMIX_RATIOS + "2,0.5,0.5\n", None, r"ratios.csv:5: run '2' repeats line 3"),
+        (None, REGMIX_METRICS + "1,4,5\n", r"metrics.csv:5: run '1' repeats line 3"),
         (REGMIX_RATIOS + "4,0.5\n", None, r"ratios.csv:5: 2 values for the 3 columns"),
-        (REGMIX_RATIOS.replace("pile_cc", "arxiv"), None, r"'train_the_pile_arxiv' is there twice"),
-        (REGMIX_RATIOS.replace("index", "number"), None, r"share no column that says which run"),
+        (REGMIX_RATIOS.replace("pile_cc", "arxiv"), None, r"'train_the_pile_arxiv' is repeated"),
+        (REGMIX_RATIOS.replace("index", "number"), None, r"share no column"),
         (OLMIX_RATIOS.replace("a1", "x").replace("b2", "y"), OLMIX_METRICS, r"no run in common"),
         ("index,train_a\n", None, r"ratios.csv holds no runs"),
         ("", None, r"ratios.csv holds no runs"),
@@ -191,7 +192,7 @@ def test_runs_that_all_have_gaps_are_refused(read):
 
 
 def test_a_table_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"lost.csv does not exist; give a CSV table"):
+    with pytest.raises(UserError, match=r"lost.csv does not exist; pass a CSV table"):
         read_mixture_runs(tmp_path / "lost.csv", tmp_path / "lost.csv")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(UserError, match=r"cannot read .*binary"):

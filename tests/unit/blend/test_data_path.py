@@ -36,7 +36,7 @@ def corpus(make_corpus):
     "given",
     ["one", "0.3 one 0.7 two", "one two three", "one two", "30 one 70.5 two/b", "1e-3 one"],
 )
-def test_a_data_path_is_read_as_megatron_reads_it(given):
+def test_a_data_path_is_parsed_like_in_megatron(given):
     prefixes, weights = get_blend_from_list(given.split())
     path = DataPath.parse(given)
     assert list(path.prefixes) == prefixes
@@ -53,13 +53,13 @@ def test_a_data_path_is_read_as_megatron_reads_it(given):
         ("0.5 a/one 0.5 a/./one", "names a/one twice"),
     ],
 )
-def test_a_data_path_that_says_nothing_clear_is_refused(given, problem):
+def test_an_ambiguous_data_path_is_rejected(given, problem):
     with pytest.raises(UserError, match=problem):
         DataPath.parse(given)
 
 
 @pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "90,10", "100", "0.5,0.2,0.3", "7,0,3"])
-def test_splits_are_cut_as_megatron_cuts_them(split):
+def test_ranges_of_splits_are_megatrons(split):
     theirs = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for part, expected in zip(SPLITS, theirs, strict=True):
         if expected is None:
@@ -72,12 +72,12 @@ def test_splits_are_cut_as_megatron_cuts_them(split):
 @pytest.mark.parametrize(
     "split", ["", "a,b", "1,2,3,4", "90,-5,5", "0,0,0", "nan,1,1", "1e2,1", "1_0,1"]
 )
-def test_a_split_that_is_none_is_refused(split):
+def test_an_invalid_split_is_rejected(split):
     with pytest.raises(UserError, match="--split"):
         split_range(split, "train")
 
 
-def test_data_sets_of_megatron_are_cut_by_sequences(corpus, tmp_path):
+def test_data_sets_are_split_by_sequences(corpus, tmp_path):
     prefix = write_file(tmp_path / "set", list(range(1, 101)))
     path = DataPath.parse(f"0.5 {prefix} 0.5 {corpus.prefix('b', 'train')}")
     parts = [data_path_tokens(path, "80,15,5", corpus.tokenizer, part) for part in SPLITS[:2]]
@@ -85,16 +85,6 @@ def test_data_sets_of_megatron_are_cut_by_sequences(corpus, tmp_path):
     assert ranges == [(0, 80), (80, 95)]
     assert parts[0].tokens == {"set": sum(range(1, 81)), "b-train": 18}
     assert parts[0].hash != parts[1].hash
-
-
-def test_the_hash_tells_other_tokens_apart(corpus, tmp_path):
-    def digest(lengths, split="1,1,1"):
-        path = DataPath.parse(str(write_file(tmp_path / "set", lengths)))
-        return data_path_tokens(path, split, corpus.tokenizer).hash
-
-    assert digest([4, 5, 6]) == digest([4, 5, 6])
-    assert digest([4, 5, 6]) != digest([4, 6, 5])
-    assert digest([4, 5, 6]) != digest([4, 5, 6], "2,1,0")
 
 
 def moved(prefix: Path, folder: Path) -> Path:
@@ -105,7 +95,7 @@ def moved(prefix: Path, folder: Path) -> Path:
     return folder / prefix.name
 
 
-def test_files_are_the_same_wherever_they_lie(corpus, tmp_path, monkeypatch):
+def test_identity_does_not_depend_on_the_folder(corpus, tmp_path, monkeypatch):
     prefixes = [write_file(tmp_path / name, [n, 5]) for n, name in enumerate("ab", start=3)]
     elsewhere = [moved(prefix, tmp_path / "moved") for prefix in prefixes]
     monkeypatch.chdir(tmp_path / "moved")
@@ -121,7 +111,7 @@ def test_files_are_the_same_wherever_they_lie(corpus, tmp_path, monkeypatch):
     assert keys[0][0] != keys[0][1]
 
 
-def test_a_text_given_twice_has_two_orders(corpus, tmp_path):
+def test_two_copies_have_different_orders(corpus, tmp_path):
     prefix = write_file(tmp_path / "a", [3, 4])
     path = DataPath.parse(f"1 {prefix} 1 {moved(prefix, tmp_path / 'copy')}")
     first, second = data_path_tokens(path, "1", corpus.tokenizer).domains
@@ -140,7 +130,7 @@ def test_a_text_given_twice_has_two_orders(corpus, tmp_path):
         (["/d/a.b", "/d/a.c"], ["a.b", "a.c"]),
     ],
 )
-def test_names_are_the_last_parts_that_tell_the_files_apart(prefixes, names):
+def test_names_are_the_shortest_unique_path_suffixes(prefixes, names):
     assert domain_names(prefixes) == names
 
 
@@ -152,32 +142,24 @@ def overwrite(path: Path, place: int) -> None:
         stream.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("place", [0, 1, 500, 999])
-def test_any_other_byte_of_a_small_file_is_told(tmp_path, place):
-    prefix = write_file(tmp_path / "set", [100] * 5)
-    before = hash_token_file(prefix)
-    overwrite(prefix.with_suffix(".bin"), place)
-    assert hash_token_file(prefix) != before
-
-
-def test_of_a_large_file_the_blocks_are_read_that_the_docs_say(tmp_path, monkeypatch):
+def test_blocks_of_large_files_are_hashed(tmp_path, monkeypatch):
     monkeypatch.setattr(data_path, "HASHED_BLOCKS", 4)
     monkeypatch.setattr(data_path, "HASHED_BLOCK_BYTES", 10)
     prefix = write_file(tmp_path / "set", [250])  # 500 bytes: blocks at 0, 163, 326 and 490
     hashed = {*range(10), *range(163, 173), *range(326, 336), *range(490, 500)}
-    before, told = hash_token_file(prefix), set()
+    before, found = hash_token_file(prefix), set()
     for place in range(500):
         overwrite(prefix.with_suffix(".bin"), place)
         if hash_token_file(prefix) != before:
-            told.add(place)
+            found.add(place)
         overwrite(prefix.with_suffix(".bin"), place)
-    assert told == hashed
+    assert found == hashed
     with prefix.with_suffix(".bin").open("ab") as stream:
         stream.write(b"0")
     assert hash_token_file(prefix) != before
 
 
-def test_a_large_file_is_not_read_whole(tmp_path):
+def test_a_large_file_is_not_read_completely(tmp_path):
     prefix = write_file(tmp_path / "set", [5])
     size = 1 << 42  # four tebibytes, on disk a hole
     os.truncate(prefix.with_suffix(".bin"), size)
@@ -198,7 +180,7 @@ class CutDataset(GPTDataset):
 
 @pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "7,2,1"])
 @pytest.mark.parametrize("num_sequences", [37, 50, 500, 1])
-def test_a_split_is_rounded_as_by_megatrons_builder(corpus, tmp_path, num_sequences, split):
+def test_splits_are_rounded_like_in_megatrons_builder(corpus, tmp_path, num_sequences, split):
     prefix = write_file(tmp_path / "set", [4] * num_sequences)
     config = GPTDatasetConfig(
         random_seed=1,

@@ -55,23 +55,9 @@ def test_equals_the_compiled_helper(weights):
         assert_same(build_blending_indices(weights, num_samples), compiled(weights, num_samples))
 
 
-@pytest.mark.parametrize("num_domains", [2, 3, 7, 17, 100, 1000, 4000])
-@pytest.mark.parametrize("concentration", [0.05, 1.0, 100.0])
-def test_equals_the_compiled_helper_on_random_weights(num_domains, concentration):
-    rng = np.random.default_rng(num_domains)
-    num_samples = 2_000_000 // num_domains if num_domains > 10 else 100_000
-    weights = rng.dirichlet(np.full(num_domains, concentration))
-    assert_same(build_blending_indices(weights, num_samples), compiled(weights, num_samples))
-
-
-def test_equal_weights_on_4000_domains():
-    weights = [1 / 4000] * 4000
-    assert_same(build_blending_indices(weights, 12_345), compiled(weights, 12_345))
-
-
 # Enough samples for several rounds of all lanes, with good and with hopeless guesses.
 @pytest.mark.parametrize("num_domains", [2, 7, 17, 40, 600])
-def test_equals_the_compiled_helper_however_hard_the_weights(num_domains):
+def test_equals_the_compiled_helper_for_difficult_weights(num_domains):
     num_samples = 400_000 // max(1, num_domains // 10)
     for weights in hard_weights(num_domains).values():
         assert_same(build_blending_indices(weights, num_samples), compiled(weights, num_samples))
@@ -90,7 +76,7 @@ def reference(weights, num_samples):
     return np.array(index, np.int16), np.array(numbers, np.int64)
 
 
-def test_counts_and_places_are_those_of_the_index():
+def test_counts_and_locations_match_the_index():
     weights, num_samples = [0.5, 0.0, 0.3, 0.2], COUNTED * 2 + 5
     blended = MegatronOrder(weights, num_samples)
     index, numbers = compiled([0.5, 0.3, 0.2], num_samples)
@@ -102,12 +88,6 @@ def test_counts_and_places_are_those_of_the_index():
     found = blended.locate(places)
     np.testing.assert_array_equal(found[0], index[places])
     np.testing.assert_array_equal(found[1], numbers[places])
-
-
-def test_minus_zero_is_zero():
-    weights = np.zeros(600)
-    weights[::2] = -0.0
-    assert_same(build_blending_indices(weights, 10_000), compiled(weights, 10_000))
 
 
 @settings(deadline=None, max_examples=200)
@@ -130,20 +110,6 @@ def test_writes_into_the_arrays_given():
 
 
 @pytest.mark.parametrize(
-    "out",
-    [
-        (np.empty(9, np.int16), np.empty(10, np.int64)),
-        (np.empty(10, np.int16), np.empty(10, np.int32)),
-        (np.empty(20, np.int16)[::2], np.empty(10, np.int64)),
-    ],
-    ids=["shape", "dtype", "stride"],
-)
-def test_refuses_arrays_that_do_not_fit(out):
-    with pytest.raises(ValueError, match="is needed"):
-        build_blending_indices([0.7, 0.3], 10, out)
-
-
-@pytest.mark.parametrize(
     ("weights", "num_samples", "problem"),
     [
         ([], 1, "1 to 32767 domains"),
@@ -154,6 +120,6 @@ def test_refuses_arrays_that_do_not_fit(out):
         ([0.5, 0.5], -1, "negative"),
     ],
 )
-def test_refuses_what_is_no_blend(weights, num_samples, problem):
+def test_invalid_weights_are_rejected(weights, num_samples, problem):
     with pytest.raises(ValueError, match=problem):
         build_blending_indices(weights, num_samples)

@@ -23,7 +23,7 @@ def corpus(make_corpus):
     return make_corpus({"a": [5, 3, 9, 1], "b": [9, 9]})
 
 
-def test_a_corpus_gives_one_split_of_each_domain(corpus):
+def test_a_corpus_has_a_token_file_per_domain(corpus):
     data = corpus_tokens(corpus, "valid")
     assert data.names == ["a", "b"]
     assert data.tokens == {"a": 18, "b": 18}
@@ -34,7 +34,7 @@ def test_a_corpus_gives_one_split_of_each_domain(corpus):
     assert tokens_between(file, 1, 3) == 12
 
 
-def test_a_file_that_changes_between_the_plan_and_its_use_is_refused(corpus, tmp_path):
+def test_a_file_that_changes_before_it_is_opened_is_rejected(corpus, tmp_path):
     prefix = write_file(tmp_path / "set", [4, 5, 6])
     data = data_path_tokens(DataPath.parse(str(prefix)), "1", corpus.tokenizer)
     write_file(prefix, [4, 5])
@@ -42,7 +42,7 @@ def test_a_file_that_changes_between_the_plan_and_its_use_is_refused(corpus, tmp
         data.domains[0].open()
 
 
-def test_tokens_of_another_type_are_refused(corpus, tmp_path):
+def test_tokens_of_other_types_are_rejected(corpus, tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "wide.bin"), dtype=np.int64)
     builder.add_document(torch.arange(9), [9])
     builder.finalize(str(tmp_path / "wide.idx"))
@@ -51,7 +51,7 @@ def test_tokens_of_another_type_are_refused(corpus, tmp_path):
         data.domains[0].open()
 
 
-def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(corpus):
+def test_a_domain_shorter_than_a_sequence_is_rejected(corpus):
     data = corpus_tokens(corpus)
     with pytest.raises(UserError, match=r"'a' of .* has 18 tokens .*18\+1.*--seq-length"):
         check_enough_tokens(data, [1, 1], 18)
@@ -70,6 +70,6 @@ def test_a_domain_shorter_than_a_sequence_is_refused_unless_its_weight_is_zero(c
         ([1e308, 1e308], "too large to add up"),
     ],
 )
-def test_weights_that_cannot_be_drawn_by_are_refused(corpus, weights, problem):
+def test_invalid_weights_are_rejected(corpus, weights, problem):
     with pytest.raises(UserError, match=problem):
         check_weights(corpus_tokens(corpus), weights)

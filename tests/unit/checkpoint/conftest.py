@@ -1,4 +1,4 @@
-"""A GPT-2 in a folder of transformers' and the checkpoint that is made of it."""
+"""A GPT-2 in a Hugging Face folder, and the checkpoint converted from it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
+from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
-from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
-from tests.unit.checkpoint.gpt2_samples import CONFIG, TEXTS, VOCAB_SIZE
+from tests.unit.checkpoint.samples import CONFIG, TEXTS, VOCAB_SIZE
 from tests.unit.corpus.tokenizer_samples import EOD
 
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """What transformers itself writes of a GPT-2, with a tokenizer; for reading only."""
+    """A folder that transformers wrote, with a tokenizer; read-only."""
     import transformers
 
     folder = tmp_path_factory.mktemp("made") / "gpt2"
@@ -30,13 +30,13 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def folder(made, tmp_path):
-    """A copy of it, to do with as one likes."""
+    """A copy of it that a test may change."""
     return Path(shutil.copytree(made, tmp_path / "gpt2"))
 
 
 @pytest.fixture(scope="session")
 def converted(made, tmp_path_factory):
-    """The checkpoint that is made of it; for reading only."""
+    """The checkpoint converted from it; read-only."""
     output = tmp_path_factory.mktemp("converted") / "checkpoint"
     convert_from_huggingface(FromHuggingFaceOptions(made, output))
     return CheckpointRecord.load(output)
@@ -44,7 +44,7 @@ def converted(made, tmp_path_factory):
 
 @pytest.fixture
 def exported(converted, tmp_path):
-    """``exported(**changes)``: the folder that is made of the checkpoint again."""
+    """``exported(**changes)``: the folder converted from the checkpoint."""
 
     def export(**changes):
         convert_to_huggingface(

@@ -22,17 +22,17 @@ from megatron_chameleon.checkpoint.convert import (
     find_tokenizer,
 )
 from megatron_chameleon.checkpoint.load import shape_of
+from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.corpus.gigatoken import difficult_texts
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe, sentencepiece_bpe
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.convert import FromHuggingFaceOptions, ToHuggingFaceOptions
 from tests.small_corpus import word_tokenizer, write_small_corpus
-from tests.unit.checkpoint.gpt2_samples import TEXTS, VOCAB_SIZE, tensors_in
+from tests.unit.checkpoint.samples import TEXTS, VOCAB_SIZE, tensors_in
 from tests.unit.corpus.tokenizer_samples import EOD, write_gpt2_files, write_tiktoken
 
 
-def test_transformers_encodes_as_we_do(exported, made):
+def test_transformers_encodes_alike(exported, made):
     ours = load_tokenizer(made, EOD)
     theirs = transformers.AutoTokenizer.from_pretrained(exported())
     assert theirs.eos_token == EOD
@@ -43,7 +43,7 @@ def test_transformers_encodes_as_we_do(exported, made):
         assert theirs.decode(ids) == ours.decode(ids.tolist())
 
 
-def test_gpt2s_own_pair_of_tokenizer_files_is_one(folder, tmp_path):
+def test_gpt2s_pair_of_tokenizer_files_is_a_tokenizer(folder, tmp_path):
     write_gpt2_files(folder / "tokenizer.json", folder)
     (folder / "tokenizer.json").unlink()
     convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "checkpoint"))
@@ -57,7 +57,7 @@ def test_gpt2s_own_pair_of_tokenizer_files_is_one(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
-def test_a_tokenizer_that_transformers_cannot_open_is_told(folder, tmp_path, kind, capsys):
+def test_other_tokenizers_are_copied(folder, tmp_path, kind, capsys):
     given = tmp_path / ("t.model" if kind == "sentencepiece" else "t.tiktoken")
     if kind == "sentencepiece":
         given.write_bytes(sentencepiece_bpe(iter(TEXTS), VOCAB_SIZE, EOD))
@@ -69,28 +69,27 @@ def test_a_tokenizer_that_transformers_cannot_open_is_told(folder, tmp_path, kin
     convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "checkpoint", **asked))
     capsys.readouterr()
     convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
-    told = "AutoTokenizer cannot read"
-    assert told in capsys.readouterr().out
+    assert "AutoTokenizer" in capsys.readouterr().out
     (copy,) = (tmp_path / "back").glob("tokenizer.*")
     assert copy.read_bytes() == given.read_bytes()
     assert not (tmp_path / "back" / "tokenizer_config.json").exists()
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_rejected(folder, tmp_path):
     given = tmp_path / "large.json"
     given.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE + 1, EOD))
     options = FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=given)
-    with pytest.raises(UserError, match=r"a vocabulary of 300 is too small .* up to 300; give"):
+    with pytest.raises(UserError, match="--tokenizer-model"):
         convert_from_huggingface(options)
 
 
 def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
-    """As of the many public models that have a round number of rows."""
+    """Many public models have a round number of rows."""
     given = tmp_path / "small.json"
     given.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 20, EOD))
     options = FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=given)
     convert_from_huggingface(options)
-    assert "the last 20 of its 300 embedding rows are left out: " in capsys.readouterr().out
+    assert "the last 20 of its 300 embedding rows" in capsys.readouterr().out
     shape = shape_of(CheckpointRecord.load(tmp_path / "checkpoint"))
     assert shape.vocab_size == VOCAB_SIZE - 20
     convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
@@ -98,31 +97,31 @@ def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
     assert torch.equal(tensors_in(tmp_path / "back")["transformer.wte.weight"], expected)
 
 
-def test_the_tokenizer_of_another_model_is_refused(converted, tmp_path):
+def test_the_tokenizer_of_another_model_is_rejected(converted, tmp_path):
     given = tmp_path / "other.json"
     given.write_bytes(byte_level_bpe(iter(TEXTS[:9]), 280, EOD))
     options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=given)
-    with pytest.raises(UserError, match=r"other\.json is not the tokenizer that .* --tokenizer-mo"):
+    with pytest.raises(UserError, match="--tokenizer-model"):
         find_tokenizer(options, converted)
 
 
 def made_with(record, **options):
-    """The same record, said to be made with these options."""
+    """The record, as if made with these options."""
     made_by = dataclasses.replace(record.provenance, options=options)
     return dataclasses.replace(record, provenance=made_by)
 
 
-def test_a_tokenizer_that_is_gone_has_to_be_given(converted, made, tmp_path):
+def test_a_missing_tokenizer_has_to_be_passed(converted, made, tmp_path):
     record = made_with(converted, model=str(tmp_path / "gone"))
     options = ToHuggingFaceOptions(converted.root, tmp_path / "out")
-    with pytest.raises(UserError, match=r"give it, .* --tokenizer-model"):
+    with pytest.raises(UserError, match="--tokenizer-model"):
         find_tokenizer(options, record)
     given = dataclasses.replace(options, tokenizer_model=made / "tokenizer.json")
     assert find_tokenizer(given, record).sha256 == record.tokenizer_hash
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_a_corpus_gives_its_tokenizer(converted, tmp_path, is_given):
+def test_a_corpus_names_its_tokenizer(converted, tmp_path, is_given):
     file = word_tokenizer(tmp_path / "tokenizer.json")
     corpus = write_small_corpus(tmp_path, tokenizer_hash=sha256_of_files(file))
     record = dataclasses.replace(converted, tokenizer_hash=corpus.tokenizer.sha256)
@@ -131,20 +130,14 @@ def test_a_corpus_gives_its_tokenizer(converted, tmp_path, is_given):
     options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=given)
     assert find_tokenizer(options, record).identity == corpus.tokenizer
     another = dataclasses.replace(record, tokenizer_hash="0" * 64)
-    with pytest.raises(UserError, match="is not the tokenizer that"):
+    with pytest.raises(UserError, match="--tokenizer-model"):
         find_tokenizer(options, another)
 
 
-def test_the_tokenizer_of_megatrons_own_data_sets_is_found(converted, made, tmp_path):
-    record = made_with(converted, corpus=None, data={"tokenizer_model": str(made)})
-    options = ToHuggingFaceOptions(converted.root, tmp_path / "out")
-    assert find_tokenizer(options, record).sha256 == record.tokenizer_hash
-
-
-def test_an_end_of_documents_that_only_a_corpus_knows_is_told(converted, made, tmp_path):
+def test_an_unrecorded_eod_token_is_assumed_with_a_warning(converted, made, tmp_path):
     record = made_with(converted, corpus=str(tmp_path / "gone"), data={"eod_token": "not of it"})
     options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=made)
-    with pytest.warns(UserWarning, match=r"<\|endoftext\|>; give --eod-token"):
+    with pytest.warns(UserWarning, match="--eod-token"):
         assert find_tokenizer(options, record).sha256 == record.tokenizer_hash
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,14 +146,14 @@ def test_an_end_of_documents_that_only_a_corpus_knows_is_told(converted, made, t
 
 @pytest.fixture
 def ended_otherwise(folder):
-    """The folder of a model whose documents end with </s>, in whose tokenizer <|endoftext|> is."""
+    """A model's folder whose documents end with </s>; its tokenizer also has <|endoftext|>."""
     tokenizer = Tokenizer.from_str(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 1, EOD).decode())
     assert tokenizer.add_special_tokens(["</s>"]) == 1
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
-def test_the_end_of_documents_is_what_the_checkpoint_was_made_with(ended_otherwise, tmp_path):
+def test_the_eod_token_is_the_recorded_one(ended_otherwise, tmp_path):
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
     convert_from_huggingface(FromHuggingFaceOptions(ended_otherwise, checkpoint, eod_token="</s>"))
     convert_to_huggingface(ToHuggingFaceOptions(checkpoint, back))
@@ -172,7 +165,7 @@ def test_the_end_of_documents_is_what_the_checkpoint_was_made_with(ended_otherwi
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_the_end_of_documents_of_megatrons_own_data_sets_is_known(
+def test_the_tokenizer_and_eod_token_of_megatrons_data_are_found(
     converted, ended_otherwise, tmp_path, is_given
 ):
     record = dataclasses.replace(
@@ -185,19 +178,8 @@ def test_the_end_of_documents_of_megatrons_own_data_sets_is_known(
     assert find_tokenizer(options, record).eod_id == VOCAB_SIZE - 1
 
 
-def test_the_pattern_of_a_tiktoken_file_is_what_the_checkpoint_was_made_with(folder, tmp_path):
-    given = write_tiktoken(folder / "tokenizer.json", tmp_path / "t.tiktoken")
-    options = FromHuggingFaceOptions(
-        folder, tmp_path / "checkpoint", tokenizer_model=given, tiktoken_pattern="gpt2"
-    )
-    convert_from_huggingface(options)
-    record = CheckpointRecord.load(options.output)
-    found = find_tokenizer(ToHuggingFaceOptions(options.output, tmp_path / "back"), record)
-    assert found.sha256 == record.tokenizer_hash
-
-
 @pytest.mark.parametrize("by", ["model", "corpus"])
-def test_a_relative_path_is_followed_from_where_it_was_given(converted, tmp_path, monkeypatch, by):
+def test_a_relative_path_is_resolved_from_the_run(converted, tmp_path, monkeypatch, by):
     there, here = tmp_path / "there", tmp_path / "here"
     (there / "corpus").mkdir(parents=True)
     here.mkdir()
@@ -212,16 +194,15 @@ def test_a_relative_path_is_followed_from_where_it_was_given(converted, tmp_path
     options = ToHuggingFaceOptions(converted.root, tmp_path / "out", eod_token=None)
     assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256
     there.rename(tmp_path / "moved")
-    told = f"is no longer at {there / given}; give it, .*with --tokenizer-model"
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=str(there / given)):
         find_tokenizer(options, record)
-    monkeypatch.chdir(tmp_path / "moved")  # all of it has moved
+    monkeypatch.chdir(tmp_path / "moved")  # everything was moved
     assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256
 
 
 @pytest.mark.parametrize("option", ["tiktoken_pattern", "eod_token"])
 @pytest.mark.parametrize("is_given", [False, True])
-def test_what_a_corpus_says_itself_is_refused(converted, tmp_path, option, is_given):
+def test_options_that_a_corpus_records_are_rejected(converted, tmp_path, option, is_given):
     corpus = write_small_corpus(tmp_path).root
     record = made_with(converted, corpus=str(corpus))
     options = ToHuggingFaceOptions(
@@ -229,6 +210,5 @@ def test_what_a_corpus_says_itself_is_refused(converted, tmp_path, option, is_gi
     )
     given: dict[str, Any] = {option: "gpt2"}
     options = dataclasses.replace(options, **given)
-    told = f"--{option.replace('_', '-')} gpt2: recorded in the corpus {corpus}; leave the"
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=f"--{option.replace('_', '-')} gpt2"):
         find_tokenizer(options, record)

@@ -1,34 +1,51 @@
-"""Each repair of the distributed optimizer's loading does what it says.
+"""Fixes for saving and loading optimizer state; that they are needed is in tests/distributed, too.
 
-That nothing goes on rightly without them is shown with two ranks, in tests/distributed.
+The Adam of Transformer Engine needs a GPU. GroupStepAdam has the state layout and the loading rules
+of its FusedAdam, and torch's arithmetic, so that a resumed run has to be the uninterrupted one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import megatron.core.optimizer as megatron_optimizer
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.optim.adamw import adamw
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.optimizer_fixes import (
     create_zero_state,
+    gather_with_padding,
     load_into_own_steps,
     prepare_for_loading,
 )
-from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.checkpoint.save import save_checkpoint
+from megatron_chameleon.checkpoint.state import training_state
+from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.options.training import OptimizerOptions
-from megatron_chameleon.training.optimizer import build_optimizer, data_parallel
+from megatron_chameleon.training import optimizer as optimizers
+from megatron_chameleon.training.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    data_parallel,
+)
+from megatron_chameleon.training.options import OptimizerOptions
+from tests.unit.checkpoint.samples import OPTIONS, SHAPE, record_at, train
 
-SHAPE = ModelShape(ModelSize(1, 2, 16, 32), vocab_size=50, max_sequence_length=8)
+ONE_LAYER = ModelShape(ModelSize(1, 2, 16, 32), vocab_size=50, max_sequence_length=8)
 
 
 @pytest.fixture
 def optimizer(one_rank):
-    """A fresh distributed optimizer: it has no state before its first step."""
+    """A new distributed optimizer: it has no state before its first step."""
     layout = dataclasses.replace(one_rank, use_distributed_optimizer=True)
-    model = data_parallel([build_model(SHAPE, layout, seed=1)], layout, bf16=False)
+    model = data_parallel([build_model(ONE_LAYER, layout, seed=1)], layout, bf16=False)
     (part,) = build_optimizer(model, OptimizerOptions(), layout, bf16=False).chained_optimizers
     assert not part.optimizer.state
     return part
@@ -61,17 +78,7 @@ def test_the_zero_state_is_that_of_step_0(optimizer):
             assert not moment.any()
 
 
-def test_a_state_that_is_there_is_kept(optimizer):
-    create_zero_state(optimizer)
-    first, *_, last = shards(optimizer)
-    optimizer.optimizer.state[first]["exp_avg"].fill_(3.0)
-    optimizer.optimizer.state[last] = {}
-    create_zero_state(optimizer)
-    assert (optimizer.optimizer.state[first]["exp_avg"] == 3.0).all()
-    assert set(optimizer.optimizer.state[last]) == {"step", "exp_avg", "exp_avg_sq"}
-
-
-def test_loaded_tensors_are_written_and_each_parameter_counts_for_itself(optimizer):
+def test_loaded_tensors_are_written_and_each_parameter_has_its_own_step(optimizer):
     create_zero_state(optimizer)
     shared_by_all = torch.tensor(7.0)  # as megatron leaves it
     for shard in shards(optimizer):
@@ -92,8 +99,8 @@ def test_loaded_tensors_are_written_and_each_parameter_counts_for_itself(optimiz
     assert float(shared_by_all) == 7.0
 
 
-def test_what_megatron_does_instead_fails(optimizer):
-    """Should this fail after an update of megatron-core, the repair has become needless."""
+def test_megatrons_own_loading_fails(optimizer):
+    """Should this fail after an update of megatron-core, the fix has become unnecessary."""
     create_zero_state(optimizer)
     model_parameter, *_ = optimizer.model_param_group_index_map
     shard = main_parameter(optimizer, model_parameter)
@@ -104,9 +111,179 @@ def test_what_megatron_does_instead_fails(optimizer):
         optimizer._set_main_param_and_optimizer_states(model_parameter, tensors)
 
 
-def test_one_optimizer_is_mended_and_not_the_class(optimizer):
+def test_one_optimizer_is_fixed_and_not_the_class(optimizer):
     method = DistributedOptimizer._set_main_param_and_optimizer_states
     prepare_for_loading(optimizer)
     assert "_set_main_param_and_optimizer_states" in vars(optimizer)
     assert DistributedOptimizer._set_main_param_and_optimizer_states is method
     assert len(optimizer.optimizer.state) == len(shards(optimizer))
+
+
+# Padding between the buckets of a gradient buffer.
+
+# Widths at which parameters do not end at a bucket's end.
+UNEVEN = ModelShape(ModelSize(2, 2, 36, 72), vocab_size=100, max_sequence_length=16)
+
+
+@pytest.fixture
+def bucketed(one_rank, monkeypatch):
+    """A sharded optimizer of several buckets, with other moments for each parameter."""
+
+    def with_small_buckets(**settings):
+        return DistributedDataParallelConfig(**settings, bucket_size=3000)
+
+    monkeypatch.setattr(optimizers, "DistributedDataParallelConfig", with_small_buckets)
+    layout = dataclasses.replace(one_rank, use_distributed_optimizer=True, overlap_grad_reduce=True)
+    model = optimizers.data_parallel([build_model(UNEVEN, layout, seed=1)], layout, bf16=False)
+    chained = optimizers.build_optimizer(model, OptimizerOptions(), layout, bf16=False)
+    (part,) = chained.chained_optimizers
+    for number, shard in enumerate(p for g in part.optimizer.param_groups for p in g["params"]):
+        part.optimizer.state[shard] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.full_like(shard, number + 1.0),
+            "exp_avg_sq": torch.full_like(shard, number + 0.5),
+        }
+    return part
+
+
+def misplaced(bucketed):
+    """Count parameters whose gathered state at their place in the buffer is not their own."""
+    state = bucketed.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+    wrong = 0
+    for number, buffer in enumerate(bucketed.buffers):
+        (tensors,) = state[number].values()
+        for parameter, (start, stop, _) in buffer.param_index_map.items():
+            own = bucketed._get_main_param_and_optimizer_states(parameter)
+            for key in ("param", "exp_avg", "exp_avg_sq"):
+                found = tensors[key][start:stop]
+                wrong += not torch.equal(found, own[key].flatten())
+    return wrong
+
+
+def test_megatron_misplaces_state_behind_padding(bucketed):
+    """Should this fail after an update of megatron-core, the fix has become unnecessary."""
+    assert len(bucketed.buffers[0].buckets) > 2
+    assert misplaced(bucketed) > 0
+
+
+def test_with_the_fix_every_parameter_is_in_its_place(bucketed):
+    gather_with_padding(bucketed)
+    gather_with_padding(bucketed)  # the same as once
+    assert misplaced(bucketed) == 0
+
+
+def test_the_fix_takes_no_second_copy(bucketed):
+    """The gathered state is allocated once, padding included."""
+    gather_with_padding(bucketed)
+    sizes = [(b.numel_unpadded, b.numel) for b in bucketed.buffers]
+    with LargeAllocations(min(numel for _, numel in sizes)) as made:
+        bucketed.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+    assert made.count == 3 * len(sizes)
+    assert [(b.numel_unpadded, b.numel) for b in bucketed.buffers] == sizes
+
+
+class LargeAllocations(TorchDispatchMode):
+    """Counts operations that make a tensor of at least so many elements."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, function, _types, arguments=(), more=None):
+        made = function(*arguments, **(more or {}))
+        if function in (torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default):
+            self.count += made.numel() >= self.elements
+        return made
+
+
+# Checkpoints between torch's AdamW and one with the state of Transformer Engine's.
+
+STATE = ("exp_avg", "exp_avg_sq")
+
+
+class GroupStepAdam(torch.optim.Optimizer):
+    """AdamW with the step in the parameter groups, and the group settings of FusedAdam."""
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode):
+        assert adam_w_mode
+        settings = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps}
+        super().__init__(params, settings | {"weight_decay": weight_decay})
+
+    def load_state_dict(self, state_dict):
+        """Like FusedAdam, reject state other than the moments."""
+        for state in state_dict["state"].values():
+            for name in state:
+                if name not in STATE:
+                    raise KeyError(name)
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["bias_correction"]
+            group["step"] = group.get("step", 0) + 1
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                for name in STATE:
+                    self.state[parameter].setdefault(name, torch.zeros_like(parameter))
+            adamw(
+                parameters,
+                [p.grad for p in parameters],
+                [self.state[p]["exp_avg"] for p in parameters],
+                [self.state[p]["exp_avg_sq"] for p in parameters],
+                [],
+                [torch.tensor(group["step"] - 1.0) for _ in parameters],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def trainer(layout, patched, *, bf16, fused_adam):
+    """A model, optimizer and scheduler; megatron-core chooses its Adam when it is imported."""
+    with patched.context() as chosen:
+        if fused_adam:
+            chosen.setattr(megatron_optimizer, "Adam", GroupStepAdam)
+            chosen.setattr(distrib_optimizer, "Adam", GroupStepAdam)
+            chosen.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+        model = data_parallel([build_model(SHAPE, layout, seed=5, bf16=bf16)], layout, bf16=bf16)
+        optimizer = build_optimizer(model, OPTIONS, layout, bf16=bf16)
+    kind = GroupStepAdam if fused_adam else torch.optim.AdamW
+    assert all(isinstance(part.optimizer, kind) for part in optimizer.chained_optimizers)
+    return model, optimizer, build_scheduler(optimizer, OPTIONS, train_iters=8)
+
+
+def choose_adam(monkeypatch, *, fused):
+    """Set what the distributed optimizer checks when it saves and loads."""
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", fused)
+    monkeypatch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", fused)
+
+
+@pytest.mark.parametrize("to_fused", [True, False])
+@pytest.mark.parametrize(
+    ("sharded", "bf16"),
+    [(False, False), (False, True), (True, False)],
+    ids=["fp32", "bf16", "sharded"],
+)
+def test_either_adam_resumes_what_the_other_saved(
+    one_rank, tmp_path, monkeypatch, sharded, bf16, to_fused
+):
+    layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
+    whole = trainer(layout, monkeypatch, bf16=bf16, fused_adam=not to_fused)
+    train(whole, 1, 3)
+    choose_adam(monkeypatch, fused=not to_fused)
+    save_checkpoint(training_state(*whole, is_loading=False), record_at(tmp_path / "step"))
+    train(whole, 4, 6)
+
+    resumed = trainer(layout, monkeypatch, bf16=bf16, fused_adam=to_fused)
+    choose_adam(monkeypatch, fused=to_fused)
+    load_training(CheckpointRecord.load(tmp_path / "step"), *resumed)
+    train(resumed, 4, 6)
+    expected, found = (dict(unwrap(run[0][0]).named_parameters()) for run in (whole, resumed))
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name

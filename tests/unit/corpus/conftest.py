@@ -30,13 +30,13 @@ def some_texts(count: int, seed: int = 0, words: int = 30) -> list[str]:
 
 @pytest.fixture
 def texts() -> Callable[..., list[str]]:
-    """``texts(count, seed=0, words=30)``: as many different ones."""
+    """``texts(count, seed=0, words=30)``: different texts."""
     return some_texts
 
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """``jsonl("a.jsonl", texts)`` writes a file; items that are not text are whole records."""
+    """``jsonl("a.jsonl", texts)`` writes a file; items other than strings are records."""
 
     def write(name: str, items: Iterable[str | dict[str, Any] | bytes]) -> Path:
         path = tmp_path / name

@@ -1,4 +1,4 @@
-"""Making corpora and looking at what is in them, for the tests of preprocessing."""
+"""Make corpora and read their contents."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 
 
 def given(*inputs: object, **options: Any) -> SourceOptions:
-    """The options for inputs that were given at once."""
+    """The options for these inputs."""
     return SourceOptions((tuple(str(path) for path in inputs),), **options)
 
 
 def made(options: PreprocessOptions) -> Corpus:
-    """The corpus that ``options`` lead to."""
+    """The corpus made with ``options``."""
     preprocess_data(options)
     return Corpus.load(options.output)
 
@@ -41,13 +41,13 @@ def all_documents(corpus: Corpus, name: str) -> list[str]:
 
 
 def files_of(corpus: Corpus) -> dict[str, bytes]:
-    """All that the folder holds, by name."""
+    """The contents of all files in the folder, by name."""
     files = sorted(path for path in corpus.root.rglob("*") if path.is_file())
     return {str(path.relative_to(corpus.root)): path.read_bytes() for path in files}
 
 
 def record_of(corpus: Corpus) -> dict[str, Any]:
-    """What corpus.json says, but for who made it where, when and how long it took."""
+    """The contents of corpus.json without time, place and cost of making it."""
     record = json.loads((corpus.root / "corpus.json").read_text())
     for name in ("created", "command", "git_commit"):  # someone may be at work on the sources
         del record["provenance"][name]
@@ -57,7 +57,7 @@ def record_of(corpus: Corpus) -> dict[str, Any]:
 
 
 def assert_same(first: Corpus, second: Corpus) -> None:
-    """Both folders hold the same, to the byte."""
+    """Assert that both folders are byte-identical."""
     assert record_of(first) == record_of(second)
     files, others = files_of(first), files_of(second)
     del files["corpus.json"], others["corpus.json"]
@@ -67,5 +67,5 @@ def assert_same(first: Corpus, second: Corpus) -> None:
 
 
 def left_in(folder: Path) -> list[str]:
-    """Names of what is in ``folder``, of files only."""
+    """Names of the files in ``folder``."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -1,7 +1,7 @@
-"""Kills preprocessing at one moment after another and lets it go on; run by its test as a script.
+"""Kill preprocessing right before one change of the output folder after another, and resume it.
 
-Every call that changes the output folder is a moment. The processes are forked from one that has
-imported everything and encoded nothing, so that hundreds of runs take seconds.
+Run by its test as a script. The processes are forked from one that has imported everything and
+encoded nothing, so that hundreds of runs take seconds.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from megatron_chameleon.errors import UserError
 from tests.unit.corpus.corpus_making import assert_same
 
 _CHANGES = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
-_MOMENTS, _LAST_MOMENTS = 24, 12
+_KILLS, _LAST_KILLS = 16, 12
 
 
-def kill_at(moment: int, output: Path) -> Callable[[], int]:
-    """Kill this process right before its ``moment``-th change to ``output``; count the changes."""
+def kill_at(at: int, output: Path) -> Callable[[], int]:
+    """Kill this process right before its ``at``-th change to ``output``; count the changes."""
     changes = 0
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal changes
         if event in _CHANGES and _is_change(event, arguments, str(output)):
             changes += 1
-            if changes == moment:
+            if changes == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
@@ -51,7 +51,7 @@ def kill_at(moment: int, output: Path) -> Callable[[], int]:
 
 def _is_change(event: str, arguments: tuple[object, ...], output: str) -> bool:
     if event in ("os.remove", "os.rmdir") and arguments[1] != -1:
-        return True  # by a descriptor, as a whole folder is removed
+        return True  # by a descriptor, as rmtree does
     if event == "open" and (
         arguments[1] in ("r", "rb") or not isinstance(arguments[1], str | None)
     ):
@@ -65,8 +65,8 @@ def in_child(work: Callable[[], None]) -> int:
     if pid == 0:
         status = 1
         try:
-            said = io.StringIO()
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 work()
             status = 0
         except BaseException:
@@ -78,7 +78,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def main(folder: Path, shard_bytes: int) -> None:
-    """Compare with the uninterrupted run after a kill at each of some moments."""
+    """Compare each killed and resumed run with the uninterrupted one; print counts."""
     inputs = tuple(str(path) for path in sorted(folder.glob("*.jsonl")))
     options = PreprocessOptions(
         SourceOptions((inputs,)),
@@ -98,44 +98,41 @@ def main(folder: Path, shard_bytes: int) -> None:
 
     assert in_child(count) == 0
     changes = int((folder / "changes").read_text())
-    spread = {1 + i * (changes - 1) // (_MOMENTS - 1) for i in range(_MOMENTS)}
-    # All of those at which the corpus is put in its place and what it was made of is removed.
-    last = range(changes - _LAST_MOMENTS + 1, changes + 1)
-    moments = sorted(spread.union(last))
+    spread = {1 + i * (changes - 1) // (_KILLS - 1) for i in range(_KILLS)}
+    # All changes that publish the corpus and remove its shards.
+    last = range(changes - _LAST_KILLS + 1, changes + 1)
+    kills = sorted(spread.union(last))
 
-    def work_until(moment: int) -> Callable[[], None]:
+    def work_until(at: int) -> Callable[[], None]:
         def work() -> None:
-            kill_at(moment, killed.output)
+            kill_at(at, killed.output)
             preprocess_data(killed)
 
         return work
 
     resumed = most = cleaned = 0
-    for moment in moments:
+    for at in kills:
         shutil.rmtree(killed.output, ignore_errors=True)
-        assert in_child(work_until(moment)) == -signal.SIGKILL, moment
-        whole = (killed.output / "corpus.json").exists()
-        if not whole:
+        assert in_child(work_until(at)) == -signal.SIGKILL, at
+        complete = (killed.output / "corpus.json").exists()
+        if not complete:
             finished = len(list((killed.output / ".partial" / "shards").glob("*")))
-            assert finished >= most, f"shards were lost at {moment}"
+            assert finished >= most, f"shards were lost at {at}"
             most = finished
             resumed += finished > 0
-            in_child(work_until(moment // 3 + 1))  # and once more, somewhere in what is left
+            in_child(work_until(at // 3 + 1))  # killed again while resuming
         if not (killed.output / "corpus.json").exists():
-            assert in_child(lambda: preprocess_data(killed)) == 0, moment
+            assert in_child(lambda: preprocess_data(killed)) == 0, at
         elif (killed.output / ".partial").exists():
             cleaned += 1
-            assert in_child(lambda: find_it_done(killed)) == 0, moment
-        assert not (killed.output / ".partial").exists(), moment
+            assert in_child(lambda: reject_complete(killed)) == 0, at
+        assert not (killed.output / ".partial").exists(), at
         assert_same(Corpus.load(options.output), Corpus.load(killed.output))
-    print(
-        f"{changes} changes, killed at {len(moments)} of them, {resumed} runs were gone on with, "
-        f"{cleaned} cleaned up"
-    )
+    print(changes, len(kills), resumed, cleaned)
 
 
-def find_it_done(options: PreprocessOptions) -> None:
-    """The same command on a corpus that is whole, which removes what is left beside it."""
+def reject_complete(options: PreprocessOptions) -> None:
+    """The same command on a complete corpus, which removes leftover work."""
     with pytest.raises(UserError, match="already holds a corpus"):
         preprocess_data(options)
 

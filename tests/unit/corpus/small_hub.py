@@ -1,6 +1,6 @@
-"""As much of the Hugging Face hub as reading a data set takes, served from a folder.
+"""The parts of the Hugging Face hub that reading a data set needs, served from a folder.
 
-Repositories are <root>/<owner>/<name>, of one commit each. That of a name in ``gated`` is refused.
+Repositories are <root>/<owner>/<name>, with one commit each; those in ``gated`` are forbidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMIT = "c0ffee" + "0" * 34
 
 @contextlib.contextmanager
 def serve(root: Path, gated: Sequence[str] = ()) -> Iterator[tuple[str, list[str]]]:
-    """Yield the address of the hub and the list of the requests it has had."""
+    """Yield the address of the hub and the list of its requests."""
     requests: list[str] = []
 
     class Handler(_HubHandler):
@@ -63,7 +63,7 @@ class _HubHandler(BaseHTTPRequestHandler):
             self._refuse(404, "RepoNotFound")
         elif f"{owner}/{name}" in gated:
             self._refuse(403, "GatedRepo")
-        elif parts[1] not in ("", "main", COMMIT):  # none in what is said of the repository itself
+        elif parts[1] not in ("", "main", COMMIT):  # empty for the repository itself
             self._refuse(404, "RevisionNotFound")
         elif head == "/api":
             self._describe(repository, parts, body or {})
@@ -71,7 +71,7 @@ class _HubHandler(BaseHTTPRequestHandler):
             self._send_file(repository, repository / "/".join(parts[2:-2]))
 
     def _describe(self, repository: Path, parts: list[str], body: dict[str, Any]) -> None:
-        """What the API says: of the commit, of a folder, or of the paths asked for."""
+        """The API's description of the commit, of a folder, or of the requested paths."""
         what, folder = parts[0], "/".join(parts[2:-2])
         if what in ("", "revision"):
             self._send(json.dumps({"id": repository.name, "sha": COMMIT, "siblings": []}).encode())

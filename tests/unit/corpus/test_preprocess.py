@@ -1,65 +1,94 @@
+"""Corpora made from text: their contents do not depend on how the work was divided."""
+
 from __future__ import annotations
 
 import dataclasses
 import gzip
 import json
+import os
+import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
+from tokenizers import Tokenizer
+from tokenizers.normalizers import Strip
 
 from megatron_chameleon.artifacts import SPLITS, Corpus
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
-from megatron_chameleon.corpus import shards
+from megatron_chameleon.corpus import indexed, join, shards
 from megatron_chameleon.corpus.indexed import open_tokens
-from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions, SourceOptions
+from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
+from megatron_chameleon.corpus.staging import Plan
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
-from tests.unit.corpus.corpus_making import all_documents, documents_of, given, made
+from tests.full_disk import largest_file_size
+from tests.unit.corpus.corpus_making import (
+    all_documents,
+    assert_same,
+    documents_of,
+    given,
+    left_in,
+    made,
+    record_of,
+)
 
-EOD = "<|endoftext|>"
 BY_SET = DomainOptions(domain_key="set")
 
 
 @pytest.fixture
 def options(tmp_path, jsonl, texts, tokenizer_json):
-    paths = [f"a={jsonl('a.jsonl', texts(300, 1))}", f"b={jsonl('b.jsonl', texts(200, 2))}"]
+    """Two domains of 300 and 200 documents, in shards of 4 kB."""
     return PreprocessOptions(
-        SourceOptions((tuple(paths),)), tmp_path / "corpus", tokenizer_json, split="60,20,20"
+        given(f"a={jsonl('a.jsonl', texts(300, 1))}", f"b={jsonl('b.jsonl', texts(200, 2))}"),
+        tmp_path / "corpus",
+        tokenizer_json,
+        split="60,20,20",
+        shard_bytes=4000,
+        workers=1,
     )
 
 
-def test_every_document_is_in_one_split_of_its_domain(options, texts):
+def splits_of(corpus, name):
+    return {split: documents_of(corpus, name, split) for split in SPLITS}
+
+
+def number_of_shards(options):
+    return len(Plan.load(options.output / ".partial").shards)
+
+
+# Contents
+
+
+def test_a_corpus_holds_each_document_once_in_order(options, texts, sentencepiece_model):
     corpus = made(options)
     assert corpus.names == ["a", "b"]
     for name, seed, count in (("a", 1, 300), ("b", 2, 200)):
         assert sorted(all_documents(corpus, name)) == sorted(texts(count, seed))
-
-
-def test_the_order_within_a_split_is_that_of_the_input(options, texts):
-    written = documents_of(made(options), "a", "train")
-    assert written == [text for text in texts(300, 1) if text in set(written)]
-
-
-def test_corpus_json_counts_what_is_there(options):
-    corpus = made(options)
-    for name in corpus.names:
-        for split in SPLITS:
+        for split, found in splits_of(corpus, name).items():
+            assert found == [text for text in texts(count, seed) if text in set(found)]
             part = corpus.domains[name].split(split)
-            found = documents_of(corpus, name, split)
             assert part.documents == len(found) > 0
             assert part.text_bytes == sum(len(text.encode()) for text in found)
             assert part.tokens == open_tokens(corpus, name, split).tokens.size
     corpus.verify()
     assert corpus.dtype == "uint16"
-    assert corpus.cost.wall_seconds > 0
-    assert corpus.provenance.inputs["tokenizer"] == corpus.tokenizer.sha256
-    paths = [Path(given[2:]) for given in options.source.inputs]
+    again = dataclasses.replace(options, tokenizer_model=sentencepiece_model, overwrite=True)
+    corpus = made(again)
+    assert corpus.tokenizer.kind == "sentencepiece"
+    assert sorted(all_documents(corpus, "b")) == sorted(texts(200, 2))
+
+
+def test_sources_are_recorded_with_their_hashes(options):
+    corpus = made(dataclasses.replace(options, shard_bytes=10**9))
+    paths = [Path(text[2:]) for text in options.source.inputs]
     hashes = [sha256_of_files(path) for path in paths]
+    assert corpus.provenance.inputs["tokenizer"] == corpus.tokenizer.sha256
     assert corpus.provenance.inputs["sources"] == sha256_of_json(hashes)
-    sources = json.loads((corpus.root / "sources.json").read_text())["sources"]
-    assert sources == [
+    assert json.loads((corpus.root / "sources.json").read_text())["sources"] == [
         {
             "name": str(path),
             "bytes": path.stat().st_size,
@@ -69,127 +98,93 @@ def test_corpus_json_counts_what_is_there(options):
     ]
 
 
-def test_the_tokenizer_goes_with_the_corpus(options):
+def test_a_corpus_keeps_its_tokenizer_and_rejects_others(options, sentencepiece_model):
     corpus = made(options)
     own = corpus.root / corpus.tokenizer.file
     assert own.read_bytes() == options.tokenizer_model.read_bytes()
-    assert corpus_tokenizer(corpus).identity == corpus.tokenizer
-    assert corpus_tokenizer(corpus, options.tokenizer_model).identity == corpus.tokenizer
-
-
-def test_a_tokenizer_that_is_not_the_corpuss_is_refused(options, sentencepiece_model):
-    corpus = made(options)
-    with pytest.raises(UserError, match="is not the tokenizer that made the corpus"):
+    for path in (None, options.tokenizer_model):
+        assert corpus_tokenizer(corpus, path).identity == corpus.tokenizer
+    with pytest.raises(UserError, match=r"tokenizer\.model"):
         corpus_tokenizer(corpus, sentencepiece_model)
-    own = corpus.root / corpus.tokenizer.file
     own.write_text(own.read_text().replace("\n", "\n\n", 1))
-    with pytest.raises(UserError, match="its hash differs"):
+    with pytest.raises(UserError, match="hash"):
         corpus_tokenizer(corpus)
     own.unlink()
     with pytest.raises(UserError, match="does not exist"):
         corpus_tokenizer(corpus)
 
 
-@pytest.mark.parametrize(
-    "limit", [("_BATCH_CHARACTERS", 1), ("_BATCH_CHARACTERS", 200), ("_BATCH_DOCUMENTS", 7)]
-)
-def test_batches_do_not_show(options, tmp_path, monkeypatch, limit):
-    first = made(options)
-    monkeypatch.setattr(shards, *limit)
-    assert made(dataclasses.replace(options, output=tmp_path / "again")).hash == first.hash
-
-
-def test_sentencepiece_makes_a_corpus_too(options, sentencepiece_model, texts):
-    corpus = made(dataclasses.replace(options, tokenizer_model=sentencepiece_model))
-    assert corpus.tokenizer.kind == "sentencepiece"
-    assert sorted(all_documents(corpus, "b")) == sorted(texts(200, 2))
-
-
-def test_compressed_files_give_the_same_corpus(options, tmp_path):
-    plain = made(options)
-    for name in "ab":
-        data = (tmp_path / f"{name}.jsonl").read_bytes()
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(data))
-        (tmp_path / f"{name}.jsonl.zst").write_bytes(zstandard.compress(data))
-    for suffix in ("gz", "zst"):
-        source = given(*(f"{name}={tmp_path}/{name}.jsonl.{suffix}" for name in "ab"))
-        output = tmp_path / suffix
-        assert made(dataclasses.replace(options, source=source, output=output)).hash == plain.hash
-
-
-def test_the_same_text_lands_in_the_same_split_of_every_domain(options, jsonl, texts):
-    shared = texts(300, 3)
-    source = given(f"a={jsonl('x.jsonl', shared)}", f"b={jsonl('y.jsonl', shared[::-1])}")
-    corpus = made(dataclasses.replace(options, source=source))
-    for split in SPLITS:
-        assert documents_of(corpus, "a", split) == documents_of(corpus, "b", split)[::-1]
+@pytest.mark.parametrize("drop", [True, False])
+def test_duplicates_are_dropped_or_only_counted(options, jsonl, texts, capsys, drop):
+    some = texts(300, 4)
+    source = given(f"a={jsonl('x.jsonl', some + some[:50])}", f"b={jsonl('y.jsonl', some[::-1])}")
+    corpus = made(dataclasses.replace(options, source=source, drop_duplicates=drop))
+    assert len(all_documents(corpus, "a")) == (300 if drop else 350)
+    assert corpus.not_written["a"].duplicates == 50
+    for split in SPLITS:  # the split of a text is the same in all domains
+        found = documents_of(corpus, "b", split)[::-1]
+        assert list(dict.fromkeys(documents_of(corpus, "a", split))) == found
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line[:2] == "a ")
+    assert row[6] == "50"
 
 
 @pytest.mark.parametrize("drop", [True, False])
-def test_duplicates_are_counted_and_dropped_unless_kept(options, jsonl, texts, capsys, drop):
-    some = texts(300, 4)
-    source = given(f"a={jsonl('x.jsonl', some + some[:50])}", f"b={jsonl('y.jsonl', some)}")
-    corpus = made(dataclasses.replace(options, source=source, drop_duplicates=drop))
-    found = all_documents(corpus, "a")
-    assert len(found) == (300 if drop else 350)
-    assert set(found) == set(some)
-    assert len(all_documents(corpus, "b")) == 300
-    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line[:2] == "a ")
-    assert row[6] == "50"
-    kept = [set(documents_of(corpus, "a", split)) for split in SPLITS]
-    assert not kept[0] & kept[1] | kept[0] & kept[2] | kept[1] & kept[2]
-
-
-def test_the_summary_tells_what_was_left_out_and_what_to_run_next(options, jsonl, texts, capsys):
-    path = jsonl("x.jsonl", ["", *texts(300, 5), b"{", "", *texts(10, 5)])
-    source = given(f"a={path}", max_malformed_share=0.01)
-    with pytest.warns(UserWarning, match=r"1 of 313 lines are malformed: .*x.jsonl:302"):
-        preprocess_data(dataclasses.replace(options, source=source))
-    printed = capsys.readouterr().out
-    corpus = Corpus.load(options.output)
-    tokens = [corpus.domains["a"].split(split).tokens for split in SPLITS]
-    row = next(line.split() for line in printed.splitlines() if line.startswith("a "))
-    assert row[:5] == ["a", "300", *(f"{count:,}" for count in tokens)]
-    assert row[6:] == ["10", "2", "1"]
-    assert f"tools/pretrain_gpt.py --corpus {options.output}" in printed
-
-
-def refused(options, problem, **changes):
-    """The run fails with one line that matches, and leaves nothing."""
-    options = dataclasses.replace(options, **changes)
-    with pytest.raises(UserError, match=problem) as caught:
-        preprocess_data(options)
-    assert "\n" not in str(caught.value)
-    assert not options.output.exists()
-
-
-def test_an_empty_domain_is_refused(options, jsonl, texts):
-    full = f"full={jsonl('full.jsonl', texts(300))}"
-    for name, lines in (("none", []), ("blank", [b"", b""]), ("textless", ["", ""])):
-        path = jsonl(f"{name}.jsonl", lines)
-        problem = rf"domain 'void' is empty: .*{name}\.jsonl"
-        refused(options, problem, source=given(full, f"void={path}"))
-    refused(
-        options,
-        "there is no text in",
-        source=given(jsonl("no.jsonl", [])),
-        domains=BY_SET,
+def test_no_text_of_valid_or_test_is_in_an_earlier_split(options, jsonl, texts, drop):
+    """Domain a has its own splits; b is split by its texts, and has some of a's."""
+    train, valid, test, other = texts(200, 1), texts(40, 2), texts(40, 3), texts(300, 4)
+    files = {
+        "train": jsonl("train.jsonl", [*train, *valid[:5], *test[:6], *test[:2], *other]),
+        "valid": jsonl("valid.jsonl", [*valid, *test[5:9]]),
+        "test": jsonl("test.jsonl", [*test, *test[:3]]),
+        "b": jsonl("b.jsonl", [*other, *valid, *test]),
+    }
+    corpus = made(
+        dataclasses.replace(
+            options,
+            source=given(f"a={files['train']}", f"b={files['b']}"),
+            domains=DomainOptions(
+                valid_input=((f"a={files['valid']}",),), test_input=((f"a={files['test']}",),)
+            ),
+            drop_duplicates=drop,
+        )
     )
+    found = {name: splits_of(corpus, name) for name in "ab"}
+    of_b = {text: split for split in SPLITS for text in found["b"][split]}
+    assert found["a"]["train"] == [*train, *(text for text in other if of_b[text] == "train")]
+    assert found["a"]["valid"] == valid
+    assert found["a"]["test"] == (test if drop else [*test, *test[:3]])
+    by_split = {split: {t for name in "ab" for t in found[name][split]} for split in SPLITS}
+    assert not by_split["train"] & by_split["valid"]
+    assert not (by_split["train"] | by_split["valid"]) & by_split["test"]
+    left_out = {name: corpus.not_written[name] for name in "ab"}
+    held_out_of_other = sum(of_b[text] != "train" for text in other)
+    assert left_out["a"].held_out == 5 + 6 + 2 + 4 + held_out_of_other
+    assert left_out["b"].held_out == len(other + valid + test) - len(all_documents(corpus, "b"))
+    assert (left_out["a"].duplicates, left_out["b"].duplicates) == (3, 0)
 
 
-def test_a_split_without_documents_is_refused(options, jsonl, texts):
-    source = given(f"small={jsonl('small.jsonl', texts(3))}")
-    refused(options, "'small' has no document in .*, of 3 in all.*--split", source=source)
+def test_documents_without_text_or_tokens_are_counted(
+    options, jsonl, texts, tmp_path, tokenizer_json
+):
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    tokenizer.normalizer = Strip()
+    tokenizer.save(str(tmp_path / "strip.json"))
+    empty = ["", {"text": None}, " ", "\n\n", {"text": ""}]
+    records = [*texts(100, 1), *empty, *texts(100, 2), " "]
+    corpus = made(
+        dataclasses.replace(
+            options,
+            source=given(f"a={jsonl('a.jsonl', records)}"),
+            tokenizer_model=tmp_path / "strip.json",
+            encoding=EncoderOptions(encoder="own"),
+        )
+    )
+    kept = [text.strip() for text in texts(100, 1) + texts(100, 2)]
+    assert sorted(all_documents(corpus, "a")) == sorted(kept)
+    assert corpus.not_written["a"].empty == 6
 
 
-def test_a_damaged_file_is_refused_in_the_middle(options, tmp_path):
-    whole = gzip.compress((tmp_path / "a.jsonl").read_bytes())
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    source = given(*options.source.inputs, f"c={tmp_path}/cut.jsonl.gz")
-    refused(options, "cut.jsonl.gz is truncated", source=source)
-
-
-def test_names_of_any_kind_make_good_file_names(options, jsonl, texts):
+def test_any_domain_name_makes_a_file_name(options, jsonl, texts):
     names = ["c/c++ code", "..", "日本語", "a%2Fb", "a b", "a_b"]
     records = [{"text": text, "set": name} for name in names for text in texts(300)]
     source = given(jsonl("names.jsonl", records))
@@ -200,35 +195,273 @@ def test_names_of_any_kind_make_good_file_names(options, jsonl, texts):
     assert len(inside) == len(names) * len(SPLITS)
 
 
-def test_too_many_domains_are_refused(options, jsonl, texts, monkeypatch):
-    monkeypatch.setattr(shards, "MAX_DOMAINS", 3)
-    records = [{"text": text, "set": text[:9]} for text in texts(300)]
-    source = given(jsonl("many.jsonl", records))
-    refused(
-        options,
-        "more than 3 domains.*--domain-key",
-        source=source,
-        domains=BY_SET,
-    )
-
-
-def test_names_to_rename_that_never_occur_are_told_in_the_end(options, jsonl, texts):
+def test_renamed_domains_that_never_occur_give_a_warning(options, jsonl, texts):
     records = [{"text": text, "set": name} for name in "ab" for text in texts(300)]
     source = given(jsonl("names.jsonl", records))
     domains = DomainOptions(
         domain_key="set", rename_domain=(("a=one", "A=one", "B="), ("*=rest", "c=d"))
     )
-    with pytest.warns(UserWarning, match="--rename-domain: no domain is called 'A', 'B', 'c'$"):
+    with pytest.warns(UserWarning, match="'A', 'B', 'c'$"):
         corpus = made(dataclasses.replace(options, source=source, domains=domains))
     assert corpus.names == ["one", "rest"]
 
 
+def test_malformed_lines_of_all_shards_count_together(options, jsonl, texts, capsys):
+    lines = [*texts(150, 1), b"{", *texts(150, 2), b"[]", *texts(100, 3)]
+    source = given(f"a={jsonl('a.jsonl', lines)}", max_malformed_share=0.004)
+    with pytest.raises(UserError, match=r"2 of 402 lines are malformed"):
+        preprocess_data(dataclasses.replace(options, source=source))
+    lenient = dataclasses.replace(source, max_malformed_share=0.005)
+    with pytest.warns(UserWarning, match="2 of 402 lines are malformed"):
+        corpus = made(dataclasses.replace(options, source=lenient))
+    assert corpus.not_written["a"].malformed == 2
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if line.startswith("a "))
+    tokens = [f"{corpus.domains['a'].split(split).tokens:,}" for split in SPLITS]
+    assert row[:5] == ["a", "400", *tokens]
+    assert row[6:] == ["0", "0", "2"]
+    assert f"tools/pretrain_gpt.py --corpus {options.output}" in printed
+
+
+@pytest.mark.parametrize(
+    ("files", "changes", "problem"),
+    [
+        ({"void": []}, {}, "domain 'void' is empty"),
+        ({"void": ["", b""]}, {}, "domain 'void' is empty"),
+        ({"": []}, {"domains": BY_SET}, "there is no text in"),
+        ({"a": 3}, {}, "'a' has no document in .*--split"),
+        ({"a": 300}, {"min_tokens_per_split": 10**6}, "--min-tokens-per-split"),
+        ({"": 300}, {"domains": DomainOptions(domain_key="text")}, "more than 3 domains"),
+        ({"a": 300}, {"text_key": "no"}, "'no'"),
+        ({"a": 300, "b": 300}, {"text_key": "no", "workers": 2, "shard_bytes": 40_000}, "'no'"),
+    ],
+)
+def test_text_without_a_corpus_in_it_leaves_nothing(
+    options, jsonl, texts, monkeypatch, files, changes, problem
+):
+    monkeypatch.setattr(shards, "MAX_DOMAINS", 3)
+    inputs = []
+    for name, lines in files.items():
+        path = jsonl(f"{name or 'x'}.jsonl", texts(lines) if isinstance(lines, int) else lines)
+        inputs.append(f"{name}={path}" if name else path)
+    changes = {"shard_bytes": 10**9, **changes}
+    source = given(*inputs, text_key=changes.pop("text_key", "text"))
+    with pytest.raises(UserError, match=problem) as raised:
+        preprocess_data(dataclasses.replace(options, source=source, **changes))
+    assert "\n" not in str(raised.value)
+    assert not options.output.exists()
+
+
+# Division of the work
+
+
+@pytest.fixture
+def mixed(options, jsonl, texts):
+    """Files whose lines name their domains, one of them compressed, and texts that repeat."""
+    some = texts(300, 1)
+    records = [
+        {"text": text, "set": "abc"[number % 3]} for number, text in enumerate(some + some[:80])
+    ]
+    empty = [{"text": "", "set": "a"}, {"text": None, "set": "b"}]
+    packed = jsonl("x/2.jsonl", [{"text": text, "set": "d"} for text in texts(60, 2)])
+    packed.with_suffix(".jsonl.gz").write_bytes(gzip.compress(packed.read_bytes()))
+    source = given(
+        jsonl("x/0.jsonl", records[:200]),
+        jsonl("x/1.jsonl", [*records[200:], *empty]),
+        packed.with_suffix(".jsonl.gz"),
+    )
+    return dataclasses.replace(options, source=source, domains=BY_SET)
+
+
+@pytest.fixture
+def whole(mixed, tmp_path):
+    """The corpus made in one shard."""
+    return made(dataclasses.replace(mixed, output=tmp_path / "whole", shard_bytes=10**9))
+
+
+def assert_same_tokens(corpus, whole):
+    """The same documents in the same files; sources.json records other chunks."""
+    first, second = record_of(corpus)["domains"], record_of(whole)["domains"]
+    assert list(first.items()) == list(second.items())
+    for path in sorted((whole.root / "tokens").iterdir()):
+        assert (corpus.root / "tokens" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("shard_bytes", [700, 4000, 20_000])
 @pytest.mark.parametrize("drop", [True, False])
-def test_one_shard_gives_what_many_give(options, jsonl, texts, tmp_path, drop):
-    some = texts(300, 4)
-    source = given(f"a={jsonl('x.jsonl', some + some[:5])}", f"b={jsonl('y.jsonl', texts(300, 6))}")
-    changed = dataclasses.replace(options, source=source, drop_duplicates=drop)
-    one = made(changed)
-    many = made(dataclasses.replace(changed, output=tmp_path / "many", shard_bytes=3000))
-    assert one.hash == many.hash
-    one.verify()
+def test_the_corpus_does_not_depend_on_shard_bytes(mixed, tmp_path, shard_bytes, drop):
+    mixed = dataclasses.replace(mixed, drop_duplicates=drop)
+    one = dataclasses.replace(mixed, output=tmp_path / "whole", shard_bytes=10**9)
+    assert_same_tokens(made(dataclasses.replace(mixed, shard_bytes=shard_bytes)), made(one))
+
+
+def test_the_corpus_does_not_depend_on_buffer_sizes(mixed, whole, monkeypatch):
+    for module, name, size in [
+        (shards, "_BATCH_CHARACTERS", 100),
+        (shards, "_RUN_DOCUMENTS", 4),
+        (join, "_RANGE_TEXTS", 5),
+        (join, "_COPIES", 3),
+        (join, "_BLOCK_DOCUMENTS", 3),
+        (join, "_BLOCK_BYTES", 16),
+        (join, "_WAITING_BYTES", 200),
+        (indexed, "_BUFFER_BYTES", 64),
+        (indexed, "_INDEX_BLOCK", 5),
+    ]:
+        assert hasattr(module, name)
+        monkeypatch.setattr(module, name, size)
+    assert_same_tokens(made(mixed), whole)
+
+
+def test_the_corpus_does_not_depend_on_the_file_format(options, tmp_path, texts):
+    plain = made(options)
+    for name, seed, count in (("a", 1, 300), ("b", 2, 200)):
+        data = (tmp_path / f"{name}.jsonl").read_bytes()
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(data))
+        (tmp_path / f"{name}.jsonl.zst").write_bytes(zstandard.compress(data))
+        table = pa.table({"text": texts(count, seed)})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=20)
+    for suffix in ("jsonl.gz", "jsonl.zst", "parquet"):
+        source = given(*(f"{name}={tmp_path}/{name}.{suffix}" for name in "ab"))
+        other = dataclasses.replace(options, source=source, output=tmp_path / suffix)
+        if suffix == "parquet":
+            preprocess_data(dataclasses.replace(other, shard="2/2"))
+            assert number_of_shards(other) > 3
+        assert_same_tokens(made(other), plain)
+
+
+def test_the_corpus_does_not_depend_on_who_makes_the_shards(mixed, tmp_path, capsys):
+    alone = made(mixed)
+    shared = dataclasses.replace(mixed, output=tmp_path / "shared")
+    for shard in ("2/3", "3/3", "1/3"):
+        capsys.readouterr()
+        preprocess_data(dataclasses.replace(shared, shard=shard))
+        assert not (shared.output / "corpus.json").exists()
+        left = "--shard 1/3, --shard 3/3" in capsys.readouterr().out
+        assert left == (shard == "2/3")
+    assert number_of_shards(shared) > 8
+    assert_same(made(shared), alone)
+    processes = dataclasses.replace(mixed, output=tmp_path / "processes", workers=2)
+    assert_same(made(processes), alone)
+    assert not (processes.output / ".partial").exists()
+
+
+# Resuming
+
+
+def test_a_full_disk_while_joining_keeps_all_shards(options, tmp_path, capsys):
+    expected = made(dataclasses.replace(options, output=tmp_path / "expected"))
+    most = (expected.root / "tokens" / "a-train.bin").stat().st_size
+    with pytest.raises(UserError, match=r"a-train\.bin"), largest_file_size(most - 1):
+        preprocess_data(options)
+    total = number_of_shards(options)
+    assert [name for name in left_in(options.output) if "shards/" not in name] == [
+        ".partial/plan.json"
+    ]
+    capsys.readouterr()
+    assert_same(made(options), expected)
+    assert f"{total} of {total} shards were finished before" in capsys.readouterr().out
+
+
+def test_a_full_disk_while_a_shard_is_made_keeps_the_finished_ones(options, tmp_path, capsys):
+    larger = dataclasses.replace(options, shard_bytes=9000)
+    expected = made(dataclasses.replace(larger, output=tmp_path / "expected"))
+
+    def fail():
+        with pytest.raises(UserError, match=r"tokens\.bin"), largest_file_size(5000):
+            preprocess_data(larger)
+
+    fail()
+    assert not larger.output.exists()
+    preprocess_data(dataclasses.replace(larger, shard="2/3"))
+    before = left_in(larger.output)
+    fail()
+    assert left_in(larger.output) == before
+    assert_same(made(larger), expected)
+    assert "shards were finished before" in capsys.readouterr().out
+
+
+def test_finished_shards_are_not_made_again(options, capsys):
+    preprocess_data(dataclasses.replace(options, shard="1/2"))
+    folder = options.output / ".partial" / "shards"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    preprocess_data(dataclasses.replace(options, shard="1/2"))
+    preprocess_data(dataclasses.replace(options, shard="2/2"))
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert {path: after[path] for path in before} == before
+    assert len(after) > len(before)
+
+
+@pytest.mark.parametrize("shard", [None, "2/3"])
+@pytest.mark.parametrize("change", ["size", "content", None])
+def test_a_source_that_changed_since_a_shard_was_made(options, tmp_path, change, shard):
+    """A change of its size or content is an error; a file that was only touched is the same."""
+    expected = made(dataclasses.replace(options, output=tmp_path / "expected"))
+    preprocess_data(dataclasses.replace(options, shard="1/3"))
+    path = tmp_path / "a.jsonl"
+    content = bytearray(path.read_bytes())
+    if change == "size":
+        content += b"\n"
+    elif change == "content":
+        at = content.index(b'"text": "') + 9
+        content[at] = ord("Q")
+    path.write_bytes(content)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    again = dataclasses.replace(options, shard=shard)
+    if change is None:
+        preprocess_data(again)
+        if shard is not None:
+            preprocess_data(options)
+        assert_same(Corpus.load(options.output), expected)
+    else:
+        with pytest.raises(UserError, match=r"a\.jsonl .*restore it"):
+            preprocess_data(again)
+
+
+def test_a_rejected_corpus_can_be_accepted_later(options, capsys):
+    with pytest.raises(UserError, match="--min-tokens-per-split"):
+        preprocess_data(dataclasses.replace(options, min_tokens_per_split=10**6))
+    total = number_of_shards(options)
+    assert f"{total} of {total} shards are finished and kept" in capsys.readouterr().err
+    made(options)
+    assert f"{total} of {total} shards were finished before" in capsys.readouterr().out
+
+
+def test_an_old_corpus_stays_until_its_replacement_is_complete(options, jsonl, texts):
+    first = made(options)
+    source = given(f"c={jsonl('c.jsonl', texts(300, 3))}")
+    other = dataclasses.replace(options, source=source, overwrite=True)
+    preprocess_data(dataclasses.replace(other, shard="1/2"))
+    assert Corpus.load(options.output).hash == first.hash
+    assert made(other).names == ["c"]
+
+
+def test_damaged_shards_and_those_of_other_plans_are_rejected(options, tmp_path):
+    preprocess_data(dataclasses.replace(options, shard="1/2"))
+    shard = options.output / ".partial" / "shards" / "000002"
+    copy = shutil.copytree(shard, tmp_path / "copy")
+    os.truncate(shard / "tokens.bin", 10)
+    with pytest.raises(UserError, match=rf"tokens\.bin .*remove {shard}"):
+        preprocess_data(options)
+    shutil.rmtree(shard)
+    shutil.copytree(copy, shard)
+    plan = Plan.load(options.output / ".partial")
+    body = json.loads((shard / "shard.json").read_text().replace(plan.hash, "0" * 64))
+    del body["checksum"]
+    (shard / "shard.json").write_text(json.dumps(body))
+    with pytest.raises(UserError, match=rf"another plan.*remove {shard}"):
+        preprocess_data(options)
+    shutil.rmtree(shard)
+    assert_same(made(options), made(dataclasses.replace(options, output=tmp_path / "new")))
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_unfinished_work_of_other_machines_is_reported(options, count, capsys):
+    directories = options.output / ".partial" / "staging"
+    for number in range(count):
+        (directories / f"elsewhere-{number}" / "000000").mkdir(parents=True)
+    host = os.uname().nodename
+    (directories / f"{host}-1-0123abcd").mkdir(parents=True)  # of this machine: is removed
+    preprocess_data(options)
+    assert ("(elsewhere-0 and 2 more)" in capsys.readouterr().out) == (count > 0)
+    assert (options.output / ".partial").exists() == (count > 0)
+    Corpus.load(options.output).verify()

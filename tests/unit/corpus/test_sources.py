@@ -1,23 +1,41 @@
+"""Inputs that lead to sources: files, folders, globs, data sets; their domains and splits."""
+
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import gzip
+import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from megatron_chameleon.artifacts import Split
 from megatron_chameleon.corpus.options import MAX_DOMAIN_BYTES, DomainOptions, SourceOptions
 from megatron_chameleon.corpus.readers import DocumentReader
-from megatron_chameleon.corpus.sources import Piece, Source, find_sources
+from megatron_chameleon.corpus.records import Document
+from megatron_chameleon.corpus.sources import Chunk, DatasetName, Source, find_sources
 from megatron_chameleon.errors import UserError
+from tests.unit.corpus.small_hub import COMMIT, serve
 
-JSON_LINES = ["[x].jsonl", "a.jsonl", "b.jsonl", "sub/c.jsonl.gz", "sub/d.jsonl.zst"]
-READ_IN_FOLDERS = [*JSON_LINES, "sub/p.parquet"]
+READ_IN_FOLDERS = [
+    "[x].jsonl",
+    "a.jsonl",
+    "b.jsonl",
+    "sub/c.jsonl.gz",
+    "sub/d.jsonl.zst",
+    "sub/p.parquet",
+]
 FILES = [*READ_IN_FOLDERS[::-1], "e.json", "f.json.gz", "notes.txt", "README.md", ".hidden.jsonl"]
+BY_NAME = r"/([^/]*)\.(?:jsonl|parquet)"
 
 
 @pytest.fixture
@@ -30,7 +48,7 @@ def folder(tmp_path):
 
 
 def find(*inputs: object, **domains: Any) -> list[Source]:
-    """The sources of ``inputs``; with keywords, domains are asked for."""
+    """The sources of ``inputs``; with keywords, domains are requested."""
     options: dict[str, Any] = {
         name: (tuple(value),) if isinstance(value, list) else value
         for name, value in domains.items()
@@ -43,34 +61,28 @@ def names(folder, found):
     return [(str(Path(source.path).relative_to(folder)), source.domain) for source in found]
 
 
-def test_a_folder_is_searched_at_any_depth_but_not_for_what_is_hidden(folder):
+def test_folders_are_searched_at_any_depth(folder, tmp_path):
     assert names(folder, find(f"x={folder}")) == [(name, "x") for name in READ_IN_FOLDERS]
-
-
-def test_linked_folders_are_searched_and_circles_end(folder, tmp_path):
+    assert names(folder, find(f"{folder}/[x].jsonl")) == [("[x].jsonl", None)]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "far.jsonl").touch()
     (folder / "link").symlink_to(elsewhere)
-    (elsewhere / "back").symlink_to(folder)
+    (elsewhere / "back").symlink_to(folder)  # a circle
     found = [name for name, _ in names(folder, find(folder))]
     assert found == sorted([*READ_IN_FOLDERS, "link/far.jsonl"])
 
 
 @pytest.mark.parametrize("name", ["validation/a.jsonl", "set-test-00000.parquet"])
-def test_a_folder_that_holds_splits_is_called_out(tmp_path, name):
+def test_a_folder_with_splits_gives_a_warning(tmp_path, name):
     for path in (tmp_path / "train-00000.jsonl", tmp_path / name):
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    with pytest.warns(UserWarning, match=f"train and (validation|test).*hf:{tmp_path}"):
+    with pytest.warns(UserWarning, match=f"hf:{tmp_path}"):
         assert len(find(tmp_path)) == 2
 
 
-def test_a_name_that_exists_is_no_pattern(folder):
-    assert names(folder, find(f"{folder}/[x].jsonl")) == [("[x].jsonl", None)]
-
-
-def test_a_file_named_twice_is_read_once_per_domain_under_different_names(folder):
+def test_a_file_is_read_once_per_domain_under_different_names(folder):
     path = f"{folder}/a.jsonl"
     found = find(f"x={path}", f"x={folder}/a*.jsonl", f"y={path}", path, f"{folder}/b.jsonl")
     assert [(source.name, source.domain) for source in found] == [
@@ -79,19 +91,12 @@ def test_a_file_named_twice_is_read_once_per_domain_under_different_names(folder
         (f"={path}", None),
         (f"{folder}/b.jsonl", None),
     ]
+    (folder / "lang=en").mkdir()  # the equals sign belongs to the path
+    (folder / "lang=en/a.jsonl").touch()
+    assert names(folder, find(folder / "lang=en")) == [("lang=en/a.jsonl", None)]
 
 
-def test_an_equals_sign_after_a_slash_belongs_to_the_path(tmp_path):
-    path = tmp_path / "lang=en" / "a.jsonl"
-    path.parent.mkdir()
-    path.touch()
-    assert [(source.path, source.domain) for source in find(path)] == [(str(path), None)]
-    assert [(source.path, source.domain) for source in find(f"english={path}")] == [
-        (str(path), "english")
-    ]
-
-
-def test_a_source_says_how_it_is_read_and_what_it_was(folder):
+def test_attributes_of_sources(folder):
     (folder / "a.jsonl").write_bytes(b"12345")
     found = {Path(source.path).name: source for source in find(folder, f"{folder}/f.json.gz")}
     assert {name: (source.kind, source.cuttable) for name, source in found.items()} == {
@@ -105,35 +110,54 @@ def test_a_source_says_how_it_is_read_and_what_it_was(folder):
     }
     assert found["a.jsonl"].bytes == 5
     assert found["a.jsonl"].modified_ns == (folder / "a.jsonl").stat().st_mtime_ns
-    assert Source(**dataclasses.asdict(found["a.jsonl"])) == found["a.jsonl"]
 
 
+@pytest.mark.filterwarnings("ignore:--rename-domain leaves out")
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("inputs", "options", "problem"),
     [
-        ([], "--input is empty"),
-        (["x={folder}/absent.jsonl"], "no such file"),
-        (["x={folder}/*.csv"], "no such file"),
-        (["x={folder}/notes.txt"], "unsupported format"),
-        (["x={folder}/empty"], "no file of a supported format"),
-        (["x={folder}/sub/c.parquet.gz"], "unsupported format"),
-        (["x={folder}/dangling.jsonl"], "cannot read .*dangling.jsonl: No such file"),
-        (["={folder}/a.jsonl"], "NAME=PATH"),
-        (["x="], "NAME=PATH"),
-        (["n" * (MAX_DOMAIN_BYTES + 1) + "={folder}/a.jsonl"], "NAME of at most"),
+        ([], {}, "--input is empty"),
+        (["x={f}/absent.jsonl"], {}, "no such file"),
+        (["x={f}/*.csv"], {}, "no such file"),
+        (["x={f}/notes.txt"], {}, "unsupported format"),
+        (["x={f}/sub/c.parquet.gz"], {}, "unsupported format"),
+        (["x={f}/empty"], {}, "no file of a supported format"),
+        (["x={f}/dangling.jsonl"], {}, "dangling.jsonl: No such file"),
+        (["={f}/a.jsonl"], {}, "NAME=PATH"),
+        (["x="], {}, "NAME=PATH"),
+        (["n" * (MAX_DOMAIN_BYTES + 1) + "={f}/a.jsonl"], {}, "NAME=PATH"),
+        (["{f}/a.jsonl"], {"domain_key": None}, "--domain-key"),
+        (["{f}/a.jsonl"], {"domain_from_config": True}, "has no domain"),
+        (["x={f}/a.jsonl"], {"domain_key": "set"}, "--domain-key has no effect"),
+        (["x={f}/a.jsonl"], {"domain_from_path": "(a)"}, "--domain-from-path has no effect"),
+        (["{f}/a.jsonl"], {"domain_from_path": "/no/(.*)"}, "finds no domain"),
+        (["{f}/a.jsonl"], {"domain_from_path": "(z*)a.jsonl"}, "finds no domain"),
+        (["{f}/a.jsonl"], {"domain_from_path": BY_NAME, "rename_domain": ["a="]}, "leaves out all"),
+        (["x={f}/a.jsonl"], {"valid_input": ["x={f}/a.jsonl"]}, "for no split and for valid"),
+        (
+            ["x={f}/b.jsonl"],
+            {"valid_input": ["x={f}/a.jsonl"], "test_input": ["x={f}/a.jsonl"]},
+            "for valid and for test",
+        ),
     ],
 )
-def test_inputs_that_lead_to_nothing_are_refused(folder, given, problem):
+def test_wrong_inputs_are_rejected(folder, inputs, options, problem):
     (folder / "empty").mkdir()
     (folder / "sub/c.parquet.gz").touch()
     (folder / "dangling.jsonl").symlink_to(folder / "absent")
-    with pytest.raises(UserError, match=problem):
-        find(*(text.replace("{folder}", str(folder)) for text in given))
+
+    def at(texts):
+        return [text.replace("{f}", str(folder)) for text in texts]
+
+    options = {n: at(value) if isinstance(value, list) else value for n, value in options.items()}
+    with pytest.raises(UserError, match=problem) as raised:
+        find(*at(inputs), **options)
+    assert "\n" not in str(raised.value)
 
 
 @contextlib.contextmanager
-def as_somebody_else():
-    """The superuser may read everything; for a moment be nobody in particular."""
+def as_another_user():
+    """Without the permissions of the superuser, who may read everything."""
     if os.geteuid() != 0:
         yield
         return
@@ -144,45 +168,32 @@ def as_somebody_else():
         os.seteuid(0)
 
 
-def test_what_may_not_be_read_is_told(monkeypatch):
+def test_files_without_permission_are_an_error():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
         (folder / "locked").mkdir()
         (folder / "locked/a.jsonl").touch()
         (folder / "b.jsonl").write_bytes(b'{"text": "b"}\n')
+        sources = find(f"{folder}/b.jsonl")
         (folder / "b.jsonl").chmod(0)
         (folder / "locked").chmod(0)
-        options = SourceOptions(((f"{folder}/b.jsonl",),))
-        sources = find_sources(options)
-        with as_somebody_else():
-            with pytest.raises(UserError, match=r"cannot read .*/b.jsonl: Permission denied"):
-                list(DocumentReader(options, sources).read(Piece(0)))
-            with pytest.raises(UserError, match=r"cannot read the folder .*/locked: Permission"):
+        with as_another_user():
+            with pytest.raises(UserError, match=r"/b.jsonl: Permission denied"):
+                list(DocumentReader(SourceOptions(()), sources).read(Chunk(0)))
+            with pytest.raises(UserError, match=r"/locked: Permission denied"):
                 find(folder)
         (folder / "locked").chmod(0o755)
 
 
-def test_domains_are_told_by_paths(folder):
-    found = find(folder, domain_from_path=r"/([^/]*)\.(?:jsonl|parquet)")
-    assert names(folder, found) == [
-        ("[x].jsonl", "[x]"),
-        ("a.jsonl", "a"),
-        ("b.jsonl", "b"),
-        ("sub/c.jsonl.gz", "c"),
-        ("sub/d.jsonl.zst", "d"),
-        ("sub/p.parquet", "p"),
-    ]
-
-
-def test_domains_of_paths_are_renamed_or_left_out_but_not_those_that_are_given(folder):
+def test_domains_in_paths_can_be_renamed_or_left_out(folder):
     with pytest.warns(UserWarning, match=r"leaves out 1 files, of '\[x\]'"):
         found = find(
             f"a={folder}/b.jsonl",
             folder / "a.jsonl",
             folder / "sub",
             folder / "[x].jsonl",
-            domain_from_path=r"/([^/]*)\.(?:jsonl|parquet)",
+            domain_from_path=BY_NAME,
             rename_domain=["c=one", "d=one", "p=p", "*=", "a=other"],
         )
     assert names(folder, found) == [
@@ -194,52 +205,20 @@ def test_domains_of_paths_are_renamed_or_left_out_but_not_those_that_are_given(f
     ]
 
 
-@pytest.mark.filterwarnings("ignore:--rename-domain leaves out")
-@pytest.mark.parametrize(
-    ("given", "options", "problem"),
-    [
-        (["{f}/a.jsonl"], {"domain_key": None}, "of which domain.*--domain-key"),
-        (["{f}/a.jsonl"], {"domain_from_config": True}, "of which domain"),
-        (["x={f}/a.jsonl"], {"domain_key": "set"}, "--domain-key has no effect"),
-        (["x={f}/a.jsonl"], {"domain_from_path": "(a)"}, "--domain-from-path has no effect"),
-        (["{f}/a.jsonl"], {"domain_from_path": "/no/(.*)"}, "a.jsonl: .* finds no domain"),
-        (["{f}/a.jsonl"], {"domain_from_path": "(z*)a.jsonl"}, "finds no domain"),
-        (
-            ["{f}/a.jsonl"],
-            {"domain_from_path": "(a).jsonl", "rename_domain": ["a="]},
-            "leaves out all",
-        ),
-    ],
-)
-def test_options_that_contradict_each_other_or_mean_nothing_are_refused(
-    folder, given, options, problem
-):
-    with pytest.raises(UserError, match=problem) as told:
-        find(*(text.replace("{f}", str(folder)) for text in given), **options)
-    assert "\n" not in str(told.value)
-
-
-def splits_of(found):
-    return [(Path(source.path).stem, source.domain, source.split) for source in found]
-
-
-def test_a_domain_with_valid_and_test_of_its_own_is_for_training_else(folder):
+def test_input_is_for_training_where_valid_and_test_are_given(folder):
     found = find(
         f"x={folder}/a.jsonl",
         f"y={folder}/a.jsonl",
         valid_input=[f"x={folder}/b.jsonl", f"y={folder}/b.jsonl"],
         test_input=[f"x={folder}/e.json"],
     )
-    assert splits_of(found) == [
+    assert [(Path(source.path).stem, source.domain, source.split) for source in found] == [
         ("a", "x", "train"),
         ("a", "y", None),
         ("b", "x", "valid"),
         ("b", "y", "valid"),
         ("e", "x", "test"),
     ]
-
-
-def test_of_domains_told_by_a_key_that_is_assumed_of_all(folder):
     found = find(
         folder / "a.jsonl",
         domain_key="set",
@@ -247,14 +226,6 @@ def test_of_domains_told_by_a_key_that_is_assumed_of_all(folder):
         test_input=[f"{folder}/sub/c.jsonl.gz"],
     )
     assert [source.split for source in found] == ["train", "valid", "test"]
-
-
-def test_a_file_for_two_splits_is_refused(folder):
-    path = f"x={folder}/a.jsonl"
-    with pytest.raises(UserError, match=r"a\.jsonl is given for valid and for test"):
-        find(f"x={folder}/b.jsonl", valid_input=[path], test_input=[path])
-    with pytest.raises(UserError, match=r"a\.jsonl is given for no split and for valid"):
-        find(path, valid_input=[path])
 
 
 NOT_REGULAR = {
@@ -266,10 +237,224 @@ NOT_REGULAR = {
 
 
 @pytest.mark.parametrize("make", NOT_REGULAR.values(), ids=NOT_REGULAR)
-@pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz", "s.parquet"])
-def test_what_may_never_end_is_rejected_by_name_and_in_folders(folder, monkeypatch, make, name):
+@pytest.mark.parametrize("name", ["s.jsonl.gz", "s.parquet"])
+def test_files_that_might_never_end_are_rejected(folder, monkeypatch, make, name):
     monkeypatch.chdir(folder)  # the path of a socket is short
     make(Path(name))
-    for given in (folder / name, folder, folder / "s.*"):
+    for path in (folder / name, folder, folder / "s.*"):
         with pytest.raises(UserError, match=rf"{name}: not a regular file"):
-            find(f"x={given}")
+            find(f"x={path}")
+
+
+# Data sets
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def write_dataset(root, configs):
+    """A folder as on the hub; ``configs``: name -> split -> number of files of 3 documents."""
+    header = ["---", "configs:"]
+    for config, splits in configs.items():
+        header += [f"- config_name: {config}", "  data_files:"]
+        for split, number in splits.items():
+            header += [f"  - split: {split}", f"    path: data/{config}/{split}-*"]
+            for i in range(number):
+                path = root / f"data/{config}/{split}-{i:05}-of-{number:05}.parquet"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                texts = [f"{config} {split} {i} {j}" for j in range(3)]
+                pq.write_table(pa.table({"text": texts}), path)
+    (root / "README.md").write_text("\n".join([*header, "---", ""]))
+    return root
+
+
+def expected(domain, config, split, number, role: Split | None = None):
+    return [
+        Document(domain, f"{config} {split} {i} {j}", role) for i in range(number) for j in range(3)
+    ]
+
+
+def read(*inputs, domains=None, **options):
+    source = SourceOptions((inputs,), **options)
+    sources = find_sources(source, domains)
+    reader = DocumentReader(source, sources, domains)
+    return sources, [document for i in range(len(sources)) for document in reader.read(Chunk(i))]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("hf:n", DatasetName("n")),
+        ("hf:o/n:c", DatasetName("o/n", config="c")),
+        ("hf:o/n@v1:c#s", DatasetName("o/n", "v1", "c", "s")),
+        ("hf:o/n@refs/convert/parquet:*", DatasetName("o/n", "refs/convert/parquet", "*")),
+        ("hf:/a@b/c:d", DatasetName("/a@b/c", config="d")),
+        ("hf:/a:b/c", DatasetName("/a:b/c")),
+        ("hf:./n", DatasetName("./n")),
+    ],
+)
+def test_names_of_data_sets(text, name):
+    assert DatasetName.parse(text) == name
+    assert str(name) == text
+
+
+def test_configs_can_be_domains_with_their_own_splits(tmp_path, own_cache):
+    root = write_dataset(
+        tmp_path / "set", {"en": {"train": 2, "dev": 1, "test": 1}, "fr": {"train": 1, "val": 1}}
+    )
+    renamed = DomainOptions(domain_from_config=True, rename_domain=(("en=english",),))
+    _, found = read(f"hf:{root}:*", domains=renamed)
+    assert found == [
+        *expected("english", "en", "train", 2, "train"),
+        *expected("english", "en", "dev", 1, "valid"),
+        *expected("english", "en", "test", 1, "test"),
+        *expected("fr", "fr", "train", 1),
+        *expected("fr", "fr", "val", 1, "valid"),
+    ]
+    assert read(f"hf:{root}:en")[1] == expected("", "en", "train", 2, "train")
+
+
+def test_splits_can_be_selected_for_any_role(tmp_path, own_cache):
+    root = write_dataset(tmp_path / "set", {"en": {"train": 1, "extra": 1, "validation": 1}})
+    options = DomainOptions(
+        valid_input=((f"a=hf:{root}:en#extra",),), test_input=((f"a=hf:{root}:en#validation",),)
+    )
+    assert read(f"a=hf:{root}:en#train", domains=options)[1] == [
+        *expected("a", "en", "train", 1, "train"),
+        *expected("a", "en", "extra", 1, "valid"),
+        *expected("a", "en", "validation", 1, "test"),
+    ]
+    options = DomainOptions(valid_input=((f"a=hf:{root}:en",),))
+    with pytest.warns(UserWarning, match="extra"):
+        _, found = read(f"a=hf:{root}:en#train", domains=options)
+    assert found[3:] == expected("a", "en", "validation", 1, "valid")
+    with pytest.warns(UserWarning, match="extra"), pytest.raises(UserError, match="--test-input"):
+        find(f"a=hf:{root}:en#train", test_input=[f"a=hf:{root}:en"])
+
+
+def test_files_of_data_sets_are_read_like_files_and_other_formats_streamed(tmp_path, own_cache):
+    root = tmp_path / "lines"
+    root.mkdir()
+    (root / "train.jsonl").write_bytes(b'{"text": "a"}\n{bad\n{"text": "b", "more": 1}\n')
+    (root / "test.jsonl.gz").write_bytes(gzip.compress(b'{"text": "c"}\n'))
+    sources, found = read(f"a=hf:{root}", domains=DomainOptions())
+    assert [(source.kind, source.cuttable) for source in sources] == [
+        ("lines", True),
+        ("lines", False),
+    ]
+    assert [document.text for document in found] == ["a", "b", "c"]
+    assert sources[0].dataset == f"hf:{root}:default#train"
+
+    root = tmp_path / "tables"
+    root.mkdir()
+    for name, rows in {"train-0": ["a", "b\nc"], "train-1": ["d"], "test": ["e"]}.items():
+        lines = [f'"{row}",web' for row in rows]
+        (root / f"{name}.csv").write_text("\n".join(["text,set", *lines, ""]))
+    sources, found = read(f"hf:{root}", domains=DomainOptions(domain_key="set"))
+    assert [(source.kind, source.shard, source.num_shards) for source in sources] == [
+        ("dataset", 0, 2),
+        ("dataset", 1, 2),
+        ("dataset", 0, 1),
+    ]
+    assert len({source.name for source in sources}) == 3
+    assert found == [
+        *(Document("web", text) for text in ("a", "b\nc", "d")),
+        Document("web", "e", "test"),
+    ]
+    with pytest.raises(UserError, match="has no column"):
+        read(f"a=hf:{root}", domains=DomainOptions(), text_key="txt")
+
+    root = tmp_path / "array"
+    root.mkdir()
+    records = [{"text": "a", "meta": {"set": "x"}}, {"text": None, "meta": {"set": "y"}}]
+    (root / "train.json").write_text(json.dumps(records))
+    _, found = read(f"hf:{root}", domains=DomainOptions(domain_key="meta.set"))
+    assert found == [Document("x", "a"), Document("y", "")]
+
+
+@pytest.mark.filterwarnings("ignore:.*skipping")
+def test_absent_data_sets_configs_and_splits_are_rejected(tmp_path, own_cache):
+    root = write_dataset(tmp_path / "set", {"en": {"train": 1}, "fr": {"dev": 1}})
+    script = tmp_path / "script"
+    script.mkdir()
+    (script / "script.py").write_text("import datasets\n")
+    for name, problem in {
+        f"{root}": r"\['en', 'fr'\].*:CONFIG",
+        f"{root}:de": r"\['en', 'fr'\]",
+        f"{root}:en#valid": "existing splits: train",
+        f"{root}:fr": "#SPLIT",
+        f"{tmp_path}/absent": "Couldn't find",
+        f"{script}": "refs/convert/parquet",
+        "": "OWNER/NAME",
+    }.items():
+        with pytest.raises(UserError, match=problem) as raised:
+            find(f"a=hf:{name}")
+        assert str(raised.value).startswith("hf:")
+        assert "\n" not in str(raised.value)
+
+
+ON_THE_HUB = """
+import sys
+from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
+from megatron_chameleon.corpus.readers import DocumentReader
+from megatron_chameleon.corpus.sources import Chunk, find_sources
+from megatron_chameleon.errors import UserError
+
+for name in sys.argv[1:]:
+    options, domains = SourceOptions(((name,),)), DomainOptions(domain_from_config=True)
+    try:
+        sources = find_sources(options, domains)
+        reader = DocumentReader(options, sources, domains)
+        for number, source in enumerate(sources):
+            documents = [*reader.read(Chunk(number))]
+            if source.cuttable and source.kind == "lines":
+                halves = [Chunk(number, 0, 12), Chunk(number, 12, None)]
+                assert documents == [doc for half in halves for doc in reader.read(half)]
+            print(source.dataset, source.path, source.bytes, source.split, len(documents))
+    except UserError as error:
+        print("error:", error)
+"""
+
+
+def test_data_sets_are_streamed_from_the_hub_at_a_revision(tmp_path):
+    root = tmp_path / "hub"
+    english = {"train": 2, "validation": 1, "test": 1}
+    write_dataset(root / "o/n", {"en": english, "fr": {"train": 1}})
+    for name in ("lines", "table", "gated"):
+        (root / "o" / name).mkdir()
+    (root / "o/lines/train.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b"}\n')
+    (root / "o/lines/test.jsonl.gz").write_bytes(gzip.compress(b'{"text": "c"}\n'))
+    (root / "o/table/train.csv").write_text("text\na\nb\n")
+    with serve(root, gated=["o/gated"]) as (address, requests):
+        names = ["o/n:*", "o/lines", "o/table", "o/gated", "o/absent", "o/n@v9:en"]
+        own = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", ON_THE_HUB, *(f"hf:{name}" for name in names)]
+        ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own})
+    assert ran.returncode == 0, ran.stderr
+    printed = ran.stdout.splitlines()
+    at = f"@{COMMIT}"
+    assert printed[:5] == [
+        f"hf:o/n{at}:{config}#{split} hf://datasets/o/n{at}/data/{config}/{file} "
+        f"{(root / 'o/n/data' / config / file).stat().st_size} {role} 3"
+        for config, split, file, role in (
+            ("en", "train", "train-00000-of-00002.parquet", "train"),
+            ("en", "train", "train-00001-of-00002.parquet", "train"),
+            ("en", "validation", "validation-00000-of-00001.parquet", "valid"),
+            ("en", "test", "test-00000-of-00001.parquet", "test"),
+            ("fr", "train", "train-00000-of-00001.parquet", None),
+        )
+    ]
+    lines = f"hf:o/lines{at}:default"
+    assert printed[5:7] == [
+        f"{lines}#train hf://datasets/o/lines{at}/train.jsonl 28 None 2",
+        f"{lines}#test hf://datasets/o/lines{at}/test.jsonl.gz 34 test 1",
+    ]
+    assert printed[7] == f"hf:o/table{at}:default#train hf:o/table{at}:default#train 0 None 2"
+    assert "hf auth login" in printed[8]
+    assert "correct the name" in printed[9]
+    assert "'v9'" in printed[10]
+    assert len(printed) == 11
+    # Files are requested at the commit in their addresses, not at main.
+    assert not [request for request in requests if "/main/" in request and "README" not in request]

@@ -1,30 +1,59 @@
+"""Tokenizer files in every format, encoding documents, and training tokenizers."""
+
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
+import inspect
 import io
+import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import regex  # type: ignore[import-untyped]
 import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron_chameleon.corpus.encoders import (
+    PATTERNS,
+    PUBLISHED,
+    PublishedFile,
+    TiktokenEncoder,
+    pattern_and_special_tokens,
+    read_ranks,
+)
 from megatron_chameleon.corpus.gigatoken import with_gigatoken
+from megatron_chameleon.corpus.options import SourceOptions, TrainTokenizerOptions
 from megatron_chameleon.corpus.tokenizer import (
     LONGEST_PART,
     Tokenizer,
     load_tokenizer,
+    parts,
     recorded_tokenizer_file,
+    tokenizer_json_of,
 )
+from megatron_chameleon.corpus.train_tokenizer import train_tokenizer
 from megatron_chameleon.errors import UserError
-from tests.unit.corpus.tokenizer_samples import write_gpt2_files, write_tiktoken
+from tests.unit.corpus.tokenizer_samples import awkward_text, write_gpt2_files, write_tiktoken
 
+ROOT = Path(__file__).resolve().parents[3]
 EOD = "<|endoftext|>"
 TEXTS = [
     "abc def\n\n    indented\tby tab  \r\n",
     "Grüße, 世界 🌍 \u0000 \u200b",
     f"a document about {EOD} and </s>",
+    "It's we'LL 12345 Words, in  two   spaces\r\n\n\t x=y; ",
+    "camelCase ÄÖÜ čeština 世界 🌍\u00a0!! //\n/",
     "",
     "x",
 ]
@@ -53,23 +82,14 @@ def documents(tokenizer, texts):
     return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
 
 
-def test_any_text_decodes_to_itself(path):
+def test_documents_decode_to_their_texts_and_end_once(path):
     tokenizer = load(path)
-    for text, ids in zip(TEXTS, documents(tokenizer, TEXTS), strict=True):
+    together = documents(tokenizer, TEXTS)
+    assert together == [documents(tokenizer, [text])[0] for text in TEXTS]
+    for text, ids in zip(TEXTS, together, strict=True):
         assert tokenizer.decode(ids[:-1]) == text
-
-
-def test_each_text_ends_in_one_end_of_document_token(path):
-    tokenizer = load(path)
-    for ids in documents(tokenizer, TEXTS):
         assert ids.index(tokenizer.eod_id) == len(ids) - 1
         assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size
-
-
-def test_texts_together_are_what_they_are_alone(path):
-    tokenizer = load(path)
-    alone = [documents(tokenizer, [text])[0] for text in TEXTS]
-    assert documents(tokenizer, TEXTS) == alone
     tokens, lengths = tokenizer.encode_documents([])
     assert tokens.shape == lengths.shape == (0,)
 
@@ -82,7 +102,7 @@ def test_a_byte_level_bpe_gives_the_same_ids_in_every_form(tokenizer_json, tmp_p
     assert [[1 + i for i in ids[:-1]] + [0] for ids in tiktoken] == expected
 
 
-def test_a_long_text_is_encoded_in_parts_and_as_it_would_be_in_one(path):
+def test_a_long_text_has_the_tokens_of_the_whole(path):
     tokenizer = load(path)
     words = "a cabbage, 12  bad\n   feed\n\nfaced " * (LONGEST_PART // 30)
     long, short = words + "end", "short"
@@ -92,7 +112,7 @@ def test_a_long_text_is_encoded_in_parts_and_as_it_would_be_in_one(path):
     assert [alone] == documents(tokenizer, [short])
 
 
-def test_a_space_put_before_every_text_comes_once_in_a_long_one(tmp_path, texts):
+def test_a_long_text_has_one_dummy_prefix(tmp_path, texts):
     """As in the models of Llama 1 and 2."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -116,13 +136,13 @@ def test_a_space_put_before_every_text_comes_once_in_a_long_one(tmp_path, texts)
 
 def test_long_and_short_texts_keep_their_order(tokenizer_json):
     tokenizer = load_tokenizer(tokenizer_json, EOD)
-    found = ["a" * 500_001, "b", "c d " * 250_001, "", "e f " * 130_000]
-    together = documents(tokenizer, found)
-    assert together == [documents(tokenizer, [text])[0] for text in found]
-    assert [ids.count(tokenizer.eod_id) for ids in together] == [1] * len(found)
+    texts = ["a" * 500_001, "b", "c d " * 250_001, "", "e f " * 130_000]
+    together = documents(tokenizer, texts)
+    assert together == [documents(tokenizer, [text])[0] for text in texts]
+    assert [ids.count(tokenizer.eod_id) for ids in together] == [1] * len(texts)
 
 
-def test_a_document_of_more_tokens_than_the_format_can_tell_is_refused(tokenizer_json):
+def test_a_document_of_too_many_tokens_is_rejected(tokenizer_json):
     class Endless:
         """Encodes a text as 2^31 times the same token, in no memory."""
 
@@ -133,7 +153,7 @@ def test_a_document_of_more_tokens_than_the_format_can_tell_is_refused(tokenizer
             return [np.broadcast_to(np.uint32(7), 2**31) for _ in texts]
 
     tokenizer = dataclasses.replace(load_tokenizer(tokenizer_json, EOD), fast_encoder=Endless())
-    with pytest.raises(UserError, match="2147483649 tokens, more than the 2147483647 of"):
+    with pytest.raises(UserError, match="2147483649"):
         tokenizer.encode_documents(["a"])
 
 
@@ -145,64 +165,49 @@ def test_ids_beyond_16_bits_are_kept(tokenizer_json, tmp_path):
     assert documents(tokenizer, ["abcdefgh"]) == [[70_000, 70_001]]
 
 
-def test_the_hash_covers_what_a_tiktoken_file_does_not_say(tokenizer_json, tmp_path):
-    path = write_tiktoken(tokenizer_json, tmp_path / "a.tiktoken")
-    pairs = [(EOD, "gpt2"), (EOD, "cl100k_base"), ("<eod>", "gpt2")]
-    hashes = {load_tokenizer(path, eod, pattern).sha256 for eod, pattern in pairs}
-    assert len(hashes) == 3
-    assert load_tokenizer(path, EOD, "cl100k_base").sha256 in hashes
-
-
-def test_what_a_corpus_has_recorded_opens_its_file(path, tmp_path):
-    """Without being told the pattern again."""
+def test_a_corpus_records_what_its_file_does_not_contain(path, tmp_path):
     tokenizer = load(path)
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    tokenizer.save(folder)
-    file = recorded_tokenizer_file(folder / tokenizer.identity.file, tokenizer.identity)
+    (tmp_path / "corpus").mkdir()
+    tokenizer.save(tmp_path / "corpus")
+    copy = tmp_path / "corpus" / tokenizer.identity.file
+    file = recorded_tokenizer_file(copy, tokenizer.identity)
     assert file.sha256 == tokenizer.sha256
     (ids,) = file.open().encode_batch([TEXTS[0]])
     assert ids.tolist() == documents(tokenizer, TEXTS[:1])[0][:-1]
     other = dataclasses.replace(tokenizer.identity, pattern=r"\S+")
-    assert recorded_tokenizer_file(folder, other).sha256 != tokenizer.sha256
+    assert recorded_tokenizer_file(copy, other).sha256 != tokenizer.sha256
+    assert load_tokenizer(copy.parent, EOD, tokenizer.identity.pattern).path == copy
 
 
-def test_a_folder_stands_for_the_file_in_it(path, tmp_path):
-    if path.parent != tmp_path:
-        shutil.copy(path, tmp_path)
-    pattern = "gpt2" if path.suffix == ".tiktoken" else None
-    assert load_tokenizer(tmp_path, EOD, pattern).path == tmp_path / path.name
-
-
-def test_a_folder_with_none_or_several_is_refused(tmp_path, tokenizer_json, sentencepiece_model):
-    with pytest.raises(UserError, match=r"holds no tokenizer: none of tokenizer\.json, "):
+def test_a_folder_must_hold_one_tokenizer(tmp_path, tokenizer_json, sentencepiece_model):
+    with pytest.raises(UserError, match="holds no tokenizer"):
         load_tokenizer(tmp_path, EOD)
     shutil.copy(tokenizer_json, tmp_path)
     write_gpt2_files(tokenizer_json, tmp_path)
     assert load_tokenizer(tmp_path, EOD).path.name == "tokenizer.json"
     shutil.copy(sentencepiece_model, tmp_path)
-    with pytest.raises(UserError, match=r"more than one .*tokenizer\.json, tokenizer\.model"):
+    with pytest.raises(UserError, match="more than one"):
         load_tokenizer(tmp_path, EOD)
 
 
-def test_a_missing_end_of_document_token_is_told_with_candidates(path):
-    if path.suffix == ".tiktoken":  # one that is not known has the token that is asked for
+def test_a_missing_end_of_document_token_is_reported_with_candidates(path):
+    if path.suffix == ".tiktoken":  # an unknown file has the requested one
         assert load_tokenizer(path, "<eod>", "gpt2").eod_id == 399
         return
     candidate = r"</s>" if path.suffix == ".model" else r"<\|endoftext\|>"
-    with pytest.raises(UserError, match=rf"no token '<eod>'.*{candidate}.*--eod-token"):
+    with pytest.raises(UserError, match=rf"{candidate}.*--eod-token"):
         load_tokenizer(path, "<eod>")
 
 
-def test_a_token_that_is_found_in_text_is_told(tokenizer_json, tmp_path):
+def test_a_token_that_is_recognized_in_text_gives_a_warning(tokenizer_json, tmp_path):
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_json))
     tokenizer.add_tokens(["<eod>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.warns(UserWarning, match="recognizes '<eod>' in text"):
+    with pytest.warns(UserWarning, match="<eod>"):
         load_tokenizer(tmp_path, "<eod>")
 
 
-def test_settings_of_truncation_and_padding_are_not_used(tokenizer_json, tmp_path):
+def test_truncation_and_padding_of_the_file_are_ignored(tokenizer_json, tmp_path):
     cutting = tokenizers.Tokenizer.from_file(str(tokenizer_json))
     cutting.enable_truncation(max_length=4)
     cutting.enable_padding(length=8)
@@ -212,26 +217,306 @@ def test_settings_of_truncation_and_padding_are_not_used(tokenizer_json, tmp_pat
     assert documents(load(tmp_path / "cutting.json"), texts) == expected
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, name):
-    (tmp_path / name).write_text('{"weights": {}}')
-    with pytest.raises(UserError, match=f"{name} is not a "):
-        load_tokenizer(tmp_path / name, EOD)
-
-
-@pytest.mark.parametrize(("told", "threads"), [("3", 3), ("", None), ("0", None), ("x", None)])
-def test_a_worker_encodes_on_its_share_of_the_cores(
-    sentencepiece_model, monkeypatch, told, threads
-):
-    asked = []
+def test_workers_limit_the_threads_of_encoders(sentencepiece_model, monkeypatch):
+    requested = []
     encode = sentencepiece.SentencePieceProcessor.encode
 
     def spy(model, *arguments, **options):
-        asked.append(options["num_threads"])
+        requested.append(options["num_threads"])
         return encode(model, *arguments, **options)
 
     tokenizer = load_tokenizer(sentencepiece_model, EOD)
     monkeypatch.setattr(sentencepiece.SentencePieceProcessor, "encode", spy)
-    monkeypatch.setenv("RAYON_NUM_THREADS", told)
-    tokenizer.encode_documents(["a b", "c"])
-    assert set(asked) == {threads or len(os.sched_getaffinity(0))}
+    for value in ("3", "", "0", "x"):
+        monkeypatch.setenv("RAYON_NUM_THREADS", value)
+        tokenizer.encode_documents(["a b", "c"])
+    assert requested == [3] + 3 * [len(os.sched_getaffinity(0))]
+
+
+# Parts of long texts
+
+
+LONGEST = 40
+
+
+WORDS = st.sampled_from(
+    [
+        "word",
+        "Word's",
+        "x",
+        "12",
+        "1234567",
+        "(",
+        "==",
+        "//",
+        "世界",
+        "é",
+        "\t",
+        "-a-",
+        "'s",
+        "<|x|>",
+    ],
+)
+SPACES = st.sampled_from(
+    [" ", " ", " ", "", "  ", "    ", "\n", "\n\n", " \n  ", "\r\n", "\t", "\n "]
+)
+# Every range of a part's length has a boundary.
+LONG_TEXTS = st.lists(st.tuples(WORDS, SPACES, WORDS, st.just(" ")), max_size=30).map(
+    lambda found: "".join(part for group in found for part in group)
+)
+
+
+@given(st.text(alphabet="ab \n", max_size=300), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_parts_are_the_text_and_none_is_longer(text, drop_space):
+    cut = list(parts(text, drop_space, LONGEST))
+    assert max(map(len, cut)) <= LONGEST
+    assert len(cut) == 1 or all(cut)
+    if drop_space:
+        assert "".join(cut).replace(" ", "") == text.replace(" ", "")
+    else:
+        assert "".join(cut) == text
+
+
+@pytest.fixture(scope="module")
+def encoders(tokenizer_json, tmp_path_factory):
+    path = write_tiktoken(tokenizer_json, tmp_path_factory.mktemp("long") / "a.tiktoken")
+    content = path.read_bytes()
+    return [TiktokenEncoder(path, content, pattern, {"<e>": 399}) for pattern in PATTERNS.values()]
+
+
+@given(text=LONG_TEXTS)
+@settings(max_examples=100, deadline=None)
+def test_the_tokens_of_the_parts_are_those_of_the_text(encoders, text):
+    for encoder in encoders:
+        (whole,) = encoder.encode_batch([text])
+        in_parts = encoder.encode_batch(list(parts(text, False, LONGEST)))
+        np.testing.assert_array_equal(np.concatenate(in_parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "drop_space", "expected"),
+    [
+        ("世" * 100, False, ["世" * 40, "世" * 40, "世" * 20]),  # no boundary
+        (" " * 50, False, [" " * 40, " " * 10]),
+        (("世" * 15 + "\n") * 4, False, [("世" * 15 + "\n") * 2] * 2),  # after a line
+        ("ab " * 20, True, [("ab " * 13)[:-1], "ab " * 7]),
+    ],
+)
+def test_boundaries_of_parts(text, drop_space, expected):
+    assert list(parts(text, drop_space, LONGEST)) == expected
+
+
+# tiktoken
+
+
+@pytest.fixture
+def tiktoken_file(tokenizer_json, tmp_path):
+    return write_tiktoken(tokenizer_json, tmp_path / "a.tiktoken")
+
+
+def tiktoken_encoder(path, name="gpt2"):
+    return TiktokenEncoder(path, path.read_bytes(), PATTERNS[name], {EOD: 399})
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_tiktoken_ids_are_those_of_the_library(tiktoken_file, name):
+    library = tiktoken.Encoding(
+        "a",
+        pat_str=PATTERNS[name],
+        mergeable_ranks=read_ranks(tiktoken_file, tiktoken_file.read_bytes()),
+        special_tokens={},
+    )
+    for text, ids in zip(
+        TEXTS, tiktoken_encoder(tiktoken_file, name).encode_batch(TEXTS), strict=True
+    ):
+        assert ids.tolist() == library.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [("gpt2", "r50k_base"), ("cl100k_base", "cl100k_base"), ("o200k_base", "o200k_base")],
+)
+def test_patterns_split_like_those_of_the_library(name, encoding, monkeypatch):
+    library = tiktoken_ext.openai_public
+    monkeypatch.setattr(library, "load_tiktoken_bpe", lambda *args, **kwargs: {})  # a download
+    expected = library.ENCODING_CONSTRUCTORS[encoding]()["pat_str"]
+    characters = "".join(map(chr, range(32, 0x500)))
+    for text in [*TEXTS, characters, "a" * 50 + " " * 50 + "\n" * 9 + "x"]:
+        assert regex.findall(PATTERNS[name], text) == regex.findall(expected, text)
+
+    @given(awkward_text())
+    @settings(max_examples=500, deadline=None)
+    def split_alike(text):
+        assert regex.findall(PATTERNS[name], text) == regex.findall(expected, text)
+
+    split_alike()
+
+
+def test_published_files_are_recognized_by_their_hash(tiktoken_file):
+    content = tiktoken_file.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    published = {sha256: PublishedFile("o200k_base", {EOD: 500}, 399)}
+
+    def found(wanted, eod, content=content, published=published):
+        return pattern_and_special_tokens(tiktoken_file, content, wanted, eod, published)
+
+    assert found(None, "<eod>") == (PATTERNS["o200k_base"], {EOD: 500})
+    assert found("gpt2", "<eod>") == (PATTERNS["gpt2"], {EOD: 500})
+    assert found(r"\S+", "<eod>", published={}) == (r"\S+", {"<eod>": 399})
+    with pytest.raises(UserError, match="--tiktoken-pattern"):
+        found(None, EOD, published={})
+    with pytest.raises(UserError, match="as the file of o200k_base"):
+        found(None, EOD, content + b"\n")
+
+
+def test_published_files_are_those_of_the_library():
+    source = inspect.getsource(tiktoken_ext.openai_public)
+    llama3 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
+    assert [sha256 for sha256 in PUBLISHED if sha256 not in source] == [llama3]
+    for file in PUBLISHED.values():
+        assert file.pattern in PATTERNS
+        assert len(set(file.special_tokens.values())) == len(file.special_tokens)
+    assert set(PUBLISHED[llama3].special_tokens.values()) == set(range(128_000, 128_256))
+    assert PUBLISHED[llama3].special_tokens["<|end_of_text|>"] == 128_001
+
+
+def test_llama3s_tokenizer_model_is_recognized_by_its_content(tiktoken_file, tmp_path):
+    tokenizer = load_tokenizer(tiktoken_file.rename(tmp_path / "tokenizer.model"), EOD, "llama3")
+    assert tokenizer.identity.kind == "tiktoken"
+    assert tokenizer.identity.pattern == PATTERNS["llama3"]
+    assert tokenizer.identity.special_tokens == {EOD: 399}
+    other = load_tokenizer(tokenizer.path, "<eod>", "llama3")
+    assert other.sha256 != tokenizer.sha256
+
+
+BYTES = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.tiktoken", BYTES + b"YWI=\n", ":257 "),
+        ("a.tiktoken", BYTES + b"Y*I= 256\n", ":257 "),
+        ("a.tiktoken", BYTES[:-9], "the byte 255"),
+        ("a.tiktoken", BYTES + b"YWI= 7\n", "the same rank"),
+        ("a.tiktoken", b"", "the byte 0"),
+        ("tokenizer.json", b"{}", "tokenizer.json is not"),
+        ("tokenizer.model", b"{}", "tokenizer.model is not"),
+    ],
+)
+def test_damaged_files_are_rejected(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=problem):
+        load_tokenizer(tmp_path / name, EOD, "gpt2" if name == "a.tiktoken" else None)
+
+
+def test_a_text_that_tiktoken_fails_on_is_an_error_or_divided(tiktoken_file):
+    text = " " * 1_100_000 + "x"
+    with pytest.raises(UserError, match="tiktoken fails on a text of 1100001 characters"):
+        tiktoken_encoder(tiktoken_file).encode_batch([text])
+    tokenizer = load_tokenizer(tiktoken_file, EOD, "gpt2")
+    tokens, lengths = tokenizer.encode_documents([text])
+    assert np.array_equal(lengths, [len(tokens)])
+    assert tokenizer.decode(tokens[:-1].tolist()) == text
+
+
+# GPT-2's vocab.json and merges.txt
+
+
+@pytest.fixture
+def vocab_file(tokenizer_json, tmp_path):
+    return write_gpt2_files(tokenizer_json, tmp_path)
+
+
+def change_vocab(path, change):
+    vocab = json.loads(path.read_text())
+    change(vocab)
+    path.write_text(json.dumps(vocab))
+
+
+def test_gpt2_files_may_have_other_names_and_orders(vocab_file, tokenizer_json, tmp_path):
+    """As transformers, Megatron-LM and the first release call them."""
+    expected = tokenizer_json_of(vocab_file)
+    assert tokenizer_json_of(write_gpt2_files(tokenizer_json, tmp_path, "gpt2-")) == expected
+    vocab = json.loads(vocab_file.read_text())
+    vocab_file.write_text(json.dumps(dict(reversed(vocab.items()))))
+    first_release = vocab_file.rename(tmp_path / "encoder.json")
+    (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
+    assert tokenizer_json_of(first_release) == expected
+    assert load_tokenizer(tmp_path, EOD).path == first_release
+    (tmp_path / "vocab.bpe").unlink()
+    with pytest.raises(UserError, match=r"vocab\.bpe is missing"):
+        tokenizer_json_of(first_release)
+
+
+def test_entries_that_no_merge_makes_are_special_tokens(vocab_file):
+    change_vocab(vocab_file, lambda vocab: vocab.update({"<pad>": len(vocab)}))
+    encoder = load_tokenizer(vocab_file, EOD).encoder
+    assert encoder.special_tokens() == [EOD, "<pad>"]
+    ids = encoder.encode_batch([f"<pad> {EOD}"])[0]
+    assert encoder.token_id(EOD) not in ids
+    assert encoder.token_id("<pad>") not in ids
+
+
+def test_a_merge_may_begin_with_a_hash_sign(vocab_file):
+    change_vocab(vocab_file, lambda vocab: vocab.update({"##": len(vocab)}))
+    merges = vocab_file.with_name("merges.txt")
+    merges.write_text(merges.read_text() + "# #\n")
+    tokenizer = load_tokenizer(vocab_file, EOD)
+    assert tokenizer.encoder.encode_batch(["##"])[0].tolist() == [tokenizer.vocab_size - 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("merges.txt", b"#version: 0.2\na b c\n", r"merges\.txt:2 "),
+        ("merges.txt", b"#version: 0.2\nzzz a\n", r"merges\.txt:2 "),
+        ("merges.txt", b"a \xff", r"merges\.txt is not UTF-8"),
+        ("vocab.json", b"{", r"vocab\.json is not JSON"),
+        ("vocab.json", b'{"a": "b"}', r"vocab\.json does not map"),
+        ("vocab.json", b'{"a": 1}', r"vocab\.json has no entry for 255"),
+    ],
+)
+def test_damaged_gpt2_files_are_rejected(vocab_file, name, content, problem):
+    vocab_file.with_name(name).write_bytes(content)
+    with pytest.raises(UserError, match=problem):
+        load_tokenizer(vocab_file, EOD)
+
+
+# Training
+
+
+@pytest.fixture(params=["tokenizer.json", "tokenizer.model"])
+def options(request, jsonl, texts, tmp_path):
+    source = SourceOptions(((str(jsonl("a.jsonl", texts(300))),),))
+    return TrainTokenizerOptions(source, tmp_path / request.param, vocab_size=500)
+
+
+def test_training_gives_the_same_file_in_another_process(options):
+    """Hash seeds differ between processes; the file must not."""
+    train_tokenizer(options)
+    first = options.output.read_bytes()
+    assert load_tokenizer(options.output, EOD).vocab_size == 500
+    with pytest.raises(UserError, match="--overwrite"):
+        train_tokenizer(options)
+    command = [sys.executable, "tools/train_tokenizer.py", "--input", *options.source.inputs]
+    command += ["--output", str(options.output), "--vocab-size", "500", "--overwrite"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": "3"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    assert options.output.read_bytes() == first
+
+
+def test_too_little_text_is_reported(options, jsonl):
+    short = SourceOptions(((str(jsonl("short.jsonl", ["ab ab ab"])),),))
+    options = dataclasses.replace(options, source=short)
+    if options.output.suffix == ".json":
+        with pytest.warns(UserWarning, match="too small for 500 entries"):
+            train_tokenizer(options)
+    else:
+        with pytest.raises(UserError, match="--vocab-size 500"):
+            train_tokenizer(options)
+    empty = SourceOptions(((str(jsonl("empty.jsonl", ["", ""])),),))
+    options = dataclasses.replace(options, source=empty, overwrite=True)
+    with pytest.raises(UserError, match="no text to train on"):
+        train_tokenizer(options)

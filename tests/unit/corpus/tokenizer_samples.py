@@ -1,4 +1,4 @@
-"""The byte-level BPE of a tokenizer.json in the other forms in which one may be given."""
+"""The byte-level BPE of a tokenizer.json in other file formats."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 EOD = "<|endoftext|>"
-# Where it matters what comes next to what.
+# Characters whose neighbours determine how text is split.
 AWKWARD_CHARACTERS = " \n\r\t\u00a0\u2003'sSlLa1½_!/<|>éÄ世\u0301🌍"
 
 
 def awkward_text() -> st.SearchStrategy[str]:
-    """Short texts of characters that are split from one another in all ways."""
+    """Short texts of characters that are split in different ways."""
     return st.text(st.sampled_from(AWKWARD_CHARACTERS), max_size=12)
 
 
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones stand for themselves, the others follow."""
+    """GPT-2's characters for bytes: printable ones represent themselves, the others follow."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     table = {chr(value): value for value in printable}
@@ -55,14 +55,14 @@ def write_tiktoken(tokenizer_json: Path, path: Path) -> Path:
 def write_pairs(path: Path) -> Path:
     """Write a tiktoken file in which all pairs of awkward characters' bytes are merged.
 
-    Where a text is split into words shows in its tokens.
+    The tokens of a text depend on where it is split into words.
     """
     ranks = {bytes([value]): value for value in range(256)}
     encoded = [character.encode() for character in AWKWARD_CHARACTERS]
-    pieces = sorted(
+    starts = sorted(
         {character[:end] for character in encoded for end in range(2, 5)} - ranks.keys()
     )
-    for token in [*pieces, *(one + other for one in encoded for other in encoded)]:
+    for token in [*starts, *(one + other for one in encoded for other in encoded)]:
         ranks.setdefault(token, len(ranks))
     lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
     path.write_bytes(b"".join(lines))

@@ -37,7 +37,7 @@ WINDOWS = st.integers(1, 20).flatmap(
 def cut_sizes(
     sizes: list[int], window_length: int, overlap: int
 ) -> tuple[ScoredWindows, list[int]]:
-    """Stretches of these sizes with a token between them that is none of theirs, and their own."""
+    """Windows over ranges of these sizes, one token apart, and the tokens of the ranges."""
     first = np.cumsum([size + 1 for size in sizes]) - np.array(sizes, int) if sizes else []
     windows = cut_windows(
         np.array(first, np.int64), np.array(sizes, np.int64), window_length, overlap
@@ -47,30 +47,15 @@ def cut_sizes(
 
 
 @given(SIZES, WINDOWS)
-def test_every_token_is_scored_exactly_once_and_in_order(sizes, window):
+def test_every_token_is_scored_once_and_in_order(sizes, window):
     windows, own = cut_sizes(sizes, *window)
     scored = [t for s, e in zip(windows.scored, windows.end, strict=True) for t in range(s, e)]
     assert scored == own
     assert windows.num_scored.sum() == len(own)
 
 
-@given(SIZES, WINDOWS)
-def test_windows_are_as_long_as_they_may_be_and_overlap_as_asked(sizes, window):
-    window_length, overlap = window
-    windows, own = cut_sizes(sizes, window_length, overlap)
-    stretch_of = {t: number for number, t in enumerate(own)}
-    assert np.all(windows.lengths <= window_length)
-    assert np.all(windows.lengths >= 1)
-    for begin, scored, end in zip(windows.begin, windows.scored, windows.end, strict=True):
-        assert set(range(begin, end)) <= stretch_of.keys()  # never outside of its stretch
-        starts_stretch = begin - 1 not in stretch_of
-        assert scored - begin == (0 if starts_stretch else overlap)
-        if end in stretch_of:  # the stretch goes on
-            assert end - begin == window_length
-
-
 @given(SIZES.filter(any), WINDOWS, st.integers(1, 200))
-def test_fewer_windows_are_as_many_as_fit_and_lie_from_end_to_end(sizes, window, more):
+def test_chosen_windows_fit_the_limit_and_are_spread(sizes, window, more):
     windows, own = cut_sizes(sizes, *window)
     max_tokens = window[0] + more
     chosen = spread_evenly(windows, max_tokens)
@@ -122,7 +107,7 @@ def test_every_token_is_scored_once_from_the_context_that_the_protocol_says(
 
 
 @given(DOCUMENTS, protocols())
-def test_positions_are_those_of_the_labels(documents, protocol):
+def test_positions_match_the_labels(documents, protocol):
     text = held_out_text(token_file(documents), protocol, EOD)
     if text is None:
         return
@@ -136,41 +121,20 @@ def test_positions_are_those_of_the_labels(documents, protocol):
 
 
 @given(DOCUMENTS, protocols(), st.integers(1, 60))
-def test_a_limit_leaves_out_whole_windows_and_keeps_the_context(documents, protocol, more):
+def test_limit_drops_whole_windows(documents, protocol, more):
     limited = dataclasses.replace(protocol, max_tokens=protocol.window_length + more)
     text = held_out_text(token_file(documents), limited, EOD)
     if text is None:
         return
     assert text.num_predictions <= limited.max_tokens
-    everything = [(one.context, one.label) for one in predictions(documents, protocol)]
+    left = [(one.context, one.label) for one in predictions(documents, protocol)]
     found = list(scored(text.longest_first(), 3))
     assert len(found) <= text.num_predictions
-    left = everything.copy()
     for one in found:
-        left.remove(one)  # none of them twice more than it is there
+        left.remove(one)
 
 
-def test_a_documents_first_token_follows_an_end_whatever_stands_before_it():
-    # Nothing stands before the first, and no end before the third.
-    documents = [[1, 2, EOD], [3, 4], [5, EOD]]
-    protocol = Protocol("test", 4, packing="documents", first_token="after-eod")
-    text = held_out_text(token_file(documents), protocol, EOD)
-    assert text is not None
-    tokens, labels, mask = text.batch(0, 3)
-    assert tokens[:, 0].tolist() == [EOD, EOD, EOD]
-    assert labels[mask].tolist() == [1, 2, EOD, 3, 4, 5, EOD]
-
-
-def test_a_document_that_fills_its_windows_has_none_for_an_end_that_is_left_out():
-    documents = [[1, 2, 3, 4, EOD], [5, EOD], [6, 7, 8, 1]]
-    protocol = Protocol("test", 4, "documents", end_of_document=False, first_token="after-eod")
-    text = held_out_text(token_file(documents), protocol, EOD)
-    assert text is not None
-    assert text.windows.num_scored.tolist() == [4, 1, 4]
-    assert text.num_predictions == 9
-
-
-def test_text_without_anything_to_score_is_none():
+def test_text_with_nothing_to_score_is_none():
     packed = Protocol("test", 4)
     inside = Protocol("test", 4, packing="documents")
     without_ends = dataclasses.replace(packed, end_of_document=False)
@@ -182,7 +146,7 @@ def test_text_without_anything_to_score_is_none():
 
 
 @given(st.integers(42, 400), st.integers(1, 40), st.integers(0, 5))
-def test_fewer_packed_windows_are_whole_distinct_and_spread(length, window_length, more):
+def test_limited_packed_windows_are_complete_distinct_and_spread(length, window_length, more):
     stream = np.arange(length, dtype=np.uint16)
     max_tokens = window_length * (1 + more) + window_length // 2
     text = choose_windows(stream, window_length, max_tokens)

@@ -1,4 +1,4 @@
-"""Our model for lm-eval beside lm-eval's own for the exported checkpoint, request by request."""
+"""Our lm-eval model against lm-eval's own for the exported checkpoint, request by request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def theirs(text_checkpoint):
     return HFLM(str(text_checkpoint.exported), device="cpu", dtype="float32", batch_size=4)
 
 
-def test_log_likelihoods_are_those_of_the_exported_model(ours, theirs):
+def test_log_likelihoods_equal_the_exported_models(ours, theirs):
     pairs = [(context, f" {WORDS.phrase()}") for context in CONTEXTS for _ in range(3)]
     pairs += [(context, answer) for context in CONTEXTS for answer in (" yes", " no")]
     pairs += [("", "Nothing stood before."), (CONTEXTS[1] + "  ", "two spaces"), pairs[4]]
@@ -52,7 +52,7 @@ def test_log_likelihoods_are_those_of_the_exported_model(ours, theirs):
     assert np.std(scores) > 1
 
 
-def test_log_likelihoods_of_texts_are_those_of_the_exported_model(ours, theirs):
+def test_rolling_log_likelihoods_equal_the_exported_models(ours, theirs):
     texts = [(CONTEXTS[0],), (CONTEXTS[-1] + CONTEXTS[-2],), (CONTEXTS[2],), (CONTEXTS[-1],)]
     requests = instances("loglikelihood_rolling", *texts)
     found, expected = (model.loglikelihood_rolling(requests) for model in (ours, theirs))
@@ -60,7 +60,7 @@ def test_log_likelihoods_of_texts_are_those_of_the_exported_model(ours, theirs):
     np.testing.assert_allclose(found, expected, rtol=0, atol=10 * TOLERANCE)
 
 
-def test_texts_are_generated_as_by_the_exported_model(ours, theirs):
+def test_generated_texts_equal_the_exported_models(ours, theirs):
     settings = [
         {"until": [stop], "max_gen_toks": number} for stop, number in ((".", 12), ("a", 40))
     ]
@@ -72,7 +72,7 @@ def test_texts_are_generated_as_by_the_exported_model(ours, theirs):
     assert all("." not in text for text in found[::2])
 
 
-def test_an_end_of_document_ends_a_generation(ours, monkeypatch):
+def test_generation_ends_at_an_end_of_document(ours, monkeypatch):
     context = np.array(ours.tok_encode(CONTEXTS[0]), np.int32)
     prompt = Prompt(context, max_new_tokens=6, stops=())
     (six,) = ours.scorer.generate([prompt]).tokens
@@ -83,7 +83,7 @@ def test_an_end_of_document_ends_a_generation(ours, monkeypatch):
     assert len(ended) < 6
 
 
-def test_a_task_that_samples_is_refused(ours):
+def test_sampling_task_is_rejected(ours):
     settings = {"until": [], "do_sample": True, "temperature": 0.7}
     with pytest.raises(UserError, match="a task samples"):
         ours.generate_until(instances("generate_until", ("A", settings)))
@@ -93,7 +93,7 @@ TEXTS = st.text(alphabet="ab é.\n", max_size=8)
 
 
 @given(pairs=st.lists(st.tuples(TEXTS, TEXTS.filter(bool)), min_size=1, max_size=4))
-def test_requests_are_encoded_in_one_batch_as_lm_eval_does_one_by_one(ours, pairs):
+def test_batch_encoding_equals_lm_evals(ours, pairs):
     asked = []
 
     def score(questions, _description):
@@ -111,19 +111,7 @@ def test_requests_are_encoded_in_one_batch_as_lm_eval_does_one_by_one(ours, pair
         assert question.continuation.tolist() == after
 
 
-def test_requests_with_one_context_share_its_tokens(ours, monkeypatch):
-    asked = []
-
-    def score(questions, _description):
-        asked.extend(questions)
-        return Answers(np.zeros(2), np.zeros(2, bool), 0, 0.0)
-
-    monkeypatch.setattr(ours.scorer, "score", score)
-    ours.loglikelihood(instances("loglikelihood", ("Who?", " I"), ("Who?", " you")))
-    assert asked[0].context is asked[1].context
-
-
-def test_what_was_asked_is_counted_and_told_apart(ours):
+def test_tally_counts_flops_and_hashes_requests(ours):
     digests = []
     for answer in (" a lamp", " a lamp", " a clock"):
         ours.new_tally("")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.checkpoint.convert import find_tokenizer
 from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import scoring
 from megatron_chameleon.evaluation.scoring import (
@@ -22,11 +23,9 @@ from megatron_chameleon.evaluation.scoring import (
     Scorer,
     batch_flops,
     batch_tensors,
-    batches,
     pack,
 )
 from megatron_chameleon.model.flops import head_forward_flops
-from megatron_chameleon.options.tokenizer import TokenizerChoice
 from tests.text_checkpoint import POSITIONS
 
 TOLERANCE = 1e-4
@@ -34,7 +33,7 @@ TOLERANCE = 1e-4
 ALWAYS = Packing(longest=10_000, token_work=1.0, pair_work=0.0)
 NEVER = Packing(longest=0, token_work=1.0, pair_work=0.0)
 
-# Few tokens, so that beginnings are often shared; 300 takes two bytes.
+# Few tokens, so that prefixes are often shared; 300 takes two bytes.
 SEQUENCES = st.lists(st.lists(st.sampled_from([0, 1, 2, 300]), min_size=1, max_size=6), min_size=1)
 
 
@@ -42,8 +41,8 @@ def arrays(lists):
     return [np.array(each, dtype=np.int32) for each in lists]
 
 
-def seen_by(row, place):
-    """The tokens that the token at ``place`` sees, in order, with their positions."""
+def attended(row, place):
+    """The tokens that the token at ``place`` attends to, in order, with their positions."""
     places = np.flatnonzero(row.visible()[place])
     return row.all_tokens()[places].tolist(), row.positions()[places].tolist()
 
@@ -52,7 +51,7 @@ def seen_by(row, place):
     "packing", [ALWAYS, NEVER, Packing(longest=8, token_work=10.0, pair_work=1.0)]
 )
 @given(lists=SEQUENCES, data=st.data())
-def test_each_token_sees_its_own_sequence_and_nothing_else(packing, lists, data):
+def test_each_token_attends_to_its_own_sequence_only(packing, lists, data):
     counts = [data.draw(st.integers(0, len(each))) for each in lists]
     rows = pack(arrays(lists), counts, packing)
     found = {number: (row, places) for row in rows for number, places in row.predicting}
@@ -61,44 +60,15 @@ def test_each_token_sees_its_own_sequence_and_nothing_else(packing, lists, data)
         row, places = found[number]
         assert len(places) == counts[number]
         for end, place in zip(range(len(each) - counts[number], len(each)), places, strict=True):
-            assert seen_by(row, place) == (each[: end + 1], list(range(end + 1)))
+            assert attended(row, place) == (each[: end + 1], list(range(end + 1)))
 
 
 @given(lists=SEQUENCES)
-def test_where_all_may_share_each_beginning_stands_once(lists):
+def test_shared_prefixes_are_stored_once(lists):
     beginnings = {tuple(each[: n + 1]) for each in lists for n in range(len(each))}
     rows = pack(arrays(lists), [1] * len(lists), ALWAYS)
     assert sum(row.length for row in rows) == len(beginnings)
     assert len(rows) == len({each[0] for each in lists})
-
-
-def test_a_row_is_a_chain_where_sequences_go_on_one_another():
-    (row,) = pack(arrays([[1, 2], [1, 2, 3], [1, 2, 3]]), [1, 1, 1], ALWAYS)
-    assert row.length == 3
-    assert row.is_chain
-    assert row.visible().tolist() == np.tri(3, dtype=bool).tolist()
-
-
-def test_sharing_has_to_save_more_than_looking_at_each_other_costs():
-    packing = Packing(longest=1000, token_work=100.0, pair_work=1.0)
-    # Together 190 tokens: 190^2 - 100^2 - 100^2 pairs more, for 10 tokens less.
-    assert not packing.joins(row_length=100, sequence_length=100, shared=10)
-    assert packing.joins(row_length=100, sequence_length=100, shared=80)
-    assert not packing.joins(row_length=990, sequence_length=90, shared=79)  # 1001 tokens
-    assert not packing.joins(row_length=0, sequence_length=5, shared=0)
-
-
-@pytest.mark.parametrize(
-    ("tokens_at_once", "expected"),
-    [
-        (16, [[10], [9], [8, 7], [6, 5], [4, 3], [2], [1]]),
-        (1000, [[10, 9, 8], [7, 6], [5, 4], [3], [2], [1]]),
-    ],
-)
-def test_batches_are_of_like_lengths_and_hold_as_many_tokens_as_they_may(tokens_at_once, expected):
-    rows = pack(arrays([[n] * (n + 1) for n in range(10)]), [1] * 10, NEVER)
-    found = [[row.length for row in batch] for batch in batches(rows, tokens_at_once)]
-    assert found == expected
 
 
 VOCAB_SIZE, PADDED = 21, 32
@@ -108,12 +78,12 @@ VOCAB_SIZE, PADDED = 21, 32
 def output():
     torch.manual_seed(0)
     weight = torch.randn(PADDED, 8)
-    weight[VOCAB_SIZE:] *= 100  # whoever counts the padding finds it the likeliest
+    weight[VOCAB_SIZE:] *= 100  # the most likely tokens, if padding counted
     return OutputWeights(weight, first=0, vocab_size=VOCAB_SIZE, group=None)
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 3, 100])
-def test_scores_are_those_of_a_softmax_over_the_real_vocabulary(output, rows_at_once, monkeypatch):
+def test_scores_equal_a_softmax_without_padding(output, rows_at_once, monkeypatch):
     monkeypatch.setattr(scoring, "LOGITS_ON_CPU", rows_at_once * PADDED)
     hidden = torch.randn(10, 8)
     rows = torch.randint(0, 10, (40,)).sort().values
@@ -123,17 +93,6 @@ def test_scores_are_those_of_a_softmax_over_the_real_vocabulary(output, rows_at_
     torch.testing.assert_close(scores, expected[rows, labels])
     assert hits.tolist() == (expected.argmax(dim=1)[rows] == labels).tolist()
     assert 0 < hits.sum() < 40
-
-
-def test_the_first_of_equally_likely_tokens_is_taken(output):
-    logits = torch.zeros(1, PADDED)
-    logits[0, [4, 7]] = 1.0
-    assert output.likeliest(logits).tolist() == [4]
-
-
-def test_a_rank_that_holds_padding_alone_has_no_logits(output):
-    beyond = OutputWeights(output.weight, first=PADDED, vocab_size=VOCAB_SIZE, group=None)
-    assert torch.isneginf(beyond.logits(torch.randn(2, 8))).all()
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +114,7 @@ def question(context, continuation):
 
 @pytest.fixture(scope="module")
 def questions(reader):
-    """Choices after contexts, alone or shared, of all lengths; some too long for the model."""
+    """Continuations of contexts of all lengths, some shared, some too long for the model."""
     rng = np.random.default_rng(0)
 
     def draw(length):
@@ -171,7 +130,7 @@ def questions(reader):
     return [asked[number] for number in rng.permutation(len(asked))]
 
 
-def plainly(reader, question):
+def reference_score(reader, question):
     """(log-likelihood, whether it is greedy), from all logits of a pass over this question."""
     whole = np.concatenate([question.context, question.continuation]).astype(np.int64)
     tokens = torch.from_numpy(whole[-(POSITIONS + 1) :])
@@ -188,11 +147,11 @@ def plainly(reader, question):
 
 @pytest.fixture(scope="module")
 def expected(reader, questions):
-    return [plainly(reader, each) for each in questions]
+    return [reference_score(reader, each) for each in questions]
 
 
 @pytest.mark.parametrize("sequences_at_once", [1, 3, 100])
-def test_scores_are_those_of_each_question_alone(scorer, questions, expected, sequences_at_once):
+def test_scores_equal_those_of_each_question_alone(scorer, questions, expected, sequences_at_once):
     answers = scorer(sequences_at_once).score(questions)
     found, greedy = zip(*expected, strict=True)
     np.testing.assert_allclose(answers.log_likelihoods, found, rtol=0, atol=TOLERANCE)
@@ -201,7 +160,7 @@ def test_scores_are_those_of_each_question_alone(scorer, questions, expected, se
     assert answers.num_truncated == sum(length > POSITIONS + 1 for length in lengths) > 0
 
 
-def test_what_greedy_decoding_gives_is_known(reader, scorer):
+def test_is_greedy(reader, scorer):
     context = [5, 6, 7]
     greedy: list[int] = []
     for _ in range(4):
@@ -213,7 +172,7 @@ def test_what_greedy_decoding_gives_is_known(reader, scorer):
     assert scorer(1).score(asked).is_greedy.tolist() == [True, False, True]
 
 
-def test_sharing_saves_work_and_changes_nothing(scorer, questions, monkeypatch):
+def test_sharing_prefixes_saves_flops_and_keeps_scores(scorer, questions, monkeypatch):
     shared = scorer(8).score(questions)
 
     def alone_in_rows(sequences, predicting, packing):
@@ -225,7 +184,7 @@ def test_sharing_saves_work_and_changes_nothing(scorer, questions, monkeypatch):
     assert shared.flops < alone.flops / 2
 
 
-def test_flops_are_those_of_the_shapes(reader, scorer):
+def test_flops(reader, scorer):
     size = reader.shape.size
     context = list(range(10))
     (row,) = pack(
@@ -242,7 +201,7 @@ def test_flops_are_those_of_the_shapes(reader, scorer):
     assert scorer(1).score(asked).flops == expected
 
 
-def test_what_fills_rows_up_does_not_matter(reader):
+def test_padding_does_not_change_hidden_states(reader):
     rows = pack(
         [np.array([1, 2, 3], np.int32), np.array([1, 2, 4], np.int32)],
         [1, 1],
@@ -257,13 +216,13 @@ def test_what_fills_rows_up_does_not_matter(reader):
     torch.testing.assert_close(states[0], states[1])
 
 
-def test_a_model_that_has_diverged_is_told(reader, scorer):
+def test_diverged_model_is_rejected(reader, scorer):
     weight = reader.model.embedding.word_embeddings.weight
     kept = weight[3].clone()
     try:
         with torch.no_grad():
             weight[3] = torch.nan
-        with pytest.raises(UserError, match="not finite: the model has diverged"):
+        with pytest.raises(UserError, match="not finite"):
             scorer(1).score([question([3], [4])])
     finally:
         with torch.no_grad():

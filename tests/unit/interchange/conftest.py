@@ -1,4 +1,4 @@
-"""A corpus of four domains, and a mixture of it whose weights rounding would change."""
+"""A corpus of four domains and a mixture whose weights have no short decimal form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.interchange import ExportOptions, exported_text
 from tests.small_corpus import write_small_corpus
 
-# 'poems' has no weight. The others are far from uniform, and none is short in decimals.
+# 'poems' has no weight.
 WEIGHTS = {"news": 0.1 + 0.2, "code": 1 / 7, "poems": 0.0, "wiki(en)": 1 - (0.1 + 0.2) - 1 / 7}
 
 
@@ -28,12 +28,12 @@ def mixture_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def weights(mixture_file):
-    """Domain -> weight, as the mixture is read; those above 0 are what a reader is to find."""
+    """Domain -> weight."""
     return Mixture.load(mixture_file).weights
 
 
 @pytest.fixture(scope="session")
-def drawn(weights):
+def sampled(weights):
     return {name: weight for name, weight in weights.items() if weight > 0}
 
 

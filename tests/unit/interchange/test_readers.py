@@ -1,7 +1,7 @@
-"""What other trainers draw by our exports, each with its own package in an environment of its own.
+"""Samples that other trainers draw with our exports.
 
-Nothing of theirs is a dependency of ours, so they are installed here, from the index that pip is
-set up with; what is not on it is skipped.
+Their packages are no dependencies of ours: they are installed here into a virtual environment, and
+skipped if pip does not find them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def environment(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     constraints = folder / "constraints.txt"
-    # The torch that is installed here, lest every package brings another.
+    # The installed torch, so that packages do not bring another.
     torch = importlib.metadata.version("torch").partition("+")[0]
     constraints.write_text(f"torch=={torch}\n")
     installed: set[str] = set()
@@ -43,7 +43,7 @@ def environment(tmp_path_factory):
             [*pip, "--constraint", constraints, package], capture_output=True, text=True
         )
         if f"No matching distribution found for {package}" in done.stderr:
-            pytest.skip(f"{package} is not on the package index")
+            pytest.skip(f"pip does not find {package}")
         assert done.returncode == 0, done.stderr
         installed.add(package)
 
@@ -76,7 +76,7 @@ def domain_tokens(corpus, name):
 
 
 def shares(samples, corpus):
-    """Domain -> its share of the samples, told by the tokens that are frequent in it alone."""
+    """Domain -> its share of the samples, recognised by the domain's frequent tokens."""
     frequent = {
         name: {token for token, _ in Counter(domain_tokens(corpus, name)).most_common(STATES + 1)}
         - {EOD}
@@ -95,15 +95,15 @@ def documents(corpus, name):
     return [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == EOD) + 1)[:-1]]
 
 
-def test_olmo_core_draws_our_tokens_by_the_exported_weights(draw, corpus, drawn, tmp_path):
+def test_olmo_core_samples_with_the_exported_weights(draw, corpus, sampled, tmp_path):
     budget = 4 * sum(corpus.train_tokens.values())
     (tmp_path / "token_budget.json").write_text(json.dumps(budget))
     samples = draw("ai2-olmo-core", "olmo_core_reads.py", "olmo-core", token_budget=budget)
     assert len(samples) * SEQUENCE_LENGTH == pytest.approx(budget, rel=0.01)
-    assert shares(samples, corpus) == pytest.approx(drawn, abs=0.01)
+    assert shares(samples, corpus) == pytest.approx(sampled, abs=0.01)
     windows = {
         tuple(window)
-        for name in drawn
+        for name in sampled
         for window in np.lib.stride_tricks.sliding_window_view(
             domain_tokens(corpus, name), SEQUENCE_LENGTH
         ).tolist()
@@ -112,20 +112,20 @@ def test_olmo_core_draws_our_tokens_by_the_exported_weights(draw, corpus, drawn,
 
 
 # 2,000 independent draws: 0.04 is nearly four standard deviations of a share.
-def test_litdata_draws_by_the_exported_weights(draw, corpus, drawn, tmp_path):
+def test_litdata_samples_with_the_exported_weights(draw, corpus, sampled, tmp_path):
     for name in corpus.names:
-        # Eight times over: it ends as soon as one data set does, which is not to be before the end.
+        # Repeated, since sampling ends with the first exhausted data set.
         tokens = domain_tokens(corpus, name).tolist() * 8
         (tmp_path / f"{name}.json").write_text(json.dumps(tokens))
     samples = draw("litdata", "litdata_reads.py", "litgpt")
     assert len(samples) == 2000
-    assert shares(samples, corpus) == pytest.approx(drawn, abs=0.04)
+    assert shares(samples, corpus) == pytest.approx(sampled, abs=0.04)
 
 
-def test_torchtitan_draws_by_the_exported_weights(draw, corpus, drawn, tmp_path):
+def test_torchtitan_samples_with_the_exported_weights(draw, corpus, sampled, tmp_path):
     for name in corpus.names:
         texts = [{"text": " ".join(map(str, ids))} for ids in documents(corpus, name)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, texts)))
     samples = draw("torchtitan", "torchtitan_reads.py", "torchtitan")
     assert len(samples) == 2000
-    assert shares(samples, corpus) == pytest.approx(drawn, abs=0.04)
+    assert shares(samples, corpus) == pytest.approx(sampled, abs=0.04)

@@ -1,4 +1,4 @@
-"""What several files of tests of one method read, made once."""
+"""Results that several test files of one method read, computed once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def doremi_mixture(
     corpus: Corpus, finished_run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A mixture of DoReMi with its proxy beside it, for reading only."""
-    from megatron_chameleon.methods.excess_loss.compute import compute_doremi
+    """A read-only mixture of DoReMi, next to its proxy."""
+    from megatron_chameleon.methods.doremi.compute import compute_doremi
     from tests.unit.methods.doremi_runs import doremi_options
 
     output = tmp_path_factory.mktemp("found") / "doremi.json"

@@ -1,4 +1,4 @@
-"""What the tests of DoReMi share: small runs of it, and what they leave behind."""
+"""Small runs of DoReMi, and readers of their results."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.artifacts import (
-    CheckpointRecord,
-    TrainingRun,
-)
+from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
-from megatron_chameleon.methods.doremi import DoremiOptions
-from megatron_chameleon.options.doremi import DoremiRule
-from megatron_chameleon.options.proxy import ProxyOptions
-from megatron_chameleon.options.training import OptimizerOptions
+from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
+from megatron_chameleon.methods.options import ProxyOptions
+from megatron_chameleon.training.options import OptimizerOptions
 
 STEPS = 6
 SLOW = DoremiRule(doremi_eta=0.1)
 
 
 def proxy_options(**changes) -> ProxyOptions:
-    """Six steps of a nano model, as the fixture ``finished_run`` was trained."""
+    """Six steps of a nano model, like the fixture ``finished_run``."""
     settings = {
         "model_size": "nano",
         "seq_length": 32,
@@ -37,14 +33,14 @@ def proxy_options(**changes) -> ProxyOptions:
 
 
 def doremi_options(output, proxy=None, **changes) -> DoremiOptions:
-    """Of a proxy of six steps, with smaller steps of the weights than usual."""
+    """A proxy of six steps, with a small step size of the weights."""
     settings = {"rule": SLOW, **changes}
     return DoremiOptions(output=output, proxy=proxy_options(**(proxy or {})), **settings)
 
 
 @pytest.fixture
 def options(corpus, finished_run, tmp_path):
-    """``options(name, proxy, **changes)``: against a reference that is trained already."""
+    """``options(name, proxy, **changes)``: with a finished reference."""
 
     def make(name="doremi", proxy=None, **changes) -> DoremiOptions:
         given = {"corpus": corpus.root, "reference": finished_run, **changes}
@@ -55,13 +51,13 @@ def options(corpus, finished_run, tmp_path):
 
 @pytest.fixture
 def found(doremi_mixture) -> Path:
-    """A mixture with its proxy beside it, for reading only."""
+    """A read-only mixture, next to its proxy."""
     return doremi_mixture
 
 
 @pytest.fixture
 def half_done(found, tmp_path):
-    """A copy of that proxy in the place of the one that ``options()`` trains."""
+    """A copy of that proxy at the path of the one that ``options()`` trains."""
     return Path(shutil.copytree(found.with_suffix(""), tmp_path / "4-mixture" / "doremi"))
 
 
@@ -71,11 +67,6 @@ def proxy_of(output: Path) -> TrainingRun:
 
 def hook_lines(output: Path) -> list[dict]:
     return [line["hook"] for line in proxy_of(output).metrics()]
-
-
-def figures_of(output: Path):
-    lines = proxy_of(output).metrics()
-    return [(line["loss"], line["grad_norm"], line["hook"]) for line in lines]
 
 
 def state_of(output: Path, step=STEPS):

@@ -1,11 +1,13 @@
-"""What the tests of RegMix and Data Mixing Laws share: small swarms, runs of known losses."""
+"""Runs with known losses, and small swarms, for the tests of RegMix and Data Mixing Laws."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from megatron_chameleon.artifacts import Cost
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
-from megatron_chameleon.options.swarm import SwarmOptions
+from megatron_chameleon.methods.swarm.folder import SwarmResult
+from megatron_chameleon.methods.swarm.options import SwarmOptions
 from tests.small_corpus import DOMAINS
 
 SWARM = SwarmOptions(
@@ -17,26 +19,33 @@ SWARM = SwarmOptions(
     lr_warmup_iters=1,
     eval_tokens=128,
 )
-"""Seconds for a dozen members."""
+"""A second per member."""
 
 
-def drawn_runs(losses_of, count, domains=DOMAINS) -> MixtureRuns:
-    """``count`` runs on mixtures [n, 3], with the losses [n, 3] that ``losses_of`` gives them."""
+def sampled_runs(losses_of, count, domains=DOMAINS) -> MixtureRuns:
+    """``count`` runs on mixtures [n, 3] with losses [n, 3] ``losses_of(mixtures)``."""
     mixtures = np.random.default_rng(0).dirichlet(np.ones(3), count)
     keys = [str(number) for number in range(count)]
     return MixtureRuns(keys, list(domains), mixtures, list(domains), losses_of(mixtures))
 
 
-def make_options(options_type, corpus, folder, given, settings):
-    """Options to fit the runs ``given``, whose tables are written to ``folder``.
-
-    Without any, and without tables in ``settings``, they are to train a swarm.
-    """
+def make_options(options_type, corpus, folder, runs, settings):
+    """Options to fit ``runs``, whose tables are written to ``folder``; to train a swarm if None."""
     own = {"corpus": corpus.root, "output": folder / "out" / "mixture.json"}
-    if given is not None:
+    if runs is not None:
         tables = {"ratios": folder / "ratios.csv", "metrics": folder / "metrics.csv"}
-        write_mixture_runs(given, **tables)
+        write_mixture_runs(runs, **tables)
         own |= tables
     elif "ratios" not in settings:
         own["swarm"] = SWARM
     return options_type(**{**own, **settings})
+
+
+def swarm_result(diverged=()) -> SwarmResult:
+    """Twenty members, measured twice."""
+    mixtures = np.random.default_rng(0).dirichlet(np.ones(3), 20)
+    losses = np.repeat(2 + mixtures[:, None], 2, axis=1)
+    losses[list(diverged)] = np.nan
+    return SwarmResult(
+        list(DOMAINS), mixtures, [5, 10], losses, list(diverged), Cost(1e9, 2.0, 1.0, 2)
+    )

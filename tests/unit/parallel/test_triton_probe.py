@@ -1,4 +1,4 @@
-"""Where Triton cannot launch a kernel, torch computes the same, and one warning names the fix."""
+"""If Triton cannot launch kernels, torch computes the same, and one warning names the fix."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can la
 
 
 class OnGPU(torch.Tensor):
-    """A CPU tensor that says it is on a GPU; a Triton launch on it fails for want of a driver."""
+    """A CPU tensor that claims to be on a GPU; a Triton launch fails there without a driver."""
 
     is_cuda = True
 
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch):
-    """Neither the probe's answer nor its warning is there yet."""
+    """Clear the cached result and warning."""
     triton_probe.triton_problem.cache_clear()
     triton_probe._works_or_warns.cache_clear()
     monkeypatch.setattr(torch, "empty", lambda *size, **_device: torch.zeros(*size))
@@ -33,7 +33,7 @@ def _new_process(monkeypatch):
     triton_probe._works_or_warns.cache_clear()
 
 
-def test_without_a_compiler_everything_is_computed_with_one_warning(tmp_path, monkeypatch):
+def test_without_a_compiler_torch_computes_with_one_warning(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     rows = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
@@ -62,7 +62,7 @@ def test_missing_headers_are_named(tmp_path, monkeypatch):
 
 
 def test_any_other_failure_of_the_launch_is_one_line():
-    """Here that there is no driver."""
+    """Here a missing driver."""
     problem = triton_probe.triton_problem()
     assert problem is not None
     assert "driver" in problem

@@ -66,10 +66,6 @@ def figures(cost):
     return (cost.flops, cost.device_seconds, cost.wall_seconds)
 
 
-def cells_of(table):
-    return {row[0]: list(row[1:]) for row in (*table.rows, *table.summary)}
-
-
 def note_of(root, name):
     folder = RunFolder.load(root)
     table = mixture_cost_table(ledger_of(folder), folder)

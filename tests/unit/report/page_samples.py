@@ -18,15 +18,8 @@ from megatron_chameleon.artifacts import (
     Mixture,
     TrainingRun,
 )
-from megatron_chameleon.artifacts.downstream_result import (
-    Accuracy,
-    DownstreamProtocol,
-    DownstreamResult,
-    ShotScore,
-    TaskScore,
-)
+from tests.unit.report.downstream_samples import PROTOCOL, downstream
 from tests.unit.report.report_samples import (
-    PROVENANCE,
     random_weights,
     write_run_folder,
     write_sweep,
@@ -46,12 +39,13 @@ HOSTILE_NAMES = [
 ]
 RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 TASKS = ("arc_easy", "piqa", "winogrande")
+ZERO_SHOT = dataclasses.replace(PROTOCOL, shots=[0])
 
 
 def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int = 12) -> Path:
     """A run folder with everything.
 
-    That is tokens drawn, bytes and documents of held-out text, tasks, a sweep, and ``windows`` of
+    That is sampled tokens, bytes and documents of held-out text, tasks, a sweep, and ``windows`` of
     each domain.
     """
     write_run_folder(root, names, seed)
@@ -72,7 +66,9 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
             for domain, loss in result.domains.items()
         }
         dataclasses.replace(result, domains=domains, corpus_hash=corpus.hash).save(path)
-        _answers(name, rng).save(root / "6-evaluation" / f"{name}-downstream.json")
+        accuracies = {task: {0: float(rng.random())} for task in TASKS}
+        answers = downstream(accuracies, protocol=ZERO_SHOT, checkpoint_hash=name)
+        answers.save(root / "6-evaluation" / f"{name}-downstream.json")
     Mixture(random_weights(names, rng), "doremi", cost=Cost(9e12, 40.0, 20.0, 2)).save(
         root / "4-mixture/doremi.json"
     )
@@ -99,22 +95,3 @@ def _by_document(losses: np.ndarray, unigram_loss: float) -> DomainLoss:
 def _moved(weights: dict[str, float], rng: np.random.Generator, size: float) -> dict[str, float]:
     moved = {name: w * float(np.exp(rng.normal(0, size))) for name, w in weights.items()}
     return {name: w / sum(moved.values()) for name, w in moved.items()}
-
-
-def _answers(name: str, rng: np.random.Generator) -> DownstreamResult:
-    tasks = {}
-    for task in TASKS:
-        answers = rng.integers(0, 2, 40).astype(float).tolist()
-        found = Accuracy.of(answers)
-        score = ShotScore(found.accuracy, found.standard_error, 40, 0, task)
-        tasks[task] = TaskScore("acc", "1", "train", {0: score}, found)
-    return DownstreamResult(
-        checkpoint="checkpoints/200",
-        checkpoint_hash=name,
-        step=200,
-        protocol=DownstreamProtocol("0.4.13", [0], None, 1234, "float32"),
-        tasks=tasks,
-        gaps=[],
-        provenance=PROVENANCE,
-        cost=Cost(1e11, 2.0, 1.0, 2),
-    )

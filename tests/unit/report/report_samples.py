@@ -30,8 +30,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
-from megatron_chameleon.report.comparison import compare
-from megatron_chameleon.report.perplexity import perplexity_table
+from megatron_chameleon.report.comparison import compare, perplexity_table
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import Table
 from tests.unit.artifacts.artifact_samples import write_metrics
@@ -212,6 +211,16 @@ def columns(table: Table) -> dict[str, tuple[str, ...]]:
     """Heading -> texts of the column, summary included."""
     rows = [list(row) for row in (*table.rows, *table.summary)]
     return dict(zip(table.header, zip(*rows, strict=True), strict=True))
+
+
+def rows_of(table: Table) -> dict[str, list[str]]:
+    """Name of a row -> its other cells, summary included."""
+    return {row[0]: list(row[1:]) for row in (*table.rows, *table.summary)}
+
+
+def edit_evaluation(root: Path, name: str, **changes: Any) -> None:
+    path = root / "6-evaluation" / f"{name}.json"
+    dataclasses.replace(EvaluationResult.load(path), **changes).save(path)
 
 
 def write_sweep(root: Path, mixtures: dict[str, list[Mixture]], **changes: Any) -> Sweep:

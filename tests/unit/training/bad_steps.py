@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_chameleon.training import loop, step
+from megatron_chameleon.training import step, trainer
 
 
 def run_out(*_arguments, **_more):
@@ -20,7 +20,7 @@ def before_steps(patched, actions):
         actions.get(next(steps), lambda _model: None)(model)
         return step.train_step(model, *arguments, **more)
 
-    patched.setattr(loop, "train_step", train_step)
+    patched.setattr(trainer, "train_step", train_step)
 
 
 def poison(factor):

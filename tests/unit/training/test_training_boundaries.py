@@ -11,16 +11,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_mask
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.options.training import (
-    DocumentBoundaryOptions,
-    OptimizerOptions,
-    PretrainOptions,
-)
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.passes import BatchShape, Passes
-from megatron_chameleon.training.step import train_step
+from megatron_chameleon.training.options import OptimizerOptions, PretrainOptions
+from megatron_chameleon.training.step import BatchShape, Passes, train_step
 
 VOCAB_SIZE, LENGTH, NUM_DOMAINS = 100, 24, 3
 EOD = VOCAB_SIZE - 1

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from megatron_chameleon.artifacts import TrainingRun
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.training import DocumentBoundaryOptions
-from megatron_chameleon.training.pretrain import pretrain
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.trainer import pretrain
 
 OPTIONS = [field.name for field in dataclasses.fields(DocumentBoundaryOptions)]
 
@@ -24,10 +24,8 @@ def first_steps(pretrain_options, tmp_path):
             boundaries=boundaries,
             train_iters=2,
             log_interval=1,
+            optimizer=OptimizerOptions(lr=1e-2, lr_warmup_iters=0),
             **{"micro_batch_size": 4, **changes},
-        )
-        options = dataclasses.replace(
-            options, optimizer=dataclasses.replace(options.optimizer, lr_warmup_iters=0)
         )
         pretrain(options)
         return list(TrainingRun.load(options.run_dir).metrics())
@@ -53,11 +51,3 @@ def test_masked_ends_do_not_make_a_run_hang_on_its_micro_batches(first_steps):
         for field in ("loss", "grad_norm"):
             assert one[field] == pytest.approx(two[field], rel=1e-5)
             assert one[field] == pytest.approx(three[field], rel=1e-5)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_run_goes_on_only_with_the_same_options(trained_run, pretrain_options, name):
-    other = DocumentBoundaryOptions(**{name: True})
-    flag = "--" + name.replace("_", "-")
-    with pytest.raises(UserError, match=f"holds a run with {flag} False, not True; "):
-        pretrain(pretrain_options(trained_run, boundaries=other))

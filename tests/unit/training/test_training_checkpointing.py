@@ -23,10 +23,9 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.checkpointing import CheckpointingOptions
-from megatron_chameleon.options.logging import LoggingOptions
-from megatron_chameleon.training import loop
-from megatron_chameleon.training.pretrain import pretrain
+from megatron_chameleon.training import trainer
+from megatron_chameleon.training.options import CheckpointingOptions, LoggingOptions
+from megatron_chameleon.training.trainer import pretrain
 from tests.full_disk import largest_file_size
 
 ASYNC = CheckpointingOptions(async_save=True)
@@ -64,14 +63,14 @@ def names_in(run_dir):
 def before_step(monkeypatch, number, act):
     """Have ``act`` called before the step of this number, in the next run."""
     steps = itertools.count(1)
-    real = vars(loop)["train_step"]  # which may do so before another step already
+    real = vars(trainer)["train_step"]  # which may do so before another step already
 
     def train_step(*arguments):
         if next(steps) == number:
             act()
         return real(*arguments)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(trainer, "train_step", train_step)
 
 
 def write_late(monkeypatch, run_dir, logged):

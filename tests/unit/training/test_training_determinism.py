@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from megatron_chameleon.training.determinism import deterministic_algorithms
+from megatron_chameleon.training.trainer import deterministic_algorithms
 
 
 def test_only_deterministic_algorithms_run_within_the_block(monkeypatch):

@@ -14,22 +14,27 @@ from megatron.core.tensor_parallel import layers
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.checkpoint.state import random_states
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.activation_memory import chunks_in_flight
-from megatron_chameleon.model.memory_advice import training_setup
+from megatron_chameleon.model.memory import chunks_in_flight
 from megatron_chameleon.model.sizes import ModelShape, model_size
-from megatron_chameleon.options.parallel import TrainingParallelOptions
-from megatron_chameleon.options.training import DocumentBoundaryOptions, PretrainOptions
 from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.training import dry_step, passes, trained_model
-from megatron_chameleon.training.dry_step import dry_first_step, is_wanted, microbatches_to_peak
+from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.training import memory, optimizer, step
+from megatron_chameleon.training.checkpointing import Progress, find_progress
+from megatron_chameleon.training.memory import (
+    dry_first_step,
+    microbatches_to_peak,
+    training_setup,
+    wants_dry_step,
+)
+from megatron_chameleon.training.optimizer import build_trained_model
+from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.pretrain import pretrain
-from megatron_chameleon.training.resume import Progress, find_progress
 from megatron_chameleon.training.step import train_step
-from megatron_chameleon.training.trained_model import build_trained_model
+from megatron_chameleon.training.trainer import pretrain
 from tests.peak_memory import peak_bytes
 from tests.unit.training.bad_steps import run_out
 
@@ -112,7 +117,7 @@ def test_it_takes_what_real_steps_take(pretrain_options, tmp_path, bf16, boundar
     with distributed(TrainingParallelOptions(), seed=0) as layout:
         dry, real = (build_trained_model(plan, layout, Progress()) for _ in range(2))
         taken = peak_bytes(lambda: dry_first_step(plan, layout, dry))
-        batches = dry_step._random_batches(plan, 2 * real.passes.shape.num_microbatches)
+        batches = memory._random_batches(plan, 2 * real.passes.shape.num_microbatches)
         assert taken == pytest.approx(peak_of_steps(real, batches), rel=TOLERANCE)
 
 
@@ -127,6 +132,7 @@ def test_the_fewest_micro_batches_fill_the_pipeline(pretrain_options, pipeline, 
     )
     options = PretrainOptions(
         run_dir=Path("run"),
+        corpus=Path("corpus"),
         parallel=parallel,
         micro_batch_size=1,
         global_batch_size=pipeline * rounds,
@@ -152,14 +158,14 @@ def test_a_run_that_begins_with_it_has_the_same_losses(pretrain_options, finishe
 
 def test_where_it_is_done():
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert is_wanted("auto", gpu)
-    assert not is_wanted("auto", cpu)
-    assert is_wanted("on", cpu)
-    assert not is_wanted("off", gpu)
+    assert wants_dry_step("auto", gpu)
+    assert not wants_dry_step("auto", cpu)
+    assert wants_dry_step("on", cpu)
+    assert not wants_dry_step("off", gpu)
 
 
 def test_a_run_without_it_does_none(pretrain_options, tmp_path, monkeypatch):
-    monkeypatch.setattr(dry_step, "_random_batches", run_out)
+    monkeypatch.setattr(memory, "_random_batches", run_out)
     pretrain(pretrain_options(tmp_path / "run", train_iters=3))
     assert TrainingRun.load(tmp_path / "run").status == "finished"
 
@@ -167,8 +173,8 @@ def test_a_run_without_it_does_none(pretrain_options, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("where", "name", "parallel", "number"),
     [
-        (trained_model, "data_parallel", TrainingParallelOptions(), 1),  # makes the gradients
-        (passes, "mean_loss", TrainingParallelOptions(), 1),
+        (optimizer, "data_parallel", TrainingParallelOptions(), 1),  # makes the gradients
+        (step, "mean_loss", TrainingParallelOptions(), 1),
         (torch, "zeros_like", TrainingParallelOptions(), 1),  # makes the moments
         (layers, "prepare_input_tensors_for_wgrad_compute", SHARDED, 2),
     ],
@@ -190,7 +196,7 @@ def test_out_of_memory_ends_the_command_before_anything_is_written(
             pretrain(options)
 
     with pytest.raises(SystemExit) as left:
-        run_tool(start, PretrainOptions, ["--run-dir", str(options.run_dir)])
+        run_tool(start, PretrainOptions, ["--run-dir", str(options.run_dir), "--corpus", "x"])
     said = capsys.readouterr().err.splitlines()[-1]  # behind warnings of torch
     assert left.value.code == 2
     assert said.startswith("error: out of memory: a rank of pipeline stage 0 needs about")
@@ -204,7 +210,7 @@ def test_out_of_memory_leaves_a_run_that_is_continued_as_it_was(
 ):
     shutil.rmtree(step_folder(trained_run, 6))
     before = (trained_run / "run.json").read_bytes()
-    monkeypatch.setattr(passes, "mean_loss", run_out)
+    monkeypatch.setattr(step, "mean_loss", run_out)
     with pytest.raises(UserError, match=r"out of memory: .* or --"):
         pretrain(pretrain_options(trained_run, dry_first_step="on"))
     assert (trained_run / "run.json").read_bytes() == before

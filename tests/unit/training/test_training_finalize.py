@@ -11,8 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.training.finalize import finalize_gradients
 from megatron_chameleon.training.optimizer import data_parallel
+from megatron_chameleon.training.step import finalize_gradients
 from tests.device_reads import device_reads
 
 SHAPE = ModelShape(ModelSize(1, 2, 16, 32), vocab_size=50, max_sequence_length=8)

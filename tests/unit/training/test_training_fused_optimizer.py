@@ -14,11 +14,10 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.options.training import OptimizerOptions
-from megatron_chameleon.training import fused_optimizer
+from megatron_chameleon.training import optimizer as optimizer_module
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.passes import BatchShape, Passes
-from megatron_chameleon.training.step import train_step
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.step import BatchShape, Passes, train_step
 from tests.device_reads import device_reads
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
@@ -157,7 +156,7 @@ def tensors(*sizes):
 
 def test_the_norm_is_megatrons():
     given = tensors((3, 4), (5,), (1,), (64, 64))
-    mine, _ = fused_optimizer.l2_norm(1, torch.zeros(1), [given], False)
+    mine, _ = optimizer_module.l2_norm(1, torch.zeros(1), [given], False)
     right, _ = local_multi_tensor_l2_norm(1, torch.zeros(1), [given], False)
     assert mine.shape == right.shape
     torch.testing.assert_close(mine, right)
@@ -168,7 +167,7 @@ def test_scaling_is_megatrons_in_place_and_to_other_tensors():
         mine, right = tensors((3, 4), (5,)), tensors((3, 4), (5,))
         targets = [mine if in_place else [torch.empty_like(t) for t in mine], right]
         for function, sources, to in zip(
-            (fused_optimizer.scale, local_multi_tensor_scale), (mine, right), targets, strict=True
+            (optimizer_module.scale, local_multi_tensor_scale), (mine, right), targets, strict=True
         ):
             function(1, torch.zeros(1), [sources, to], 0.3)
         for a, b in zip(*targets, strict=True):

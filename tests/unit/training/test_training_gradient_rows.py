@@ -10,8 +10,8 @@ import torch
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.options.parallel import TrainingParallelOptions
-from megatron_chameleon.training.gradient_rows import (
+from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.training.domain_gradients import (
     CHUNK,
     CHUNKS_AT_ONCE,
     GradientRows,

@@ -12,10 +12,9 @@ import torch
 
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.options.guards import GuardOptions
-from megatron_chameleon.options.training import OptimizerOptions
-from megatron_chameleon.training.guards import RollingBound, StepGuard, with_copies
-from megatron_chameleon.training.optimizer import build_optimizer, data_parallel
+from megatron_chameleon.training.guard import RollingBound, StepGuard
+from megatron_chameleon.training.optimizer import build_optimizer, data_parallel, with_copies
+from megatron_chameleon.training.options import GuardOptions, OptimizerOptions
 
 SHAPE = ModelShape(ModelSize(1, 2, 16, 32), vocab_size=50, max_sequence_length=8)
 BAD = (math.nan, math.inf, -math.inf)
@@ -49,7 +48,7 @@ def test_steps_are_counted():
 
 
 def test_without_a_factor_nothing_is_a_spike():
-    judge = guard(spike_window=2).judge
+    judge = guard().judge
     assert [judge(10.0**power, 10.0**power) for power in range(30)] == [None] * 30
 
 

@@ -7,8 +7,8 @@ import gc
 import pytest
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_chameleon.options.parallel import TrainingParallelOptions
-from megatron_chameleon.training.pretrain import pretrain
+from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.training.trainer import pretrain
 
 
 def models_in_memory():

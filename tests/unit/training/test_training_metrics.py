@@ -6,36 +6,8 @@ import mmap
 import pytest
 import torch
 
-from megatron_chameleon.training.metrics import (
-    Interval,
-    IntervalMeter,
-    Speed,
-    duration,
-    memory_bytes,
-    progress_line,
-    validation_line,
-)
+from megatron_chameleon.training.metrics import Interval, IntervalMeter, memory_bytes
 from megatron_chameleon.training.step import StepResult
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (0.4, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 00 s"),
-        (65, "1 min 05 s"),
-        (3599.4, "59 min 59 s"),
-        (3599.6, "1 h 00 min"),
-        (7620, "2 h 07 min"),
-        (86_399, "23 h 59 min"),
-        (86_400, "1 d 00 h"),
-        (3 * 86_400 + 4 * 3600 + 59 * 60, "3 d 04 h"),
-    ],
-)
-def test_durations_are_told_in_two_units(seconds, text):
-    assert duration(seconds) == text
 
 
 def sums(*rows):
@@ -54,14 +26,6 @@ def test_an_interval_adds_up_its_steps(one_rank):
     assert interval.domain_tokens_drawn == {"a": 6, "c": 4}
     assert interval.grad_norm == 0.25
     assert interval.tokens_per_second > 0
-
-
-def test_reading_starts_a_new_interval(one_rank):
-    meter = IntervalMeter(["a", "b"], one_rank)
-    meter.add(StepResult(sums([6.0, 2, 2], [3.0, 1, 1]), grad_norm=0.5))
-    meter.read()
-    meter.add(StepResult(sums([0, 0, 0], [5.0, 2, 2]), grad_norm=0.1))
-    assert meter.read().domain_loss == {"b": 2.5}
 
 
 def test_a_loss_that_is_no_number_stays_one(one_rank):
@@ -114,20 +78,3 @@ def test_the_memory_is_that_of_this_process():
 INTERVAL = Interval(
     3.14159, {}, {}, {}, grad_norm=0.987, tokens_per_second=12_345.6, memory_bytes=1 << 30
 )
-
-
-def test_the_line_for_people():
-    assert progress_line(20, 2000, 5e-4, INTERVAL, Speed(0.1234), 0, left=3725) == (
-        "step   20/2000 | loss 3.1416 | lr 5.00e-04 | grad norm 0.99 | 12,346 tokens/s | "
-        "0.123 TFLOP/s | 1 h 02 min left"
-    )
-
-
-def test_the_line_tells_utilization_and_skipped_steps_where_there_are_any():
-    line = progress_line(20, 2000, 5e-4, INTERVAL, Speed(412.3, 0.4169), 3, left=0)
-    assert line.endswith("| 412 TFLOP/s | 41.7% MFU | 3 skipped | 0 s left")
-
-
-def test_the_line_of_a_validation():
-    line = validation_line(20, 2000, {"news": 3.14159, "code": 2.0})
-    assert line == "validation after step   20/2000 | loss news 3.1416, code 2.0000"

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from megatron_chameleon.training.phase_timers import PhaseTimers
+from megatron_chameleon.training.metrics import PhaseTimers
 
 
 @pytest.fixture

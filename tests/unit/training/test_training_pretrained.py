@@ -14,11 +14,11 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folde
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.pretrain import pretrain
+from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import write_small_corpus
 from tests.unit.training.progress import progress_of_run
 

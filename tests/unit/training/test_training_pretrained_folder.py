@@ -13,17 +13,16 @@ import tokenizers
 import torch
 import transformers
 
-from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.options.parallel import ParallelOptions, TrainingParallelOptions
-from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
+from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.pretrain import pretrain
+from megatron_chameleon.training.trainer import pretrain
 from tests.rounding import assert_as_near
 from tests.small_corpus import VOCAB_SIZE, word_tokenizer, write_small_corpus
 from tests.unit.training.progress import progress_of_run
@@ -105,25 +104,6 @@ def test_a_run_starts_as_the_model_that_transformers_computes(options_for, tmp_p
     assert_as_near(logits_here(checkpoint, tokens), reference, exact)
 
 
-def test_it_says_what_it_starts_from_and_what_is_left_out(options_for, made, capsys):
-    pretrain(options_for(made))
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("training: nano, ")
-    start = said.index(f"starting from the weights of the Hugging Face folder {made}")
-    assert said[start + 1] == (
-        "the last 69 of its 320 embedding rows are left out: the tokenizer has 251 tokens"
-    )
-    assert said[start + 2] == "its dropout of 0.1 is left out: models here train without"
-
-
-def test_bf16_starts_from_them_too(options_for, made):
-    options = options_for(made, bf16=True)
-    pretrain(options)
-    tokens = torch.arange(POSITIONS)[None]
-    found = logits_here(step_folder(options.run_dir, 1), tokens)
-    assert (found - logits_there(made, tokens)).abs().max() < 0.1
-
-
 def test_a_size_is_not_asked_for_and_a_name_is_found(options_for, made, tmp_path):
     assert plan_training(options_for(made)).options.model_size == "nano"
     nameless = write_folder(tmp_path / "other", vocab_size=VOCAB_SIZE, **NAMELESS)
@@ -146,14 +126,6 @@ def test_the_run_goes_on_whether_the_size_is_given_and_wherever_the_folder_lies(
     change_config(moved, activation_function="gelu")
     with pytest.raises(UserError, match="holds a run with another pretrained checkpoint; choose"):
         progress_of_run(options)
-
-
-def test_its_record_names_the_weights(options_for, made):
-    options = options_for(made)
-    pretrain(options)
-    expected = sha256_of_files(made / "config.json", made / "model.safetensors")
-    inputs = TrainingRun.load(options.run_dir).provenance.inputs
-    assert inputs["pretrained checkpoint"] == expected
 
 
 def change_config(folder: Path, **changes) -> None:

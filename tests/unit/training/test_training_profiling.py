@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from megatron_chameleon.options.profiling import ProfilingOptions
+from megatron_chameleon.training.options import ProfilingOptions
 from megatron_chameleon.training.profiling import StepProfiler
 
 WANTED = ProfilingOptions(profile=True, profile_step_start=2, profile_step_end=4)

@@ -12,11 +12,10 @@ import pytest
 
 from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.checkpointing import CheckpointingOptions
-from megatron_chameleon.options.data import DataOptions
-from megatron_chameleon.options.guards import GuardOptions
-from megatron_chameleon.training.pretrain import pretrain
+from megatron_chameleon.training.options import CheckpointingOptions, GuardOptions
+from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS
 from tests.unit.training.bad_steps import before_steps, poison
 

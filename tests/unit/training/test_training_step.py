@@ -10,10 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.options.training import OptimizerOptions
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.passes import BatchShape, Passes
-from megatron_chameleon.training.step import train_step
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.step import BatchShape, Passes, train_step
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=3, clip_grad=0.5)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from megatron_chameleon.options.stopping import StoppingOptions
 from megatron_chameleon.training import stopping
+from megatron_chameleon.training.options import StoppingOptions
 from megatron_chameleon.training.stopping import REASONS, StopRequests
 
 
@@ -38,7 +38,7 @@ def test_what_comes_twice_from_terminal_and_launcher_is_one_wish():
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(second, monkeypatch):
-    monkeypatch.setattr(stopping, "SECONDS_OF_ONE_WISH", 0.0)
+    monkeypatch.setattr(stopping, "SECONDS_OF_ONE_REQUEST", 0.0)
     with StopRequests(StoppingOptions()):
         send(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.evaluation.held_out import choose_windows
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, model_size
-from megatron_chameleon.training.passes import BatchShape, Passes
+from megatron_chameleon.training.step import BatchShape, Passes
 from megatron_chameleon.training.validation import Validation, held_out_text
 from tests.small_corpus import VOCAB_SIZE
 

@@ -11,17 +11,16 @@ import pytest
 
 from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.prefetch import read_parts_ahead
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.options.checkpointing import CheckpointingOptions
-from megatron_chameleon.options.data import DataOptions
-from megatron_chameleon.options.guards import GuardOptions
-from megatron_chameleon.training import hooked_passes, loop, passes
-from megatron_chameleon.training.global_batch import GlobalBatch
-from megatron_chameleon.training.gradient_rows import GradientRows
-from megatron_chameleon.training.hook import TrainingHook
-from megatron_chameleon.training.pretrain import pretrain
-from megatron_chameleon.training.way_out import BY_FLAGS, WayOut
+from megatron_chameleon.training import hook as hook_module
+from megatron_chameleon.training import step as step_module
+from megatron_chameleon.training import trainer
+from megatron_chameleon.training.domain_gradients import GradientRows
+from megatron_chameleon.training.hook import GlobalBatch, TrainingHook
+from megatron_chameleon.training.options import CheckpointingOptions, GuardOptions
+from megatron_chameleon.training.trainer import pretrain
 from tests.distributed.toy_hooks import GradientCombiner, LossWeigher, MixtureChanger
 from tests.unit.training.bad_steps import before_steps, poison, run_out
 
@@ -143,11 +142,8 @@ def test_a_run_goes_on_with_the_hook_that_it_began_with(
     options = pretrain_options(tmp_path / "run")
     before_steps(monkeypatch, {2: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
     pretrain(options, LossWeigher)
-    with pytest.raises(UserError, match="was written by a run of LossWeigher, not of ") as refused:
+    with pytest.raises(UserError, match="LossWeigher"):
         pretrain(options, hook)
-    assert str(refused.value).endswith(f"; {BY_FLAGS}")
-    with pytest.raises(UserError, match=r"; go elsewhere, or begin anew$"):
-        pretrain(options, hook, way_out=WayOut("go elsewhere", "begin anew"))
 
 
 class Large(Counter):
@@ -181,7 +177,7 @@ def test_a_hook_that_does_not_fit_is_told_before_anything_is_written(
 def test_memory_that_a_hook_holds_is_told_where_a_step_does_not_fit(
     pretrain_options, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(passes, "mean_loss", run_out)
+    monkeypatch.setattr(step_module, "mean_loss", run_out)
     with pytest.raises(UserError, match=r"out of memory: .*a large thing 3\.0"):
         pretrain(pretrain_options(tmp_path / "run"), Large)
     assert TrainingRun.load(tmp_path / "run").status == "failed"
@@ -214,8 +210,8 @@ def test_the_dry_step_finds_the_gradients_of_all_domains_beside_it(
         assert rows == [3]
         rows.append(0)
 
-    monkeypatch.setattr(hooked_passes, "GradientRows", Rows)
-    monkeypatch.setattr(loop, "dry_first_step", dry_step)
+    monkeypatch.setattr(hook_module, "GradientRows", Rows)
+    monkeypatch.setattr(trainer, "dry_first_step", dry_step)
     pretrain(pretrain_options(tmp_path / "run", dry_first_step="on"), GradientCombiner)
     assert rows == [3, 0]
 
@@ -236,7 +232,7 @@ def test_reading_ahead_draws_by_the_mixture_that_the_hook_has_chosen(
         parts.append(given)
         return contextlib.closing(read_parts_ahead(batches, device, given))
 
-    monkeypatch.setattr(loop, "read_ahead", read_ahead)
+    monkeypatch.setattr(trainer, "read_ahead", read_ahead)
     with monkeypatch.context() as patched:
         before_steps(patched, {4: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
         pretrain(ahead, MixtureChanger)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 
 import pytest
@@ -11,21 +10,23 @@ import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord, EvaluationResult, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
-from megatron_chameleon.options.guards import GuardOptions
-from megatron_chameleon.options.parallel import ParallelOptions
-from megatron_chameleon.options.profiling import ProfilingOptions
-from megatron_chameleon.options.stopping import StoppingOptions
-from megatron_chameleon.options.training import DocumentBoundaryOptions
-from megatron_chameleon.options.validation import ValidationOptions
 from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.training import loop
-from megatron_chameleon.training.pretrain import pretrain
-from megatron_chameleon.training.resume import find_progress
-from megatron_chameleon.training.run_log import RunLog
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.training import trainer
+from megatron_chameleon.training.checkpointing import find_progress
+from megatron_chameleon.training.loggers import RunLog
+from megatron_chameleon.training.options import (
+    GuardOptions,
+    ProfilingOptions,
+    StoppingOptions,
+    ValidationOptions,
+)
+from megatron_chameleon.training.trainer import pretrain
 from tests.device_reads import device_reads
 from tests.small_corpus import DOMAINS
 from tests.unit.training.bad_steps import before_steps, poison
@@ -223,15 +224,6 @@ def test_a_trace_that_cannot_be_written_costs_the_trace_alone(pretrain_options, 
     assert TrainingRun.load(run_dir).status == "finished"
 
 
-def test_a_run_that_is_past_the_steps_of_the_trace_says_so(pretrain_options, trained_run, capsys):
-    shutil.rmtree(step_folder(trained_run, 6))
-    profiling = ProfilingOptions(profile=True, profile_step_start=2, profile_step_end=3)
-    pretrain(pretrain_options(trained_run, profiling=profiling))
-    said = capsys.readouterr().out
-    assert "no --profile: the run is past --profile-step-start 2; give 3 or more" in said
-    assert not (trained_run / "profile").exists()
-
-
 def test_figures_tell_speed_memory_and_where_the_time_went(finished_run):
     records = metrics_of(finished_run)
     for record in records.values():
@@ -247,13 +239,13 @@ def test_figures_tell_speed_memory_and_where_the_time_went(finished_run):
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_step_of_a_run_waits_for_the_device_once(pretrain_options, tmp_path, monkeypatch, masked):
     """The data, the guard and what the ranks agree on included."""
-    waits, run_step = [], loop.Trainer._run_step
+    waits, run_step = [], trainer.Trainer._run_step
 
     def counting(trainer):
         host = [trainer.agreement._host]
         waits.append(device_reads(lambda: run_step(trainer), monkeypatch, on_host=host))
 
-    monkeypatch.setattr(loop.Trainer, "_run_step", counting)
+    monkeypatch.setattr(trainer.Trainer, "_run_step", counting)
     boundaries = DocumentBoundaryOptions(eod_mask_loss=masked)
     guards = GuardOptions(spike_factor=6.0)
     pretrain(pretrain_options(tmp_path / "run", boundaries=boundaries, guards=guards))

@@ -1,1 +1,0 @@
-"""Mixtures as papers print them."""

@@ -1,0 +1,59 @@
+"""Options of the samples that a run reads: data sets, order, document boundaries."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megatron_chameleon.ranges import CheckedOptions
+
+Permutation = Literal["megatron", "epoch", "feistel"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions(CheckedOptions):
+    """Training tokens and their order."""
+
+    data_path: str | None = None
+    """Megatron's data sets in place of --corpus: '0.3 PREFIX 0.7 PREFIX' with weights in turn, or
+    prefixes alone, which are then weighted by their size."""
+    split: str = "969,30,1"
+    """Shares of train, valid and test in each data set of --data-path, in file order."""
+    tokenizer_model: Path | None = None
+    """The tokenizer of the data sets of --data-path; a corpus records its own."""
+    tiktoken_pattern: str | None = None
+    """Pre-tokenization pattern of a tiktoken --tokenizer-model, as in tools/preprocess_data.py."""
+    eod_token: str = "<|endoftext|>"
+    """The end-of-document token of --tokenizer-model."""
+    mixture_change: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
+    """STEP=MIXTURE: sample by another mixture ('uniform', or a file) from that step on. Repeatable;
+    changes can be added when a run is resumed. Needs --permutation epoch or feistel."""
+    permutation: Permutation = "megatron"
+    """Order of the samples. megatron: Megatron-LM's, for weights that stay the same. epoch: domains
+    in closed form, documents and windows reshuffled every epoch; weights may change. feistel:
+    as epoch, but documents stay in file order; needs no memory."""
+    data_cache_path: Path | None = None
+    """Folder that keeps the indices of --permutation megatron, for later starts and shared by the
+    ranks of one machine; without it each rank builds its own in memory."""
+    verify_corpus: bool = False
+    """Read every token file of the corpus before the start and compare its hash."""
+
+    @property
+    def mixture_changes(self) -> list[str]:
+        """The values of all uses of ``--mixture-change``."""
+        return [change for group in self.mixture_change for change in group]
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentBoundaryOptions(CheckedOptions):
+    """Handling of document boundaries within a sample."""
+
+    reset_position_ids: bool = False
+    """Count positions from 0 again after every end-of-document token."""
+    reset_attention_mask: bool = False
+    """Mask attention across documents; slower, since it needs a mask per sample."""
+    eod_mask_loss: bool = False
+    """Mask the loss of predictions from an end-of-document token."""

@@ -1,0 +1,75 @@
+"""Options of tools/convert_checkpoint.py and of the tokenizer of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from megatron_chameleon.ranges import CheckedOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerChoice(CheckedOptions):
+    """The tokenizer, if the checkpoint's cannot be found."""
+
+    tokenizer_model: Path | None = None
+    """The tokenizer that the model was trained with, or a corpus made with it; default:
+    that of the checkpoint's training or conversion."""
+    tiktoken_pattern: str | None = None
+    """How a tiktoken file splits text into words; default: that of the checkpoint. A corpus
+    records its own."""
+    eod_token: str | None = None
+    """The tokenizer's end-of-document token; default: that of the
+    checkpoint, else <|endoftext|>. A corpus records its own."""
+
+
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ToHuggingFaceOptions(CheckedOptions):
+    """Write a checkpoint of any layout as a Hugging Face GPT-2 folder."""
+
+    checkpoint: Path
+    """A run folder (its latest checkpoint) or one checkpoint folder."""
+    output: Path
+    """The folder to write: config.json, weights in safetensors, and the tokenizer."""
+    dtype: WeightsDtype = "float32"
+    """Data type of the weights; only float32 is lossless."""
+    max_shard_size: str = "5GB"
+    """Larger weights are sharded into several files."""
+    tokenizer_model: Path | None = None
+    """The tokenizer that the model was trained with, or a corpus made with it; default:
+    that of the checkpoint's training or conversion."""
+    tiktoken_pattern: str | None = None
+    """How a tiktoken file splits text into words, as in tools/preprocess_data.py; default:
+    that of the checkpoint. A corpus records its own."""
+    eod_token: str | None = None
+    """The tokenizer's end-of-document token; default: that of the
+    checkpoint, else <|endoftext|>. A corpus records its own."""
+    overwrite: bool = False
+    """Replace the model that the output folder already holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FromHuggingFaceOptions(CheckedOptions):
+    """Write a Hugging Face GPT-2 folder as a checkpoint of step 0, for any layout to read."""
+
+    model: Path
+    """The folder: config.json, weights in safetensors, and the tokenizer."""
+    output: Path
+    """The checkpoint folder to write."""
+    tokenizer_model: Path | None = None
+    """The tokenizer of the model; default: the one in the folder. Preprocess a corpus with it
+    to use the checkpoint."""
+    tiktoken_pattern: str | None = None
+    """How a tiktoken file given as --tokenizer-model splits text into words, as in
+    tools/preprocess_data.py."""
+    eod_token: str = "<|endoftext|>"
+    """The tokenizer's end-of-document token."""
+    allow_pickle: bool = False
+    """Read weights in torch's own format (pytorch_model.bin) if there is no safetensors file. Only
+    tensors are read; code in it is an error."""
+    overwrite: bool = False
+    """Replace the checkpoint that the output folder already holds."""

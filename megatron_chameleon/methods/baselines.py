@@ -1,0 +1,128 @@
+"""Training-free baselines: uniform, natural proportions, and UniMax.
+
+UniMax (Chung et al., ICLR 2023) divides the budget evenly, and redistributes evenly what a domain
+cannot take within its epochs. That is the mixture min(cap, s/k) nearest to uniform, which
+:class:`~megatron_chameleon.methods.output.EpochLimit` computes. A budget beyond the epochs of all
+domains is an error, where the paper takes as many tokens as there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from megatron_chameleon.methods.method import Method
+from megatron_chameleon.methods.options import ChosenDomainsOptions
+from megatron_chameleon.ranges import LargeCount, Positive
+
+if TYPE_CHECKING:
+    from megatron_chameleon.artifacts import Corpus
+    from megatron_chameleon.methods.output import AssignedWeights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UniformOptions(ChosenDomainsOptions):
+    """Give every domain the same weight."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NaturalOptions(ChosenDomainsOptions):
+    """Weigh every domain by its number of training tokens."""
+
+    temperature: Positive = 1.0
+    """T: weights are proportional to tokens^(1/T). 1 keeps the proportions, larger values move
+    towards uniform. For an exponent, such as the 0.3 of XLM-R, pass its inverse."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnimaxOptions(ChosenDomainsOptions):
+    """Divide the tokens evenly, within a limit on the epochs of each domain."""
+
+    token_budget: LargeCount = dataclasses.field()  # without the inherited default
+    """Tokens of the training to come, within which epochs are counted."""
+    max_epochs: Positive = 4.0
+    """Maximum epochs of each domain's training tokens. Up to 4, repetition costs little
+    (Muennighoff et al. 2023)."""
+
+
+def compute_uniform(options: UniformOptions) -> None:
+    """Write 1/k for each of k domains."""
+    from megatron_chameleon.methods.output import run_training_free
+
+    def assign(_corpus: Corpus, names: list[str]) -> AssignedWeights:
+        return _equal_weights(names, f"Uniform: {len(names)} domains with equal weights")
+
+    run_training_free("uniform", options, assign)
+
+
+def compute_natural(options: NaturalOptions) -> None:
+    """Write the domains' shares of the training tokens to the power 1/T."""
+    from megatron_chameleon.errors import UserError
+    from megatron_chameleon.methods.output import AssignedWeights, run_training_free
+    from megatron_chameleon.mixture.natural import natural_weights
+
+    temperature = options.temperature
+
+    def assign(corpus: Corpus, names: list[str]) -> AssignedWeights:
+        tokens = corpus.train_tokens
+        try:
+            weights = natural_weights([tokens[name] for name in names], temperature)
+        except ValueError as error:
+            raise UserError(f"--temperature {temperature:g} for {corpus.root}: {error}") from error
+        heading = f"Natural: shares of the training tokens to the power 1/{temperature:g}"
+        return AssignedWeights(weights, heading, {"temperature": temperature}, paper_flops=0.0)
+
+    run_training_free("natural", options, assign)
+
+
+def compute_unimax(options: UnimaxOptions) -> None:
+    """Write the uniform weights within the epoch limit."""
+    from megatron_chameleon.methods.output import run_training_free
+
+    def assign(_corpus: Corpus, names: list[str]) -> AssignedWeights:
+        limit = f"--max-epochs {options.max_epochs:g} in {options.token_budget:,} tokens"
+        return _equal_weights(names, f"UniMax: as uniform as possible within {limit}")
+
+    run_training_free("unimax", options, assign)
+
+
+def _equal_weights(names: list[str], heading: str) -> AssignedWeights:
+    import numpy as np
+
+    from megatron_chameleon.methods.output import AssignedWeights
+
+    return AssignedWeights(np.full(len(names), 1.0 / len(names)), heading, paper_flops=0.0)
+
+
+METHODS = (
+    Method(
+        name="uniform",
+        options=UniformOptions,
+        compute=compute_uniform,
+        summary="the same weight for every domain",
+        needs="nothing besides the corpus",
+        cost="nothing",
+        good_for="a first run, and the baseline of every other mixture",
+        source="",
+    ),
+    Method(
+        name="natural",
+        options=NaturalOptions,
+        compute=compute_natural,
+        summary="shares of the corpus's own tokens, with a temperature",
+        needs="nothing besides the corpus",
+        cost="nothing",
+        good_for="corpora whose sizes are meaningful; a temperature of about 3 for many languages",
+        source="Conneau et al.: XLM-R, ACL 2020 (for the temperature)",
+    ),
+    Method(
+        name="unimax",
+        options=UnimaxOptions,
+        compute=compute_unimax,
+        summary="as uniform as a limit on epochs allows",
+        needs="the token budget of the training to come (--token-budget)",
+        cost="nothing",
+        good_for="domains of very different sizes, with small ones among them: many languages",
+        source="Chung et al.: UniMax, ICLR 2023",
+    ),
+)

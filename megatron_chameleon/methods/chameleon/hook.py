@@ -1,0 +1,165 @@
+"""Chameleon during training: the mixture follows the trained model's own domain embeddings.
+
+Xie, Tonin, Cevher: Chameleon, ICML 2025, Algorithm 1, at regular intervals on the model in training
+instead of a proxy. The paper leaves such weights to future work; smoothing is ours.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_chameleon.artifacts import MixtureWarning
+from megatron_chameleon.embedding.embed import embed_windows, windows_flops
+from megatron_chameleon.embedding.windows import load_windows
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon.weights import weigh_means
+from megatron_chameleon.mixture import RECIPES, DegenerateScoreWarning
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.model.readout import Reader, check_layer
+from megatron_chameleon.parallel.layout import Layout, from_main
+from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.training.hook import TrainingHook, reading
+from megatron_chameleon.training.plan import TrainingPlan
+
+# Layouts differ by rounding, and any difference in the mixture would change the samples.
+DECIMALS = 6
+MAX_MOVES = 3
+
+
+class OnlineChameleon(TrainingHook):
+    """Recompute the mixture every ``--online-interval`` steps.
+
+    The same windows, sampled by the run's seed and the domain, are embedded every time, in batches
+    of the micro-batch size. Domains with weight 0 in the run's mixture keep weight 0.
+
+    Args:
+        plan: of the run, with ``options.online.online_interval``.
+        layout: of the ranks.
+
+    Raises:
+        UserError: for a layer that the model does not have, or fewer than two domains with a
+            weight.
+    """
+
+    def __init__(self, plan: TrainingPlan, layout: Layout) -> None:
+        super().__init__()
+        options = plan.options
+        online = options.online
+        assert online.online_interval is not None
+        self.mixture_interval = online.online_interval
+        self._online, self._shape, self._layout = online, plan.shape, layout
+        self._batch_size = options.micro_batch_size
+        self._layer = check_layer(plan.shape, online.online_layer, "--online-layer")
+        weights = np.array(plan.schedule.weights_at(0), np.float64)
+        self._weights = dict(zip(plan.data.names, (weights / weights.sum()).tolist(), strict=True))
+        self._names = [name for name, weight in self._weights.items() if weight > 0]
+        self._recomputed = 0
+        if len(self._names) < 2:
+            raise UserError(
+                f"--online-interval {online.online_interval}: requires two domains with a weight, "
+                f"and only '{self._names[0]}' of {plan.data.where} has one; give another domain a "
+                "weight, or leave it out"
+            )
+        self._windows = {
+            domain.name: load_windows(
+                domain, options.seq_length, online.online_windows, options.seed
+            )
+            for domain in plan.data.domains
+            if domain.name in self._names
+        }
+
+    def new_mixture(self, step: int, model: Sequence[torch.nn.Module]) -> list[float] | None:
+        """The weights from ``step`` on; None if they are unchanged.
+
+        If hidden states are not finite, the weights are unchanged, with a warning; the run's guards
+        decide whether to stop.
+        """
+        start = time.perf_counter()
+        try:
+            with reading(model, self._shape, self._layout) as reader:
+                means = self._means(reader)
+        except UserError as error:  # hidden states are not finite
+            warnings.warn(
+                f"mixture unchanged at step {step}: {str(error).partition(';')[0]}",
+                MixtureWarning,
+                stacklevel=2,
+            )
+            return None
+        before = self._rounded()
+        # On one rank: last digits may depend on the processor, but all ranks need the same samples.
+        self._weights = from_main(lambda: self._weigh(means))
+        self._recomputed += 1
+        after = self._rounded()
+        if after == before:
+            return None
+        if self._layout.is_main:
+            count = sum(len(windows) for _tokens, windows in self._windows.values())
+            print(
+                f"mixture from step {step} on: {format_moves(before, after)}; "
+                f"{count:,} windows embedded in {time.perf_counter() - start:.2f} s"
+            )
+        return list(after.values())
+
+    def metrics(self) -> dict[str, Any]:
+        """The current weights, and the number of recomputations."""
+        return {"weights": self._rounded(), "recomputed": self._recomputed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights in full precision, and the number of recomputations."""
+        return {"weights": dict(self._weights), "recomputed": self._recomputed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state``."""
+        self._weights, self._recomputed = dict(state["weights"]), state["recomputed"]
+
+    def _rounded(self) -> dict[str, float]:
+        return {name: round(weight, DECIMALS) for name, weight in self._weights.items()}
+
+    def _means(self, reader: Reader) -> Array:
+        """[k, h] float64: the embeddings of the k domains with a weight, on every rank.
+
+        Raises:
+            UserError: if hidden states are not finite.
+        """
+        rows, layer = [], self._layer
+        for name, (tokens, windows) in self._windows.items():
+            self.flops += windows_flops(self._shape, layer, windows)
+            with progress_bar(len(windows), " windows", quiet=True) as progress:
+                vectors = embed_windows(
+                    reader, tokens, windows, layer, self._batch_size, progress, name
+                )
+            rows.append(vectors.mean(axis=0, dtype=np.float64))
+        return np.stack(rows)
+
+    def _weigh(self, means: Array) -> dict[str, float]:
+        """Smoothed weights of all domains, from the embeddings ``means`` of those with a weight."""
+        result = weigh_means(means, "pretrain", RECIPES[self._online.online_recipe], None)
+        if result.degenerate:
+            clipped = ", ".join(f"'{self._names[position]}'" for position in result.degenerate)
+            warnings.warn(
+                f"the leverage scores of {clipped} were clipped at their limits, so that these "
+                "weights are bounds, not estimates: try --online-recipe scaled, or a longer "
+                "--online-interval",
+                DegenerateScoreWarning,
+                stacklevel=2,
+            )
+        kept = self._online.online_smoothing
+        new = dict(zip(self._names, result.weights.tolist(), strict=True))
+        return {
+            name: kept * weight + (1 - kept) * new.get(name, 0.0)
+            for name, weight in self._weights.items()
+        }
+
+
+def format_moves(before: dict[str, float], after: dict[str, float]) -> str:
+    """The largest changes of weights, for the log."""
+    order = sorted(after, key=lambda name: -abs(after[name] - before[name]))
+    moves = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in order[:MAX_MOVES]]
+    others = len(order) - len(moves)
+    return ", ".join(moves) + (f", {others} smaller changes" if others else "")

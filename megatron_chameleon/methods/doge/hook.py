@@ -1,0 +1,122 @@
+"""DoGE's training hook: weigh the domains' gradients by their alignment with the target's.
+
+Fan, Pagliardini, Jaggi: DoGE, ICML 2024, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.proxy import require_same_rule, state_arrays
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.mixture.doge import (
+    DogeRecipe,
+    DogeState,
+    Roles,
+    clip_factors,
+    gradient_weights,
+)
+from megatron_chameleon.training.domain_gradients import DomainGradients
+from megatron_chameleon.training.hook import TrainingHook
+from megatron_chameleon.training.run_folder import FRESH_START
+
+
+class GradientAlignment(TrainingHook):
+    """Weighs the gradient of each domain by its alignment with the target's.
+
+    Samples always follow the run's mixture; only the weights of their gradients change.
+
+    Args:
+        names: of the corpus's domains (k).
+        recipe: of the update rule.
+        roles: of the domains.
+    """
+
+    combines_gradients = True
+
+    def __init__(self, names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> None:
+        super().__init__()
+        self._names, self._recipe, self._roles = list(names), recipe, roles
+        self._state = DogeState.first(len(names), roles)
+
+    def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
+        """Update the weights by the gradients' inner products, and weigh the gradients by them.
+
+        Products that are not finite are ignored: the guard skips the step if they are of a domain
+        that is trained on.
+        """
+        products = gradients.dot_products().cpu().numpy()
+        present, factors = gradients.present, np.ones(len(self._names))
+        if np.isfinite(products).all():
+            factors = clip_factors(products, self._recipe.max_norm)
+            self._state = self._state.after(
+                products, present, gradients.learning_rate, self._recipe, self._roles
+            )
+        return torch.from_numpy(gradient_weights(self._state, factors, present, self._roles))
+
+    def metrics(self) -> dict[str, Any]:
+        """Weights after the last step, their mean, and each domain's alignment."""
+        state = self._state
+        return {
+            "weights": weights_by_name(self._names, self._roles, state.weights),
+            "mean_weights": weights_by_name(self._names, self._roles, state.mean),
+            "alignment": dict(zip(self._names, state.alignment.tolist(), strict=True)),
+            "moved": state.moved,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the weights, and the rule and roles that produced it."""
+        state = dataclasses.asdict(self._state)
+        arrays = {k: v.tolist() for k, v in state.items() if isinstance(v, np.ndarray)}
+        return {**found_with(self._names, self._recipe, self._roles), **state, **arrays}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state``.
+
+        Raises:
+            UserError: if it is of another rule or target, or damaged.
+        """
+        self._state = parse_state(state, self._names, self._recipe, self._roles)
+
+
+def weights_by_name(names: Sequence[str], roles: Roles, weights: Array) -> dict[str, float]:
+    """Domain -> weight, 0 for domains that are not trained on."""
+    trained = dict(zip(roles.train, weights.tolist(), strict=True))
+    return {name: trained.get(position, 0.0) for position, name in enumerate(names)}
+
+
+def found_with(names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> dict[str, Any]:
+    """The settings that a state depends on besides those of the run, as JSON values."""
+    return {
+        "rule": dataclasses.asdict(recipe),
+        "trained_on": [names[position] for position in roles.train],
+        "target_domains": [names[position] for position in roles.target],
+    }
+
+
+def parse_state(
+    state: dict[str, Any], names: Sequence[str], recipe: DogeRecipe, roles: Roles
+) -> DogeState:
+    """Validate and convert the result of :meth:`GradientAlignment.state_dict`.
+
+    Raises:
+        UserError: if it is of another rule, other roles or another number of domains, or damaged.
+    """
+    wanted = found_with(names, recipe, roles)
+    require_same_rule(state["rule"], wanted["rule"])
+    for name, what in (("target_domains", "another target"), ("trained_on", "other domains")):
+        if state[name] != wanted[name]:
+            raise UserError(
+                f"the proxy was trained with {what}: {', '.join(state[name])}, not "
+                f"{', '.join(wanted[name])}; {FRESH_START}"
+            )
+    first = DogeState.first(len(names), roles)
+    shapes = {k: v.shape for k, v in vars(first).items() if isinstance(v, np.ndarray)}
+    arrays = state_arrays(state, shapes)
+    return DogeState(**arrays, counted=state["counted"], moved=state["moved"])

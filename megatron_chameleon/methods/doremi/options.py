@@ -1,0 +1,64 @@
+"""Options of DoReMi."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.options import MethodOptions, ProxyOptions
+from megatron_chameleon.ranges import BelowOne, CheckedOptions, Positive, flag_of
+
+
+@dataclasses.dataclass(frozen=True)
+class DoremiRule(CheckedOptions):
+    """DoReMi's update of the weights by excess losses of the proxy over its reference."""
+
+    doremi_variant: Literal["original", "fork"] = "original"
+    """'original': the authors' code. 'fork': the code of Chameleon's baseline, which clips the mean
+    excess loss of a domain instead of each token's, takes small steps without smoothing, and leaves
+    the initial weights out of the mean."""
+    doremi_eta: Positive | None = None
+    """Step size of the weights (original: 1, fork: 0.1)."""
+    doremi_eps: BelowOne | None = None
+    """Uniform share of the weights after each step (original: 0.001, fork: 0), which keeps every
+    domain in the mixture."""
+    excess_floor: float = 0.0
+    """Lower clipping bound of the excess loss, in nats per token."""
+    excess_ceiling: float | None = None
+    """Upper clipping bound of the excess loss, in nats per token, so that a few tokens do not
+    dominate; unlimited by default."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoremiOptions(MethodOptions):
+    """Train a reference, then a proxy that upweights domains by its excess loss over the reference.
+
+    The mixture is the mean of the weights over the proxy's steps. An interrupted command resumes
+    when it is run again.
+    """
+
+    work_dir: Path | None = None
+    """Folder of the two runs, reference and proxy; --output without .json by default."""
+    reference: Path | None = None
+    """Finished run to use as the reference, with the same tokenizer and sequence length and of any
+    size; by default one is trained with the options of the proxy."""
+    reference_mixture: str | None = None
+    """Mixture to train the reference with: 'uniform' (default), 'natural' for the domains' shares
+    of the tokens, or the path of a mixture.json."""
+    reference_model_size: str | None = None
+    """Model size of the reference; the proxy's by default."""
+    rule: DoremiRule = dataclasses.field(default_factory=DoremiRule)
+    proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for options that contradict each other."""
+        super().__post_init__()
+        for field in ("reference_mixture", "reference_model_size"):
+            value = getattr(self, field)
+            if self.reference is not None and value is not None:
+                raise UserError(
+                    f"{flag_of(field)} {value}: --reference {self.reference} is trained "
+                    "already; leave one of them out"
+                )

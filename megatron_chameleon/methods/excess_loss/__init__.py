@@ -1,1 +1,0 @@
-"""DoReMi's machinery: a reference, a proxy that is watched, and the mixture they give."""

@@ -1,1 +1,0 @@
-"""Losses of proxies on many mixtures, fitted: RegMix and Data Mixing Laws."""

@@ -1,1 +1,0 @@
-"""Weights that a person has, brought to the domains of a corpus."""

@@ -1,0 +1,143 @@
+"""The interface of a mixing method, and the registry of all methods in this package."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import pkgutil
+import textwrap
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_chameleon import methods
+from megatron_chameleon.methods.options import MethodOptions
+
+DEFAULT_METHOD = "chameleon"
+# What methods share. Every other module needs a METHOD.
+SHARED_MODULES = {"domains", "method", "options", "output", "proxy"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """An entry of ``--list-methods``: the ``METHOD`` of a module or folder of this package.
+
+    Attributes:
+        name: the value of ``--method``.
+        options: the method's frozen dataclass; its flags are generated from it.
+        compute: computes the mixture and writes it to ``options.output``. It is called on every
+            rank with an instance of ``options``, returns the same exit status on all of them, and
+            imports torch only when called. A status other than 0 (or None) means that no mixture
+            was written: STOPPED_STATUS of errors.py after a stop signal.
+        summary: the weights in a few words.
+        needs: inputs besides the corpus.
+        cost: compute and memory.
+        good_for: when to choose it.
+        source: the paper; empty without one.
+    """
+
+    name: str
+    options: type[MethodOptions]
+    compute: Callable[[Any], int | None]
+    summary: str
+    needs: str
+    cost: str
+    good_for: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DiscoveredMethods:
+    """The methods of this package.
+
+    Attributes:
+        usable: name -> method, Chameleon first, the others by name.
+        unusable: a line for each module without a usable method: file, problem, fix.
+    """
+
+    usable: Mapping[str, Method]
+    unusable: Sequence[str]
+
+
+def discover_methods() -> DiscoveredMethods:
+    """Import every module and collect its ``METHOD``, or its tuple of ``METHODS``.
+
+    A module that fails to import disables no other. If two modules define the same name, neither is
+    usable: choosing one would silently replace the other.
+    """
+    found: dict[str, list[tuple[str, Method]]] = collections.defaultdict(list)
+    unusable = []
+    for module in pkgutil.iter_modules(methods.__path__):
+        if module.name in SHARED_MODULES:
+            continue
+        file_name = f"{module.name}/" if module.ispkg else f"{module.name}.py"
+        try:
+            for method in _methods_in(module):
+                found[method.name].append((file_name, method))
+        except _NoMethodError as error:
+            unusable.append(f"{file_name} {error}")
+    for name, defined in found.items():
+        if len(defined) > 1:
+            files = " and ".join(file_name for file_name, _ in defined)
+            unusable.append(f"{files} both define method '{name}': rename one of them")
+    usable = {name: defined[0][1] for name, defined in found.items() if len(defined) == 1}
+    ranked = sorted(usable.items(), key=lambda item: (item[0] != DEFAULT_METHOD, item[0]))
+    return DiscoveredMethods(dict(ranked), unusable)
+
+
+def find_methods() -> Mapping[str, Method]:
+    """Name -> usable method, Chameleon first, the others by name."""
+    return discover_methods().usable
+
+
+class _NoMethodError(Exception):
+    """A module without a usable method; the message follows its file name."""
+
+
+def _methods_in(module: pkgutil.ModuleInfo) -> Sequence[Method]:
+    try:
+        imported = importlib.import_module(f"{methods.__name__}.{module.name}")
+    except Exception as error:  # a user's file may raise anything
+        location = _location(error, f"{module.name}.py")
+        message = " ".join(str(error).split())
+        raise _NoMethodError(
+            f"cannot be imported: {type(error).__name__}: {message}{location}; fix it"
+        ) from error
+    found = getattr(imported, "METHODS", None) or (getattr(imported, "METHOD", None),)
+    if all(isinstance(method, Method) for method in found):
+        return tuple(found)
+    if module.ispkg:  # shared code of several methods
+        return ()
+    raise _NoMethodError("has no METHOD = Method(...): add it, or move the file")
+
+
+def _location(error: Exception, file_name: str) -> str:
+    """The line of the file that raised the error, if it is in the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename.endswith(f"/{file_name}")]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def format_method_list(width: int = 100) -> str:
+    """The text of ``--list-methods``: requirements, cost and purpose of each method.
+
+    Args:
+        width: maximum line length in characters.
+    """
+    found = discover_methods()
+    entries = [_format_entry(method, width) for method in found.usable.values()]
+    entries += [textwrap.fill(f"not usable: {line}", width) for line in found.unusable]
+    return "\n\n".join([*entries, "Flags of one method: --method NAME --help"])
+
+
+def _format_entry(method: Method, width: int) -> str:
+    lines = [f"{method.name}: {method.summary}"]
+    for field in ("needs", "cost", "good_for", "source"):
+        lines += textwrap.wrap(
+            getattr(method, field),
+            width,
+            initial_indent=f"  {field.replace('_', ' '):<10}",
+            subsequent_indent=" " * 12,
+        )
+    return "\n".join(lines)

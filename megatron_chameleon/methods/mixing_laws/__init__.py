@@ -1,0 +1,139 @@
+"""Data Mixing Laws: the best mixture by exponential laws of a few proxies' losses.
+
+Ye et al.: Data Mixing Laws, ICLR 2025.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
+from megatron_chameleon.methods.method import Method
+from megatron_chameleon.methods.swarm.options import FitOptions
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.ranges import (
+    CheckedOptions,
+    Count,
+    NonNegative,
+    Positive,
+    Repetitions,
+    Seed,
+    Share,
+)
+
+MIN_POINTS = 3
+"""Of a power law; two fit any exponent."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LawOptions(CheckedOptions):
+    """The laws, and the search for their optimum."""
+
+    huber_delta: Positive = 0.05
+    """Residuals above this, in nats, count linearly (paper: 0.05)."""
+    law_ridge: NonNegative = 1e-3
+    """Ridge penalty on the exponents, relative to the mean Huber loss in units of delta^2."""
+    num_starts: Repetitions = 16
+    """Starting points of the optimizer per law."""
+    fit_seed: Seed = 0
+    """Seed of the starting points."""
+    max_extrapolation: Share | None = None
+    """Maximum distance of a weight from the range of the trained mixtures; default: the whole
+    simplex is searched."""
+    target_steps: Count | None = None
+    """Predict the losses after this many steps, by a power law over the measurements of
+    --eval-interval, before the laws are fitted."""
+    fit_steps_from: int | None = None
+    """First step whose measurement enters that power law; default: a third of --train-iters
+    (paper: 10,000 of 30,000)."""
+    model_sizes: tuple[str, ...] = ()
+    """Train the proxies at each of these sizes, three or more, instead of --model-size."""
+    target_size: str | None = None
+    """Predict the losses of a model of this size, by a power law over --model-sizes, before the
+    laws are fitted."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for values out of range, or that exclude each other."""
+        super().__post_init__()
+        if self.fit_steps_from is not None and self.target_steps is None:
+            raise UserError("--fit-steps-from needs --target-steps; pass both")
+        if (self.target_size is None) != (not self.model_sizes):
+            raise UserError("--model-sizes and --target-size need each other; pass both or neither")
+        if self.target_size is None:
+            return
+        if len(set(self.model_sizes)) < MIN_POINTS:
+            raise UserError(
+                f"--model-sizes {' '.join(self.model_sizes)}: a power law needs {MIN_POINTS} sizes"
+            )
+        largest = max(self.model_sizes, key=layer_parameters)
+        if layer_parameters(self.target_size) <= layer_parameters(largest):
+            raise UserError(
+                f"--target-size {self.target_size} must be larger than {largest}, the largest of "
+                "--model-sizes"
+            )
+
+
+def layer_parameters(name: str) -> float:
+    """Parameters of a model size, without its embeddings. Raises UserError for an unknown name."""
+    shape = ModelShape(model_size(name), vocab_size=0, max_sequence_length=0)
+    return float(shape.size.num_layers * shape.layer_parameters)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixingLawsOptions(FitOptions):
+    """Train proxies on a few mixtures, fit a law to each domain's loss, and take the best mixture.
+
+    With --ratios and --metrics, fit existing runs instead.
+    """
+
+    num_proxies: Repetitions = 20
+    """Proxies to train, each on its own mixture (Chameleon's paper: 20)."""
+    laws: LawOptions = dataclasses.field(default_factory=LawOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for values that exclude each other."""
+        super().__post_init__()
+        laws, target = self.laws, self.laws.target_steps
+        if self.ratios is not None and (target or laws.model_sizes):
+            raise UserError(
+                "--target-steps, --model-sizes and --target-size need proxies trained here; leave "
+                "them out with --ratios"
+            )
+        if target is None:
+            return
+        if target <= self.swarm.train_iters:
+            raise UserError(
+                f"--target-steps {target} must be larger than --train-iters "
+                f"{self.swarm.train_iters}"
+            )
+        used = [step for step in self.swarm.measured_steps if step >= self.first_step]
+        if len(used) < MIN_POINTS:
+            raise UserError(
+                f"--target-steps needs {MIN_POINTS} measurements from step {self.first_step} on, "
+                f"there are {len(used)}; lower --eval-interval or --fit-steps-from"
+            )
+
+    @property
+    def first_step(self) -> int:
+        """First step whose measurement enters the power law over steps."""
+        given = self.laws.fit_steps_from
+        return -(-self.swarm.train_iters // 3) if given is None else given
+
+
+def compute(options: MixingLawsOptions) -> int | None:
+    """Train the proxies, fit the laws and write the mixture."""
+    from megatron_chameleon.methods.mixing_laws.compute import compute_mixing_laws
+
+    return None if compute_mixing_laws(options) else STOPPED_STATUS
+
+
+METHOD = Method(
+    name="mixing-laws",
+    options=MixingLawsOptions,
+    compute=compute,
+    summary="the best mixture for a target by fitted laws of the losses over the weights",
+    needs="nothing besides the corpus; or results of runs on many mixtures (--ratios, --metrics)",
+    cost="tens of proxies (--num-proxies), at each of --model-sizes",
+    good_for="few domains; predicting larger models and longer runs from small ones",
+    source="Ye et al.: Data Mixing Laws, ICLR 2025",
+)

@@ -1,0 +1,77 @@
+"""RegMix: the best mixture by a regression over many tiny proxies.
+
+Liu et al.: RegMix, ICLR 2025.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
+from megatron_chameleon.methods.method import Method
+from megatron_chameleon.methods.swarm.options import FitOptions
+from megatron_chameleon.ranges import (
+    CheckedOptions,
+    Count,
+    PositiveShare,
+    Repetitions,
+    Seed,
+    SeveralRepetitions,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeOptions(CheckedOptions):
+    """The regression (LightGBM), and the search for its optimum."""
+
+    num_trees: Count = 1000
+    """Trees per regression; there is no early stopping (RegMix: 1000)."""
+    tree_learning_rate: PositiveShare = 0.01
+    """Learning rate of the trees (RegMix: 0.01)."""
+    min_runs_in_leaf: Count | None = None
+    """Minimum runs per leaf; default: LightGBM's 20, and an eighth of fewer than 160 runs."""
+    fit_seed: Seed = 42
+    """Seed of the trees, the folds and the mixtures of the search (RegMix: 42)."""
+    folds: SeveralRepetitions = 5
+    """Folds of the cross-validation."""
+    num_draws: Repetitions = 100_000
+    """Mixtures sampled around the domains' token shares to find the best (RegMix: 100k)."""
+    num_best: Repetitions = 128
+    """The result is the mean of this many of the best (RegMix: 128)."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for values out of range, or that exclude each other."""
+        super().__post_init__()
+        if self.num_best > self.num_draws:
+            raise UserError(f"--num-best {self.num_best} exceeds --num-draws {self.num_draws}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegmixOptions(FitOptions):
+    """Train many tiny proxies on sampled mixtures, fit their losses, and take the best mixture.
+
+    With --ratios and --metrics, fit existing runs instead.
+    """
+
+    num_proxies: Repetitions = 512
+    """Proxies to train, each on its own mixture (RegMix: 512; Chameleon's paper: 200)."""
+    trees: TreeOptions = dataclasses.field(default_factory=TreeOptions)
+
+
+def compute(options: RegmixOptions) -> int | None:
+    """Train the proxies, fit their losses and write the mixture."""
+    from megatron_chameleon.methods.regmix.compute import compute_regmix
+
+    return None if compute_regmix(options) else STOPPED_STATUS
+
+
+METHOD = Method(
+    name="regmix",
+    options=RegmixOptions,
+    compute=compute,
+    summary="the best mixture for a target by a regression over many tiny proxies",
+    needs="nothing besides the corpus; or results of runs on many mixtures (--ratios, --metrics)",
+    cost="hundreds of tiny proxies (--num-proxies), several trained concurrently",
+    good_for="a known target, a few dozen domains at most; reusing existing runs",
+    source="Liu et al.: RegMix, ICLR 2025",
+)

@@ -1,0 +1,1 @@
+"""Sweeps: the same mixture for several values of one hyperparameter at a time."""

@@ -1,0 +1,294 @@
+"""Bootstrap over windows: intervals of the weights, and the windows that a precision needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_chameleon.mixture.checks import Array, as_matrix, check_positive
+from megatron_chameleon.mixture.weights import DegenerateScoreWarning
+
+# Values per block of resampled means, and in one domain's counts: 256 MiB each. Every block reads
+# all domains, so small blocks are slow where there are many.
+BLOCK_VALUES = 1 << 25
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BootstrapResult:
+    """Weights over resamples, and percentile intervals."""
+
+    weights: Array
+    """[num_resamples, k] float64; each row sums to 1."""
+
+    low: Array
+    """[k] lower end of the interval of each weight."""
+
+    high: Array
+    """[k] upper end."""
+
+    confidence: float
+    """Coverage of the intervals."""
+
+    num_windows: tuple[int, ...]
+    """Windows per domain."""
+
+
+def bootstrap_weights(
+    window_vectors: Sequence[npt.ArrayLike],
+    weight_fn: Callable[[Array], Array],
+    num_resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> BootstrapResult:
+    """Percentile intervals of domain weights under resampling of windows (Efron's bootstrap).
+
+    Each resample samples n_i of the n_i windows of every domain, with replacement and independently
+    of the other domains; ``weight_fn`` maps the means of the sampled windows to weights. The
+    samples of domain i depend only on (seed, i) and n_i, and more resamples keep the first ones.
+
+    The intervals cover the sampling of windows, not the proxy's training. Windows are treated as
+    independent; where many come from one document, the true intervals are wider. A domain with one
+    window has a fixed embedding; if all have, the intervals have zero width but no meaning.
+    Resampling adds noise to the embeddings, so with few windows an interval can lie to one side of
+    the weight computed from all windows.
+
+    Args:
+        window_vectors: k arrays [n_i, h], the embedding of each window of a domain; any real
+            dtype, sums are taken in float64.
+        weight_fn: maps embeddings [k, h] to weights [k], for example
+            ``chameleon_weight_fn("pretrain")``.
+        num_resamples: how many times to resample; at least 2.
+        seed: not negative.
+        confidence: in (0, 1).
+
+    Raises:
+        ValueError: no domain, a domain without windows, windows of differing width, a value that
+            is not finite (domain and window are named), or an argument out of range.
+
+    Warns:
+        DegenerateScoreWarning: once, with the number of resamples in which ``weight_fn`` warned.
+    """
+    windows = _checked_windows(window_vectors)
+    _check_settings(num_resamples, seed, confidence)
+    weights = np.empty((num_resamples, len(windows)))
+    num_degenerate = 0
+    done = 0
+    for means in _resampled_means(windows, num_resamples, seed):
+        for embeddings in means:
+            weights[done], degenerate = _call_weight_fn(weight_fn, embeddings)
+            num_degenerate += degenerate
+            done += 1
+    if num_degenerate:
+        warnings.warn(
+            f"leverage scores were clipped in {num_degenerate} of {num_resamples} "
+            "resamples, so the intervals are partly bounds: use more windows per domain",
+            DegenerateScoreWarning,
+            stacklevel=2,
+        )
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(weights, [tail, 1.0 - tail], axis=0)
+    return BootstrapResult(weights, low, high, confidence, tuple(len(w) for w in windows))
+
+
+def resampled_means_direct(
+    window_vectors: Sequence[npt.ArrayLike], num_resamples: int, seed: int
+) -> Array:
+    """Means of the sampled windows, one resample at a time: the plain reference.
+
+    Returns:
+        [num_resamples, k, h] float64, the embeddings that ``bootstrap_weights`` weighs.
+    """
+    windows = _checked_windows(window_vectors)
+    means = np.empty((num_resamples, len(windows), windows[0].shape[1]))
+    for domain, vectors in enumerate(windows):
+        generator = _generator(seed, domain)
+        for resample in range(num_resamples):
+            drawn = generator.integers(len(vectors), size=len(vectors))
+            means[resample, domain] = np.asarray(vectors[drawn], dtype=np.float64).mean(axis=0)
+    return means
+
+
+def _resampled_means(
+    windows: list[npt.NDArray[np.floating]], num_resamples: int, seed: int
+) -> Iterator[Array]:
+    """Blocks [r, k, h] of resampled domain means, num_resamples in all.
+
+    The mean of n sampled windows is counts @ windows / n, a matrix product per domain in place of
+    a copy of the windows per resample.
+    """
+    num_domains, width = len(windows), windows[0].shape[1]
+    largest = max(num_domains * width, max(len(vectors) for vectors in windows))
+    block = max(1, BLOCK_VALUES // largest)
+    generators = [_generator(seed, domain) for domain in range(num_domains)]
+    for start in range(0, num_resamples, block):
+        size = min(block, num_resamples - start)
+        means = np.empty((size, num_domains, width))
+        for domain, vectors in enumerate(windows):
+            counts = _draw_counts(generators[domain], len(vectors), size)
+            means[:, domain] = counts @ vectors / len(vectors)
+        yield means
+
+
+def _draw_counts(generator: np.random.Generator, num_windows: int, num_resamples: int) -> Array:
+    """[num_resamples, num_windows] counts of each window; each row sums to num_windows."""
+    counts = np.empty((num_resamples, num_windows))
+    for row in counts:
+        drawn = generator.integers(num_windows, size=num_windows)
+        row[:] = np.bincount(drawn, minlength=num_windows)
+    return counts
+
+
+def _generator(seed: int, domain: int) -> np.random.Generator:
+    return np.random.default_rng([seed, domain])
+
+
+def _call_weight_fn(weight_fn: Callable[[Array], Array], embeddings: Array) -> tuple[Array, bool]:
+    """Weights of one resample, and whether it was degenerate; other warnings pass through."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DegenerateScoreWarning)
+        weights = weight_fn(embeddings)
+    if np.shape(weights) != embeddings.shape[:1]:
+        raise ValueError(
+            f"weight_fn gave shape {np.shape(weights)} for {len(embeddings)} domains: "
+            "it must map embeddings [k, h] to weights [k]"
+        )
+    degenerate = False
+    for entry in caught:
+        if issubclass(entry.category, DegenerateScoreWarning):
+            degenerate = True
+        else:
+            warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)
+    return weights, degenerate
+
+
+def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArray[np.floating]]:
+    """The windows as arrays in their own dtype: a float64 copy of every window would be large."""
+    if len(window_vectors) == 0:
+        raise ValueError("window_vectors is empty: pass one array of windows per domain")
+    windows: list[npt.NDArray[np.floating]] = []
+    for domain, vectors in enumerate(window_vectors):
+        checked = as_matrix(vectors, f"window_vectors[{domain}]", "window")
+        width = windows[0].shape[1] if windows else checked.shape[1]
+        if checked.shape[1] != width:
+            raise ValueError(
+                f"window_vectors[{domain}] has {checked.shape[1]} features but window_vectors[0] "
+                f"has {width}: embed all domains with one proxy and layer"
+            )
+        windows.append(np.asarray(vectors))
+    return windows
+
+
+def _check_settings(num_resamples: int, seed: int, confidence: float) -> None:
+    if num_resamples < 2:
+        raise ValueError(f"num_resamples is {num_resamples}: an interval needs at least 2")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}: it must not be negative")
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence is {confidence}: it must lie between 0 and 1, such as 0.95")
+
+
+# Values kept for the bootstrap, over all domains: 1 GiB in float32. 80 domains of 4096 windows,
+# 768 wide, have fewer.
+MAX_VALUES = 1 << 28
+# A variance from fewer groups would be noise: its relative error is 1 / sqrt(2 * 31) = 13% here.
+FEWEST_GROUPS = 32
+
+
+def group_size(num_domains: int, num_windows: int, width: int) -> int:
+    """Windows per group such that all groups have at most ``MAX_VALUES`` values.
+
+    1 (no grouping) if the windows have no more.
+
+    Args:
+        num_domains: k.
+        num_windows: of a domain.
+        width: h, features of a window.
+    """
+    most = max(FEWEST_GROUPS, MAX_VALUES // max(1, num_domains * width))
+    return max(1, math.ceil(num_windows / most))
+
+
+def grouped_windows(
+    vectors: npt.NDArray[np.floating], size: int, seed: int
+) -> npt.NDArray[np.floating]:
+    """Means of random groups of ``size`` windows; resampling them is a bootstrap, too.
+
+    The mean of n / g resampled groups of g windows has the variance of the mean of n resampled
+    windows: a group's mean has the g-th part of a window's variance. Windows beyond the last whole
+    group are left out, and the groups are moved so that their mean is that of all windows.
+
+    Args:
+        vectors: [n, h], any real dtype; sums are taken in float64.
+        size: g, windows in a group; smaller where there would be fewer than ``FEWEST_GROUPS``.
+        seed: of the groups.
+
+    Returns:
+        [n // g, h], float32 where g is above 1 and the vectors as they are where it is 1.
+    """
+    size = min(size, max(1, len(vectors) // FEWEST_GROUPS))
+    if size == 1:
+        return vectors
+    order = np.random.default_rng([seed, len(vectors)]).permutation(len(vectors))
+    count = len(vectors) // size
+    drawn = vectors[order[: count * size]].reshape(count, size, -1)
+    means = drawn.mean(axis=1, dtype=np.float64)
+    means += vectors.mean(axis=0, dtype=np.float64) - means.mean(axis=0)
+    return means.astype(np.float32)
+
+
+# One domain with nearly all of the weight.
+ONE_HOT = 0.95
+
+
+def outweighing_probability(
+    resampled: BootstrapResult, one: npt.ArrayLike, other: npt.ArrayLike
+) -> Array:
+    """Share of the resamples in which a domain outweighs another; ties count half.
+
+    Args:
+        resampled: the weights over resamples.
+        one: [n] positions of domains.
+        other: [n] positions of those that they are compared with.
+
+    Returns:
+        [n] float64; 1 minus that with ``one`` and ``other`` exchanged.
+    """
+    weights = resampled.weights
+    difference = (
+        weights[:, np.asarray(one, dtype=np.intp)] - weights[:, np.asarray(other, dtype=np.intp)]
+    )
+    likely: Array = (difference > 0).mean(axis=0) + (difference == 0).mean(axis=0) / 2
+    return likely
+
+
+def windows_needed(half_width: float, num_windows: int, precision: float) -> int:
+    """Windows per domain at which the widest interval would be about +- ``precision``.
+
+    The standard error of a mean over n windows goes with n^-1/2, and the weights are smooth in the
+    means, so (half width / precision)^2 times the windows are needed.
+
+    Args:
+        half_width: half the width of the widest interval, with ``num_windows`` windows.
+        num_windows: of the domain with the fewest.
+        precision: above 0.
+
+    Raises:
+        ValueError: if ``precision`` is not finite and > 0.
+    """
+    return math.ceil(num_windows * (half_width / check_positive(precision, "precision")) ** 2)
+
+
+def is_within_noise_of_uniform(resampled: BootstrapResult) -> bool:
+    """Whether every interval contains 1 / k."""
+    uniform = 1.0 / len(resampled.low)
+    return bool(((resampled.low <= uniform) & (uniform <= resampled.high)).all())
+
+
+def is_one_hot(resampled: BootstrapResult) -> bool:
+    """Whether one of several domains has nearly all of the weight in most resamples."""
+    return bool(len(resampled.low) > 1 and np.median(resampled.weights.max(axis=1)) > ONE_HOT)

@@ -1,0 +1,178 @@
+"""Mixtures to train a swarm on: Dirichlet samples around the domains' token shares.
+
+Liu et al.: RegMix, ICLR 2025, section 3.1 and its code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import numpy.typing as npt
+from scipy.spatial import cKDTree
+
+from megatron_chameleon.mixture.checks import Array, check_positive
+
+# Mixtures chosen together, from the samples of their block and those left over by earlier blocks.
+BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingRule:
+    """Distribution of a swarm's mixtures; the defaults are RegMix's."""
+
+    prior_exponent: float = 0.5
+    """The Dirichlet's mean is prior^exponent, renormalised: flatter than the prior below 1."""
+    min_strength: float = 0.1
+    max_strength: float = 5.0
+    """The concentration (sum of the Dirichlet's parameters) is one of ``num_strengths`` values,
+    log-spaced between these two."""
+    num_strengths: int = 15
+    max_upweighting: float = 15.0
+    """A sample with a weight above this many times its domain's prior is rejected."""
+    smallest_weight: float = 2e-4
+    """Smaller weights are 0, and all weights are multiples of it."""
+    oversampling: int = 100
+    """Samples per mixture. Some are rejected and duplicates dropped before a random choice, so that
+    frequent mixtures (a single domain) are not chosen more often."""
+    near_duplicate: float = 1e-5
+    """Mixtures within this L1 distance are duplicates."""
+
+
+REGMIX_SAMPLING = SamplingRule()
+
+
+def sample_mixtures(
+    prior: npt.ArrayLike, count: int, seed: int, rule: SamplingRule = REGMIX_SAMPLING
+) -> Array:
+    """``count`` distinct mixtures; mixture i depends only on ``prior``, ``seed``, ``rule`` and i.
+
+    So members can be added to a swarm later.
+
+    Weights are quantized by the largest-remainder method, so every row sums to 1; rounding each
+    weight separately, as RegMix's code does, leaves sums off by some steps.
+
+    Args:
+        prior: [k] token shares, >= 0; they need not sum to 1. A domain with share 0 gets no weight.
+        count: of mixtures.
+        seed: of the samples.
+        rule: their distribution.
+
+    Returns:
+        [count, k] float64, rows that sum to 1 but for rounding.
+
+    Raises:
+        ValueError: for arguments out of range, or fewer than ``count`` distinct mixtures.
+    """
+    shares = check_prior(prior)
+    _check_rule(rule, count)
+    present = np.flatnonzero(shares)
+    chosen = left = np.empty((0, present.size))
+    num_blocks, rejected = -(-count // BLOCK), 0
+    for block in range(num_blocks):
+        rng = np.random.default_rng([seed, block])
+        sampled = _dirichlet_samples(shares[present], BLOCK * rule.oversampling, rng, rule)
+        allowed = sampled[(sampled <= rule.max_upweighting * shares[present]).all(axis=1)]
+        rejected += len(sampled) - len(allowed)
+        found = drop_near_duplicates(quantize(allowed, rule.smallest_weight), rule.near_duplicate)
+        known = np.concatenate([chosen, left])
+        left = np.concatenate([left, _not_near(found, known, rule.near_duplicate)])
+        left = left[rng.permutation(len(left))]
+        chosen, left = np.concatenate([chosen, left[:BLOCK]]), left[BLOCK:]
+    if len(chosen) < count:
+        raise ValueError(
+            f"only {len(chosen)} distinct mixtures in "
+            f"{num_blocks * BLOCK * rule.oversampling} samples ({rejected} had a weight above "
+            f"{rule.max_upweighting:g} times its prior), fewer than {count}: request "
+            "fewer, or allow more upweighting"
+        )
+    mixtures = np.zeros((count, shares.size))
+    mixtures[:, present] = chosen[:count]
+    return mixtures
+
+
+def _not_near(mixtures: Array, known: Array, distance: float) -> Array:
+    """The rows of ``mixtures`` whose L1 distance to each of ``known`` is above ``distance``."""
+    if not len(known) or not len(mixtures):
+        return mixtures
+    beyond = np.nextafter(distance, np.inf)  # the bound itself is not searched
+    nearest, _ = cKDTree(known).query(mixtures, p=1, distance_upper_bound=beyond)
+    return mixtures[np.isinf(nearest)]
+
+
+def check_prior(prior: npt.ArrayLike) -> Array:
+    """``prior`` [k] scaled to sum to 1. Raises ValueError for an invalid vector."""
+    shares = np.asarray(prior, dtype=np.float64)
+    if shares.ndim != 1 or shares.size == 0:
+        raise ValueError(f"prior of shape {shares.shape} must be a vector, one entry per domain")
+    if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
+        raise ValueError("prior must be finite, >= 0 and not all zero")
+    scaled: Array = shares / shares.sum()
+    return scaled
+
+
+def _check_rule(rule: SamplingRule, count: int) -> None:
+    if count < 1:
+        raise ValueError(f"count is {count}: must be >= 1")
+    if rule.prior_exponent < 0 or not math.isfinite(rule.prior_exponent):
+        raise ValueError(f"prior exponent {rule.prior_exponent}: must be finite and >= 0")
+    check_positive(rule.min_strength, "min_strength")
+    check_positive(rule.max_strength, "max_strength")
+    if rule.min_strength > rule.max_strength:
+        raise ValueError(
+            f"min_strength {rule.min_strength:g} is above max_strength {rule.max_strength:g}: "
+            "swap them"
+        )
+    if not 0 < rule.smallest_weight <= 1:
+        raise ValueError(f"smallest_weight {rule.smallest_weight}: must be > 0 and <= 1")
+    if not rule.max_upweighting >= 1:
+        raise ValueError(f"max_upweighting {rule.max_upweighting}: must be >= 1")
+
+
+def _dirichlet_samples(
+    shares: Array, count: int, rng: np.random.Generator, rule: SamplingRule
+) -> Array:
+    """[count, k], each from a Dirichlet of mean ``shares``^exponent and random concentration."""
+    center = shares**rule.prior_exponent
+    center /= center.sum()
+    strengths = np.geomspace(rule.min_strength, rule.max_strength, rule.num_strengths)
+    chosen = rng.integers(rule.num_strengths, size=count)
+    sampled = np.empty((count, shares.size))
+    for number, strength in enumerate(strengths):
+        rows = np.flatnonzero(chosen == number)
+        sampled[rows] = rng.dirichlet(center * strength, size=rows.size)
+    return sampled
+
+
+def quantize(mixtures: Array, smallest: float) -> Array:
+    """Quantize ``mixtures`` [n, k] in steps of ``smallest``; smaller weights are 0, rows sum to 1.
+
+    A step is 1 / round(1 / smallest). Each weight is rounded down, and the missing steps go
+    to the largest remainders: no weight is off by a step or more.
+    """
+    steps = round(1 / smallest)
+    kept = np.where(mixtures < smallest, 0.0, mixtures)
+    empty = kept.sum(axis=1) == 0  # more domains than steps: keep the heaviest
+    kept[empty, mixtures[empty].argmax(axis=1)] = 1.0
+    wanted = kept / kept.sum(axis=1, keepdims=True) * steps
+    whole = np.floor(wanted)
+    missing = steps - whole.sum(axis=1, keepdims=True)
+    # A domain that was set to 0 has remainder 0, and gets a step only after all others.
+    order = np.argsort(-(wanted - whole), axis=1, kind="stable")
+    rank = np.argsort(order, axis=1, kind="stable")
+    result: Array = (whole + (rank < missing)) / steps
+    return result
+
+
+def drop_near_duplicates(mixtures: Array, distance: float) -> Array:
+    """The rows of ``mixtures`` [n, k] in lexicographic order, without near-duplicates.
+
+    A row is dropped if its L1 distance to the last one kept is <= ``distance``.
+    """
+    ordered = mixtures[np.lexsort(mixtures.T)]
+    kept: list[Array] = []
+    for row in ordered:
+        if not kept or np.abs(row - kept[-1]).sum() > distance:
+            kept.append(row)
+    return np.array(kept).reshape(-1, mixtures.shape[1])

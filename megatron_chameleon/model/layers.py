@@ -1,0 +1,155 @@
+"""Parts of a transformer layer that replace megatron's: attention, layer norm, recomputed MLP.
+
+None of them needs Apex or Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+# Flash attention needs a multiple of 8. torch pads other sizes, but only for one of its kernels.
+HEAD_DIM_MULTIPLE_ON_GPU = 8
+
+
+class SDPACoreAttention(MegatronModule):
+    """Core attention by torch's scaled_dot_product_attention (flash, cuDNN or CPU kernels).
+
+    Replaces megatron's unfused DotProductAttention; the s x s scores are never materialized.
+    Unsupported settings and arguments are assertion errors.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        assert dropout == 0.0, "attention dropout is not supported here"
+        assert config.context_parallel_size == 1, "context parallelism needs Transformer Engine"
+        assert config.window_size is None, "sliding windows are not supported here"
+        assert config.softmax_type == "vanilla", "only the plain softmax is supported here"
+        assert attention_type == "self"
+        self.attn_mask_type = attn_mask_type
+        # From the unpadded head dimension.
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        on_gpu = torch.cuda.is_available()
+        self.head_dim_multiple = HEAD_DIM_MULTIPLE_ON_GPU if on_gpu else 1
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Compute attention of projected heads.
+
+        Args:
+            query: [s, b, heads, head_dim].
+            key: [s, b, groups, head_dim].
+            value: [s, b, groups, head_dim].
+            attention_mask: None for the mask of ``attn_mask_type``; otherwise replaces it,
+                broadcastable to [b, heads, s, s]: boolean, True where attention is NOT allowed
+                (megatron's convention), or :func:`additive_mask` of it in the dtype of ``query``,
+                which is faster if several layers use it.
+            attn_mask_type: overrides the constructor's.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
+
+        Returns:
+            [s, b, heads * head_dim].
+        """
+        assert attention_bias is None, "an attention bias is not supported here"
+        assert packed_seq_params is None, "packed sequences need Transformer Engine"
+        padding = -query.size(-1) % self.head_dim_multiple
+        q, k, v = (  # [b, n, s, d]
+            _padded(heads, padding).permute(1, 2, 0, 3) for heads in (query, key, value)
+        )
+        mask_type = attn_mask_type or self.attn_mask_type
+        if attention_mask is None:
+            assert mask_type in (AttnMaskType.causal, AttnMaskType.no_mask), mask_type
+        elif attention_mask.dtype == torch.bool:
+            attention_mask = ~attention_mask
+        context = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None and mask_type == AttnMaskType.causal,
+            scale=self.softmax_scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        context = context[..., : query.size(-1)]
+        return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert a boolean mask to one that is added to scores: 0 where allowed, else -inf.
+
+    torch's kernels do the same in every layer, and keep each copy for the backward pass.
+
+    Args:
+        mask: boolean, True where attention is NOT allowed (megatron's convention).
+        dtype: of the queries.
+    """
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+
+
+def _padded(heads: torch.Tensor, padding: int) -> torch.Tensor:
+    """Append zeros to each head; they change no score."""
+    return pad(heads, (0, padding)) if padding else heads
+
+
+class SequenceParallelLayerNorm(torch.nn.LayerNorm):
+    """torch's LayerNorm with its parameters marked as megatron expects.
+
+    Under sequence parallelism each tensor-parallel rank normalizes its part of the sequence, so
+    the gradients of weight and bias must be summed over those ranks; finalize_model_grads does so
+    for parameters whose ``sequence_parallel`` is true. megatron's own torch norm raises instead.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class RecomputedMLP(MLP):
+    """megatron's MLP, recomputed from its input in the backward pass.
+
+    Uses torch's checkpoint. megatron's saves and restores random states, which the compiler cannot
+    trace, and it calls ``backward`` recursively, which never returns for an MLP that returns its
+    bias.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        super().__init__(*arguments, tp_group=group, **settings)
+
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        """Like megatron's."""
+        return checkpoint(
+            super().forward, *inputs, use_reentrant=False, preserve_rng_state=False, **more
+        )

@@ -1,1 +1,0 @@
-"""Every option of every tool, as frozen dataclasses; the flags are made from them."""

@@ -1,0 +1,147 @@
+"""Options of layouts: parallelism degrees, recomputation, process groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.ranges import CheckedOptions, Count, Minutes
+
+
+@dataclasses.dataclass(frozen=True)
+class RecomputeOptions(CheckedOptions):
+    """Recompute activations in the backward pass instead of storing them. Results are unchanged."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """full: keep only the input of a layer, for a third more compute. selective: keep everything
+    except the inside of each MLP, for a fifth more (Megatron's --recompute-modules mlp; its
+    core_attn would save nothing here, where attention never materializes its scores)."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full: every layer in units of --recompute-num-layers (uniform, the default), or only
+    that many layers of each pipeline stage (block)."""
+    recompute_num_layers: Count | None = None
+    """With full: see --recompute-method; default: 1."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for an option without effect."""
+        super().__post_init__()
+        for flag, value in (
+            ("--recompute-method", self.recompute_method),
+            ("--recompute-num-layers", self.recompute_num_layers),
+        ):
+            if value is not None and self.recompute_granularity != "full":
+                raise UserError(
+                    f"{flag} {value} needs --recompute-granularity full; pass both or neither"
+                )
+
+    @property
+    def unit(self) -> int:
+        """Layers recomputed together (uniform), or layers recomputed at all (block)."""
+        return 1 if self.recompute_num_layers is None else self.recompute_num_layers
+
+    def check_layers(self, layers_per_chunk: int) -> None:
+        """Raise UserError if the unit does not fit a (virtual) pipeline stage of so many layers."""
+        if self.recompute_granularity != "full":
+            return
+        if self.unit > layers_per_chunk:
+            raise UserError(
+                f"--recompute-num-layers {self.unit}: a pipeline stage's chunk has "
+                f"{layers_per_chunk} layer(s); pass at most that many"
+            )
+        if self.recompute_method != "block" and layers_per_chunk % self.unit:
+            raise UserError(
+                f"--recompute-num-layers {self.unit} does not divide the {layers_per_chunk} layers "
+                "of a pipeline stage's chunk; pass a divisor, or --recompute-method block"
+            )
+
+    def config_fields(self) -> dict[str, Any]:
+        """Return the fields of megatron's TransformerConfig."""
+        if self.recompute_granularity == "full":
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": self.recompute_method or "uniform",
+                "recompute_num_layers": self.unit,
+            }
+        if self.recompute_granularity == "selective":
+            # model/layers.py recomputes the MLP.
+            return {"recompute_granularity": "selective", "recompute_modules": []}
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelOptions(CheckedOptions):
+    """How the model is partitioned over torchrun's ranks; the rest is data parallelism."""
+
+    tensor_model_parallel_size: Count = 1
+    """Ranks that each layer is sharded over; must divide the number of attention heads."""
+    pipeline_model_parallel_size: Count = 1
+    """Pipeline stages; must divide the number of layers."""
+    sequence_parallel: bool = False
+    """Shard layer norms and residuals along the sequence too; needs tensor parallelism."""
+    distributed_timeout_minutes: Minutes = 10
+    """Timeout of collectives in minutes; increase it if rank 0 reads much data first."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for degrees that contradict each other."""
+        super().__post_init__()
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise UserError(
+                "--sequence-parallel shards over tensor-parallel ranks; "
+                "leave it out, or pass --tensor-model-parallel-size 2 or more"
+            )
+
+    def for_training(self) -> TrainingParallelOptions:
+        """Return these options with the defaults of those that only training has."""
+        return TrainingParallelOptions(**dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingParallelOptions(ParallelOptions):
+    """Parallelism options of training, including gradients and the optimizer."""
+
+    num_virtual_stages_per_pipeline_rank: Count = 1
+    """Virtual stages of each pipeline rank, interleaved: less idle time, more communication."""
+    use_distributed_optimizer: bool = False
+    """Shard the optimizer's state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over the data-parallel ranks during the backward pass."""
+    overlap_param_gather: bool = False
+    """Gather the parameters updated by a sharded optimizer during the next forward pass."""
+    recompute: RecomputeOptions = dataclasses.field(default_factory=RecomputeOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for options that contradict each other."""
+        super().__post_init__()
+        virtual = self.num_virtual_stages_per_pipeline_rank
+        if virtual > 1 == self.pipeline_model_parallel_size:
+            raise UserError(
+                f"--num-virtual-stages-per-pipeline-rank {virtual} interleaves pipeline stages; "
+                "leave it out, or pass --pipeline-model-parallel-size 2 or more"
+            )
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise UserError(
+                "--overlap-param-gather needs --use-distributed-optimizer; pass both, or leave it "
+                "out"
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise UserError(
+                "--overlap-param-gather needs --overlap-grad-reduce, whose buckets it gathers; "
+                "pass both"
+            )
+
+    def for_training(self) -> TrainingParallelOptions:
+        """Return these options."""
+        return self
+
+    def check_microbatches(self, num_microbatches: int) -> None:
+        """Raise UserError if the interleaved schedule cannot run that many micro-batches a step."""
+        virtual = self.num_virtual_stages_per_pipeline_rank
+        pipeline = self.pipeline_model_parallel_size
+        if virtual > 1 and num_microbatches % pipeline:
+            raise UserError(
+                f"--num-virtual-stages-per-pipeline-rank {virtual}: {num_microbatches} "
+                f"micro-batch(es) per step and rank are not a multiple of "
+                f"--pipeline-model-parallel-size {pipeline}; change --global-batch-size or "
+                "--micro-batch-size"
+            )

@@ -1,0 +1,133 @@
+"""Ranges of numeric options, declared in their types, and the base class that checks them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+
+from megatron_chameleon.errors import UserError
+
+LARGEST_INT32, LARGEST_INT64 = 2**31 - 1, 2**63 - 1
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+class Between(NamedTuple):
+    """Smallest and largest value of an option; ``open_ends`` excludes them, or one of them."""
+
+    smallest: float
+    largest: float
+    open_ends: tuple[float, ...] = ()
+
+    def holds(self, number: float) -> bool:
+        """Whether the value is in the range; false for NaN."""
+        return self.smallest <= number <= self.largest and number not in self.open_ends
+
+    def __str__(self) -> str:
+        low = "above" if self.smallest in self.open_ends else "at least"
+        high = "below" if self.largest in self.open_ends else "at most"
+        return f"{low} {self.smallest:.15g} and {high} {self.largest:.15g}"
+
+
+Seed = Annotated[int, Between(0, 2**32 - 1)]
+"""The range of numpy's RandomState, with which Megatron shuffles samples."""
+Count = Annotated[int, Between(1, LARGEST_INT32)]
+LargeCount = Annotated[int, Between(1, LARGEST_INT64)]
+"""Of tokens or bytes."""
+BatchSize = Annotated[int, Between(1, 2**24)]
+"""Gradients are summed in float32: beyond 2^24 equal terms, a further one adds nothing."""
+Repetitions = Annotated[int, Between(1, 10**7)]
+"""Random draws or starts, whose results are all held in memory."""
+SeveralRepetitions = Annotated[int, Between(2, 10**7)]
+Minutes = Annotated[int, Between(1, 366 * 24 * 60)]
+Processes = Annotated[int, Between(1, 2**16)]
+Positive = Annotated[float, Between(0, LARGEST_FLOAT32, open_ends=(0,))]
+NonNegative = Annotated[float, Between(0, LARGEST_FLOAT32)]
+Share = Annotated[float, Between(0, 1)]
+PositiveShare = Annotated[float, Between(0, 1, open_ends=(0,))]
+BelowOne = Annotated[float, Between(0, 1, open_ends=(1,))]
+InsideUnit = Annotated[float, Between(0, 1, open_ends=(0, 1))]
+
+# Ranges of types without one: those of the arrays and tensors that store the values.
+_DEFAULTS = {
+    int: Between(0, LARGEST_INT32),
+    float: Between(-LARGEST_FLOAT32, LARGEST_FLOAT32),
+}
+
+
+def check_ranges(options: Any) -> None:
+    """Check every number in the fields of an options dataclass; nested options check themselves.
+
+    Raises:
+        UserError: for the first that is outside the range of its type, or not finite.
+    """
+    for flag, annotation, number in each_value(options, nested=False):
+        if type(number) in _DEFAULTS:
+            allowed = _range_of(annotation) or _DEFAULTS[type(number)]
+            if not allowed.holds(number):
+                raise UserError(f"{flag} {number}: must be {allowed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedOptions:
+    """Base class of options, which validate their fields when constructed.
+
+    A subclass with constraints between fields extends ``__post_init__``.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise UserError for the first number out of range."""
+        check_ranges(self)
+
+    def reject_changed(self, fields: Iterable[str], reason: str) -> None:
+        """Raise UserError for the first of ``fields`` that differs from its default.
+
+        Args:
+            fields: fields without effect in this combination of options.
+            reason: the reason, printed after the flag and its value.
+        """
+        defaults = {field.name: field for field in dataclasses.fields(self)}
+        for name in fields:
+            value = getattr(self, name)
+            if value != defaults[name].default:
+                raise UserError(f"{flag_of(name)} {value}: {reason}; leave it out")
+
+
+def flag_of(field: str) -> str:
+    """Flag of an options field: ``train_iters`` -> ``--train-iters``."""
+    return f"--{field.replace('_', '-')}"
+
+
+def each_value(options: Any, *, nested: bool = True) -> Iterator[tuple[str, Any, Any]]:
+    """Flag, type and each single value of all fields; with ``nested``, of nested options too."""
+    types = _types_of(type(options))  # type: ignore[arg-type]
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if not dataclasses.is_dataclass(value):
+            for single in _singles(value):
+                yield flag_of(field.name), types[field.name], single
+        elif nested:
+            yield from each_value(value)
+
+
+@functools.cache
+def _types_of(options_type: type) -> dict[str, Any]:
+    return get_type_hints(options_type, include_extras=True)
+
+
+def _singles(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _singles(item)
+    else:
+        yield value
+
+
+def _range_of(annotation: Any) -> Between | None:
+    """The range in a type's annotation, also inside of a union or a tuple."""
+    for part in get_args(annotation):
+        found = part if isinstance(part, Between) else _range_of(part)
+        if found:
+            return found
+    return None

@@ -1,0 +1,90 @@
+"""Options of tools/make_report.py and tools/compare_methods.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.ranges import CheckedOptions, NonNegative, Seed
+
+LEAST_SEEDS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareMethodsOptions(CheckedOptions):
+    """Tabulate the cost of each method's mixture and the quality of base models trained with it.
+
+    examples/compare_methods.sh trains and evaluates the base models, and then calls this tool.
+    """
+
+    run: Path
+    """The run folder, with 1-corpus to 6-evaluation below it."""
+    mixtures: tuple[str, ...]
+    """Names of the mixtures, as in 4-mixture; the columns of the table, in this order."""
+    seeds: tuple[Seed, ...]
+    """Seeds of the base models; at least three, the same ones for every mixture."""
+    run_suffix: str = ""
+    """Part of the names of base runs between the mixture's name and -seedN."""
+    baseline: str = "uniform"
+    """The mixture that the others' perplexities are compared with."""
+    reference: str | None = None
+    """The mixture that the others' costs are divided by; default: chameleon, if it is compared."""
+    name: str = "compare_methods"
+    """Name of the files in 7-report, before .txt, .md, .csv, .json and .png."""
+    record: Path | None = None
+    """A .json file that also records the date, the machine, the versions and --command; a Markdown
+    file of the same name is written next to it."""
+    command: str | None = None
+    """The command line that made the compared runs, for --record."""
+    wall_seconds: NonNegative | None = None
+    """Wall time of that command, for --record."""
+    check: Literal["choice", "evaluations"] | None = None
+    """Write nothing, but exit with status 2 if the comparison is impossible. choice: because of the
+    names and seeds alone, before anything is trained. evaluations: because a base run has no
+    evaluation of its last checkpoint."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for too few runs to compare."""
+        super().__post_init__()
+        for flag, values, least in (
+            ("--mixtures", self.mixtures, 1 if self.check == "evaluations" else 2),
+            ("--seeds", self.seeds, LEAST_SEEDS),
+        ):
+            if len(set(values)) < len(values) or len(values) < least:
+                raise UserError(
+                    f"{flag} {' '.join(map(str, values))}: pass at least {least} different ones"
+                )
+        for flag, name in (("baseline", self.baseline), ("reference", self.reference)):
+            if name not in (None, *self.mixtures) and self.check != "evaluations":
+                raise UserError(
+                    f"--{flag} {name} is not among --mixtures {' '.join(self.mixtures)}; add it, "
+                    f"or choose another one ({flag.upper()}=NAME of examples/compare_methods.sh)"
+                )
+        if self.record is not None:
+            if self.command is None:
+                raise UserError("--record also needs --command, the line that made the runs")
+            if self.record.suffix != ".json":
+                raise UserError(f"--record {self.record}: the name must end in .json")
+
+    def run_names(self, mixture: str) -> list[str]:
+        """Names of the base runs of a mixture, and of their evaluations, in the order of seeds."""
+        return [f"{mixture}{self.run_suffix}-seed{seed}" for seed in self.seeds]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions(CheckedOptions):
+    """Report a run in one HTML page: held-out perplexity, weights, tasks, cost, losses and more.
+
+    Also writes the tables as Markdown and CSV, and the figures as PNG and PDF.
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders with 1-corpus to 6-evaluation; several on the same corpus are merged."""
+    baseline: str | None = None
+    """Evaluated run to compare with, by name; default: the one trained with uniform weights."""
+    output: Path | None = None
+    """The folder to write to; default: 7-report of the first run folder."""

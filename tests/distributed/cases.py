@@ -1,0 +1,575 @@
+"""Layouts, options and result paths of the sections that ranks.py runs and the tests check.
+
+No torch here: the process that runs pytest reads the results with numpy alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions, Permutation
+from megatron_chameleon.parallel.options import (
+    ParallelOptions,
+    RecomputeOptions,
+    TrainingParallelOptions,
+)
+from megatron_chameleon.training.options import (
+    CheckpointingOptions,
+    DryFirstStep,
+    GuardOptions,
+    OnlineOptions,
+    OptimizerOptions,
+    PretrainOptions,
+    ValidationOptions,
+)
+from tests.small_corpus import VOCAB_SIZE
+
+TRAIN_ITERS, SAVE_INTERVAL = 12, 6
+MAX_RANKS = 4
+# Layouts and processors add the same float32 numbers in different orders. These tolerances are in
+# units of the last place: absolute for a loss, which is at most about that of a uniform guess, and
+# relative for a gradient's norm. An error changes some loss by more than SMALLEST_ERROR.
+EPSILON = float(np.finfo(np.float32).eps)
+LOSS_ROUNDING, NORM_ROUNDING = 16 * EPSILON * math.log(VOCAB_SIZE), 128 * EPSILON
+SMALLEST_ERROR = 1e-3
+assert SMALLEST_ERROR > 50 * LOSS_ROUNDING
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout, its number of ranks, and what differs from the other runs."""
+
+    ranks: int
+    parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
+    boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
+    micro_batch_size: int = 2
+    """4 where communication dominates; that still makes two of a batch."""
+    bf16: bool = False
+    permutation: Permutation = "megatron"
+    """In the orders that allow it, the weights change twice."""
+    dry_first_step: DryFirstStep = "auto"
+
+
+Again = dict[str, tuple[str, Case]]
+"""Runs that resume from the middle of another: name -> (origin, layout)."""
+
+VIRTUAL: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+}
+FULL = RecomputeOptions("full")
+BLOCK = RecomputeOptions("full", recompute_method="block", recompute_num_layers=3)
+SELECTIVE = RecomputeOptions("selective")
+
+
+def case(ranks: int, micro_batch_size: int = 2, **parallel: Any) -> Case:
+    """Return a layout by its short names: tp, pp, and the options of training."""
+    degrees = {
+        "tensor_model_parallel_size": parallel.pop("tp", 1),
+        "pipeline_model_parallel_size": parallel.pop("pp", 1),
+    }
+    options = TrainingParallelOptions(**{**degrees, **parallel})
+    return Case(ranks, options, micro_batch_size=micro_batch_size)
+
+
+OVERLAPPED: dict[str, Any] = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+RUNS = {
+    "one": case(1),
+    "one-again": case(1),
+    "one-sharded": case(1, use_distributed_optimizer=True),
+    "tp2": case(2, tp=2),
+    "tp2-again": case(2, tp=2),
+    "sp2": case(2, 4, tp=2, sequence_parallel=True),
+    "pp2": case(2, pp=2),
+    "dp2": case(2),
+    "dp2-sharded": case(2, use_distributed_optimizer=True),
+    "tp2-pp2": case(4, 4, tp=2, pp=2),
+    "tp2-dp2-sharded": case(4, tp=2, use_distributed_optimizer=True),
+    "one-full": case(1, 8, recompute=FULL),
+    "one-block": case(1, recompute=BLOCK),
+    "one-selective": case(1, recompute=SELECTIVE),
+    "vpp2": case(2, **VIRTUAL),
+    "vpp2-selective": case(2, **VIRTUAL, recompute=SELECTIVE),
+    "dp2-overlapped": case(2, overlap_grad_reduce=True),
+    "dp2-sharded-overlapped": case(2, **OVERLAPPED),
+    "tp2-sp-vpp2-full": case(4, 4, tp=2, sequence_parallel=True, **VIRTUAL, recompute=FULL),
+    "tp2-sp-dp2-overlapped-selective": case(
+        4, tp=2, sequence_parallel=True, **OVERLAPPED, recompute=SELECTIVE
+    ),
+    "pp2-dp2-overlapped": case(4, pp=2, **OVERLAPPED),
+    "vpp2-dp2-overlapped-full": case(4, **VIRTUAL, **OVERLAPPED, recompute=FULL),
+}
+"""Uninterrupted runs."""
+ONE, TP2, SP2, PP2, DP2 = (RUNS[name] for name in ("one", "tp2", "sp2", "pp2", "dp2"))
+DP2_SHARDED, TP2_PP2, VPP2 = (RUNS[name] for name in ("dp2-sharded", "tp2-pp2", "vpp2"))
+
+RUNS_BF16 = {
+    f"{name}-bf16": dataclasses.replace(RUNS[name], bf16=True)
+    for name in (
+        "one",
+        "tp2-sp-vpp2-full",
+        "tp2-sp-dp2-overlapped-selective",
+        "vpp2-dp2-overlapped-full",
+    )
+}
+"""Runs in bfloat16 with main weights in float32."""
+
+APART = DocumentBoundaryOptions(
+    reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
+)
+RUNS_APART = {
+    f"{name}-apart": dataclasses.replace(RUNS[name], boundaries=APART, micro_batch_size=size)
+    for name, size in {
+        "one": 2,
+        "tp2": 8,
+        "pp2": 2,
+        "dp2": 4,
+        "dp2-sharded": 1,
+        "tp2-pp2": 1,
+    }.items()
+}
+"""Runs that separate documents; micro-batches and ranks differ in their numbers of losses."""
+
+RUNS_CHANGING = {
+    "one-changing": Case(1, permutation="epoch"),
+    "dp2-changing": Case(2, permutation="epoch"),
+    "dp2-feistel": Case(2, permutation="feistel"),
+}
+"""Runs whose weights change before and after the checkpoint in their middle."""
+
+RUNS_DRY = {
+    f"{name}-dry": dataclasses.replace(RUNS[name], dry_first_step="on")
+    for name in ("dp2-sharded", "tp2-pp2", "vpp2-dp2-overlapped-full")
+}
+"""Runs that start with a dry step."""
+RESUMED_DRY = {f"{name}-resumed": name.removesuffix("-dry") for name in RUNS_DRY}
+"""Runs that resume with one from the middle of another in their layout."""
+
+NARROW_RUN = "tp2-narrow"
+"""TP2 with an embedding padded to an even number of rows; the others have 256."""
+NARROW_MULTIPLE = 2
+
+RESUMED: Again = {
+    f"{origin}-to-{name}": (origin, RUNS[name])
+    for origin, name in (
+        ("tp2", "tp2"),
+        ("tp2", "pp2"),
+        ("dp2-sharded", "dp2-sharded"),
+        ("dp2-sharded", "one-sharded"),
+        ("one-sharded", "dp2-sharded"),
+        ("tp2-dp2-sharded", "one-sharded"),
+        ("one", "dp2"),
+        ("tp2-pp2", "one"),
+        (NARROW_RUN, "one"),
+        ("pp2", "vpp2"),
+        ("vpp2", "tp2"),
+        ("pp2-dp2-overlapped", "one-sharded"),
+        ("vpp2-dp2-overlapped-full", "tp2-dp2-sharded"),
+        ("tp2-dp2-sharded", "vpp2-dp2-overlapped-full"),
+        ("vpp2-dp2-overlapped-full", "vpp2-dp2-overlapped-full"),
+    )
+} | {
+    "one-changing-to-dp2": ("one-changing", RUNS_CHANGING["dp2-changing"]),
+    "dp2-feistel-to-one": ("dp2-feistel", Case(1, permutation="feistel")),
+}
+
+UNFIXED = ("no-fix", "zero-state-only", "shared-step-count")
+"""Resumptions of 'dp2-sharded' with fewer and fewer of the AdamW fixes missing."""
+
+# Validation, and a NaN gradient on one rank in two steps.
+BAD_COPIES = {f"{name}-copy-bad": RUNS[name] for name in ("tp2", "tp2-pp2", "tp2-dp2-sharded")}
+"""Here the bad gradient is of a parameter with copies, which the norm does not count."""
+BAD = {
+    f"{name}-bad": RUNS[name]
+    for name in ("one", "tp2", "tp2-pp2", "vpp2", "dp2", "dp2-sharded-overlapped")
+} | BAD_COPIES
+"""Each repeats the run of its name up to its first bad step."""
+EVAL_INTERVAL = 4
+BAD_STEPS = (6, 7)
+"""A checkpoint is due at the first."""
+
+
+def one_rank(name: str) -> str:
+    """Return the section of one rank whose numbers a section repeats; it may not exist."""
+    if name in RUNS or name == NARROW_RUN:
+        return "one"
+    family, suffix = name.split("-")[0], name.rpartition("-")[2]
+    if suffix in ("bf16", "apart", "changing", "bad"):
+        return f"one-{suffix}"
+    if family == "doremi" and suffix in ("masked", "fork"):
+        return f"doremi-one-{suffix}"
+    return "doge-towards-one" if "towards" in name else f"{family}-one"
+
+
+def plain_run(name: str) -> str:
+    """Return the run that one of BAD repeats."""
+    return name.removesuffix("-bad").removesuffix("-copy")
+
+
+# Saves that are disturbed: one rank's disk is full, or one rank is killed.
+SAVING_INTERVAL = 3
+FULL_FROM, FULL_UNTIL = 6, 9
+"""The disk is full from before the first step until before the second: one save fails."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavingCase:
+    """How a run saves, and the uninterrupted run of its layout."""
+
+    origin: str
+    async_save: bool
+    full_rank: int | None = None
+    """The rank whose disk is full for a while."""
+
+
+SAVING = {
+    "dp2-sharded-async": SavingCase("dp2-sharded", async_save=True),
+    "dp2-sharded-full": SavingCase("dp2-sharded", async_save=False, full_rank=1),
+    "dp2-sharded-async-full": SavingCase("dp2-sharded", async_save=True, full_rank=1),
+    "tp2-full": SavingCase("tp2", async_save=False, full_rank=0),
+}
+
+# Training hooks; a hook that changes the mixture needs an order that allows it.
+EPOCH = {
+    name: dataclasses.replace(RUNS[name], permutation="epoch")
+    for name in ("one", "pp2", "dp2", "dp2-sharded")
+}
+HOOKED: dict[str, tuple[str, Case]] = {
+    f"{hook}-{name}": (hook, EPOCH[name] if hook == "changer" else RUNS[name])
+    for hook, names in {
+        "weigher": ("one", "sp2", "vpp2", "tp2-pp2", "dp2"),
+        "combiner": (
+            "one",
+            "sp2",
+            "vpp2",
+            "tp2-pp2",
+            "dp2",
+            "dp2-sharded-overlapped",
+            "tp2-dp2-sharded",
+            "pp2-dp2-overlapped",
+        ),
+        "changer": ("one", "pp2", "dp2-sharded"),
+    }.items()
+    for name in names
+}
+"""Run -> hook and layout."""
+HOOKED_AGAIN: Again = {
+    "weigher-tp2-pp2-to-one": ("weigher-tp2-pp2", ONE),
+    "combiner-one-to-dp2": ("combiner-one", DP2),
+    "changer-one-to-dp2": ("changer-one", EPOCH["dp2"]),
+}
+
+ONLINE = {f"online-{name}": RUNS[name] for name in ("one", "tp2", "sp2", "pp2", "vpp2", "dp2")} | {
+    # One batch of windows per domain: the second rank has none, and must not be waited for.
+    "online-dp2-sharded-overlapped": dataclasses.replace(
+        RUNS["dp2-sharded-overlapped"], micro_batch_size=4
+    )
+}
+ONLINE_AGAIN: Again = {"online-one-to-pp2": ("online-one", PP2)}
+ONLINE_LAYER = 3
+"""In the last pipeline stage; with interleaving, in the first rank's second chunk."""
+ONLINE_INTERVAL = 4
+
+MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
+DOREMI = {
+    f"doremi-{name}": RUNS[name]
+    for name in ("one", "tp2", "sp2", "pp2", "vpp2", "dp2", "dp2-sharded-overlapped", "tp2-pp2")
+} | {
+    # The whole batch at once; the others take it in micro-batches.
+    "doremi-one-at-once": dataclasses.replace(ONE, micro_batch_size=8),
+    # Micro-batches and ranks differ in their numbers of losses.
+    "doremi-one-masked": dataclasses.replace(ONE, boundaries=MASKED),
+    "doremi-dp2-masked": dataclasses.replace(DP2, boundaries=MASKED, micro_batch_size=1),
+    "doremi-tp2-pp2-masked": dataclasses.replace(TP2_PP2, boundaries=MASKED),
+    "doremi-one-fork": dataclasses.replace(ONE, boundaries=MASKED),
+    "doremi-dp2-fork": dataclasses.replace(DP2, boundaries=MASKED, micro_batch_size=1),
+}
+"""Name -> layout of reference and proxy."""
+DOREMI_AGAIN: Again = {"doremi-tp2-pp2-to-dp2": ("doremi-tp2-pp2", DP2)}
+
+DOGE = {
+    f"doge-{name}": RUNS[name]
+    for name in ("one", "tp2", "pp2", "dp2", "tp2-pp2", "dp2-sharded-overlapped", "tp2-dp2-sharded")
+} | {
+    # Two micro-batches of a domain on each rank; the others have one.
+    "doge-one-small": dataclasses.replace(ONE, micro_batch_size=1),
+    "doge-towards-one": ONE,
+    "doge-towards-dp2": DP2,
+    "doge-towards-vpp2": VPP2,
+}
+"""Name -> layout; "towards": with a target domain."""
+DOGE_AGAIN: Again = {
+    "doge-one-to-tp2": ("doge-one", TP2),
+    "doge-tp2-pp2-to-dp2": ("doge-tp2-pp2", DP2),
+}
+
+DISCOVERING = {f"discover-{name}": RUNS[name] for name in ("one", "dp2", "tp2")}
+PEAKS = {f"peak-{name}": RUNS[name] for name in ("tp2", "sp2", "pp2", "dp2-sharded")}
+"""Layouts whose peak memory is measured on every rank."""
+
+REWRITTEN = {"tp2-pp2": TP2_PP2, "sp2": SP2, "vpp2": VPP2, NARROW_RUN: TP2}
+"""Layouts that read the checkpoint made of the folder of the run 'one', and write it again."""
+TUNED = {"tuned": ONE, "tuned-tp2-pp2": TP2_PP2, "tuned-vpp2": VPP2}
+"""Runs that start from the folder of the run 'one', with rows added to its vocabulary."""
+TUNED_FROM_CHECKPOINT = "tuned-from-checkpoint"
+"""One that starts from the checkpoint made of that folder, without the rows."""
+ADDED_ROWS = 61
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Layout and batch size of a read of the run 'one'."""
+
+    case: Case
+    batch_size: int
+
+
+READINGS = {
+    "one": Reading(ONE, 32),
+    "one-small-batch": Reading(ONE, 5),
+    "tp2": Reading(TP2, 32),
+    "sp2": Reading(SP2, 32),
+    "pp2": Reading(PP2, 32),
+    "dp2": Reading(DP2, 5),
+    "dp2-idle-rank": Reading(DP2, 64),  # one batch per domain: the second rank gets none
+    "tp2-pp2": Reading(TP2_PP2, 16),
+}
+NUM_WINDOWS = 48
+LAYERS = (1, 3)
+"""Layers that every reading embeds: of the first and of the last pipeline stage."""
+NORMED_LAYER = 1
+"""Here the final norm is applied, which only the last pipeline stage holds."""
+OVERLAP = 11
+
+DOWNSTREAM = {
+    "dp4": ParallelOptions(),
+    "tp2-dp2": ParallelOptions(tensor_model_parallel_size=2),
+    "pp2-dp2": ParallelOptions(pipeline_model_parallel_size=2),
+    "tp2-sp-pp2": ParallelOptions(2, 2, sequence_parallel=True),
+}
+
+# faults.py: a run whose second rank is killed, one that is stopped, and users' mistakes.
+KILLED_RUN, STOPPED_RUN = "killed", "stopped"
+KILLS = ("between-saves", "in-save", "in-async-save", "never")
+STOPS = ("SIGUSR1", "SIGINT", "SIGTERM", "--exit-duration-in-mins")
+STOPPED_ITERS = 400
+MISTAKES = {
+    "heads": ("--model-size", "1.2b", "--run-dir", "{root}/runs/mistake"),
+    "unwritable": ("--model-size", "nano", "--run-dir", "{root}/corpus/corpus.json/run"),
+}
+"""The first is found by all ranks, the second by rank 0 only."""
+TIMEOUT_MINUTES = 3
+MORE_BYTES = 256 << 20
+LATER_GROUPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCase:
+    """A layout whose layers are compiled, and what differs from the defaults."""
+
+    parallel: TrainingParallelOptions
+    bf16: bool = False
+    document_masks: bool = False
+
+
+COMPILED = {
+    "tp2": CompiledCase(TP2.parallel),
+    "sp2-selective": CompiledCase(dataclasses.replace(SP2.parallel, recompute=SELECTIVE)),
+    "sp2-full-bf16": CompiledCase(dataclasses.replace(SP2.parallel, recompute=FULL), bf16=True),
+    "pp2-full": CompiledCase(dataclasses.replace(PP2.parallel, recompute=FULL)),
+    "vpp2": CompiledCase(VPP2.parallel),
+    "dp2-masked": CompiledCase(RUNS["dp2-overlapped"].parallel, document_masks=True),
+}
+
+_SWEEP = """
+one-sharded tp2-again one-full one-block one-selective vpp2-selective dp2-overlapped
+dp2-sharded-overlapped tp2-dp2-sharded tp2-sp-vpp2-full pp2-dp2-overlapped
+tp2-sp-vpp2-full-bf16 tp2-sp-dp2-overlapped-selective-bf16 tp2-apart tp2-pp2-apart dp2-apart
+dp2-feistel tp2-pp2-dry tp2-pp2-dry-resumed
+vpp2-dp2-overlapped-full-dry vpp2-dp2-overlapped-full-dry-resumed
+tp2-to-tp2 one-sharded-to-dp2-sharded tp2-dp2-sharded-to-one-sharded one-to-dp2
+tp2-narrow-to-one dp2-feistel-to-one pp2-to-vpp2 pp2-dp2-overlapped-to-one-sharded
+vpp2-dp2-overlapped-full-to-tp2-dp2-sharded tp2-dp2-sharded-to-vpp2-dp2-overlapped-full
+zero-state-only shared-step-count
+tp2-bad tp2-pp2-bad dp2-sharded-overlapped-bad tp2-copy-bad tp2-dp2-sharded-copy-bad
+dp2-sharded-full
+weigher-sp2 weigher-vpp2 combiner-sp2 combiner-tp2-pp2 combiner-dp2 combiner-pp2-dp2-overlapped
+changer-pp2 weigher-tp2-pp2-to-one combiner-one-to-dp2
+online-tp2 online-pp2 online-dp2 online-one-to-pp2
+doremi-tp2 doremi-tp2-pp2 doremi-tp2-pp2-to-dp2 doremi-pp2 doremi-dp2
+doremi-one-at-once doremi-tp2-pp2-masked doremi-dp2-fork
+doge-tp2 doge-dp2 doge-dp2-sharded-overlapped doge-one-small doge-towards-dp2
+doge-one-to-tp2 doge-tp2-pp2 doge-tp2-pp2-to-dp2
+discover-tp2 peak-tp2 peak-dp2-sharded rewrite-sp2 rewrite-tp2-pp2 convert-sp2 convert-tp2-pp2
+tuned tuned-tp2-pp2
+read-one-small-batch read-tp2 read-pp2 read-dp2 downstream-dp4 downstream-tp2-dp2
+"""
+SWEEP = frozenset(_SWEEP.split())
+"""Sections for slow tests only; the others have every kind of layout once."""
+
+
+def each(names: Iterable[str], prefix: str = "") -> list[Any]:
+    """Return parameters of a test, marked slow where the section ``prefix + name`` is a sweep's."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if prefix + name in SWEEP else [])
+        for name in names
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Paths below one folder."""
+
+    root: Path
+
+    @property
+    def corpus(self) -> Path:
+        return self.root / "corpus"
+
+    @property
+    def uneven_mixture(self) -> Path:
+        """A mixture of the corpus's domains."""
+        return self.root / "uneven.json"
+
+    def run(self, name: str) -> Path:
+        return self.root / "runs" / name
+
+    def proxy(self, name: str) -> Path:
+        """The proxy's run of a mixture by DoReMi or DoGE."""
+        return self.run(name) / "proxy"
+
+    def huggingface(self, name: str) -> Path:
+        """The Hugging Face folder made of a run, or of a checkpoint that a layout rewrote."""
+        return self.root / "huggingface" / name
+
+    def from_huggingface(self, name: str) -> Path:
+        """The checkpoint made of the folder of the run 'one', as one rank or a layout wrote it."""
+        return self.root / "from-huggingface" / name
+
+    def mixture(self, reading: str, layer: int) -> Path:
+        return self.root / "readings" / reading / f"layer-{layer}" / "mixture.json"
+
+    def evaluation(self, reading: str) -> Path:
+        return self.root / "readings" / reading / "perplexity.json"
+
+    def evaluation_by_document(self, reading: str) -> Path:
+        return self.root / "readings" / reading / "by-document.json"
+
+    @property
+    def reference(self) -> Path:
+        """Hidden states and losses of the plain model."""
+        return self.root / "reference.npz"
+
+    def found(self, section: str, suffix: str = "json") -> Path:
+        """What a section measured."""
+        return self.root / "found" / f"{section}.{suffix}"
+
+    def hook_flops(self, run: str) -> Path:
+        """FLOPs that each rank's hook counted, a file per rank."""
+        return self.root / "found" / f"hook-{run}"
+
+    @property
+    def downstream(self) -> Path:
+        """A checkpoint of a text model, and data of tasks."""
+        return self.root / "downstream"
+
+    def done(self, section: str) -> Path:
+        """Exists once a section is done."""
+        return self.root / "done" / section
+
+    @property
+    def log(self) -> Path:
+        return self.root / "ranks.log"
+
+
+def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
+    """The run that every layout repeats: clipped gradients, weight decay, warm-up and decay."""
+    data = DataOptions()
+    if case.permutation != "megatron":
+        changes = (f"4={places.uneven_mixture}", f"{SAVE_INTERVAL + 3}=uniform")
+        data = DataOptions(mixture_change=(changes,), permutation=case.permutation)
+    return PretrainOptions(
+        corpus=places.corpus,
+        run_dir=places.run(name),
+        model_size="nano",
+        seq_length=32,
+        train_iters=TRAIN_ITERS,
+        global_batch_size=8,
+        micro_batch_size=case.micro_batch_size,
+        bf16=case.bf16,
+        dry_first_step=case.dry_first_step,
+        log_interval=1,
+        save_interval=SAVE_INTERVAL,
+        boundaries=case.boundaries,
+        data=data,
+        optimizer=OptimizerOptions(
+            lr=3e-3,
+            min_lr=1e-3,
+            lr_warmup_iters=2,
+            weight_decay=0.1,
+            # Where the exact gradient is zero, as for the keys' biases, AdamW would divide rounding
+            # by rounding and take whole steps that differ between layouts.
+            adam_eps=1e-4,
+        ),
+        parallel=case.parallel,
+    )
+
+
+def tuning_options(places: Places, name: str) -> PretrainOptions:
+    """A run from trained weights, which are not those of its seed."""
+    is_folder = name in TUNED
+    start = places.huggingface("one-padded") if is_folder else places.from_huggingface("one")
+    return dataclasses.replace(
+        training_options(places, name, TUNED[name] if is_folder else ONE),
+        model_size=None,
+        seed=99,
+        train_iters=3,
+        pretrained_checkpoint=start,
+    )
+
+
+def bad_options(places: Places, name: str) -> PretrainOptions:
+    return dataclasses.replace(
+        training_options(places, name, BAD[name]),
+        guards=GuardOptions(max_consecutive_skipped_steps=3),
+        validation=ValidationOptions(eval_interval=EVAL_INTERVAL, eval_iters=3),
+    )
+
+
+def saving_options(places: Places, name: str, case: Case, *, async_save: bool) -> PretrainOptions:
+    return dataclasses.replace(
+        training_options(places, name, case),
+        save_interval=SAVING_INTERVAL,
+        checkpointing=CheckpointingOptions(async_save=async_save, keep_last_checkpoints=3),
+    )
+
+
+def online_options(places: Places, name: str, case: Case) -> PretrainOptions:
+    """Windows that do not divide evenly among ranks or batches; new weights after steps 4 and 8."""
+    return dataclasses.replace(
+        training_options(places, name, case),
+        data=DataOptions(permutation="epoch"),
+        online=OnlineOptions(
+            online_interval=ONLINE_INTERVAL,
+            online_windows=3,
+            online_layer=ONLINE_LAYER,
+            online_recipe="scaled",
+        ),
+    )
+
+
+def reading_layout(case: Case) -> ParallelOptions:
+    """The options of a layout that readers have."""
+    fields = dataclasses.fields(ParallelOptions)
+    return ParallelOptions(**{field.name: getattr(case.parallel, field.name) for field in fields})

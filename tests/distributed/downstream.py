@@ -1,0 +1,79 @@
+"""Downstream scoring, generation and the tool, in a layout; a text model to score with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.checkpoint.convert import find_tokenizer
+from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.evaluation.downstream import evaluate_downstream
+from megatron_chameleon.evaluation.options import DownstreamOptions
+from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from tests.distributed.cases import DOWNSTREAM
+from tests.fixtures.task_data import write_task_data
+from tests.text_checkpoint import write_text_checkpoint
+
+
+def write_inputs(folder: Path) -> None:
+    """Write a checkpoint of a text model, and data of tasks."""
+    folder.mkdir()
+    write_text_checkpoint(folder)
+    write_task_data(folder / "data", 4)
+
+
+def make_questions() -> list[Question]:
+    """Three choices after each context; contexts of many lengths, some with a common prefix."""
+    rng = np.random.default_rng(0)
+
+    def sample(length: int) -> np.ndarray:
+        return rng.integers(0, 400, length).astype(np.int32)
+
+    prefix, questions = sample(90), []
+    for length in (1, 2, 13, 60, 150, 251, 300):
+        for context in (sample(length), np.concatenate([prefix, sample(length)])):
+            questions += [Question(context, sample(each)) for each in (1, 1, 5)]
+    return questions
+
+
+def make_prompts() -> list[Prompt]:
+    """More than data-parallel ranks, and of several lengths."""
+    rng = np.random.default_rng(1)
+    lengths = (1, 3, 40, 41, 200, 300)
+    return [Prompt(rng.integers(0, 400, n).astype(np.int32), 4 + n % 3, ()) for n in lengths]
+
+
+def answer(folder: Path, name: str) -> None:
+    """Score, generate and run the tool; the other ranks serve rank 0, which writes the results."""
+    options = DownstreamOptions(
+        checkpoint=folder / "checkpoint",
+        output=folder / f"{name}.json",
+        tasks=("copa", "race"),
+        shots=(0, 1),
+        data_dir=folder / "data",
+        evaluation_batch_size=1,
+        parallel=DOWNSTREAM.get(name, ParallelOptions()),
+    )
+    with distributed(options.parallel, seed=0) as layout:
+        record = CheckpointRecord.load(options.checkpoint)
+        tokenizer = find_tokenizer(options.tokenizer, record)
+        batch = 4 if layout.world_size == 1 else 1
+        scorer = Scorer(open_reader(record, layout), batch, tokenizer)
+        if layout.is_main:
+            answers = scorer.score(make_questions())
+            generated = scorer.generate(make_prompts())
+            scorer.stop()
+            np.savez(
+                folder / f"{name}.npz",
+                log_likelihoods=answers.log_likelihoods,
+                is_greedy=answers.is_greedy,
+                generated=np.array([str(tokens) for tokens in generated.tokens]),
+                flops_of_generation=generated.flops,
+            )
+        else:
+            scorer.serve()
+    evaluate_downstream(options)

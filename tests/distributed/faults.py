@@ -1,0 +1,305 @@
+"""The program behind test_faults.py: launches of ranks that are killed, stopped or misused.
+
+    python faults.py ROOT
+
+runs everything once, forked from this process, below a folder with a corpus. What every launch
+printed is in ROOT/NAME.log, and what it left behind in ROOT/NAME.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import torch
+import torch.distributed as dist
+
+import megatron_chameleon.checkpoint.save as save
+import megatron_chameleon.training.trainer as training
+from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME, checkpoint_folders, step_folder
+from megatron_chameleon.artifacts.training_run import METRICS_NAME
+from megatron_chameleon.blend.options import DataOptions
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.parallel.layout import Layout, distributed, from_main
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.training.guard import StepSync
+from megatron_chameleon.training.metrics import memory_bytes, most_memory_bytes
+from megatron_chameleon.training.options import PretrainOptions
+from tests.distributed.cases import (
+    DP2_SHARDED,
+    KILLED_RUN,
+    KILLS,
+    LATER_GROUPS,
+    MISTAKES,
+    MORE_BYTES,
+    ONE,
+    SAVING_INTERVAL,
+    STOPPED_ITERS,
+    STOPPED_RUN,
+    STOPS,
+    TIMEOUT_MINUTES,
+    TP2,
+    Places,
+    saving_options,
+    training_options,
+)
+from tests.distributed.launch import REPOSITORY, flags, fork_ranks, redirect_output, wait_for_step
+from tests.small_corpus import write_small_corpus
+
+NUM_RANKS = 2
+KILLED_RANK = 1
+SECONDS_OF_A_SLOW_WRITE = 3.0
+SECONDS_TO_BE_GONE = 10.0
+
+
+def launch(places: Places, name: str, function: Callable[[], Any], **found: Any) -> None:
+    """Let two ranks call ``function``, and record how that ended."""
+    launcher = fork_ranks(NUM_RANKS, places.root / f"{name}.log", function)
+    launcher.join()
+    record(places, name, status=launcher.exitcode, **found)
+
+
+def record(places: Places, name: str, **found: Any) -> None:
+    (places.root / f"{name}.json").write_text(json.dumps(found))
+
+
+def run_tool(tool: str, arguments: Sequence[str]) -> None:
+    """Run a tool in this process, as its command line would."""
+    sys.argv = [tool, *arguments]
+    runpy.run_path(str(REPOSITORY / "tools" / tool), run_name="__main__")
+
+
+# A rank is killed.
+
+
+def kill_at(places: Places, moment: str) -> None:
+    """Launch the run once more, and kill rank 1 with SIGKILL at the moment.
+
+    "between-saves": before step 5. "in-save": it has written its part of the checkpoint of step 6,
+    but not reported it. "in-async-save": before step 10, while that of step 9 is being written.
+    """
+    launch(places, f"killed-{moment}", partial(train_and_be_killed, places, moment))
+    run_dir = places.run(KILLED_RUN)
+    run = TrainingRun.load(run_dir)
+    log = places.root / f"killed-{moment}.json"
+    left = sorted(path.name for path in (run_dir / FOLDER_NAME).iterdir())
+    found = {"left": left, "run_status": run.status, "step": run.step}
+    log.write_text(json.dumps({**json.loads(log.read_text()), **found}))
+    if moment == "between-saves":
+        add_traces_of_a_crash(run_dir)
+
+
+def train_and_be_killed(places: Places, moment: str) -> None:
+    is_mine = os.environ["RANK"] == str(KILLED_RANK)
+    done = len(checkpoint_folders(places.run(KILLED_RUN))) * SAVING_INTERVAL
+    is_async = moment == "in-async-save"
+    with contextlib.ExitStack() as stack:
+        if is_mine and moment == "between-saves":
+            stack.enter_context(killed_before(5, done))
+        if is_mine and moment == "in-save":
+            stack.enter_context(instead_of_hashing(6, kill_myself))
+        if is_async:
+            slow = partial(time.sleep, SECONDS_OF_A_SLOW_WRITE)
+            stack.enter_context(instead_of_hashing(9, slow))
+        if is_mine and is_async:
+            stack.enter_context(killed_before(10, done))
+        training.pretrain(saving_options(places, KILLED_RUN, DP2_SHARDED, async_save=is_async))
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def killed_before(step: int, done: int) -> Iterator[None]:
+    """Kill this process before a training step; ``done`` steps are done."""
+    from megatron_chameleon.training import step as step_module
+
+    steps = itertools.count(done + 1)
+
+    def train_step(*arguments: Any) -> Any:
+        if next(steps) == step:
+            kill_myself()
+        return step_module.train_step(*arguments)
+
+    with mock.patch("megatron_chameleon.training.trainer.train_step", train_step):
+        yield
+
+
+@contextlib.contextmanager
+def instead_of_hashing(step: int, act: Callable[[], None]) -> Iterator[None]:
+    """Call ``act`` where this process would hash its files of the checkpoint of ``step``."""
+    hash_written = save.hash_written
+
+    def hash_late(paths: list[Path]) -> Any:
+        if f"step-{step:08d}" in paths[0].parent.name:
+            act()
+        return hash_written(paths)
+
+    with mock.patch.object(save, "hash_written", hash_late):
+        yield
+
+
+def add_traces_of_a_crash(run_dir: Path) -> None:
+    """Add a half-written checkpoint and half a line of metrics."""
+    half = step_folder(run_dir, 6).with_name(".step-00000006.tmp")
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    with (run_dir / METRICS_NAME).open("a") as stream:
+        stream.write('{"step": 9, "loss": 4.')
+
+
+def kill_alone(places: Places) -> None:
+    """Kill a run of one rank, which has no launcher to end what it started."""
+    name = "killed-alone"
+    options = dataclasses.replace(
+        saving_options(places, name, ONE, async_save=True), save_interval=2
+    )
+    temporary, log = places.root / "temporary", places.root / f"{name}.log"
+    temporary.mkdir()
+
+    def train() -> None:
+        os.environ["TMPDIR"] = str(temporary)
+        redirect_output(log)
+        training.pretrain(options)
+
+    process = multiprocessing.get_context("fork").Process(target=train)
+    process.start()
+    wait_for_step(log, 5, process.is_alive)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.join()
+    _, alive = psutil.wait_procs(children, timeout=SECONDS_TO_BE_GONE)
+    record(
+        places,
+        name,
+        alive=[other.cmdline() for other in alive],
+        saved=len(checkpoint_folders(options.run_dir)),
+        temporary=[path.name for path in temporary.glob("pymp-*")],
+    )
+
+
+# A run is stopped.
+
+
+def stopped_flags(places: Places) -> list[str]:
+    """A long run on two ranks that saves only when it is stopped."""
+    options = training_options(places, STOPPED_RUN, TP2)
+    options = dataclasses.replace(options, train_iters=STOPPED_ITERS, save_interval=10_000)
+    return flags(options)
+
+
+def stop_by(places: Places, reason: str) -> None:
+    """Resume the run, and stop it two steps later."""
+    run_dir, log = places.run(STOPPED_RUN), places.root / f"stopped-{reason}.log"
+    before = TrainingRun.load(run_dir).step if TrainingRun.exists(run_dir) else 0
+    arguments = stopped_flags(places)
+    if reason.startswith("--"):
+        arguments += [reason, "0.0001"]
+    pids = places.root / f"pids-{reason}"
+    pids.mkdir()
+
+    def train() -> None:
+        (pids / os.environ["RANK"]).write_text(str(os.getpid()))
+        run_tool("pretrain_gpt.py", arguments)
+
+    launcher = fork_ranks(NUM_RANKS, log, train)
+    if not reason.startswith("--"):
+        wait_for_step(log, before + 2, launcher.is_alive)
+        if reason == "SIGUSR1":
+            os.kill(int((pids / "1").read_text()), signal.SIGUSR1)
+        elif reason == "SIGINT":  # as Ctrl-C in a terminal
+            os.killpg(launcher.pid, signal.SIGINT)
+        else:
+            os.kill(launcher.pid, signal.SIGTERM)
+    launcher.join()
+    run = TrainingRun.load(run_dir)
+    record(
+        places,
+        f"stopped-{reason}",
+        status=launcher.exitcode,
+        run_status=run.status,
+        stopped_by=run.stopped_by,
+        step=run.step,
+        checkpoints=[folder.name for folder in checkpoint_folders(run_dir)],
+        steps=[line["step"] for line in run.metrics()],
+    )
+
+
+# Ranks agree.
+
+
+def agree(places: Places) -> None:
+    """Let rank 1 take more memory and find damage; both record what they know of it."""
+    root = places.root / "agreement"
+    root.mkdir()
+    corpus = write_small_corpus(root / "corpus")
+    tokens = corpus.prefix("poems", "valid").with_suffix(".bin")
+    tokens.write_bytes(b"\0" + tokens.read_bytes()[1:])
+    launch(places, "agreement", partial(record_agreement, root))
+
+
+def record_agreement(root: Path) -> None:
+    parallel = ParallelOptions(distributed_timeout_minutes=TIMEOUT_MINUTES)
+    with distributed(parallel, seed=0) as layout:
+        found = agreement(root, layout)
+    later: list[int] = []
+    for number in range(LATER_GROUPS):  # groups where others have been destroyed
+        with distributed(parallel, seed=0) as layout:
+            later.append(from_main(partial(sum, (10 * number, layout.rank))))
+    found["later groups"] = later
+    (root / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def agreement(root: Path, layout: Layout) -> dict[str, Any]:
+    taken = torch.ones(layout.rank * MORE_BYTES // 4)
+    most, mine = most_memory_bytes(layout.device), memory_bytes(layout.device)
+    del taken
+    group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    data = DataOptions(verify_corpus=True)
+    options = PretrainOptions(run_dir=root / "run", corpus=root / "corpus", data=data)
+    damage = ""
+    try:
+        training.verify_corpus(options, layout)
+    except UserError as error:
+        damage = str(error)
+    return {
+        "memory": mine,
+        "most memory": most,
+        "timeout": group.options._timeout.total_seconds(),
+        "damage": damage,
+        "signals": StepSync(layout).signals([0.0, 0.0, float(layout.rank), 1.0]),
+    }
+
+
+def main(places: Places) -> None:
+    agree(places)
+    for name, arguments in MISTAKES.items():
+        given = [part.format(root=places.root) for part in arguments]
+        corpus = ["--corpus", str(places.corpus), "--tensor-model-parallel-size", "2"]
+        work = partial(run_tool, "pretrain_gpt.py", [*corpus, *given])
+        launch(places, f"mistake-{name}", work)
+    for moment in KILLS:
+        kill_at(places, moment)
+    kill_alone(places)
+    for reason in STOPS:
+        stop_by(places, reason)
+
+
+if __name__ == "__main__":
+    main(Places(Path(sys.argv[1])))

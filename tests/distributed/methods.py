@@ -1,0 +1,106 @@
+"""Methods' options and entry points, as the sections of ranks.py call them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_chameleon.methods.chameleon.compute import compute_mixture
+from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
+from megatron_chameleon.methods.chameleon.options import (
+    ChameleonOptions,
+    ExtractionOptions,
+    RecipeOptions,
+)
+from megatron_chameleon.methods.discovery.discover import discover_domains
+from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
+from megatron_chameleon.methods.doge.compute import compute_doge
+from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
+from megatron_chameleon.methods.doremi.compute import compute_doremi
+from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
+from megatron_chameleon.methods.options import ProxyOptions
+from tests.distributed.cases import (
+    DISCOVERING,
+    NORMED_LAYER,
+    NUM_WINDOWS,
+    READINGS,
+    Case,
+    Places,
+    reading_layout,
+    training_options,
+)
+
+__all__ = ["OnlineChameleon", "chameleon", "discover", "doge", "doremi"]
+
+
+def proxy_options(places: Places, name: str, case: Case) -> ProxyOptions:
+    """The proxy is the run that every layout repeats."""
+    run = training_options(places, name, case)
+    fields = [field.name for field in dataclasses.fields(ProxyOptions)]
+    return ProxyOptions(**{field: getattr(run, field) for field in fields})
+
+
+def doremi(places: Places, name: str, case: Case) -> None:
+    """DoReMi with the run 'one' as reference."""
+    options = DoremiOptions(
+        corpus=places.corpus,
+        output=places.run(name) / "mixture.json",
+        work_dir=places.run(name),
+        reference=places.run("one"),
+        rule=DoremiRule("fork" if name.endswith("fork") else "original", doremi_eta=0.5),
+        proxy=proxy_options(places, name, case),
+    )
+    assert compute_doremi(options)
+
+
+def doge(places: Places, name: str, case: Case, *, is_targeted: bool) -> None:
+    """DoGE over all domains, or towards one."""
+    options = DogeOptions(
+        corpus=places.corpus,
+        output=places.run(name) / "mixture.json",
+        work_dir=places.run(name),
+        target="poems" if is_targeted else None,
+        # Towards the target, so few steps have small alignments.
+        rule=DogeRule(doge_mu=0.002 if is_targeted else 0.05, doge_eps=0.01),
+        proxy=dataclasses.replace(proxy_options(places, name, case), model_size="nano"),
+    )
+    assert compute_doge(options)
+
+
+def discover(places: Places, name: str) -> None:
+    """Cluster two of the corpus's domains by the run 'one'."""
+    options = DiscoverOptions(
+        corpus=places.corpus,
+        checkpoint=places.run("one"),
+        discover="2,4",
+        output=places.run(name),
+        domains="news,poems",
+        restarts=3,
+        embedding=DocumentEmbeddingOptions(
+            windows_per_document=2, fit_windows=100, embedding_batch_size=16
+        ),
+        parallel=reading_layout(DISCOVERING[name]),
+    )
+    discover_domains(options)
+
+
+def chameleon(places: Places, name: str, layer: int) -> ChameleonOptions:
+    """The mixture of the run 'one', by one reading of one layer."""
+    reading = READINGS[name]
+    return ChameleonOptions(
+        corpus=places.corpus,
+        checkpoint=places.run("one"),
+        output=places.mixture(name, layer),
+        extraction=ExtractionOptions(
+            layer=layer,
+            final_norm=layer == NORMED_LAYER,
+            num_windows=NUM_WINDOWS,
+            embedding_batch_size=reading.batch_size,
+        ),
+        weighting=RecipeOptions(bootstrap_resamples=20),
+        parallel=reading_layout(reading.case),
+    )
+
+
+def compute_chameleon(options: ChameleonOptions) -> None:
+    """Embed and compute the mixture."""
+    compute_mixture(options)

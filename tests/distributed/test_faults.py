@@ -1,0 +1,166 @@
+"""Ranks that are killed, stopped, or given a user's mistake; what one learns, all know."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.artifacts.checkpoint import step_folder
+from tests.distributed.cases import (
+    KILLED_RUN,
+    KILLS,
+    LATER_GROUPS,
+    MISTAKES,
+    MORE_BYTES,
+    ONE,
+    STOPPED_ITERS,
+    STOPS,
+    TIMEOUT_MINUTES,
+    TRAIN_ITERS,
+    training_options,
+)
+from tests.distributed.conftest import metrics_in
+from tests.distributed.launch import finish, flags, start
+
+SECONDS = 400.0
+FRAME_OF_OURS = re.compile(r'File ".*/(megatron_chameleon|tools)/.*", line')
+
+
+@pytest.fixture(scope="module")
+def found(places):
+    """``found(name)``: what a launch of faults.py recorded, and its log."""
+    log = places.root / "faults.log"
+    command = [sys.executable, "-m", "tests.distributed.faults", str(places.root)]
+    status = finish(start(command, log), SECONDS)
+
+    def read(name):
+        path = places.root / f"{name}.json"
+        assert path.exists(), log.read_text()[-4000:]
+        text = path.with_suffix(".log")
+        return {**json.loads(path.read_text()), "log": text.read_text() if text.exists() else ""}
+
+    assert status == 0, log.read_text()[-4000:]
+    return read
+
+
+@pytest.mark.parametrize(
+    ("moment", "saved", "partial"),
+    [
+        ("between-saves", [3], None),
+        ("in-save", [3], 6),
+        ("in-async-save", [3, 6], 9),
+    ],
+)
+def test_a_killed_rank_leaves_the_checkpoints_before(found, moment, saved, partial):
+    launch = found(f"killed-{moment}")
+    assert launch["status"] != 0
+    assert launch["run_status"] in ("failed", "interrupted", "running"), launch["log"]
+    temporary = [name for name in launch["left"] if name.endswith(".tmp")]
+    others = [name for name in launch["left"] if not name.endswith(".tmp")]
+    assert others == ["latest", *(f"step-{step:08d}" for step in saved)]
+    assert bool(temporary) == (partial is not None)
+    for name in temporary:
+        assert re.fullmatch(rf"\.step-{partial:08d}\.\w+\.tmp", name)
+
+
+def test_the_resumed_run_is_bit_identical_to_an_uninterrupted_one(results, places, found):
+    last = found(f"killed-{KILLS[-1]}")
+    assert last["status"] == 0, last["log"]
+    assert (last["run_status"], last["step"]) == ("finished", TRAIN_ITERS)
+    assert last["left"] == ["latest", "step-00000006", "step-00000009", "step-00000012"]
+    run_dir = places.run(KILLED_RUN)
+    assert not list(run_dir.glob(".*.tmp"))
+    assert metrics_in(run_dir) == results.metrics("dp2-sharded")
+    record = CheckpointRecord.load(step_folder(run_dir, TRAIN_ITERS))
+    record.verify()
+    expected = results.checkpoint("dp2-sharded")
+    assert record.hash == expected.hash
+    assert record.domain_tokens == expected.domain_tokens
+
+
+def test_no_process_outlives_a_killed_rank(found):
+    """megatron's saving would leave a server."""
+    launch = found("killed-alone")
+    assert launch["alive"] == launch["temporary"] == []
+    assert launch["saved"] > 0
+
+
+@pytest.mark.parametrize("reason", STOPS)
+def test_all_ranks_stop_at_one_step_and_save_it(found, reason):
+    launch = found(f"stopped-{reason}")
+    assert (launch["run_status"], launch["stopped_by"]) == ("interrupted", reason), launch["log"]
+    assert launch["checkpoints"][-1] == f"step-{launch['step']:08d}"
+    assert 2 <= launch["step"] < STOPPED_ITERS
+    # A signal to the launcher is its failure.
+    assert (launch["status"] == 0) == (reason in ("SIGUSR1", "--exit-duration-in-mins"))
+
+
+def test_each_launch_resumes_where_the_one_before_stopped(found):
+    launches = [found(f"stopped-{reason}") for reason in STOPS]
+    steps = [launch["step"] for launch in launches]
+    assert steps[0] < steps[1] < steps[2] == steps[3] - 1
+    assert launches[-1]["steps"] == list(range(1, steps[3] + 1))
+
+
+def test_a_signal_during_imports_is_not_lost(places):
+    options = training_options(places, "stopped-early", ONE)
+    log = places.root / "stopped-early.log"
+    process = start([sys.executable, "tools/pretrain_gpt.py", *flags(options)], log)
+    try:
+        wait_until_handled(signal.SIGUSR1, process.pid)
+        os.kill(process.pid, signal.SIGUSR1)
+    finally:
+        status = finish(process, SECONDS)
+    assert status == 0, log.read_text()
+    assert "SIGUSR1" in log.read_text()
+    assert not places.run("stopped-early").exists()
+
+
+def wait_until_handled(number: int, pid: int) -> None:
+    """Wait until the process handles the signal, whose default would end it."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+        if caught and int(caught[1], 16) & 1 << number - 1:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"the process does not handle signal {number}")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_users_mistake_is_one_line_without_a_traceback(places, found, name):
+    launch = found(f"mistake-{name}")
+    log = launch["log"]
+    # The launcher's status is 1 whatever its ranks'; its summary has theirs.
+    assert launch["status"] != 0
+    assert re.search(r"exitcode +: 2 ", log), log
+    assert not FRAME_OF_OURS.search(log), log
+    errors = [line for line in log.splitlines() if re.match(r"(\[rank\d\]: )?error: ", line)]
+    assert len(errors) == 1, log
+    assert {"heads": "--tensor-model-parallel-size", "unwritable": "corpus.json/run"}[
+        name
+    ] in errors[0]
+    assert not places.run("mistake").exists()
+
+
+def test_ranks_agree(places, found):
+    assert found("agreement")["status"] == 0, found("agreement")["log"]
+    first, second = (
+        json.loads((places.root / "agreement" / f"{rank}.json").read_text()) for rank in (0, 1)
+    )
+    assert "poems.bin" in first["damage"]
+    for name in ("damage", "signals", "timeout", "most memory", "later groups"):
+        assert first[name] == second[name]
+    assert first["signals"] == ["SIGUSR1"]  # only rank 1 had one
+    assert first["most memory"] == pytest.approx(second["memory"], rel=0.02)
+    assert first["most memory"] > first["memory"] + MORE_BYTES // 2
+    assert first["timeout"] == 60.0 * TIMEOUT_MINUTES
+    assert first["later groups"] == [10 * number for number in range(LATER_GROUPS)]

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import resource
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from megatron_chameleon.artifacts import Cost, EmbeddingRecipe, EmbeddingStore
+from megatron_chameleon.errors import UserError
+from tests.unit.artifacts.artifact_samples import COST, PROVENANCE, RECIPE
+
+
+@pytest.fixture
+def empty(tmp_path):
+    return EmbeddingStore(tmp_path / "store", RECIPE, 4, {}, PROVENANCE, Cost())
+
+
+@pytest.fixture
+def store(empty):
+    return empty.with_domain("a", vectors_of(0), "hash of a", COST)
+
+
+def vectors_of(seed: int, windows: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(windows, 4)).astype(np.float32)
+
+
+def test_vectors_round_trip_for_any_domain_name(empty):
+    assert not EmbeddingStore.exists(empty.root)
+    store, names = empty, ["a", "a b", "a_b", "../escape", "", "ü" * 40]
+    for seed, name in enumerate(names):
+        store = store.with_domain(name, vectors_of(seed, windows=seed), f"hash {seed}", COST)
+    read = EmbeddingStore.load(store.root)
+    assert read == store
+    assert read.cost.flops == pytest.approx(len(names) * COST.flops)
+    for seed, name in enumerate(names):
+        assert np.array_equal(read.vectors(name), vectors_of(seed, windows=seed))
+        assert read.vectors(name).dtype == np.float32
+        assert read.domains[name].windows == seed
+    assert len(list(store.root.iterdir())) == len(names) + 1
+    assert len(list(store.root.parent.iterdir())) == 1
+
+
+def test_a_domain_is_held_for_its_text_only(store):
+    assert store.holds("a", "hash of a")
+    assert not store.holds("a", "hash of other text")
+    assert not store.holds("b", "hash of a")
+    replaced = store.with_domain("a", vectors_of(1, windows=5), "new", COST)
+    assert replaced.holds("a", "new")
+    assert not replaced.holds("a", "hash of a")
+    assert np.array_equal(replaced.vectors("a"), vectors_of(1, windows=5))
+    (store.root / store.domains["a"].file).unlink()
+    assert not replaced.holds("a", "new")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EmbeddingRecipe)])
+def test_every_field_of_the_recipe_is_compared(store, field):
+    store.require_recipe(RECIPE)
+    value = getattr(RECIPE, field)
+    changed = f"other {value}" if isinstance(value, str) else value + 1
+    with pytest.raises(UserError, match=rf"{field} .*--store"):
+        store.require_recipe(dataclasses.replace(RECIPE, **{field: changed}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "noise", "missing"])
+def test_a_damaged_file_is_named_with_the_fix(store, damage):
+    path = store.root / store.domains["a"].file
+    if damage == "truncated":
+        os.truncate(path, path.stat().st_size - 1)
+    elif damage == "empty":
+        os.truncate(path, 0)
+    elif damage == "noise":
+        path.write_bytes(os.urandom(200))
+    else:
+        path.unlink()
+    with pytest.raises(UserError, match=r"a\.safetensors .*delete it") as error:
+        store.vectors("a")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"weights": vectors_of(0)},
+        {"vectors": vectors_of(0).astype(np.float64)},
+        {"vectors": vectors_of(0)[:, :2]},
+        {"vectors": np.full((3, 4), np.nan, np.float32)},
+    ],
+)
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_a_file_of_other_tensors_is_rejected(store, tensors, has_checksum):
+    path = store.root / store.domains["a"].file
+    save_file(tensors, path)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if has_checksum else None
+    entry = dataclasses.replace(store.domains["a"], sha256=sha256)
+    with pytest.raises(UserError, match=r"a\.safetensors"):
+        dataclasses.replace(store, domains={"a": entry}).vectors("a")
+
+
+def test_every_flipped_bit_is_found(store):
+    path = store.root / store.domains["a"].file
+    content = path.read_bytes()
+    for bit in range(0, 8 * len(content), 7):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match="SHA-256"):
+            store.vectors("a")
+    path.write_bytes(content)
+    assert np.array_equal(store.vectors("a"), vectors_of(0))
+
+
+def test_vectors_without_a_checksum_of_an_early_release_are_replaced(store):
+    path = store.root / "store.json"
+    body = json.loads(path.read_text())
+    del body["domains"]["a"]["sha256"], body["checksum"]
+    path.write_text(json.dumps(body))
+    old = EmbeddingStore.load(store.root)
+    assert not old.holds("a", "hash of a")
+    assert old.with_domain("a", vectors_of(0), "hash of a", COST).holds("a", "hash of a")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", ".", "a\0b", "x" * 300])
+def test_a_file_outside_the_store_is_rejected(store, name):
+    path = store.root / "store.json"
+    body = json.loads(path.read_text())
+    body["domains"]["a"]["file"] = name
+    del body["checksum"]
+    path.write_text(json.dumps(body))
+    with pytest.raises(UserError, match=r"store\.json: field domains\.a\.file"):
+        EmbeddingStore.load(store.root)
+
+
+def test_a_full_disk_leaves_the_store_unchanged(store):
+    before = {path.name: path.read_bytes() for path in store.root.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Like a full disk, a file size limit fails in the middle of a write.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write"):
+            store.with_domain("b", vectors_of(1, windows=10_000), "h", COST)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in store.root.iterdir()} == before
+
+
+def test_two_processes_can_fill_a_store_concurrently(empty):
+    names = {"one": [f"one {i}" for i in range(25)], "other": [f"other {i}" for i in range(25)]}
+    child = os.fork()
+    try:
+        store = empty
+        for seed, name in enumerate(names["other" if child == 0 else "one"]):
+            store = store.with_domain(name, vectors_of(seed), f"hash of {name}", COST)
+    finally:
+        if child == 0:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    read = EmbeddingStore.load(empty.root)
+    assert sorted(read.domains) == sorted([*names["one"], *names["other"]])
+    assert read.cost.flops == pytest.approx(50 * COST.flops)
+    for name, entry in read.domains.items():
+        assert entry.corpus_hash == f"hash of {name}"
+        assert np.array_equal(read.vectors(name), vectors_of(int(name.split()[1])))
+
+
+def test_a_store_filled_concurrently_with_another_recipe_is_left_unchanged(empty):
+    other = dataclasses.replace(empty, recipe=dataclasses.replace(RECIPE, seed=99))
+    made = other.with_domain("a", vectors_of(0), "h", COST)
+    with pytest.raises(UserError, match="seed"):
+        empty.with_domain("a", vectors_of(1), "h", COST)
+    assert EmbeddingStore.load(empty.root) == made
+    assert np.array_equal(made.vectors("a"), vectors_of(0))

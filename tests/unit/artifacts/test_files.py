@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_chameleon.artifacts.files import (
+    put_all_back,
+    put_back,
+    remove_replaced,
+    replace_folder,
+    replacing,
+    sha256_of_files,
+    sha256_of_json,
+    write_json,
+)
+from megatron_chameleon.errors import UserError
+
+
+def test_file_is_replaced_after_the_block(tmp_path):
+    path = tmp_path / "deeper" / ("n" * 255)  # the longest name of most file systems
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+        assert temporary.parent == path.parent  # another file system could not rename it
+        assert not path.exists()
+    assert path.read_text() == "new"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, FileNotFoundError, UserError])
+@pytest.mark.parametrize("before", ["old", None])
+def test_failing_block_changes_nothing(tmp_path, error, before):
+    path = tmp_path / "file"
+    if before:
+        path.write_text(before)
+
+    def write_half():
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise error("of the block")
+
+    with pytest.raises(error, match="of the block"):
+        write_half()
+    assert [p.name for p in tmp_path.iterdir()] == (["file"] if before else [])
+    assert not before or path.read_text() == before
+
+
+def test_unwritable_path_is_a_user_error(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "folder").mkdir()
+    # /proc rejects new files even from root.
+    for path in (tmp_path / "file/x.json", tmp_path / "folder", Path("/proc/nowhere/x.json")):
+        with pytest.raises(UserError, match=f"cannot write {path}: "):
+            write_json(path, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_full_disk_leaves_the_old_file(tmp_path):
+    path = tmp_path / "out.json"
+    write_json(path, "old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file size limit fails like a full disk: in the middle of a write.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=f"cannot write {path}: "):
+            write_json(path, "x" * 1_000_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == '"old"\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_json(tmp_path / "out.json", {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "out.json").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("value", [float("inf"), object(), {"deep": [float("nan")]}])
+def test_invalid_json_values_are_not_written(tmp_path, value):
+    with pytest.raises((ValueError, TypeError)):
+        write_json(tmp_path / "out.json", value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hash_of_files_is_that_of_their_concatenation(tmp_path):
+    contents = [b"", b"x" * (3 << 20), b"end"]
+    paths = [tmp_path / str(number) for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    assert sha256_of_files(*paths) == hashlib.sha256(b"".join(contents)).hexdigest()
+
+
+@given(st.dictionaries(st.text(), st.floats(allow_nan=False) | st.text()))
+def test_hash_of_json_does_not_depend_on_key_order(body):
+    assert sha256_of_json(dict(reversed(list(body.items())))) == sha256_of_json(body)
+    assert sha256_of_json({**body, "one": "more"}) != sha256_of_json({**body, "one": "less"})
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A folder with a file, and its replacement."""
+    new, folder = tmp_path / ".[a] b.tmp", tmp_path / "[a] b"
+    for path in (new, folder):
+        path.mkdir()
+        (path / "file").write_text(path.name)
+    return new, folder
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def at_the_second_rename(monkeypatch, happens):
+    real, steps = os.replace, iter(range(10))
+    monkeypatch.setattr(os, "replace", lambda *a: happens() if next(steps) == 1 else real(*a))
+
+
+def killed_at_the_second_rename(new, folder, monkeypatch):
+    process = os.fork()
+    if process == 0:
+        at_the_second_rename(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        replace_folder(new, folder)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+    assert not folder.exists()
+
+
+def test_failed_replacement_of_a_folder_is_undone(folders, monkeypatch):
+    def fail():
+        raise KeyboardInterrupt
+
+    new, folder = folders
+    with monkeypatch.context() as patched:
+        at_the_second_rename(patched, fail)
+        with pytest.raises(KeyboardInterrupt):
+            replace_folder(new, folder)
+    assert (folder / "file").read_text() == folder.name
+    assert names_in(folder.parent) == [new.name, folder.name]
+
+
+@pytest.mark.parametrize("restore", [put_back, lambda folder: put_all_back(folder.parent)])
+def test_killed_replacement_of_a_folder_is_undone_later(folders, monkeypatch, restore):
+    new, folder = folders
+    killed_at_the_second_rename(new, folder, monkeypatch)
+    remove_replaced(folder)  # must not delete the only copy
+    restore(folder)
+    restore(folder)  # as other ranks may do concurrently
+    assert (folder / "file").read_text() == folder.name
+    assert names_in(folder.parent) == [new.name, folder.name]
+
+
+def test_replaced_folder_is_deleted_and_never_restored(folders, monkeypatch):
+    new, folder = folders
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # as if killed before it
+        replace_folder(new, folder)
+    assert len(names_in(folder.parent)) == 2
+    put_back(folder)
+    assert (folder / "file").read_text() == new.name
+    remove_replaced(folder)
+    assert names_in(folder.parent) == [folder.name]

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_chameleon.artifacts import Mixture, MixtureWarning, implied_epochs, normalized
+from megatron_chameleon.errors import UserError
+from tests.unit.artifacts.artifact_samples import sample_mixture
+
+
+@pytest.fixture
+def read_weights(tmp_path):
+    """Load a mixture file that holds only ``weights``, and other fields."""
+
+    def read(weights, **others):
+        path = tmp_path / "by_hand.json"
+        path.write_text(json.dumps({"weights": weights, **others}))
+        return Mixture.load(path)
+
+    return read
+
+
+def test_user_supplied_weights(read_weights):
+    mixture = read_weights({"a": 0.25, "b": 0.75})
+    assert mixture == Mixture(weights={"a": 0.25, "b": 0.75}, method="manual")
+    with pytest.raises(UserError, match="max_epoch"):
+        read_weights({"a": 1.0}, max_epoch=3.0)  # misspelt
+
+
+@pytest.mark.parametrize(
+    ("weights", "named"),
+    [
+        ({"a": 0.5, "b": -0.1}, "'b'"),
+        ({"a": math.nan, "b": 1.0}, r"weights\.a"),
+        ({"a": 1.0, "b": math.inf}, r"weights\.b"),
+        ({"a": 0.0, "b": 0.0}, "zero"),
+        ({}, "zero"),
+        ({"a": 1e308, "b": 1e308}, "too large"),
+    ],
+)
+def test_invalid_weights_are_rejected(read_weights, weights, named):
+    with pytest.raises(UserError, match=rf"by_hand\.json: .*{named}"):
+        read_weights(weights)
+
+
+@pytest.mark.parametrize("weights", [[1, 3], [0.5, 0.6], [0.5, 0.500002], [1e-9, 0]])
+def test_weights_are_renormalised_with_a_warning(read_weights, weights):
+    with pytest.warns(MixtureWarning, match=f"{sum(weights):.10g}, not 1"):
+        mixture = read_weights(dict(zip("ab", weights, strict=True)))
+    assert mixture.weights["a"] == pytest.approx(weights[0] / sum(weights))
+    assert sum(mixture.weights.values()) == pytest.approx(1.0, abs=1e-15)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=3), st.floats(0, 1e300, allow_subnormal=False), min_size=1, max_size=8
+    ).filter(lambda weights: any(weights.values()))
+)
+def test_normalized_weights_keep_their_proportions(weights):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MixtureWarning)
+        shares = normalized(weights, "here")
+    assert list(shares) == list(weights)
+    assert math.fsum(shares.values()) == pytest.approx(1.0, abs=1e-12)
+    total = math.fsum(weights.values())
+    for name, weight in weights.items():
+        assert shares[name] == pytest.approx(weight / total, rel=1e-12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert normalized(shares, "here") == shares
+
+
+def test_weights_for_the_domains_of_a_corpus():
+    mixture = Mixture(weights={"c": 0.5, "a": 0.2, "b": 0.3})
+    assert mixture.weights_for(["a", "b", "c"], "corpus") == [0.2, 0.3, 0.5]
+    with pytest.raises(UserError, match=r"'c', .*a, b"):
+        mixture.weights_for(["a", "b"], "corpus")
+    with pytest.warns(MixtureWarning, match="d, e"):
+        assert mixture.weights_for([*"abcde"], "corpus") == [0.2, 0.3, 0.5, 0.0, 0.0]
+
+
+def test_epochs_are_sampled_tokens_over_training_tokens():
+    epochs = implied_epochs({"a": 5, "b": 5, "c": 0}, {"a": 0.75, "b": 0.25}, 100)
+    assert epochs == {"a": 15.0, "b": 5.0, "c": 0.0}
+
+
+def test_hash_depends_on_the_weights_only():
+    mixture = sample_mixture()
+    by_hand = Mixture(weights=dict(reversed(mixture.weights.items())), method="manual")
+    assert mixture.hash == by_hand.hash
+    assert mixture.hash != Mixture(weights={"a": 0.126, "ü/..": 0.874}).hash
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_domains=st.integers(1, 5000),
+    seed=st.integers(0, 2**32),
+    sharpness=st.floats(0.01, 10),
+    in_float32=st.booleans(),
+)
+def test_saved_mixture_is_read_bit_for_bit(
+    tmp_path_factory, num_domains, seed, sharpness, in_float32
+):
+    raw = np.random.default_rng(seed).gamma(sharpness, size=num_domains) + 1e-30
+    weights = (raw / raw.sum()).astype(np.float32 if in_float32 else np.float64)
+    written = Mixture({f"ü {i}": weight for i, weight in enumerate(weights.tolist())})
+    path = tmp_path_factory.mktemp("mixture") / "mixture.json"
+    written.save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read = Mixture.load(path)
+    assert read == written
+    assert list(read.weights) == list(written.weights)
+    assert read.hash == written.hash
+    read.save(path.with_name("again.json"))
+    assert path.with_name("again.json").read_bytes() == path.read_bytes()

@@ -1,0 +1,96 @@
+"""The paper's printed weights that ship with the package."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.artifacts.published import published_column, published_columns
+from megatron_chameleon.model.flops import paper_flops
+from tests.unit.json_names import check_names_are_unique
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+# Column -> what its printed figures sum to.
+SUMS = {"pile/chameleon": 1.0171, "pile/doge": 1.1346, "pile/human": 0.998, "pile/regmix": 0.998}
+SUMS |= {"slimpajama/chameleon-5k": 0.967, "wiki40b/chameleon-finetune": 1.001}
+SUMS |= {"slimpajama/doremi-2k": 1.001, "slimpajama/chameleon-1k": 0.999}
+SUMS |= {"slimpajama/chameleon-10k": 0.999, "slimpajama/chameleon-size-60m": 0.98}
+SUMS |= {"slimpajama/chameleon-size-210m": 0.999, "slimpajama/chameleon-lambda-1": 0.99}
+SUMS |= {"slimpajama/chameleon-lambda-100": 0.999}
+METHODS = ("doremi", "doge", "chameleon", "regmix")
+# Columns of final weights.
+FINAL = [f"slimpajama/{method}" for method in METHODS]
+PILE = [f"pile/{method}" for method in ("human", *METHODS)]
+RECIPES = {"slimpajama": "slimpajama_627b", "pile": "pile", "wiki40b": "wiki40b", "stack": "stack"}
+RENAME = re.compile(r'"([^"=]+)=([a-z]\w*)"|([\w+]+)=([a-z]\w*)')
+
+
+def names_of(recipe: str) -> dict[str, str]:
+    """The source's name of each domain -> what its recipe of examples/data calls it."""
+    text = (EXAMPLES / "data" / f"{recipe}.sh").read_text()
+    body = text[text.index("NAMES=(") + len("NAMES=(") :]
+    found = RENAME.findall(body[: body.index("\n\n")])
+    return {quoted or bare: first or second for quoted, first, bare, second in found}
+
+
+@pytest.mark.parametrize("name", published_columns())
+def test_a_printed_column_sums_to_what_it_sums_to_in_print(name):
+    assert published_column(name).printed_sum == pytest.approx(SUMS.get(name, 1.0), abs=1e-9)
+
+
+@pytest.mark.parametrize("data_set", RECIPES)
+def test_its_domains_are_those_of_the_recipe_by_either_name(data_set):
+    ours = names_of(RECIPES[data_set])
+    columns = [c for name, c in published_columns().items() if name.startswith(f"{data_set}/")]
+    assert columns
+    for column in columns:
+        assert set(column.printed) == set(ours.values())
+        renamed = {own: name for own, name in ours.items() if own != name}
+        assert column.own_names == renamed
+
+
+@pytest.mark.parametrize("sweep", ["size-82m", "lambda-10", "samples-4k"])
+def test_the_centre_of_each_printed_sweep_is_the_final_column(sweep):
+    centre = published_column(f"slimpajama/chameleon-{sweep}").printed
+    assert centre == published_column("slimpajama/chameleon").printed
+
+
+def test_flops_are_there_where_the_paper_prints_them():
+    """In the tables of perplexities, for SlimPajama and for the Pile."""
+    printed = {name for name, column in published_columns().items() if column.flops is not None}
+    assert printed == {*FINAL, *PILE}
+    assert published_column("pile/human").flops == 0.0
+    assert published_column("pile/chameleon").flops == 4.62e15  # the proxy is SlimPajama's
+    assert published_column("pile/regmix").flops == 3.5e18
+    for name in (*FINAL, "pile/doremi", "pile/doge"):
+        by_rule = paper_flops(name.partition("/")[2])
+        assert float(f"{by_rule:.2e}") == published_column(name).flops
+
+
+def test_some_figures_as_they_stand_in_print():
+    """From the tables of the paper's appendix, each from another part of the file."""
+    for name, domain, weight in (
+        ("slimpajama/doremi", "wikipedia", 0.236),
+        ("slimpajama/chameleon", "c4", 0.247),
+        ("pile/doge", "hackernews", 0.3949),
+        ("pile/chameleon", "pile_cc", 0.4519),
+        ("wiki40b/chameleon-finetune", "polish", 0.257),
+        ("stack/chameleon-finetune", "go", 0.241),
+        ("slimpajama/doge-2k", "book", 0.131),
+        ("slimpajama/chameleon-size-60m", "stackexchange", 0.152),
+        ("slimpajama/chameleon-size-124m", "c4", 0.288),
+        ("slimpajama/chameleon-size-210m", "arxiv", 0.093),
+        ("slimpajama/chameleon-lambda-1", "github", 0.097),
+        ("slimpajama/chameleon-lambda-100", "github", 0.057),
+        ("slimpajama/chameleon-samples-2k", "wikipedia", 0.093),
+        ("slimpajama/chameleon-samples-8k", "cc", 0.209),
+    ):
+        assert published_column(name).printed[domain] == weight
+
+
+def test_no_weight_of_the_file_is_there_twice():
+    text = resources.files("megatron_chameleon.artifacts").joinpath("published_columns.json")
+    check_names_are_unique(text.read_text())

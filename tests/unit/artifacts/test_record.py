@@ -1,0 +1,318 @@
+"""Every kind of artifact: round trips, damaged files, and every field mutated."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
+from megatron_chameleon.artifacts.evaluation_result import KIND as EVALUATION
+from megatron_chameleon.artifacts.files import require_new
+from megatron_chameleon.artifacts.mixture import KIND as MIXTURE
+from megatron_chameleon.artifacts.record import check_output, read_record, write_record
+from megatron_chameleon.errors import UserError
+from tests.unit.artifacts.artifact_samples import (
+    Sample,
+    sample_mixture,
+    sample_result,
+    write_samples,
+)
+
+FORMAT_VERSION = {
+    "training run": 2,
+    "checkpoint": 2,
+    "evaluation": 2,
+    "downstream evaluation's part": 2,
+}
+KINDS = (
+    *("corpus", "training run", "checkpoint", "embedding store", "mixture", "evaluation", "sweep"),
+    *("swarm", "swarm-member", "discovered domains"),
+    *("downstream evaluation", "downstream evaluation's part"),
+)
+
+
+@pytest.fixture(scope="module")
+def all_samples(tmp_path_factory) -> dict[str, Sample]:
+    samples = write_samples(tmp_path_factory.mktemp("samples"))
+    assert set(samples) == set(KINDS)
+    return samples
+
+
+@pytest.fixture
+def samples(all_samples) -> Iterator[dict[str, Sample]]:
+    """The samples, whose files are restored after the test."""
+    contents = {sample.file: sample.file.read_bytes() for sample in all_samples.values()}
+    yield all_samples
+    for file, content in contents.items():
+        if file.is_dir():
+            file.rmdir()
+        file.write_bytes(content)
+
+
+@pytest.fixture(params=KINDS)
+def sample(samples, request) -> Sample:
+    return samples[request.param]
+
+
+def edit(sample: Sample, **changes: object) -> None:
+    """Change fields, or delete those that are ``...``."""
+    body = json.loads(sample.file.read_text(encoding="utf-8")) | changes
+    body.pop("checksum", None)
+    kept = {name: value for name, value in body.items() if value is not ...}
+    sample.file.write_text(json.dumps(kept), encoding="utf-8")
+
+
+def rejection(sample: Sample) -> str:
+    with pytest.raises(UserError) as rejected:
+        sample.load()
+    message = str(rejected.value)
+    assert "\n" not in message
+    assert str(sample.file) in message
+    return message
+
+
+def test_record_is_read_as_it_was_written(sample):
+    assert sample.load() == sample.written
+    text = sample.file.read_text(encoding="utf-8")
+    body = json.loads(text)
+    assert body["kind"] == sample.kind
+    assert body["format_version"] == FORMAT_VERSION.get(sample.kind, 1)
+    assert ("checksum" in body) == (sample.kind != "mixture")
+    assert str(sample.file.parent) not in text  # an artifact can be moved
+
+
+def test_changed_record_is_rejected_by_its_checksum(samples):
+    sample = samples["checkpoint"]
+    text = sample.file.read_text()
+    for before, after in (
+        ('"step": 3', '"step": 4'),
+        ("0.9", "0.8"),
+        ('"a": 2,\n    "b": 22', '"b": 22,\n    "a": 2'),
+        ('"version', '"Version'),
+    ):
+        assert before in text
+        sample.file.write_text(text.replace(before, after))
+        assert "has changed" in rejection(sample)
+    sample.file.write_text(json.dumps(json.loads(text)))  # white space does not count
+    assert sample.load() == sample.written
+    edit(sample)  # written by a release without checksums
+    assert sample.load() == sample.written
+
+
+def test_other_format_version_is_rejected(sample):
+    edit(sample, format_version=99)
+    assert "format_version 99" in rejection(sample)
+
+
+def test_older_format_is_rejected_by_its_version_before_its_fields(samples):
+    edit(samples["checkpoint"], format_version=1, domain_samples=..., mixture_phases=...)
+    assert "format_version 1" in rejection(samples["checkpoint"])
+
+
+def test_damaged_file_is_rejected(sample):
+    lines = sample.file.read_text(encoding="utf-8").splitlines()
+    sample.file.write_text("\n".join([*lines[:4], "} broken", *lines[4:]]), encoding="utf-8")
+    assert f"{sample.file}:5: " in rejection(sample)
+    sample.file.write_text("\n".join(lines[:-1]), encoding="utf-8")
+    assert f"{sample.file}:{len(lines) - 1}: " in rejection(sample)
+    other_kind = b'{"kind": "other", "format_version": 1}'
+    for content in (b"", b"[]", b"null", b"\xff\xfe\x00", other_kind):
+        sample.file.write_bytes(content)
+        rejection(sample)
+    sample.file.unlink()
+    if sample.kind != "downstream evaluation's part":  # a missing part is no error
+        assert "does not exist; " in rejection(sample)
+    sample.file.mkdir()
+    rejection(sample)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "field"),
+    [
+        ("corpus", {"tokenizer": {"kind": "tokenizers"}}, "tokenizer.file"),
+        ("corpus", {"dtype": "float32"}, "dtype"),
+        ("corpus", {"domains": {"a": {"train": {}}}}, "domains.a.train.prefix"),
+        ("training run", {"status": ...}, "status"),
+        ("checkpoint", {"files": {"w": {"bytes": "many", "sha256": ""}}}, "files.w.bytes"),
+        ("embedding store", {"hidden_size": [8]}, "hidden_size"),
+        ("mixture", {"weights": {"a": "heavy"}}, "weights.a"),
+        ("mixture", {"intervals": {"a": [0.1]}}, "intervals.a.1"),
+        ("evaluation", {"domains": {"a": {"loss": 1.0}}}, "domains.a.tokens"),
+        ("sweep", {"points": ...}, "points"),
+    ],
+)
+def test_missing_or_mistyped_field_is_named(samples, kind, changes, field):
+    edit(samples[kind], **changes)
+    assert f"field {field}: " in rejection(samples[kind])
+
+
+def test_record_without_kind_and_version_is_read(tmp_path):
+    (tmp_path / "cost.json").write_text('{"flops": 3}')
+    read = read_record(tmp_path / "cost.json", Cost, kind="cost", version=1, made_by="")
+    assert read == Cost(flops=3)
+
+
+FOREIGN = [
+    b"",
+    b"\x00\x01tokens",
+    b"{}",
+    b'{"weights": {"a": 1.0}}',
+    b'{"kind": ["mixture"]}',
+    b'{"kind": "corpus", "format_version": 1}',
+    b'{"kind": "mixture", ',
+    b"[" * 100_000,
+]
+
+
+def test_other_files_are_not_replaced(tmp_path):
+    path = tmp_path / "out.json"
+
+    def check_rejected() -> None:
+        for write in (
+            lambda: check_output(path, MIXTURE),
+            lambda: sample_mixture().save(path),
+            lambda: write_record(path, Cost(), kind="cost", version=1),
+            lambda: require_new([tmp_path / "other", path], "choose another"),
+        ):
+            with pytest.raises(UserError, match=r"out\.json exists"):
+                write()
+
+    for content in FOREIGN:
+        path.write_bytes(content)
+        check_rejected()
+        assert path.read_bytes() == content
+    for make in (os.mkfifo, lambda path: os.symlink("/nowhere/else", path)):
+        path.unlink()
+        make(path)
+        check_rejected()
+        assert os.path.lexists(path)
+        assert not path.is_file()
+    assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_record_of_the_same_kind_is_replaced(tmp_path):
+    path = tmp_path / "out.json"
+    check_output(path, MIXTURE)
+    sample_mixture().save(path)
+    check_output(path, MIXTURE)
+    for write in (lambda: check_output(path, EVALUATION), lambda: sample_result().save(path)):
+        with pytest.raises(UserError, match="of kind 'mixture'"):
+            write()
+    Mixture.uniform(["a", "b"]).save(path)
+    assert Mixture.load(path).weights == {"a": 0.5, "b": 0.5}
+
+
+# JSON that Python's writer does not produce, inserted as text in place of a string.
+RAW = {
+    "<deep>": "[" * 100_000 + "]" * 100_000,
+    "<nested>": "[" * 100 + "]" * 100,
+    "<digits>": "9" * 5000,
+    "<huge>": "1e999",
+    "<nan>": "NaN",
+    "<surrogate>": '"\\ud800"',
+    "<twice>": '{"a": 1, "a": 2}',
+}
+VALUES: list[Any] = [
+    *RAW,
+    *(None, True, False, 0, -1, 1, 1.5, -0.5, 2.0, 10**30),
+    *("", "12", "../x", "/x", "a\0b", "x" * 300),
+    *([], {}, [1], [[1.0]], {"a": 1}, {"../x": {}}, {"a": {"a": "b"}}),
+]
+EVERY = 23
+"""Run one in so many mutations, the same ones each time."""
+
+
+def places(body: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The path of each value in ``body``."""
+    items = body.items() if isinstance(body, dict) else enumerate(body)
+    for key, value in items:
+        yield (*place, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*place, key))
+
+
+def mutations(text: str) -> Iterator[tuple[str, str]]:
+    """Description and text of each mutation."""
+    for place in list(places(json.loads(text))):
+        for change in ("<drop>", "<retype>", "<wrap>", *VALUES):
+            body = json.loads(text)
+            holder = body
+            for key in place[:-1]:
+                holder = holder[key]
+            value = holder.pop(place[-1])
+            if change != "<drop>":
+                new = {"<retype>": str(value), "<wrap>": [value]}.get(str(change), change)
+                if isinstance(holder, list):
+                    holder.insert(int(place[-1]), new)
+                else:
+                    holder[place[-1]] = new
+            changed = json.dumps(body)
+            for placeholder, raw in RAW.items():
+                changed = changed.replace(json.dumps(placeholder), raw)
+            yield f"{place} {str(change)[:20]!r}", changed
+
+
+def agrees(written: Any, read: Any) -> bool:
+    """Whether ``read`` has the values ``written``, without any type conversion."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        return all(agrees(written[key], read[key]) for key in written.keys() & read.keys())
+    if isinstance(written, list) and isinstance(read, list):
+        return len(written) == len(read) and all(map(agrees, written, read))
+    if isinstance(written, bool) or isinstance(read, bool):
+        return written is read
+    if isinstance(written, int) and isinstance(read, float):
+        return float(written) == read
+    return bool(written == read)
+
+
+def load_or_message(sample: Sample) -> Any:
+    """The record, or the message that rejects it."""
+    try:
+        return sample.load()
+    except UserError as error:
+        return str(error)
+
+
+def is_accepted(sample: Sample, mutation: str, text: str, scratch: Path) -> bool:
+    """Whether the mutated file is read; it must then be read without any change."""
+    sample.file.write_text(text, encoding="utf-8")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        record = load_or_message(sample)
+    if isinstance(record, str):
+        assert "\n" not in record, mutation
+        return False
+    scratch.unlink(missing_ok=True)
+    write_record(scratch, record, kind=sample.kind, version=1)
+    written, read = json.loads(text), json.loads(scratch.read_text(encoding="utf-8"))
+    ignored = ["kind", "format_version", "root"]
+    ignored += ["weights" for warning in warned if warning.category is MixtureWarning]
+    for name in ignored:
+        written.pop(name, None)
+    assert agrees(written, read), mutation
+    return True
+
+
+def test_mutated_record_is_rejected_or_read_without_change(sample, tmp_path):
+    body = json.loads(sample.file.read_text(encoding="utf-8"))
+    body.pop("checksum", None)  # it would find every mutation
+    text = json.dumps(body)
+    chosen = list(mutations(text))[::EVERY]
+    accepted = sum(is_accepted(sample, *mutation, tmp_path / "scratch") for mutation in chosen)
+    assert 0 < accepted < len(chosen)
+
+
+def test_integer_is_read_as_a_float(sample):
+    body = json.loads(sample.file.read_text(encoding="utf-8"), parse_float=lambda _: 0)
+    body.pop("checksum", None)
+    if sample.kind == "mixture":
+        body["weights"] = dict.fromkeys(body["weights"], 0) | {next(iter(body["weights"])): 1}
+    sample.file.write_text(json.dumps(body), encoding="utf-8")
+    cost = getattr(sample.load(), "cost", Cost())
+    assert (cost.flops, cost.device_seconds, cost.wall_seconds) == (0.0, 0.0, 0.0)

@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list, normalize
+
+from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_starts
+from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
+from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.megatron_order import build_blending_indices
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
+from megatron_chameleon.blend.order import MAX_SAMPLES
+from megatron_chameleon.blend.sampler import batch_indices
+from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
+from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.errors import UserError
+from tests.small_corpus import without_checksums
+from tests.unit.blend.token_files import MegatronTokenizer
+
+SEQ_LENGTH = 16
+FREE = ("epoch", "feistel")
+
+
+def lengths_of(rng, num_documents, mean):
+    return (1 + rng.poisson(mean, num_documents)).tolist()
+
+
+@pytest.fixture
+def corpus(make_corpus):
+    rng = np.random.default_rng(7)
+    return make_corpus(
+        {
+            "long": lengths_of(rng, 40, 50),
+            "short": lengths_of(rng, 200, 4),
+            "tiny": [9, 9],
+            "unused": lengths_of(rng, 5, 10),
+        }
+    )
+
+
+def blended(corpus, weights, num_samples, split="train", **options):
+    schedule = weights if isinstance(weights, MixtureSchedule) else MixtureSchedule.fixed(weights)
+    settings = {"seq_length": SEQ_LENGTH, "seed": 11, **options}
+    return BlendedTokens(corpus_tokens(corpus, split), schedule, num_samples, **settings)
+
+
+@pytest.fixture
+def megatron_samples(corpus, one_rank, tmp_path):
+    """``megatron_samples(path, split, num_samples)``: by megatron.core's own builder."""
+
+    def build(path, split, num_samples, part=0):
+        config = GPTDatasetConfig(
+            random_seed=11,
+            sequence_length=SEQ_LENGTH,
+            blend=get_blend_from_list(path.split()),
+            split=split,
+            path_to_cache=str(tmp_path / "cache"),
+            tokenizer=MegatronTokenizer(corpus.tokenizer.eod_id, corpus.tokenizer.vocab_size),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
+        sizes = [0, 0, 0]
+        sizes[part] = num_samples
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part]
+
+    return build
+
+
+def assert_same_samples(ours, theirs, num_samples):
+    assert len(ours) == num_samples
+    for index in range(num_samples):
+        expected, sample = theirs[index], ours[index]
+        if "dataset_id" in expected:
+            assert int(sample.pop("domain")) == expected.pop("dataset_id")
+        for key, value in expected.items():
+            assert sample[key].dtype == value.dtype, key
+            assert torch.equal(sample[key], value), (index, key)
+
+
+# Sample counts that leave a domain at less than one epoch, between, and at many with a final
+# epoch shuffled apart or not.
+@pytest.mark.parametrize("num_samples", [1, 7, 100, 333, 1000])
+def test_samples_of_a_data_path_are_megatrons(corpus, megatron_samples, num_samples):
+    shares = {"long": "0.4", "short": "0.35", "tiny": "0.25"}
+    given = " ".join(f"{share} {corpus.prefix(name, 'train')}" for name, share in shares.items())
+    path = DataPath.parse(given)
+    data = data_path_tokens(path, "100,0,0", corpus.tokenizer)
+    schedule = MixtureSchedule.fixed(path.weights or ())
+    ours = BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11)
+    assert_same_samples(ours, megatron_samples(given, "100,0,0", num_samples), num_samples)
+
+
+@pytest.mark.parametrize("num_samples", [*range(1, 12), 59, 150])
+def test_epoch_boundaries_of_one_data_set_are_megatrons(corpus, megatron_samples, num_samples):
+    prefix = str(corpus.prefix("unused", "train"))
+    data = data_path_tokens(DataPath.parse(prefix), "1", corpus.tokenizer)
+    schedule = MixtureSchedule.fixed([1.0])
+    ours = BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11, by_size=True)
+    assert_same_samples(ours, megatron_samples(prefix, "1", num_samples), num_samples)
+
+
+@pytest.mark.parametrize("split", ["90,7,3", "50,40,10"])
+def test_sequences_of_a_split_are_megatrons(corpus, megatron_samples, split):
+    given = f"30 {corpus.prefix('long', 'train')} 70 {corpus.prefix('short', 'train')}"
+    path = DataPath.parse(given)
+    data = data_path_tokens(path, split, corpus.tokenizer)
+    ours = BlendedTokens(data, MixtureSchedule.fixed(path.weights or ()), 200, SEQ_LENGTH, seed=11)
+    assert_same_samples(ours, megatron_samples(given, split, 200), 200)
+
+
+# Normalizing these weights twice changes their last bit, and with it the order.
+SCALED_TWICE = (18, 32, 9, 3, 34, 12, 19, 15, 13, 13, 12)
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+def test_ties_are_resolved_like_in_megatron(make_corpus, megatron_samples, by_size):
+    corpus = make_corpus({f"d{i}": [SEQ_LENGTH * n + 1] for i, n in enumerate(SCALED_TWICE)})
+    prefixes = [corpus.prefix(name, "train") for name in corpus.names]
+    pairs = zip(SCALED_TWICE, prefixes, strict=True)
+    given = " ".join(str(prefix) if by_size else f"{weight} {prefix}" for weight, prefix in pairs)
+    data = data_path_tokens(DataPath.parse(given), "1", corpus.tokenizer)
+    schedule = MixtureSchedule.fixed([float(weight) for weight in SCALED_TWICE])
+    ours = BlendedTokens(data, schedule, 67, SEQ_LENGTH, seed=11, by_size=by_size)
+    assert_same_samples(ours, megatron_samples(given, "1", 67), 67)
+    once, twice = normalize(list(SCALED_TWICE)), normalize(normalize(list(SCALED_TWICE)))
+    orders = [build_blending_indices(weights, 67)[0].tolist() for weights in (once, twice)]
+    assert orders[0] != orders[1]
+
+
+@pytest.fixture
+def sized_data(make_corpus):
+    """Data sets of 7, 4, 22, 1 and 9 samples, without weights, and their --data-path."""
+    corpus = make_corpus({f"d{n}": [SEQ_LENGTH] * n + [1] for n in (7, 4, 22, 1, 9)})
+    given = " ".join(str(corpus.prefix(name, "train")) for name in corpus.names)
+    return data_path_tokens(DataPath.parse(given), "1", corpus.tokenizer), given
+
+
+def blended_by_size(data, num_samples):
+    schedule = MixtureSchedule.fixed([(domain.tokens - 1) // SEQ_LENGTH for domain in data.domains])
+    return BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11, by_size=True)
+
+
+def test_one_epoch_of_all_sizes_is_megatrons(sized_data, megatron_samples):
+    """In float64, 43 * (7 / 43) is a little more than 7, which requires no second epoch."""
+    data, given = sized_data
+    assert 43 * (7 / 43) > 7
+    assert_same_samples(blended_by_size(data, 43), megatron_samples(given, "1", 43), 43)
+
+
+def test_sizes_continue_after_one_epoch_where_megatron_stops(sized_data, megatron_samples):
+    data, given = sized_data
+    assert len(megatron_samples(given, "1", 100)) == 43
+    dataset = blended_by_size(data, 100)
+    batch = dataset.batch(range(100))
+    assert abs(dataset.counts(100) - 100 / 43 * np.array([7, 4, 22, 1, 9])).max() < 1
+    # Each domain by Megatron's rule for as many samples of it alone.
+    for number, count in enumerate(dataset.counts(100).tolist()):
+        prefix = given.split()[number]
+        alone = megatron_samples(prefix, "1", count)
+        found = batch["tokens"][batch["domain"] == number]
+        assert torch.equal(found, torch.stack([alone[i]["tokens"] for i in range(count)]))
+
+
+@pytest.mark.parametrize("permutation", ["megatron", *FREE])
+def test_shapes_and_dtypes_of_batches(corpus, permutation):
+    batch = blended(corpus, [1, 1, 1, 1], 5, permutation=permutation).batch([2, 0, 4])
+    assert {key: (tuple(value.shape), value.dtype) for key, value in batch.items()} == {
+        "tokens": ((3, SEQ_LENGTH), torch.int64),
+        "labels": ((3, SEQ_LENGTH), torch.int64),
+        "loss_mask": ((3, SEQ_LENGTH), torch.float32),
+        "position_ids": ((3, SEQ_LENGTH), torch.int64),
+        "domain": ((3,), torch.int64),
+    }
+    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+
+
+@pytest.mark.parametrize("permutation", ["megatron", *FREE])
+def test_a_batch_stacks_its_samples(corpus, permutation):
+    dataset = blended(corpus, [3, 2, 1, 0], 300, permutation=permutation)
+    indices = np.random.default_rng(0).permutation(300)[:40].tolist()
+    batch = blended(corpus, [3, 2, 1, 0], 300, permutation=permutation).batch(indices)
+    for row, index in enumerate(indices):
+        for key, value in dataset[index].items():
+            assert torch.equal(batch[key][row], value), key
+
+
+def test_document_boundary_options_are_applied(corpus):
+    options = DocumentBoundaryOptions(reset_attention_mask=True, eod_mask_loss=True)
+    boundaries = DocumentBoundaries(corpus.tokenizer.eod_id, options)
+    batch = blended(corpus, [0, 1, 0, 0], 4, boundaries=boundaries).batch([0, 1])
+    is_eod = batch["tokens"] == corpus.tokenizer.eod_id
+    assert torch.equal(batch["document_starts"], document_starts(is_eod))
+    assert is_eod.any()
+    assert torch.equal(batch["loss_mask"], (~is_eod).float())
+
+
+def test_domains_of_weight_zero_are_never_opened_or_sampled(corpus):
+    corpus.prefix("tiny", "train").with_suffix(".bin").unlink()
+    corpus.prefix("long", "train").with_suffix(".idx").unlink()
+    dataset = blended(corpus, [0.0, 0.5, 0.0, 0.5], 100)
+    assert dataset.counts(100).tolist() == [0, 50, 0, 50]
+    assert set(dataset.batch(range(100))["domain"].tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize("rare", [1e-3, 1e-12, 1e-300])
+@pytest.mark.parametrize("permutation", ["megatron", *FREE])
+def test_rare_domains_have_enough_samples(corpus, rare, permutation):
+    dataset = blended(corpus, [1.0, rare, rare, rare], 2000, permutation=permutation)
+    assert dataset.counts(2000).sum() == 2000
+    dataset.batch(range(2000))
+    with pytest.raises(IndexError):
+        dataset[2000]
+
+
+def stream_of(dataset, domain, num_samples):
+    """The domain's own samples, in the order in which they come."""
+    batch = dataset.batch(range(num_samples))
+    return batch["tokens"][batch["domain"] == domain]
+
+
+def windows_of(corpus, name):
+    return corpus.domains[name].train.tokens // SEQ_LENGTH
+
+
+@pytest.mark.parametrize("permutation", FREE)
+def test_an_epoch_reads_every_token_once(make_corpus, permutation):
+    # Each document is one token, which identifies it.
+    corpus = without_checksums(make_corpus({"a": [1] * (SEQ_LENGTH * 13)}))
+    data = corpus_tokens(corpus)
+    numbers = np.arange(1, SEQ_LENGTH * 13 + 1, dtype=np.uint16)
+    corpus.prefix("a", "train").with_suffix(".bin").write_bytes(numbers.tobytes())
+    options = {"seq_length": SEQ_LENGTH, "seed": 3, "permutation": permutation}
+    dataset = BlendedTokens(data, MixtureSchedule.fixed([1]), 39, **options)
+    epochs = dataset.batch(range(39))["tokens"].reshape(3, -1)
+    assert [epoch.unique().tolist() for epoch in epochs] == [numbers.tolist()] * 3
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 3  # in another order each time
+
+
+@pytest.mark.parametrize("permutation", FREE)
+def test_no_token_is_lost_or_repeated_between_epochs(make_corpus, permutation):
+    # 5 windows and 3 tokens more: windows that begin in one epoch end in the next.
+    size, epochs = SEQ_LENGTH * 5 + 3, SEQ_LENGTH
+    corpus = without_checksums(make_corpus({"a": [1] * size}))
+    numbers = np.arange(1, size + 1, dtype=np.uint16)
+    corpus.prefix("a", "train").with_suffix(".bin").write_bytes(numbers.tobytes())
+    dataset = BlendedTokens(
+        corpus_tokens(corpus),
+        MixtureSchedule.fixed([1]),
+        size * epochs // SEQ_LENGTH,
+        SEQ_LENGTH,
+        seed=3,
+        permutation=permutation,
+    )
+    batch = dataset.batch(range(len(dataset)))
+    # After as many epochs as a window has tokens, windows and epochs end together.
+    assert Counter(batch["tokens"].flatten().tolist()) == dict.fromkeys(numbers.tolist(), epochs)
+    assert Counter(batch["labels"].flatten().tolist()).keys() == set(numbers.tolist())
+
+
+@pytest.mark.parametrize("permutation", FREE)
+@pytest.mark.parametrize("boundary", [1, 7, 50, 51, 119])
+def test_a_change_of_weights_neither_loses_nor_repeats_a_sample(corpus, permutation, boundary):
+    options = {"permutation": permutation}
+    schedule = MixtureSchedule((Phase(0, (5, 3, 2, 0)), Phase(boundary, (1, 1, 0, 6))))
+    changed = blended(corpus, schedule, 120, **options)
+    counts = changed.counts(120)
+    for domain, count in enumerate(counts.tolist()):
+        alone = [float(other == domain) for other in range(4)]
+        expected = blended(corpus, alone, max(count, 1), **options).batch(range(count or 1))
+        assert torch.equal(stream_of(changed, domain, 120), expected["tokens"][:count])
+    before = blended(corpus, (5, 3, 2, 0), 120, **options).batch(range(boundary))
+    assert torch.equal(changed.batch(range(boundary))["tokens"], before["tokens"])
+
+
+@pytest.mark.parametrize("num_domains", [4, 30])
+def test_counts_follow_weights_that_change_often(make_corpus, num_domains):
+    (domain,) = corpus_tokens(make_corpus({"a": [SEQ_LENGTH + 1]})).domains
+    data = dataclasses.replace(
+        corpus_tokens(make_corpus({"b": [9]}, folder="other")), domains=(domain,) * num_domains
+    )
+    rng = np.random.default_rng(num_domains)
+    starts = [0, *np.cumsum(rng.integers(1, 60, 40)).tolist()]
+    weights = rng.dirichlet(np.ones(num_domains), len(starts))
+    schedule = MixtureSchedule(tuple(map(Phase, starts, map(tuple, weights.tolist()))))
+    dataset = BlendedTokens(data, schedule, starts[-1] + 50, SEQ_LENGTH, 1, "epoch")
+    domains, numbers = dataset.locate(np.arange(len(dataset)))
+    counts = np.cumsum(np.eye(num_domains, dtype=int)[domains], axis=0)
+    np.testing.assert_array_equal(numbers, counts[np.arange(len(dataset)), domains] - 1)
+    targets = np.cumsum([schedule.weights_at(sample) for sample in range(len(dataset))], axis=0)
+    assert np.abs(counts - targets).max() < 2
+    for samples in (1, starts[5], starts[5] + 1, len(dataset)):
+        assert dataset.counts(samples).tolist() == counts[samples - 1].tolist()
+
+
+@pytest.mark.parametrize("permutation", FREE)
+def test_a_change_during_the_run_equals_a_planned_one(corpus, permutation):
+    known = MixtureSchedule((Phase(0, (1, 1, 0, 0)), Phase(40, (0, 1, 2, 3))))
+    expected = blended(corpus, known, 100, permutation=permutation).batch(range(100))
+    dataset = blended(corpus, (1, 1, 0, 0), 100, permutation=permutation)
+    first = dataset.batch(range(40))
+    dataset.change_weights(40, (0, 1, 2, 3))
+    second = dataset.batch(range(40, 100))
+    for key, value in expected.items():
+        assert torch.equal(torch.cat([first[key], second[key]]), value), key
+    assert dataset.schedule == known
+
+
+def test_weights_of_samples_that_were_read_cannot_change(corpus):
+    dataset = blended(corpus, (1, 1, 0, 0), 100, permutation="epoch")
+    dataset.batch(range(40))
+    with pytest.raises(ValueError, match="samples up to 40 have been read"):
+        dataset.change_weights(39, (0, 1, 2, 3))
+    with pytest.raises(UserError, match="weight of 'long' is -1"):
+        dataset.change_weights(40, (-1, 1, 2, 3))
+    assert len(dataset.schedule.phases) == 1
+    with pytest.raises(UserError, match="--permutation epoch"):
+        blended(corpus, (1, 1, 0, 0), 100).change_weights(40, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("permutation", FREE)
+def test_the_order_of_a_corpus_depends_only_on_seed_name_and_epoch(
+    corpus, make_corpus, permutation
+):
+    def stream(found, name, weights, **options):
+        dataset = blended(found, weights, 120, permutation=permutation, **options)
+        return stream_of(dataset, found.names.index(name), 120)[:20]
+
+    expected = stream(corpus, "short", (1, 1, 1, 1))
+    assert torch.equal(stream(corpus, "short", (0, 9, 1, 1)), expected)
+    assert not torch.equal(stream(corpus, "short", (1, 1, 1, 1), seed=12), expected)
+    fewer = dataclasses.replace(corpus, domains={"short": corpus.domains["short"]})
+    assert torch.equal(stream(fewer, "short", (1,)), expected)
+    renamed = dataclasses.replace(corpus, domains={"other": corpus.domains["short"]})
+    assert not torch.equal(stream(renamed, "other", (1,)), expected)
+
+
+@pytest.mark.parametrize("permutation", ["megatron", *FREE])
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_number_of_ranks_reads_the_same_samples(corpus, permutation, size):
+    weights, whole = (4, 3, 2, 1), range(24 * 3)
+    expected = blended(corpus, weights, 72, permutation=permutation).batch(whole)["tokens"]
+    ranks = [blended(corpus, weights, 72, permutation=permutation) for _ in range(size)]
+    for step in (0, 2):
+        parts = [
+            rank.batch(indices)["tokens"]
+            for turn in zip(
+                *(batch_indices(step, 24, 4, r, size) for r in range(size)), strict=True
+            )
+            for rank, indices in zip(ranks, turn, strict=True)
+        ]
+        assert torch.equal(torch.cat(parts), expected[step * 24 : (step + 1) * 24])
+
+
+def test_an_order_that_is_too_large_is_rejected(corpus):
+    with pytest.raises(UserError, match="--permutation feistel"):
+        blended(corpus, [1, 1, 1, 0], MAX_SAMPLES)
+    with pytest.raises(UserError, match="--train-iters"):
+        blended(corpus, [1, 1, 1, 0], MAX_SAMPLES + 1, permutation="feistel")

@@ -1,0 +1,146 @@
+"""Small models, their checkpoints and records, and pickles that run code."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.training.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    data_parallel,
+)
+from megatron_chameleon.training.options import OptimizerOptions
+from tests.unit.artifacts.artifact_samples import PROVENANCE
+
+SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
+OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=3)
+
+
+def record_at(folder, shape=SHAPE):
+    return CheckpointRecord(
+        root=folder,
+        model=dataclasses.asdict(shape),
+        step=3,
+        samples=24,
+        domain_samples={},
+        mixture_phases=[],
+        domain_tokens={},
+        tokenizer_hash="t" * 64,
+        corpus_hash="c" * 64,
+        mixture_hash="m" * 64,
+        layout={},
+        files={},
+        provenance=PROVENANCE,
+    )
+
+
+def trainer_of(layout, seed=1):
+    """A model, its optimizer and its scheduler."""
+    model = data_parallel([build_model(SHAPE, layout, seed=seed)], layout, bf16=False)
+    optimizer = build_optimizer(model, OPTIONS, layout, bf16=False)
+    return model, optimizer, build_scheduler(optimizer, OPTIONS, train_iters=10)
+
+
+def train(trainer, first, last):
+    """Optimizer steps ``first`` to ``last`` on random gradients that depend on the step."""
+    (model,), optimizer, scheduler = trainer
+    for step in range(first, last + 1):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+        scheduler.step(1)
+        optimizer.step()
+
+
+TEXTS = [f"the {word} of a text, and {number} more\n" for number, word in enumerate("abcdefgh" * 9)]
+VOCAB_SIZE, POSITIONS = 300, 24
+WEIGHTS = "model.safetensors"
+# Weights are small: logits are about 1.
+CONFIG: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 3,
+    "n_embd": 150,
+    "n_positions": POSITIONS,
+    "vocab_size": VOCAB_SIZE,
+    "initializer_range": 0.2,
+    "bos_token_id": VOCAB_SIZE - 1,
+    "eos_token_id": VOCAB_SIZE - 1,
+}
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class PickledCode:
+    """Creates a folder when unpickled: the trace that code was run."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+_GET_LAYOUT = b"ctorch.serialization\n_get_layout\n"
+
+
+def index_of_two_readings(index: Metadata, name: str, entry: object) -> bytes:
+    """A pickle of ``index`` that names ``entry`` "x_extra_state" when first read, then ``name``.
+
+    It changes the cache of the function that looks up layouts.
+    """
+
+    def looking_up(layouts: dict[str, Any]) -> bytes:
+        known = {"torch.strided": torch.strided}
+        return _GET_LAYOUT + _part({"cache": {**known, **layouts}}) + pickle.BUILD + pickle.POP
+
+    called = _GET_LAYOUT + _part("a") + pickle.TUPLE1 + pickle.REDUCE
+    rest = dict(vars(index))
+    entries = rest.pop("state_dict_metadata")
+    made = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)" + pickle.NEWOBJ
+    fields = _part(rest) + _part("state_dict_metadata") + _part(entries)
+    fields += called + _part(entry) + pickle.SETITEM + pickle.SETITEM
+    # With __setstate__ set, the first of these is ignored when the pickle is read again.
+    later = _part({"cache": {"torch.strided": torch.strided, "a": name}, "__setstate__": _CALLED})
+    return (
+        pickle.PROTO
+        + b"\x02"
+        + looking_up({"a": "x_extra_state"})
+        + made
+        + fields
+        + pickle.BUILD
+        + _GET_LAYOUT
+        + later
+        + pickle.BUILD
+        + pickle.POP
+        + pickle.STOP
+    )
+
+
+_CALLED = MetadataIndex  # an allowed class that takes anything
+
+
+def _part(value: object) -> bytes:
+    """Opcodes that push ``value`` onto the stack of a pickle."""
+    return pickle.dumps(value, protocol=2)[2:-1]

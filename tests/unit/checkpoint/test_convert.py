@@ -1,0 +1,325 @@
+"""Hugging Face folders to checkpoints and back; layouts are in tests/distributed."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import random
+import resource
+import runpy
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.artifacts.checkpoint import FILE_NAME
+from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
+from megatron_chameleon.checkpoint.huggingface_folder import read_tensors
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
+from megatron_chameleon.checkpoint.save import save_checkpoint
+from megatron_chameleon.checkpoint.state import model_state
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from tests.rounding import assert_as_near
+from tests.unit.checkpoint.samples import (
+    POSITIONS,
+    VOCAB_SIZE,
+    WEIGHTS,
+    PickledCode,
+    record_at,
+    same_tensors,
+    tensors_in,
+)
+from tests.unit.corpus.tokenizer_samples import EOD
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def logits_of(model):
+    """Logits [b, s, v] of random tokens, by transformers' model or by a record's."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB_SIZE, (2, POSITIONS), generator=generator)
+    with torch.no_grad():
+        if isinstance(model, transformers.GPT2LMHeadModel):
+            return model(tokens).logits
+        with distributed(ParallelOptions(), seed=0) as layout:
+            gpt = open_reader(model, layout).model
+            positions = torch.arange(POSITIONS).expand_as(tokens)
+            return gpt(tokens, positions, None)[..., :VOCAB_SIZE]
+
+
+def test_a_converted_checkpoint_computes_like_transformers(made, converted):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made)
+    reference = logits_of(theirs)
+    assert theirs.config.activation_function == "gelu_new"
+    assert reference.std() > 0.1
+    assert_as_near(logits_of(converted), reference, logits_of(theirs.double()))
+    assert shape_of(converted) == ModelShape(
+        ModelSize(2, 3, 150, 600), VOCAB_SIZE, POSITIONS, "gelu_tanh"
+    )
+    assert converted.step == converted.samples == 0
+    assert converted.tokenizer_hash == load_tokenizer(made, EOD).identity.sha256
+    converted.verify()
+
+
+def test_there_and_back_is_bit_equal(exported, made, tmp_path, converted):
+    folder = exported()
+    assert same_tensors(tensors_in(folder), tensors_in(made))
+    assert (folder / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+    convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "again"))
+    assert CheckpointRecord.load(tmp_path / "again").hash == converted.hash
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert len(set(modes.values())) == 1, modes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_rounded_to_the_dtype(exported, made, dtype):
+    folder = exported(dtype=dtype)
+    expected = {name: t.to(getattr(torch, dtype)) for name, t in tensors_in(made).items()}
+    assert same_tensors(tensors_in(folder), expected)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == getattr(torch, dtype)
+
+
+def test_large_weights_are_sharded(exported, made, tmp_path):
+    folder = exported(max_shard_size="500KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    assert same_tensors(tensors_in(folder), tensors_in(made))
+    assert same_tensors(
+        transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict(),
+        transformers.AutoModelForCausalLM.from_pretrained(made).state_dict(),
+    )
+    convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "again"))
+
+
+@pytest.fixture
+def pickled(folder):
+    """The same folder with its weights only in torch's own format."""
+    torch.save(tensors_in(folder), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    return folder
+
+
+def test_a_pickle_is_read_only_with_allow_pickle(pickled, tmp_path, converted):
+    output = tmp_path / "checkpoint"
+    with pytest.raises(UserError, match=r"pytorch_model\.bin.* --allow-pickle"):
+        convert_from_huggingface(FromHuggingFaceOptions(pickled, output))
+    assert not output.exists()
+    convert_from_huggingface(FromHuggingFaceOptions(pickled, output, allow_pickle=True))
+    assert CheckpointRecord.load(output).hash == converted.hash
+
+
+def test_code_in_a_pickle_is_not_run(pickled, tmp_path):
+    ran = tmp_path / "ran"
+    content = {"transformer.wte.weight": PickledCode(ran), "of_some_size": torch.zeros(10**6)}
+    torch.save(content, pickled / "pytorch_model.bin")
+    torch.load(pickled / "pytorch_model.bin", weights_only=False)
+    assert ran.exists()
+    ran.rmdir()
+    options = FromHuggingFaceOptions(pickled, tmp_path / "checkpoint", allow_pickle=True)
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        convert_from_huggingface(options)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_damaged_pickle_is_a_user_error(tmp_path, zipped):
+    path, rng = tmp_path / "pytorch_model.bin", random.Random(0)
+    tensors = {"a": torch.ones(4, 3), "b": torch.arange(5)}
+    torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
+    whole, rejected = path.read_bytes(), 0
+    # Of a zip, most bytes are padding: the pickle is near the beginning.
+    size = whole.index(b"byteorder") if zipped else len(whole)
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(size)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            read_tensors([path])
+        except UserError:
+            rejected += 1
+    assert rejected > 20
+
+
+def change_config(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def change_tensors(folder, **changes):
+    tensors = tensors_in(folder) | changes
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / WEIGHTS)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, r"config\.json"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json:1"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), r"config\.json"),
+    "other model": (lambda f: change_config(f, model_type="opt"), "model_type"),
+    "other width": (lambda f: change_config(f, n_inner=500), "c_fc"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), r"model\.safetensors"),
+    "damaged": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 10**7), r"model\.safetensors"),
+    "cut short": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), "99 bytes"),
+    "many layers": (lambda f: change_config(f, n_layer=10**9), "parameters"),
+    "many tokens": (lambda f: change_config(f, vocab_size=10**12), "parameters"),
+    "a string": (lambda f: change_config(f, n_layer="2"), "n_layer"),
+    "missing": (lambda f: change_tensors(f, **{"transformer.ln_f.bias": None}), "ln_f"),
+    "extra": (lambda f: change_tensors(f, score=torch.ones(2)), "score"),
+    "not finite": (
+        lambda f: change_tensors(f, **{"transformer.ln_f.bias": torch.full((150,), torch.nan)}),
+        "ln_f.bias",
+    ),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
+    "shards gone": (
+        lambda f: (
+            (f / WEIGHTS)
+            .rename(f / f"{WEIGHTS}.index.json")
+            .write_text('{"weight_map": {"a": "gone.safetensors"}}')
+        ),
+        r"gone\.safetensors",
+    ),
+    "shards elsewhere": (
+        lambda f: (
+            (f / WEIGHTS)
+            .rename(f / f"{WEIGHTS}.index.json")
+            .write_text('{"weight_map": {"a": "../gpt2/gone.safetensors"}}')
+        ),
+        "weight_map",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_invalid_folder_is_rejected_and_nothing_written(folder, tmp_path, fault):
+    damage, named = FAULTS[fault]
+    damage(folder)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=rf"^[^\n]*{named}[^\n]*$"):
+        convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "checkpoint"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def overwriting(made, converted, output):
+    """Conversions to and from Hugging Face that replace what ``output`` holds."""
+    to = ToHuggingFaceOptions(converted.root, output, overwrite=True)
+    back = FromHuggingFaceOptions(made, output, overwrite=True)
+    return {
+        "to": lambda: convert_to_huggingface(to),
+        "from": lambda: convert_from_huggingface(back),
+    }
+
+
+@pytest.mark.parametrize("command", ["to", "from"])
+def test_a_failed_replacement_keeps_the_old_output(made, converted, tmp_path, monkeypatch, command):
+    output = tmp_path / "out"
+    convert = overwriting(made, converted, output)[command]
+    convert()
+    (output / "mine").write_text("of before")
+    real = os.replace
+
+    def refuse(source, target):
+        if Path(target) == output and Path(source).name.endswith(".tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(UserError, match="Input/output error"):
+        convert()
+    assert list(tmp_path.iterdir()) == [output]
+    assert (output / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda p: p.write_text("a file"), "--output"),
+        (lambda p: (p.mkdir(), (p / "notes.txt").touch()), "config.json"),
+        (lambda p: (p.mkdir(), (p / "config.json").touch()), "--overwrite"),
+    ],
+)
+def test_existing_output_is_not_replaced_by_default(converted, made, tmp_path, make, named):
+    output = tmp_path / "out"
+    make(output)
+    with pytest.raises(UserError, match=named):
+        convert_to_huggingface(ToHuggingFaceOptions(converted.root, output))
+    with pytest.raises(UserError, match="--output"):
+        convert_from_huggingface(FromHuggingFaceOptions(made, output))
+    if named == "--overwrite":
+        options = ToHuggingFaceOptions(converted.root, output, overwrite=True)
+        convert_to_huggingface(options)
+        assert (output / WEIGHTS).exists()
+    assert list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.parametrize("command", ["to", "from"])
+def test_a_full_disk_keeps_the_old_output(made, converted, tmp_path, command):
+    output = tmp_path / "out"
+    marker = "config.json" if command == "to" else FILE_NAME
+    output.mkdir()
+    (output / marker).write_text("of before")
+    convert = overwriting(made, converted, output)[command]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file that may not grow fails like one on a full disk: in the middle of a write.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=str(output)):
+            convert()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [output]
+    assert [path.name for path in output.iterdir()] == [marker]
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(torch.nan, "float32"), (1e5, "float16")])
+def test_weights_that_dtype_cannot_represent_are_rejected_by_name(tmp_path, made, value, dtype):
+    shape = ModelShape(ModelSize(1, 2, 16, 32), VOCAB_SIZE, 8)
+    record = record_at(tmp_path / "step", shape)
+    tokenizer = made / "tokenizer.json"
+    record = dataclasses.replace(record, tokenizer_hash=load_tokenizer(tokenizer, EOD).sha256)
+    with distributed(ParallelOptions(), seed=0) as layout:
+        model = build_model(shape, layout, seed=0)
+        with torch.no_grad():
+            model.decoder.final_layernorm.bias[3] = value
+        save_checkpoint(model_state([model]), record)
+    options = ToHuggingFaceOptions(
+        record.root, tmp_path / "out", dtype=dtype, tokenizer_model=tokenizer
+    )
+    with pytest.raises(UserError, match=r"transformer\.ln_f\.bias"):
+        convert_to_huggingface(options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["many", "-5GB", "0.0MB", "nanGB", "infGB", "5"])
+def test_an_invalid_shard_size_is_rejected(converted, exported, size):
+    with pytest.raises(UserError, match=f"--max-shard-size {size}"):
+        exported(max_shard_size=size)
+
+
+def test_the_tool_converts_both_ways(made, tmp_path, monkeypatch, capsys):
+    def tool(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tools/convert_checkpoint.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"), run_name="__main__")
+        return exit_.value.code
+
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert tool("from-huggingface", "--model", made, "--output", ours) == 0
+    assert tool("to-huggingface", "--checkpoint", ours, "--output", theirs) == 0
+    assert same_tensors(tensors_in(theirs), tensors_in(made))
+    assert capsys.readouterr().err == ""
+    assert tool("to-huggingface", "--checkpoint", ours, "--output", theirs) == 2
+    assert capsys.readouterr().err.startswith(f"error: --output {theirs} ")

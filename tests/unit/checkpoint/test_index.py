@@ -1,0 +1,274 @@
+"""A checkpoint's files contain tensors and records, and run no code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.artifacts.checkpoint import hash_files
+from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
+from megatron_chameleon.checkpoint.load import (
+    CheckedLoadStrategy,
+    load_training,
+    load_weights,
+    open_reader,
+)
+from megatron_chameleon.checkpoint.save import save_checkpoint
+from megatron_chameleon.checkpoint.state import model_state, training_state
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.gpt import build_model
+from tests.unit.checkpoint.samples import (
+    SHAPE,
+    PickledCode,
+    index_of_two_readings,
+    record_at,
+    train,
+    trainer_of,
+)
+
+
+@pytest.fixture
+def record(one_rank, tmp_path):
+    model = build_model(SHAPE, one_rank, seed=5)
+    save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
+    return CheckpointRecord.load(tmp_path / "step")
+
+
+def test_code_in_the_index_is_not_run(one_rank, record, tmp_path):
+    trace = tmp_path / "ran"
+    (record.root / INDEX_NAME).write_bytes(pickle.dumps([PickledCode(trace)]))
+    model = build_model(SHAPE, one_rank, seed=0)
+    with pytest.raises(UserError, match=r"\.metadata .*mkdir"):
+        load_weights(record, [model])
+    assert not trace.exists()
+    # torch would have run it:
+    with pytest.raises(CheckpointException):
+        dist_checkpointing.load(model_state([model]), str(record.root))
+    assert trace.exists()
+
+
+def test_code_in_the_common_state_is_not_run(one_rank, record, tmp_path):
+    trace = tmp_path / "ran"
+    torch.save({"scheduler": PickledCode(trace)}, record.root / "common.pt")
+    with pytest.raises(UserError, match=r"common\.pt .*mkdir") as error:
+        open_reader(record, one_rank)
+    assert "weights_only" not in str(error.value)  # torch's advice is to run it
+    assert not trace.exists()
+    # torch would have run it:
+    torch.load(record.root / "common.pt", weights_only=False)
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x80\x04", b"no pickle", pickle.dumps([1])])
+def test_damaged_common_state_is_an_error(one_rank, record, content):
+    (record.root / "common.pt").unlink()
+    if content is not None:
+        (record.root / "common.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"common\.pt") as error:
+        open_reader(record, one_rank)
+    assert "\n" not in str(error.value)
+
+
+def replace_value(record, name, content, entry=None):
+    """Make the index locate ``name`` in a new file with ``content``."""
+    torch.save(content, record.root / "__9_0.distcp")
+    with (record.root / INDEX_NAME).open("rb") as stream:
+        index = pickle.load(stream)
+    size = (record.root / "__9_0.distcp").stat().st_size
+    (place,) = (place for place in index.storage_data if place.fqn == name)
+    stored = index.storage_data.pop(place)
+    if entry is not None:
+        index.state_dict_metadata[name] = entry
+        place = dataclasses.replace(place, offset=None, index=None)
+    index.storage_data[place] = dataclasses.replace(
+        stored, relative_path="__9_0.distcp", offset=0, length=size
+    )
+    (record.root / INDEX_NAME).write_bytes(pickle.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "crafted",
+    [
+        {},
+        {"optimizer": 3},
+        {"model0": {"decoder": 3}},
+        {"optimizer": {"optimizer": 1, "param_state_sharding_type": 7}},
+        {"scheduler": 5},
+        {"scheduler": {"max_lr": "high"}},
+        {"optimizer": [], "random": 3},
+    ],
+)
+def test_common_state_of_another_structure_is_an_error(one_rank, tmp_path, crafted):
+    trainer = trainer_of(one_rank)
+    train(trainer, 1, 2)
+    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path))
+    record = CheckpointRecord.load(tmp_path)
+    kept = torch.load(tmp_path / "common.pt", weights_only=True)
+    replaced = crafted if not crafted or crafted.get("scheduler") == 5 else {**kept, **crafted}
+    torch.save(replaced, tmp_path / "common.pt")
+    with pytest.raises(UserError, match=r"^[^\n]*use another checkpoint$"):
+        load_training(record, *trainer)
+
+
+NAME = "embedding.word_embeddings.weight"
+
+
+def test_code_in_place_of_a_tensor_is_not_run(one_rank, record, tmp_path):
+    trace = tmp_path / "ran"
+    replace_value(record, NAME, PickledCode(trace))
+    record = dataclasses.replace(record, files=hash_files(record.root))
+    with pytest.raises(UserError, match=r"posix\.mkdir"):
+        open_reader(record, one_rank)
+    assert not trace.exists()
+
+
+def entry_of_bytes():
+    """torch unpickles bytes without restriction; with a size, megatron accepts them."""
+    entry = BytesStorageMetadata()
+    vars(entry)["size"] = torch.Size([128, SHAPE.size.hidden_size])
+    return entry
+
+
+def weights_wanted(model):
+    wanted = model_state([model])["model0"]
+    return {"model0": {name: v for name, v in wanted.items() if "_extra_state" not in name}}
+
+
+def test_an_index_that_declares_a_tensor_as_bytes_is_rejected(one_rank, record, tmp_path):
+    trace = tmp_path / "ran"
+    replace_value(record, NAME, PickledCode(trace), entry_of_bytes())
+    model = build_model(SHAPE, one_rank, seed=0)
+    with pytest.raises(UserError, match=rf"\.metadata .*{NAME} is not a tensor"):
+        load_weights(record, [model])
+    assert not trace.exists()
+    # torch would have run it:
+    with contextlib.suppress(Exception, CheckpointException):
+        dist_checkpointing.load(weights_wanted(model), str(record.root))
+    assert trace.exists()
+
+
+def test_only_tensors_are_read_whatever_the_index_declares(one_rank, record, tmp_path):
+    trace = tmp_path / "ran"
+    replace_value(record, NAME, PickledCode(trace), entry_of_bytes())
+    with (record.root / INDEX_NAME).open("rb") as stream:
+        strategy = CheckedLoadStrategy(pickle.load(stream))
+    wanted = weights_wanted(build_model(SHAPE, one_rank, seed=0))
+    with pytest.raises(CheckpointException, match=f"{NAME} is not a tensor"):
+        dist_checkpointing.load(wanted, str(record.root), strategy)
+    assert not trace.exists()
+
+
+@pytest.fixture
+def kept_layouts():
+    """Restores what the pickle of two readings changes."""
+    changed = vars(torch.serialization._get_layout)
+    before = {**changed, "cache": dict(changed["cache"])}
+    yield
+    changed.clear()
+    changed.update(before)
+
+
+def test_an_index_that_reads_differently_the_second_time_is_rejected(
+    one_rank, record, tmp_path, kept_layouts
+):
+    trace, path = tmp_path / "ran", record.root / INDEX_NAME
+    replace_value(record, NAME, PickledCode(trace), entry_of_bytes())
+    with path.open("rb") as stream:
+        index = pickle.load(stream)
+    entry = index.state_dict_metadata.pop(NAME)
+    path.write_bytes(index_of_two_readings(index, NAME, entry))
+    model = build_model(SHAPE, one_rank, seed=0)
+    with pytest.raises(UserError, match=r"it changes a function"):
+        load_weights(record, [model])
+    assert not trace.exists()
+    # What would have been run otherwise, though the first reading has nothing wrong in it:
+    assert NAME not in pickle.loads(path.read_bytes()).state_dict_metadata
+    with contextlib.suppress(Exception, CheckpointException):
+        dist_checkpointing.load(weights_wanted(model), str(record.root))
+    assert trace.exists()
+
+
+METADATA = b"ctorch.distributed.checkpoint.metadata\n"
+FILLED = METADATA + b"BytesStorageMetadata\n)\x81}X\x04\x00\x00\x00sizeK\x01sb"
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "problem"),
+    [
+        (METADATA + b"Metadata\n}b.", "it changes a type"),
+        (METADATA + b"_MEM_FORMAT_ENCODING\n}b.", "it changes a EnumType"),
+        (b"ctorch\nSize\n}b.", "it changes a type"),
+        (b"ctorch.serialization\n_get_layout\n}b.", "it changes a function"),
+        (b"ctorch.serialization\n_get_layout\n}}\x86b.", "it changes a function"),
+        (b"ctorch\nfloat32\n}}\x86b.", "it changes a dtype"),
+        (FILLED + b"}b.", "it changes a BytesStorageMetadata"),  # filled twice
+        (METADATA + b"BytesStorageMetadata\n)\x81N}\x86b.", "does not have"),  # by slots
+        (
+            METADATA + b"BytesStorageMetadata\n)\x81}X\x0c\x00\x00\x00__setstate__K\x01sb.",
+            "does not have",
+        ),
+        (b"ctorch\nload\n.", "it asks for torch.load"),
+        (b"ctorch\n_utils\n.", "it asks for torch._utils"),
+    ],
+)
+def test_a_pickle_can_only_fill_new_records(tmp_path, opcodes, problem):
+    (tmp_path / INDEX_NAME).write_bytes(b"\x80\x02" + opcodes)
+    with pytest.raises(UserError, match=problem):
+        read_index(tmp_path)
+
+
+def test_reading_an_index_leaves_torch_as_it_was(record, kept_layouts):
+    cache = vars(torch.serialization._get_layout)["cache"]
+    cache.clear()
+    read_index(record.root)
+    assert not cache
+
+
+def test_a_truncated_tensor_file_is_an_error(one_rank, record):
+    for path in record.root.glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"^cannot read [^\n]*step [^\n]*$"):
+        open_reader(record, one_rank)
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\x80\x04", b"no pickle", pickle.dumps(torch.load), pickle.dumps([])]
+)
+def test_a_damaged_index_is_an_error(tmp_path, content):
+    if content is not None:
+        (tmp_path / INDEX_NAME).write_bytes(content)
+    with pytest.raises(UserError, match=r"^[^\n]*\.metadata[^\n]*$"):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize("load", [load_weights, load_training])
+def test_torch_only_loads_weights_and_the_index_is_read_once(one_rank, tmp_path, monkeypatch, load):
+    trainer = trainer_of(one_rank)
+    train(trainer, 1, 1)
+    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
+    asked = []
+    real = torch.load
+
+    def recorded(*arguments, **options):
+        asked.append(options.get("weights_only", True))
+        return real(*arguments, **options)
+
+    def read_and_remove(folder):
+        index = read_index(folder)
+        (folder / INDEX_NAME).unlink()
+        return index
+
+    monkeypatch.setattr(torch, "load", recorded)
+    monkeypatch.setattr("megatron_chameleon.checkpoint.load.read_index", read_and_remove)
+    record = CheckpointRecord.load(tmp_path / "step")
+    load(record, *(trainer if load is load_training else trainer[:1]))
+    assert len(asked) > 10
+    assert all(asked)

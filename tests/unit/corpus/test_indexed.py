@@ -1,0 +1,564 @@
+"""Token files: byte-identical to Megatron's, damaged ones rejected, blocks verified when read."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import os
+import random
+import resource
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
+from megatron_chameleon.blend import BlendedTokens, MixtureSchedule
+from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.corpus import indexed
+from megatron_chameleon.corpus.indexed import (
+    HEADER,
+    TYPE_CODES,
+    BlockHasher,
+    ExpectedTokens,
+    IndexedWriter,
+    TokenFile,
+    map_file,
+    open_token_file,
+    open_tokens,
+    token_type,
+)
+from megatron_chameleon.errors import UserError
+from tests.small_corpus import write_small_corpus
+
+INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16")
+
+
+DOCUMENTS = [[7, 40_000, 9], [], [1, 2, 65_499, 4, 5], [6]]
+
+
+LENGTHS = [len(document) for document in DOCUMENTS]
+
+
+EXPECTED = ExpectedTokens("uint16", len(DOCUMENTS), sum(LENGTHS))
+
+
+@contextmanager
+def new_prefix() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "a.b"
+
+
+def with_suffix(prefix: Path, suffix: str) -> Path:
+    return Path(f"{prefix}{suffix}")
+
+
+def write(prefix: Path, documents: list[list[int]] = DOCUMENTS) -> Path:
+    writer = IndexedWriter(prefix, "uint16")
+    for document in documents:
+        writer.add(np.array(document, dtype=np.int64))
+    writer.finish()
+    return prefix
+
+
+def sequences(file: TokenFile) -> list[list[int]]:
+    return [file.get(i).tolist() for i in range(len(file))]
+
+
+def build(prefix: Path, dtype: str, documents: list[list[list[int]]]) -> Path:
+    """Write documents of several sequences as Megatron does."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
+    for document in documents:
+        for sequence in document:
+            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def assert_holds(file: TokenFile, dtype: str, documents: list[list[list[int]]]) -> None:
+    assert sequences(file) == [sequence for document in documents for sequence in document]
+    assert np.diff(file.document_boundaries).tolist() == [len(d) for d in documents]
+    assert file.dtype == np.dtype(dtype)
+    ends = np.cumsum(file.lengths, dtype=np.int64)
+    assert file.starts.tolist() == (ends - file.lengths).tolist()
+    assert file.tokens.size == (ends[-1] if ends.size else 0)
+
+
+# Writing
+
+
+def random_documents(rng, count, vocab_size):
+    return [rng.integers(0, vocab_size, rng.integers(1, 60)).astype(np.int32) for _ in range(count)]
+
+
+def files(prefix):
+    return prefix.with_suffix(".bin").read_bytes(), prefix.with_suffix(".idx").read_bytes()
+
+
+# Buffers that flush after each document and once at the end.
+@pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("count", [0, 1, 300])
+@pytest.mark.parametrize("vocab_size", [400, 65_500])
+def test_files_are_identical_to_those_of_megatrons_builder(
+    tmp_path, monkeypatch, buffer_bytes, count, vocab_size
+):
+    monkeypatch.setattr(indexed, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(indexed, "_INDEX_BLOCK", 7)
+    documents = random_documents(np.random.default_rng(count), count, vocab_size)
+    builder = IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", DType.optimal_dtype(vocab_size))
+    for document in documents:
+        builder.add_item(torch.from_numpy(document))
+        builder.end_document()
+    builder.finalize(f"{tmp_path}/theirs.idx")
+
+    one_by_one = IndexedWriter(tmp_path / "ours", token_type(vocab_size))
+    in_blocks = IndexedWriter(tmp_path / "blocks", token_type(vocab_size))
+    for document in documents:
+        one_by_one.add(document)
+    lengths = np.array([document.size for document in documents], dtype=np.int32)
+    for part in np.array_split(np.arange(count), 4):
+        tokens = np.concatenate([np.zeros(0, np.int32), *(documents[i] for i in part)])
+        in_blocks.add_lengths(lengths[part])
+        in_blocks.add_tokens(tokens.astype(token_type(vocab_size))[:5].tobytes())
+        in_blocks.add_tokens(tokens.astype(token_type(vocab_size))[5:].data)
+    for name, writer in (("ours", one_by_one), ("blocks", in_blocks)):
+        digest = writer.finish()
+        assert files(tmp_path / name) == files(tmp_path / "theirs")
+        assert digest == hashlib.sha256(b"".join(files(tmp_path / name))).hexdigest()
+        assert (writer.documents, writer.tokens) == (count, lengths.sum())
+
+
+def test_token_types_are_megatrons():
+    integers = {kind.value: kind.name for kind in DType if not kind.name.startswith("float")}
+    assert integers == indexed._TOKEN_TYPES
+    assert sorted(INTEGERS) == sorted(integers.values())
+    for name, code in TYPE_CODES.items():
+        assert code == DType.code_from_dtype(np.dtype(name).type)
+    for vocab_size in (1, 65_499, 65_500, 65_501, 250_000):
+        assert token_type(vocab_size) == np.dtype(DType.optimal_dtype(vocab_size)).name
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_full_disk_is_a_user_error(tmp_path, suffix):
+    writer = IndexedWriter(tmp_path / "a", "uint16")
+    (tmp_path / f"a{suffix}").unlink(missing_ok=True)
+    (tmp_path / f"a{suffix}").symlink_to("/dev/full")
+    writer.add(np.arange(10))
+    with pytest.raises(UserError, match=f"a{suffix}"):
+        writer.finish()
+
+
+def test_an_unfinished_index_has_no_header_and_no_file_stays_open(tmp_path):
+    open_before = len(os.listdir("/proc/self/fd"))
+    writers = [IndexedWriter(tmp_path / f"{i}", "uint16") for i in range(20)]
+    for writer in writers:
+        writer.add(np.arange(1000))
+        writer.flush()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert (tmp_path / "0.idx").read_bytes()[: HEADER.size] == bytes(HEADER.size)
+
+
+def test_an_existing_file_is_never_written_to(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"precious")
+    with pytest.raises(UserError, match=r"a\.bin"):
+        IndexedWriter(tmp_path / "a", "uint16")
+    assert (tmp_path / "a.bin").read_bytes() == b"precious"
+
+
+# Reading
+
+
+@given(
+    dtype=st.sampled_from(INTEGERS),
+    documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=3), max_size=6),
+)
+def test_what_megatrons_builder_writes_is_read(dtype, documents):
+    with new_prefix() as prefix:
+        assert_holds(open_token_file(build(prefix, dtype, documents)), dtype, documents)
+
+
+def test_parts_of_a_sequence_are_those_of_megatrons_reader(tmp_path):
+    prefix = write(tmp_path / "a")
+    ours, theirs = open_token_file(prefix), IndexedDataset(str(prefix))
+    for sequence, length in enumerate(LENGTHS):
+        for offset in range(length + 1):
+            for count in (None, *range(length - offset + 1)):
+                found = ours.get(sequence, offset, count)
+                assert found.tolist() == theirs.get(sequence, offset, count).tolist()
+    for wrong in [(4, 0, None), (-1, 0, None), (0, 4, None), (0, 1, 3), (0, -1, 1), (0, 2, -1)]:
+        with pytest.raises(IndexError):
+            ours.get(*wrong)
+
+
+def test_an_open_file_is_read_only(tmp_path):
+    file = open_token_file(write(tmp_path / "a"))
+    for array in (file.tokens[:], file.lengths, file.pointers, file.document_boundaries):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.setflags(write=True)
+
+
+# Damage: what is done to the bytes of one of the files.
+Damage = tuple[str, Callable[[bytes], bytes]]
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> Damage:
+    suffix = draw(st.sampled_from([".idx", ".idx", ".bin"]))
+    kinds = ["cut", "append"] + (["flip", "overwrite", "remove"] if suffix == ".idx" else [])
+    kind, place = draw(st.sampled_from(kinds)), draw(st.integers(0, 150))
+    block = draw(st.binary(min_size=1, max_size=24))
+
+    def damage(content: bytes) -> bytes:
+        at = place % len(content)
+        if kind == "flip":
+            return content[:at] + bytes([content[at] ^ (block[0] or 1)]) + content[at + 1 :]
+        if kind == "overwrite":
+            return (content[:at] + block + content[at + len(block) :])[: len(content)]
+        if kind == "remove":
+            return content[:at] + content[at + len(block) :]
+        return content[:at] if kind == "cut" else content + block
+
+    return suffix, damage
+
+
+def is_rejected(prefix: Path, expected: ExpectedTokens | None) -> bool:
+    """Whether opening raises UserError, on one line that names a file."""
+    try:
+        open_token_file(prefix, expected)
+    except UserError as error:
+        message = str(error)
+    else:
+        return False
+    assert "\n" not in message
+    assert f"{prefix}." in message
+    return True
+
+
+def apply(damage: Damage, prefix: Path) -> None:
+    suffix, change = damage
+    before = with_suffix(prefix, suffix).read_bytes()
+    after = change(before)
+    assume(after != before)
+    with_suffix(prefix, suffix).write_bytes(after)
+
+
+@given(damage=damages())
+def test_damage_is_found_if_the_contents_are_known(damage):
+    with new_prefix() as prefix:
+        apply(damage, write(prefix))
+        assert is_rejected(prefix, EXPECTED)
+
+
+@given(damage=damages())
+def test_damage_that_is_not_found_changes_no_token(damage):
+    """It may change document boundaries, or the sign of tokens: then some are negative."""
+    with new_prefix() as prefix:
+        apply(damage, write(prefix))
+        if is_rejected(prefix, None):
+            return
+        file = open_token_file(prefix)
+        assert (file.tokens[:] < 0).any() or sequences(file) == DOCUMENTS
+
+
+@pytest.mark.parametrize("expected", [EXPECTED, None], ids=["expected", "unknown"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_truncated_file_is_rejected(tmp_path, suffix, expected):
+    prefix = write(tmp_path / "a")
+    content = with_suffix(prefix, suffix).read_bytes()
+    for size in range(len(content)):
+        with_suffix(prefix, suffix).write_bytes(content[:size])
+        assert is_rejected(prefix, expected), size
+
+
+ALL_ONES = b"\xff" * 8
+
+
+AT_COUNTS, AT_LENGTHS = 18, HEADER.size
+
+
+AT_POINTERS = AT_LENGTHS + 4 * len(DOCUMENTS)
+
+
+AT_BOUNDARIES = AT_POINTERS + 8 * len(DOCUMENTS)
+
+
+DAMAGES = {
+    "magic": (0, b"XX"),
+    "version": (9, b"\x07"),
+    "type": (17, b"\x63"),
+    "all sequences": (AT_COUNTS, ALL_ONES),
+    "half of them": (AT_COUNTS + 7, b"\x80"),
+    "all boundaries": (AT_COUNTS + 8, ALL_ONES),
+    # 2 sequences take as much room as 3 boundaries.
+    "others in their room": (AT_COUNTS, struct.pack("<QQ", 6, 2)),
+    "no boundaries": (AT_COUNTS, struct.pack("<QQ", 4, 0)),
+    "length below 0": (AT_LENGTHS + 8, b"\xfe\xff\xff\xff"),
+    "a length": (AT_LENGTHS, b"\x04"),
+    "last length": (AT_LENGTHS + 12, b"\x02"),
+    "longest length": (AT_LENGTHS + 12, b"\xff\xff\xff\x7f"),
+    "pointer": (AT_POINTERS + 8, b"\x07"),
+    "pointer below 0": (AT_POINTERS, ALL_ONES),
+    "far pointer": (AT_POINTERS + 31, b"\x7f"),
+    "first boundary": (AT_BOUNDARIES, b"\x01"),
+    "last boundary": (AT_BOUNDARIES + 32, b"\x05"),
+    "boundary that falls": (AT_BOUNDARIES + 8, b"\x03"),
+}
+
+
+@pytest.mark.parametrize(("place", "bytes_"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_index_is_rejected(tmp_path, monkeypatch, place, bytes_):
+    prefix = write(tmp_path / "a")
+    content = bytearray(with_suffix(prefix, ".idx").read_bytes())
+    content[place : place + len(bytes_)] = bytes_
+    for block in (1, 2, 3, 1 << 15):  # sequences checked at a time
+        monkeypatch.setattr(indexed, "_CHECK_BLOCK", block)
+        assert sequences(open_token_file(write(tmp_path / f"whole-{block}"), EXPECTED)) == DOCUMENTS
+        with_suffix(prefix, ".idx").write_bytes(content)
+        assert is_rejected(prefix, None)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "int32"}, {"documents": 5}, {"tokens": 10}])
+def test_files_that_differ_from_the_record_are_rejected(tmp_path, change):
+    with pytest.raises(UserError, match=r"a\.idx does not match corpus\.json"):
+        open_token_file(write(tmp_path / "a"), dataclasses.replace(EXPECTED, **change))
+
+
+def test_a_corpus_has_one_sequence_a_document(tmp_path):
+    prefix = build(tmp_path / "a", "uint16", [[[1], [2]], []])
+    assert sequences(open_token_file(prefix)) == [[1], [2]]
+    with pytest.raises(UserError, match="document boundary 1 is 2 after 0"):
+        open_token_file(prefix, ExpectedTokens("uint16", 2, 2))
+
+
+NOT_FILES: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: None,
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "loop": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
+def test_a_path_that_is_not_a_file_is_rejected_at_once(tmp_path, suffix, make):
+    path = with_suffix(write(tmp_path / "a"), suffix)
+    path.unlink()
+    make(path)
+    with pytest.raises(UserError, match=rf"a\{suffix}"):
+        open_token_file(tmp_path / "a")
+
+
+# Blocks and their checksums
+
+TOKENS_PER_BLOCK = BLOCK_BYTES // 2
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def file_of(corpus, suffix, name="news", split="train"):
+    prefix = corpus.prefix(name, split)
+    return prefix.with_name(prefix.name + suffix)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Three domains whose training text fills several blocks."""
+
+    def document(number, rng):
+        return rng.integers(0, 250, int(rng.integers(500, 2000)))
+
+    return write_small_corpus(tmp_path / "corpus", document=document)
+
+
+def test_a_split_without_tokens_can_be_opened(corpus):
+    for suffix in (".bin", ".idx"):
+        with_suffix(corpus.prefix("news", "test"), suffix).unlink()
+    write(corpus.prefix("news", "test"), [])
+    empty = dataclasses.replace(
+        corpus.domains["news"].test, documents=0, tokens=0, block_checksums=None
+    )
+    news = dataclasses.replace(corpus.domains["news"], test=empty)
+    file = open_tokens(dataclasses.replace(corpus, domains={"news": news}), "news", "test")
+    assert len(file) == file.tokens.size == file.starts.size == 0
+
+
+@given(st.lists(st.integers(0, 2 * BLOCK_BYTES + 9), max_size=4), st.booleans())
+def test_block_hashes_do_not_depend_on_how_the_stream_is_split(sizes, ended):
+    content = random.Random(0).randbytes(sum(sizes))
+    hasher, first = BlockHasher(), 0
+    for size in sizes:
+        hasher.update(content[first : first + size])
+        first += size
+    found = hasher.take()
+    hasher.end_block()
+    found += hasher.take()
+    expected = [
+        xxhash.xxh3_64_intdigest(content[i : i + BLOCK_BYTES])
+        for i in range(0, len(content), BLOCK_BYTES)
+    ]
+    assert np.frombuffer(found, "<u8").tolist() == expected
+
+
+@pytest.mark.parametrize("permutation", ["megatron", "epoch", "feistel"])
+def test_a_flipped_bit_is_found_when_its_block_is_sampled(corpus, permutation):
+    path = file_of(corpus, ".bin")
+    num_bits = 8 * path.stat().st_size
+    place = num_bits // 2 + 4
+    data = corpus_tokens(corpus)
+
+    def read_all():
+        samples = BlendedTokens(
+            data, MixtureSchedule.fixed([1.0, 1.0, 1.0]), 1000, 32, 1, permutation
+        )
+        found = []
+        for first in range(0, 1000, 100):
+            found.append(samples.batch(range(first, first + 100))["tokens"])
+        return found
+
+    whole = read_all()
+    assert sum(len(batch) for batch in whole) == 1000
+    flip(path, place)
+    with pytest.raises(UserError) as raised:
+        read_all()
+    assert str(path) in str(raised.value)
+    assert f"block {place // 8 // BLOCK_BYTES})" in str(raised.value)
+
+
+def test_blocks_that_are_not_read_are_not_checked(corpus):
+    path = file_of(corpus, ".bin")
+    assert path.stat().st_size > 3 * BLOCK_BYTES
+    flip(path, 8 * (2 * BLOCK_BYTES + 5))
+    tokens = open_tokens(corpus, "news", "train").tokens
+    size = TOKENS_PER_BLOCK
+    tokens[: 2 * size]
+    tokens[3 * size :]
+    tokens[np.array([0, 3 * size])]
+    for key in (slice(2 * size, 2 * size + 1), slice(0, 2 * size + 1), np.array([0, 2 * size])):
+        with pytest.raises(UserError, match=r"block 2\)"):
+            tokens[key]
+
+
+def test_a_block_is_verified_once_and_then_returns_the_tokens_on_disk(corpus):
+    on_disk = np.fromfile(file_of(corpus, ".bin"), np.uint16)
+    tokens = open_tokens(corpus, "news", "train").tokens
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        first, stop = np.sort(rng.integers(0, on_disk.size, 2)).tolist()
+        positions = rng.integers(0, on_disk.size, (3, 5))
+        assert np.array_equal(tokens[first:stop], on_disk[first:stop])
+        assert np.array_equal(tokens[positions], on_disk[positions])
+    assert tokens[-5:].tolist() == on_disk[-5:].tolist()
+    assert np.array_equal(tokens[:], on_disk)
+    assert tokens.checked.all()
+    with pytest.raises(IndexError):
+        tokens[np.array([-1])]
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".xxh3"])
+def test_any_flipped_bit_of_the_index_or_of_the_checksums_is_found(corpus, suffix):
+    path = file_of(corpus, suffix)
+    content = path.read_bytes()
+    for bit in random.Random(1).sample(range(8 * len(content)), min(200, 8 * len(content))):
+        flip(path, bit)
+        with pytest.raises(UserError) as raised:
+            open_tokens(corpus, "news", "train").tokens[:]
+        assert path.stem in str(raised.value)
+        with pytest.raises(UserError):
+            corpus.verify()
+        path.write_bytes(content)
+
+
+def test_checksums_are_those_of_the_files_and_may_be_absent(corpus):
+    content = file_of(corpus, ".bin").read_bytes(), file_of(corpus, ".idx").read_bytes()
+    expected = [
+        xxhash.xxh3_64_intdigest(part[i : i + BLOCK_BYTES])
+        for part in content
+        for i in range(0, len(part), BLOCK_BYTES)
+    ]
+    checksums = file_of(corpus, ".xxh3")
+    assert np.fromfile(checksums, "<u8").tolist() == expected
+    checksums.unlink()
+    with pytest.raises(UserError, match=r"\.xxh3 is missing"):
+        Corpus.load(corpus.root)
+    news = corpus.domains["news"]
+    before = dataclasses.replace(news, train=dataclasses.replace(news.train, block_checksums=None))
+    dataclasses.replace(corpus, domains={**corpus.domains, "news": before}).save()
+    older = Corpus.load(corpus.root)
+    assert older.hash == corpus.hash
+    assert np.array_equal(open_tokens(older, "news", "train").tokens[:].tobytes(), content[0])
+
+
+# Mapping
+
+
+def write_bytes(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 16_384, 16_385, 100_000])
+def test_a_map_is_the_bytes_of_the_file(tmp_path, size):
+    content = np.random.default_rng(size).bytes(size)
+    mapped = map_file(write_bytes(tmp_path / "a", content))
+    assert mapped.dtype == np.uint8
+    assert mapped.tobytes() == content
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        mapped.setflags(write=True)
+
+
+def test_maps_keep_no_file_open_and_are_unmapped_with_their_last_view(tmp_path):
+    paths = [write_bytes(tmp_path / f"{i}.bin", bytes([i]) * 20_000) for i in range(200)]
+    before = len(os.listdir("/proc/self/fd"))
+    maps = [map_file(path) for path in paths]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [mapped[-1:].tolist() for mapped in maps] == [[number] for number in range(200)]
+    view = maps[7].view(np.int8)[:1]  # the last that is left of a map
+    del maps
+    left = Path("/proc/self/maps").read_text()
+    assert str(paths[7]) in left
+    assert str(paths[8]) not in left
+    assert view.tolist() == [7]
+    del view
+    assert str(paths[7]) not in Path("/proc/self/maps").read_text()
+
+
+def test_small_files_are_read_instead_of_mapped(tmp_path):
+    paths = [write_bytes(tmp_path / f"{i}.bin", bytes([i]) * 100) for i in range(200)]
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    maps = [map_file(path) for path in paths]
+    assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 100
+    assert [mapped[0] for mapped in maps] == list(range(200))
+
+
+def test_a_map_that_does_not_fit_is_an_error(tmp_path):
+    path, size = write_bytes(tmp_path / "a", b""), 1 << 32
+    os.truncate(path, size)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used + size // 2, before[1]))
+        with pytest.raises(OSError, match="Cannot map 4294967296 bytes") as raised:
+            map_file(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert raised.value.errno == errno.ENOMEM
+    assert map_file(path).size == size

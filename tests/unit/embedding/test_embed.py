@@ -1,0 +1,233 @@
+"""Windows through a real proxy on one rank, and the embedding store that is filled with them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tqdm import tqdm
+
+from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.embedding.embed import (
+    embed_windows,
+    fill_store,
+    missing_domains,
+    open_store,
+)
+from megatron_chameleon.embedding.windows import draw_windows
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.flops import embedding_flops
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from tests.small_corpus import VOCAB_SIZE, write_small_corpus
+
+SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
+PROVENANCE = Provenance([], {}, {}, {}, None, "2026-01-01")
+LAYER = 2
+RECIPE = EmbeddingRecipe("m" * 64, LAYER, 32, 20, seed=0, tokenizer_hash="t" * 64)
+
+
+def make_reader(one_rank):
+    model = build_model(SHAPE, one_rank, seed=3)
+    model.eval()
+    return Reader(model, SHAPE, one_rank)
+
+
+@pytest.fixture(scope="module")
+def reader(one_rank):
+    return make_reader(one_rank)
+
+
+@pytest.fixture
+def windows(corpus):
+    lengths = open_tokens(corpus, corpus.names[0], "train").lengths
+    return draw_windows(lengths, 32, 45, seed=1, name="a")
+
+
+def embed(reader, corpus, windows, batch_size, layer=LAYER, **more):
+    tokens = open_tokens(corpus, corpus.names[0], "train")
+    with tqdm(total=len(windows), disable=True) as progress:
+        return embed_windows(reader, tokens, windows, layer, batch_size, progress, "prose", **more)
+
+
+def embed_direct(reader, corpus, windows, layer=LAYER, norm=lambda states: states):
+    """One window at a time, without padding, in float64."""
+    tokens = open_tokens(corpus, corpus.names[0], "train")
+    rows = []
+    for document, start, length in zip(
+        windows.document, windows.start, windows.length, strict=True
+    ):
+        first = tokens.starts[document] + start
+        text = tokens.tokens[first : first + length].astype(np.int64)
+        states = norm(reader.hidden_states(torch.from_numpy(text)[None], layer))  # [s, 1, h]
+        rows.append(states[:, 0].double().mean(0).detach().numpy())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize(("layer", "batch_size"), [(1, 7), (4, 1), (4, 45), (4, 100)])
+def test_a_vector_is_the_mean_hidden_state_of_its_window(
+    reader, corpus, windows, batch_size, layer
+):
+    vectors = embed(reader, corpus, windows, batch_size, layer)
+    assert vectors.shape == (45, SHAPE.size.hidden_size)
+    assert vectors.dtype == np.float32
+    expected = embed_direct(reader, corpus, windows, layer)
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
+
+
+def test_padding_to_few_widths_changes_no_vector(reader, corpus, windows, monkeypatch):
+    """As on a GPU, but never beyond the positions of the model."""
+    expected, widths = embed(reader, corpus, windows, 1), set()
+    hidden_states = Reader.hidden_states
+
+    def spy(reader, tokens, layer):
+        widths.add(tokens.size(1))
+        return hidden_states(reader, tokens, layer)
+
+    monkeypatch.setattr(Reader, "hidden_states", spy)
+    monkeypatch.setattr("megatron_chameleon.embedding.embed.length_multiple", lambda _layout: 24)
+    np.testing.assert_allclose(embed(reader, corpus, windows, 1), expected, atol=1e-6)
+    assert widths == {24, 32}
+
+
+def test_final_norm_and_windows_across_documents(one_rank, corpus):
+    reader = make_reader(one_rank)
+    norm = reader.model.decoder.final_layernorm
+    with torch.no_grad():  # initially ones and zeros
+        norm.weight.add_(torch.linspace(-0.5, 0.5, norm.weight.numel()))
+        norm.bias.add_(torch.linspace(1.0, -1.0, norm.bias.numel()))
+    lengths = open_tokens(corpus, corpus.names[0], "train").lengths
+    windows = draw_windows(lengths, 32, 20, 0, "a", cross_documents=True)
+    assert (windows.start + windows.length > lengths[windows.document]).sum() > 3
+    for final_norm, expected in ((False, lambda states: states), (True, norm)):
+        vectors = embed(reader, corpus, windows, 7, final_norm=final_norm)
+        direct = embed_direct(reader, corpus, windows, norm=expected)
+        np.testing.assert_allclose(vectors, direct, atol=2e-6)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_diverged_proxy_is_an_error_with_layer_and_windows(one_rank, corpus, windows, poison):
+    broken = make_reader(one_rank)
+    with torch.no_grad():
+        broken.model.decoder.layers[1].mlp.linear_fc2.bias[5] = poison
+    assert np.isfinite(embed(broken, corpus, windows, 16, layer=1)).all()
+    with pytest.raises(UserError, match=r"'prose'.* layer 2 .* 45 of 45 windows"):
+        embed(broken, corpus, windows, 16, layer=2)
+
+
+def test_a_single_non_finite_token_is_located(one_rank, corpus, windows):
+    tokens = open_tokens(corpus, corpus.names[0], "train")
+    places = list(
+        zip(windows.document.tolist(), windows.start.tolist(), windows.length.tolist(), strict=True)
+    )
+    texts = [tokens.get(*place) for place in places]
+    rare = min(range(VOCAB_SIZE), key=lambda token: sum(token in t for t in texts) or 99)
+    affected = [place for place, text in zip(places, texts, strict=True) if rare in text]
+    broken = make_reader(one_rank)
+    with torch.no_grad():
+        broken.model.embedding.word_embeddings.weight[rare] = float("nan")
+    document, start, length = min(affected)
+    first = f"tokens {start} to {start + length - 1} of document {document},"
+    with pytest.raises(UserError, match=f"{len(affected)} of 45 .*{first}"):
+        embed(broken, corpus, windows, 16)
+
+
+@pytest.fixture
+def embedded(reader, monkeypatch):
+    """Batch sizes of the forward passes."""
+    batches = []
+    original = Reader.hidden_states
+
+    def counting(self, tokens, layer):
+        batches.append(tokens.size(0))
+        return original(self, tokens, layer)
+
+    monkeypatch.setattr(Reader, "hidden_states", counting)
+    return batches
+
+
+def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
+    store = open_store(folder, RECIPE, SHAPE.size.hidden_size, PROVENANCE)
+    missing = missing_domains(store, corpus, corpus.names)
+    before = store.cost
+    filled, spent = fill_store(store, corpus, reader, missing, batch_size=8)
+    assert filled.cost == before + spent
+    return filled
+
+
+def test_a_store_is_filled_once(reader, corpus, embedded, tmp_path):
+    store = fill(tmp_path / "store", corpus, reader)
+    assert sum(embedded) == 3 * RECIPE.num_windows
+    assert EmbeddingStore.load(store.root) == store
+    assert list(store.domains) == corpus.names
+    flops = 0.0
+    for name in corpus.names:
+        assert store.holds(name, corpus.domain_hash(name))
+        lengths = open_tokens(corpus, name, "train").lengths
+        windows = draw_windows(lengths, 32, RECIPE.num_windows, RECIPE.seed, name)
+        flops += sum(embedding_flops(SHAPE, LAYER, n, n) for n in windows.length.tolist())
+        if name == corpus.names[0]:
+            expected = embed(reader, corpus, windows.longest_first(), batch_size=1)
+            np.testing.assert_allclose(store.vectors(name), expected, atol=1e-5)
+    assert store.cost.flops == pytest.approx(flops)
+    files = {path: path.stat().st_mtime_ns for path in store.root.iterdir()}
+    embedded.clear()
+    assert fill(store.root, corpus, reader) == store
+    assert embedded == []
+    assert {path: path.stat().st_mtime_ns for path in store.root.iterdir()} == files
+
+
+def test_new_domains_and_changed_text_are_embedded(reader, embedded, tmp_path):
+    folder = tmp_path / "store"
+    before = fill(folder, write_small_corpus(tmp_path / "two", ("a", "b")), reader)
+    old = before.vectors("a")
+    embedded.clear()
+    store = fill(folder, write_small_corpus(tmp_path / "three", ("a", "b", "c")), reader)
+    assert sum(embedded) == RECIPE.num_windows
+    assert list(store.domains) == ["a", "b", "c"]
+    embedded.clear()
+    changed = fill(folder, write_small_corpus(tmp_path / "new", ("a",), seed=1), reader)
+    assert sum(embedded) == RECIPE.num_windows
+    assert not np.array_equal(changed.vectors("a"), old)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler catches it."""
+
+
+def test_a_killed_fill_resumes_with_the_missing_domains(
+    reader, corpus, embedded, monkeypatch, tmp_path
+):
+    whole = fill(tmp_path / "whole", corpus, reader)
+    original = EmbeddingStore.with_domain
+
+    def killed_at_the_second(store, *arguments):
+        if store.domains:
+            raise Killed
+        return original(store, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EmbeddingStore, "with_domain", killed_at_the_second)
+        with pytest.raises(Killed):
+            fill(tmp_path / "killed", corpus, reader)
+    assert list(EmbeddingStore.load(tmp_path / "killed").domains) == corpus.names[:1]
+    embedded.clear()
+    found = fill(tmp_path / "killed", corpus, reader)
+    assert sum(embedded) == sum(whole.domains[name].windows for name in corpus.names[1:])
+    for name in corpus.names:
+        np.testing.assert_array_equal(found.vectors(name), whole.vectors(name))
+
+
+def test_a_damaged_index_leaves_no_store(reader, corpus, tmp_path):
+    copy = Corpus.load(Path(shutil.copytree(corpus.root, tmp_path / "copy")))
+    index = Path(f"{copy.prefix(copy.names[0], 'train')}.idx")
+    index.write_bytes(b"x" * index.stat().st_size)
+    with pytest.raises(UserError, match=r"\.idx"):
+        fill(tmp_path / "store", Corpus.load(copy.root), reader)
+    assert not (tmp_path / "store").exists()

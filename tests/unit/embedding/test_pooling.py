@@ -1,0 +1,93 @@
+"""Masked means of hidden states: the plain computation, and the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
+from tests.kernel_checks import interpreted
+
+LENGTHS = torch.tensor([9, 1, 5, 0])
+
+
+def mean_direct(hidden, lengths):
+    """One sequence and one token at a time, in float64."""
+    means = np.zeros((hidden.size(1), hidden.size(2)))
+    for b, length in enumerate(lengths.tolist()):
+        for position in range(length):
+            means[b] += hidden[position, b].double().numpy() / length
+    return means
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (128, 3, 64)])
+def test_it_is_the_mean_over_the_tokens(dtype, shape):
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(shape, generator=generator) * 4 + 1).to(dtype)
+    lengths = torch.randint(1, shape[0] + 1, (shape[1],), generator=generator)
+    mean = masked_mean(hidden, lengths=lengths)
+    assert mean.dtype == torch.float32
+    np.testing.assert_allclose(mean.numpy(), mean_direct(hidden, lengths), atol=5e-6)
+
+
+@pytest.fixture
+def states():
+    return torch.randn(9, 4, 6, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("padding", [math.nan, math.inf, -math.inf, 3e38])
+def test_padding_is_ignored_but_not_non_finite_tokens(states, padding):
+    expected = mean_direct(states, LENGTHS)
+    for b, length in enumerate(LENGTHS):
+        states[length:, b] = padding
+    np.testing.assert_allclose(masked_mean(states, lengths=LENGTHS).numpy(), expected, atol=1e-6)
+    states[1, 0, 2] = math.nan
+    assert masked_mean(states, lengths=LENGTHS).isnan().nonzero().tolist() == [[0, 2]]
+
+
+def test_half_precision_sums_do_not_overflow():
+    hidden = torch.full((2000, 1, 2), 60_000.0, dtype=torch.float16)
+    mean = masked_mean(hidden, lengths=torch.tensor([2000]))
+    torch.testing.assert_close(mean, torch.full((1, 2), hidden[0, 0, 0].item()))
+
+
+def test_layouts_masks_and_norm(states):
+    expected = masked_mean(states, lengths=LENGTHS)
+    batch_first = states.transpose(0, 1).contiguous()
+    assert torch.equal(masked_mean(batch_first, lengths=LENGTHS, batch_first=True), expected)
+    leading = torch.arange(9) < LENGTHS[:, None]
+    torch.testing.assert_close(masked_mean(states, mask=leading.long()), expected)
+    scattered = torch.zeros(4, 9, dtype=torch.bool)
+    scattered[1, [0, 3, 8]] = True
+    mean = masked_mean(states, mask=scattered)
+    torch.testing.assert_close(mean[1], states[[0, 3, 8], 1].mean(0))
+    assert not mean[[0, 2, 3]].any()
+    weight, bias = torch.rand(6), torch.rand(6)
+    mean = masked_mean(states, lengths=LENGTHS, norm=FinalNorm(weight, bias, 1e-3))
+    normed = torch.nn.functional.layer_norm(states, (6,), weight, bias, 1e-3)
+    torch.testing.assert_close(mean, masked_mean(normed, lengths=LENGTHS))
+    assert not mean[3].any()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"lengths": torch.ones(4), "mask": torch.ones(4, 9)},
+        {"lengths": torch.ones(9)},
+        {"mask": torch.ones(9, 4)},
+    ],
+)
+def test_lengths_or_a_mask_of_the_right_shape_are_required(states, arguments):
+    with pytest.raises(ValueError, match=r"lengths|mask"):
+        masked_mean(states, **arguments)
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    checked = interpreted("tests.unit.embedding.pooling_kernel_checks")
+    assert len(checked) == 72

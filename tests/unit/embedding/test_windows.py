@@ -1,0 +1,141 @@
+"""Sampled windows: coverage, uniformity, and reading them into memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
+from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.embedding.windows import Windows, draw_windows, load_windows
+from megatron_chameleon.errors import UserError
+
+documents = st.lists(st.integers(0, 200), max_size=30)
+lengths = st.integers(1, 64)
+
+
+def ranges_of(windows):
+    """(document, first token, token after the last) of every window."""
+    ends = windows.start + windows.length
+    return list(zip(windows.document.tolist(), windows.start.tolist(), ends.tolist(), strict=True))
+
+
+def all_windows(document_lengths, window_length, seed=0, name="a"):
+    return draw_windows(np.array(document_lengths), window_length, 10**9, seed, name)
+
+
+@given(documents, lengths)
+def test_all_windows_cover_every_token_once_in_nearly_equal_parts(document_lengths, window_length):
+    windows = all_windows(document_lengths, window_length)
+    covered = [np.zeros(length, dtype=int) for length in document_lengths]
+    for document, start, end in ranges_of(windows):
+        assert 0 < end - start <= window_length
+        assert 0 <= start < end <= document_lengths[document]
+        covered[document][start:end] += 1
+    assert all((times == 1).all() for times in covered)
+    for document, length in enumerate(document_lengths):
+        parts = windows.length[windows.document == document]
+        assert len(parts) == -(-length // window_length)
+        assert not len(parts) or parts.max() - parts.min() <= 1
+
+
+@given(documents, lengths, st.integers(1, 300), st.integers(0, 5))
+def test_a_sample_is_distinct_and_has_the_requested_size(
+    document_lengths, window_length, num_windows, seed
+):
+    every = ranges_of(all_windows(document_lengths, window_length))
+    sampled = ranges_of(
+        draw_windows(np.array(document_lengths), window_length, num_windows, seed, "a")
+    )
+    assert len(sampled) == len(set(sampled)) == min(num_windows, len(every))
+    assert set(sampled) <= set(every)
+
+
+@given(documents, lengths)
+def test_across_documents_the_text_is_covered_like_one_document(document_lengths, window_length):
+    sizes = np.array(document_lengths, dtype=np.int32)
+    windows = draw_windows(sizes, window_length, 10**9, 0, "a", cross_documents=True)
+    whole = all_windows([sum(document_lengths)], window_length)
+    assert sorted(windows.length.tolist()) == sorted(whole.length.tolist())
+    before = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else np.zeros(0, int)
+    np.testing.assert_array_equal(before[windows.document] + windows.start, whole.start)
+    assert (windows.start >= 0).all()
+    assert (windows.start < sizes[windows.document]).all()
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 300, 200).astype(np.int32)
+
+
+def draw(seed, num_windows=50):
+    return ranges_of(draw_windows(LENGTHS, 32, num_windows, seed, "a"))
+
+
+def test_the_sample_is_uniform_and_a_function_of_the_seed():
+    np.random.seed(5)
+    first, after = draw(3), np.random.random()
+    np.random.seed(6)
+    assert draw(3) == first
+    np.random.seed(5)
+    assert np.random.random() == after  # the global random state is not used
+    every = draw(0, num_windows=10**9)
+    place = {window: number for number, window in enumerate(every)}
+    counts = np.zeros(len(every))
+    num_draws = 2000
+    for seed in range(num_draws):
+        for window in draw(seed):
+            counts[place[window]] += 1
+    share = 50 / len(every)
+    z = (counts - num_draws * share) / np.sqrt(num_draws * share * (1 - share))
+    assert abs(z).max() < 5
+    assert 0.8 < z.std() < 1.2
+
+
+@given(st.lists(st.integers(1, 50), max_size=40))
+def test_longest_first_is_a_stable_sort(window_lengths):
+    number = np.arange(len(window_lengths))
+    windows = Windows(number, 2 * number, np.array(window_lengths, dtype=np.int64))
+    ordered = windows.longest_first()
+    keys = list(zip(-ordered.length, ordered.document, strict=True))
+    assert keys == sorted(keys)
+    assert sorted(ranges_of(ordered)) == sorted(ranges_of(windows))
+
+
+def texts_of(file, windows):
+    places = zip(windows.document, windows.start, windows.length, strict=True)
+    return [file.get(int(d), int(start), int(n)).tolist() for d, start, n in places]
+
+
+def test_loaded_windows_are_those_of_an_embedding_store(corpus):
+    for domain in corpus_tokens(corpus).domains:
+        tokens, windows = load_windows(domain, 32, 20, seed=7)
+        file = open_tokens(corpus, domain.name, "train")
+        expected = draw_windows(file.lengths, 32, 20, seed=7, name=domain.name).longest_first()
+        assert len(windows) == 20
+        assert texts_of(tokens, windows) == texts_of(file, expected)
+        assert tokens.tokens.size == expected.length.sum()
+        starts = np.cumsum(expected.length) - expected.length
+        np.testing.assert_array_equal(tokens.starts, starts)
+    foreign = dataclasses.replace(domain, vocab_size=100)
+    with pytest.raises(UserError, match="token"):
+        load_windows(foreign, 32, 10_000, seed=0)
+
+
+def test_loaded_windows_are_in_the_split_of_a_data_path(corpus):
+    path = DataPath.parse(f"1.0 {corpus.prefix('code', 'train')}")
+    (domain,) = data_path_tokens(path, "50,25,25", corpus.tokenizer, "valid").domains
+    assert domain.first > 0
+    tokens, windows = load_windows(domain, 32, 10_000, seed=0)
+    file = open_tokens(corpus, "code", "train")
+    expected = []
+    for number in range(domain.first, domain.stop):
+        text = file.get(number).tolist()
+        parts = -(-len(text) // 32)
+        ends = [len(text) * part // parts for part in range(parts + 1)]
+        expected += [text[start:end] for start, end in itertools.pairwise(ends)]
+    assert sorted(texts_of(tokens, windows)) == sorted(expected)

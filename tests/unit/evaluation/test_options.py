@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.cli import parse_options
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.options import PerplexityOptions, PerplexityToolOptions
+
+
+def parse(line: str) -> list[PerplexityOptions]:
+    return parse_options(PerplexityToolOptions, ["--corpus", "c", *line.split()]).one_by_one()
+
+
+def test_one_checkpoint_with_default_protocol():
+    (found,) = parse("--checkpoint run --output r.json --split valid --max-tokens 7")
+    checkpoint, output = Path("run"), Path("r.json")
+    assert found == PerplexityOptions(
+        corpus=Path("c"), checkpoint=checkpoint, output=output, split="valid", max_tokens=7
+    )
+    assert (found.packing, found.overlap, found.score_end_of_document) == ("packed", 0, True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--checkpoint a --output a.json --checkpoint b --output b.json",
+        "--checkpoint a b --output a.json b.json",
+        "--output a.json --checkpoint a b --output b.json",
+    ],
+)
+def test_several_checkpoints_share_the_other_options(line):
+    found = parse(f"{line} --packing documents --overlap 16 --tensor-model-parallel-size 2")
+    assert [(str(o.checkpoint), str(o.output)) for o in found] == [("a", "a.json"), ("b", "b.json")]
+    assert {(o.packing, o.overlap) for o in found} == {("documents", 16)}
+    assert {o.parallel.tensor_model_parallel_size for o in found} == {2}
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--output a.json", "--checkpoint"),
+        ("--checkpoint a", "0 --output"),
+        ("--checkpoint a b --output a.json", "1 --output"),
+        ("--checkpoint a b --output x.json x.json", r"--output x\.json"),
+    ],
+)
+def test_mistakes_are_rejected(line, named):
+    with pytest.raises(UserError, match=named):
+        parse(line)

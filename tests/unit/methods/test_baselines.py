@@ -1,0 +1,199 @@
+"""Training-free baselines: uniform, natural and UniMax."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning
+from megatron_chameleon.artifacts.corpus import index_file_bytes
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods import baselines
+from megatron_chameleon.methods.baselines import UnimaxOptions
+from megatron_chameleon.methods.output import EpochLimit
+
+METHODS = {method.name: method for method in baselines.METHODS}
+
+
+@pytest.fixture
+def options(corpus, tmp_path):
+    """``options(name, **changes)``: options of a method on the small corpus."""
+
+    def make(name, **changes):
+        settings = {"corpus": corpus.root, "output": tmp_path / f"{name}.json", **changes}
+        if name == "unimax":
+            settings.setdefault("token_budget", 1000)
+        return METHODS[name].options(**settings)
+
+    return make
+
+
+@pytest.fixture
+def compute(options):
+    """``compute(name, **changes)``: the mixture on disk."""
+
+    def run(name, **changes):
+        given = options(name, **changes)
+        METHODS[name].compute(given)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # its weights sum to 1
+            return Mixture.load(given.output)
+
+    return run
+
+
+def tokens_of(corpus: Corpus) -> np.ndarray:
+    return np.array(list(corpus.train_tokens.values()), np.float64)
+
+
+def unimax_of_the_paper(tokens: np.ndarray, budget: float, max_epochs: float) -> np.ndarray:
+    """Algorithm 1: from the smallest domain on, an equal share of the rest of the budget."""
+    left, shares = budget, np.zeros(len(tokens))
+    for done, domain in enumerate(np.argsort(tokens)):
+        part = left / (len(tokens) - done)
+        shares[domain] = min(part, tokens[domain] * max_epochs)
+        left -= shares[domain]
+    return shares / shares.sum()
+
+
+def test_uniform_weights_are_equal(compute, corpus):
+    assert compute("uniform").weights == dict.fromkeys(corpus.names, pytest.approx(1 / 3))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_natural_weights_are_powers_of_the_token_shares(compute, corpus, temperature):
+    mixture = compute("natural", temperature=temperature)
+    powers = tokens_of(corpus) ** (1 / temperature)
+    np.testing.assert_allclose(list(mixture.weights.values()), powers / powers.sum())
+    assert mixture.parameters["temperature"] == temperature
+
+
+@pytest.mark.parametrize("share", [0.2, 0.97, 1.0])
+def test_unimax_is_the_algorithm_of_its_paper(compute, corpus, share):
+    tokens, max_epochs = tokens_of(corpus), 2.0
+    budget = int(share * max_epochs * tokens.sum())
+    mixture = compute("unimax", token_budget=budget, max_epochs=max_epochs)
+    expected = unimax_of_the_paper(tokens, budget, max_epochs)
+    np.testing.assert_allclose(list(mixture.weights.values()), expected)
+    at_limit = np.isclose(expected * budget, tokens * max_epochs, rtol=1e-12)
+    if share < 1:
+        assert mixture.capped == [
+            n for n, capped in zip(corpus.names, at_limit, strict=True) if capped
+        ]
+    assert all(epochs <= max_epochs * (1 + 1e-9) for epochs in mixture.epochs.values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_domains_output_and_record(options, compute, corpus, capsys, monkeypatch, name):
+    mixture = compute(name)
+    output = options(name).output
+    assert f"written to {output}; next: tools/pretrain_gpt.py" in capsys.readouterr().out
+    assert mixture.method == name
+    assert mixture.provenance.inputs == {"corpus": corpus.hash}
+    assert (mixture.parameters["paper_flops"], mixture.cost.flops) == (0.0, 0.0)
+    assert mixture.cost.wall_seconds > 0.0
+    body = json.loads(output.read_text())
+    compute(name)
+    again = json.loads(output.read_text())
+    assert {f for f in body if body[f] != again[f]} <= {"provenance", "cost", "checksum"}
+    some = compute(name, domains="poems, news")
+    assert list(some.weights) == ["news", "poems"]
+    assert sum(some.weights.values()) == pytest.approx(1.0)
+    capsys.readouterr()
+    output.unlink()
+    monkeypatch.setenv("RANK", "1")
+    METHODS[name].compute(options(name))
+    assert (output.exists(), capsys.readouterr().out) == (False, "")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_epoch_limit_caps_domains_with_a_warning(compute, corpus, name):
+    budget = int(tokens_of(corpus).sum() * 0.9995)
+    changes = {"temperature": 0.5} if name == "natural" else {}
+    with pytest.warns(MixtureWarning, match="--max-epochs 1"):
+        mixture = compute(name, token_budget=budget, max_epochs=1.0, **changes)
+    assert max(mixture.epochs.values()) == pytest.approx(1.0)
+    assert mixture.capped
+    assert mixture.unconstrained != mixture.weights
+
+
+@given(
+    st.lists(st.integers(1, 10**9), min_size=1, max_size=30),
+    st.floats(0.01, 10.0),
+    st.floats(0.001, 1.0),
+)
+@example([1] * 6, 1.0, 1.0)  # six sixths sum to less than 1 in floating point
+def test_the_epoch_limit_of_uniform_weights_is_unimax(sizes, max_epochs, share):
+    tokens = {str(position): size for position, size in enumerate(sizes)}
+    budget = max(1, int(share * max_epochs * sum(sizes)))
+    assume(budget <= max_epochs * sum(sizes))
+    even = np.full(len(sizes), 1 / len(sizes))
+    weights = EpochLimit(tokens, budget, max_epochs).apply(even).weights
+    expected = unimax_of_the_paper(np.array(sizes, np.float64), budget, max_epochs)
+    np.testing.assert_allclose(weights, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("uniform", {"domains": "news,verse"}, "verse"),
+        ("uniform", {"domains": " , "}, "--domains"),
+        ("uniform", {"max_epochs": 2.0}, "--token-budget"),
+        ("uniform", {"max_epochs": 0.0, "token_budget": 9}, "--max-epochs"),
+        ("unimax", {"token_budget": 10**9}, "--max-epochs"),
+    ],
+)
+def test_mistakes_are_errors_and_write_nothing(compute, tmp_path, name, changes, problem):
+    with pytest.raises(UserError, match=problem) as error:
+        compute(name, **changes)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.glob("*.json")) == []
+
+
+def test_unimax_requires_a_token_budget():
+    without_budget: dict[str, Any] = {"corpus": Path("c"), "output": Path("o.json")}
+    with pytest.raises(TypeError, match="token_budget"):
+        UnimaxOptions(**without_budget)
+
+
+def test_only_a_mixture_is_overwritten(options, compute, corpus):
+    output = options("uniform").output
+    for source in (next(corpus.root.rglob("*.bin")), corpus.root / "corpus.json"):
+        shutil.copy(source, output)
+        with pytest.raises(UserError, match="exists"):
+            compute("uniform")
+        assert output.read_bytes() == source.read_bytes()
+        output.unlink()
+
+
+@pytest.fixture
+def with_an_empty_domain(corpus, tmp_path):
+    """A copy of the corpus without training text in poems."""
+    root = shutil.copytree(corpus.root, tmp_path / "copy")
+    (root / "train/poems.bin").write_bytes(b"")
+    index = root / "train/poems.idx"
+    index.write_bytes(index.read_bytes()[: index_file_bytes(0)])
+    body = json.loads((root / "corpus.json").read_text())
+    body["domains"]["poems"]["train"] |= {"tokens": 0, "documents": 0, "block_checksums": None}
+    body.pop("checksum", None)
+    (root / "corpus.json").write_text(json.dumps(body))
+    return root
+
+
+def test_a_domain_without_text_gets_no_weight(compute, with_an_empty_domain):
+    with pytest.raises(UserError, match="'poems'"):
+        compute("uniform", corpus=with_an_empty_domain)
+    assert compute("natural", corpus=with_an_empty_domain).weights["poems"] == 0.0
+    with pytest.warns(MixtureWarning, match="poems"):
+        mixture = compute("unimax", corpus=with_an_empty_domain)
+    assert mixture.weights["poems"] == 0.0
+    alone = compute("uniform", corpus=with_an_empty_domain, domains="news,code")
+    assert alone.weights == {"news": 0.5, "code": 0.5}

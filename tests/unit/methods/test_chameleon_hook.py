@@ -1,0 +1,284 @@
+"""--online-interval: the mixture follows the trained model's own domain embeddings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_chameleon.artifacts import (
+    CheckpointRecord,
+    EmbeddingStore,
+    Mixture,
+    MixtureWarning,
+    TrainingRun,
+)
+from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.artifacts.corpus import index_file_bytes
+from megatron_chameleon.blend.options import DataOptions
+from megatron_chameleon.checkpoint.state import random_states
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon.compute import compute_mixture
+from megatron_chameleon.methods.chameleon.hook import OnlineChameleon, format_moves
+from megatron_chameleon.methods.chameleon.options import (
+    ChameleonOptions,
+    ExtractionOptions,
+    RecipeOptions,
+)
+from megatron_chameleon.mixture import DegenerateScoreWarning
+from megatron_chameleon.model.gpt import unwrap
+from megatron_chameleon.training import trainer as pretrain_module
+from megatron_chameleon.training.options import OnlineOptions
+from megatron_chameleon.training.stopping import StopRequests
+from megatron_chameleon.training.trainer import pretrain
+from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
+from tests.unit.training.bad_steps import before_steps
+from tools import pretrain_gpt
+
+WINDOWS, SEED = 12, 5
+ROUNDING = 1e-6
+EPOCH = DataOptions(permutation="epoch")
+ONLINE = OnlineOptions(
+    online_interval=3, online_windows=WINDOWS, online_recipe="scaled", online_smoothing=0.0
+)
+
+
+@pytest.fixture
+def options(pretrain_options, tmp_path):
+    """``options(**changes)``: six steps; a checkpoint and new weights after three."""
+
+    def make(name="run", **changes):
+        settings = {"seed": SEED, "data": EPOCH, "online": ONLINE, "log_interval": 1, **changes}
+        return pretrain_options(tmp_path / name, **settings)
+
+    return make
+
+
+@pytest.fixture
+def weigh(corpus, tmp_path):
+    """``weigh(checkpoint, layer)``: weights and FLOPs by tools/compute_mixture.py."""
+
+    def run(checkpoint, layer=None):
+        folder = tmp_path / f"weighed-{checkpoint.name}-{layer}"
+        options = ChameleonOptions(
+            corpus=corpus.root,
+            checkpoint=checkpoint,
+            output=folder / "mixture.json",
+            extraction=ExtractionOptions(num_windows=WINDOWS, extraction_seed=SEED, layer=layer),
+            weighting=RecipeOptions("scaled", bootstrap_resamples=2),
+        )
+        compute_mixture(options)
+        flops = EmbeddingStore.load(folder / "embeddings").cost.flops
+        return Mixture.load(options.output).weights, flops
+
+    return run
+
+
+def online(**changes):
+    return dataclasses.replace(ONLINE, **changes)
+
+
+def phases_of(run_dir):
+    return [phase.weights for phase in TrainingRun.load(run_dir).mixture_phases]
+
+
+def figures_of(run_dir):
+    return [
+        (line["loss"], line["grad_norm"], line["domain_tokens_drawn"], line.get("hook"))
+        for line in TrainingRun.load(run_dir).metrics()
+    ]
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+def test_weights_are_those_of_the_checkpoint_of_that_step(options, weigh, layer, capsys):
+    made = options(online=online(online_layer=layer))
+    pretrain(made, OnlineChameleon)
+    expected, _ = weigh(step_folder(made.run_dir, 3), layer)
+    first, second = phases_of(made.run_dir)
+    assert first == dict.fromkeys(DOMAINS, 1 / 3)
+    assert second == pytest.approx(expected, abs=ROUNDING)
+    assert max(second.values()) - min(second.values()) > 0.01
+    hooks = [line["hook"] for line in TrainingRun.load(made.run_dir).metrics()]
+    assert [hook["recomputed"] for hook in hooks] == [0, 0, 0, 1, 1, 1]
+    assert hooks[-1]["weights"] == second
+    assert f"mixture from step 3 on: {format_moves(first, second)}; 36 " in capsys.readouterr().out
+
+
+def test_smoothing_and_cost(options, weigh, tmp_path):
+    """Weights are averaged with the current ones; each recomputation is counted and timed."""
+    Mixture(dict(zip(DOMAINS, [0.5, 0.3, 0.2], strict=True))).save(tmp_path / "start.json")
+    settings = {"mixture": str(tmp_path / "start.json"), "save_interval": 2}
+    made = options(online=online(online_interval=2, online_smoothing=0.75), **settings)
+    plain = options("plain", online=OnlineOptions(), **settings)
+    pretrain(made, OnlineChameleon)
+    pretrain(plain)
+    phases = phases_of(made.run_dir)
+    assert len(phases) == 3
+    for step, before, after in zip((2, 4), phases, phases[1:], strict=False):
+        found, flops = weigh(step_folder(made.run_dir, step))
+        smoothed = {name: 0.75 * before[name] + 0.25 * found[name] for name in DOMAINS}
+        assert after == pytest.approx(smoothed, abs=2 * ROUNDING)
+    run, without = (TrainingRun.load(each.run_dir) for each in (made, plain))
+    assert run.cost.flops - without.cost.flops == pytest.approx(2 * flops)
+    seconds = [line["phase_seconds"].get("mixture", 0) for line in run.metrics()]
+    assert [each > 0 for each in seconds] == [False, False, True, False, True, False]
+
+
+class ReadOnly(OnlineChameleon):
+    """Compute weights without using them."""
+
+    def new_mixture(self, step, model):
+        before = random_states()
+        assert super().new_mixture(step, model)
+        for name, state in random_states().items():
+            torch.testing.assert_close(state, before[name], rtol=0, atol=0)
+        assert all(module.training for chunk in model for module in chunk.modules())
+        assert all(buffer.grad_data.eq(0).all() for chunk in model for buffer in chunk.buffers)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_embedding_has_no_side_effect_on_training(options, bf16):
+    read = options(bf16=bf16)
+    plain = options("plain", bf16=bf16, online=OnlineOptions())
+    pretrain(read, ReadOnly)
+    pretrain(plain)
+    assert [f[:3] for f in figures_of(read.run_dir)] == [f[:3] for f in figures_of(plain.run_dir)]
+    assert figures_of(read.run_dir)[-1][3]["recomputed"] == 1
+
+
+@pytest.mark.parametrize(("step", "killed"), [(5, True), (4, False)])
+def test_a_resumed_run_equals_an_uninterrupted_one(options, monkeypatch, step, killed):
+    """Killed between new weights and a checkpoint, or stopped at a step with both."""
+
+    def interrupt(_model):
+        if killed:
+            raise RuntimeError("killed")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = {"online": online(online_interval=2, online_smoothing=0.3)}
+    whole, parts = options("whole", **settings), options("parts", **settings)
+    pretrain(whole, OnlineChameleon)
+    with monkeypatch.context() as patched:
+        before_steps(patched, {step: interrupt})
+        if killed:
+            with pytest.raises(RuntimeError, match="killed"):
+                pretrain(parts, OnlineChameleon)
+        else:
+            pretrain(parts, OnlineChameleon)
+    pretrain(parts, OnlineChameleon)
+    assert figures_of(parts.run_dir) == figures_of(whole.run_dir)
+    assert phases_of(parts.run_dir) == phases_of(whole.run_dir)
+    states = [CheckpointRecord.load(step_folder(o.run_dir, 6)).hook for o in (whole, parts)]
+    assert states[0] == states[1]
+    assert states[0] is not None
+    assert states[0].state["recomputed"] == 2
+
+
+def test_a_resumed_run_may_change_the_options_but_not_drop_the_hook(options, monkeypatch):
+    with monkeypatch.context() as patched:
+        before_steps(patched, {4: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
+        pretrain(options(), OnlineChameleon)
+    with pytest.raises(UserError, match="OnlineChameleon"):
+        pretrain(options(online=OnlineOptions()))
+    made = options(online=online(online_interval=5, online_recipe="reference"))
+    pretrain(made, OnlineChameleon)
+    starts = [phase.first_sample for phase in TrainingRun.load(made.run_dir).mixture_phases]
+    assert starts == [0, 3 * 8, 5 * 8]
+
+
+def test_non_finite_hidden_states_leave_the_mixture_unchanged(options, monkeypatch):
+    def poison(model):
+        def hook(module, _inputs, output):
+            return output if module.training else (output[0] * math.nan, *output[1:])
+
+        unwrap(model[0]).decoder.layers[0].register_forward_hook(hook)
+
+    made = options(online=online(online_interval=2))
+    before_steps(monkeypatch, {4: poison})
+    with pytest.warns(MixtureWarning, match="step 4.*'news'"):
+        pretrain(made, OnlineChameleon)
+    run = TrainingRun.load(made.run_dir)
+    assert (run.status, run.skipped_steps) == ("finished", 0)
+    assert [line["hook"]["recomputed"] for line in run.metrics()] == [0, 0, 1, 1, 1, 1]
+    assert len(run.mixture_phases) == 2
+
+
+def test_an_empty_domain_with_weight_0_is_allowed(options, tmp_path):
+    root, names = tmp_path / "corpus", (*DOMAINS, "empty")
+    corpus = write_small_corpus(root, names)
+    prefix, domain = corpus.prefix("empty", "train"), corpus.domains["empty"]
+    Path(f"{prefix}.bin").write_bytes(b"")
+    Path(f"{prefix}.idx").write_bytes(bytes(index_file_bytes(0)))
+    train = dataclasses.replace(domain.train, documents=0, tokens=0, block_checksums=None)
+    domains = {**corpus.domains, "empty": dataclasses.replace(domain, train=train)}
+    dataclasses.replace(corpus, domains=domains).save()
+    Mixture(dict(zip(names, [0.2, 0.3, 0.5, 0.0], strict=True))).save(tmp_path / "three.json")
+    made = options(corpus=root, mixture=str(tmp_path / "three.json"))
+    pretrain(made, OnlineChameleon)
+    weights = phases_of(made.run_dir)[1]
+    assert weights.pop("empty") == 0
+    assert all(weight > 0.05 for weight in weights.values())
+    with pytest.raises(UserError, match="domain 'empty'"):
+        pretrain(options("other", corpus=root), OnlineChameleon)
+
+
+def test_data_path(options, corpus, tmp_path):
+    prefixes = " ".join(f"{n + 1} {corpus.prefix(d, 'train')}" for n, d in enumerate(DOMAINS))
+    data = dataclasses.replace(
+        EPOCH, data_path=prefixes, tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json")
+    )
+    made = options(corpus=None, data=data)
+    pretrain(made, OnlineChameleon)
+    first, second = phases_of(made.run_dir)
+    assert list(first.values()) == [1, 2, 3]
+    assert sum(second.values()) == pytest.approx(1, abs=3 * ROUNDING)
+    assert all(abs(weight - (n + 1) / 6) > 0.01 for n, weight in enumerate(second.values()))
+
+
+def test_identical_domains_raise_a_warning_and_keep_their_weights(options):
+    class Identical(OnlineChameleon):
+        def _means(self, reader):
+            return 0 * super()._means(reader)
+
+    made = options()
+    with pytest.warns(DegenerateScoreWarning, match="'news', 'code', 'poems'"):
+        pretrain(made, Identical)
+    assert figures_of(made.run_dir)[-1][3]["recomputed"] == 1
+    assert len(phases_of(made.run_dir)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"online": online(online_interval=6)}, "--online-interval 6"),
+        ({"online": online(online_layer=5)}, "--online-layer 5"),
+        ({"data": DataOptions()}, "--permutation epoch"),
+        (
+            {"data": DataOptions(permutation="epoch", mixture_change=(("4=uniform",),))},
+            "--mixture-change",
+        ),
+        ({"mixture": "ALONE"}, "'code'"),
+    ],
+)
+def test_a_mistake_writes_nothing(options, tmp_path, changes, named):
+    if "mixture" in changes:
+        Mixture({"news": 0.0, "code": 1.0, "poems": 0.0}).save(tmp_path / "alone.json")
+        changes = {"mixture": str(tmp_path / "alone.json")}
+    with pytest.raises(UserError, match=named):
+        pretrain(options(**changes), OnlineChameleon)
+    assert not options().run_dir.exists()
+
+
+@pytest.mark.parametrize("is_online", [True, False])
+def test_the_tool_uses_the_hook_if_there_is_an_interval(options, monkeypatch, is_online):
+    calls = []
+    monkeypatch.setattr(pretrain_module, "pretrain", lambda *a, **more: calls.append((a, more)))
+    monkeypatch.setattr(StopRequests, "install_handlers", lambda _stops: None)
+    pretrain_gpt.main(options() if is_online else options(online=OnlineOptions()))
+    ((arguments, more),) = calls
+    assert (OnlineChameleon in [*arguments, *more.values()]) == is_online

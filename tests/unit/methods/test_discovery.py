@@ -1,0 +1,449 @@
+"""tools/discover_domains.py on one rank: from unlabelled text to a corpus of domains."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from safetensors.numpy import load_file
+from sklearn.metrics import adjusted_rand_score, pairwise_distances_argmin
+from tqdm import tqdm
+
+from megatron_chameleon.artifacts import SPLITS, CheckpointRecord, Corpus, Mixture, find_checkpoint
+from megatron_chameleon.artifacts.corpus import Domain, DomainSplit
+from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon.compute import compute_mixture
+from megatron_chameleon.methods.chameleon.options import ChameleonOptions, RecipeOptions
+from megatron_chameleon.methods.discovery import vectors
+from megatron_chameleon.methods.discovery.discover import discover_domains, fit_clusters
+from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
+from megatron_chameleon.methods.discovery.vectors import (
+    DocumentBlock,
+    DocumentRecipe,
+    DocumentVectors,
+    embed_block,
+    spread_windows,
+)
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.trainer import pretrain
+from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
+
+RECIPE = DocumentRecipe("m" * 64, 2, 32, 3)
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """Three kinds of text, each a domain, with a tokenizer.
+
+    The steps of these domains have no common divisor with the ring, so that no kind has subkinds.
+    """
+    root = tmp_path_factory.mktemp("labelled")
+    tokenizer = word_tokenizer(root / "tokenizer.json")
+    steps = {1: DOMAINS[0], 5: DOMAINS[1], 7: DOMAINS[2]}
+    names = [steps.get(step, f"step {step}") for step in range(1, 8)]
+    corpus = write_small_corpus(root, names, tokenizer_hash=sha256_of_files(tokenizer))
+    chosen = {name: corpus.domains[name] for name in steps.values()}
+    dataclasses.replace(corpus, domains=chosen).save()
+    return Corpus.load(root)
+
+
+def written(corpus, root, kinds):
+    """The same documents as one domain 'web', ordered by their hashes.
+
+    ``kinds(name, split)`` selects the kinds in each split.
+    """
+    root.mkdir(parents=True)
+    shutil.copy(corpus.root / "tokenizer.json", root)
+    splits = {}
+    for split in SPLITS:
+        mixed = [
+            text
+            for name in corpus.names
+            if kinds(name, split)
+            for text in texts_of(corpus, name, split)
+        ]
+        mixed.sort(key=lambda text: hashlib.sha256(text).digest())
+        writer = IndexedWriter(root / f"web-{split}", corpus.dtype)
+        for text in mixed:
+            writer.add(np.frombuffer(text, corpus.dtype))
+        digest = writer.finish()
+        counts = (writer.documents, writer.tokens, 5 * writer.tokens)
+        splits[split] = DomainSplit(f"web-{split}", *counts, digest)
+    dataclasses.replace(corpus, root=root, domains={"web": Domain(**splits)}).save()
+    return Corpus.load(root)
+
+
+def texts_of(corpus, name, split):
+    """The documents of one split of a domain, by Megatron's reader."""
+    return [item.tobytes() for item in IndexedDataset(str(corpus.prefix(name, split)))]
+
+
+@pytest.fixture(scope="module")
+def web(labelled, tmp_path_factory):
+    """The same text, unlabelled."""
+    return written(labelled, tmp_path_factory.mktemp("web") / "corpus", lambda name, split: True)
+
+
+@pytest.fixture(scope="module")
+def proxy(web, pretrain_options, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("proxy") / "nano"
+    optimizer = OptimizerOptions(lr=3e-3, lr_warmup_iters=2)
+    pretrain(pretrain_options(run_dir, corpus=web.root, train_iters=12, optimizer=optimizer))
+    return run_dir
+
+
+@pytest.fixture
+def options(web, proxy, tmp_path):
+    """``options(**changes)``: of the tool, for three clusters."""
+
+    def make(**changes):
+        made = DiscoverOptions(
+            corpus=web.root,
+            checkpoint=proxy,
+            discover="3",
+            output=tmp_path / "found",
+            embedding=DocumentEmbeddingOptions(fit_windows=200),
+        )
+        return dataclasses.replace(made, **changes)
+
+    return make
+
+
+@pytest.fixture
+def discover(options):
+    """``discover(**changes)``: run the tool and load the corpus that it wrote."""
+
+    def run(**changes):
+        given = options(**changes)
+        discover_domains(given)
+        found = Corpus.load(given.output)
+        found.verify()
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def kind_of(labelled):
+    """Document -> (kind, split)."""
+    return {
+        text: (name, split)
+        for name in labelled.names
+        for split in SPLITS
+        for text in texts_of(labelled, name, split)
+    }
+
+
+@pytest.fixture(scope="module")
+def found(web, proxy, tmp_path_factory):
+    """The corpus of three clusters, and its embeddings, for reading only."""
+    output = tmp_path_factory.mktemp("three") / "found"
+    discover_domains(
+        DiscoverOptions(
+            corpus=web.root,
+            checkpoint=proxy,
+            discover="3",
+            output=output,
+            embedding=DocumentEmbeddingOptions(fit_windows=200),
+        )
+    )
+    return Corpus.load(output)
+
+
+def test_clusters_recover_the_kinds_and_keep_every_document(found, kind_of, labelled):
+    found.verify()
+    assert found.names == ["cluster-00", "cluster-01", "cluster-02"]
+    kinds: dict[str, Counter[str]] = {name: Counter() for name in found.names}
+    documents = []
+    for name in found.names:
+        for split in SPLITS:
+            for text in texts_of(found, name, split):
+                kind, of_split = kind_of[text]
+                assert of_split == split
+                kinds[name][kind] += 1
+                documents.append(text)
+    assert sorted(documents) == sorted(kind_of)
+    assert {kind for each in kinds.values() for kind in each} == set(DOMAINS)
+    assert all(len(each) == 1 for each in kinds.values()), kinds
+    sizes = [sum(found.domains[name].split(s).tokens for s in SPLITS) for name in found.names]
+    assert sizes == sorted(sizes, reverse=True)
+    assert found.tokenizer == labelled.tokenizer
+    bytes_ = [d.split(s).text_bytes for d in found.domains.values() for s in SPLITS]
+    assert sum(bytes_) == 5 * sum(sizes)
+
+
+def test_the_record_describes_the_clusters(found, web, proxy):
+    record = DiscoveredDomains.load(found.root)
+    checkpoint = CheckpointRecord.load(find_checkpoint(proxy))
+    assert record.provenance.inputs == {"corpus": web.hash, "checkpoint": checkpoint.hash}
+    assert found.provenance == record.provenance
+    assert (record.num_clusters, record.dissolved, record.divided) == (3, 0, ["web"])
+    assert (record.layer, record.window_length, record.windows_per_document) == (2, 32, 4)
+    assert record.fitted_windows == 200
+    assert record.cost.flops > 0
+    assert list(record.domains) == found.names
+    for name, domain in record.domains.items():
+        splits = found.domains[name]
+        assert domain.documents == sum(splits.split(split).documents for split in SPLITS)
+        assert domain.tokens == {split: splits.split(split).tokens for split in SPLITS}
+        assert domain.shares == {"web": 1.0}
+        own = texts_of(found, name, "train")
+        distances = [near.distance for near in domain.nearest]
+        assert len(distances) == 3
+        assert distances == sorted(distances)
+        for near in domain.nearest:
+            tokens = open_tokens(web, near.domain, "train").get(near.document)
+            assert tokens.tobytes() in own
+            assert near.text == " ".join(map(str, tokens[:-1].tolist()))[:100]
+    arrays = load_file(found.root / CENTROIDS_NAME)
+    assert arrays["centroids"].shape == (3, 64)
+    assert arrays["mean"].shape == arrays["deviation"].shape == (64,)
+
+
+def test_several_numbers_the_best_silhouette_wins(discover, found, capsys, tmp_path):
+    best = discover(discover="5, 2,3", output=tmp_path / "best")
+    record = DiscoveredDomains.load(best.root)
+    assert list(record.silhouettes) == [2, 3, 5]
+    assert max(record.silhouettes, key=lambda k: record.silhouettes[k]) == 3
+    assert best.hash == found.hash  # with embeddings of its own: the seed determines the result
+    printed = capsys.readouterr().out
+    assert ", ".join(f"{k}: {score:.3f}" for k, score in record.silhouettes.items()) in printed
+    assert all(near.text in printed for d in record.domains.values() for near in d.nearest)
+
+
+def test_other_numbers_of_clusters_need_no_embedding(discover, found, proxy, tmp_path, monkeypatch):
+    def no_proxy(*_):
+        raise AssertionError("the proxy is not needed")
+
+    monkeypatch.setattr(vectors, "open_reader", no_proxy)
+    store = found.root.with_name("found.embeddings")
+    other = discover(discover="2", store=store)
+    assert len(other.names) == 2
+    with pytest.raises(AssertionError, match="not needed"):
+        discover(output=tmp_path / "third", store=store, seed=1)
+    monkeypatch.undo()
+    mixture = tmp_path / "mixture.json"
+    weighting = RecipeOptions(recipe="scaled", bootstrap_resamples=20)
+    compute_mixture(
+        ChameleonOptions(corpus=other.root, checkpoint=proxy, output=mixture, weighting=weighting)
+    )
+    assert list(Mixture.load(mixture).weights) == other.names
+
+
+def test_a_killed_run_resumes(discover, options, found, monkeypatch):
+    """Killed while embedding, and while writing the corpus: finished blocks are kept."""
+    monkeypatch.setattr(vectors, "BLOCK_DOCUMENTS", 50)
+    write = DocumentVectors.write
+    written_blocks: list[Path] = []
+
+    def killed(self, block, vectors):
+        if len(written_blocks) == 2:
+            raise KeyboardInterrupt
+        write(self, block, vectors)
+        written_blocks.append(self.path(block))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DocumentVectors, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            discover_domains(options())
+    assert not options().output.exists()
+    before = [path.stat().st_mtime_ns for path in written_blocks]
+    with monkeypatch.context() as patch:
+        patch.setattr(DiscoveredDomains, "save", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            discover_domains(options())
+    assert not options().output.exists()
+    resumed = discover()
+    assert [path.stat().st_mtime_ns for path in written_blocks] == before
+    assert resumed.hash == found.hash
+    assert [path.name for path in resumed.root.iterdir() if path.name.startswith(".")] == []
+    with pytest.raises(UserError, match="--output"):
+        discover_domains(options(discover="2"))
+    assert Corpus.load(resumed.root) == resumed
+
+
+def test_selected_domains_are_clustered_and_the_others_unchanged(discover, labelled, tmp_path):
+    found = discover(corpus=labelled.root, domains="news, poems", discover="2")
+    assert found.names == ["code", "cluster-00", "cluster-01"]
+    assert found.domain_hash("code") == labelled.domain_hash("code")
+    record = DiscoveredDomains.load(found.root)
+    assert record.divided == ["news", "poems"]
+    shares = {name: domain.shares for name, domain in record.domains.items()}
+    assert sorted(map(tuple, shares.values())) == [("news",), ("poems",)]
+    with pytest.raises(UserError, match=r"--cluster-name cluster: .*'cluster-00'"):
+        discover(corpus=found.root, domains="code", discover="2", output=tmp_path / "again")
+
+
+def test_a_cluster_without_held_out_text_is_dissolved(labelled, discover, tmp_path):
+    lacking = written(
+        labelled, tmp_path / "lacking", lambda name, split: (name, split) != ("code", "valid")
+    )
+    with pytest.warns(UserWarning, match="1 of 3 clusters"):
+        found = discover(corpus=lacking.root)
+    record = DiscoveredDomains.load(found.root)
+    assert (record.num_clusters, record.dissolved, len(found.names)) == (3, 1, 2)
+    before, after = (
+        sum(d.split(s).documents for d in each.domains.values() for s in SPLITS)
+        for each in (lacking, found)
+    )
+    assert before == after
+    assert all(found.domains[name].valid.tokens for name in found.names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "embedding", "named"),
+    [
+        ({"discover": "1"}, {}, "--discover 1"),
+        ({"discover": "many"}, {}, "--discover many"),
+        ({"discover": "3,181"}, {}, "180"),
+        ({"domains": "web,net"}, {}, "'net'"),
+        ({"min_tokens_per_split": 100_000}, {}, "--min-tokens-per-split 100000"),
+        ({"cluster_name": "a,b"}, {}, "--cluster-name"),
+        ({"cluster_name": "a\nb"}, {}, "--cluster-name"),
+        ({}, {"fit_windows": 2}, "--fit-windows 2"),
+        ({}, {"layer": 9}, "--layer 9"),
+        ({}, {"window_length": 33}, "--window-length 33"),
+        ({"parallel": ParallelOptions(2)}, {}, "tensor 2"),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(options, changes, embedding, named, tmp_path):
+    chosen = DocumentEmbeddingOptions(**{"fit_windows": 200, **embedding})
+    with pytest.raises(UserError, match=named) as error:
+        discover_domains(options(**changes, embedding=chosen))
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def blobs(num_clusters, size, width=24, noise=0.3):
+    """[n, width] float32 vectors around random directions, with a large common mean; labels [n]."""
+    rng = np.random.default_rng(num_clusters)
+    labels = rng.integers(0, num_clusters, size)
+    centres = rng.normal(size=(num_clusters, width))
+    found = 50 + centres[labels] + noise * rng.normal(size=(size, width))
+    found[:, 0] *= 1000  # one feature varies far more than the others
+    return found.astype(np.float32), labels
+
+
+@pytest.mark.parametrize("num_clusters", [2, 12])
+def test_known_clusters_and_their_number_are_found(num_clusters):
+    windows, labels = blobs(num_clusters, 3000)
+    numbers = sorted({2, num_clusters, num_clusters + 3})
+    fit = fit_clusters(windows, numbers, seed=1, restarts=10)
+    assert len(fit.centroids) == num_clusters
+    assert list(fit.silhouettes) == numbers
+    found = pairwise_distances_argmin(fit.scaled(windows), fit.centroids)
+    assert adjusted_rand_score(labels, found) > 0.99
+    scaled = (windows - windows.mean(axis=0, dtype=float)) / windows.std(axis=0, dtype=float)
+    scaled /= np.linalg.norm(scaled, axis=1, keepdims=True)
+    np.testing.assert_allclose(fit.scaled(windows), scaled, atol=1e-4)
+    assert fit.inertia == pytest.approx(np.square(scaled - fit.centroids[found]).sum(), rel=1e-3)
+
+
+@pytest.mark.parametrize("windows", [np.eye(3, 5), np.repeat(np.eye(3, 5), 40, axis=0)])
+def test_too_few_or_too_similar_windows(windows):
+    with pytest.raises(UserError, match="--discover 4"):
+        fit_clusters(windows.astype(np.float32), [2, 4], seed=0, restarts=3)
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=20),
+    st.integers(1, 70),
+    st.integers(1, 6),
+)
+def test_windows_of_a_document_are_disjoint_and_cover_short_ones(lengths, window_length, most):
+    windows = spread_windows(np.array(lengths), window_length, most)
+    assert windows.length.min() >= 1
+    assert windows.length.max() <= window_length
+    for document, length in enumerate(lengths):
+        here = windows.document == document
+        start, end = windows.start[here], (windows.start + windows.length)[here]
+        assert here.sum() == min(most, -(-length // window_length))
+        assert start[0] >= 0
+        assert end[-1] <= length
+        assert (start[1:] >= end[:-1]).all()
+        if here.sum() < most:
+            assert windows.length[here].sum() == length
+
+
+def test_windows_are_spread_over_a_long_document():
+    windows = spread_windows(np.array([1000]), 10, 4)
+    assert windows.start.tolist() == [120, 370, 620, 870]
+
+
+def test_a_document_is_the_mean_of_its_windows(corpus, finished_run):
+    name = corpus.names[1]
+    tokens = open_tokens(corpus, name, "train")
+    block = DocumentBlock(name, "train", 20, 45)
+    windows = spread_windows(tokens.lengths[20:45], 32, 3)
+    checkpoint = CheckpointRecord.load(find_checkpoint(finished_run))
+    with (
+        distributed(ParallelOptions(), seed=0) as layout,
+        tqdm(total=len(windows), disable=True) as progress,
+    ):
+        reader = open_reader(checkpoint, layout)
+        found = embed_block(reader, tokens, block, windows, 2, 7, progress)
+        assert found.dtype == np.float32
+        for row, vector in enumerate(found):
+            means = []
+            for window in np.flatnonzero(windows.document == row):
+                start, length = int(windows.start[window]), int(windows.length[window])
+                text = tokens.get(20 + row, start, length).astype(np.int64)
+                hidden = reader.hidden_states(torch.from_numpy(text)[None], 2)
+                assert hidden is not None
+                means.append(hidden[:, 0].double().mean(0).numpy())
+            np.testing.assert_allclose(vector, np.mean(means, axis=0), atol=1e-6)
+    assert found.shape == (25, 64)
+
+
+def test_vector_files(corpus, tmp_path, monkeypatch):
+    """Blocks hold every document once; damage and other shapes are rejected."""
+    stored = DocumentVectors(tmp_path, corpus, RECIPE, 8)
+    (block,) = stored.blocks("news", "valid")
+    values = np.random.default_rng(0).standard_normal((block.stop, 8)).astype(np.float32)
+    stored.write(block, values)
+    np.testing.assert_array_equal(stored.read(block), values)
+    path = stored.path(block)
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == [path]
+    with pytest.raises(UserError, match=str(path)):
+        dataclasses.replace(stored, hidden_size=9).read(block)
+    content = path.read_bytes()
+    for damaged in (content[:-5], content[:200] + b"\1" + content[201:], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=str(path)):
+            stored.read(block)
+    monkeypatch.setattr(vectors, "BLOCK_DOCUMENTS", 25)
+    blocks = list(stored.blocks("news", "train"))
+    assert [(block.first, block.stop) for block in blocks] == [(0, 25), (25, 50), (50, 60)]
+    assert len({stored.path(block) for block in blocks}) == 3
+
+
+def test_other_text_or_another_recipe_has_other_files(corpus, tmp_path):
+    stored = DocumentVectors(tmp_path / "store", corpus, RECIPE, 8)
+    changed = write_small_corpus(tmp_path / "corpus", seed=1)
+    recipes = [
+        dataclasses.replace(RECIPE, **change)
+        for change in (
+            {"model_hash": "n" * 64},
+            {"layer": 1},
+            {"window_length": 16},
+            {"windows_per_document": 2},
+        )
+    ]
+    others = [dataclasses.replace(stored, recipe=recipe) for recipe in recipes]
+    others.append(dataclasses.replace(stored, corpus=changed))
+    assert len({each.domain_folder("news") for each in [stored, *others]}) == 6

@@ -1,0 +1,448 @@
+"""tools/compute_mixture.py --method doge on one rank, and a step of its proxy against autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_chameleon.artifacts import (
+    CheckpointRecord,
+    Corpus,
+    Mixture,
+    MixtureWarning,
+    TrainingRun,
+)
+from megatron_chameleon.artifacts.checkpoint import HookState, find_checkpoint, step_folder
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
+from megatron_chameleon.methods.doge import METHOD
+from megatron_chameleon.methods.doge.compute import compute_doge
+from megatron_chameleon.methods.doge.hook import GradientAlignment
+from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
+from megatron_chameleon.methods.options import ProxyOptions
+from megatron_chameleon.mixture.doge import DogeRecipe, Roles
+from megatron_chameleon.training.domain_gradients import GradientRows
+from megatron_chameleon.training.options import GuardOptions, OptimizerOptions
+from tests.device_reads import device_reads
+from tests.small_corpus import DOMAINS, EOD, write_small_corpus
+from tests.unit.training.bad_steps import before_steps, poison, run_out
+from tests.unit.training.test_training_hook import (
+    NUM_DOMAINS,
+    RATE,
+    build_passes,
+    domain_mask,
+    expected_gradient,
+    micro_batches,
+    run,
+)
+
+__all__ = ["micro_batches"]  # a fixture
+
+STEPS = 6
+
+
+def doge_options(corpus, output, **changes) -> DogeOptions:
+    """A nano proxy of six steps; ``changes`` are of the method or of the proxy."""
+    fields = {field.name for field in dataclasses.fields(DogeOptions)}
+    own = {name: value for name, value in changes.items() if name in fields}
+    of_proxy = {name: value for name, value in changes.items() if name not in fields}
+    proxy = {
+        "model_size": "nano",
+        "seq_length": 32,
+        "train_iters": STEPS,
+        "global_batch_size": 6,
+        "micro_batch_size": 2,
+        "log_interval": 1,
+        "save_interval": 3,
+        "seed": 3,
+        "optimizer": OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=2),
+        **of_proxy,
+    }
+    settings = {"rule": DogeRule(doge_mu=0.2), "proxy": ProxyOptions(**proxy), **own}
+    return DogeOptions(corpus=corpus.root, output=output, **settings)
+
+
+@pytest.fixture
+def options(corpus, tmp_path):
+    """``options(**changes)``: a mixture in ``tmp_path``."""
+    return lambda **changes: doge_options(corpus, tmp_path / "doge.json", **changes)
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory) -> Path:
+    """The read-only folder of a computed mixture."""
+    folder = tmp_path_factory.mktemp("doge")
+    assert compute_doge(doge_options(corpus, folder / "doge.json"))
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    """The work directory of ``options()``, with the finished proxy."""
+    return Path(shutil.copytree(finished / "doge", tmp_path / "doge"))
+
+
+def hooks_of(folder: Path) -> list[dict]:
+    return [line["hook"] for line in TrainingRun.load(folder / "doge" / "proxy").metrics()]
+
+
+def record_of(folder: Path, step: int = STEPS) -> CheckpointRecord:
+    return CheckpointRecord.load(step_folder(folder / "doge" / "proxy", step))
+
+
+def state_of(folder: Path, step: int = STEPS) -> dict:
+    record = record_of(folder, step)
+    assert record.hook is not None
+    return record.hook.state
+
+
+def moves_of(hooks: list[dict]) -> np.ndarray:
+    path = np.array([[1 / 3] * 3, *(list(hook["weights"].values()) for hook in hooks)])
+    return np.abs(np.diff(path, axis=0)).sum(1) / 2
+
+
+def test_the_mixture_is_the_mean_of_the_proxys_weights(finished):
+    mixture, hooks = Mixture.load(finished / "doge.json"), hooks_of(finished)
+    assert len(hooks) == STEPS
+    means = {name: np.mean([hook["weights"][name] for hook in hooks]) for name in DOMAINS}
+    assert mixture.weights == pytest.approx(means)
+    assert max(means.values()) - min(means.values()) > 0.005
+    scores = {name: np.mean([hook["alignment"][name] for hook in hooks]) for name in DOMAINS}
+    assert mixture.scores == pytest.approx(scores)
+    parameters = mixture.parameters
+    assert parameters["last_weights"] == pytest.approx(hooks[-1]["weights"])
+    assert parameters["steps_averaged"] == STEPS
+    assert parameters["rule"]["mu"] == 0.2
+    assert parameters["target_domains"] == list(DOMAINS)
+    assert parameters["moved_per_step"] == pytest.approx(moves_of(hooks).mean())
+    # Sampling stays uniform.
+    run = TrainingRun.load(finished / "doge" / "proxy")
+    assert {drawn.got for drawn in run.domain_tokens.values()} == {STEPS * 2 * 32}
+    assert run.mixture == pytest.approx(dict.fromkeys(DOMAINS, 1 / 3))
+
+
+def test_the_first_step_uses_its_own_learning_rate(finished):
+    """Half of the peak, at the first of two warm-up steps."""
+    first = hooks_of(finished)[0]
+    limited = np.clip([first["alignment"][name] for name in DOMAINS], 0, 5)
+    expected = np.exp(0.5e-2 * limited / 0.2)
+    assert list(first["weights"].values()) == pytest.approx(expected / expected.sum(), rel=1e-6)
+
+
+def test_the_total_cost_is_that_of_the_proxy(finished):
+    mixture = Mixture.load(finished / "doge.json")
+    (folder,) = mixture.parameters["made_from"]
+    run = TrainingRun.load(finished / folder)
+    total = mixture.parameters["total_cost"]
+    assert mixture.cost.flops == 0
+    assert total["flops"] == run.cost.flops > 0
+    assert 0 < mixture.parameters["paper_flops"] < run.cost.flops  # without attention and head
+    seconds = run.cost.device_seconds + mixture.cost.device_seconds
+    assert total["device_seconds"] == pytest.approx(seconds)
+    assert mixture.provenance is not None
+    proxy = CheckpointRecord.load(find_checkpoint(run.root))
+    assert mixture.provenance.inputs["proxy"] == proxy.hash
+
+
+def test_a_stopped_run_resumes_with_the_same_result(finished, options, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        before_steps(patched, {3: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
+        assert METHOD.compute(options()) == STOPPED_STATUS
+    assert not (tmp_path / "doge.json").exists()
+    assert compute_doge(options())
+    assert hooks_of(tmp_path) == hooks_of(finished)
+    assert state_of(tmp_path) == state_of(finished)
+    mixtures = [Mixture.load(folder / "doge.json").weights for folder in (tmp_path, finished)]
+    assert mixtures[0] == mixtures[1]
+
+
+def killed_at_step_3(copied):
+    """As if step 6 and its log lines were lost."""
+    run = TrainingRun.load(copied / "proxy")
+    dataclasses.replace(run, status="running", step=3).save()
+    shutil.rmtree(step_folder(run.root, STEPS))
+    (run.root / "checkpoints" / "latest").unlink()
+    return run
+
+
+def test_a_killed_run_resumes_with_the_same_state(finished, copied, options, tmp_path):
+    killed_at_step_3(copied)
+    assert compute_doge(options())
+    assert state_of(tmp_path) == state_of(finished)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rule": DogeRule(doge_mu=0.3)}, "mu 0.2, not 0.3"),
+        ({"target": "news", "train_on_target": True}, "news, code, poems, not news"),
+        ({"seed": 4}, "--seed 3, not 4"),
+    ],
+)
+def test_a_proxy_of_other_settings_is_an_error(
+    copied, options, tmp_path, capsys, changes, problem, complete
+):
+    run = TrainingRun.load(copied / "proxy") if complete else killed_at_step_3(copied)
+    with pytest.raises(UserError, match=problem) as error:
+        compute_doge(options(**changes))
+    assert "--work-dir" in str(error.value)
+    assert str(copied / "proxy") in str(error.value)
+    assert TrainingRun.load(run.root).step == (STEPS if complete else 3)
+    assert not (tmp_path / "doge.json").exists()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("hook", [None, HookState("ExcessLossReweighting", {})])
+def test_a_run_of_another_hook_is_no_proxy(copied, options, tmp_path, hook):
+    dataclasses.replace(record_of(tmp_path), hook=hook).save()
+    with pytest.raises(UserError, match=hook.name if hook else "no hook"):
+        compute_doge(options())
+
+
+def test_gradients_that_do_not_fit_are_an_error(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(GradientRows, "__init__", run_out)
+    with pytest.raises(UserError, match=r"^DoGE's proxy: .*gradients of 3 domains 0\.0"):
+        compute_doge(options())
+    assert not (tmp_path / "doge" / "proxy").exists()
+
+
+def test_a_target_gets_no_weight_and_is_not_trained_on(options, tmp_path):
+    assert compute_doge(options(target="poems", rule=DogeRule()))
+    mixture = Mixture.load(tmp_path / "doge.json")
+    assert mixture.weights["poems"] == 0.0
+    assert sum(mixture.weights.values()) == pytest.approx(1.0)
+    assert min(mixture.weights["news"], mixture.weights["code"]) > 0
+    assert mixture.parameters["rule"]["mu"] == 0.05  # the paper's for such targets
+    assert mixture.parameters["target_domains"] == ["poems"]
+    assert mixture.parameters["trained_on"] == ["news", "code"]
+    run = TrainingRun.load(tmp_path / "doge" / "proxy")
+    assert run.domain_tokens["poems"].got == STEPS * 2 * 32  # sampled for its gradients
+
+
+def test_a_target_may_be_trained_on(options, tmp_path):
+    assert compute_doge(options(target=" poems,news", train_on_target=True, rule=DogeRule()))
+    mixture = Mixture.load(tmp_path / "doge.json")
+    assert min(mixture.weights.values()) > 0
+    assert mixture.parameters["rule"]["mu"] == 0.01
+    assert mixture.parameters["target_domains"] == ["news", "poems"]
+    assert mixture.parameters["trained_on"] == list(DOMAINS)
+
+
+def test_a_finished_proxy_is_reused_within_an_epoch_limit(
+    corpus, finished, copied, options, tmp_path, capsys
+):
+    budget = int(2.9 * min(Corpus.load(corpus.root).train_tokens.values()))
+    with pytest.warns(MixtureWarning, match="--max-epochs 1"):
+        assert compute_doge(options(token_budget=budget, max_epochs=1.0))
+    assert "nothing to do" in capsys.readouterr().out
+    mixture = Mixture.load(tmp_path / "doge.json")
+    assert mixture.epochs is not None
+    assert max(mixture.epochs.values()) <= 1.0 + 1e-9
+    assert mixture.unconstrained == pytest.approx(Mixture.load(finished / "doge.json").weights)
+    assert mixture.parameters["made_from"] == ["doge/proxy"]
+
+
+def test_batches_without_some_domains_are_trained_on(options, tmp_path):
+    compute_doge(options(global_batch_size=2, train_iters=9))
+    hooks = hooks_of(tmp_path)
+    assert len(hooks) == 9
+    assert all(math.isfinite(weight) for hook in hooks for weight in hook["weights"].values())
+    products = np.array(state_of(tmp_path, 9)["products"])
+    assert (products != 0).all()  # some batch had each pair, but none had all three
+
+
+@pytest.mark.parametrize("factor", [math.nan, 1e4])
+def test_a_skipped_step_moves_no_weight(options, tmp_path, monkeypatch, factor):
+    """Both a gradient that is not finite, and a spike with finite products."""
+    rule = DogeRule(doge_mu=0.2, doge_max_norm=0.0)  # clipping would hide the spike
+    with monkeypatch.context() as patched:
+        before_steps(patched, {4: poison(factor)})
+        compute_doge(options(rule=rule, guards=GuardOptions(spike_factor=50, spike_window=4)))
+    hooks = hooks_of(tmp_path)
+    assert TrainingRun.load(tmp_path / "doge" / "proxy").skipped_steps == 1
+    assert hooks[3] == hooks[2]
+    assert hooks[4] != hooks[3]
+    parameters = Mixture.load(tmp_path / "doge.json").parameters
+    assert parameters["steps_averaged"] == STEPS - 1
+    assert parameters["moved_per_step"] == pytest.approx(moves_of(hooks).sum() / (STEPS - 1))
+
+
+@pytest.mark.parametrize(
+    ("last", "mean", "warning"),
+    [
+        ([0.02, 0.97, 0.01], [0.02, 0.96, 0.02], "'code' has 96%"),
+        ([0.1, 0.2, 0.7], [0.3, 0.3, 0.4], "0.30 .*'poems'"),
+        ([0.5, 0.3, 0.2], [0.4, 0.3, 0.3], None),
+    ],
+)
+def test_unsettled_or_collapsed_weights_are_warned_of(
+    copied, options, tmp_path, recwarn, last, mean, warning
+):
+    record = record_of(tmp_path)
+    assert record.hook is not None
+    state = {**record.hook.state, "log_weights": np.log(last).tolist(), "mean": mean}
+    dataclasses.replace(record, hook=HookState(record.hook.name, state)).save()
+    compute_doge(options())
+    warned = [w for w in recwarn if w.category is MixtureWarning]
+    if warning is None:
+        assert warned == []
+    else:
+        with pytest.warns(MixtureWarning, match=warning):
+            compute_doge(options())
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"target": "prose"}, "--target prose"),
+        ({"target": " , "}, "--target"),
+        ({"target": "news,code"}, "--target news,code"),
+        ({"train_on_target": True}, "--train-on-target"),
+        ({"rule": DogeRule(doge_mu=1e-310)}, "--doge-mu"),
+        ({"rule": DogeRule(doge_dw_min=9.0)}, "--doge-dw-min"),
+        ({"max_epochs": 1.0}, "--token-budget"),
+        ({"target": "poems", "token_budget": 19_100, "max_epochs": 1.0}, "--max-epochs 1"),
+        ({"model_size": "huge"}, "huge"),
+        ({"global_batch_size": 5}, "--global-batch-size 5"),
+        ({"output": Path("mixture")}, "--output mixture"),
+        ({"output": Path("/dev/null/doge.json")}, "/dev/null"),
+    ],
+)
+def test_mistakes_are_errors_before_training(corpus, tmp_path, changes, problem):
+    with pytest.raises(UserError, match=problem):
+        compute_doge(doge_options(corpus, **{"output": tmp_path / "doge.json", **changes}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def known_document(number: int, rng: np.random.Generator):
+    """Three domains: a walk around 20 tokens, the same again, and noise."""
+    if number == 2:
+        return rng.integers(0, EOD, 400)
+    return (rng.integers(20) + np.arange(400)) % 20
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    names = ("walk", "walk again", "noise")
+    return write_small_corpus(tmp_path_factory.mktemp("known"), names, document=known_document)
+
+
+@pytest.mark.parametrize("target", [None, "walk again"])
+def test_learnable_domains_gain_over_noise(known, tmp_path, target):
+    given = doge_options(
+        known,
+        tmp_path / "doge.json",
+        target=target,
+        train_iters=40,
+        global_batch_size=12,
+        micro_batch_size=4,
+        save_interval=100,
+        log_interval=20,
+        optimizer=OptimizerOptions(lr=3e-3, min_lr=1e-3, lr_warmup_iters=2),
+        rule=DogeRule(doge_mu=0.05),
+    )
+    compute_doge(given)
+    weights = Mixture.load(given.output).weights
+    if target is None:
+        assert weights["walk"] == pytest.approx(weights["walk again"], rel=0.2)
+        assert min(weights["walk"], weights["walk again"]) > 1.5 * weights["noise"]
+    else:
+        assert weights[target] == 0.0
+        assert weights["walk"] > 2 * weights["noise"]
+
+
+NAMES = ["a", "b", "c", "d"]
+PRESENT = (0, 1, 3)  # domains of the batch
+ALL = Roles((0, 1, 2, 3), (0, 1, 2, 3))
+TOWARDS_B = Roles((0, 2, 3), (1,))
+
+
+@pytest.fixture
+def passes(one_rank):
+    return build_passes(one_rank, per_token=True)
+
+
+def clipped_gradients(passes, batches, max_norm):
+    """[k, n] float64 by autograd; zero for the absent domain."""
+    found = {}
+    for domain in PRESENT:
+        masks = [domain_mask(batch, domain) for batch in batches]
+        tokens = sum(mask.sum() for mask in masks)
+        gradient = expected_gradient(passes, batches, [mask / tokens for mask in masks]).double()
+        found[domain] = gradient * min(1.0, max_norm / float(gradient.norm()))
+    zero = torch.zeros_like(found[0])
+    return torch.stack([found.get(domain, zero) for domain in range(NUM_DOMAINS)])
+
+
+@pytest.mark.parametrize("roles", [ALL, TOWARDS_B])
+@pytest.mark.parametrize("max_norm", [5.0, 0.4])
+def test_a_step_equals_the_algorithm_on_whole_gradients(
+    passes, micro_batches, one_rank, roles, max_norm
+):
+    recipe = DogeRecipe(mu=0.2, max_norm=max_norm)
+    hook = GradientAlignment(NAMES, recipe, roles)
+    _, found = run(hook, passes, micro_batches, one_rank)
+    gradients = clipped_gradients(passes, micro_batches, max_norm)
+    norms = [float(gradients[i].norm()) for i in roles.train if i in PRESENT]
+    assert min(norms) < 5.0  # 0.4 clips all, 5 none
+    towards = gradients[list(roles.target)].sum(0)
+    mean_norm = sum(norms) / len(norms) + 1e-6
+    scores = torch.stack([gradients[i] @ towards / mean_norm for i in roles.train]).clamp(0, 5)
+    weights = torch.softmax(RATE * scores / recipe.mu, dim=0)
+    logged = hook.metrics()["weights"]
+    assert [logged[NAMES[i]] for i in roles.train] == pytest.approx(weights.tolist(), 1e-4)
+    assert float(weights.max() - weights.min()) > 0.01
+    rows = [row for row, domain in enumerate(roles.train) if domain in PRESENT]
+    shares = weights[rows] / weights[rows].sum()
+    expected = shares @ gradients[[roles.train[row] for row in rows]]
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-4)
+    assert (logged["b"] == 0.0) == (roles is TOWARDS_B)
+
+
+def test_the_host_waits_only_for_the_products(passes, micro_batches, one_rank, monkeypatch):
+    hook = GradientAlignment(NAMES, DogeRecipe(), ALL)
+    run(hook, passes, micro_batches, one_rank)
+    reads = device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch)
+    # Those of every gradient hook; the copy of the products is not counted.
+    assert reads == 3
+
+
+def test_a_non_finite_gradient_is_ignored(passes, micro_batches, one_rank):
+    hook = GradientAlignment(NAMES, DogeRecipe(mu=0.2), ALL)
+    before = hook.state_dict()
+    for batch in micro_batches:
+        batch["loss_mask"][batch["domain"] == 1] *= math.nan
+    _, found = run(hook, passes, micro_batches, one_rank)
+    assert hook.state_dict() == before
+    assert not torch.isfinite(found.norm())  # so that the guard skips the step
+
+
+def test_the_state_is_restored_exactly_or_not_at_all(passes, micro_batches, one_rank):
+    recipe = DogeRecipe(mu=0.2)
+    first, second = (GradientAlignment(NAMES, recipe, ALL) for _ in range(2))
+    run(first, passes, micro_batches, one_rank)
+    second.load_state_dict(first.state_dict())
+    for _ in range(2):
+        assert second.state_dict() == first.state_dict()
+        assert second.metrics() == first.metrics()
+        for hook in (first, second):
+            run(hook, passes, micro_batches, one_rank)
+    whole = first.state_dict()
+    for name in ("log_weights", "products", "alignment", "mean", "mean_alignment"):
+        with pytest.raises(UserError, match=f"'{name}'"):
+            second.load_state_dict({**whole, name: whole[name][:3]})
+    for other, problem in (
+        (GradientAlignment(NAMES, DogeRecipe(mu=0.3), ALL), "mu 0.2, not 0.3"),
+        (GradientAlignment(NAMES, recipe, TOWARDS_B), "a, b, c, d, not b"),
+        (GradientAlignment(NAMES, recipe, Roles((0, 1), ALL.target)), "a, b, c, d, not a, b"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            other.load_state_dict(whole)

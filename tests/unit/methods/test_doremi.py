@@ -1,0 +1,549 @@
+"""tools/compute_mixture.py --method doremi on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_chameleon.artifacts import CheckpointRecord, Mixture, MixtureWarning, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import HookState, find_checkpoint, step_folder
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
+from megatron_chameleon.methods.doremi import METHOD
+from megatron_chameleon.methods.doremi import compute as compute_module
+from megatron_chameleon.methods.doremi import hook as hook_module
+from megatron_chameleon.methods.doremi.compute import compute_doremi, plan_doremi, recipe_of
+from megatron_chameleon.methods.doremi.hook import ExcessLossReweighting
+from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
+from megatron_chameleon.mixture.doremi import RECIPES
+from megatron_chameleon.mixture.exponentiated import LOWEST_LOG
+from megatron_chameleon.model.flops import forward_flops
+from megatron_chameleon.training.hook import GlobalBatch
+from megatron_chameleon.training.memory import training_setup
+from megatron_chameleon.training.options import OptimizerOptions
+from tests.small_corpus import DOMAINS, EOD, VOCAB_SIZE, write_small_corpus
+from tests.unit.launched import Launcher, write_everything
+from tests.unit.methods.doremi_runs import (
+    SLOW,
+    STEPS,
+    found,
+    half_done,
+    hook_lines,
+    options,
+    proxy_of,
+    proxy_options,
+    state_of,
+)
+from tests.unit.training.bad_steps import before_steps, poison, run_out
+
+__all__ = ["found", "half_done", "options"]  # fixtures
+
+
+def kill(_model):
+    raise RuntimeError("killed")
+
+
+def test_the_mixture_is_the_mean_over_the_proxys_steps(found, corpus, finished_run):
+    mixture, lines = Mixture.load(found), hook_lines(found)
+    parameters = mixture.parameters
+    steps = [dict.fromkeys(DOMAINS, 1 / 3), *(line["weights"] for line in lines)]
+    assert len(steps) == STEPS + 1
+    for name in DOMAINS:
+        mean = np.mean([weights[name] for weights in steps])
+        assert mixture.weights[name] == pytest.approx(mean)
+        assert parameters["last_weights"][name] == pytest.approx(steps[-1][name])
+        path = [line["weights"][name] for line in lines]
+        assert parameters["trajectory"]["weights"][name] == path
+        later = path[STEPS // 2 :]
+        assert parameters["range_in_second_half"][name] == [min(later), max(later)]
+    assert parameters["trajectory"]["steps"] == list(range(1, STEPS + 1))
+    assert mixture.scores == lines[-1]["excess"]
+    assert max(mixture.weights.values()) - min(mixture.weights.values()) > 1e-3
+    assert (mixture.method, parameters["variant"]) == ("doremi", "original")
+    assert (parameters["eta"], parameters["eps"]) == (0.1, 1e-3)
+    assert parameters["reference"]["train_iters"] == STEPS
+    assert mixture.provenance is not None
+    reference = CheckpointRecord.load(find_checkpoint(finished_run))
+    assert mixture.provenance.inputs["reference"] == reference.hash
+    assert mixture.provenance.inputs["corpus"] == corpus.hash
+
+
+def test_every_logged_step_follows_the_update_rule(found):
+    alpha = np.full(3, 1 / 3)
+    for line in hook_lines(found):
+        excess = np.array(list(line["excess"].values()))
+        alpha = alpha * np.exp(0.1 * excess)
+        alpha = 0.999 * alpha / alpha.sum() + 0.001 / 3
+        np.testing.assert_allclose(list(line["weights"].values()), alpha, rtol=1e-12)
+
+
+class Checked(ExcessLossReweighting):
+    """Compares each step with a loop over tokens, and the reference with an evaluated model."""
+
+    steps, apart, highest = 0, 0.0, 0.0
+
+    def __init__(self, plan, layout, reference, recipe):
+        super().__init__(plan, layout, reference, recipe)
+        self.reader = open_reader(reference.checkpoint, layout)
+
+    def clipped(self, excess):
+        ceiling = math.inf if self._recipe.ceiling is None else self._recipe.ceiling
+        return min(max(excess, self._recipe.floor), ceiling)
+
+    def loss_weights(self, batch):
+        losses_of_proxy = batch.token_losses()
+        weights = super().loss_weights(batch)
+        tokens: list[list[float]] = [[], [], []]
+        weighed = [0.0, 0.0]
+        alpha = self._state.weights
+        for part, losses in zip(batch.micro_batches, losses_of_proxy, strict=True):
+            reference = self.reader.token_losses(part["tokens"], part["labels"])
+            assert reference is not None
+            for row, domain in enumerate(part["domain"].tolist()):
+                for column in range(losses.size(1)):
+                    if part["loss_mask"][row, column]:
+                        proxy = float(losses[row, column])
+                        tokens[domain].append(proxy - float(reference[row, column]))
+                        weighed[0] += alpha[domain] * proxy
+                        weighed[1] += alpha[domain]
+        present = [domain for domain in range(3) if tokens[domain]]
+        clipped_tokens = [np.mean([self.clipped(x) for x in tokens[d]]) for d in present]
+        clipped_means = [self.clipped(float(np.mean(tokens[d]))) for d in present]
+        expected, other = clipped_tokens, clipped_means
+        if not self._recipe.clip_tokens:
+            expected, other = clipped_means, clipped_tokens
+        np.testing.assert_allclose(self._state.excess[present], expected, rtol=1e-4, atol=1e-6)
+        Checked.apart = max(Checked.apart, float(np.abs(np.subtract(expected, other)).max()))
+        Checked.highest = max(Checked.highest, max(max(part, default=0.0) for part in tokens))
+        # The loss of the step: the sum of weight times loss over the number of tokens.
+        total = sum(
+            float((weights[part["domain"]][:, None] * losses * part["loss_mask"]).sum())
+            for part, losses in zip(batch.micro_batches, losses_of_proxy, strict=True)
+        )
+        assert total / sum(map(len, tokens)) == pytest.approx(weighed[0] / weighed[1], rel=1e-5)
+        Checked.steps += 1
+        return weights
+
+
+Checked.__name__ = ExcessLossReweighting.__name__  # recorded in checkpoints
+
+
+@pytest.mark.parametrize(
+    ("rule", "masked"),
+    [
+        (SLOW, False),
+        (DoremiRule(doremi_eta=0.1, excess_ceiling=0.3), True),
+        (DoremiRule("fork", excess_ceiling=0.3), True),
+    ],
+)
+def test_excess_losses_and_the_loss_equal_a_loop_over_tokens(options, monkeypatch, masked, rule):
+    monkeypatch.setattr(compute_module, "ExcessLossReweighting", Checked)
+    for name, value in (("steps", 0), ("apart", 0.0), ("highest", 0.0)):
+        monkeypatch.setattr(Checked, name, value)
+    boundaries = DocumentBoundaryOptions(eod_mask_loss=masked)
+    given = options(rule=rule, proxy={"train_iters": 3, "boundaries": boundaries})
+    assert compute_doremi(given)
+    assert Checked.steps == 3
+    assert Checked.apart > 1e-3  # the variants differ,
+    assert Checked.highest > 0.3  # and the ceiling has an effect
+    if rule.doremi_variant == "fork":
+        mixture = Mixture.load(given.output)
+        assert (mixture.parameters["eta"], mixture.parameters["eps"]) == (0.1, 0.0)
+        assert mixture.parameters["steps_averaged"] == 3
+        weights = [line["weights"]["code"] for line in hook_lines(given.output)]
+        assert mixture.weights["code"] == pytest.approx(np.mean(weights))
+
+
+def test_a_proxy_equal_to_its_reference_keeps_the_weights(options, monkeypatch, finished_run):
+    """All excess losses are zero, and the learning rate is negligible."""
+    optimizer = OptimizerOptions(lr=1e-30, min_lr=0.0, lr_warmup_iters=0)
+    given = options(proxy={"optimizer": optimizer, "train_iters": 3})
+    checkpoint = find_checkpoint(finished_run)
+
+    def from_reference(*arguments):
+        plan = plan_doremi(*arguments)
+        run = dataclasses.replace(plan.proxy.options, pretrained_checkpoint=checkpoint)
+        return dataclasses.replace(plan, proxy=dataclasses.replace(plan.proxy, options=run))
+
+    monkeypatch.setattr(compute_module, "plan_doremi", from_reference)
+    compute_doremi(given)
+    assert Mixture.load(given.output).weights == pytest.approx(dict.fromkeys(DOMAINS, 1 / 3))
+    assert max(hook_lines(given.output)[-1]["excess"].values()) < 1e-6
+
+
+def test_the_cost_is_that_of_two_runs_and_two_forward_passes(found, finished_run):
+    mixture, proxy = Mixture.load(found), proxy_of(found)
+    made_from = [found.parent / path for path in mixture.parameters["made_from"]]
+    assert [path.resolve() for path in made_from] == [finished_run.resolve(), proxy.root.resolve()]
+    runs = [TrainingRun.load(path).cost for path in made_from]
+    assert runs[1].flops == pytest.approx(runs[0].flops * (1 + 2 / 3))
+    total = mixture.parameters["total_cost"]
+    assert total["flops"] == pytest.approx(runs[0].flops + runs[1].flops + mixture.cost.flops)
+    seconds = sum(cost.device_seconds for cost in (*runs, mixture.cost))
+    assert total["device_seconds"] == pytest.approx(seconds)
+    assert mixture.cost.flops == 0
+    tokens = STEPS * 8 * 32
+    assert mixture.parameters["paper_flops"] == 2 * 6 * (12 * 4 * 64**2) * tokens
+
+
+def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpus):
+    given = options(
+        reference=None,
+        reference_mixture="natural",
+        reference_model_size="tiny",
+        proxy={"train_iters": 4},
+    )
+    METHOD.compute(given)
+    folder = given.output.with_suffix("")
+    reference, proxy = (TrainingRun.load(folder / name) for name in ("reference", "proxy"))
+    assert (reference.status, proxy.status) == ("finished", "finished")
+    total = sum(corpus.train_tokens.values())
+    shares = {name: tokens / total for name, tokens in corpus.train_tokens.items()}
+    assert reference.mixture == pytest.approx(shares)
+    assert proxy.mixture == pytest.approx(dict.fromkeys(DOMAINS, 1 / 3))
+    sizes = [run.model["size"] for run in (reference, proxy)]
+    assert [size["hidden_size"] for size in sizes] == [128, 64]
+    mixture = Mixture.load(given.output)
+    assert mixture.parameters["reference"]["model_size"] == "tiny"
+    layers = sum(12 * size["num_layers"] * size["hidden_size"] ** 2 for size in sizes)
+    assert mixture.parameters["paper_flops"] == 6 * proxy.tokens * layers
+    assert mixture.parameters["made_from"] == ["doremi/reference", "doremi/proxy"]
+    # The forward pass of the reference counts with its own shape.
+    shapes = [
+        shape_of(CheckpointRecord.load(step_folder(run.root, 4))) for run in (reference, proxy)
+    ]
+    forward = [forward_flops(shape, proxy.tokens, 32) for shape in shapes]
+    assert reference.cost.flops == pytest.approx(3 * forward[0])
+    assert proxy.cost.flops == pytest.approx(4 * forward[1] + forward[0])
+
+
+def test_a_domain_absent_from_a_batch_keeps_its_excess_loss(options):
+    """Batches of two samples of three domains; the initial excess is the loss of a guess."""
+    given = options(proxy={"global_batch_size": 2, "micro_batch_size": 1})
+    compute_doremi(given)
+    before, absences = dict.fromkeys(DOMAINS, math.log(VOCAB_SIZE)), 0
+    for line in proxy_of(given.output).metrics():
+        now = line["hook"]["excess"]
+        present = {name for name, tokens in line["domain_tokens_drawn"].items() if tokens}
+        assert 1 <= len(present) <= 2
+        for name in DOMAINS:
+            assert (now[name] != before[name]) is (name in present)
+            absences += name not in present
+        before = now
+    assert absences >= STEPS
+
+
+def constructed_document(number: int, rng: np.random.Generator):
+    """Three domains: learnable text, noise, and learnable text again."""
+    if number == 1:
+        return rng.integers(0, EOD, 120)
+    return (rng.integers(40) + 3 * np.arange(120)) % 40
+
+
+def test_learnable_domains_gain_over_noise_and_copies_stay_equal(tmp_path):
+    names = ("learnable", "noise", "copy")
+    corpus = write_small_corpus(tmp_path / "corpus", names, document=constructed_document)
+    given = DoremiOptions(
+        corpus=corpus.root,
+        output=tmp_path / "doremi.json",
+        proxy=proxy_options(train_iters=30, log_interval=10, save_interval=30),
+        rule=DoremiRule(doremi_eta=0.1),
+    )
+    compute_doremi(given)
+    weights = Mixture.load(given.output).weights
+    assert weights["noise"] < 0.15
+    assert weights["learnable"] > 0.4
+    assert weights["copy"] == pytest.approx(weights["learnable"], abs=0.05)
+
+
+def test_a_reference_that_does_not_fit_is_an_error(options, monkeypatch):
+    monkeypatch.setattr(hook_module, "build_model_chunks", run_out)
+    given = options()
+    with pytest.raises(UserError, match=r"^DoReMi's proxy: out of memory: .*, the reference 0\.0"):
+        compute_doremi(given)
+    assert not (given.output.with_suffix("") / "proxy").exists()
+
+
+class Counting(ExcessLossReweighting):
+    """Compares the memory of the reference with the predicted one."""
+
+    counted: ClassVar[list] = []
+
+    def prepare(self):
+        super().prepare()
+        assert self._passes is not None
+        (model,) = self._passes.model
+        held = sum(part.numel() * part.element_size() for part in model.parameters())
+        setup = training_setup(self._plan.options, self._plan.shape, 1)
+        Counting.counted.append((held, self.extra_bytes(setup, 0, 3)))
+
+
+def test_the_memory_of_the_reference_is_counted(options, monkeypatch):
+    monkeypatch.setattr(compute_module, "ExcessLossReweighting", Counting)
+    monkeypatch.setattr(Counting, "counted", [])
+    compute_doremi(options(proxy={"train_iters": 3}))
+    ((held, bytes_by_name),) = Counting.counted
+    assert bytes_by_name == {"the reference": held}
+
+
+def test_a_skipped_step_is_undone(options, monkeypatch):
+    given = options()
+    before_steps(monkeypatch, {4: poison(torch.nan)})
+    compute_doremi(given)
+    lines = hook_lines(given.output)
+    assert lines[3] == lines[2]
+    assert lines[4]["weights"] != lines[3]["weights"]
+    assert state_of(given.output)["counted"] == 1 + STEPS - 1
+    path = np.array([[1 / 3] * 3, *(list(line["weights"].values()) for line in lines)])
+    moves = np.abs(np.diff(path, axis=0)).sum(1) / 2
+    per_step = Mixture.load(given.output).parameters["moved_per_step"]
+    assert per_step == pytest.approx(moves.sum() / (STEPS - 1))
+    assert proxy_of(given.output).skipped_steps == 1
+
+
+def scale_losses(monkeypatch, factor, *, of_reference):
+    """Multiply all losses of one model by ``factor`` in the third step."""
+    token_losses = GlobalBatch.token_losses
+
+    def losses(batch, other=None, other_shape=None):
+        bad = batch.step == 2 and (other is not None) == of_reference
+        return [(factor if bad else 1.0) * part for part in token_losses(batch, other, other_shape)]
+
+    monkeypatch.setattr(GlobalBatch, "token_losses", losses)
+
+
+@pytest.mark.parametrize(("factor", "ceiling"), [(math.nan, None), (math.inf, 0.3)])
+def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch, factor, ceiling):
+    scale_losses(monkeypatch, factor, of_reference=False)
+    given = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=ceiling))
+    compute_doremi(given)
+    lines = hook_lines(given.output)
+    assert lines[2] == lines[1]
+    assert state_of(given.output)["counted"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("factor", "variant"), [(math.nan, "original"), (math.inf, "original"), (math.inf, "fork")]
+)
+def test_non_finite_losses_of_the_reference_are_errors(options, monkeypatch, factor, variant):
+    """Also infinite ones, which clipping would turn into an excess loss of 0."""
+    scale_losses(monkeypatch, factor, of_reference=True)
+    with pytest.raises(UserError, match="'news'"):
+        compute_doremi(options(rule=DoremiRule(variant, 0.1)))
+
+
+def edit_state(half_done, **changes):
+    """Change the state of the hook in the proxy's last checkpoint."""
+    record = CheckpointRecord.load(step_folder(half_done / "proxy", STEPS))
+    assert record.hook is not None
+    hook = HookState(record.hook.name, {**record.hook.state, **changes})
+    dataclasses.replace(record, hook=hook).save()
+
+
+@pytest.mark.parametrize(
+    "damage", [{"mean": [0.5, 0.5]}, {"log_weights": [[0.0] * 3]}, {"excess": [1.0, None, 2.0]}]
+)
+def test_a_damaged_state_is_an_error(options, half_done, damage, capsys):
+    edit_state(half_done, **damage)
+    with pytest.raises(UserError, match=f"'{next(iter(damage))}'"):
+        compute_doremi(options())
+    assert capsys.readouterr().out == ""
+
+
+def test_unsettled_or_collapsed_weights_are_warned_of(options, half_done):
+    edit_state(half_done, mean=[0.01, 0.98, 0.01])
+    with pytest.warns(MixtureWarning, match="'code' has 98%"):
+        compute_doremi(options())
+    given = options("overflow", rule=DoremiRule(doremi_eta=3e38))
+    with pytest.warns(MixtureWarning, match="--doremi-eta"):
+        compute_doremi(given)
+    assert min(state_of(given.output)["log_weights"]) >= LOWEST_LOG
+
+
+def test_the_epoch_limit_applies(options, half_done, found, corpus):
+    budget = sum(corpus.train_tokens.values())
+    given = options(token_budget=budget, max_epochs=1.01)
+    compute_doremi(given)
+    mixture = Mixture.load(given.output)
+    assert mixture.epochs is not None
+    assert max(mixture.epochs.values()) <= 1.01 + 1e-9
+    assert mixture.unconstrained == Mixture.load(found).weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rule": DoremiRule(excess_ceiling=-1.0)}, "--excess-ceiling"),
+        ({"reference_mixture": "natural"}, "--reference-mixture natural"),
+        ({"reference_model_size": "tiny"}, "--reference-model-size tiny"),
+        ({"reference": Path("lost")}, "--reference lost"),
+        ({"reference": None, "reference_model_size": "big"}, "big"),
+        ({"reference": None, "reference_mixture": "lost.json"}, r"lost\.json"),
+        ({"proxy": {"seq_length": 16}}, "--seq-length 32"),
+        ({"proxy": {"global_batch_size": 6}}, "--global-batch-size 6"),
+        ({"max_epochs": 2.0}, "--token-budget"),
+        ({"output": Path("doremi.txt")}, "--output"),
+        ({"output": Path("/dev/null/doremi.json")}, "/dev/null"),
+        ({"output": Path("/tmp")}, "--output /tmp"),
+    ],
+)
+def test_mistakes_are_errors_before_training(options, tmp_path, changes, problem):
+    proxy = changes.pop("proxy", None)
+    with pytest.raises(UserError, match=problem):
+        compute_doremi(dataclasses.replace(options(proxy=proxy, work_dir=None), **changes))
+    assert not list(tmp_path.rglob("run.json"))
+
+
+def test_a_corpus_of_one_domain_is_an_error(options, tmp_path):
+    alone = write_small_corpus(tmp_path / "corpus", ("news",))
+    with pytest.raises(UserError, match="2 domains"):
+        compute_doremi(options(corpus=alone.root))
+    assert not (tmp_path / "4-mixture").exists()
+
+
+def test_an_unfinished_reference_is_an_error(options, trained_run):
+    run = TrainingRun.load(trained_run)
+    dataclasses.replace(run, status="interrupted", step=3).save()
+    with pytest.raises(UserError, match="step 3 of 6"):
+        compute_doremi(options(reference=trained_run))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [("tokenizer_hash", "0" * 64, "tokenizer"), ("vocab_size", 300, "vocabulary of 300")],
+)
+def test_a_reference_of_another_vocabulary_is_an_error(options, trained_run, field, value, problem):
+    path = find_checkpoint(trained_run) / CheckpointRecord.FILE_NAME
+    body = json.loads(path.read_text())
+    (body["model"] if field == "vocab_size" else body)[field] = value
+    body.pop("checksum", None)
+    path.write_text(json.dumps(body))
+    with pytest.raises(UserError, match=problem):
+        compute_doremi(options(reference=trained_run))
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "warned"),
+    [
+        (DocumentBoundaryOptions(eod_mask_loss=True), False),  # masked tokens are not compared
+        (DocumentBoundaryOptions(reset_attention_mask=True), True),
+    ],
+)
+def test_a_reference_trained_on_other_data_is_warned_of(
+    options, tmp_path, recwarn, boundaries, warned
+):
+    other = write_small_corpus(tmp_path / "corpus", seed=1)
+    plan_doremi(options(corpus=other.root, proxy={"boundaries": boundaries}))
+    messages = [str(w.message) for w in recwarn if w.category is MixtureWarning]
+    assert len([line for line in messages if str(other.root) in line]) == 1
+    assert any("--reset-attention-mask" in line for line in messages) is warned
+    assert len(messages) == 1 + warned
+
+
+@pytest.mark.parametrize("which", ["proxy", "reference"])
+def test_a_killed_run_resumes_with_the_same_result(options, found, monkeypatch, which):
+    """The reference trained here equals the one given otherwise."""
+    given = options(**({"reference": None} if which == "reference" else {}))
+    with monkeypatch.context() as patched:
+        before_steps(patched, {5: kill})
+        with pytest.raises(RuntimeError, match="killed"):
+            compute_doremi(given)
+    assert not given.output.exists()
+    assert (given.output.with_suffix("") / "proxy").exists() is (which == "proxy")
+    assert compute_doremi(given)
+    assert hook_lines(given.output) == hook_lines(found)
+    if which == "proxy":
+        assert state_of(given.output) == state_of(found)
+    assert Mixture.load(given.output).weights == Mixture.load(found).weights
+
+
+def test_a_stop_signal_ends_the_method_without_a_mixture(options, monkeypatch):
+    given = options()
+    before_steps(monkeypatch, {2: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
+    assert METHOD.compute(given) == STOPPED_STATUS
+    assert (proxy_of(given.output).step, given.output.exists()) == (2, False)
+
+
+def test_a_finished_proxy_is_reused(options, half_done, found, monkeypatch):
+    monkeypatch.setattr(hook_module, "build_model_chunks", run_out)  # no reference is built
+    before = (half_done / "proxy" / "metrics.jsonl").stat().st_mtime_ns
+    given = options()
+    assert compute_doremi(given)
+    assert (half_done / "proxy" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert Mixture.load(given.output).weights == Mixture.load(found).weights
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rule": DoremiRule(doremi_eta=0.2)}, "eta 0.1, not 0.2"),
+        ({"rule": DoremiRule("fork", 0.1, 1e-3)}, "clip_tokens True, not False"),
+        ({"proxy": {"seed": 7}}, "--seed 1234, not 7"),
+        ({"reference": None}, "reference"),
+        ({"reference": None, "proxy": {"seed": 7}}, "--seed 1234, not 7"),
+    ],
+)
+def test_a_proxy_of_other_settings_is_an_error(options, half_done, changes, problem, finished):
+    if not finished:
+        shutil.rmtree(step_folder(half_done / "proxy", STEPS))
+    with pytest.raises(UserError, match=problem) as error:
+        compute_doremi(options(**changes))
+    assert "--work-dir" in str(error.value)
+    assert str(half_done / "proxy") in str(error.value)
+    assert not options().output.exists()
+    assert not (half_done / "reference").exists()
+
+
+def test_a_proxy_of_another_reference_is_an_error(options, half_done):
+    edit_state(half_done, reference="0" * 64)
+    with pytest.raises(UserError, match="another reference"):
+        compute_doremi(options())
+
+
+@pytest.mark.parametrize("hook", [None, HookState("GradientAlignment", {})])
+def test_a_run_of_another_hook_is_no_proxy(options, half_done, hook):
+    record = CheckpointRecord.load(step_folder(half_done / "proxy", STEPS))
+    dataclasses.replace(record, hook=hook).save()
+    with pytest.raises(UserError, match=hook.name if hook else "no hook"):
+        compute_doremi(options(reference=None))
+    assert not (half_done / "reference").exists()
+
+
+def test_a_reference_of_other_options_is_an_error(options, half_done, capsys):
+    shutil.move(half_done / "proxy", half_done / "reference")
+    with pytest.raises(UserError, match=r"reference.*--seed 1234, not 7"):
+        compute_doremi(options(reference=None, proxy={"seed": 7}))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("size", ["82m", "tiny"])
+def test_the_launcher_computes_the_mixture_of_the_paper(tmp_path, size):
+    write_everything(tmp_path)
+    choices = {} if size == "82m" else {"SIZE": size}
+    launched = Launcher(tmp_path)("baselines/doremi", "--", "--doremi-eps", "0.01", **choices)
+    assert launched.status == 0, launched.errors
+    (call,) = launched.calls
+    given = call.options
+    assert (call.program, type(given)) == ("torchrun", DoremiOptions)
+    assert (given.proxy.model_size, given.reference_mixture) == (size, None)
+    assert (given.rule.doremi_variant, given.rule.doremi_eps) == ("original", 0.01)
+    root = "runs/slimpajama" if size == "82m" else "runs/tiny/doremi"
+    assert given.output == Path(root) / "4-mixture/doremi.json"
+    if size == "82m":
+        assert (given.proxy.train_iters, given.proxy.global_batch_size) == (10_000, 128)
+        assert (given.proxy.optimizer.lr, given.proxy.optimizer.min_lr) == (5e-4, 1e-4)
+        assert (recipe_of(DoremiRule()), given.proxy.bf16) == (RECIPES["original"], True)
+    else:
+        assert call.ranks.nproc_per_node == "2"

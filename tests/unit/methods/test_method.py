@@ -1,0 +1,203 @@
+"""Discovery of methods, and the choice of one by tools/compute_mixture.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon import methods
+from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts.published import published_columns
+from megatron_chameleon.errors import STOPPED_STATUS
+from megatron_chameleon.methods.method import discover_methods, find_methods
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = ROOT / "tools/compute_mixture.py"
+NAMES = list(find_methods())
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """``tool(*argv)``: exit status, stdout and stderr of tools/compute_mixture.py."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+    def run(*argv):
+        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, argv)])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(TOOL), run_name="__main__")
+        printed = capsys.readouterr()
+        return left.value.code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def add_method(tmp_path, monkeypatch):
+    """``add_method(source, file_name)`` adds a file to the package of methods."""
+    folder = tmp_path / "more methods"
+    folder.mkdir()
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(folder)])
+
+    def add(source, file_name):
+        (folder / file_name).write_text(source)
+        module = file_name.removesuffix(".py")
+        monkeypatch.setitem(sys.modules, f"{methods.__name__}.{module}", None)
+        monkeypatch.delitem(sys.modules, f"{methods.__name__}.{module}")
+
+    return add
+
+
+def contributing_example() -> tuple[str, str]:
+    """File name and source of the example in CONTRIBUTING.md."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## A new method\n")[2]
+    section = section.partition("\n## ")[0]
+    name = re.search(r"`(\w+\.py)`", section)
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert name is not None
+    assert block is not None
+    return name[1], block[1]
+
+
+def test_all_methods_are_found_and_chameleon_is_first():
+    assert discover_methods().unusable == []
+    assert NAMES[0] == "chameleon"
+    assert NAMES[1:] == sorted(NAMES[1:])
+    assert {"uniform", "natural", "unimax", "manual", "doremi", "doge", "regmix"} < set(NAMES)
+
+
+def test_the_listing_describes_every_method(tool):
+    status, printed, errors = tool("--list-methods")
+    assert (status, errors) == (0, "")
+    entries = dict(re.findall(r"^([\w-]+): (.*?)(?=\n\n)", printed, re.MULTILINE | re.DOTALL))
+    assert list(entries) == NAMES
+    for entry in entries.values():
+        headings = re.findall(r"^  (\w+(?: \w+)?)  +\S", entry, re.MULTILINE)
+        assert headings in (["needs", "cost", "good for", "source"], ["needs", "cost", "good for"])
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_method_has_the_common_flags(tool, name):
+    status, printed, _ = tool("--method", name, "--help")
+    assert status == 0
+    flags = set(re.findall(r"--[\w-]+", printed))
+    assert {"--corpus", "--output", "--token-budget", "--max-epochs"} <= flags
+
+
+def test_an_unknown_method_or_flag_is_an_error(tool):
+    status, _, errors = tool("--method", "magic")
+    assert (status, len(errors.splitlines())) == (2, 1)
+    assert all(name in errors for name in NAMES)
+    common = ("--corpus", "c", "--output", "o.json")
+    status, _, errors = tool("--method", "uniform", *common, "--temperature", "2")
+    assert (status, "--temperature" in errors) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--method", "uniform", "--method", "natural"),
+        ("--method=uniform", "--corpus", "c", "--method=uniform"),
+        ("--corpus", "c", "--method"),
+        ("--method", "--corpus", "c"),
+        ("--method=", "--corpus", "c"),
+    ],
+)
+def test_exactly_one_method_must_be_chosen(tool, argv):
+    status, printed, errors = tool(*argv)
+    assert (status, printed) == (2, "")
+    assert "--method" in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_method_is_added_by_one_file(tool, add_method, corpus, tmp_path):
+    """The example of CONTRIBUTING.md."""
+    file_name, source = contributing_example()
+    assert len(list(filter(None, source.splitlines()))) <= 20
+    add_method(source, file_name)
+    assert "longest-name: long names first" in tool("--list-methods")[1]
+    output = tmp_path / "mixture.json"
+    argv = ("--method", "longest-name", "--corpus", corpus.root, "--output", output)
+    status, _, errors = tool(*argv, "--power", "2", "--token-budget", "1000")
+    assert (status, errors) == (0, "")
+    mixture = Mixture.load(output)
+    assert mixture.method == "longest-name"
+    assert mixture.weights == pytest.approx({"news": 16 / 57, "code": 16 / 57, "poems": 25 / 57})
+    assert mixture.epochs is not None
+    assert "Weights are proportional to length^power" in tool(*argv[:2], "--help")[1]
+
+
+def test_a_duplicate_name_disables_both(tool, add_method):
+    source = contributing_example()[1].replace('name="longest-name"', 'name="uniform"')
+    add_method(source, "zz_second.py")
+    status, _, errors = tool("--method", "uniform", "--corpus", "c", "--output", "o.json")
+    assert (status, len(errors.splitlines())) == (2, 1)
+    assert "baselines.py and zz_second.py" in errors
+    assert set(find_methods()) == {*NAMES} - {"uniform"}
+
+
+BROKEN = {
+    "import": ("import lost_library\n", "ModuleNotFoundError: No module named 'lost_library'"),
+    "syntax": ("METHOD = (\n", "SyntaxError: '(' was never closed"),
+    "name": ("x = 1\nMETHOD = Method()\n", "NameError: name 'Method' is not defined (line 2)"),
+    "without": ('"""Notes."""\n', "METHOD"),
+    "other": ("METHOD = 'mine'\n", "METHOD"),
+}
+
+
+@pytest.mark.parametrize(("source", "problem"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_method_is_reported_and_disables_no_other(tool, add_method, source, problem):
+    add_method(source, "mine.py")
+    status, printed, errors = tool("--list-methods")
+    assert (status, errors) == (0, "")
+    assert "not usable: mine.py" in printed
+    assert problem in " ".join(printed.split())
+    assert list(find_methods()) == NAMES
+    status, _, errors = tool("--method", "mine", "--corpus", "c", "--output", "o.json")
+    assert (status, len(errors.splitlines())) == (2, 1)
+    assert "mine.py" in errors
+    assert problem in errors
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_stopped_method_exits_with_its_status(
+    tool, add_method, monkeypatch, corpus, tmp_path, launcher
+):
+    """Under torchrun with 0, since torchrun would report a failure with a traceback."""
+    first_line = "    from megatron_chameleon.methods.output"
+    source = contributing_example()[1].replace(first_line, f"    return 75\n{first_line}")
+    add_method(source, "longest_name.py")
+    if launcher == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    output = tmp_path / "o.json"
+    argv = ("--method", "longest-name", "--corpus", corpus.root, "--output", output)
+    assert tool(*argv)[0] == (STOPPED_STATUS if launcher == "python" else 0)
+    assert not output.exists()
+
+
+def test_discovery_imports_no_torch():
+    """--help and --list-methods stay fast."""
+    command = "import sys; from megatron_chameleon.methods.method import find_methods as f"
+    command += "; f(); sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", command], check=True, env=environment, cwd=ROOT)
+
+
+def test_the_docs_list_every_method_with_working_links():
+    page = ROOT / "docs/methods/index.md"
+    text = page.read_text()
+    rows = re.findall(r"^\| (?:\[)?`([\w-]+)`", text, re.MULTILINE)
+    assert sorted(set(rows) - {"--method"}) == sorted(NAMES)
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)]
+    assert len(links) > 5
+    assert [link for link in links if not (page.parent / link).is_file()] == []
+    columns = re.findall(r"\b(?:slimpajama|pile|wiki40b|stack)/[a-z][\w-]*", text)
+    assert set(columns) <= set(published_columns())

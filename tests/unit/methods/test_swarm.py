@@ -1,0 +1,296 @@
+"""A swarm's members are runs of pretrain, trained concurrently; a swarm resumes bit-identically."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts.swarm import SwarmRecord, member_path
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, read_metrics
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.swarm import train as train_module
+from megatron_chameleon.methods.swarm.folder import Swarm, member_seed
+from megatron_chameleon.methods.swarm.member import own_loss
+from megatron_chameleon.methods.swarm.options import SwarmOptions
+from megatron_chameleon.methods.swarm.train import members_at_once, micro_batch_size, train_swarm
+from megatron_chameleon.model.flops import forward_flops, training_flops
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.training.options import StoppingOptions
+from megatron_chameleon.training.trainer import pretrain
+from tests.distributed.launch import finish, start, torchrun
+from tests.small_corpus import DOMAINS, VOCAB_SIZE
+
+STEPS = 6
+SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, 32)
+MIXTURES = np.array([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]])
+
+
+def swarm_options(**changes):
+    settings = {
+        "model_size": "nano",
+        "train_iters": STEPS,
+        "seq_length": 32,
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
+        "members_at_once": 2,
+        "lr": 1e-2,
+        "lr_warmup_iters": 2,
+        "eval_interval": 4,
+        "eval_tokens": 18 * 32,
+        "save_interval": 2,
+        "log_interval": 1,
+        **changes,
+    }
+    return SwarmOptions(**settings)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """An uninterrupted swarm, and its folder."""
+    folder = tmp_path_factory.mktemp("swarm") / "whole"
+    result = train_swarm(swarm_options(), corpus, MIXTURES, folder)
+    assert result is not None
+    return result, folder
+
+
+def same(found, expected):
+    assert found is not None
+    np.testing.assert_array_equal(found.losses, expected.losses)
+    assert (found.steps, found.diverged) == (expected.steps, expected.diverged)
+
+
+def rows_of(path):
+    with path.open(newline="") as stream:
+        return list(csv.reader(stream))
+
+
+def without(whole, folder, *members):
+    """A copy of the swarm in which these members have not been trained."""
+    shutil.copytree(whole[1], folder)
+    (folder / "metrics.csv").unlink()
+    for member in members:
+        member_path(folder, member).unlink()
+        shutil.rmtree(member_path(folder, member).with_suffix(""))
+    return folder
+
+
+def test_a_member_is_an_ordinary_run(whole, corpus, tmp_path, monkeypatch):
+    result, _ = whole
+    run = Swarm(swarm_options(), corpus, MIXTURES, tmp_path).member_run(1, 4)
+    assert run.seed == member_seed(1234, 1)
+    path = tmp_path / "mixture.json"
+    Mixture(dict(zip(DOMAINS, MIXTURES[1].tolist(), strict=True))).save(path)
+    pretrain(dataclasses.replace(run, run_dir=tmp_path / "run", mixture=str(path)))
+    lines = {line["step"]: line for line in read_metrics(tmp_path / "run" / METRICS_NAME)}
+    alone = [[lines[step]["validation_loss"][name] for name in DOMAINS] for step in result.steps]
+    np.testing.assert_allclose(result.losses[1], alone, rtol=0, atol=1e-5)  # other thread counts
+
+
+def test_results_tables_and_cost(whole, corpus):
+    result, folder = whole
+    assert (result.steps, result.diverged) == ([4, STEPS], [])
+    last = result.losses[:, -1]
+    assert last[1].argmin() == 0  # a member knows what it is trained on
+    assert last[3].argmin() == 2
+    assert (last.mean(1) < math.log(VOCAB_SIZE)).all()
+    ratios, metrics = rows_of(folder / "ratios.csv"), rows_of(folder / "metrics.csv")
+    assert ratios[0] == ["index", *(f"train_{name}" for name in DOMAINS)]
+    assert metrics[0] == ["index", *(f"valid_{name}" for name in DOMAINS)]
+    np.testing.assert_array_equal(np.array(ratios[1:], float)[:, 1:], MIXTURES)
+    np.testing.assert_array_equal(np.array(metrics[1:], float)[:, 1:], last)
+    seen = len(MIXTURES) * STEPS * 8 * 32
+    held_out = sum(min(18 * 32, domain.valid.tokens - 1) for domain in corpus.domains.values())
+    measured = len(MIXTURES) * len(result.steps) * held_out
+    expected = training_flops(SHAPE, seen, 32) + forward_flops(SHAPE, measured, 32)
+    assert result.cost.flops == pytest.approx(expected, rel=1e-3)  # short windows
+    assert 0 < result.cost.device_seconds == pytest.approx(result.cost.wall_seconds)
+    assert SwarmRecord.load(folder).cost == result.cost
+    run = TrainingRun.load(folder / "members" / "00002")
+    assert (run.status, run.checkpoints) == ("finished", [])
+
+
+def test_members_can_be_added_and_finished_ones_are_kept(whole, corpus, tmp_path):
+    result, _ = whole
+    folder = without(whole, tmp_path / "more", 3)
+    record = SwarmRecord.load(folder)
+    dataclasses.replace(record, mixtures=record.mixtures[:3]).save()
+    before = member_path(folder, 0).stat().st_mtime_ns
+    same(train_swarm(swarm_options(members_at_once=1), corpus, MIXTURES, folder), result)
+    assert member_path(folder, 0).stat().st_mtime_ns == before
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.methods.swarm.train import train_swarm
+from tests.unit.methods.test_swarm import MIXTURES, swarm_options
+
+def main():
+    corpus, folder = map(Path, sys.argv[1:])
+    result = train_swarm(swarm_options(), Corpus.load(corpus), MIXTURES, folder)
+    sys.exit(0 if result else 75)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, number):
+    result, _ = whole
+    folder, script = without(whole, tmp_path / "killed", 2, 3), tmp_path / "swarm.py"
+    script.write_text(COMMAND)
+    process = start(
+        [sys.executable, str(script), str(corpus.root), str(folder)], tmp_path / "log.txt"
+    )
+    running = folder / "members" / "00002" / METRICS_NAME
+    while not running.exists() or running.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None, (tmp_path / "log.txt").read_text()
+        time.sleep(0.005)
+    process.send_signal(number)
+    assert process.wait(240) == (75 if number == signal.SIGTERM else -signal.SIGKILL)
+    same(train_swarm(swarm_options(), corpus, MIXTURES, folder), result)
+
+
+def test_ranks_share_the_members_and_all_get_the_result(whole, corpus, tmp_path):
+    folder, script = without(whole, tmp_path / "ranks", 1, 2), tmp_path / "swarm.py"
+    script.write_text(COMMAND)
+    command, log = torchrun(2, script, str(corpus.root), str(folder)), tmp_path / "log.txt"
+    assert finish(start(command, log), 240) == 0, log.read_text()
+    assert (folder / "metrics.csv").read_text() == (whole[1] / "metrics.csv").read_text()
+
+
+def test_time_that_is_up_stops_the_swarm(whole, corpus, tmp_path):
+    folder = without(whole, tmp_path / "late", 3)
+    late = StoppingOptions(exit_duration_in_mins=1e-3)
+    assert train_swarm(swarm_options(stopping=late), corpus, MIXTURES, folder) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"max_loss": 1e-3}, "held-out loss"), ({"lr": 1e38}, "not finite")]
+)
+def test_diverged_members_are_recorded_and_left_out(corpus, tmp_path, changes, reason):
+    options = swarm_options(eval_interval=0, **changes)
+    result = train_swarm(options, corpus, MIXTURES[:1], tmp_path / "swarm")
+    assert result is not None
+    assert result.diverged == [0]
+    assert np.isnan(result.losses).all()
+    assert rows_of(tmp_path / "swarm" / "ratios.csv")[1:] == []
+    assert reason in json.loads(member_path(tmp_path / "swarm", 0).read_text())["diverged"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "mixtures", "identifier"),
+    [
+        ({"lr": 5e-3}, MIXTURES, "--lr 0.01, not 0.005"),
+        ({"train_iters": 7}, MIXTURES, "--train-iters 6, not 7"),
+        ({}, MIXTURES[[0, 2, 1, 3]], "member 1"),
+        ({}, MIXTURES[:2], "4 members"),
+        ({"model_size": "2m"}, MIXTURES, "--model-size 2m"),
+        ({"seq_length": 10_000, "eval_tokens": 10_000}, MIXTURES, "sequence"),
+        ({}, np.array([[1.0, 0, 0], [0.5, 0.6, -0.1]]), "mixture 1"),
+        ({}, np.array([[1.0, 0, 0], [0.5, 0.4, 0.0]]), "mixture 1"),
+        ({}, np.array([[1.0, 0, 0], [math.nan, 0.5, 0.5]]), "mixture 1"),
+        ({}, np.array([[1.0]]), "3 weights"),
+    ],
+)
+def test_what_cannot_be_trained_is_rejected(whole, corpus, changes, mixtures, identifier):
+    _, folder = whole
+    with pytest.raises(UserError, match=identifier):
+        train_swarm(swarm_options(**changes), corpus, mixtures, folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch_size": 3},
+        {"members_at_once": 0},
+        {"eval_tokens": 31},
+        {"eval_interval": -1},
+        {"max_loss": 0.0},
+        {"lr_warmup_iters": 6},
+        {"seed": -1},
+    ],
+)
+def test_options_out_of_range_are_rejected(changes):
+    flag = "--" + next(iter(changes)).replace("_", "-")
+    with pytest.raises(UserError, match=flag):
+        swarm_options(**changes)
+
+
+def test_a_folder_of_an_older_release_is_rejected(whole, corpus, tmp_path):
+    folder = without(whole, tmp_path / "old")
+    record = SwarmRecord.load(folder)
+    del record.settings["members"]
+    record.save()
+    with pytest.raises(UserError, match="--work-dir"):
+        train_swarm(swarm_options(), corpus, MIXTURES, folder)
+
+
+def test_a_failed_worker_is_an_error_that_names_its_member(whole, corpus, tmp_path, monkeypatch):
+    folder = without(whole, tmp_path / "failed", 3)
+    broken = folder / "members" / "00003" / "run.json"
+    broken.parent.mkdir()
+    broken.write_text("{")
+    with pytest.raises(UserError, match=r"member 3: .*run\.json"):
+        train_swarm(swarm_options(), corpus, MIXTURES, folder)
+
+
+def test_the_learning_rate_is_constant_or_a_cosine():
+    constant = swarm_options().optimizer
+    assert (constant.lr, constant.min_lr) == (1e-2, 1e-2)
+    cosine = swarm_options(lr_decay_style="cosine", min_lr=1e-3).optimizer
+    assert (cosine.lr, cosine.min_lr) == (1e-2, 1e-3)
+
+
+def test_every_member_has_its_own_seed():
+    seeds = {member_seed(seed, member) for seed in (0, 1) for member in range(1000)}
+    assert len(seeds) == 2000
+    assert 0 <= min(seeds) <= max(seeds) < 2**32
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({"a": 1.0, "b": 3.0, "c": None}, 1.5),
+        ({"a": None, "b": 3.0}, math.nan),
+        ({"b": 3.0}, 3.0),
+        ({"c": 2.0}, 2.0),
+    ],
+)
+def test_the_loss_that_counts_is_weighted_by_the_mixture(losses, expected):
+    weights = {"a": 0.75, "b": 0.25, "c": 0.0}
+    np.testing.assert_equal(own_loss(losses, weights), expected)
+
+
+def test_sizes_follow_from_memory_and_cores(monkeypatch):
+    shape = ModelShape(model_size("1m"), 50_257, 2048)
+    options = SwarmOptions()
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(train_module, "_memory", lambda _device: (80 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)), raising=False)
+    size = micro_batch_size(options, shape, gpu)
+    assert size == 8
+    assert micro_batch_size(options, shape, torch.device("cpu")) == 1
+    count = members_at_once(options, shape, gpu, size, 512)
+    assert 2 <= count <= 8
+    assert members_at_once(options, shape, gpu, size, 1) == 1
+    monkeypatch.setattr(train_module, "_memory", lambda _device: (4 * 10**9, 4 * 10**9))
+    assert micro_batch_size(options, shape, gpu) < 8
+    assert members_at_once(options, shape, gpu, 1, 512) == 1
+    given = SwarmOptions(micro_batch_size=2, members_at_once=3)
+    assert micro_batch_size(given, shape, gpu) == 2
+    assert members_at_once(given, shape, gpu, 2, 512) == 3

@@ -1,0 +1,355 @@
+"""tools/sweep_mixture.py on one rank: points, training, records, resuming."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.artifacts import (
+    CheckpointRecord,
+    EmbeddingStore,
+    Mixture,
+    Sweep,
+    TrainingRun,
+    find_checkpoint,
+)
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
+from megatron_chameleon.methods.chameleon.compute import compute_mixture
+from megatron_chameleon.methods.chameleon.options import ExtractionOptions, RecipeOptions
+from megatron_chameleon.methods.doge.options import DogeRule
+from megatron_chameleon.methods.doremi.options import DoremiRule
+from megatron_chameleon.methods.options import ProxyOptions
+from megatron_chameleon.methods.proxy import forward_only
+from megatron_chameleon.methods.sweep.methods import METHODS, ChameleonSweep, Values
+from megatron_chameleon.methods.sweep.options import AxisOptions, SweepOptions
+from megatron_chameleon.methods.sweep.sweep import (
+    axes_of,
+    format_values,
+    plan_sweep,
+    points_of,
+    sweep_mixture,
+)
+from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
+from megatron_chameleon.training.options import OptimizerOptions, StoppingOptions
+from megatron_chameleon.training.trainer import pretrain
+from tests.small_corpus import DOMAINS
+from tools.sweep_mixture import main
+
+PAPER = AxisOptions(
+    sweep_train_iters=(1000, 2000, 5000, 10000),
+    sweep_model_size=("60m", "82m", "124m", "210m"),
+    sweep_ridge=(1, 10, 100),
+    sweep_num_windows=(2048, 4096, 8192),
+)
+CENTRE: Values = {"model_size": "82m", "train_iters": 2000, "num_windows": 4096, "ridge": 10.0}
+SMALL = AxisOptions(sweep_train_iters=(4, 2), sweep_ridge=(1.0,), sweep_num_windows=(8,))
+SMALL_POINTS = [(4, 16, 10.0), (2, 16, 10.0), (4, 16, 1.0), (4, 8, 10.0)]
+PROXIES = ["nano-2steps-seed5", "nano-4steps-seed5"]
+STOP_AT_ONCE = StoppingOptions(exit_duration_in_mins=1e-6)
+
+
+def proxy_options(**changes) -> ProxyOptions:
+    settings = {
+        "model_size": "nano",
+        "train_iters": 4,
+        "seq_length": 32,
+        "global_batch_size": 4,
+        "micro_batch_size": 4,
+        "seed": 5,
+        "save_interval": 2,
+        "optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=1),
+    }
+    return ProxyOptions(**{**settings, **changes})
+
+
+def sweep_options(corpus, output, axes=SMALL, **changes) -> SweepOptions:
+    """A Chameleon sweep; ``changes`` are of the proxy."""
+    return SweepOptions(
+        corpus=corpus.root,
+        output=output,
+        axes=axes,
+        proxy=proxy_options(**changes),
+        extraction=ExtractionOptions(num_windows=16),
+        weighting=RecipeOptions(bootstrap_resamples=20),
+    )
+
+
+@pytest.fixture
+def options(corpus, tmp_path):
+    """``options(axes, **changes)``: of a sweep in ``tmp_path / "run"``."""
+    return partial(sweep_options, corpus, tmp_path / "run")
+
+
+@pytest.fixture
+def hooked(corpus, tmp_path):
+    """``hooked(method, **changes)``: a sweep of DoReMi or DoGE over two numbers of steps."""
+
+    def make(method, **changes) -> SweepOptions:
+        rule = {"doremi": DoremiRule(doremi_eta=0.1), "doge": DogeRule(doge_mu=0.3)}[method]
+        settings = {
+            "axes": AxisOptions(sweep_train_iters=(3, 4)),
+            "proxy": proxy_options(),
+            method: rule,
+            **changes,
+        }
+        return SweepOptions(corpus=corpus.root, output=tmp_path / "run", method=method, **settings)
+
+    return make
+
+
+def run_sweep(options) -> Sweep:
+    sweep = sweep_mixture(options)
+    assert sweep is not None
+    return sweep
+
+
+@pytest.fixture(scope="module")
+def finished_sweep(corpus, tmp_path_factory):
+    """The read-only folder of a finished sweep, and what was printed."""
+    root, printed = tmp_path_factory.mktemp("sweep") / "run", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert run_sweep(sweep_options(corpus, root)) == Sweep.load(root)
+    return root, printed.getvalue()
+
+
+@pytest.fixture
+def swept(finished_sweep, tmp_path):
+    """A copy of the finished sweep in ``tmp_path / "run"``."""
+    return Sweep.load(shutil.copytree(finished_sweep[0], tmp_path / "run"))
+
+
+def with_recipe(options, **changes):
+    recipe = RecipeOptions(bootstrap_resamples=20, **changes)
+    return dataclasses.replace(options, weighting=recipe)
+
+
+def values_of(sweep: Sweep):
+    order = ("train_iters", "num_windows", "ridge")
+    return [tuple(point.knobs[name] for name in order) for point in sweep.points]
+
+
+def test_the_sweep_of_the_paper_has_eleven_points():
+    points = points_of(axes_of(PAPER, CENTRE, "chameleon"), CENTRE)
+    assert points[0] == CENTRE
+    assert len(points) == len({format_values(point) for point in points}) == 11
+    assert all(sum(p[name] != CENTRE[name] for name in CENTRE) == 1 for p in points[1:])
+
+
+def test_axes_are_sorted_and_contain_the_centre_once():
+    given = AxisOptions((5000, 1000, 5000), ("210m", "60m"), (100.0, 10.0), None)
+    axes = axes_of(given, CENTRE, "chameleon")
+    assert axes == {
+        "train_iters": [1000, 2000, 5000],
+        "model_size": ["60m", "82m", "210m"],
+        "ridge": [10.0, 100.0],
+    }
+    assert len(points_of(axes, CENTRE)) == 1 + 2 + 2 + 1
+
+
+def test_the_ridge_of_the_centre_is_the_recipes_default(options):
+    centre = ChameleonSweep().centre
+    assert centre(options())["ridge"] == 10.0
+    assert centre(with_recipe(options(), recipe="scaled", ridge=3.0))["ridge"] == 3.0
+    assert "ridge" not in centre(with_recipe(options(), recipe="scaled"))
+    with pytest.raises(UserError, match="--sweep-ridge"):
+        plan_sweep(with_recipe(options(), recipe="scaled"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "problem"),
+    [
+        ({}, {}, "--sweep-train-iters, "),
+        ({"sweep_ridge": ()}, {}, "--sweep-ridge"),
+        ({"sweep_model_size": ("99m",)}, {}, "99m"),
+        ({"sweep_train_iters": (-3,)}, {}, "iters -3"),
+        ({"sweep_train_iters": (1,)}, {}, "'nano, 1 steps, .*': --lr-warmup-iters 1"),
+        ({"sweep_ridge": (0.0,)}, {}, "ridge 0"),
+        ({"sweep_train_iters": (2,)}, {"model_size": "big"}, "big"),
+    ],
+)
+def test_an_invalid_point_is_an_error_before_training(options, tmp_path, axes, changes, problem):
+    with pytest.raises(UserError, match=problem):
+        sweep_mixture(options(AxisOptions(**axes), **changes))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["doremi", "doge"])
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"axes": AxisOptions(sweep_ridge=(1.0,))}, "--sweep-ridge"),
+        ({"mode": "finetune"}, "--mode finetune"),
+        ({"extraction": ExtractionOptions(num_windows=8)}, "--num-windows 8"),
+    ],
+)
+def test_options_that_a_method_does_not_use_are_errors(hooked, tmp_path, method, changes, problem):
+    with pytest.raises(UserError, match=problem):
+        sweep_mixture(hooked(method, **changes))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=f"--{method}-"):
+        dataclasses.replace(hooked(method), method="chameleon")
+
+
+def test_a_layer_of_some_sizes_only_is_an_error(options, tmp_path):
+    extraction = ExtractionOptions(layer=6, num_windows=16)
+    axes = AxisOptions(sweep_model_size=("mini", "nano"))
+    given = dataclasses.replace(options(axes, model_size="mini"), extraction=extraction)
+    with pytest.raises(UserError, match=r"'nano, 4 steps.*: --layer 6"):
+        sweep_mixture(given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_embedding_drops_interleaved_stages():
+    training = TrainingParallelOptions(2, 2, True, num_virtual_stages_per_pipeline_rank=2)
+    assert type(forward_only(training)) is ParallelOptions
+    assert forward_only(training) == ParallelOptions(2, 2, True)
+
+
+def test_every_proxy_and_store_is_computed_once(finished_sweep, corpus):
+    root, printed = finished_sweep
+    swept = Sweep.load(root)
+    assert values_of(swept) == SMALL_POINTS
+    assert sorted(path.name for path in (root / "2-proxy").iterdir()) == PROXIES
+    stores = sorted(path.name for path in (root / "3-embeddings").iterdir())
+    sixteen = [f"{name}-16windows" for name in PROXIES]
+    assert stores == sorted([*sixteen, f"{PROXIES[1]}-8windows"])
+    for point in swept.points:
+        mixture = swept.load_mixture(point)
+        assert mixture.parameters["recipe"]["ridge"] == point.knobs["ridge"]
+        assert mixture.parameters["windows"] == dict.fromkeys(DOMAINS, point.knobs["num_windows"])
+        run = TrainingRun.load(root / point.made_from[0])
+        assert (run.status, run.step) == ("finished", point.knobs["train_iters"])
+        assert run.mixture == pytest.approx(Mixture.uniform(list(DOMAINS)).weights)
+        proxy = CheckpointRecord.load(find_checkpoint(run.root))
+        assert mixture.provenance is not None
+        assert mixture.provenance.inputs["checkpoint"] == proxy.hash
+    assert printed.count("nothing to do") == 2
+    body = json.loads((root / "sweep.json").read_text())
+    assert (body["kind"], body["format_version"]) == ("sweep", 1)
+    assert body["axes"] == {"train_iters": [2, 4], "ridge": [1.0, 10.0], "num_windows": [8, 16]}
+    assert body["provenance"]["inputs"] == {"corpus": corpus.hash}
+    assert not any(Path(point["mixture"]).is_absolute() for point in body["points"])
+
+
+def test_the_cost_counts_each_artifact_once(finished_sweep):
+    root, swept = finished_sweep[0], Sweep.load(finished_sweep[0])
+    runs = [TrainingRun.load(path).cost for path in (root / "2-proxy").iterdir()]
+    stores = [EmbeddingStore.load(path).cost for path in (root / "3-embeddings").iterdir()]
+    mixtures = [swept.load_mixture(point).cost for point in swept.points]
+    assert swept.cost.flops == pytest.approx(sum(c.flops for c in [*runs, *stores]))
+    seconds = sum(c.device_seconds for c in [*runs, *stores, *mixtures])
+    assert swept.cost.device_seconds == pytest.approx(seconds)
+    assert (len(runs), len(stores), len(mixtures)) == (2, 3, 4)
+
+
+def test_a_point_equals_pretraining_and_computing_the_mixture(swept, options, tmp_path):
+    """The second proxy that a process trains equals the first of another."""
+    given = dataclasses.replace(options(), output=tmp_path / "alone")
+    values, method = swept.points[1].knobs, ChameleonSweep()
+    pretrain(method.training_options(given, values))
+    compute_mixture(method.method_options(given, values))
+    alone = Mixture.load(method.files(given, values).mixture)
+    assert swept.load_mixture(swept.points[1]).weights == alone.weights
+
+
+def test_a_sweep_is_extended_and_lost_artifacts_are_restored(swept, options, tmp_path, capsys):
+    root = tmp_path / "run"
+    metrics = [root / "2-proxy" / name / "metrics.jsonl" for name in PROXIES]
+    before = [path.stat().st_mtime_ns for path in metrics]
+    shutil.rmtree(root / "3-embeddings" / f"{PROXIES[1]}-8windows")
+    (root / "sweep.json").unlink()
+    (root / swept.points[3].mixture).unlink()
+    more = dataclasses.replace(SMALL, sweep_ridge=(1.0, 100.0))
+    sweep = run_sweep(options(more))
+    assert values_of(sweep) == [*SMALL_POINTS[:3], (4, 16, 100.0), SMALL_POINTS[3]]
+    assert [path.stat().st_mtime_ns for path in metrics] == before
+    assert capsys.readouterr().out.count("embedding 0 domains took") == 4
+    assert [point for point in sweep.points if point.knobs["ridge"] != 100.0] == swept.points
+
+
+def test_a_stopped_sweep_resumes(options, tmp_path, capsys):
+    assert main(options(stopping=STOP_AT_ONCE)) == STOPPED_STATUS
+    run = TrainingRun.load(tmp_path / "run/2-proxy" / PROXIES[1])
+    assert (run.status, run.step) == ("interrupted", 1)
+    assert not Sweep.exists(tmp_path / "run")
+    assert not (tmp_path / "run/3-embeddings").exists()
+    assert values_of(run_sweep(options())) == SMALL_POINTS
+    assert TrainingRun.load(run.root).step == 4
+
+
+def test_proxies_of_other_options_are_errors_before_training(swept, options, tmp_path):
+    """Also those of a later point than the one to train first."""
+    other, centre = (tmp_path / "run/2-proxy" / name for name in PROXIES)
+    shutil.rmtree(centre)
+    with pytest.raises(UserError, match="--global-batch-size 4, not 8") as error:
+        sweep_mixture(options(global_batch_size=8))
+    assert "'nano, 2 steps, " in str(error.value)
+    assert "--output" in str(error.value)
+    assert str(other) in str(error.value)
+    assert not centre.exists()
+
+
+def test_the_tool_plots_the_weights(swept, options, tmp_path, capsys):
+    assert not main(options(AxisOptions(sweep_ridge=(1.0,))))
+    assert "Weights over ridge" in capsys.readouterr().out
+    report = sorted(path.name for path in (tmp_path / "run/7-report").iterdir())
+    assert report == ["stability.pdf", "stability.png"]
+
+
+@pytest.mark.parametrize("method", ["doremi", "doge"])
+def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
+    root, options = tmp_path / "run", hooked(method)
+    sweep = run_sweep(options)
+    assert sweep.axes == {"train_iters": [3, 4]}
+    mixtures = [sweep.load_mixture(point) for point in sweep.points]
+    assert mixtures[0].weights != mixtures[1].weights
+    for point, mixture in zip(sweep.points, mixtures, strict=True):
+        parameters = mixture.parameters
+        assert (parameters["eta"] if method == "doremi" else parameters["rule"]["mu"]) in (0.1, 0.3)
+        steps = {TrainingRun.load(root / folder).step for folder in point.made_from}
+        assert steps == {point.knobs["train_iters"]}
+    runs = [path.parent for path in root.rglob("run.json")]
+    assert len(runs) == (4 if method == "doremi" else 2)
+    costs = [TrainingRun.load(run).cost.flops for run in runs]
+    assert sweep.cost.flops == pytest.approx(sum(costs))
+    assert run_sweep(options) == Sweep.load(root)
+    assert capsys.readouterr().out.count("nothing to do") == len(runs)
+    proxy = dataclasses.replace(options.proxy, seq_length=16)
+    with pytest.raises(UserError, match="--output"):
+        sweep_mixture(dataclasses.replace(options, proxy=proxy))
+
+
+@pytest.mark.parametrize(
+    ("method", "rules"),
+    [
+        ("doge", [DogeRule(), DogeRule(0.01), DogeRule(0.3), DogeRule(0.3, doge_eps=0.1)]),
+        (
+            "doremi",
+            [
+                DoremiRule(),
+                DoremiRule(doremi_eta=1.0),
+                DoremiRule(doremi_eta=0.2),
+                DoremiRule("fork"),
+            ],
+        ),
+    ],
+)
+def test_each_rule_has_its_own_proxies(hooked, method, rules):
+    """The first two are the default rule, whose files have no digest."""
+    swept, names = METHODS[method], []
+    for rule in rules:
+        given = hooked(method, **{method: rule})
+        files = swept.files(given, swept.centre(given))
+        names.append(files.mixture.stem)
+        assert files.made_from[-1].parent.name == names[-1]
+        if method == "doremi":
+            assert files.made_from[0].name == "nano-4steps-seed5"
+    assert names[0] == names[1] == f"{method}-nano-4steps-seed5"
+    assert len(set(names)) == 3

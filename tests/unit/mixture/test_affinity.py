@@ -1,0 +1,104 @@
+"""Affinity of domains: inner products and cosines, next to plain formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_chameleon.mixture import (
+    affinity,
+    affinity_matrix,
+    center_embeddings,
+    correlations,
+    nearest_rows,
+)
+from megatron_chameleon.mixture.affinity import unit_rows
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def double_centered(affinity: np.ndarray) -> np.ndarray:
+    k = len(affinity)
+    projector = np.eye(k) - np.ones((k, k)) / k
+    return projector @ affinity @ projector
+
+
+@settings(deadline=None, max_examples=30)
+@given(seeds, st.integers(1, 12), st.integers(1, 20))
+def test_centring_the_embeddings_is_double_centring_the_affinity(seed, k, h):
+    embeddings = np.random.default_rng(seed).normal(size=(k, h))
+    expected = double_centered(embeddings @ embeddings.T)
+    centered = affinity_matrix(embeddings, center=True)
+    np.testing.assert_allclose(centered, expected, atol=1e-12)
+    np.testing.assert_allclose(centered.sum(axis=0), 0.0, atol=1e-11)
+    np.testing.assert_array_equal(centered, centered.T)
+
+
+def test_uncentred_is_the_plain_inner_product():
+    embeddings = np.array([[1.0, 2.0], [3.0, -1.0], [0.0, 4.0]])
+    expected = [[5.0, 1.0, 8.0], [1.0, 10.0, -4.0], [8.0, -4.0, 16.0]]
+    np.testing.assert_array_equal(affinity_matrix(embeddings, center=False), expected)
+
+
+def test_float32_embeddings_with_a_large_mean_keep_their_differences():
+    rng = np.random.default_rng(0)
+    embeddings = (rng.normal(size=(7, 256)) + 3000.0).astype(np.float32)
+    exact = embeddings.astype(np.longdouble)
+    exact -= exact.mean(axis=0)
+    centered = affinity_matrix(embeddings, center=True)
+    np.testing.assert_allclose(centered, (exact @ exact.T).astype(float), rtol=1e-9)
+    # What this avoids: float32 products, centred afterwards.
+    in_float32 = double_centered(embeddings @ embeddings.T)
+    assert np.abs(in_float32 - centered).max() > 0.1 * np.abs(centered).max()
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8 + 0.1, -7.7e-9])
+def test_identical_domains_are_centred_to_exactly_zero(value):
+    embeddings = np.full((11, 5), value) * np.linspace(0.3, 2.9, 5)
+    assert not center_embeddings(embeddings).any()
+    assert not affinity_matrix(embeddings, center=True).any()
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "message"),
+    [
+        (np.zeros(3), "2 dimensions"),
+        (np.zeros((0, 4)), "empty"),
+        ([[1.0, 2.0], [3.0, np.nan]], "row 1"),
+        ([[1e200, 0.0], [1.0, 0.0]], "inner products"),
+    ],
+)
+@pytest.mark.parametrize("center", [True, False])
+def test_bad_embeddings_are_refused(embeddings, message, center):
+    with pytest.raises(ValueError, match=message):
+        affinity_matrix(embeddings, center)
+
+
+def test_correlations_are_cosines():
+    features = np.random.default_rng(0).normal(size=(6, 4))
+    found = correlations(features)
+    for i, one in enumerate(features):
+        for j, other in enumerate(features):
+            cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+            assert found[i, j] == pytest.approx(cosine)
+    assert np.abs(found).max() <= 1
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_rows_of_any_size_and_of_zeros(scale):
+    units = unit_rows(scale * np.array([[3.0, 4.0], [0.0, 0.0]]))
+    np.testing.assert_allclose(units, [[0.6, 0.8], [0.0, 0.0]])
+
+
+@pytest.mark.parametrize("block", [1, 3, 1024])
+def test_the_nearest_are_those_of_the_largest_cosines(monkeypatch, block):
+    monkeypatch.setattr(affinity, "BLOCK_ROWS", block)
+    features = np.random.default_rng(1).normal(size=(8, 5))
+    positions, cosines = nearest_rows(features, 3)
+    whole = correlations(features)
+    for i in range(8):
+        others = sorted((j for j in range(8) if j != i), key=lambda j: -whole[i, j])
+        assert positions[i].tolist() == others[:3]
+        np.testing.assert_allclose(cosines[i], whole[i, others[:3]])

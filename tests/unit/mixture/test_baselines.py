@@ -1,0 +1,124 @@
+"""Weights by size, and weights under caps next to a general solver."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from megatron_chameleon.mixture import capped_weights
+from megatron_chameleon.mixture.natural import natural_weights
+
+
+def by_optimizer(wanted, caps):
+    """The same minimum by a general solver."""
+    k = len(wanted)
+    found = minimize(
+        lambda w: float((w * np.log(np.maximum(w, 1e-300) / wanted)).sum()),
+        np.minimum(caps, 1.0) / np.minimum(caps, 1.0).sum(),
+        jac=lambda w: np.log(np.maximum(w, 1e-300) / wanted) + 1,
+        bounds=[(1e-12, min(cap, 1.0)) for cap in caps],
+        constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": lambda w: np.ones(k)},
+        options={"maxiter": 500, "ftol": 1e-14},
+    )
+    assert found.success, found.message
+    return found.x
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_the_mixture_of_smallest_divergence(seed):
+    generator = np.random.default_rng(seed)
+    wanted = generator.dirichlet(np.ones(6))
+    caps = generator.dirichlet(np.ones(6)) * generator.uniform(1.05, 3)
+    found = capped_weights(wanted, caps)
+    assert found.weights.sum() == pytest.approx(1, abs=1e-12)
+    assert (found.weights <= caps + 1e-15).all()
+    np.testing.assert_allclose(found.weights, by_optimizer(wanted, caps), atol=2e-6)
+
+
+def test_domains_that_are_free_keep_their_ratios():
+    found = capped_weights([0.5, 0.3, 0.15, 0.05], [0.2, np.inf, np.inf, 0.055])
+    assert found.binding == (0, 3)
+    assert found.weights[0] == 0.2
+    assert found.weights[3] == 0.055
+    assert found.weights[1] / found.weights[2] == pytest.approx(2)
+
+
+def test_a_cap_that_binds_only_because_others_do_is_found():
+    """0.3 fits under 0.35 until the first domain gives its weight away."""
+    found = capped_weights([0.6, 0.3, 0.1], [0.2, 0.35, 1.0])
+    np.testing.assert_allclose(found.weights, [0.2, 0.35, 0.45])
+    assert found.binding == (0, 1)
+
+
+@pytest.mark.parametrize("k", range(2, 60))
+def test_caps_that_sum_to_one_but_for_rounding_leave_no_room(k):
+    """As the shares of all text do where the budget is all there is."""
+    caps = np.ones(k) * (1.0 / k) * (1 - 1e-15)
+    found = capped_weights(np.full(k, 1 / k), caps)
+    np.testing.assert_allclose(found.weights, caps, rtol=1e-12)
+    with pytest.raises(ValueError, match="less than 1"):
+        capped_weights(np.full(k, 1 / k), caps * (1 - 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("weights", "caps", "problem"),
+    [
+        ([0.5, 0.5], [1.0], "vectors of one length"),
+        ([], [], "vectors of one length"),
+        ([0.5, -0.5], [1, 1], "not negative"),
+        ([0.0, 0.0], [1, 1], "not all zero"),
+        ([0.5, np.nan], [1, 1], "finite"),
+        ([0.5, 0.5], [np.nan, 1], ">= 0"),
+        ([0.5, 0.5], [-1, 2], ">= 0"),
+        ([0.5, 0.5], [0.4, 0.5], r"sum to 0\.9, less than 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(weights, caps, problem):
+    with pytest.raises(ValueError, match=problem):
+        capped_weights(weights, caps)
+
+
+def test_at_temperature_one_every_token_has_the_same_chance():
+    np.testing.assert_allclose(natural_weights([1, 2, 5]), [0.125, 0.25, 0.625])
+
+
+def test_the_temperature_is_the_inverse_of_the_exponent():
+    np.testing.assert_allclose(natural_weights([1, 4, 9], 2.0), np.array([1, 2, 3]) / 6)
+    np.testing.assert_allclose(natural_weights([1, 2, 3], 0.5), np.array([1, 4, 9]) / 14)
+
+
+def test_a_domain_without_tokens_has_no_weight_at_any_temperature():
+    for temperature in (0.1, 1.0, 1e6):
+        assert natural_weights([3, 0, 3], temperature).tolist() == [0.5, 0.0, 0.5]
+
+
+@given(
+    st.lists(st.integers(1, 10**15), min_size=1, max_size=20),
+    st.floats(1e-300, 1e300, allow_subnormal=False),
+)
+def test_any_sizes_and_any_temperature_give_a_mixture(tokens, temperature):
+    weights = natural_weights(tokens, temperature)
+    assert weights.sum() == pytest.approx(1.0)
+    assert (weights >= 0).all()
+    order = np.argsort(tokens, kind="stable")
+    assert (np.diff(weights[order]) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "temperature", "problem"),
+    [
+        ([0, 0], 1.0, "no tokens"),
+        ([], 1.0, "no tokens"),
+        ([1, -1], 1.0, ">= 0"),
+        ([1, np.nan], 1.0, ">= 0"),
+        ([[1, 2]], 1.0, "must be a vector"),
+        ([1, 2], 0.0, "temperature is 0.0"),
+        ([1, 2], np.inf, "temperature is inf"),
+    ],
+)
+def test_what_gives_no_mixture_is_refused(tokens, temperature, problem):
+    with pytest.raises(ValueError, match=problem):
+        natural_weights(tokens, temperature)

@@ -1,0 +1,211 @@
+"""The bootstrap over windows, next to a plain reference."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.mixture import (
+    DegenerateScoreWarning,
+    bootstrap,
+    bootstrap_weights,
+    chameleon_weight_fn,
+    chameleon_weights,
+    group_size,
+    grouped_windows,
+    resampled_means_direct,
+)
+from megatron_chameleon.mixture.bootstrap import (
+    MAX_VALUES,
+    BootstrapResult,
+    is_one_hot,
+    is_within_noise_of_uniform,
+    outweighing_probability,
+    windows_needed,
+)
+from tests.addresses import at_offset
+
+
+def mean_shares(embeddings: np.ndarray) -> np.ndarray:
+    """A plain weight function: the exponentials of the row means, normalised."""
+    unnormalized = np.exp(embeddings.mean(axis=1))
+    return unnormalized / unnormalized.sum()
+
+
+def windows_of(counts: list[int], h: int = 6, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(n, h)) + rng.normal(size=h) for n in counts]
+
+
+@pytest.mark.parametrize("block_values", [1, 200, 1 << 23])
+def test_resamples_equal_the_plain_reference(monkeypatch, block_values):
+    monkeypatch.setattr(bootstrap, "BLOCK_VALUES", block_values)
+    windows = windows_of([40, 1, 7, 13])
+    windows[2] = windows[2].astype(np.float32)
+    result = bootstrap_weights(windows, mean_shares, num_resamples=25, seed=3)
+    means = resampled_means_direct(windows, 25, seed=3)
+    np.testing.assert_allclose(result.weights, [mean_shares(m) for m in means], rtol=1e-12)
+    np.testing.assert_allclose(means[:, 1], np.tile(windows[1], (25, 1)))
+    assert result.num_windows == (40, 1, 7, 13)
+
+
+def test_intervals_are_percentiles_of_the_resamples():
+    result = bootstrap_weights(windows_of([30, 20]), mean_shares, 400, seed=1, confidence=0.8)
+    inside = (result.weights >= result.low) & (result.weights <= result.high)
+    np.testing.assert_allclose(inside.mean(axis=0), 0.8, atol=0.01)
+    assert (result.low < result.high).all()
+    assert result.confidence == 0.8
+    np.testing.assert_allclose(result.weights.sum(axis=1), 1.0)
+
+
+def test_the_seed_decides_and_more_resamples_keep_the_first():
+    windows = windows_of([30, 20, 10])
+    first = bootstrap_weights(windows, mean_shares, 20, seed=5).weights
+    np.testing.assert_array_equal(
+        bootstrap_weights(windows, mean_shares, 20, seed=5).weights, first
+    )
+    longer = bootstrap_weights(windows, mean_shares, 50, seed=5).weights
+    np.testing.assert_allclose(longer[:20], first, rtol=1e-13)
+    assert np.abs(bootstrap_weights(windows, mean_shares, 20, seed=6).weights - first).max() > 1e-3
+
+
+@pytest.mark.parametrize("offset", [8, 32])
+def test_weights_are_the_same_wherever_the_vectors_lie(offset):
+    """To the bit, or the same command would not write the same mixture twice."""
+    windows = windows_of([40, 33, 7, 130], h=37)
+    moved = [at_offset(vectors, offset) for vectors in windows]
+    one, other = (
+        bootstrap_weights(given, chameleon_weight_fn("pretrain", "scaled"), 10, seed=4)
+        for given in (windows, moved)
+    )
+    np.testing.assert_array_equal(one.weights, other.weights)
+
+
+@pytest.mark.parametrize(("mode", "recipe"), [("pretrain", "reference"), ("finetune", "scaled")])
+def test_intervals_cover_the_weights_of_the_whole_population(mode, recipe):
+    rng = np.random.default_rng(9)
+    centers = rng.normal(size=(5, 16)) * 2
+    truth = chameleon_weights(centers, mode, recipe).weights
+    weight_fn = chameleon_weight_fn(mode, recipe)
+    covered = []
+    for trial in range(40):
+        windows = [center + rng.normal(size=(120, 16)) for center in centers]
+        result = bootstrap_weights(windows, weight_fn, 120, seed=trial, confidence=0.9)
+        covered.append((result.low <= truth) & (truth <= result.high))
+    assert 0.8 < np.mean(covered) < 0.97
+
+
+def test_degenerate_resamples_are_counted_in_one_warning():
+    windows = [np.zeros((3, 2)), np.zeros((5, 2))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = bootstrap_weights(windows, chameleon_weight_fn("pretrain"), 12)
+    assert [entry.category for entry in caught] == [DegenerateScoreWarning]
+    assert "in 12 of 12 resamples" in str(caught[0].message)
+    np.testing.assert_array_equal(result.weights, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [
+        ([], "window_vectors"),
+        ([np.ones((2, 3)), np.ones((0, 3))], r"\[1\]"),
+        ([np.ones((2, 3)), np.ones((2, 4))], r"\[1\] has 4 features"),
+        ([np.ones((2, 1)), [[1.0], [np.nan]]], r"\[1\] row 1"),
+    ],
+)
+def test_bad_windows_are_refused(windows, message):
+    with pytest.raises(ValueError, match=message):
+        bootstrap_weights(windows, mean_shares, 5)
+
+
+@pytest.mark.parametrize("arguments", [{"num_resamples": 1}, {"seed": -1}, {"confidence": 1.0}])
+def test_settings_out_of_range_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        bootstrap_weights(windows_of([3, 3]), mean_shares, **{"num_resamples": 5, **arguments})
+
+
+def resampled(weights, num_windows=(8, 4)):
+    rows = np.array(weights, dtype=np.float64)
+    low, high = np.quantile(rows, [0.025, 0.975], axis=0)
+    return BootstrapResult(rows, low, high, 0.95, tuple(num_windows))
+
+
+def test_who_outweighs_whom_is_counted_over_resamples():
+    found = resampled([[0.6, 0.4], [0.7, 0.3], [0.5, 0.5], [0.2, 0.8]])
+    np.testing.assert_allclose(outweighing_probability(found, [0, 1], [1, 0]), [0.625, 0.375])
+
+
+def shares(embeddings):
+    unnormalized = np.exp(embeddings.mean(axis=1))
+    return unnormalized / unnormalized.sum()
+
+
+def half_width(found):
+    return float((found.high - found.low).max()) / 2
+
+
+def test_with_the_windows_that_it_asks_for_the_intervals_are_as_narrow():
+    rng = np.random.default_rng(0)
+    population = [rng.normal(size=(20_000, 4)) + i / 3 for i in range(3)]
+    few = bootstrap_weights([rows[:100] for rows in population], shares, 400)
+    wanted = half_width(few) / 3
+    needed = windows_needed(half_width(few), 100, wanted)
+    assert needed == pytest.approx(900, abs=1)
+    enough = bootstrap_weights([rows[:needed] for rows in population], shares, 400)
+    assert half_width(enough) == pytest.approx(wanted, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "uniform", "one_hot"),
+    [
+        ([[0.45, 0.55], [0.55, 0.45]], True, False),
+        ([[0.6, 0.4], [0.7, 0.3]], False, False),
+        ([[0.99, 0.01], [0.98, 0.02]], False, True),
+        ([[1.0], [1.0]], True, False),
+    ],
+)
+def test_weights_that_say_little_are_known(weights, uniform, one_hot):
+    assert is_within_noise_of_uniform(resampled(weights)) is uniform
+    assert is_one_hot(resampled(weights)) is one_hot
+
+
+def vectors_of(n: int, h: int = 5, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(n, h)) + 10).astype(np.float32)
+
+
+@pytest.mark.parametrize("domains", [100, 1000, 5000, 8000])
+def test_the_groups_of_many_domains_fit(domains):
+    size = group_size(domains, 4096, 768)
+    assert size > 1
+    assert domains * (4096 // size) * 768 <= MAX_VALUES
+
+
+def test_each_window_is_in_one_group_and_the_mean_is_that_of_all():
+    vectors = vectors_of(100, seed=1)
+    groups = grouped_windows(vectors, 3, seed=2)
+    assert groups.shape == (33, 5)
+    assert groups.dtype == np.float32
+    mean, expected = (array.mean(axis=0, dtype=np.float64) for array in (groups, vectors))
+    rounding = np.finfo(np.float32).eps * np.abs(groups).max()  # that of each group's mean
+    np.testing.assert_allclose(mean, expected, rtol=0, atol=rounding)
+    order = np.random.default_rng([2, 100]).permutation(100)[:99].reshape(33, 3)
+    plain = np.stack([vectors[rows].mean(axis=0) for rows in order])
+    shift = vectors.mean(axis=0) - plain.mean(axis=0)
+    np.testing.assert_allclose(groups, plain + shift, rtol=1e-5)
+    np.testing.assert_array_equal(groups, grouped_windows(vectors, 3, seed=2))
+    assert not np.array_equal(groups, grouped_windows(vectors, 3, seed=3))
+
+
+def test_the_mean_of_groups_is_as_sure_as_that_of_windows():
+    """Over many domains: variance of a mean estimated from groups and from windows."""
+    ratios = []
+    for seed in range(200):
+        vectors = vectors_of(512, h=8, seed=seed)
+        groups = grouped_windows(vectors, 8, seed)
+        by_groups = groups.var(axis=0, ddof=1) / len(groups)
+        ratios.append(by_groups / (vectors.var(axis=0, ddof=1) / len(vectors)))
+    assert np.mean(ratios) == pytest.approx(1, abs=0.02)

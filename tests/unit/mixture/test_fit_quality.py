@@ -1,0 +1,90 @@
+"""Quality of a fit on held-out runs, and distance of a mixture from the trained ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from megatron_chameleon.mixture.fit_quality import (
+    fit_linear,
+    folds_of,
+    held_out_predictions,
+    quality_of,
+    rank_correlations,
+    reach_of,
+    target_quality,
+)
+
+
+def test_rank_correlations_are_spearmans():
+    rng = np.random.default_rng(0)
+    one, other = rng.integers(0, 8, (30, 4)).astype(float), rng.normal(size=(30, 4))
+    expected = [spearmanr(a, b).statistic for a, b in zip(one.T, other.T, strict=True)]
+    np.testing.assert_allclose(rank_correlations(one, other), expected, atol=1e-12)
+
+
+def test_a_target_is_judged_by_its_own_sum():
+    losses = np.array([[1.0, 3.0], [2.0, 2.0], [3.0, 1.5]])
+    predicted = np.array([[1.0, 3.5], [2.5, 2.0], [3.0, 1.0]])
+    quality = target_quality(predicted, losses, np.array([0.5, 0.5]))
+    assert quality.mae.tolist() == pytest.approx([0.25])  # 2.25, 2.25, 2 of 2, 2, 2.25
+    assert quality.spread.tolist() == pytest.approx([0.25 / 3])
+    np.testing.assert_array_equal(
+        target_quality(predicted, losses, np.array([0.0, 1.0])).mae,
+        quality_of(predicted, losses).mae[1:],
+    )
+
+
+def test_folds_hold_every_run_once():
+    folds = folds_of(23, 5, seed=1)
+    assert sorted(np.concatenate(folds).tolist()) == list(range(23))
+    assert {len(fold) for fold in folds} == {4, 5}
+    for number in (1, 24):
+        with pytest.raises(ValueError, match=f"{number} folds of 23 runs"):
+            folds_of(23, number, seed=1)
+
+
+def test_a_run_is_predicted_without_having_been_seen():
+    losses = np.arange(12.0).reshape(6, 2)
+    seen = []
+
+    def remember(mixtures, values):
+        seen.append(values)
+        return lambda others: np.full((len(others), 2), values.mean(axis=0))
+
+    folds = [np.array([0, 3]), np.array([1, 5]), np.array([2, 4])]
+    predicted = held_out_predictions(remember, np.eye(6), losses, folds)
+    for fold, values in zip(folds, seen, strict=True):
+        assert not {tuple(row) for row in losses[fold]} & {tuple(row) for row in values}
+        np.testing.assert_allclose(predicted[fold], np.tile(values.mean(axis=0), (2, 1)))
+
+
+def test_a_linear_fit_finds_what_is_linear():
+    rng = np.random.default_rng(0)
+    mixtures, others = rng.dirichlet(np.ones(4), 20), rng.dirichlet(np.ones(4), 5)
+    slopes = rng.normal(size=(4, 3))
+    found = fit_linear(mixtures, 2.0 + mixtures @ slopes)(others)
+    np.testing.assert_allclose(found, 2.0 + others @ slopes, atol=1e-10)
+
+
+def test_a_trained_mixture_is_not_extrapolated():
+    trained = np.random.default_rng(0).dirichlet(np.ones(3), 50)
+    reach = reach_of(trained[7], trained)
+    assert (reach.nearest, reach.distance, reach.outside) == (7, 0.0, ())
+    distances = [
+        [np.abs(a - b).sum() / 2 for n, b in enumerate(trained) if n != m]
+        for m, a in enumerate(trained)
+    ]
+    assert reach.usual == pytest.approx(np.quantile([min(row) for row in distances], 0.95))
+    assert not reach.extrapolates
+
+
+def test_a_mixture_in_a_gap_is_extrapolated_though_no_weight_is_new():
+    corners = np.eye(3) * 0.94 + 0.02
+    rng = np.random.default_rng(0)
+    trained = np.concatenate([0.98 * row + 0.02 * rng.dirichlet(np.ones(3), 20) for row in corners])
+    reach = reach_of(np.full(3, 1 / 3), trained)
+    assert reach.outside == ()
+    assert reach.distance > reach.usual
+    assert reach.extrapolates

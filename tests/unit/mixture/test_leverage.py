@@ -1,0 +1,181 @@
+"""Leverage scores, next to exact arithmetic and the definition."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_chameleon.mixture import (
+    affinity_matrix,
+    center_embeddings,
+    feature_ridge_leverage,
+    leverage_scores,
+    leverage_scores_direct,
+)
+
+seeds = st.integers(0, 2**32 - 1)
+ridges = st.floats(1e-4, 1e4)
+
+
+def random_embeddings(seed: int, k: int, h: int) -> np.ndarray:
+    """Domains around a common mean, with a decaying spectrum as hidden states have."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(k, h)) * np.arange(1, h + 1) ** -0.5 * 3 + rng.normal(size=h)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seeds, st.integers(1, 15), st.integers(1, 15), ridges, st.booleans())
+def test_both_forms_equal_the_direct_formula(seed, k, h, ridge, center):
+    embeddings = random_embeddings(seed, k, h)
+    features = center_embeddings(embeddings) if center else embeddings
+    affinity = affinity_matrix(embeddings, center)
+    expected = leverage_scores_direct(affinity, ridge)
+    np.testing.assert_allclose(leverage_scores(affinity, ridge), expected, atol=1e-9)
+    np.testing.assert_allclose(feature_ridge_leverage(features, ridge), expected, atol=1e-9)
+
+
+def exact_scores(affinity: list[list[int]], ridge: Fraction) -> list[float]:
+    """The definition in rational numbers, by Gauss-Jordan elimination."""
+    k = len(affinity)
+    scores = []
+    for i in range(k):
+        rows = [
+            [Fraction(affinity[a][b]) + (k * ridge if a == b else 0) for b in range(k)]
+            + [Fraction(int(a == i))]
+            for a in range(k)
+        ]
+        for column in range(k):
+            pivot = next(r for r in range(column, k) if rows[r][column] != 0)
+            rows[column], rows[pivot] = rows[pivot], rows[column]
+            rows[column] = [value / rows[column][column] for value in rows[column]]
+            for r in range(k):
+                if r != column:
+                    factor = rows[r][column]
+                    pairs = zip(rows[r], rows[column], strict=True)
+                    rows[r] = [value - factor * base for value, base in pairs]
+        scores.append(float(sum(affinity[i][j] * rows[j][k] for j in range(k))))
+    return scores
+
+
+@pytest.mark.parametrize("ridge", [Fraction(10), Fraction(1, 3), Fraction(1, 10**6)])
+@pytest.mark.parametrize("scale", [1, 1000])
+def test_scores_equal_exact_rational_arithmetic(ridge, scale):
+    # Rank 3 of 5, with a duplicate and a zero row.
+    embeddings = scale * np.array([[1, 2, 0], [1, 2, 0], [0, -1, 4], [3, 3, 1], [0, 0, 0]])
+    affinity = embeddings @ embeddings.T
+    expected = exact_scores(affinity.tolist(), ridge)
+    tolerance = 1e-14 * max(1.0, affinity.max() / (5 * float(ridge)))
+    for scores in (
+        leverage_scores(affinity, float(ridge)),
+        leverage_scores_direct(affinity, float(ridge)),
+        feature_ridge_leverage(embeddings, float(ridge)),
+    ):
+        np.testing.assert_allclose(scores, expected, atol=tolerance)
+        assert scores[4] == 0.0
+
+
+@settings(deadline=None, max_examples=20)
+@given(seeds, st.integers(2, 10), ridges)
+def test_eigen_formula_has_the_factor_k(seed, k, ridge):
+    affinity = affinity_matrix(random_embeddings(seed, k, 12), center=False)
+    sigma, u = np.linalg.eigh(affinity)
+    expected = (u**2) @ (sigma / (sigma + k * ridge))
+    np.testing.assert_allclose(leverage_scores(affinity, ridge), expected, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=15)
+@given(seeds, st.floats(0.01, 100.0))
+def test_a_score_is_the_pull_of_a_domains_own_target_in_ridge_regression(seed, ridge):
+    features = random_embeddings(seed, 6, 9)
+    # min_w |X w - y|^2 + k lambda |w|^2 as a plain least-squares problem; d fit_i / d y_i.
+    stacked = np.vstack([features, np.sqrt(6 * ridge) * np.eye(9)])
+    expected = [
+        features[i] @ np.linalg.lstsq(stacked, np.eye(15)[i], rcond=None)[0] for i in range(6)
+    ]
+    np.testing.assert_allclose(leverage_scores(features @ features.T, ridge), expected, atol=1e-10)
+
+
+@settings(deadline=None, max_examples=15)
+@given(seeds, st.floats(0.01, 100.0))
+def test_inverse_scores_are_the_christoffel_function(seed, ridge):
+    features = random_embeddings(seed, 6, 9)
+    scores = leverage_scores(features @ features.T, ridge)
+    energy = features.T @ features / 6 + ridge * np.eye(9)
+    for i in range(6):
+        # min_w w^T energy w subject to w.x_i = 1, by its stationarity conditions.
+        system = np.block([[2 * energy, -features[i][:, None]], [features[i], 0.0]])
+        w = np.linalg.solve(system, np.append(np.zeros(9), 1.0))[:9]
+        np.testing.assert_allclose(w @ energy @ w, 1.0 / (6 * scores[i]), rtol=1e-8)
+
+
+def test_without_ridge_scores_tend_to_the_least_norm_solution():
+    features = random_embeddings(1, 8, 3)
+    features[5] = features[2]
+    least_norm = [
+        np.square(np.linalg.lstsq(features.T, features[i], rcond=None)[0]).sum() for i in range(8)
+    ]
+    np.testing.assert_allclose(leverage_scores(features @ features.T, 1e-11), least_norm, atol=1e-8)
+    np.testing.assert_allclose(feature_ridge_leverage(features, 1e-13), least_norm, atol=1e-8)
+
+
+def test_a_domain_at_the_mean_scores_zero():
+    embeddings = random_embeddings(6, 6, 50)
+    embeddings[2] = np.delete(embeddings, 2, axis=0).mean(axis=0)
+    for ridge in (10.0, 1e-8):
+        scores = leverage_scores(affinity_matrix(embeddings, center=True), ridge)
+        assert scores[2] < 1e-15
+        assert np.delete(scores, 2).min() > 1e-6
+
+
+@pytest.mark.parametrize("ridge", [10.0, 1e-9])
+def test_two_thousand_domains_take_seconds(ridge):
+    """Time that grows as k^4 would be an hour, far beyond pytest's timeout."""
+    embeddings = random_embeddings(7, 2000, 300)
+    embeddings[1000:1100] = embeddings[:100]
+    scores = leverage_scores(affinity_matrix(embeddings, center=True), ridge)
+    expected = feature_ridge_leverage(center_embeddings(embeddings), ridge)
+    np.testing.assert_allclose(scores, expected, atol=1e-8)
+
+
+def test_a_single_domain_and_a_zero_affinity():
+    np.testing.assert_allclose(leverage_scores([[4.0]], 1.0), [0.8])
+    np.testing.assert_array_equal(leverage_scores(np.zeros((3, 3)), 1.0), np.zeros(3))
+    np.testing.assert_array_equal(feature_ridge_leverage(np.zeros((3, 2)), 1.0), np.zeros(3))
+
+
+@pytest.mark.parametrize("function", [leverage_scores, leverage_scores_direct])
+@pytest.mark.parametrize(
+    ("affinity", "message"),
+    [
+        (np.ones((2, 3)), "square"),
+        (np.ones(4), "2 dimensions"),
+        ([[1.0, 0.5], [0.2, 1.0]], "not symmetric"),
+        ([[1.0, np.nan], [np.nan, 1.0]], "row 0"),
+        ([[1.0, 0.0], [0.0, -1.0]], r"entry \[1, 1\]"),
+        ([[1.0, 2.0], [2.0, 1.0]], r"entry \[0, 1\]"),
+    ],
+)
+def test_bad_affinities_are_refused(function, affinity, message):
+    with pytest.raises(ValueError, match=message):
+        function(affinity, 1.0)
+
+
+@pytest.mark.parametrize("ridge", [1e-9, 1e-2])
+def test_an_indefinite_affinity_is_refused(ridge):
+    # Every pair of domains is possible, all three together are not.
+    affinity = [[1.0, -0.9, -0.9], [-0.9, 1.0, -0.9], [-0.9, -0.9, 1.0]]
+    with pytest.raises(ValueError, match="eigenvalue"):
+        leverage_scores(affinity, ridge)
+
+
+@pytest.mark.parametrize("ridge", [0.0, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize(
+    "function", [leverage_scores, leverage_scores_direct, feature_ridge_leverage]
+)
+def test_a_ridge_must_be_positive(function, ridge):
+    with pytest.raises(ValueError, match="ridge"):
+        function(np.eye(2), ridge)

@@ -1,0 +1,137 @@
+"""Weights from leverage scores."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from megatron_chameleon.mixture import DegenerateScoreWarning, domain_weights, placed_weights
+
+any_scores = hnp.arrays(
+    np.float64, st.integers(1, 40), elements=st.floats(0.0, 1.0, allow_subnormal=True)
+)
+modes = st.sampled_from(["pretrain", "finetune"])
+
+
+def test_the_softmax_of_the_inverse_or_of_the_scores():
+    scores = np.array([0.2, 0.5, 0.4])
+    z = np.exp(1 / scores / 5)
+    np.testing.assert_allclose(domain_weights(scores, "pretrain", 5.0, False), z / z.sum())
+    z = np.exp(scores / 0.2)
+    np.testing.assert_allclose(domain_weights(scores, "finetune", 0.2, False), z / z.sum())
+    share = scores / 1.1
+    z = np.exp(1 / share / 5)
+    np.testing.assert_allclose(domain_weights(scores, "pretrain", 5.0, True), z / z.sum())
+    z = np.exp(share / 0.2)
+    np.testing.assert_allclose(domain_weights(scores, "finetune", 0.2, True), z / z.sum())
+
+
+@settings(deadline=None, max_examples=200)
+@given(any_scores, modes, st.floats(1e-6, 1e6), st.booleans())
+@example(np.array([5e-324, 0.0]), "pretrain", 1.0, True)
+def test_weights_always_lie_on_the_simplex(scores, mode, temperature, normalize):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a RuntimeWarning of numpy fails the test
+        warnings.simplefilter("ignore", DegenerateScoreWarning)
+        weights = domain_weights(scores, mode, temperature, normalize)
+    assert np.isfinite(weights).all()
+    assert (weights >= 0).all()
+    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-12)
+    order = np.argsort(scores if mode == "finetune" else -scores, kind="stable")
+    assert (np.diff(weights[order]) >= -1e-15).all()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("at_the_mean", [0.0, 1e-18, -1e-18, 5e-324])
+def test_a_domain_at_the_mean_warns_and_takes_the_limit(normalize, at_the_mean):
+    scores = [0.5, at_the_mean, 0.3]
+    with pytest.warns(DegenerateScoreWarning, match="position 1"):
+        weights = domain_weights(scores, "pretrain", 5.0, normalize)
+    np.testing.assert_allclose(weights, [0, 1, 0], atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["pretrain", "finetune"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_all_scores_zero_warns_and_is_uniform(mode, normalize):
+    with pytest.warns(DegenerateScoreWarning):
+        weights = domain_weights(np.zeros(4), mode, 0.2, normalize)
+    np.testing.assert_array_equal(weights, np.full(4, 0.25))
+
+
+def test_no_warning_where_nothing_is_held():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Small scores throughout are a matter of scale, not of a domain at the mean.
+        domain_weights([1e-12, 2e-12], "pretrain", 5.0, False)
+        # Fine-tuning takes S itself, to which a zero does no harm.
+        weights = domain_weights([0.0, 0.5], "finetune", 0.5, False)
+        np.testing.assert_allclose(weights[1] / weights[0], np.e)
+        np.testing.assert_array_equal(domain_weights([0.0], "pretrain", 5.0, True), [1.0])
+        np.testing.assert_array_equal(domain_weights([0.9], "finetune", 5.0, False), [1.0])
+
+
+def test_score_limits_bound_the_odds():
+    scores = np.array([1e-6, 1.0, 1.0, 1.0, 100.0])
+    floor, ceiling = 0.02 * scores.mean(), 3.0 * scores.mean()
+    limits: dict[str, Any] = {"score_floor": 0.02, "score_ceiling": 3.0}
+    # Fine-tuning has no floor: position 0 is not named.
+    with pytest.warns(DegenerateScoreWarning, match="position 4"):
+        weights = domain_weights(scores, "finetune", 7.0, False, **limits)
+    np.testing.assert_allclose(weights[4] / weights[0], np.exp((ceiling - 1e-6) / 7.0))
+    with pytest.warns(DegenerateScoreWarning, match="position 0 .* position 4"):
+        weights = domain_weights(scores, "pretrain", 0.5, False, **limits)
+    np.testing.assert_allclose(weights[0] / weights[4], np.exp((1 / floor - 1 / ceiling) / 0.5))
+    with pytest.warns(DegenerateScoreWarning):
+        weights = domain_weights(scores, "pretrain", 2.0, True, **limits)
+    shares = np.array([floor, 1.0, 1.0, 1.0, ceiling]) / scores.sum()
+    expected = np.exp(1 / shares / 2.0 - 1 / shares[0] / 2.0)
+    np.testing.assert_allclose(weights, expected / expected.sum())
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([], "vector"),
+        (np.eye(2), "vector"),
+        ([0.5, np.nan], "entry 1"),
+        ([0.5, -0.1], "entry 1"),
+        ([1e308, 1e308], "entry 0"),
+    ],
+)
+def test_bad_scores_are_refused(scores, message):
+    with pytest.raises(ValueError, match=message):
+        domain_weights(scores, "pretrain", 5.0, True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -5.0, np.nan, np.inf])
+def test_a_temperature_must_be_positive(temperature):
+    with pytest.raises(ValueError, match="temperature"):
+        domain_weights([0.5, 0.4], "pretrain", temperature, True)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"score_floor": 0.0}, {"score_floor": np.nan}, {"score_ceiling": 1.0}]
+)
+def test_limits_out_of_range_are_refused(limits):
+    with pytest.raises(ValueError, match=next(iter(limits))):
+        domain_weights([0.5, 0.4], "pretrain", 5.0, True, **limits)
+
+
+def test_new_domains_have_their_share_and_old_ones_their_ratios():
+    placed = placed_weights([0.4, 0.3, 0.2, 0.1], [0.75, 9.0, 0.25, 9.0], [1, 0, 1, 0])
+    np.testing.assert_allclose(placed, [0.45, 0.3, 0.15, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("before", "is_old", "problem"),
+    [([1.0, 2.0], [1, 1], "of one length"), ([0.0, 0.0, 5.0], [1, 1, 0], "no old domain")],
+)
+def test_what_makes_no_sense_is_refused(before, is_old, problem):
+    with pytest.raises(ValueError, match=problem):
+        placed_weights([0.5, 0.25, 0.25], before, is_old)

@@ -1,0 +1,196 @@
+"""FLOPs by formula against torch's counts, and the paper's figures by its rule."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_chameleon.model.flops import (
+    PAPER,
+    PaperSettings,
+    counted_flops,
+    dense_bf16_peak,
+    embedding_flops,
+    forward_flops,
+    head_forward_flops,
+    layer_forward_flops,
+    model_flops_utilization,
+    paper_flops,
+    paper_parameters,
+    training_flops,
+)
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
+
+BATCH, LENGTH = 2, 48
+# 256 rows of the embedding need no padding, which the formula leaves out.
+SHAPE = ModelShape(ModelSize(3, 4, 64, 160), vocab_size=256, max_sequence_length=LENGTH)
+TOKENS = BATCH * LENGTH
+
+
+@pytest.fixture(scope="module")
+def counted(one_rank):
+    """FLOPs that torch counts by operator: [forward, backward]."""
+    model = build_model(SHAPE, one_rank, seed=0)
+    tokens = torch.arange(TOKENS).view(BATCH, LENGTH) % 256
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    counts = []
+    # The fused CPU kernel is not counted; the plain one multiplies the same matrices.
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter:
+            loss = model(tokens, positions, None, labels=tokens).mean()
+        counts.append(by_operator(counter))
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        counts.append(by_operator(counter))
+    return counts
+
+
+def by_operator(counter):
+    return {str(name).split(".")[-1]: n for name, n in counter.get_flop_counts()["Global"].items()}
+
+
+def attention(shape, length):
+    """Per token and layer: scores and weighted sum over all positions, later ones included."""
+    return 2 * (2 * length * shape.size.hidden_size)
+
+
+def test_matrix_products_are_those_that_torch_counts(counted):
+    forward = counted[0]
+    products = forward["mm"] + forward.get("addmm", 0)
+    without_attention = SHAPE.size.num_layers * (
+        layer_forward_flops(SHAPE, LENGTH) - attention(SHAPE, LENGTH) / 2
+    )
+    assert products == TOKENS * (without_attention + head_forward_flops(SHAPE))
+
+
+def test_causal_attention_counts_the_half_of_the_scores_that_is_used(counted):
+    all_scores = counted[0]["bmm"]
+    assert all_scores == TOKENS * SHAPE.size.num_layers * attention(SHAPE, LENGTH)
+    counted_here = layer_forward_flops(SHAPE, LENGTH) - layer_forward_flops(SHAPE, 0)
+    assert counted_here == attention(SHAPE, LENGTH) / 2
+
+
+def test_a_backward_pass_costs_two_forward_passes(counted):
+    forward, backward = counted
+    assert backward["mm"] == 2 * (forward["mm"] + forward.get("addmm", 0))
+    assert backward["bmm"] == 2 * forward["bmm"]
+    trained = training_flops(SHAPE, TOKENS, LENGTH)
+    assert trained == 3 * forward_flops(SHAPE, TOKENS, LENGTH)
+    assert trained == sum(sum(part.values()) for part in counted) - 3 * forward["bmm"] / 2
+
+
+def test_embedding_pays_for_its_layers_only():
+    whole = forward_flops(SHAPE, 1000, LENGTH)
+    layers = embedding_flops(SHAPE, 3, 1000, LENGTH)
+    assert whole - layers == 1000 * head_forward_flops(SHAPE)
+    assert embedding_flops(SHAPE, 1, 1000, LENGTH) == layers / 3
+
+
+def test_large_models_near_the_rule_of_six_flops_per_parameter_and_token():
+    shape = ModelShape(model_size("1.2b"), 50_257, 1024)
+    per_token = training_flops(shape, 1, 1024)
+    assert 1.0 < per_token / (6 * shape.num_parameters) < 1.1
+
+
+def test_utilization_is_that_of_the_direct_count():
+    """684m at sequence 1024, with every product of the model written out."""
+    layers, h, f, s, v = 36, 1200, 4800, 1024, 50_257
+    products = 2 * (h * 3 * h + h * h + h * f + f * h)  # multiply and add, per token
+    attention = 2 * 2 * h * sum(range(1, s + 1)) / s  # scores and sums over the tokens before
+    per_token = 3 * (layers * (products + attention) + 2 * h * v)
+    counted = training_flops(ModelShape(model_size("684m"), v, s), 1, s)
+    assert counted == pytest.approx(per_token, rel=1e-4)  # half of s against half of s + 1
+    peak = dense_bf16_peak("NVIDIA H200")
+    assert peak == dense_bf16_peak("NVIDIA H100 80GB HBM3") == 989e12
+    utilization = model_flops_utilization(counted, 100_000, peak)
+    assert utilization == pytest.approx(per_token * 1e5 / 989e12, rel=1e-4)
+    for slower_or_unknown in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "cpu", ""):
+        unknown = dense_bf16_peak(slower_or_unknown)
+        assert model_flops_utilization(counted, 1e5, unknown) is None
+
+
+# As printed under the table of perplexities, and the ratios to Chameleon that the text speaks of.
+PRINTED = {"doremi": 1.34e18, "doge": 6.68e17, "chameleon": 1.36e17, "regmix": 1.20e18}
+RATIOS = {"doremi": 10, "doge": 5, "chameleon": 1, "regmix": 9, "mixing-laws": 394}
+VOCABULARY = 50257
+
+
+def test_the_rule_gives_the_figures_that_the_paper_prints():
+    for method, printed in PRINTED.items():
+        assert float(f"{paper_flops(method):.2e}") == printed, method
+    for method, ratio in RATIOS.items():
+        assert round(paper_flops(method) / paper_flops("chameleon")) == ratio, method
+    # The paper multiplies its rounded figure for DoReMi by 40.
+    assert paper_flops("mixing-laws") == pytest.approx(5.36e19, rel=0.005)
+    settings = PaperSettings(embedded_tokens=17 * 4000 * 400)
+    assert float(f"{paper_flops('chameleon', settings):.2e}") == 4.62e15
+
+
+@pytest.mark.parametrize("method", PAPER)
+def test_another_runs_settings_are_used(method):
+    settings = PaperSettings(model_size="mini", trained_tokens=1000, num_proxies=3)
+    parameters = 12 * 6 * 256**2
+    trainings = 3 * (2 if method == "doremi" else 1)
+    assert paper_flops(method, settings) == 6 * parameters * 1000 * trainings
+
+
+def test_a_method_that_is_not_in_the_paper_needs_settings():
+    settings = PaperSettings(model_size="mini", trained_tokens=1000)
+    assert paper_flops("mine", settings) == 6 * 12 * 6 * 256**2 * 1000
+    with pytest.raises(ValueError, match="mine"):
+        paper_flops("mine")
+
+
+def test_parameters_of_the_papers_sizes_and_of_others():
+    assert paper_parameters("82m") == 12 * 12 * 768**2 == 84_934_656
+    assert paper_parameters(model_size("82m")) == 84_934_656
+    assert paper_parameters("124m") == paper_parameters("82m")
+    assert paper_parameters(ModelSize(5, 2, 10, 40)) == 12 * 5 * 100
+
+
+def from_shapes(method: str) -> float:
+    settings = PAPER[method]
+    length = 2048 if method == "regmix" else 1024
+    assert isinstance(settings.model_size, str)
+    shape = ModelShape(model_size(settings.model_size), VOCABULARY, length)
+    return counted_flops(method, settings, shape, length, window_length=512)
+
+
+def test_counts_of_the_real_82m_proxy():
+    """It has six layers; their attention, the head and the reference's forward passes count."""
+    assert from_shapes("doremi") / from_shapes("chameleon") == pytest.approx(11.6, abs=0.05)
+    assert from_shapes("doge") / from_shapes("chameleon") == pytest.approx(5.0, abs=0.05)
+    # Two trainings of three forward passes, and one forward pass of the reference.
+    shape = ModelShape(model_size("82m"), VOCABULARY, 1024)
+    one = training_flops(shape, PAPER["doremi"].trained_tokens, 1024)
+    assert from_shapes("doremi") == pytest.approx(one * (2 + 1 / 3))
+
+
+DOCUMENTED = re.findall(
+    r"^\| (\w[\w ]+) \| (\d\.\d+e\d+) \| \S+ \| (\d+)x \| (?:(\S+) \| ([\d.]+)x)?",
+    (Path(__file__).resolve().parents[3] / "docs/methods/index.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def test_the_documented_figures_are_current():
+    assert {row[0] for row in DOCUMENTED} == {
+        "Chameleon",
+        "DoGE",
+        "RegMix",
+        "DoReMi",
+        "mixing laws",
+    }
+    for name, rule, ratio, real, real_ratio in DOCUMENTED:
+        method = name.lower().replace(" ", "-")
+        assert f"{paper_flops(method):.2e}".replace("+", "") == rule
+        assert round(paper_flops(method) / paper_flops("chameleon")) == int(ratio)
+        if real:
+            assert f"{from_shapes(method):.2e}".replace("+", "") == real
+            assert f"{from_shapes(method) / from_shapes('chameleon'):.1f}" == real_ratio

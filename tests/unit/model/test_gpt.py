@@ -1,0 +1,294 @@
+"""The model: parameters, loss, initial weights, compiled layers; and the sizes."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import cross_entropy
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model import compiled_layers, gpt
+from megatron_chameleon.model.compiled_layers import check_compile, compile_layers
+from megatron_chameleon.model.gpt import build_model, padded_vocab_size, unwrap
+from megatron_chameleon.model.initialization import INIT_STD, global_name, initialize_weights
+from megatron_chameleon.model.sizes import SIZES, ModelShape, ModelSize, model_size
+from megatron_chameleon.parallel.options import TrainingParallelOptions
+
+SMALL = ModelSize(num_layers=2, num_attention_heads=4, hidden_size=32, ffn_hidden_size=48)
+VOCAB_SIZE, LENGTH = 250, 24
+
+
+@pytest.fixture
+def tokens():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(VOCAB_SIZE, (3, LENGTH + 1), generator=generator)
+
+
+def positions_of(tokens):
+    return torch.arange(tokens.size(1)).expand_as(tokens)
+
+
+def losses_of(model, tokens):
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return model(inputs, positions_of(inputs), None, labels=labels)
+
+
+@pytest.fixture
+def _unfilled(monkeypatch):
+    """Allocate tensors without writing to them, so that the largest size takes no memory."""
+    made = gpt.transformer_config
+
+    def without_initialization(*arguments, **more):
+        config = made(*arguments, **more)
+        config.perform_initialization = False
+        return config
+
+    monkeypatch.setattr(gpt, "transformer_config", without_initialization)
+    monkeypatch.setattr(gpt, "initialize_weights", lambda *_arguments: None)
+
+
+@pytest.mark.usefixtures("_unfilled")
+@pytest.mark.parametrize("name", SIZES)
+def test_the_model_has_the_parameters_of_its_shape(one_rank, name):
+    shape = ModelShape(model_size(name), vocab_size=50_257, max_sequence_length=1024)
+    model = build_model(shape, one_rank, seed=0)
+    padding_rows = padded_vocab_size(shape.vocab_size, 1) - shape.vocab_size
+    held = sum(parameter.numel() for parameter in model.parameters())
+    assert held - padding_rows * shape.size.hidden_size == shape.num_parameters
+    of_a_layer = sum(p.numel() for p in model.decoder.layers[0].parameters())
+    assert of_a_layer == shape.layer_parameters
+
+
+@pytest.mark.parametrize("vocab_size", [1, 128, 129, 50_257])
+@pytest.mark.parametrize("tensor_size", [1, 2, 3, 25])
+def test_the_vocabulary_is_padded_to_equal_shards(vocab_size, tensor_size):
+    padded = padded_vocab_size(vocab_size, tensor_size)
+    works = [n for n in range(vocab_size, padded + 1) if n % 128 == 0 and n % tensor_size == 0]
+    assert works == [padded]
+
+
+def test_padding_is_left_out_of_the_loss(one_rank, tokens):
+    """The loss is a plain softmax over the 250 real tokens, in float64."""
+    model = build_model(ModelShape(SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
+    rows = model.embedding.word_embeddings.weight
+    assert rows.shape == (256, SMALL.hidden_size)
+    with torch.no_grad():
+        rows[VOCAB_SIZE:] = 100.0  # rows that would take all the probability
+    final = []
+    model.decoder.register_forward_hook(lambda _m, _i, output: final.append(output))
+    losses = losses_of(model, tokens)
+    hidden = final[0].detach().double()  # [s, b, h]
+    logits = hidden.transpose(0, 1) @ rows.detach()[:VOCAB_SIZE].double().T  # [b, s, v]
+    expected = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(losses.flatten().double(), expected, atol=2e-5, rtol=0)
+    losses.mean().backward()
+    assert torch.isfinite(rows.grad).all()
+    assert (rows.grad[VOCAB_SIZE:] == 0).all()
+    assert (rows.grad[:VOCAB_SIZE] != 0).any(dim=1).all()
+
+
+def test_the_loss_and_its_gradient_are_megatrons(one_rank, tokens):
+    """Compared with the one that megatron uses for a sharded vocabulary."""
+    model = build_model(ModelShape(SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = 5 * torch.randn(LENGTH, 3, 256, generator=generator)  # [s, b, v]
+    drawn[..., VOCAB_SIZE:] = torch.finfo(torch.float32).min  # padding, as megatron has none
+    results = []
+    for loss_of in (model.compute_language_model_loss, megatrons_loss(model)):
+        logits = drawn.clone().requires_grad_()
+        losses = loss_of(tokens[:, 1:].contiguous(), logits * 1.0)
+        (gradient,) = torch.autograd.grad((losses * torch.arange(LENGTH)).sum(), logits)
+        results.append((losses, gradient))
+    for ours, megatrons in zip(*results, strict=True):
+        torch.testing.assert_close(ours, megatrons, atol=2e-5, rtol=1e-5)
+
+
+def megatrons_loss(model):
+    return functools.partial(LanguageModule.compute_language_model_loss, model)
+
+
+def test_a_later_token_changes_no_earlier_loss(one_rank, tokens):
+    model = build_model(ModelShape(SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
+    changed = tokens.clone()
+    changed[:, 13] = (changed[:, 13] + 1) % VOCAB_SIZE
+    before, after = losses_of(model, tokens), losses_of(model, changed)
+    # Token 13 is the label of position 12 and the input of position 13.
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert (before[:, 12:] != after[:, 12:]).all()
+
+
+def test_the_output_layer_is_the_embedding(one_rank):
+    model = build_model(ModelShape(SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
+    assert model.shared_embedding_or_output_weight() is model.embedding.word_embeddings.weight
+    assert model.output_layer.weight is None
+
+
+def test_bf16_computes_near_fp32_from_the_same_weights(one_rank, tokens):
+    shape = ModelShape(SMALL, VOCAB_SIZE, LENGTH)
+    full, half = (build_model(shape, one_rank, seed=1, bf16=bf16) for bf16 in (False, True))
+    weights = dict(unwrap(full).named_parameters())
+    for name, parameter in unwrap(half).named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, weights[name].to(torch.bfloat16))
+    difference = (losses_of(full, tokens) - losses_of(half, tokens).float()).abs()
+    assert 0 < difference.max() < 0.1
+
+
+# Initial weights.
+
+
+def shape_of(num_layers, vocab_size=VOCAB_SIZE):
+    return ModelShape(ModelSize(num_layers, 4, 96, 192), vocab_size, max_sequence_length=64)
+
+
+SHAPE = shape_of(num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def model(one_rank):
+    return build_model(SHAPE, one_rank, seed=1)
+
+
+def matrices(model):
+    return {name: p.detach() for name, p in model.named_parameters() if p.dim() == 2}
+
+
+def test_initial_weights_depend_on_the_seed_alone(one_rank, model):
+    torch.manual_seed(999)
+    again = build_model(SHAPE, one_rank, seed=1)
+    before = torch.get_rng_state()
+    initialize_weights(again, SHAPE, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, matrix in matrices(model).items():
+        assert torch.equal(matrix, matrices(again)[name])
+    initialize_weights(again, SHAPE, seed=2)
+    for name, matrix in matrices(model).items():
+        same = (matrix == matrices(again)[name]).float().mean()
+        assert same < 0.05, name  # padding rows are zero in both
+    starts = {tuple(matrix[0, :8].tolist()) for matrix in matrices(model).values()}
+    assert len(starts) == 4 * SHAPE.size.num_layers + 2
+
+
+@pytest.mark.parametrize("first_layer", [0, 2])
+def test_a_layer_starts_equal_in_any_pipeline_stage(one_rank, model, first_layer):
+    """Two layers of the four, numbered as a pipeline stage would number them."""
+    stage = build_model(shape_of(num_layers=2), one_rank, seed=7)
+    for place, layer in enumerate(stage.decoder.layers):
+        layer.layer_number = first_layer + place + 1
+    initialize_weights(stage, SHAPE, seed=1)
+    for place, layer in enumerate(stage.decoder.layers):
+        whole = dict(model.decoder.layers[first_layer + place].named_parameters())
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter, whole[name]), name
+    # The last stage's copy of the tied embedding is sampled like the first stage's.
+    assert global_name(model, "output_layer.weight") == "embedding.word_embeddings.weight"
+
+
+def test_initial_weights_have_the_distributions_of_gpt2(model):
+    scaled = 0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            expected = 1.0 if "layernorm" in name and name.endswith("weight") else 0.0
+            assert (parameter == expected).all(), name
+            continue
+        std, matrix = INIT_STD, parameter.detach()
+        if name.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
+            std /= math.sqrt(2 * SHAPE.size.num_layers)
+            scaled += 1
+        sampled = matrix[: SHAPE.vocab_size] if "word_embeddings" in name else matrix
+        error = 5 / math.sqrt(sampled.numel())  # five standard errors
+        assert abs(sampled.mean().item()) < std * error, name
+        assert abs(sampled.std().item() / std - 1) < error, name
+        within = (sampled.abs() < std).double().mean().item()
+        assert abs(within - math.erf(1 / math.sqrt(2))) < error, name
+    assert scaled == 2 * SHAPE.size.num_layers
+
+
+def test_initial_padding_rows_are_zero(one_rank, model):
+    rows = model.embedding.word_embeddings.weight
+    assert rows.size(0) == 256
+    assert (rows[VOCAB_SIZE:] == 0).all()
+    larger = build_model(shape_of(4, vocab_size=253), one_rank, seed=1)
+    assert torch.equal(larger.embedding.word_embeddings.weight[:VOCAB_SIZE], rows[:VOCAB_SIZE])
+
+
+# Compiled layers; the graphs run eagerly, without a GPU.
+
+
+@pytest.fixture
+def _compiler():
+    """The CPU stand-in disables the compiler."""
+    torch._dynamo.reset()
+    torch.compiler.set_stance("default")
+    yield
+    torch.compiler.set_stance("force_eager")
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_compiled_layers_share_one_graph_and_change_nothing(one_rank, tokens):
+    shape = ModelShape(SMALL, VOCAB_SIZE, LENGTH)
+    plain, compiled = (build_model(shape, one_rank, seed=1) for _ in range(2))
+    graphs = CompileCounterWithBackend("aot_eager")
+    compile_layers(compiled, backend=graphs)
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    found = []
+    for model in (plain, compiled):
+        assert graphs.frame_count == 0
+        losses = losses_of(model, tokens)
+        losses.mean().backward()
+        found.append([losses.detach(), *(p.grad for p in model.parameters())])
+    for expected, result in zip(*found, strict=True):
+        assert torch.equal(result, expected)
+    assert graphs.frame_count == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert not torch._dynamo.utils.counters["recompiles"]
+
+
+def test_layers_that_cannot_be_compiled_are_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="CUDA"):
+        check_compile(TrainingParallelOptions())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compiled_layers, "triton_problem", lambda: None)
+    check_compile(TrainingParallelOptions())
+    overlapped = TrainingParallelOptions(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    with pytest.raises(UserError, match="--overlap-param-gather"):
+        check_compile(overlapped)
+    monkeypatch.setattr(compiled_layers, "triton_problem", lambda: "Triton needs gcc")
+    with pytest.raises(UserError, match="Triton needs gcc"):
+        check_compile(TrainingParallelOptions())
+
+
+# Sizes: layers, heads, hidden size, feed-forward size, millions of parameters.
+PAPER = {
+    "60m": (3, 6, 768, 3072, 60),
+    "82m": (6, 12, 768, 3072, 82),
+    "124m": (12, 12, 768, 3072, 124),
+    "210m": (24, 16, 768, 3072, 210),
+    "684m": (36, 24, 1200, 4800, 684),
+    "1.2b": (36, 25, 1600, 6400, 1200),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_sizes(name):
+    *dimensions, millions = PAPER[name]
+    assert model_size(name) == ModelSize(*dimensions)
+    count = ModelShape(model_size(name), 50_257, 1024).num_parameters
+    assert count / 1e6 == pytest.approx(millions, rel=0.015)
+    if name == "124m":  # the public GPT-2
+        assert count == 124_439_808
+
+
+def test_an_unknown_size_lists_the_names():
+    with pytest.raises(UserError) as error:
+        model_size("83m")
+    assert all(known in str(error.value) for known in SIZES)

@@ -1,0 +1,219 @@
+"""Conversion of weights and settings to transformers' GPT-2 and back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.gpt import build_model, padded_vocab_size
+from megatron_chameleon.model.huggingface import (
+    GPT2Config,
+    checked_tensors,
+    config_of_shape,
+    from_huggingface,
+    huggingface_names,
+    huggingface_shapes,
+    read_config,
+    shape_of_config,
+    to_huggingface,
+)
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from tests.rounding import assert_as_near
+
+SHAPES = {
+    "tiny": ModelShape(ModelSize(2, 4, 32, 128), vocab_size=101, max_sequence_length=20),
+    "head dimension 50": ModelShape(ModelSize(2, 3, 150, 600), 257, 24),
+    "wide MLP, no padding": ModelShape(ModelSize(3, 2, 48, 80), 256, 16),
+    "tanh": ModelShape(ModelSize(2, 4, 32, 128), 101, 20, activation="gelu_tanh"),
+}
+SHAPE = SHAPES["tiny"]
+CONFIG = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 101}
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request):
+    return SHAPES[request.param]
+
+
+def ours_with_random_weights(shape, layout):
+    """A model whose biases and norms are random, too."""
+    model = build_model(shape, layout, seed=0).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(random_weights(name, parameter.shape, generator))
+        model.embedding.word_embeddings.weight[shape.vocab_size :] = 0
+    return model
+
+
+def theirs_of(shape, tensors=None):
+    """transformers' model of the shape, with ``tensors`` or random weights."""
+    config = transformers.GPT2Config(**config_of_shape(shape, torch.float32, eod_id=0))
+    model = transformers.GPT2LMHeadModel(config).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(
+                random_weights(name, parameter.shape, generator)
+                if tensors is None
+                else tensors[name]
+            )
+    return model
+
+
+def random_weights(name, size, generator):
+    drawn = 0.2 * torch.randn(size, generator=generator)
+    is_norm = name.endswith("weight") and len(size) == 1
+    return 1 + drawn if is_norm else drawn
+
+
+def logits_of(model, shape):
+    """Logits [b, s, v] of random tokens, at all positions."""
+    generator = torch.Generator().manual_seed(3)
+    length = shape.max_sequence_length
+    tokens = torch.randint(shape.vocab_size, (3, length), generator=generator)
+    with torch.no_grad():
+        if isinstance(model, transformers.GPT2LMHeadModel):
+            return model(tokens).logits
+        return model(tokens, torch.arange(length).expand_as(tokens), None)[..., : shape.vocab_size]
+
+
+def assert_same_logits(model, theirs, shape):
+    """Compare with transformers' model in float64; its float32 error is allowed."""
+    ours, reference = logits_of(model, shape), logits_of(theirs, shape)
+    assert reference.std() > 0.1
+    assert_as_near(ours, reference, logits_of(theirs.double(), shape))
+
+
+def load(model, tensors, shape):
+    rows = padded_vocab_size(shape.vocab_size, 1)
+    parameters = from_huggingface(tensors, shape, rows)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameters.pop(name))
+    assert parameters == {}
+
+
+def test_our_logits_are_those_of_transformers(one_rank, shape):
+    model = ours_with_random_weights(shape, one_rank)
+    tensors = to_huggingface(dict(model.named_parameters()), shape)
+    assert_same_logits(model, theirs_of(shape, tensors), shape)
+
+
+def test_logits_of_transformers_are_ours(one_rank, shape):
+    theirs = theirs_of(shape)
+    model = build_model(shape, one_rank, seed=0).eval()
+    load(model, checked_tensors(theirs.state_dict(), shape, "there"), shape)
+    assert_same_logits(model, theirs, shape)
+
+
+def test_there_and_back_is_bit_equal(one_rank, shape):
+    parameters = dict(ours_with_random_weights(shape, one_rank).named_parameters())
+    tensors = to_huggingface(parameters, shape)
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    assert tensors["transformer.wte.weight"].size(0) == shape.vocab_size
+    rows = padded_vocab_size(shape.vocab_size, 1)
+    back = from_huggingface(tensors, shape, rows)
+    assert back.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        assert torch.equal(back[name], parameter), name
+
+
+def test_names_and_shapes_are_those_of_transformers(shape):
+    model = theirs_of(shape)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert huggingface_shapes(shape) == shapes
+    assert set(huggingface_names(shape).values()) == set(shapes)
+
+
+def test_the_written_config_is_read_back(shape):
+    config = config_of_shape(shape, torch.bfloat16, eod_id=7)
+    assert shape_of_config(read_config(config, "config.json")) == shape
+    theirs = transformers.GPT2Config(**config)
+    assert theirs.dtype == torch.bfloat16
+    assert theirs.eos_token_id == theirs.bos_token_id == 7
+    assert theirs.resid_pdrop == theirs.embd_pdrop == theirs.attn_pdrop == 0
+    for field in dataclasses.fields(GPT2Config):
+        assert getattr(theirs, field.name) == config[field.name]
+
+
+def test_missing_fields_have_transformers_defaults():
+    defaults = GPT2Config("gpt2")
+    theirs = transformers.GPT2Config()
+    for field in dataclasses.fields(GPT2Config):
+        assert getattr(defaults, field.name) == getattr(theirs, field.name), field.name
+    assert shape_of_config(defaults) == ModelShape(
+        ModelSize(12, 12, 768, 3072), 50_257, 1024, "gelu_tanh"
+    )
+    assert defaults.largest_dropout == 0.1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "llama"),
+        ("activation_function", "relu"),
+        ("layer_norm_epsilon", 1e-6),
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("add_cross_attention", True),
+        ("tie_word_embeddings", False),
+        ("n_layer", 0),
+        ("n_embd", "wide"),
+        ("n_head", 5),
+        ("n_inner", -1),
+    ],
+)
+def test_an_unsupported_config_is_rejected_by_its_field(field, value):
+    with pytest.raises(UserError, match=f"^there/config.json: field {field} "):
+        read_config({**CONFIG, field: value}, "there/config.json")
+
+
+def test_a_config_without_a_model_type_is_rejected():
+    with pytest.raises(UserError, match="model_type"):
+        read_config({"n_embd": 32}, "there/config.json")
+
+
+@pytest.fixture
+def tensors():
+    return theirs_of(SHAPE).state_dict()
+
+
+def test_older_folders_are_read_too(tensors):
+    """Without prefix, with causal masks, and without the tied output layer."""
+    expected = checked_tensors(tensors, SHAPE, "there")
+    del tensors["lm_head.weight"]
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    plain["h.0.attn.bias"] = torch.ones(1, 1, 20, 20).tril()
+    plain["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+    found = checked_tensors(plain, SHAPE, "there")
+    assert found.keys() == expected.keys() == huggingface_shapes(SHAPE).keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("transformer.ln_f.bias", None),
+        ("transformer.h.2.ln_1.bias", torch.ones(32)),
+        ("transformer.wpe.weight", torch.ones(9, 32)),
+        ("transformer.h.0.mlp.c_fc.weight", torch.ones(128, 32)),
+        ("transformer.h.0.ln_1.bias", torch.ones(32, dtype=torch.int8)),
+        ("transformer.h.1.ln_2.weight", torch.full((32,), torch.nan)),
+        ("transformer.h.1.ln_2.weight", torch.full((32,), torch.inf)),
+        ("h.1.ln_2.weight", torch.ones(32)),  # twice: with and without prefix
+        ("lm_head.weight", torch.ones(101, 32)),
+    ],
+)
+def test_wrong_tensors_are_rejected_by_name(tensors, name, change):
+    checked_tensors(tensors, SHAPE, "there")
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change
+    with pytest.raises(UserError, match=name.removeprefix("transformer.")):
+        checked_tensors(tensors, SHAPE, "there")

@@ -1,0 +1,240 @@
+"""Attention, layer norm and recomputation against megatron's and against direct formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_chameleon.model.gpt import build_model, build_model_chunks, transformer_config
+from megatron_chameleon.model.layers import (
+    SDPACoreAttention,
+    SequenceParallelLayerNorm,
+    additive_mask,
+)
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.parallel.options import RecomputeOptions
+from tests.rounding import assert_as_near
+
+LENGTH, BATCH, HEADS, HEAD_DIM = 7, 2, 4, 8
+SCALE = 1 / math.sqrt(HEAD_DIM)
+
+
+def config_of(**changes):
+    settings = {
+        "num_layers": 1,
+        "hidden_size": HEADS * HEAD_DIM,
+        "num_attention_heads": HEADS,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "cuda_graph_scope": [],
+    }
+    return TransformerConfig(**{**settings, **changes})
+
+
+def attention_of(mask_type=AttnMaskType.causal, config=None, **more):
+    return SDPACoreAttention(config or config_of(), 1, mask_type, "self", **more)
+
+
+def heads(seed, groups=HEADS, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(LENGTH, BATCH, n, HEAD_DIM) for n in (HEADS, groups, groups)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def attention_direct(query, key, value, masked, scale=SCALE):
+    """Softmax attention one head and one query at a time; True in ``masked`` is excluded."""
+    context = torch.zeros(LENGTH, BATCH, HEADS, HEAD_DIM, dtype=query.dtype)
+    per_group = HEADS // key.size(2)
+    for b in range(BATCH):
+        for n in range(HEADS):
+            k, v = key[:, b, n // per_group], value[:, b, n // per_group]
+            for i in range(LENGTH):
+                scores = k @ query[i, b, n] * scale
+                weights = scores.masked_fill(masked[b, n, i], -math.inf).softmax(0)
+                context[i, b, n] = weights @ v
+    return context.reshape(LENGTH, BATCH, -1)
+
+
+def assert_direct(result, inputs, masked, **more):
+    """Compare with the direct formula in float64; its error in the inputs' precision is allowed."""
+    q, k, v = inputs
+    exact = attention_direct(q.double(), k.double(), v.double(), masked, **more)
+    assert_as_near(result, attention_direct(q, k, v, masked, **more), exact)
+
+
+def causal_mask():
+    after = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return after.expand(BATCH, HEADS, LENGTH, LENGTH)
+
+
+def random_mask(*shape):
+    """Masks out half of everything, but never a token's view of itself."""
+    mask = torch.rand(*shape, LENGTH, LENGTH, generator=torch.Generator().manual_seed(9)) < 0.5
+    return mask & ~torch.eye(LENGTH, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("groups", [HEADS, 1, 2])
+def test_causal_attention_is_the_direct_formula(groups):
+    q, k, v = heads(3, groups=groups)
+    result = attention_of(config=config_of(num_query_groups=groups))(q, k, v, None)
+    assert_direct(result, (q, k, v), causal_mask())
+
+
+def test_the_mask_type_of_the_call_overrides_the_constructors():
+    q, k, v = heads(2)
+    result = attention_of(AttnMaskType.causal)(q, k, v, None, attn_mask_type=AttnMaskType.no_mask)
+    assert_direct(result, (q, k, v), torch.zeros_like(causal_mask()))
+
+
+@pytest.mark.parametrize("shape", [(BATCH, HEADS), (BATCH, 1), (1, 1)])
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.arbitrary])
+def test_an_explicit_mask_replaces_the_causal_one(shape, mask_type):
+    q, k, v = heads(1)
+    mask = random_mask(*shape)
+    result = attention_of(mask_type)(q, k, v, mask)
+    assert_direct(result, (q, k, v), mask.expand(BATCH, HEADS, LENGTH, LENGTH))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_additive_mask_gives_the_bits_of_the_boolean_one(dtype):
+    mask, results = random_mask(BATCH, 1), []
+    for given in (mask, additive_mask(mask, dtype)):
+        inputs = [part.requires_grad_() for part in heads(1, dtype=dtype)]
+        context = attention_of()(*inputs, given)
+        results.append((context, *torch.autograd.grad(context.float().square().sum(), inputs)))
+    for boolean, additive in zip(*results, strict=True):
+        assert torch.equal(boolean, additive)
+
+
+def test_another_scale_is_used():
+    q, k, v = heads(4)
+    result = attention_of(softmax_scale=0.7)(q, k, v, None)
+    assert_direct(result, (q, k, v), causal_mask(), scale=0.7)
+
+
+def test_bf16_stays_bf16():
+    q, k, v = heads(5, dtype=torch.bfloat16)
+    result = attention_of()(q, k, v, None)
+    assert result.dtype == torch.bfloat16
+    assert_direct(result, (q, k, v), causal_mask())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda qkv: attention_of()(*qkv, None, attention_bias=torch.zeros(LENGTH, LENGTH)),
+        lambda qkv: attention_of()(*qkv, None, packed_seq_params=object()),
+        lambda qkv: attention_of(AttnMaskType.padding)(*qkv, None),
+        lambda _: attention_of(config=config_of(attention_dropout=0.1)),
+        lambda _: attention_of(attention_dropout=0.1),
+        lambda _: attention_of(config=config_of(window_size=(4, 0))),
+        lambda _: attention_of(config=config_of(softmax_type="off-by-one")),
+    ],
+)
+def test_unsupported_settings_are_assertion_errors(use):
+    with pytest.raises(AssertionError):
+        use(heads(6))
+
+
+@pytest.mark.parametrize("mask", [None, random_mask(BATCH, 1)], ids=["causal", "given"])
+def test_it_equals_megatrons_unfused_attention_and_its_gradients(one_rank, mask):
+    results = []
+    for kind in (SDPACoreAttention, DotProductAttention):
+        # In float64, where no tolerance depends on the processor.
+        inputs = [part.requires_grad_() for part in heads(7, dtype=torch.float64)]
+        attention = kind(config_of(), 1, AttnMaskType.causal, "self")
+        given = causal_mask()[:, :1] if mask is None and kind is DotProductAttention else mask
+        # Megatron's applies its causal mask only when it is given none.
+        mask_type = AttnMaskType.causal if mask is None else AttnMaskType.arbitrary
+        context = attention(*inputs, given, attn_mask_type=mask_type)
+        gradients = torch.autograd.grad(context.square().sum(), inputs)
+        results.append((context, *gradients))
+    for ours, megatrons in zip(*results, strict=True):
+        torch.testing.assert_close(ours, megatrons, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("head_dim", "multiple"), [(50, 64), (64, 8)])
+@pytest.mark.parametrize("mask", [None, random_mask(BATCH, 1)], ids=["causal", "given"])
+def test_padding_heads_changes_nothing(head_dim, multiple, mask):
+    """Neither results nor gradients; the scale is that of the unpadded heads."""
+    config = config_of(hidden_size=HEADS * head_dim)
+    results = []
+    for head_dim_multiple in (1, multiple):
+        generator = torch.Generator().manual_seed(8)
+        shape = (LENGTH, BATCH, HEADS, head_dim)
+        inputs = [torch.randn(shape, generator=generator).double() for _ in range(3)]
+        inputs = [part.requires_grad_() for part in inputs]
+        attention = attention_of(config=config)
+        attention.head_dim_multiple = head_dim_multiple
+        context = attention(*inputs, mask)
+        assert context.shape == (LENGTH, BATCH, HEADS * head_dim)
+        results.append((context, *torch.autograd.grad(context.square().sum(), inputs)))
+    for padded, plain in zip(*results, strict=True):
+        torch.testing.assert_close(padded, plain, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-2])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_layer_norm_is_the_formula_and_marks_its_parameters(eps, sequence_parallel):
+    norm = SequenceParallelLayerNorm(SimpleNamespace(sequence_parallel=sequence_parallel), 16, eps)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            assert getattr(parameter, "sequence_parallel") is sequence_parallel  # noqa: B009
+            parameter.copy_(torch.randn(16, generator=generator))
+    hidden = torch.randn(5, 3, 16, generator=generator) * 3 + 1
+    x = hidden.double()
+    centred = x - x.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    expected = expected * norm.weight.double() + norm.bias.double()
+    torch.testing.assert_close(norm(hidden).double(), expected, atol=1e-5, rtol=0)
+
+
+SIZE = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=32, ffn_hidden_size=48)
+SHAPE = ModelShape(SIZE, vocab_size=100, max_sequence_length=16)
+
+
+def test_every_norm_of_the_model_is_of_this_kind(one_rank):
+    model = build_model(SHAPE, one_rank, seed=0)
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert len(norms) == 2 * SHAPE.size.num_layers + 1
+    assert all(isinstance(norm, SequenceParallelLayerNorm) for norm in norms)
+    layout = dataclasses.replace(one_rank, sequence_parallel=True, tensor_size=2)
+    assert transformer_config(SHAPE, layout, bf16=False).sequence_parallel
+
+
+def gradients(layout, recompute):
+    (model,) = build_model_chunks(SHAPE, layout, seed=0, recompute=recompute)
+    text = torch.randint(100, (3, 17), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(16).expand(3, 16)
+    forwards = []
+    model.decoder.layers[0].mlp.linear_fc1.register_forward_hook(lambda *_: forwards.append(1))
+    losses = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+    losses.mean().backward()
+    return {name: p.grad for name, p in model.named_parameters()}, len(forwards)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeOptions("full"),
+        RecomputeOptions("full", recompute_num_layers=2),
+        RecomputeOptions("full", recompute_method="block", recompute_num_layers=3),
+        RecomputeOptions("selective"),
+    ],
+)
+def test_recomputed_gradients_are_bit_identical(one_rank, recompute):
+    expected, once = gradients(one_rank, None)
+    found, twice = gradients(one_rank, recompute)
+    assert (once, twice) == (1, 2)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.any(), name
+        assert torch.equal(found[name], gradient), name

@@ -1,0 +1,137 @@
+"""The memory estimated from shapes, compared with torch's allocator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_chameleon.model.memory import (
+    TrainingSetup,
+    estimate_memory,
+    fullest_stage,
+    stage_parameters,
+)
+from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
+from megatron_chameleon.parallel.options import RecomputeOptions, TrainingParallelOptions
+from tests.peak_memory import peak_of_training
+
+TOLERANCE = 0.1
+SIZE = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=128, ffn_hidden_size=512)
+PLAIN = TrainingSetup(
+    shape=ModelShape(SIZE, vocab_size=1000, max_sequence_length=256),
+    parallel=TrainingParallelOptions(),
+    data_parallel_size=1,
+    micro_batch_size=4,
+    num_microbatches=2,
+    bf16=False,
+)
+
+
+def recomputing(*values, **more):
+    return dataclasses.replace(
+        PLAIN, parallel=TrainingParallelOptions(recompute=RecomputeOptions(*values, **more))
+    )
+
+
+def laid_out(setup=PLAIN, data_parallel_size=1, **parallel):
+    return dataclasses.replace(
+        setup,
+        parallel=TrainingParallelOptions(**parallel),
+        data_parallel_size=data_parallel_size,
+    )
+
+
+BF16 = dataclasses.replace(
+    PLAIN,
+    bf16=True,
+    micro_batch_size=8,
+    shape=dataclasses.replace(PLAIN.shape, vocab_size=5000),
+)
+SETUPS = {
+    "plain": PLAIN,
+    "one sequence": dataclasses.replace(PLAIN, micro_batch_size=1, num_microbatches=1),
+    "bf16": BF16,
+    "large vocabulary": dataclasses.replace(
+        PLAIN, shape=dataclasses.replace(PLAIN.shape, vocab_size=9000)
+    ),
+    "full": recomputing("full"),
+    "full by twos": recomputing("full", recompute_num_layers=2),
+    "block": recomputing("full", recompute_method="block", recompute_num_layers=2),
+    "selective": recomputing("selective"),
+    "sharded": laid_out(BF16, use_distributed_optimizer=True),
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_estimate_is_near_the_measured_peak(one_rank, name):
+    setup = SETUPS[name]
+    layout = dataclasses.replace(
+        one_rank, use_distributed_optimizer=setup.parallel.use_distributed_optimizer
+    )
+    measured = peak_of_training(setup, layout)
+    assert fullest_stage(setup).total == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_what_is_recomputed_is_not_kept():
+    """Otherwise all estimates above could be equal."""
+    kept = {name: fullest_stage(setup).activations for name, setup in SETUPS.items()}
+    assert kept["full"] < kept["full by twos"] < kept["block"] < kept["plain"]
+    assert kept["full"] < kept["selective"] < kept["plain"]
+
+
+@pytest.mark.parametrize("name", ["1m", "684m", "1.2b"])
+def test_the_parameters_of_all_ranks_are_those_of_the_shape(name):
+    shape = ModelShape(model_size(name), vocab_size=50_257, max_sequence_length=1024)
+    setup = dataclasses.replace(PLAIN, shape=shape)
+    padding = setup.embedding_elements - shape.vocab_size * shape.size.hidden_size
+    assert stage_parameters(setup, 0) == shape.num_parameters + padding
+    pipelined = laid_out(setup, pipeline_model_parallel_size=shape.size.num_layers)
+    held = sum(stage_parameters(pipelined, stage) for stage in range(shape.size.num_layers))
+    # The last stage has a copy of the embedding.
+    assert held == shape.num_parameters + padding + setup.embedding_elements
+
+
+def test_states_are_sharded_and_main_weights_are_of_bf16_alone():
+    whole = fullest_stage(dataclasses.replace(PLAIN, bf16=True))
+    sharded = fullest_stage(
+        laid_out(
+            dataclasses.replace(PLAIN, bf16=True),
+            data_parallel_size=4,
+            use_distributed_optimizer=True,
+        )
+    )
+    count = stage_parameters(PLAIN, 0)
+    assert (whole.parameters, whole.gradients) == (2 * count, 4 * count)
+    assert (whole.main_weights, whole.moments) == (4 * count, 8 * count)
+    assert (sharded.parameters, sharded.gradients) == (whole.parameters, whole.gradients)
+    assert sharded.moments == pytest.approx(whole.moments / 4, rel=1e-3)
+    assert fullest_stage(PLAIN).main_weights == 0
+
+
+def test_earlier_stages_keep_more_micro_batches():
+    many = dataclasses.replace(PLAIN, num_microbatches=8)
+    stages = estimate_memory(laid_out(many, pipeline_model_parallel_size=4))
+    activations = [stage.activations for stage in stages]
+    assert activations[:3] == sorted(activations[:3], reverse=True)
+    assert activations[0] == 4 * activations[2] // 2
+    few = dataclasses.replace(PLAIN, num_microbatches=1)
+    first, second, *_ = estimate_memory(laid_out(few, pipeline_model_parallel_size=4))
+    assert first.activations == second.activations
+
+
+def test_interleaving_keeps_more():
+    many = dataclasses.replace(PLAIN, num_microbatches=8)
+    plain = fullest_stage(laid_out(many, pipeline_model_parallel_size=2))
+    interleaved = laid_out(
+        many, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2
+    )
+    assert fullest_stage(interleaved).activations > plain.activations
+
+
+def test_tensor_parallelism_splits_layers_and_sequence_parallelism_the_rest():
+    whole = fullest_stage(PLAIN).activations
+    split = fullest_stage(laid_out(tensor_model_parallel_size=4)).activations
+    both = fullest_stage(laid_out(tensor_model_parallel_size=4, sequence_parallel=True)).activations
+    assert whole / 4 < split < whole
+    assert both == pytest.approx(whole / 4, rel=0.01)

@@ -1,0 +1,119 @@
+"""Hidden states and losses that a reader returns, against the whole model's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.model.readout import Reader, check_layer, check_window, length_multiple
+from megatron_chameleon.model.sizes import ModelShape, model_size
+
+SHAPE = ModelShape(model_size("nano"), vocab_size=250, max_sequence_length=32)
+
+
+@pytest.fixture(scope="module")
+def reader(one_rank):
+    model = build_model(SHAPE, one_rank, seed=3)
+    model.eval()
+    return Reader(model, SHAPE, one_rank)
+
+
+@pytest.fixture(params=[(3, 32), (2, 1)], ids=str)
+def tokens(request):
+    return torch.randint(250, request.param, generator=torch.Generator().manual_seed(0))
+
+
+def positions_of(tokens):
+    return torch.arange(tokens.size(1)).expand_as(tokens)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "device", "multiple"),
+    [(False, "cpu", 1), (True, "cpu", 3), (False, "cuda", 64), (True, "cuda", 192)],
+)
+def test_sequences_fit_the_layout_and_the_kernels(one_rank, sequence_parallel, device, multiple):
+    layout = dataclasses.replace(
+        one_rank,
+        tensor_size=3,
+        sequence_parallel=sequence_parallel,
+        device=torch.device(device),
+    )
+    assert length_multiple(layout) == multiple
+
+
+@pytest.mark.parametrize("layer", [1, 2, 3, 4])
+def test_hidden_states_are_the_layers_output_in_the_whole_model(reader, tokens, layer):
+    seen = []
+    handle = reader.model.decoder.layers[layer - 1].register_forward_hook(
+        lambda _module, _inputs, output: seen.append(output[0])
+    )
+    try:
+        reader.model(tokens, positions_of(tokens), None)
+    finally:
+        handle.remove()
+    hidden = reader.hidden_states(tokens, layer)
+    assert hidden.shape == (tokens.size(1), tokens.size(0), SHAPE.size.hidden_size)
+    assert not hidden.requires_grad
+    assert torch.equal(hidden, seen[0].detach())
+
+
+def test_later_layers_do_not_run(reader, tokens):
+    ran = []
+    handles = [
+        block.register_forward_hook(lambda module, _i, _o: ran.append(module.layer_number))
+        for block in reader.model.decoder.layers
+    ]
+    try:
+        reader.hidden_states(tokens, 2)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert ran == [1, 2]
+
+
+def test_padding_to_the_right_changes_nothing_before_it(reader):
+    tokens = torch.randint(250, (2, 20), generator=torch.Generator().manual_seed(1))
+    padded = torch.cat([tokens, torch.zeros(2, 12, dtype=torch.int64)], dim=1)
+    short, long = reader.hidden_states(tokens, 3), reader.hidden_states(padded, 3)
+    torch.testing.assert_close(long[:20], short, atol=1e-6, rtol=0)
+
+
+def test_token_losses_are_minus_the_log_of_the_models_probabilities(reader, tokens):
+    labels = tokens.roll(-1, dims=1)
+    losses = reader.token_losses(tokens, labels)
+    with torch.no_grad():
+        logits = reader.model(tokens, positions_of(tokens), None).double()[..., :250]
+    probabilities = logits.softmax(-1).gather(-1, labels[..., None])[..., 0]
+    assert losses.dtype == torch.float32
+    assert not losses.requires_grad
+    torch.testing.assert_close(losses.double(), -probabilities.log(), atol=1e-5, rtol=0)
+
+
+def test_only_ranks_with_a_result_are_summed(reader):
+    values = torch.tensor([1.0, 2.0])
+    assert reader.sum_over_ranks(values.clone(), has_result=True).tolist() == [1.0, 2.0]
+    assert reader.sum_over_ranks(values.clone(), has_result=False).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "middle"), [("60m", 1), ("82m", 3)])
+def test_the_default_layer_is_the_middle(name, middle):
+    shape = ModelShape(model_size(name), 250, 32)
+    assert check_layer(shape, None) == middle
+    for layer in (1, shape.size.num_layers):
+        assert check_layer(shape, layer) == layer
+    for layer in (0, -1, shape.size.num_layers + 1):
+        with pytest.raises(UserError, match=f"--layer {layer}"):
+            check_layer(shape, layer)
+
+
+def test_the_default_window_is_the_models_length():
+    assert check_window(SHAPE, None) == 32
+    for window in (1, 32):
+        assert check_window(SHAPE, window) == window
+    for window in (0, -5, 33):
+        with pytest.raises(UserError, match=f"--window-length {window}"):
+            check_window(SHAPE, window)

@@ -1,0 +1,185 @@
+"""Layouts that cannot run, and the device and precision that a rank gets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.sizes import ModelSize, model_size
+from megatron_chameleon.parallel import cpu, layout
+from megatron_chameleon.parallel.acceleration import acceleration_report
+from megatron_chameleon.parallel.options import (
+    ParallelOptions,
+    RecomputeOptions,
+    TrainingParallelOptions,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+FOUR_LAYERS = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=32, ffn_hidden_size=48)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"sequence_parallel": True}, "--sequence-parallel"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "--pipeline-model-parallel-size"),
+        ({"num_virtual_stages_per_pipeline_rank": 0}, "--num-virtual-stages-per-pipeline-rank 0"),
+        ({"overlap_param_gather": True}, "--use-distributed-optimizer"),
+        (
+            {"overlap_param_gather": True, "use_distributed_optimizer": True},
+            "--overlap-grad-reduce",
+        ),
+    ],
+)
+def test_contradicting_options_are_rejected(options, flag):
+    with pytest.raises(UserError, match=flag):
+        TrainingParallelOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"recompute_method": "block"}, "--recompute-method block"),
+        (
+            {"recompute_granularity": "selective", "recompute_num_layers": 1},
+            "--recompute-num-layers 1",
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_num_layers": 0},
+            "--recompute-num-layers 0",
+        ),
+    ],
+)
+def test_recompute_options_without_effect_are_rejected(options, flag):
+    with pytest.raises(UserError, match=flag):
+        RecomputeOptions(**options)
+
+
+def full(num_layers, method=None):
+    return {"recompute": RecomputeOptions("full", method, num_layers)}
+
+
+VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "seq_length", "fix"),
+    [
+        (model_size("124m"), {"tensor_model_parallel_size": 5}, 1024, "1, 2, 3, 4, 6, 12 do"),
+        (model_size("1.2b"), {"tensor_model_parallel_size": 2}, 1024, "1, 5, 25 do"),
+        (model_size("124m"), {"pipeline_model_parallel_size": 5}, 1024, "1, 2, 3, 4, 6, 12 do"),
+        (
+            model_size("124m"),
+            {**VIRTUAL, "num_virtual_stages_per_pipeline_rank": 4},
+            1024,
+            "1, 2, 3, 6 do",
+        ),
+        (
+            model_size("124m"),
+            {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+            1023,
+            "--tensor-model-parallel-size 4",
+        ),
+        (FOUR_LAYERS, full(5, "block"), 16, "--recompute-num-layers 5"),
+        (FOUR_LAYERS, full(3), 16, "--recompute-num-layers 3"),
+        (FOUR_LAYERS, {**VIRTUAL, **full(2)}, 16, "--recompute-num-layers 2"),
+    ],
+)
+def test_a_model_that_cannot_be_partitioned_is_rejected(size, options, seq_length, fix):
+    with pytest.raises(UserError, match=fix):
+        check_model_layout(size, TrainingParallelOptions(**options), seq_length)
+
+
+def test_a_model_that_can_be_partitioned_is_accepted():
+    options = TrainingParallelOptions(4, 3, sequence_parallel=True)
+    check_model_layout(model_size("124m"), options, 1024)
+    check_model_layout(FOUR_LAYERS, TrainingParallelOptions(2, 2, **full(2)), 16)
+
+
+def test_an_interleaved_step_needs_groups_of_micro_batches():
+    options = TrainingParallelOptions(
+        pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=3
+    )
+    options.check_microbatches(8)
+    with pytest.raises(UserError, match="--pipeline-model-parallel-size 4"):
+        options.check_microbatches(6)
+    TrainingParallelOptions(pipeline_model_parallel_size=4).check_microbatches(6)
+
+
+@pytest.fixture
+def old_driver(tmp_path, monkeypatch):
+    """A GPU that a torch built for CUDA cannot use."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(cpu, "_GPU_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("old_driver")
+@pytest.mark.parametrize("visible", ["0", "0,1"])
+def test_an_unusable_gpu_is_an_error(monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UserError, match="driver"), layout.distributed(ParallelOptions(), 0):
+        pass
+    states = {feature.name: feature.state for feature in acceleration_report(ROOT).features}
+    assert states["CUDA"] == "broken"
+
+
+@pytest.mark.usefixtures("old_driver")
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hiding_the_devices_selects_the_cpu(monkeypatch, hidden):
+    assert cpu.unusable_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert cpu.unusable_gpu() is None
+
+
+@pytest.mark.parametrize(
+    ("count", "local_rank", "torchrun", "index"),
+    [
+        (4, 3, False, 3),
+        (4, 3, True, 3),
+        (1, 3, False, 0),  # srun --gpus-per-task=1
+        (1, 3, True, None),
+        (2, 2, False, None),
+    ],
+)
+def test_a_rank_uses_the_device_of_its_local_rank(monkeypatch, count, local_rank, torchrun, index):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    if index is None:
+        with pytest.raises(UserError, match=f"--nproc-per-node {count}"):
+            layout._prepare_device()
+    else:
+        assert layout._prepare_device() == torch.device("cuda", index)
+
+
+def test_fp32_is_not_tf32_whatever_the_container_sets():
+    code = (
+        "import torch\n"
+        "from megatron_chameleon.parallel import layout\n"
+        "assert torch.get_float32_matmul_precision() == 'high'\n"
+        "layout._prepare_device()\n"
+        "assert torch.get_float32_matmul_precision() == 'highest'\n"
+        "assert not torch.backends.cuda.matmul.allow_tf32\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    assert done.returncode == 0

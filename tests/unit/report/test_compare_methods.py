@@ -1,0 +1,325 @@
+"""Comparing methods with paired seeds: statistics, tables, files, and what is rejected."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.compare_methods import (
+    LEAST_RATIO,
+    T_95,
+    ComparedMixture,
+    MethodComparison,
+    MixtureSpread,
+    PairedDifference,
+    as_csv,
+    compare_methods,
+    comparison_table,
+    load_comparison,
+    places_of,
+    require_choice,
+    require_evaluations,
+    ticks_of,
+)
+from megatron_chameleon.report.options import CompareMethodsOptions
+from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.tables import is_best
+from tests.unit.report.method_samples import AVERAGES, SEEDS, WEIGHTS, write_method_runs
+from tests.unit.report.report_samples import rows_of
+
+
+def test_a_paired_difference_leaves_out_what_seeds_do_to_both():
+    theirs = np.array([100.0, 140.0, 60.0])
+    gap = PairedDifference.of(theirs - np.array([9.0, 10.0, 11.0]), theirs)
+    assert gap.mean == pytest.approx(-10)
+    assert gap.standard_error == pytest.approx(1 / math.sqrt(3))
+    assert gap.half_width == pytest.approx(4.303 / math.sqrt(3))
+    assert gap.is_clear
+
+
+def test_the_quantiles_are_those_of_students_t():
+    from scipy.stats import t
+
+    assert pytest.approx(t.ppf(0.975, np.arange(1, len(T_95) + 1)), abs=5e-4) == T_95
+
+
+def test_the_spread_between_seeds_is_what_neither_mixture_nor_seed_explains():
+    additive = np.array([[10.0, 20.0, 30.0], [13.0, 23.0, 33.0]])
+    exact = MixtureSpread.of(additive)
+    assert exact.seeds == pytest.approx(0, abs=1e-12)
+    assert exact.mixtures == pytest.approx(3 / math.sqrt(2))
+    residual = np.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0]])
+    assert MixtureSpread.of(additive + residual).seeds == pytest.approx(math.sqrt(4 / 2))
+    assert MixtureSpread.of(additive + residual).mixtures == pytest.approx(3 / math.sqrt(2))
+
+
+def test_without_any_effect_the_ratio_is_around_one_over_the_root_of_the_seeds(rng):
+    ratios = [MixtureSpread.of(rng.normal(size=(8, 3))).ratio for _ in range(2000)]
+    assert np.sqrt(np.mean(np.square(ratios))) == pytest.approx(1 / math.sqrt(3), rel=0.15)
+    assert np.mean(np.array(ratios) >= LEAST_RATIO) < 0.001
+
+
+def options_for(root: Path, **changes: Any) -> CompareMethodsOptions:
+    values = {"run": root, "mixtures": tuple(WEIGHTS), "seeds": SEEDS, "name": "table", **changes}
+    return CompareMethodsOptions(**values)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_method_runs(tmp_path / "run")
+
+
+def compared_in(root: Path, **changes: object) -> MethodComparison:
+    return load_comparison(RunFolder.load(root), options_for(root, **changes))
+
+
+def cost_of(mixture: ComparedMixture) -> tuple[float | None, ...]:
+    return tuple(mixture.amounts.values())
+
+
+def change(path: Path, **changes: object) -> None:
+    body = json.loads(path.read_text()) | changes
+    body.pop("checksum", None)
+    path.write_text(json.dumps(body))
+
+
+def test_the_cost_of_chameleon_has_its_proxy_and_its_embeddings(root):
+    uniform, _, chameleon, doremi = compared_in(root)
+    assert cost_of(uniform) == (0, 0)
+    assert cost_of(chameleon) == pytest.approx((1.2e12, 125))
+    assert set(chameleon.paid.parts) == {
+        "4-mixture/chameleon",
+        "2-proxy/nano-seed1",
+        "3-embeddings/nano",
+    }
+    assert cost_of(doremi) == (6e12, 500)
+
+
+def test_the_table_shows_weights_perplexity_and_cost(root):
+    table = comparison_table(compared_in(root))
+    assert table.header == ("weight of", "Uniform", "UniMax", "Chameleon", "DoReMi")
+    assert rows_of(table)["code"] == ["0.3333", "0.3333", "0.5000", "0.1000"]
+    assert rows_of(table)["average perplexity"] == ["100.00", "100.00", "90.33", "120.00"]
+    assert rows_of(table)["  standard deviation across seeds"] == ["4.00", "4.00", "4.51", "2.00"]
+    assert rows_of(table)["  minus Uniform's, paired"] == ["-", "+0.00", "-9.67", "+20.00"]
+    assert rows_of(table)["  standard error of that"] == ["-", "0.00", "0.33", "1.15"]
+    assert rows_of(table)["domains better than Uniform"] == ["-", "0 of 3", "3 of 3", "0 of 3"]
+    assert rows_of(table)["FLOPs to obtain the mixture"] == ["0", "0", "1.20e+12", "6.00e+12"]
+    assert rows_of(table)["device-seconds for that"] == ["0.0", "0.0", "125.0", "500.0"]
+    assert rows_of(table)["FLOPs / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "5.00x"]
+    assert rows_of(table)["device-seconds / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "4.00x"]
+    (average,) = [row for row in table.summary if row[0] == "average perplexity"]
+    assert [is_best(cell) for cell in average[1:]] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "names", [("unimax", "uniform", "chameleon"), ("chameleon", "unimax", "doremi", "uniform")]
+)
+def test_the_order_of_the_columns_is_free(root, names):
+    """UniMax has no models of its own, and shows Uniform's wherever that stands."""
+    first, compared = compared_in(root), compared_in(root, mixtures=names)
+    assert [c.name for c in compared] == list(names)
+    assert {c.name: c.same_as for c in compared if c.same_as} == {"unimax": "Uniform"}
+    for name in names:
+        one, other = names.index(name), list(WEIGHTS).index(name)
+        np.testing.assert_array_equal(compared.averages[one], first.averages[other])
+
+
+def test_mixtures_within_noise_are_called_out(root):
+    for seed, average in zip(SEEDS, (96.0, 110.0, 98.0), strict=True):
+        path = root / f"6-evaluation/chameleon-seed{seed}.json"
+        result = EvaluationResult.load(path)
+        loss = {
+            name: dataclasses.replace(domain, loss=float(np.log(average)))
+            for name, domain in result.domains.items()
+        }
+        dataclasses.replace(result, domains=loss).save(path)
+    table = comparison_table(compared_in(root, mixtures=("uniform", "chameleon")))
+    notes = " ".join(table.notes)
+    assert "the mixtures are not distinguishable" in notes
+    assert "No significant difference from Uniform (95% interval" in notes
+    assert "seeds): Chameleon." in notes
+    assert "No significant difference between neighbours: Uniform and Chameleon." in notes
+
+
+def test_all_of_it_is_written(root, capsys):
+    compared = compare_methods(options_for(root))
+    printed = capsys.readouterr().out
+    report = root / "7-report"
+    assert printed.startswith((report / "table.txt").read_text())
+    assert (report / "table.png").read_bytes().startswith(b"\x89PNG")
+    body = json.loads((report / "table.json").read_text())
+    chameleon, doremi = body["mixtures"]["chameleon"], body["mixtures"]["doremi"]
+    assert (doremi["flops"], doremi["device_seconds"]) == (6e12, 500)
+    assert body["reference"] == "chameleon"
+    assert doremi["flops_by_reference"] == pytest.approx(5)
+    assert doremi["device_seconds_by_reference"] == pytest.approx(4)
+    assert chameleon["mean_perplexity"]["code"] == pytest.approx(0.5 * 271 / 3)
+    deviation = 0.5 * float(np.std(AVERAGES["chameleon"], ddof=1))
+    assert chameleon["perplexity_standard_deviation"]["code"] == pytest.approx(deviation)
+    assert body["mixtures"]["unimax"]["same_models_as"] == "Uniform"
+    assert compared.spread is not None
+    assert body["spread"]["ratio"] == pytest.approx(compared.spread.ratio)
+    lines = list(csv.DictReader((report / "table.csv").read_text().splitlines()))
+    assert [line["mixture"] for line in lines] == list(WEIGHTS)
+    assert float(lines[2]["average_perplexity_seed_2"]) == pytest.approx(95)
+    assert float(lines[2]["weight:code"]) == 0.5
+    assert lines == list(csv.DictReader(as_csv(compared).splitlines()))
+    assert (
+        "| average perplexity | 100.00 | 100.00 | **90.33** | 120.00 |"
+        in (report / "table.md").read_text()
+    )
+
+
+def test_a_record_says_when_where_and_by_which_command(root, tmp_path):
+    command = "SIZE=mini bash examples/compare_methods.sh"
+    path = tmp_path / "results/mini.json"
+    compare_methods(options_for(root, record=path, command=command, wall_seconds=1800.0))
+    body = json.loads((tmp_path / "results/mini.json").read_text())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", body["date"])
+    assert (body["command"], body["wall_seconds"]) == (command, 1800.0)
+    assert body["machine"]["device"] == "cpu"
+    assert body["machine"]["cores"] >= 1
+    assert set(body["mixtures"]) == set(WEIGHTS)
+    page = (tmp_path / "results/mini.md").read_text()
+    assert f"Made on {body['date']} by `{command}`, in 30 minutes in all" in page
+    assert "| average perplexity |" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mixtures": ("uniform", "regmix")},
+            r"4-mixture/regmix\.json does not exist",
+        ),
+        ({"seeds": (1, 2, 4)}, r"5-base/uniform-seed4 does not exist"),
+        ({"run_suffix": "-1.2b"}, r"5-base/uniform-1\.2b-seed1 does not exist"),
+    ],
+)
+def test_what_is_missing_is_reported(root, changes, message):
+    with pytest.raises(UserError, match=message):
+        compared_in(root, **changes)
+
+
+def edit_run(root: Path, **options: object) -> None:
+    run = TrainingRun.load(root / "5-base/doremi-seed3")
+    made_by = dataclasses.replace(run.provenance, options={**run.provenance.options, **options})
+    dataclasses.replace(run, provenance=made_by).save()
+
+
+def use_other_weights(root: Path) -> None:
+    folder = root / "6-evaluation"
+    shutil.copy(folder / "chameleon-seed2.json", folder / "doremi-seed2.json")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (
+            lambda root: change(root / "5-base/doremi-seed2/run.json", status="running"),
+            "is running",
+        ),
+        (lambda root: change(root / "6-evaluation/doremi-seed2.json", step=100), "is of step 100"),
+        (use_other_weights, r"doremi-seed2\.json is of other weights"),
+        (lambda root: shutil.rmtree(root / "5-base/doremi-seed2/checkpoints"), "no checkpoint"),
+        (
+            lambda root: Mixture(weights={"code": 1.0}).save(root / "4-mixture/doremi.json"),
+            r"doremi\.json has changed",
+        ),
+        (lambda root: edit_run(root, optimizer={"lr": 3e-3}), "differ in the option optimizer"),
+        (lambda root: edit_run(root, seed=1), "trained with --seed 1"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_rejected(root, spoil, named):
+    spoil(root)
+    with pytest.raises(UserError, match=named):
+        compared_in(root)
+
+
+def test_a_cost_that_is_not_whole_is_unknown_and_never_a_ratio(root):
+    change(root / "4-mixture/doremi.json", parameters={"made_from": ["lost"]})
+    compare_methods(options_for(root))
+    compared = compared_in(root)
+    table = comparison_table(compared)
+    assert rows_of(table)["FLOPs to obtain the mixture"][2:] == ["1.20e+12", "unknown"]
+    assert rows_of(table)["device-seconds for that"][2:] == ["125.0", "unknown"]
+    assert rows_of(table)["FLOPs / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
+    assert rows_of(table)["device-seconds / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
+    assert (
+        "The cost of DoReMi is unknown, since these are missing or have no cost: lost."
+        in table.notes
+    )
+    doremi = json.loads((root / "7-report/table.json").read_text())["mixtures"]["doremi"]
+    assert (doremi["flops"], doremi["flops_by_reference"]) == (None, None)
+    assert doremi["cost_missing"] == ["lost"]
+
+
+def test_mixtures_that_are_free_stand_left_of_all_others():
+    flops = np.array([0.0, 3e12, 0.0, 4e13])
+    places = places_of(flops)
+    assert list(places[[1, 3]]) == [3e12, 4e13]
+    assert places[0] < places[2] < 3e12
+    ticks = ticks_of(flops, places)
+    assert [text for x, text in ticks.items() if x < 1e12] == ["none"]
+    assert {"5e+12", "1e+13"} < set(ticks.values())
+    assert list(ticks_of(np.zeros(2), places_of(np.zeros(2))).values()) == ["none"]
+
+
+METHODS = ("uniform", "doremi", "regmix")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": (1, 2)}, "--seeds 1 2: "),
+        ({"seeds": (1, 2, 2)}, "--seeds 1 2 2: "),
+        ({"record": Path("x.json")}, "--record also needs --command"),
+        ({"record": Path("x"), "command": "bash"}, r"--record x: .*\.json"),
+        ({"names": ("uniform",)}, "--mixtures uniform: "),
+        ({"names": ("regmix", "doremi")}, "--baseline uniform is not among --mixtures"),
+        ({"reference": "chamelon"}, "--reference chamelon is not among --mixtures"),
+        ({"names": ("uniform", "mine")}, r"--mixtures mine: unknown method, and there is"),
+        ({"names": ("uniform", "regmix-2k")}, "--mixtures regmix-2k: unknown method"),
+    ],
+)
+def test_a_choice_that_no_table_would_take_is_rejected(tmp_path, changes, message):
+    names = changes.pop("names", ("uniform", "doremi"))
+    with pytest.raises(UserError, match=message):
+        require_choice(options_for(tmp_path / "run", mixtures=names, **changes), METHODS)
+
+
+def test_a_choice_needs_nothing_that_is_made_later(tmp_path):
+    run = tmp_path / "run"
+    require_choice(options_for(run, mixtures=(*METHODS, "doremi-2k")), METHODS)
+    (run / "4-mixture").mkdir(parents=True)
+    Mixture(weights={"code": 1.0}).save(run / "4-mixture/mine.json")
+    require_choice(options_for(run, mixtures=("uniform", "mine")), METHODS)
+
+
+def one(root: Path, name: str) -> CompareMethodsOptions:
+    return options_for(root, mixtures=(name,), check="evaluations")
+
+
+def test_evaluations_are_there_and_of_the_last_weights(tmp_path):
+    root: Path = write_method_runs(tmp_path / "run")
+    for name in ("uniform", "doremi"):
+        require_evaluations(one(root, name))
+    shutil.copy(root / "6-evaluation/uniform-seed2.json", root / "6-evaluation/doremi-seed2.json")
+    with pytest.raises(UserError, match=r"doremi-seed2\.json is of other weights than"):
+        require_evaluations(one(root, "doremi"))
+    require_evaluations(one(root, "uniform"))
+    (root / "6-evaluation/uniform-seed3.json").unlink()
+    with pytest.raises(UserError, match=r"uniform-seed3\.json"):
+        require_evaluations(one(root, "uniform"))

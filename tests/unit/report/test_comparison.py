@@ -1,0 +1,339 @@
+"""Evaluated runs compared: perplexity, loss, bits per byte, seeds, labels and what is rejected."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.artifacts import (
+    Clusters,
+    DomainLoss,
+    EvaluationResult,
+    Mixture,
+    TrainingRun,
+)
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.comparison import (
+    Comparison,
+    Evaluated,
+    bits_per_byte_table,
+    compare,
+    loss_table,
+    seed_groups,
+    seed_table,
+    verdicts,
+)
+from megatron_chameleon.report.run_folder import RunFolder, run_labels
+from megatron_chameleon.report.tables import is_best
+from tests.unit.report.report_samples import (
+    NAMES,
+    PROTOCOL,
+    columns,
+    edit_evaluation,
+    evaluation,
+    perplexity_of,
+    random_mixture,
+    random_weights,
+    rows_of,
+    write_run_folder,
+    write_training_run,
+)
+
+CHAMELEON = "chameleon-pretrain-seed1"
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_run_folder(tmp_path / "run")
+
+
+def edit_run(root, name, **changes):
+    run = TrainingRun.load(root / "5-base" / name)
+    dataclasses.replace(run, **changes).save()
+
+
+def test_the_main_table_has_the_numbers_of_the_artifacts(root):
+    found = columns(perplexity_of(RunFolder.load(root)))
+    assert list(found) == [
+        "domain",
+        "weight",
+        "95% interval",
+        "unigram perplexity",
+        "perplexity Uniform",
+        "perplexity Chameleon",
+    ]
+    mixture = Mixture.load(root / "4-mixture/chameleon-pretrain.json")
+    results = [
+        EvaluationResult.load(root / f"6-evaluation/{name}.json")
+        for name in ("uniform-seed1", CHAMELEON)
+    ]
+    assert mixture.intervals is not None
+    for i, name in enumerate(NAMES):
+        low, high = mixture.intervals[name]
+        assert found["domain"][i] == name
+        assert float(found["weight"][i]) == pytest.approx(mixture.weights[name], abs=5e-5)
+        assert [float(end) for end in found["95% interval"][i].split(" to ")] == pytest.approx(
+            [low, high], abs=5e-5
+        )
+        for heading, result in zip(list(found)[-2:], results, strict=True):
+            expected = math.e ** result.domains[name].loss
+            assert float(found[heading][i]) == pytest.approx(expected, abs=5e-3)
+        unigram = math.e ** results[0].domains[name].unigram_loss
+        assert float(found["unigram perplexity"][i]) == pytest.approx(unigram, abs=5e-3)
+
+
+def test_averages_and_counts_are_over_domains(root):
+    edit_evaluation(root, "uniform-seed1", domains=evaluation(NAMES, [1.0, 2.0, 3.0]).domains)
+    edit_evaluation(root, CHAMELEON, domains=evaluation(NAMES, [0.9, 2.1, 3.0]).domains)
+    table = perplexity_of(RunFolder.load(root))
+    average, better = (list(row) for row in table.summary)
+    uniform = (math.e + math.e**2 + math.e**3) / 3
+    chameleon = (math.exp(0.9) + math.exp(2.1) + math.exp(3.0)) / 3
+    unigram = (math.exp(6.0) + math.exp(6.1) + math.exp(6.2)) / 3
+    assert average[-3:] == [f"{unigram:.2f}", f"{uniform:.2f}", f"{chameleon:.2f}"]
+    assert better[0] == "domains better than Uniform"
+    assert better[-2:] == ["-", "1 of 3"]  # equal is not better
+    marks = [[is_best(cell) for cell in row[-2:]] for row in table.rows]
+    assert marks == [[False, True], [True, False], [True, True]]
+    assert [is_best(cell) for cell in table.summary[0][-2:]] == [True, False]
+    change = 100 * (chameleon / uniform - 1)
+    assert table.notes[-1] == (
+        f"Chameleon has an average perplexity of {chameleon:.2f}, Uniform of {uniform:.2f} "
+        f"(+{change:.1f}%); Chameleon is lower in 1 of 3 domains."
+    )
+
+
+def test_an_unknown_baseline_is_rejected_with_the_choices(root):
+    with pytest.raises(UserError, match=r"--baseline x: .* choose from chameleon.*, uniform-seed1"):
+        perplexity_of(RunFolder.load(root), baseline="x")
+
+
+def test_an_infinite_perplexity_is_not_the_best_and_has_no_ratio(root):
+    edit_evaluation(root, "uniform-seed1", domains=evaluation(NAMES, [800.0, 2.0, 800.0]).domains)
+    edit_evaluation(root, CHAMELEON, domains=evaluation(NAMES, [800.0, 900.0, 3.0]).domains)
+    table = perplexity_of(RunFolder.load(root))
+    marks = [[is_best(cell) for cell in row[-2:]] for row in (*table.rows, table.summary[0])]
+    assert marks == [[False, False], [True, False], [False, True], [False, False]]
+    assert table.notes[-1] == (
+        "Chameleon has an average perplexity of inf, Uniform of inf; "
+        "Chameleon is lower in 1 of 3 domains."
+    )
+
+
+def test_an_evaluation_without_its_base_run_goes_by_its_name(root):
+    (root / f"5-base/{CHAMELEON}/run.json").unlink()
+    table = perplexity_of(RunFolder.load(root))
+    assert table.header[-1] == f"perplexity {CHAMELEON}"
+    assert "weight" not in table.header
+
+
+def test_a_domain_that_the_mixture_leaves_out_has_weight_zero(root):
+    weights = {"code": 0.25, "prose": 0.75}
+    edit_run(root, CHAMELEON, mixture={**weights, "a|b_<x>": 0.0})
+    Mixture(weights, method="chameleon-pretrain", intervals={"code": (0.2, 0.3)}).save(
+        root / "4-mixture/chameleon-pretrain.json"
+    )
+    found = columns(perplexity_of(RunFolder.load(root)))
+    assert found["weight"][:3] == ("0.2500", "0.0000", "0.7500")
+    assert found["interval"][:3] == ("0.2000 to 0.3000", "-", "-")
+
+
+def test_intervals_of_a_mixture_recomputed_are_not_shown_with_the_old_weights(root, rng):
+    random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4))).save(
+        root / "4-mixture/chameleon-pretrain.json"
+    )
+    table = perplexity_of(RunFolder.load(root))
+    assert not any("interval" in heading for heading in table.header)
+    assert any("4-mixture/chameleon-pretrain.json has changed" in note for note in table.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameters": 2_000_000}, "'parameters': Uniform 1,000,000, Chameleon 2,000,000"),
+        ({"tokens": 5}, "'training tokens'"),
+        ({"status": "interrupted"}, r"not finished: Chameleon \(interrupted\)"),
+    ],
+)
+def test_runs_that_are_not_alike_are_noted(root, changes, message):
+    assert len(perplexity_of(RunFolder.load(root)).notes) == 2
+    edit_run(root, CHAMELEON, **changes)
+    notes = perplexity_of(RunFolder.load(root)).notes
+    assert len(notes) == 3
+    assert re.search(message, notes[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"corpus_hash": "other"}, "of another corpus"),
+        ({"protocol": dataclasses.replace(PROTOCOL, window_length=32)}, "different protocols"),
+        ({"domains": evaluation(["code", "prose"], [1.0, 1.0]).domains}, r"domain 'a\|b_<x>'"),
+    ],
+)
+def test_evaluations_that_cannot_be_compared_are_rejected(root, changes, message):
+    edit_evaluation(root, "uniform-seed1", **changes)
+    with pytest.raises(UserError, match=message):
+        perplexity_of(RunFolder.load(root))
+
+
+RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
+TOKENS = [20, 30, 50]
+
+
+def domain(losses, text_bytes=(60, 90, 150)):
+    """A domain of three documents with these mean losses."""
+    sums = [loss * tokens for loss, tokens in zip(losses, TOKENS, strict=True)]
+    clusters = Clusters(sums, TOKENS, list(text_bytes) if text_bytes else None)
+    size = sum(text_bytes) if text_bytes else None
+    return DomainLoss(sum(sums) / sum(TOKENS), sum(TOKENS), 6.0, size, clusters)
+
+
+@pytest.fixture
+def losses():
+    """For each run and domain, the loss of each document; the second run is surely lower in the
+    first domain, surely higher in the second, and in the third nobody knows."""
+    hard = {name: np.array([2.0, 3.0, 4.0]) + i for i, name in enumerate(NAMES)}
+    shifts = dict(zip(NAMES, ([-0.11, -0.1, -0.1], [0.1, 0.1, 0.12], [-0.5, 0.4, 0]), strict=True))
+    return {RUNS[0]: hard, RUNS[1]: {name: hard[name] + shifts[name] for name in NAMES}}
+
+
+@pytest.fixture
+def documents(tmp_path, losses):
+    root = write_run_folder(tmp_path / "run")
+    for run in RUNS:
+        path = root / f"6-evaluation/{run}.json"
+        domains = {name: domain(losses[run][name]) for name in NAMES}
+        dataclasses.replace(EvaluationResult.load(path), domains=domains).save(path)
+    return root
+
+
+def figure_of(text):
+    """Value and standard error of a cell."""
+    value, _, error = text.partition(" ± ")
+    return float(value), float(error)
+
+
+def test_losses_and_paired_differences_have_their_errors(documents, losses):
+    table = loss_table(compare(RunFolder.load(documents)))
+    assert table.header == (
+        "domain",
+        "tokens",
+        "loss Uniform",
+        "loss Chameleon",
+        "Chameleon minus Uniform",
+    )
+    weights = np.array(TOKENS) / sum(TOKENS)
+    for name in NAMES:
+        tokens, *cells = rows_of(table)[name]
+        assert tokens == "100"
+        first, second = (losses[run][name] for run in RUNS)
+        for cell, values in zip(cells, (first, second, second - first), strict=True):
+            mean = weights @ values
+            error = math.sqrt(3 / 2 * ((weights * (values - mean)) ** 2).sum())
+            assert figure_of(cell) == pytest.approx((mean, error), abs=6e-5)
+
+
+def test_bits_per_byte_are_shown_and_the_lowest_is_marked(documents, losses):
+    table = bits_per_byte_table(compare(RunFolder.load(documents)))
+    assert table is not None
+    assert table.header == ("domain", "bytes of text", "Uniform", "Chameleon")
+    for row, better in zip(table.rows, (1, 0, 0), strict=True):
+        assert row[1] == "300"
+        assert [is_best(cell) for cell in row[2:]] == [better == 0, better == 1]
+        for cell, run in zip(row[2:], RUNS, strict=True):
+            expected = domain(losses[run][row[0]])
+            value, error = figure_of(cell)
+            assert value == pytest.approx(expected.bits_per_byte, abs=6e-5)
+            assert error == pytest.approx(expected.bits_per_byte_error, abs=6e-5)
+
+
+EVEN = dict.fromkeys(NAMES, 1 / 3)
+SKEWED = dict(zip(NAMES, (0.5, 0.3, 0.2), strict=True))
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """Makes an evaluated run with these perplexities per domain."""
+
+    def make(name, perplexities, weights=EVEN, method="uniform", label=None):
+        run = write_training_run(tmp_path / name, weights, method)
+        result = evaluation(NAMES, [math.log(p) for p in perplexities])
+        return Evaluated(name, label or name, result, run)
+
+    return make
+
+
+@pytest.fixture
+def seeded(run_of):
+    """Three seeds of uniform and of Chameleon, of which two are the same."""
+    uniform = [(1, 20.0), (2, 22.0), (3, 24.0)]
+    other = [(2, 19.0), (3, 20.0), (4, 21.0)]
+    runs = [run_of(f"uniform-seed{s}", [p - 3, p, p + 3]) for s, p in uniform]
+    for seed, p in other:
+        figures = [p - 3, p + 3, p]
+        runs.append(run_of(f"chameleon-seed{seed}", figures, SKEWED, "chameleon-pretrain"))
+    return Comparison(tuple(runs), runs[0])
+
+
+def test_runs_of_one_method_are_one_group_in_the_order_of_seeds(run_of):
+    names = ["uniform-seed10", "uniform-seed9", "uniform"]
+    runs = [run_of(name, [9, 9, 9]) for name in names]
+    runs += [run_of("uniform-seed2", [9, 9, 9], SKEWED), run_of("other-seed9", [9, 9, 9])]
+    found = [[r.name for r in group.runs] for group in seed_groups(Comparison(tuple(runs), None))]
+    assert found == [
+        ["uniform-seed9", "uniform-seed10"],
+        ["uniform"],
+        ["uniform-seed2"],
+        ["other-seed9"],
+    ]
+
+
+def test_seeds_are_told_by_mean_and_deviation_and_paired_by_seed(seeded):
+    # Uniform 20, 22, 24; Chameleon 19, 20, 21; of seeds 2 and 3 -3 and -4.
+    (sentence,) = verdicts(seeded)
+    assert sentence == (
+        "Chameleon has an average perplexity of 20.00 ± 1.00 over 3 seeds, Uniform of "
+        "22.00 ± 2.00 over 3 seeds (-9.1%, -3.50 ± 0.71 paired by the 2 seeds that both have); "
+        "the mean of Chameleon is lower in 2 of 3 domains. ± is the standard deviation across "
+        "seeds."
+    )
+
+
+def test_the_table_over_seeds_has_a_column_for_each_method(seeded):
+    table = seed_table(seeded)
+    assert table is not None
+    assert table.header == ("domain", "perplexity Uniform", "perplexity Chameleon")
+    texts = [list(row) for row in (*table.rows, *table.summary)]
+    assert texts == [
+        [NAMES[0], "19.00 ± 2.00", "17.00 ± 1.00"],
+        [NAMES[1], "22.00 ± 2.00", "23.00 ± 1.00"],
+        [NAMES[2], "25.00 ± 2.00", "20.00 ± 1.00"],
+        ["average", "22.00 ± 2.00", "20.00 ± 1.00"],
+        ["domains better than Uniform", "-", "2 of 3"],
+    ]
+    assert [[is_best(cell) for cell in row[1:]] for row in table.rows] == [
+        [False, True],
+        [True, False],
+        [False, True],
+    ]
+    assert table.notes[0].endswith("; seeds: Uniform 3, Chameleon 3.")
+
+
+UNIFORM = Mixture.uniform(NAMES).weights
+
+
+def test_a_run_called_like_the_label_of_another_does_not_take_it(root):
+    write_training_run(root / "5-base/Chameleon", UNIFORM, "manual")
+    folder = RunFolder.load(root)
+    assert run_labels(folder.base_runs, folder.base_runs) == {
+        "Chameleon": "Chameleon",
+        CHAMELEON: CHAMELEON,
+        "uniform-seed1": "Uniform",
+    }
+    # Nor in the tables, where that run is not shown.
+    assert [run.label for run in compare(folder).runs] == ["Uniform", CHAMELEON]

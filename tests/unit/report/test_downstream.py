@@ -1,0 +1,115 @@
+"""Downstream accuracy: tables, missing tasks, and results that cannot be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol, Gap
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.downstream import base_run_of, downstream_tables
+from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.tables import is_best
+from tests.unit.report.downstream_samples import PROTOCOL, downstream, save, score
+from tests.unit.report.report_samples import rows_of, write_run_folder
+
+UNIFORM, CHAMELEON = "uniform-seed1", "chameleon-pretrain-seed1"
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_run_folder(tmp_path / "run")
+
+
+def tables_of(root, uniform, chameleon, **options):
+    save(root, f"{UNIFORM}-downstream", uniform)
+    save(root, f"{CHAMELEON}-downstream", chameleon)
+    return downstream_tables(RunFolder.load(root), **options)
+
+
+def marks_of(table):
+    return {row[0]: [is_best(cell) for cell in row[1:]] for row in (*table.rows, *table.summary)}
+
+
+def test_means_averages_and_counts_are_in_percent(root):
+    mean, by_shots = tables_of(
+        root,
+        downstream({"sciq": {0: 0.5, 1: 0.7}, "copa": {0: 0.4, 1: 0.4}}),
+        downstream({"sciq": {0: 0.6, 1: 0.7}, "copa": {0: 0.1, 1: 0.5}}),
+    )
+    assert mean.header == ("task", "Uniform", "Chameleon")
+    found = rows_of(mean)
+    assert found["sciq"] == ["60.0 ± 2.0", "65.0 ± 2.0"]
+    assert found["copa"] == ["40.0 ± 2.0", "30.0 ± 2.0"]
+    # Errors of two tasks of 2 each: sqrt(4 + 4) / 2.
+    assert found["average"] == ["50.0 ± 1.4", "47.5 ± 1.4"]
+    assert found["tasks better than Uniform"] == ["-", "1 of 2"]
+    assert marks_of(mean)["sciq"] == [False, True]
+    assert marks_of(mean)["average"] == [True, False]
+    assert rows_of(by_shots)["copa, 0-shot"] == ["40.0 ± 1.0", "10.0 ± 1.0"]
+    assert rows_of(by_shots)["average, 1-shot"] == ["55.0 ± 0.7", "60.0 ± 0.7"]
+
+
+def test_a_task_that_one_lacks_is_a_dash_and_in_no_average(root):
+    whole = {"sciq": {0: 0.5, 1: 0.7}, "race": {0: 0.9, 1: 0.9}}
+    mean, by_shots = tables_of(
+        root,
+        downstream(whole),
+        downstream({"sciq": {0: 0.4, 1: 0.4}}, [Gap("race", None, "no data set")]),
+    )
+    assert rows_of(mean)["race"] == ["90.0 ± 2.0", "-"]
+    assert rows_of(mean)["average"] == ["60.0 ± 2.0", "40.0 ± 2.0"]
+    assert rows_of(mean)["tasks better than Uniform"] == ["-", "0 of 1"]
+    assert "Not evaluated for Chameleon: race: no data set." in mean.notes
+    assert any("over the 1 of 2 tasks that all runs have" in note for note in mean.notes)
+    assert rows_of(by_shots)["average, 0-shot"] == ["50.0 ± 1.0", "40.0 ± 1.0"]
+
+
+def test_an_unfinished_task_has_its_shots_and_no_mean(root):
+    mean, by_shots = tables_of(
+        root, downstream({"sciq": {0: 0.5}}), downstream({"sciq": {0: 0.6, 1: 0.7}})
+    )
+    assert rows_of(mean)["sciq"] == ["-", "65.0 ± 2.0"]
+    assert rows_of(mean)["average"] == ["-", "-"]
+    assert rows_of(by_shots)["sciq, 0-shot"] == ["50.0 ± 1.0", "60.0 ± 1.0"]
+    assert rows_of(by_shots)["sciq, 1-shot"] == ["-", "70.0 ± 1.0"]
+    assert rows_of(by_shots)["average, 1-shot"] == ["-", "-"]
+    assert any(note.startswith("Not evaluated for Uniform: sciq, 1-shot: ") for note in mean.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"protocol": DownstreamProtocol("0.4.13", [0, 1], 9, 1234, "float32")}, "limit is"),
+        ({"protocol": DownstreamProtocol("0.4.14", [0, 1], None, 1234, "float32")}, "0.4.14"),
+    ],
+)
+def test_other_questions_are_rejected(root, changes, message):
+    result = downstream({"sciq": {0: 0.5, 1: 0.7}})
+    with pytest.raises(UserError, match=message):
+        tables_of(root, result, dataclasses.replace(result, **changes))
+
+
+def test_other_questions_of_an_unfinished_task_are_rejected(root):
+    answered = score("sciq", {0: 0.5}, PROTOCOL.shots)
+    other = dataclasses.replace(answered.by_shots[0], requests_hash="other words")
+    changed = dataclasses.replace(answered, by_shots={0: other})
+    with pytest.raises(UserError, match="the requests of sciq differ"):
+        tables_of(
+            root,
+            downstream({"sciq": {0: 0.5, 1: 0.7}}),
+            dataclasses.replace(downstream({}), tasks={"sciq": changed}),
+        )
+
+
+def test_a_run_is_found_by_its_checkpoint_too(root):
+    result = downstream({"sciq": {0: 0.5, 1: 0.7}}, checkpoint_hash="deadbeef")
+    save(root, "tasks", result)
+    folder = RunFolder.load(root)
+    assert base_run_of(folder, "tasks") == "tasks"
+    evaluated = dataclasses.replace(folder.evaluations[UNIFORM], checkpoint_hash="deadbeef")
+    evaluated.save(root / f"6-evaluation/{UNIFORM}.json")
+    folder = RunFolder.load(root)
+    assert base_run_of(folder, "tasks") == UNIFORM
+    assert downstream_tables(folder)[0].header == ("task", "Uniform")

@@ -1,0 +1,292 @@
+"""Figures show the numbers of the artifacts, however many domains and runs there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from typing import cast
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.container import BarContainer
+from matplotlib.image import imread
+
+from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.artifacts.training_run import METRICS_NAME
+from megatron_chameleon.report.figures import (
+    COLORS,
+    GRID_COLOR,
+    IMAGE_DPI,
+    PAGE_COLORS,
+    RunCurves,
+    affinity_figure,
+    bar_domains,
+    freeze_layout,
+    loss_figure,
+    new_figure,
+    outline,
+    panel_domains,
+    png,
+    run_curves,
+    smoothed,
+    svg_content,
+    weights_figure,
+)
+from tests.unit.artifacts.artifact_samples import write_metrics
+from tests.unit.report.html_reading import read_html
+from tests.unit.report.report_samples import (
+    NAMES,
+    random_mixture,
+    random_weights,
+    write_losses,
+    write_training_run,
+)
+
+ODD_NAMES = ["$x_1$ and {y", "_hidden", "a|b_<x>", "n" * 90, "line\nbreak", "plain"]
+
+
+@pytest.fixture
+def mixtures(rng):
+    features = rng.normal(size=(len(NAMES), 4))
+    return {
+        mode: random_mixture(random_weights(NAMES, rng), mode, features)
+        for mode in ("pretraining", "fine-tuning")
+    }
+
+
+def make_run(tmp_path, name="run", names=NAMES, seed=0) -> TrainingRun:
+    run = write_training_run(tmp_path / name, Mixture.uniform(names).weights, "uniform")
+    write_losses(run.root, names, [2.0 + i for i in range(len(names))], seed)
+    return run
+
+
+def pixels(figure) -> np.ndarray:
+    return imread(io.BytesIO(png(figure)))[..., :3]
+
+
+def share_of(image: np.ndarray, color: str) -> float:
+    """Share of the pixels that have ``color``."""
+    wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return float(np.mean(np.all(np.abs(image - wanted) < 0.01, axis=-1)))
+
+
+def test_bars_are_as_long_as_the_weights(mixtures):
+    figure = weights_figure(mixtures)
+    (axes,) = figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    order = sorted(NAMES, key=lambda name: -mixtures["pretraining"].weights[name])
+    assert labels == order
+    bars = [group for group in axes.containers if isinstance(group, BarContainer)]
+    drawn = [[bar.get_width() for bar in group] for group in bars]
+    assert drawn == [[mixture.weights[name] for name in order] for mixture in mixtures.values()]
+    # The first mixture's bar lies above the second's, both around the name's tick.
+    ticks = np.arange(len(NAMES))
+    tops, bottoms = (np.array([bar.get_y() for bar in group]) for group in bars)
+    assert np.all((ticks - 0.5 < tops) & (tops < bottoms) & (bottoms < ticks + 0.5))
+
+
+def test_whiskers_are_the_intervals_even_if_the_weight_is_outside(mixtures):
+    first = mixtures["pretraining"]
+    intervals = {name: (1.1 * w, 1.3 * w) for name, w in first.weights.items() if name != "code"}
+    figure = weights_figure({"one": dataclasses.replace(first, intervals=intervals)})
+    (whiskers,) = cast(list[LineCollection], figure.axes[0].collections)
+    order = [n for n in sorted(NAMES, key=lambda n: -first.weights[n]) if n in intervals]
+    ends = np.array([segment[:, 0] for segment in whiskers.get_segments()])
+    np.testing.assert_allclose(ends, [intervals[name] for name in order])
+
+
+@pytest.mark.parametrize("count", [2, 6, 20, 150])
+def test_the_heat_map_holds_the_affinity(rng, count):
+    features = rng.normal(size=(count, 8))
+    affinity = features @ features.T
+    names = [f"domain {i}" for i in range(count)]
+    figure = affinity_figure(affinity, names)
+    axes = figure.axes[0]
+    (image,) = axes.images
+    np.testing.assert_array_equal(np.asarray(image.get_array()), affinity)
+    low, high = image.get_clim()
+    assert low == -high < 0
+    numbers = [text.get_text() for text in axes.texts]
+    assert numbers == ([f"{v:.2f}" for v in affinity.flat] if count <= 12 else [])
+    for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
+        shown = [tick.get_text() for tick in ticks]
+        assert shown == names[:: 1 if count <= 60 else 3]
+
+
+def test_curves_are_the_recorded_losses(tmp_path):
+    run = write_training_run(tmp_path, {"a": 1.0}, "uniform")
+    write_metrics(
+        tmp_path / METRICS_NAME,
+        [
+            {"step": 10, "loss": 4.0, "domain_loss": {"a": 4.5}},
+            {"step": 20, "loss": 3.0, "domain_loss": {}},
+            {"step": 20, "validation_loss": {"a": 3.5}},
+            {"step": 30, "loss": 2.0, "domain_loss": {"a": 2.5, "b": None}},
+        ],
+    )
+    curves = run_curves("x", run)
+    np.testing.assert_array_equal(curves.total.index, [10, 20, 30])
+    np.testing.assert_array_equal(curves.total, [4.0, 3.0, 2.0])
+    assert list(curves.domains) == ["a"]
+    np.testing.assert_array_equal(curves.domains["a"].index, [10, 30])
+    np.testing.assert_array_equal(curves.validation["a"], [3.5])
+
+
+def test_smoothing_is_a_centred_mean(rng):
+    losses = rng.normal(size=103)
+    found = smoothed(pd.Series(losses, np.arange(103.0)))
+    expected = [losses[i : i + 4].sum() / 4 for i in range(100)]
+    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(found.index, np.arange(100) + 1.5)
+    np.testing.assert_array_equal(smoothed(pd.Series(losses[:20])), losses[:20])
+
+
+def test_the_loss_figure_has_a_panel_for_all_and_one_per_domain(tmp_path):
+    runs = [run_curves(label, make_run(tmp_path, label, seed=i)) for i, label in enumerate("AB")]
+    proxy = run_curves("proxy", make_run(tmp_path, "proxy", seed=9))
+    figure = loss_figure(runs, [proxy])
+    total, *panels = figure.axes
+    assert [panel.get_title("left") for panel in panels] == NAMES
+    thin = [line for line in total.lines if line.get_linewidth() < 1]
+    assert len(thin) == 3
+    for line, run in zip(thin, [*runs, proxy], strict=True):
+        np.testing.assert_array_equal(line.get_ydata(), run.total)
+    for panel, name in zip(panels, NAMES, strict=True):
+        drawn = panel.lines[0]
+        curve = runs[0].domains[name]
+        np.testing.assert_array_equal(drawn.get_ydata(), curve[curve.index > 20])
+        dots = [line for line in panel.lines if line.get_marker() == "o"]
+        np.testing.assert_array_equal(dots[1].get_ydata(), runs[1].validation[name])
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["A", "B", "proxy", "held-out text"]
+    image = pixels(figure)
+    assert share_of(image, COLORS[0]) > 1e-3
+    assert share_of(image, COLORS[1]) > 1e-3
+
+
+def test_names_are_shown_as_they_are_and_cut_where_long(tmp_path, rng):
+    features = rng.normal(size=(len(ODD_NAMES), 4))
+    mixture = random_mixture(random_weights(ODD_NAMES, rng), "pretrain", features)
+    weights = weights_figure({"$a_$": mixture, "_b": mixture})
+    affinity = affinity_figure(np.array(mixture.affinity), ODD_NAMES)
+    losses = loss_figure([run_curves("_$r$", make_run(tmp_path, names=ODD_NAMES))])
+    for figure in (weights, affinity, losses):
+        png(figure)
+    shown = [label.get_text() for label in affinity.axes[0].get_yticklabels()]
+    assert shown[:3] == ODD_NAMES[:3]
+    assert len(shown[3]) < 30
+    assert shown[4:] == ["line break", "plain"]
+    assert not any(label.get_parse_math() for label in affinity.axes[0].get_xticklabels())
+    assert [t.get_text() for t in weights.legends[0].get_texts()][:2] == ["$a_$", "_b"]
+    assert losses.legends[0].get_texts()[0].get_text() == "_$r$"
+
+
+@pytest.fixture
+def curve(rng):
+    return pd.Series(rng.normal(3.0, 0.5, 10_000), np.arange(1.0, 10_001.0))
+
+
+def test_the_outline_keeps_every_peak_that_would_be_seen(curve):
+    found = outline(curve, 200)
+    assert 150 < len(found) <= 200
+    assert found.index.is_monotonic_increasing
+    pd.testing.assert_series_equal(found, curve[found.index])
+    for part in np.split(curve.to_numpy(), 100):
+        assert {part.min(), part.max()} <= set(found)
+
+
+MANY = [f"domain {i:03d}" for i in range(300)]
+TALLEST = 60  # inches
+
+
+def curves(last, validation=None):
+    """A run whose losses fall from 9 to ``last`` (name -> loss)."""
+    steps = np.arange(1.0, 4.0)
+    training, held_out = (
+        {name: pd.Series([9.0, 8.0, loss], steps) for name, loss in found.items()}
+        for found in (last, validation or {})
+    )
+    return RunCurves("run", pd.Series(steps, steps), training, held_out)
+
+
+def test_panels_are_of_the_domains_that_differ_most():
+    differing = set(MANY[7:300:13])  # 23 of them
+    first = curves(dict.fromkeys(MANY, 3.0))
+    second = curves({name: 2.0 if name in differing else 3.0 for name in MANY})
+    shown = panel_domains([first, second])
+    assert shown == sorted({*differing, MANY[0]})  # one place is left for the first of the others
+
+
+def mixtures_of(count):
+    """Two mixtures: the heaviest domain of the second is the lightest of the first."""
+    weights = np.arange(count, 0, -1) / (count * (count + 1) / 2)
+    first = dict(zip(MANY, weights.tolist(), strict=False))
+    second = dict.fromkeys(MANY[:count], 0.5 / (count - 1)) | {MANY[count - 1]: 0.5}
+    return {"one": Mixture(first), "two": Mixture(second)}
+
+
+def test_bars_are_of_the_largest_weights_in_any_mixture():
+    mixtures = mixtures_of(300)
+    shown = bar_domains(mixtures)
+    assert shown == [*MANY[:59], MANY[299]]
+    (axes,) = weights_figure(mixtures).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == shown
+    dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
+    np.testing.assert_array_equal(dashed[0].get_xdata(), [1 / 300, 1 / 300])
+
+
+@pytest.mark.parametrize("count", [2, 300])
+def test_no_picture_is_too_tall(count):
+    run = curves(dict.fromkeys(MANY[:count], 3.0))
+    second = dataclasses.replace(run, label="second")
+    losses, weights = loss_figure([run, second]), weights_figure(mixtures_of(count))
+    for figure in (losses, weights):
+        freeze_layout(figure)
+        assert 2 < figure.get_figheight() < TALLEST
+    assert len(losses.axes) == 1 + min(count, 24)
+    assert len(weights.axes[0].patches) == 2 * min(count, 60)
+
+
+@pytest.fixture
+def one_mixture(rng):
+    features = rng.normal(size=(len(NAMES), 4))
+    return {"one": random_mixture(random_weights(NAMES, rng), "pretrain", features)}
+
+
+def svg_of(figure, name="picture"):
+    return read_html(f"<!DOCTYPE html>\n<svg>{svg_content(figure, name)}</svg>")
+
+
+def test_colours_are_the_page_s(one_mixture):
+    page = svg_content(weights_figure(one_mixture), "w")
+    for name in ("--paper", "--grid", "--reference", "--series-0"):
+        assert f"var({name})" in page
+    for color in PAGE_COLORS:
+        assert color not in page.lower()
+    assert GRID_COLOR.lower() in PAGE_COLORS
+    assert {color.lower() for color in COLORS} <= set(PAGE_COLORS)
+
+
+def test_a_sign_that_the_picture_s_font_lacks_is_no_warning(rng):
+    mixture = random_mixture({"日本語": 0.4, "שלום": 0.6}, "pretrain", rng.normal(size=(2, 4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        svg = svg_of(weights_figure({"one": mixture}))
+    assert {"日本語", "שלום"} <= {node.text for node in svg.all("text")}
+
+
+@pytest.mark.parametrize(("count", "images"), [(300, 0), (5000, 1)])
+def test_many_points_are_one_image(rng, count, images):
+    figure = new_figure(5, 5)
+    (points,) = figure.add_subplot().plot(*rng.normal(size=(2, count)), "ko", rasterized=True)
+    svg = svg_of(figure)
+    assert points.get_rasterized()  # in a PDF of the same figure
+    assert len(svg.all("image")) == images
+    assert len(svg.all("use")) >= (0 if images else count)
+    if images:
+        image = svg.all("image")[0].attributes
+        assert image["href"].startswith("data:image/png;base64,")
+        assert len(image["href"]) < IMAGE_DPI**2 * 25

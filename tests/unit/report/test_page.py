@@ -1,0 +1,364 @@
+"""The report's files and page: complete, reproducible, and harmless whatever things are called."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.page import (
+    LIST_NAME,
+    NOT_EVALUATED,
+    Report,
+    html_page,
+    load_report,
+    make_report,
+    markdown_page,
+    write_report,
+)
+from tests.unit.report.downstream_samples import downstream, save
+from tests.unit.report.html_reading import read_html
+from tests.unit.report.page_samples import HOSTILE_NAMES, write_full_folder
+from tests.unit.report.report_samples import NAMES, write_corpus, write_run_folder, write_sweep
+
+ROOT = Path(__file__).resolve().parents[3]
+PICTURES = ["affinity", "loss", "weights"]
+PAGES = ["report.html", "report_files.json", "tables", "tables.md"]
+FILES = sorted([*PAGES, *(f"{name}.{kind}" for name in PICTURES for kind in ("png", "pdf"))])
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_run_folder(tmp_path / "run")
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder of a report that was made once, and what was printed."""
+    root = write_run_folder(tmp_path_factory.mktemp("made") / "run")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        report = make_report(root)
+    assert report == root / "7-report"
+    return report, printed.getvalue()
+
+
+def test_the_report_writes_and_prints_everything(made):
+    report, printed = made
+    assert files_in(report) == FILES
+    for title in ("Held-out perplexity", "Weights for pretraining and fine-tuning", "Cost"):
+        assert title in printed
+    for name in ("tables.md", "tables", *(f"{name}.png and .pdf" for name in PICTURES)):
+        assert str(report / name) in printed
+    assert str(report / "report.html") in printed.splitlines()[-1]
+    for name in PICTURES:
+        image = imread(report / f"{name}.png")
+        assert min(image.shape[:2]) > 200
+        assert image[..., :3].std() > 0.05
+        assert (report / f"{name}.pdf").read_bytes().startswith(b"%PDF-")
+    listed = json.loads((report / "report_files.json").read_text())["files"]
+    there = [p.relative_to(report).as_posix() for p in report.rglob("*") if p.is_file()]
+    assert sorted([*listed, "report_files.json"]) == sorted(there)
+
+
+def test_in_another_folder_the_files_are_equal_to_the_byte(made, tmp_path):
+    there = tmp_path / "there"
+    assert make_report(made[0].parent, output=there) == there
+    assert files_in(there) == FILES
+    for path in there.rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (made[0] / path.relative_to(there)).read_bytes(), path
+
+
+def test_several_run_folders_are_one_report(made, tmp_path):
+    other = write_run_folder(tmp_path / "other", seed=3)
+    text = markdown_page(load_report((made[0].parent, other)))
+    assert text.startswith("# run + other\n")
+    assert f"- run folders: {made[0].parent}, {other}\n" in text.replace("\\", "")
+    for name in ("uniform-seed1 (run)", "uniform-seed1 (other)"):
+        assert name in text
+
+
+def test_a_report_is_replaced_and_a_picture_without_data_removed(root, capsys):
+    make_report(root)
+    before = (root / "7-report/tables.md").read_text(encoding="utf-8")
+    for path in (root / "4-mixture").iterdir():
+        path.unlink()
+    make_report(root)
+    assert files_in(root / "7-report") == sorted([*PAGES, "loss.pdf", "loss.png"])
+    assert "weights-for-pretraining-and-fine-tuning.csv" not in files_in(root / "7-report/tables")
+    after = (root / "7-report/tables.md").read_text(encoding="utf-8")
+    assert "affinity.png" in before
+    assert "affinity.png" not in after
+    assert "left out: no mixture in 4-mixture" in capsys.readouterr().out
+
+
+def test_a_sweep_is_shown_where_there_is_one(root, capsys):
+    mixtures = [Mixture.uniform(NAMES), Mixture(dict(zip(NAMES, (0.5, 0.3, 0.2), strict=True)))]
+    write_sweep(root, {"ridge": mixtures})
+    report = make_report(root)
+    assert files_in(report) == sorted([*FILES, "stability.pdf", "stability.png"])
+    text = (report / "tables.md").read_text(encoding="utf-8")
+    assert "## Weights over ridge" in text
+    assert "| a\\|b\\_\\<x\\> | 0.3333 | 0.3000 | 0.0333 |" in text
+    assert "![Stability of the weights](stability.png)" in text
+    assert "Weights over ridge" in capsys.readouterr().out
+    mixtures[1].save(root / "4-mixture/sweep/ridge-1.json")
+    with pytest.raises(UserError, match=r"ridge-1\.json has changed since"):
+        make_report(root)
+
+
+def test_an_affinity_of_the_wrong_size_is_reported(root):
+    path = root / "4-mixture/chameleon-pretrain.json"
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps({**body, "affinity": [[1.0, 0.0], [0.0, 1.0]]}))
+    with pytest.raises(UserError, match="affinity"):
+        make_report(root)
+    assert not (root / "7-report").exists()
+
+
+def test_the_tool_reports_a_run_folder(root):
+    done = run_python("tools/make_report.py", root, "--baseline", "chameleon-pretrain-seed1")
+    assert done.returncode == 0, done.stderr
+    assert "domains better than Chameleon" in done.stdout
+    assert files_in(root / "7-report") == FILES
+
+
+def test_the_tool_rejects_in_one_line(tmp_path):
+    write_corpus(tmp_path / "1-corpus", NAMES)
+    done = run_python("tools/make_report.py", tmp_path, "--baseline", "x")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+SECTIONS = [
+    "found",
+    "result",
+    "loss",
+    "bits-per-byte",
+    "weights",
+    "downstream",
+    "cost",
+    "curves",
+    "tokens",
+    "affinity",
+    "stability",
+    "windows",
+    "origins",
+]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    return write_full_folder(tmp_path_factory.mktemp("page") / "<b>run & co", HOSTILE_NAMES)
+
+
+@pytest.fixture(scope="module")
+def report(hostile):
+    return load_report((hostile,))
+
+
+@pytest.fixture(scope="module")
+def text(report):
+    return html_page(report)
+
+
+@pytest.fixture(scope="module")
+def page(text):
+    return read_html(text)
+
+
+def test_the_sections_come_in_order_and_the_contents_lead_to_them(page):
+    assert [node.attributes["id"] for node in page.all("section")] == SECTIONS
+    (contents,) = page.all("nav")
+    assert [link.attributes["href"] for link in contents.all("a")] == [f"#{s}" for s in SECTIONS]
+    headings = [node.all("h2")[0].text for node in page.all("section")]
+    assert [link.text for link in contents.all("a")] == headings
+
+
+def test_every_id_is_there_once_and_every_reference_has_one(page):
+    ids = [node.attributes["id"] for node in page.everything() if "id" in node.attributes]
+    assert len(ids) == len(set(ids))
+    values = [value for node in page.everything() for value in node.attributes.values()]
+    pointed = {v[1:] for v in values if re.fullmatch("#[a-z][^;]*", v)}
+    pointed |= {found for value in values for found in re.findall(r"url\(#(.*?)\)", value)}
+    for node in page.everything():
+        for key in ("aria-labelledby", "aria-describedby"):
+            pointed |= set(node.attributes.get(key, "").split())
+    assert len(pointed) > 30
+    assert pointed <= set(ids)
+
+
+def test_nothing_runs_but_the_script_of_the_page(page):
+    for node in page.everything():
+        assert node.tag not in ("iframe", "object", "embed", "link", "base", "form", "img")
+        assert not [key for key in node.attributes if key.startswith("on")], node
+    (script,) = page.all("script")
+    (style,) = page.all("style")
+    digest = base64.b64encode(hashlib.sha256(script.text.encode()).digest()).decode()
+    policies = [n for n in page.all("meta") if "http-equiv" in n.attributes]
+    assert [n.attributes["http-equiv"] for n in policies] == ["Content-Security-Policy"]
+    rules = policies[0].attributes["content"].split("; ")
+    assert rules[0] == "default-src 'none'"
+    assert f"script-src 'sha256-{digest}'" in rules
+    assert "img-src data:" in rules
+    assert "url(" not in style.text
+    assert "@import" not in style.text
+
+
+def test_nothing_is_fetched(page):
+    for node in page.everything():
+        for key, value in node.attributes.items():
+            if key in ("href", "src", "srcset", "action", "data", "xlink:href", "poster"):
+                assert value.startswith(("#", "data:image/png;base64,", "data:text/csv")), value
+            assert not re.match(r"\s*(https?|javascript|file):", value), (node.tag, key, value)
+            assert not re.search(r"url\((?!#)", value)
+
+
+UNIFORM, CHAMELEON = "uniform-seed1", "chameleon-pretrain-seed1"
+STAGES = ("1-corpus", "2-proxy", "3-embeddings", "4-mixture", "5-base", "6-evaluation")
+# In the order of the paper's columns.
+RED_PAJAMA = ["Arxiv", "Book", "C4", "CC", "GitHub", "StackExchange", "Wikipedia"]
+EVALUATED = {"Held-out perplexity", "Held-out loss", "Bits per byte", "Evaluated runs"}
+
+
+def make_folder(root, *kept, names=NAMES):
+    """A run folder of these stages alone."""
+    write_run_folder(root, names)
+    for stage in set(STAGES) - set(kept):
+        shutil.rmtree(root / stage)
+    return root
+
+
+def read(root, baseline=None) -> Report:
+    return load_report((root,), baseline)
+
+
+def titles(report: Report) -> list[str]:
+    return [table.title for table in report.tables]
+
+
+@pytest.mark.parametrize(
+    ("stages", "there"),
+    [
+        (["1-corpus"], {"cost", "origins"}),
+        (["4-mixture"], {"weights", "cost", "affinity", "origins"}),
+        (["5-base"], {"cost", "curves", "origins"}),
+        (["1-corpus", "2-proxy", "4-mixture", "5-base"], {"weights", "curves", "affinity"}),
+    ],
+)
+def test_a_folder_gets_a_report_of_what_it_has(tmp_path, stages, there):
+    report = read(make_folder(tmp_path, *stages))
+    assert there <= {section.name for section in report.sections}
+    assert not {"result", "loss", "bits-per-byte"} & {section.name for section in report.sections}
+    assert not EVALUATED & set(titles(report))
+    assert not report.findings
+    assert report.caveats == [NOT_EVALUATED]
+
+
+def test_downstream_results_alone_are_compared_with_the_baseline_asked(tmp_path):
+    root = make_folder(tmp_path)
+    (root / "6-evaluation").mkdir()
+    for name, accuracy in ((UNIFORM, 0.5), (CHAMELEON, 0.6)):
+        save(root, name, downstream({"sciq": {0: accuracy, 1: accuracy}}))
+    for baseline in (UNIFORM, CHAMELEON):
+        report = read(root, baseline)
+        (section,) = [section for section in report.sections if section.name == "downstream"]
+        assert section.tables[0].header[1] == baseline
+    with pytest.raises(UserError, match=rf"--baseline x: .* choose from {CHAMELEON}, {UNIFORM}"):
+        read(root, "x")
+
+
+def test_a_baseline_is_rejected_where_nothing_has_a_result(tmp_path):
+    root = make_folder(tmp_path / "run", "4-mixture", "5-base")
+    with pytest.raises(UserError, match=f"--baseline {UNIFORM}: .* has no result of it"):
+        make_report(root, baseline=UNIFORM)
+    assert not (root / "7-report").exists()
+
+
+def all_files_in(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def test_what_no_longer_belongs_is_removed_and_all_else_left(tmp_path):
+    folder = tmp_path / "report"
+    write_report(folder, {"a.png": b"1", "tables/x.csv": b"2", "tables/y.csv": b"3"})
+    (folder / "mine.csv").write_text("kept")
+    (folder / "tables/mine.csv").write_text("kept")
+    write_report(folder, {"a.png": b"4", "tables/x.csv": b"5"})
+    expected = ["a.png", "mine.csv", LIST_NAME, "tables/mine.csv", "tables/x.csv"]
+    assert all_files_in(folder) == sorted(expected)
+    assert (folder / "a.png").read_bytes() == b"4"
+
+
+@pytest.mark.parametrize("name", ["../kept", "/{root}/kept", "a/b/kept"])
+def test_a_list_that_was_changed_removes_nothing_elsewhere(tmp_path, name):
+    folder = tmp_path / "report"
+    (folder / "a/b").mkdir(parents=True)
+    kept = [tmp_path / "kept", folder / "a/b/kept"]
+    for path in kept:
+        path.write_text("kept")
+    listed = name.replace("/{root}", str(tmp_path))
+    (folder / LIST_NAME).write_text(json.dumps({"files": [listed]}))
+    write_report(folder, {"a.png": b"1"})
+    assert all(path.read_text() == "kept" for path in kept)
+
+
+@pytest.mark.parametrize("content", ["", '{"files": 3}', '{"mine": 1}'])
+def test_nothing_is_written_beside_a_list_that_is_no_reports(tmp_path, content):
+    (tmp_path / LIST_NAME).write_text(content)
+    with pytest.raises(UserError, match=LIST_NAME):
+        write_report(tmp_path, {"a.png": b"1"})
+    assert all_files_in(tmp_path) == [LIST_NAME]
+    assert (tmp_path / LIST_NAME).read_text() == content
+
+
+def test_a_file_of_other_origin_is_not_replaced(tmp_path):
+    (tmp_path / "a.png").write_text("mine")
+    with pytest.raises(UserError, match=r"a\.png exists"):
+        write_report(tmp_path, {"b.png": b"1", "a.png": b"2"})
+    assert all_files_in(tmp_path) == ["a.png"]
+    write_report(tmp_path, {"b.png": b"1"})
+    with pytest.raises(UserError, match=r"a\.png exists"):
+        write_report(tmp_path, {"b.png": b"2", "a.png": b"2"})
+    assert (tmp_path / "a.png").read_text() == "mine"
+    assert (tmp_path / "b.png").read_bytes() == b"1"
+
+
+def test_after_a_failure_the_next_report_still_knows_what_lies_there(tmp_path):
+    write_report(tmp_path, {"a.png": b"1"})
+    (tmp_path / "tables").write_text("a file in the way")
+    with pytest.raises(UserError, match="cannot write"):
+        write_report(tmp_path, {"b.png": b"2", "tables/x.csv": b"3"})
+    os.remove(tmp_path / "tables")
+    write_report(tmp_path, {"c.png": b"4"})
+    assert all_files_in(tmp_path) == ["c.png", LIST_NAME]

@@ -1,0 +1,215 @@
+"""The paper's figures next to those of runs in the same setting."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
+from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol
+from megatron_chameleon.report.comparison import compare
+from megatron_chameleon.report.paper import paper_names, paper_settings, paper_tables
+from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.tables import terminal_table
+from tests.unit.report.downstream_samples import downstream, save
+from tests.unit.report.report_samples import edit_evaluation, rows_of, write_run_folder
+
+UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
+SLIMPAJAMA = ["arxiv", "book", "cc", "c4", "github", "stackexchange", "wikipedia"]
+REDPAJAMA = [
+    "RedPajamaArXiv",
+    "RedPajamaBook",
+    "RedPajamaCommonCrawl",
+    "RedPajamaC4",
+    "RedPajamaGithub",
+    "RedPajamaStackExchange",
+    "RedPajamaWikipedia",
+]
+TOKENS = 10_000 * 128 * 1024
+
+
+def edit_runs(root, **changes):
+    for name in RUNS:
+        run = TrainingRun.load(root / "5-base" / name)
+        dataclasses.replace(run, **changes).save()
+
+
+def make(root, names, size="684m", tokens=TOKENS):
+    write_run_folder(root, names)
+    model = next(dict(s.model) for s in paper_settings().values() if s.size == size)
+    edit_runs(root, model={"size": model}, tokens=tokens, parameters=684_000_000)
+    return root
+
+
+@pytest.fixture
+def root(tmp_path):
+    return make(tmp_path / "run", SLIMPAJAMA)
+
+
+def tables_of(root, baseline=None):
+    folder = RunFolder.load(root)
+    return paper_tables(folder, compare(folder, baseline))
+
+
+def column_of(table, heading):
+    i = table.header.index(heading)
+    return {row[0]: row[i] for row in (*table.rows, *table.summary)}
+
+
+@pytest.mark.parametrize(
+    ("names", "data_set"),
+    [
+        (SLIMPAJAMA, "slimpajama"),
+        (REDPAJAMA, "slimpajama"),
+        (
+            ["ArXiv", "Books", "Common-Crawl", "C4", "GitHub", "stack_exchange", "Wiki"],
+            "slimpajama",
+        ),
+        ([f"slimpajama/{name}" for name in SLIMPAJAMA], "slimpajama"),
+        (["fr", "de", "it", "es", "pt", "nl", "pl"], "wiki40b"),
+        (["wiki40b.fr", "de", "Italian", "es", "pt", "nl", "pl"], "wiki40b"),
+        (["Python", "Java", "C", "C++", "Go", "Ruby", "PHP"], "stack"),
+        (["python", "java", "c", "cpp", "golang", "ruby", "php"], "stack"),
+    ],
+)
+def test_the_usual_spellings_are_known(names, data_set):
+    sets = {s.data_set.name: s.data_set for s in paper_settings().values()}
+    found = {name: paper_names(each, names) for name, each in sets.items()}
+    assert [name for name, known in found.items() if known is not None] == [data_set]
+    printed = next(iter(sets[data_set].weight_columns().values())).printed
+    assert list((found[data_set] or {}).values()) == list(printed)
+
+
+def test_the_pile_is_known_by_its_own_names():
+    data_set = paper_settings()["pile-684m"].data_set
+    own = next(iter(data_set.weight_columns().values())).own_names
+    assert paper_names(data_set, own) == own
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        SLIMPAJAMA[:-1],
+        [*SLIMPAJAMA, "news"],
+        [*SLIMPAJAMA[:-1], "news"],
+        [*SLIMPAJAMA, "books"],
+        ["python", "java", "c", "C", "go", "ruby", "php"],
+    ],
+)
+def test_other_domains_have_no_setting(tmp_path, names):
+    assert tables_of(make(tmp_path / "run", names)) == []
+
+
+def test_perplexities_stand_next_to_the_papers(root):
+    perplexity = tables_of(root)[0]
+    setting = paper_settings()["slimpajama-684m"]
+    assert perplexity.header[:4] == ("domain", "Uniform", "Chameleon", "paper: Uniform")
+    found = column_of(perplexity, "paper: DoGE")
+    doge = setting.perplexity[0].columns["doge"].printed
+    assert [float(found[name]) for name in SLIMPAJAMA] == list(doge.values())
+    assert found["average"] == "22.32"
+    assert found["domains better than Uniform"] == "4 of 7"
+    result = EvaluationResult.load(root / f"6-evaluation/{UNIFORM}.json")
+    ours = column_of(perplexity, "Uniform")
+    assert ours["book"] == f"{result.domains['book'].perplexity:.2f}"
+    assert ours["average"] == f"{result.mean_perplexity:.2f}"
+    assert "average of Chameleon 22.31 (its rows: 22.33)" in " ".join(perplexity.notes)
+
+
+def test_a_domain_without_text_is_in_no_average_of_either_side(root):
+    for name in RUNS:
+        result = EvaluationResult.load(root / f"6-evaluation/{name}.json")
+        domains = {n: d for n, d in result.domains.items() if n != "c4"}
+        edit_evaluation(root, name, domains=domains, left_out=["c4"])
+    perplexity = tables_of(root)[0]
+    found = column_of(perplexity, "paper: Uniform")
+    assert found["c4"] == "49.00"
+    printed = paper_settings()["slimpajama-684m"].perplexity[0].columns["uniform"].printed
+    rest = sum(value for name, value in printed.items() if name != "c4") / 6
+    assert found["average"] == f"{rest:.2f}"
+    assert column_of(perplexity, "paper: DoGE")["domains better than Uniform"] == "3 of 6"
+    assert column_of(perplexity, "Uniform")["c4"] == "-"
+    assert "Not in any average or count here: c4." in perplexity.notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "aspects"),
+    [
+        ({"model": {"num_layers": 2}}, ["model"]),
+        ({"model": {"size": {"num_layers": 36, "hidden_size": 1200}}}, ["model"]),
+        ({"tokens": TOKENS // 3}, ["training tokens"]),
+        ({"tokens": TOKENS * 3, "model": {"num_layers": 2}}, ["model", "training tokens"]),
+    ],
+)
+def test_another_setting_shows_no_figure_of_the_paper(root, changes, aspects):
+    edit_runs(root, **changes)
+    (table,) = tables_of(root)
+    assert [row[0] for row in table.rows] == aspects
+    assert "Universal generalization - perplexity" in table.notes[0]
+    assert "SlimPajama, 684m" in table.notes[0]
+    for figure in ("42.55", "24.20", "0.164", "1.36e+17"):
+        assert figure not in terminal_table(table)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2])
+def test_half_to_twice_the_tokens_are_the_same_setting(root, factor):
+    edit_runs(root, tokens=int(TOKENS * factor))
+    assert len(tables_of(root)) == 3
+
+
+def test_fine_tuning_starts_from_trained_weights(tmp_path):
+    root = make(tmp_path / "run", ["fr", "de", "it", "es", "pt", "nl", "pl"])
+    (table,) = tables_of(root)
+    assert rows_of(table) == {"start": ["random weights", "weights trained on the Pile"]}
+    run = TrainingRun.load(root / "5-base" / UNIFORM)
+    inputs = {"pretrained checkpoint": "hash"}
+    edit_runs(root, provenance=dataclasses.replace(run.provenance, inputs=inputs))
+    perplexity, weights = tables_of(root)
+    assert column_of(perplexity, "paper: Uniform")["average"] == "9.39"
+    assert column_of(weights, "paper: Chameleon (fine-tuning)")["pl"] == "0.2570"
+
+
+def six_shots(accuracy, **changes):
+    shots = list(range(6))
+    protocol = DownstreamProtocol("0.4.13", shots, None, 1234, "float32")
+    tasks = {task: dict.fromkeys(shots, accuracy) for task in ("sciq", "copa", "own_task")}
+    return downstream(tasks, protocol=dataclasses.replace(protocol, **changes))
+
+
+def test_accuracies_stand_next_to_the_papers(root):
+    save(root, f"{UNIFORM}-downstream", six_shots(0.5))
+    save(root, f"{CHAMELEON}-downstream", six_shots(0.6))
+    _, table, *_ = tables_of(root)
+    assert column_of(table, "Chameleon")["sciq"] == "60.0"
+    paper = column_of(table, "paper: Chameleon")
+    assert paper["sciq"] == "64.3"
+    assert paper["own_task"] == "-"
+    assert paper["average"] == f"{(64.3 + 61.9) / 2:.1f}"
+    assert paper["tasks better than Uniform"] == "2 of 2"
+    assert column_of(table, "Chameleon")["tasks better than Uniform"] == "2 of 2"
+
+
+@pytest.mark.parametrize("changes", [{"shots": [0]}, {"limit": 10}])
+def test_tasks_that_were_asked_otherwise_are_not_next_to_the_papers(root, changes):
+    if "shots" in changes:
+        result = downstream({"sciq": {0: 0.5}}, protocol=six_shots(0.5, **changes).protocol)
+    else:
+        result = six_shots(0.5, **changes)
+    save(root, f"{UNIFORM}-downstream", result)
+    _, table, *_ = tables_of(root)
+    assert table.title == "Next to the paper: different setting"
+    assert table.header == ("setting", "these runs", "the paper")
+    assert "64.3" not in terminal_table(table)
+
+
+def test_costs_stand_next_to_the_papers_by_method(root):
+    Mixture(weights=dict.fromkeys(SLIMPAJAMA, 1 / 7), method="doge").save(
+        root / "4-mixture/my-doge.json"
+    )
+    found = rows_of(tables_of(root)[-1])
+    assert found["my-doge"][-2:] == ["6.68e+17", "6.3"]
+    assert found["chameleon-pretrain"][-2:] == ["1.36e+17", "0.8"]
+    assert found["chameleon-finetune"][-2:] == ["-", "-"]
+    assert found["DoReMi (not here)"] == ["-", "-", "-", "1.34e+18", "7.4"]
+    assert "DoGE (not here)" not in found

@@ -1,0 +1,314 @@
+"""The artifacts of a run folder, merged folders, and one corpus only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.artifacts import Corpus, Cost, EvaluationResult, Mixture, TrainingRun
+from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol, DownstreamResult
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.comparison import bits_per_byte_table, compare, loss_table
+from megatron_chameleon.report.cost import ledger_of
+from megatron_chameleon.report.downstream import downstream_tables
+from megatron_chameleon.report.run_folder import RunFolder, merge
+from tests.unit.report.downstream_samples import downstream, save
+from tests.unit.report.report_samples import (
+    NAMES,
+    PROVENANCE,
+    edit_evaluation,
+    perplexity_of,
+    random_mixture,
+    random_weights,
+    write_run_folder,
+    write_sweep,
+)
+
+UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
+
+
+def test_every_stage_is_collected_under_its_name(tmp_path):
+    folder = RunFolder.load(write_run_folder(tmp_path / "run"))
+    assert folder.corpus is not None
+    assert folder.corpus.names == NAMES
+    assert list(folder.proxies) == ["tiny-seed1"]
+    assert list(folder.embeddings) == ["3-embeddings"]
+    assert list(folder.mixtures) == ["chameleon-finetune", "chameleon-pretrain"]
+    assert list(folder.base_runs) == ["chameleon-pretrain-seed1", "uniform-seed1"]
+    assert list(folder.evaluations) == list(folder.base_runs)
+    assert folder.sweep is None
+
+
+@pytest.mark.parametrize("place", ["4-mixture/embeddings"])
+def test_a_store_may_lie_in_a_folder_of_its_own(tmp_path, place):
+    root = write_run_folder(tmp_path / "run")
+    (root / place).mkdir()
+    (root / "3-embeddings/store.json").rename(root / place / "store.json")
+    folder = RunFolder.load(root)
+    assert list(folder.embeddings) == [place]
+    assert folder.costs()[place] == Cost(4e11, 5.0, 2.5, 2)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "1-corpus/corpus.json",
+        "3-embeddings/store.json",
+        "4-mixture/chameleon-pretrain.json",
+        "5-base/uniform-seed1/run.json",
+        "6-evaluation/uniform-seed1.json",
+    ],
+)
+def test_a_damaged_file_gives_its_own_error(tmp_path, file):
+    path = write_run_folder(tmp_path / "run") / file
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole[: len(whole) // 2], encoding="utf-8")
+    with pytest.raises(UserError, match="not JSON") as error:
+        RunFolder.load(tmp_path / "run")
+    assert str(path) in str(error.value)
+    body = json.loads(whole)
+    body["cost"] = "much"
+    body.pop("checksum", None)
+    path.write_text(json.dumps(body), encoding="utf-8")
+    with pytest.raises(UserError, match="field cost"):
+        RunFolder.load(tmp_path / "run")
+
+
+def test_downstream_results_may_lie_among_the_evaluations_and_count(tmp_path):
+    root = write_run_folder(tmp_path / "run")
+    cost = Cost(1e12, 8.0, 4.0, 2)
+    protocol = DownstreamProtocol("0.4.13", [0], None, 1234, "float32")
+    result = DownstreamResult("k", "h", 200, protocol, {}, [], PROVENANCE, cost)
+    result.save(root / "6-evaluation" / "uniform-seed1-tasks.json")
+    folder = RunFolder.load(root)
+    assert list(folder.evaluations) == list(folder.base_runs)
+    assert folder.downstream == {"uniform-seed1-tasks": result}
+    assert folder.costs()["6-evaluation/uniform-seed1-tasks"] == cost
+
+
+def change_cost(path, seconds):
+    """Another artifact of the same name: it took another time."""
+    body = json.loads(path.read_text())
+    body["cost"]["device_seconds"] = seconds
+    body.pop("checksum", None)
+    path.write_text(json.dumps(body))
+
+
+@pytest.fixture
+def roots(tmp_path):
+    """Two folders on one corpus, alike in all but where they lie."""
+    first = write_run_folder(tmp_path / "run-a")
+    shutil.copytree(first, tmp_path / "run-b")
+    return [first, tmp_path / "run-b"]
+
+
+def merged(roots):
+    return merge([RunFolder.load(root) for root in roots])
+
+
+def total(folder):
+    return ledger_of(folder).total
+
+
+def test_what_is_copied_is_there_once_and_costs_once(roots):
+    one, both = RunFolder.load(roots[0]), merged(roots)
+    for field in ("proxies", "embeddings", "mixtures", "base_runs", "evaluations"):
+        assert list(getattr(both, field)) == list(getattr(one, field))
+    assert both.costs() == one.costs()
+    assert ledger_of(both) == ledger_of(one)
+    assert both.root == roots[0]
+
+
+def test_names_that_collide_get_their_folders(roots):
+    change_cost(roots[1] / f"5-base/{UNIFORM}/run.json", 999.0)
+    both = merged(roots)
+    assert list(both.base_runs) == [CHAMELEON, f"{UNIFORM} (run-a)", f"{UNIFORM} (run-b)"]
+    # The evaluations go with them, though they are equal.
+    assert list(both.evaluations) == list(both.base_runs)
+    costs = [both.base_runs[f"{UNIFORM} ({run})"].cost for run in ("run-a", "run-b")]
+    assert [cost.device_seconds for cost in costs] == [60.0, 999.0]
+    once = total(RunFolder.load(roots[0])).device_seconds
+    assert total(both).device_seconds == pytest.approx(once + 999.0)
+
+
+def test_a_linked_proxy_counts_once_wherever_it_is_named_from(roots):
+    proxy = roots[1] / "2-proxy/tiny-seed1"
+    shutil.rmtree(proxy)
+    proxy.symlink_to(roots[0] / "2-proxy/tiny-seed1")
+    for root, name in zip(roots, ("one", "two"), strict=True):
+        Mixture(
+            weights=dict.fromkeys(NAMES, 1 / 3),
+            method="doremi",
+            parameters={"made_from": ["../2-proxy/tiny-seed1"]},
+            cost=Cost(1e9, 7.0, 7.0, 1),
+        ).save(root / f"4-mixture/{name}.json")
+    both = merged(roots)
+    for folder in (both, RunFolder.load(roots[1])):
+        entries = [entry for entry in ledger_of(folder).entries if "tiny-seed1" in entry]
+        assert entries == ["2-proxy/tiny-seed1"]
+    ledger = ledger_of(both)
+    for name in ("one", "two"):
+        assert list(ledger.mixtures[name].parts) == [f"4-mixture/{name}", "2-proxy/tiny-seed1"]
+    once = total(RunFolder.load(roots[0])).device_seconds
+    # 'one' and 'two' say the same: they are copies of one mixture.
+    assert total(both).device_seconds == pytest.approx(once)
+
+
+def test_mixtures_of_one_name_are_read_where_they_lie(roots):
+    for root, made_from in zip(roots, ("proxy-a", "proxy-b"), strict=True):
+        run = TrainingRun.load(root / "2-proxy/tiny-seed1")
+        seconds = 100.0 if made_from == "proxy-a" else 200.0
+        dataclasses.replace(
+            run, root=root / "4-mixture/doge" / made_from, cost=Cost(0.0, seconds, seconds, 1)
+        ).save()
+        Mixture(
+            weights=dict.fromkeys(NAMES, 1 / 3),
+            method="doge",
+            parameters={"made_from": [f"doge/{made_from}"]},
+        ).save(root / "4-mixture/doge.json")
+    ledger = ledger_of(merged(roots))
+    found = {name: cost.cost.device_seconds for name, cost in ledger.mixtures.items()}
+    assert found["doge (run-a)"] == 100.0
+    assert found["doge (run-b)"] == 200.0
+    assert "4-mixture/doge/proxy-a (run-a)" in ledger.entries
+    assert "4-mixture/doge/proxy-b (run-b)" in ledger.entries
+    assert not any(mixture.missing for name, mixture in ledger.mixtures.items() if "doge" in name)
+
+
+def test_downstream_results_stay_with_their_runs(roots):
+    change_cost(roots[1] / f"5-base/{UNIFORM}/run.json", 999.0)
+    for root in roots:
+        save(root, f"{UNIFORM}-downstream", downstream({"sciq": {0: 0.5, 1: 0.7}}))
+    both = merged(roots)
+    assert list(both.downstream) == [
+        f"{UNIFORM} (run-a)-downstream",
+        f"{UNIFORM} (run-b)-downstream",
+    ]
+    table = downstream_tables(both)[0]
+    assert table.header[1:] == (f"{UNIFORM} (run-a)", f"{UNIFORM} (run-b)")
+
+
+def test_folders_of_one_name_are_told_apart_by_their_parents(tmp_path, roots):
+    for parent, root in zip(("first", "second"), roots, strict=True):
+        shutil.copytree(root, tmp_path / parent / "run")
+    change_cost(tmp_path / f"second/run/5-base/{UNIFORM}/run.json", 999.0)
+    both = merged([tmp_path / "first/run", tmp_path / "second/run"])
+    assert f"{UNIFORM} (second/run)" in both.base_runs
+
+
+def test_another_corpus_is_rejected_with_both_hashes(tmp_path, roots):
+    other = write_run_folder(tmp_path / "run-c", ["x", "y"])
+    hashes = [Corpus.load(root / "1-corpus").hash[:12] for root in (roots[0], other)]
+    with pytest.raises(UserError, match="of another corpus") as rejected:
+        merged([roots[0], other])
+    for part in (*hashes, str(roots[0] / "1-corpus"), str(other / "1-corpus")):
+        assert part in str(rejected.value)
+
+
+def test_one_sweep_is_kept_and_two_are_rejected(roots):
+    rng = np.random.default_rng(0)
+
+    def sweep(root, **changes):
+        features = rng.normal(size=(len(NAMES), 4))
+        mixtures = [
+            random_mixture(random_weights(NAMES, rng), "pretrain", features) for _ in range(2)
+        ]
+        return write_sweep(root, {"ridge": mixtures}, **changes)
+
+    sweep(roots[1])
+    both = merged(roots)
+    assert both.sweep is not None
+    assert both.sweep.root == roots[1]
+    assert "4-mixture/sweep/ridge-2 (run-b)" in ledger_of(both).entries
+    sweep(roots[0], cost=Cost(1.0, 1.0, 1.0, 1))
+    with pytest.raises(UserError, match="different sweeps"):
+        merged(roots)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_run_folder(tmp_path / "run")
+
+
+def trained_on(root, name, corpus_hash, data_path=None):
+    run = TrainingRun.load(root / "5-base" / name)
+    provenance = dataclasses.replace(
+        run.provenance, inputs={"corpus": corpus_hash}, options={"data": {"data_path": data_path}}
+    )
+    dataclasses.replace(run, provenance=provenance).save()
+
+
+@pytest.mark.parametrize("has_corpus", [True, False])
+def test_runs_of_another_corpus_are_rejected_though_not_evaluated(root, has_corpus):
+    trained_on(root, CHAMELEON, "other")
+    (root / f"6-evaluation/{CHAMELEON}.json").unlink()
+    if not has_corpus:
+        shutil.rmtree(root / "1-corpus")
+    with pytest.raises(UserError, match="move it to a run folder of its corpus") as rejected:
+        compare(RunFolder.load(root))
+    known = "1-corpus" if has_corpus else f"6-evaluation/{UNIFORM}.json"
+    assert f"{root / '5-base' / CHAMELEON} is of another corpus" in str(rejected.value)
+    assert str(root / known) in str(rejected.value)
+
+
+@pytest.mark.parametrize("has_corpus", [True, False])
+def test_a_sweep_of_another_corpus_is_rejected(root, has_corpus):
+    known = RunFolder.load(root).evaluations[UNIFORM].corpus_hash
+    mixtures = {"ridge": [Mixture.load(root / "4-mixture/chameleon-pretrain.json")] * 2}
+    provenance = RunFolder.load(root).mixtures["chameleon-pretrain"].provenance
+    assert provenance is not None
+    if not has_corpus:
+        shutil.rmtree(root / "1-corpus")
+    for inputs in ({}, {"corpus": known}, {"corpus": "other"}):
+        made = dataclasses.replace(provenance, inputs=inputs)
+        write_sweep(root, mixtures, provenance=made)
+        if inputs != {"corpus": "other"}:
+            compare(RunFolder.load(root))
+    with pytest.raises(UserError, match="of another corpus") as rejected:
+        compare(RunFolder.load(root))
+    assert str(root / "sweep.json") in str(rejected.value)
+    with pytest.raises(UserError, match="of another corpus"):
+        merge([RunFolder.load(root), RunFolder.load(write_run_folder(root.parent / "second"))])
+
+
+def test_a_mixture_with_other_domains_is_rejected_with_their_names(root):
+    path = root / "4-mixture/foreign.json"
+    Mixture.uniform([*NAMES, "v", "w", "x", "y", "z"]).save(path)
+    with pytest.raises(UserError) as rejected:
+        compare(RunFolder.load(root))
+    assert str(rejected.value) == (
+        f"{path} has weights for domains that the corpus in {root / '1-corpus'} does not have: "
+        f"v, w, x and 2 more; compute it with --corpus {root / '1-corpus'}, or move the file to a "
+        "run folder of its corpus"
+    )
+
+
+def test_a_domain_without_held_out_text_is_a_row_of_dashes(root):
+    for name in RUNS:
+        result = EvaluationResult.load(root / f"6-evaluation/{name}.json")
+        domains = {n: dataclasses.replace(d, text_bytes=2000) for n, d in result.domains.items()}
+        domains.pop("prose")
+        edit_evaluation(root, name, domains=domains, left_out=["prose"])
+    folder = RunFolder.load(root)
+    comparison = compare(folder)
+    bits = bits_per_byte_table(comparison)
+    assert bits is not None
+    tables = [perplexity_of(folder), loss_table(comparison), bits]
+    for table in tables:
+        assert [row[0] for row in table.rows] == NAMES
+        assert len({len(row) for row in (table.header, *table.rows, *table.summary)}) == 1
+    weight, interval, *others = (cell for cell in tables[0].rows[-1][1:])
+    assert float(weight) == pytest.approx(folder.base_runs[CHAMELEON].mixture["prose"], abs=5e-5)
+    assert " to " in interval
+    assert set(others) == {"-"}
+    assert set(tables[1].rows[-1][1:]) == {"-"}
+    assert set(tables[2].rows[-1][1:]) == {"-"}
+    assert "Nothing to predict, and not in the average: prose." in tables[0].notes
+    # The average is that of the others.
+    first = comparison.runs[0].result
+    assert tables[0].summary[0][-2] == f"{first.mean_perplexity:.2f}"
+    assert tables[0].summary[1][-1].endswith("of 2")

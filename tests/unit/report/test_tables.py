@@ -1,0 +1,137 @@
+"""Tables as text, Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import pandas as pd
+import pytest
+
+from megatron_chameleon.report.tables import (
+    NAME_WIDTH,
+    Best,
+    Table,
+    csv_table,
+    csv_text,
+    display_width,
+    markdown,
+    markdown_table,
+    one_line,
+    terminal_table,
+)
+
+
+def table(**changes):
+    values = {
+        "title": "Title",
+        "header": ("domain", "first value", "second"),
+        "rows": (("a|b_<x>", Best("1.25"), "10.50"), ("日本語", "13.00", Best("2.00"))),
+        "summary": (("average", "7.12", Best("6.25")),),
+        "notes": ("A note.",),
+    }
+    return Table.of(**{**values, **changes})
+
+
+def unescaped_cells(line: str) -> list[str]:
+    """What a Markdown reader sees in the cells of a row."""
+    cells = re.split(r"(?<!\\)\|", line)[1:-1]
+    return [re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", cell.strip()) for cell in cells]
+
+
+def test_terminal_columns_end_at_the_same_place():
+    lines = terminal_table(table()).splitlines()
+    rules = [i for i, line in enumerate(lines) if set(line) == {"-"}]
+    body = [*lines[rules[0] + 1 : rules[1]], lines[rules[1] + 1]]
+    # Widths count the columns of a terminal: a Japanese sign takes two.
+    points = [[i for i, sign in enumerate(line) if sign == "."] for line in body]
+    shifts = [display_width(line) - len(line) for line in body]
+    ends = [[p + shift for p in ps] for ps, shift in zip(points, shifts, strict=True)]
+    assert ends[0] == ends[1] == ends[2]
+
+
+def test_a_very_long_name_is_shortened_in_the_terminal_alone():
+    name = "crawl " + "n" * 200 + " 2024"
+    long = table(rows=((name, "1.25", "1" * 80),))
+    lines = terminal_table(long).splitlines()
+    (row,) = [line for line in lines if "1.25" in line]
+    assert row.index("1.25") < NAME_WIDTH + 20
+    assert row.startswith("crawl nnn")
+    assert "n 2024 " in row
+    assert row.endswith("1" * 80)
+    assert name in markdown_table(long)
+
+
+def test_markdown_has_the_same_content():
+    lines = markdown_table(table()).splitlines()
+    assert lines[0] == "## Title"
+    assert unescaped_cells(lines[2]) == ["domain", "first value", "second"]
+    assert lines[3] == "| --- | ---: | ---: |"
+    assert unescaped_cells(lines[4]) == ["a|b_<x>", "**1.25**", "10.50"]
+    assert unescaped_cells(lines[5]) == ["日本語", "13.00", "**2.00**"]
+    assert unescaped_cells(lines[6]) == ["average", "7.12", "**6.25**"]
+    assert lines[-1] == "A note."
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a|b", "<script>alert(1)</script>", "[x](http://y)", "**x**", "a\\|b", "`x`", "&lt;", "$x$"],
+)
+def test_markdown_shows_a_name_as_it_is(name):
+    escaped = markdown(name)
+    assert re.search(r"(?<!\\)(\\\\)*[|<>\[\]*`&$]", escaped) is None
+    assert re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", escaped) == name
+
+
+def test_a_name_cannot_break_the_line_or_steer_the_terminal():
+    assert one_line("a\nb\tc") == "a b c"
+    assert "\x1b" not in one_line("\x1b[31mred")
+    assert one_line("café 日本") == "café 日本"
+
+
+def table_of(*columns, summary=()):
+    rows = list(zip(*columns, strict=True))
+    header = ("domain", *(f"c{i}" for i in range(1, len(columns))))
+    return Table.of("Title", header, rows, summary)
+
+
+def read(text):
+    return list(csv.reader(io.StringIO(text)))
+
+
+def test_figures_are_plain_numbers_and_what_is_missing_is_empty():
+    table = table_of(["a", "b", "c"], ["1,234,567", "-", "1.2e+13"])
+    assert [row[1] for row in read(csv_table(table))[1:]] == ["1234567", "", "1.2e+13"]
+
+
+def test_a_figure_with_its_error_takes_two_columns():
+    table = table_of(["a", "b", "c"], ["-0.1234 ± 0.0100", "2.5", "-"])
+    assert read(csv_table(table)) == [
+        ["domain", "c1", "c1 ±"],
+        ["a", "-0.1234", "0.0100"],
+        ["b", "2.5", ""],
+        ["c", "", ""],
+    ]
+
+
+def test_a_range_takes_two_columns():
+    table = table_of(["a", "b", "c"], ["0.1 to 0.2", "3", "-"])
+    assert read(csv_table(table)) == [
+        ["domain", "c1 from", "c1 to"],
+        ["a", "0.1", "0.2"],
+        ["b", "3", "3"],
+        ["c", "", ""],
+    ]
+
+
+@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "=1"])
+def test_nothing_is_a_formula(name):
+    frame = pd.DataFrame({"domain": [name]})
+    for line in (*read(csv_table(table_of([name], ["1"]))), *read(csv_text(frame))):
+        assert line[0] in ("domain", f"'{name}")
+
+
+@pytest.mark.parametrize("figure", ["-0.25", "+1.5", "-1e-05", "+0.20%", "-3"])
+def test_numbers_with_a_sign_stay_numbers(figure):
+    assert read(csv_table(table_of(["a"], [figure])))[1] == ["a", figure]

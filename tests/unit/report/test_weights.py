@@ -1,0 +1,284 @@
+"""Tables of weights and of sampled tokens, and the weights over a sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.artifacts import DrawnTokens, Mixture
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.figures import sweep_figure
+from megatron_chameleon.report.page import report_stability
+from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.tables import terminal_table
+from megatron_chameleon.report.weights import (
+    MOST_ROWS,
+    MOST_TABLES,
+    mode_of,
+    sweep_table,
+    swept_axes,
+    token_tables,
+    weight_tables,
+)
+from tests.unit.report.report_samples import (
+    NAMES,
+    columns,
+    random_mixture,
+    random_weights,
+    rows_of,
+    write_run_folder,
+    write_sweep,
+    write_training_run,
+)
+
+ALL = "Weights of each mixture"
+FINE_TUNING = "Weights for pretraining and fine-tuning"
+
+
+def all_weights(folder):
+    (table,) = [table for table in weight_tables(folder) if table.title == ALL]
+    return table
+
+
+def fine_tuning_tables(folder):
+    return [table for table in weight_tables(folder) if table.title.startswith(FINE_TUNING)]
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_run_folder(tmp_path / "run")
+
+
+def add_mixture(root, rng, name, mode, **changes):
+    mixture = random_mixture(random_weights(NAMES, rng), mode, rng.normal(size=(3, 4)), **changes)
+    mixture.save(root / f"4-mixture/{name}.json")
+    return mixture
+
+
+def test_a_domain_that_a_mixture_does_not_have_has_no_weight(root):
+    Mixture({"code": 1.0, "prose": 0.0}, method="manual").save(root / "4-mixture/part.json")
+    table = all_weights(RunFolder.load(root))
+    assert table is not None
+    found = columns(table)
+    by_domain = dict(zip(found["domain"], found["part weight"], strict=True))
+    assert by_domain == {"code": "1.0000", "prose": "0.0000", "a|b_<x>": "-"}
+
+
+@pytest.mark.parametrize(
+    ("method", "mode"),
+    [
+        ("doremi", None),
+        ("manual", None),
+        ("", "pretrain"),
+        ("chameleon", "pretrain"),
+        ("chameleon-pretrain", "pretrain"),
+    ],
+)
+def test_only_chameleons_mixtures_are_for_what_their_names_say(method, mode):
+    mixture = dataclasses.replace(Mixture.uniform(NAMES), method=method)
+    assert mode_of("some-pretrain", mixture) == mode
+    stated = dataclasses.replace(mixture, parameters={"mode": "finetune"})
+    assert mode_of("some-pretrain", stated) == "finetune"
+
+
+def test_tables_of_several_mixtures_for_fine_tuning_have_their_names(root, rng):
+    scaled = add_mixture(root, rng, "scaled-finetune", "finetune")
+    partner = add_mixture(root, rng, "scaled-pretrain", "pretrain")
+    tables = fine_tuning_tables(RunFolder.load(root))
+    assert [table.title for table in tables] == [
+        f"{FINE_TUNING}: chameleon-finetune",
+        f"{FINE_TUNING}: scaled-finetune",
+    ]
+    for heading, mixture in (("pretraining", partner), ("fine-tuning", scaled)):
+        found = columns(tables[1])[f"{heading} weight"]
+        assert found == tuple(f"{mixture.weights[name]:.4f}" for name in NAMES)
+    assert not any("the only ones" in note for table in tables for note in table.notes)
+
+
+def test_fine_tuning_weights_stand_next_to_the_pretraining_weights(root):
+    (table,) = fine_tuning_tables(RunFolder.load(root))
+    found = columns(table)
+    pretrain, finetune = (
+        Mixture.load(root / f"4-mixture/chameleon-{mode}.json") for mode in ("pretrain", "finetune")
+    )
+    assert list(found) == [
+        "domain",
+        "leverage score",
+        "pretraining weight",
+        "pretraining 95% interval",
+        "fine-tuning weight",
+        "fine-tuning 95% interval",
+    ]
+    assert finetune.scores is not None
+    assert finetune.intervals is not None
+    assert found["leverage score"] == tuple(f"{finetune.scores[n]:.4f}" for n in NAMES)
+    assert found["pretraining weight"] == tuple(f"{pretrain.weights[n]:.4f}" for n in NAMES)
+    assert found["fine-tuning weight"] == tuple(f"{finetune.weights[n]:.4f}" for n in NAMES)
+    low, high = finetune.intervals["prose"]
+    assert found["fine-tuning 95% interval"][2] == f"{low:.4f} to {high:.4f}"
+    assert table.notes == ()
+
+
+UNIFORM, CHAMELEON = "uniform-seed1", "chameleon-pretrain-seed1"
+
+
+def token_counts(target, actual, epochs=None):
+    """For each of NAMES."""
+    epochs = epochs or [1.0] * len(NAMES)
+    return {
+        name: DrawnTokens(weight=1 / len(NAMES), asked=a, got=g, epochs=e)
+        for name, a, g, e in zip(NAMES, target, actual, epochs, strict=True)
+    }
+
+
+def add_run(root, name, tokens, method="uniform", **changes):
+    weights = dict.fromkeys(NAMES, 1 / len(NAMES))
+    write_training_run(root / "5-base" / name, weights, method, domain_tokens=tokens, **changes)
+
+
+def tables_of(root):
+    return token_tables(RunFolder.load(root))
+
+
+def test_asked_got_difference_and_epochs_are_shown(root):
+    add_run(root, UNIFORM, token_counts([1000.4, 2000.0, 0.0], [1010, 1900, 0], [0.5, 12.34, 0.0]))
+    (table,) = tables_of(root)
+    assert table.title == "Sampled tokens: Uniform"
+    assert table.header == ("domain", "target tokens", "actual tokens", "difference", "epochs")
+    found = rows_of(table)
+    assert found["code"] == ["1,000", "1,010", "+0.96%", "0.5"]
+    assert found["a|b_<x>"] == ["2,000", "1,900", "-5.00%", "12.3"]
+    assert found["prose"] == ["0", "0", "-", "0"]
+    assert found["total"] == ["3,000", "2,910", "-3.01%", ""]
+
+
+def test_seeds_of_one_mixture_share_a_table_of_ranges(root):
+    add_run(root, UNIFORM, token_counts([1000.0] * 3, [1000, 990, 1000], [1.0, 0.99, 1.0]))
+    add_run(root, "uniform-seed2", token_counts([1000.0] * 3, [1000, 1010, 1000], [1.0, 1.01, 1.0]))
+    add_run(root, "other", token_counts([1000.0] * 3, [1, 2, 3]), method="natural")
+    first, second = tables_of(root)
+    assert first.title == "Sampled tokens: uniform-seed1 and 1 more with the same weights"
+    found = rows_of(first)
+    assert found["code"] == ["1,000", "1,000", "+0.00%", "1"]
+    assert found["a|b_<x>"] == ["1,000", "990 to 1,010", "-1.00% to +1.00%", "0.99 to 1.01"]
+    assert found["total"] == ["3,000", "2,990 to 3,010", "-0.33% to +0.33%", ""]
+    assert any(note.endswith("uniform-seed1, uniform-seed2.") for note in first.notes)
+    assert second.title == "Sampled tokens: other"
+
+
+def test_many_mixtures_are_a_row_each(root):
+    count = MOST_TABLES + 1
+    for i in range(count):
+        tokens = token_counts([1000.0 + i] * 3, [1000 + i, 900, 1001 + i], [1.0, 0.5, 2.0 + i])
+        add_run(root, f"run-{i}", tokens, method="manual")
+    (table,) = tables_of(root)
+    assert len(table.rows) == count
+    assert rows_of(table)["run-0"] == ["3,000", "-10.00% (a|b_<x>)", "2 (prose)"]
+    assert rows_of(table)["run-6"] == ["3,018", "-10.54% (a|b_<x>)", "8 (prose)"]
+
+
+# Chameleon, ICML 2025, appendix: weights at ridges 1, 10 and 100.
+SLIMPAJAMA = {
+    "arxiv": (0.080, 0.083, 0.087),
+    "book": (0.159, 0.164, 0.173),
+    "cc": (0.178, 0.202, 0.201),
+    "c4": (0.243, 0.247, 0.258),
+    "github": (0.097, 0.082, 0.057),
+    "stackexchange": (0.152, 0.149, 0.128),
+    "wikipedia": (0.081, 0.073, 0.095),
+}
+
+
+def mixture_of(weights: dict[str, float]) -> Mixture:
+    total = sum(weights.values())
+    shares = {name: weight / total for name, weight in weights.items()}
+    intervals = {name: (0.9 * share, 1.2 * share) for name, share in shares.items()}
+    return Mixture(shares, intervals=intervals, confidence=0.95)
+
+
+@pytest.fixture
+def paper(tmp_path):
+    """Ridges 10, 1 and 100 as the values 1, 2 and 3 of a sweep, and a knob that does nothing."""
+    columns = [mixture_of({n: w[i] for n, w in SLIMPAJAMA.items()}) for i in (1, 0, 2)]
+    return write_sweep(tmp_path / "run", {"ridge": columns, "layer": columns[:1] * 2})
+
+
+def test_changes_and_distances_are_to_the_centre(paper):
+    axis, still = swept_axes(paper)
+    one, centre, other = (
+        np.array([w[i] for w in SLIMPAJAMA.values()]) / sum(w[i] for w in SLIMPAJAMA.values())
+        for i in (0, 1, 2)
+    )
+    assert (axis.label, axis.values, axis.centre) == ("ridge", ("1", "2", "3"), 0)
+    np.testing.assert_allclose(axis.changes, [centre * 0, one - centre, other - centre])
+    half = [0, np.abs(one - centre).sum() / 2, np.abs(other - centre).sum() / 2]
+    np.testing.assert_allclose(axis.distances, half)
+    np.testing.assert_allclose(axis.intervals[1], np.stack([0.9 * one, 1.2 * one], axis=1))
+    assert axis.confidence == 0.95
+    assert "github" in axis.sentence
+    assert (still.label, still.distances.tolist()) == ("layer", [0.0, 0.0])
+
+
+def test_the_table_shows_weights_changes_and_distances(paper):
+    axis, still = swept_axes(paper)
+    text = terminal_table(sweep_table(axis))
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
+    assert lines["github"] == [
+        *(f"{weight:.4f}" for weight in axis.weights[:, axis.names.index("github")]),
+        f"{np.abs(axis.changes[:, axis.names.index('github')]).max():.4f}",
+    ]
+    assert lines["total"][1:-1] == [f"{distance:.4f}" for distance in axis.distances]
+    assert lines["total"][-1] == f"{axis.distances.max():.4f}"
+    assert "(centre)" in text
+    change = axis.changes[2, axis.names.index("github")]
+    assert f"github {change:+.4f} at 3" in " ".join(text.split())
+    assert still.sentence == "Over layer no weight changes"
+
+
+def test_of_many_domains_those_that_move_are_listed(tmp_path):
+    names = [f"domain {i}" for i in range(MOST_ROWS + 5)]
+    weights = dict.fromkeys(names, 1.0)
+    sweep = write_sweep(
+        tmp_path / "run", {"ridge": [mixture_of(weights), mixture_of({**weights, names[-1]: 3.0})]}
+    )
+    (axis,) = swept_axes(sweep)
+    table = sweep_table(axis)
+    assert len(table.rows) == MOST_ROWS
+    assert table.rows[-1][0] == names[-1]
+    assert table.notes[0] == "5 other domains move by less."
+
+
+def test_mixtures_of_other_domains_are_rejected(tmp_path):
+    mixtures = [mixture_of({"a": 1.0, "b": 2.0}), mixture_of({"a": 1.0, "c": 2.0})]
+    sweep = write_sweep(tmp_path / "run", {"ridge": mixtures})
+    with pytest.raises(UserError, match=r"ridge-2\.json has other domains than .*ridge-1\.json"):
+        swept_axes(sweep)
+
+
+def test_a_line_goes_through_the_weights_of_each_domain(paper):
+    axes = swept_axes(paper)
+    figure = sweep_figure(axes)
+    for panel, axis in zip(figure.axes, axes, strict=True):
+        lines = [line for line in panel.lines if line.get_linestyle() != "--"]
+        drawn = np.array([line.get_ydata() for line in lines])
+        np.testing.assert_array_equal(drawn, axis.weights.T)
+        assert [text.get_text() for text in panel.get_xticklabels()] == list(axis.values)
+        assert panel.get_xlabel() == axis.label
+        assert f"total variation {axis.distances.max():.3f}" in panel.get_title(loc="left")
+    assert figure.axes[0].get_ylabel() == "weight (share of training tokens)"
+    assert len({line.get_color() for line in figure.axes[0].lines[:7]}) == 7
+    assert "95% bootstrap intervals" in figure.get_supxlabel()
+
+
+def test_the_report_writes_both_forms_and_says_what_it_took(paper, capsys):
+    report_stability(paper)
+    folder = paper.root / "7-report"
+    assert sorted(path.name for path in folder.iterdir()) == ["stability.pdf", "stability.png"]
+    assert (folder / "stability.pdf").read_bytes().startswith(b"%PDF")
+    printed = capsys.readouterr().out
+    assert "Weights over ridge" in printed
+    assert "Weights over layer" in printed
+    assert "4 mixtures took 3.00e+12 FLOPs and 2 device-hours" in printed
+    assert f"next: tools/pretrain_gpt.py --mixture {paper.root / paper.centre.mixture}" in printed

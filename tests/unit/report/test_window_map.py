@@ -1,0 +1,208 @@
+"""Windows in two dimensions: an even, seeded sample, PCA, UMAP, and the figure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.colors import to_hex
+from threadpoolctl import threadpool_info
+
+from megatron_chameleon.artifacts import Cost, EmbeddingRecipe, EmbeddingStore
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report.figures import MOST_NAMED, PROXY_COLOR, pdf
+from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.window_map import (
+    FEWEST_FOR_UMAP,
+    WindowMap,
+    centroids,
+    even_counts,
+    named_domains,
+    pca_points,
+    umap_points,
+    window_map,
+    window_map_figure,
+)
+from tests.unit.report.report_samples import PROVENANCE, write_run_folder
+
+RECIPE = EmbeddingRecipe("1", 1, 64, 16, 0, "0")
+HIDDEN = 8
+
+
+def write_store(root: Path, counts: dict[str, int], seed=0) -> EmbeddingStore:
+    """Windows of each domain around a centre of its own."""
+    rng = np.random.default_rng(seed)
+    store = EmbeddingStore(root, RECIPE, HIDDEN, {}, PROVENANCE, Cost())
+    for name, count in counts.items():
+        vectors = rng.normal(size=HIDDEN) * 10 + rng.normal(size=(count, HIDDEN))
+        store = store.with_domain(name, vectors.astype(np.float32), "hash", Cost())
+    store.save()
+    return store
+
+
+def folder_with(tmp_path, counts, **options) -> RunFolder:
+    root = write_run_folder(tmp_path / "run")
+    write_store(root / "3-embeddings", counts, **options)
+    return RunFolder.load(root)
+
+
+def a_map(count=3, each=20, seed=0, names=None) -> WindowMap:
+    rng = np.random.default_rng(seed)
+    centres = rng.uniform(-50, 50, size=(count, 2))
+    points = np.repeat(centres, each, axis=0) + rng.normal(size=(count * each, 2))
+    return WindowMap(
+        points=points.astype(np.float32),
+        domains=np.repeat(np.arange(count), each),
+        names=tuple(names or (f"domain {i}" for i in range(count))),
+        available=count * each,
+        store="3-embeddings",
+        explained=(0.5, 0.25),
+    )
+
+
+def test_few_windows_are_shown_by_pca_all_of_them(tmp_path):
+    found = window_map(folder_with(tmp_path, {"code": 12, "empty": 0, "prose": 7}))
+    assert found is not None
+    assert found.explained is not None
+    assert found.names == ("code", "prose")
+    assert found.domains.tolist() == [0] * 12 + [1] * 7
+    assert found.points.shape == (19, 2)
+    assert found.points.dtype == np.float32
+    assert found.summary.startswith("19 windows of 3-embeddings by PCA, ")
+
+
+def test_pca_keeps_what_varies_most(rng):
+    directions, _ = np.linalg.qr(rng.normal(size=(HIDDEN, HIDDEN)))
+    scales = np.array([9.0, 4.0, *[0.1] * (HIDDEN - 2)])
+    latent = rng.normal(size=(500, HIDDEN))
+    vectors = (latent * scales) @ directions.T + 100
+    points, (first, second) = pca_points(vectors.astype(np.float32))
+    for axis in (0, 1):
+        correlation = np.corrcoef(points[:, axis], latent[:, axis])[0, 1]
+        assert abs(correlation) > 0.99
+    variances = np.var(vectors @ directions, axis=0)
+    np.testing.assert_allclose([first, second], variances[:2] / variances.sum(), rtol=0.02)
+    # Distances in the plane are those of the vectors but for the small directions.
+    apart = np.linalg.norm(vectors[:50] - vectors[50:100], axis=1)
+    drawn = np.linalg.norm(points[:50] - points[50:100], axis=1)
+    np.testing.assert_allclose(drawn, apart, atol=0.8)
+
+
+def test_the_sample_is_even_seeded_and_without_repeats(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_chameleon.report.window_map.MOST_WINDOWS", 50)
+    folder = folder_with(tmp_path, {"few": 5, "many": 200, "more": 400})
+    first, second = window_map(folder), window_map(folder)
+    assert first is not None
+    assert second is not None
+    assert np.bincount(first.domains).tolist() == [5, 22, 22]
+    assert first.summary.startswith("49 of 605 windows")
+    np.testing.assert_array_equal(first.points, second.points)
+    assert len(np.unique(first.points, axis=0)) == 49
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 2000))
+def test_as_many_as_there_is_room_for_are_taken_evenly(counts, most):
+    taken = even_counts(counts, most)
+    assert all(1 <= took <= there for took, there in zip(taken, counts, strict=True))
+    if most >= len(counts):
+        assert sum(taken) <= most
+    share = max(taken)
+    assert all(took == min(there, share) for took, there in zip(taken, counts, strict=True))
+    more = sum(min(there, share + 1) for there in counts)
+    assert share == max(counts) or more > most
+
+
+def test_the_store_that_covers_most_is_shown(tmp_path):
+    root = write_run_folder(tmp_path / "run")
+    write_store(root / "3-embeddings", {"code": 50})
+    write_store(root / "3-embeddings/other", {"code": 10, "prose": 10})
+    found = window_map(RunFolder.load(root))
+    assert found is not None
+    assert found.store == "3-embeddings/other"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("count", [12, FEWEST_FOR_UMAP])
+def test_embeddings_that_are_not_finite_are_reported(tmp_path, value, count):
+    folder = folder_with(tmp_path, {"code": 12})
+    store = folder.embeddings["3-embeddings"]
+    vectors = np.ones((count, HIDDEN), dtype=np.float32)
+    vectors[5, 3] = value
+    store.with_domain("prose", vectors, "hash", Cost()).save()
+    with pytest.raises(UserError, match="NaN or infinite") as rejected:
+        window_map(RunFolder.load(folder.root))
+    assert str(folder.root / "3-embeddings") in str(rejected.value)
+    assert "domain 'prose'" in str(rejected.value)
+    assert "delete" in str(rejected.value)
+
+
+def test_without_umap_many_windows_are_shown_by_pca(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "umap", None)
+    found = window_map(folder_with(tmp_path, {"code": FEWEST_FOR_UMAP}))
+    assert found is not None
+    assert found.explained is not None
+
+
+@pytest.mark.slow
+def test_umap_keeps_domains_together_and_is_seeded(tmp_path):
+    pytest.importorskip("umap")
+    folder = folder_with(tmp_path, {"code": 70, "news": 70, "prose": 70})
+    found = window_map(folder)
+    assert found is not None
+    assert found.explained is None
+    assert found.summary == (
+        "210 windows of 3-embeddings by UMAP, 15 neighbours, seed 0; the axes have no meaning"
+    )
+    centres = centroids(found)
+    away = np.linalg.norm(found.points[:, None] - centres[None], axis=2)
+    assert np.mean(away.argmin(axis=1) == found.domains) > 0.99
+    vectors = np.concatenate([folder.embeddings["3-embeddings"].vectors(n) for n in found.names])
+    np.testing.assert_array_equal(umap_points(vectors), found.points)
+
+
+@pytest.mark.slow
+def test_umap_leaves_the_threads_of_others_alone():
+    """With other threads torch adds in another order, and a run repeats no more."""
+    pytest.importorskip("umap")
+
+    def threads() -> dict[str, int]:
+        return {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
+
+    vectors = np.random.default_rng(0).normal(size=(30, HIDDEN)).astype(np.float32)
+    umap_points(vectors)  # loads what it needs
+    before = threads()
+    assert torch.get_num_threads() == 1
+    umap_points(vectors)
+    assert threads() == before
+    assert torch.get_num_threads() == 1
+
+
+def test_the_points_are_where_they_are_and_pixels_in_a_pdf():
+    shown = a_map()
+    figure = window_map_figure(shown)
+    (axes,) = figure.axes
+    for i, line in enumerate(axes.lines):
+        np.testing.assert_array_equal(line.get_xydata(), shown.points[shown.domains == i])
+        assert line.get_rasterized()
+    assert not axes.get_xticks().size
+    assert "PCA, 50% and 25% of the variance" in axes.get_xlabel()
+    assert b"/Subtype /Image" in pdf(figure)
+
+
+def test_of_a_thousand_domains_those_that_lie_apart_are_named():
+    shown = a_map(count=1000, each=3)
+    named = named_domains(shown)
+    assert len(named) == len(set(named)) == MOST_NAMED
+    centres = centroids(shown)[named]
+    apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)[~np.eye(21, dtype=bool)]
+    assert apart.min() > 10  # of about 22 in an even grid over 100 x 100; neighbours are at 2
+    figure = window_map_figure(shown)
+    (axes,) = figure.axes
+    assert to_hex(axes.lines[0].get_color()) == PROXY_COLOR
+    assert len(np.asarray(axes.lines[0].get_xydata())) == 3 * (1000 - MOST_NAMED)
+    assert figure.legends[0].get_texts()[-1].get_text() == "979 other domains"

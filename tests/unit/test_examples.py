@@ -1,0 +1,512 @@
+"""Launchers of examples/: the commands they start, and the user mistakes they reject."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.evaluation.options import PAPER_TASKS, PerplexityToolOptions
+from megatron_chameleon.methods.chameleon.options import ChameleonOptions
+from megatron_chameleon.methods.method import DEFAULT_METHOD, find_methods
+from megatron_chameleon.methods.options import MethodOptions
+from megatron_chameleon.methods.sweep.options import AxisOptions
+from megatron_chameleon.model.sizes import DEFAULT_SIZE, SIZES
+from megatron_chameleon.training.options import (
+    OptimizerOptions,
+    PretrainOptions,
+)
+from tests.unit.launched import (
+    EXAMPLES,
+    LAUNCHERS,
+    RECORDER,
+    SWEEPING,
+    WEIGHING,
+    Launched,
+    Launcher,
+    write_everything,
+)
+
+# launcher -> size, steps, batch size and learning rates of what it reproduces (paper).
+PROXY_RATES, BASE_RATES = (5e-4, 1e-4), (1.5e-4, 5e-5)
+PAPER: dict[str, tuple[str, int, int, tuple[float, float]]] = {
+    "pretrain_60m_proxy": ("60m", 2000, 128, PROXY_RATES),
+    "pretrain_82m_proxy": ("82m", 2000, 128, PROXY_RATES),
+    "pretrain_124m_proxy": ("124m", 2000, 128, PROXY_RATES),
+    "pretrain_210m_proxy": ("210m", 2000, 128, PROXY_RATES),
+    "pretrain_684m": ("684m", 10000, 128, BASE_RATES),
+    "pretrain_1_2b": ("1.2b", 10000, 128, BASE_RATES),
+    "pretrain_684m_pile": ("684m", 10000, 512, BASE_RATES),
+    "finetune_wiki40b": ("684m", 10000, 128, BASE_RATES),
+    "finetune_stack": ("684m", 10000, 128, BASE_RATES),
+}
+BASELINES = sorted(f"baselines/{path.stem}" for path in (EXAMPLES / "baselines").glob("*.sh"))
+MODEL_FREE = [f"baselines/{name}" for name in ("manual", "natural", "uniform", "unimax")]
+OTHERS = {"compare_methods", "compare_mixtures", "hyperparameters", "jobs", "launch", "quickstart"}
+OTHERS |= {"evaluate_downstream"}
+ALL = [*LAUNCHERS, *WEIGHING, *SWEEPING, *BASELINES]
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """``empty(launcher, *arguments, **choices)`` in an empty folder."""
+    monkeypatch.delenv("PUBLISHED", raising=False)
+    return Launcher(tmp_path)
+
+
+@pytest.fixture
+def launch(empty, tmp_path):
+    """The same with all corpora, mixtures and runs that launchers look for."""
+    write_everything(tmp_path)
+    return empty
+
+
+def succeeded(launched: Launched) -> Launched:
+    assert launched.status == 0, launched.errors + launched.said
+    return launched
+
+
+def rejected(launched: Launched) -> str:
+    """The message of a launcher that rejects its choices before it starts anything."""
+    assert (launched.status, launched.calls) == (2, [])
+    (line,) = launched.errors.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_every_experiment_and_method_has_a_launcher():
+    assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*PAPER, *WEIGHING, *SWEEPING, *OTHERS}
+    methods = {name.partition("/")[2].replace("_", "-") for name in BASELINES}
+    assert methods == set(find_methods()) - {DEFAULT_METHOD}
+    for path in (*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")):
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize("name", [*ALL, "compare_methods"])
+def test_help_lists_the_choices(empty, name):
+    helped = empty(name, "--help")
+    assert (helped.status, helped.calls, helped.errors) == (0, [], "")
+    for word in ("SIZE", "RUN", "CORPUS", "TP, PP", "NPROC"):
+        assert f"\n  {word} " in helped.said
+    assert "set -euo" not in helped.said
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_mistakes_are_rejected(launch, name):
+    assert "lost" in rejected(launch(name, CORPUS="lost"))
+    assert "--seed" in rejected(launch(name, "--seed", "3"))
+    if name not in WEIGHING:
+        assert "SIZE=huge" in rejected(launch(name, SIZE="huge"))
+
+
+@pytest.mark.parametrize(
+    ("name", "choices", "named"),
+    [
+        ("pretrain_684m", {"MIXTURE": "doremi"}, "runs/slimpajama/4-mixture/doremi"),
+        ("finetune_stack", {"PRETRAINED": "lost"}, "lost"),
+        ("transfer_pile", {"PROXY": "lost"}, "lost"),
+        ("evaluate_downstream", {"RUN": "nowhere"}, "nowhere/5-base"),
+        ("baselines/manual", {"PUBLISHED": "doge"}, "PUBLISHED=doge"),
+        ("baselines/manual", {"PUBLISHED": "pile/human slimpajama/doge"}, "slimpajama/doge"),
+    ],
+)
+def test_missing_inputs_are_rejected(launch, name, choices, named):
+    assert named in rejected(launch(name, **choices))
+
+
+@pytest.mark.parametrize("name", [*LAUNCHERS, *WEIGHING])
+def test_message_of_a_missing_corpus_names_its_recipe(empty, name):
+    message = rejected(empty(name))
+    recipe = re.search(r"OUTPUT=runs/\S+/1-corpus bash ([^\s']+)", message)
+    assert recipe is not None
+    assert Path(recipe[1]).is_file()
+    assert "make quickstart" in rejected(empty(name, SIZE="tiny"))
+
+
+def test_missing_torchrun_is_rejected(launch, tmp_path):
+    programs = tmp_path / "no torchrun"
+    programs.mkdir()
+    for name in ("bash", "basename", "dirname", "date"):
+        (programs / name).symlink_to(shutil.which(name))
+    assert "torchrun" in rejected(launch("pretrain_684m", PATH=str(programs)))
+
+
+# Training
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launcher_trains_what_it_reproduces(launch, name):
+    size, steps, batch, rates = PAPER[name]
+    training = succeeded(launch(name)).training()
+    assert training
+    for options in training:
+        assert (options.model_size, options.train_iters) == (size, steps)
+        assert (options.global_batch_size, options.seq_length) == (batch, 1024)
+        assert (options.optimizer.lr, options.optimizer.min_lr) == rates
+        assert options.bf16
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_tiny_runs_are_short_and_on_two_ranks(launch, name):
+    launched = succeeded(launch(name, SIZE="tiny"))
+    assert launched.training()
+    for call in launched.calls:
+        assert call.ranks is None or (call.ranks.nproc_per_node, call.ranks.nnodes) == ("2", "1:1")
+    for options in launched.training():
+        assert (options.model_size, options.bf16) == ("tiny", False)
+        assert options.train_iters * options.global_batch_size * options.seq_length < 10_000
+        assert options.run_dir.parts[:3] == ("runs", "tiny", name)
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name.startswith("pretrain")])
+def test_pretraining_choices(launch, name, tmp_path):
+    (tmp_path / "weights.json").touch()
+    choices = {"TP": "2", "PP": "3", "NPROC": "6", "SEED": "7", "RUN": "my run", "SIZE": "210m"}
+    choices |= {"CORPUS": "runs/stack/1-corpus", "MIXTURE": "weights.json"}
+    flags = ("--", "--train-iters", "7", "--lr-warmup-iters", "1")
+    (call,) = succeeded(launch(name, *flags, **choices)).calls
+    options = call.options
+    assert (call.program, call.ranks.nproc_per_node) == ("torchrun", "6")
+    assert options.parallel.tensor_model_parallel_size == 2
+    assert options.parallel.pipeline_model_parallel_size == 3
+    assert (options.seed, options.corpus) == (7, Path("runs/stack/1-corpus"))
+    assert (options.mixture, options.model_size) == ("weights.json", "210m")
+    assert (options.train_iters, options.optimizer.lr_warmup_iters) == (7, 1)
+    folder = "2-proxy/210m-seed7" if name.endswith("proxy") else "5-base/weights-seed7"
+    assert options.run_dir == Path("my run") / folder
+
+
+def test_mixture_is_found_by_its_name_in_the_run_folder(launch):
+    (options,) = launch("pretrain_684m").training()
+    assert options.mixture == "runs/slimpajama/4-mixture/chameleon-pretrain.json"
+    assert options.run_dir == Path("runs/slimpajama/5-base/chameleon-pretrain-seed1")
+    (options,) = launch("pretrain_684m", MIXTURE="uniform").training()
+    assert (options.mixture, options.run_dir.name) == ("uniform", "uniform-seed1")
+
+
+def test_several_nodes_meet_on_the_first(launch):
+    choices = {"NNODES": "4", "SLURM_NODEID": "2", "MASTER_ADDR": "node7", "NPROC": "8"}
+    (call,) = launch("pretrain_1_2b", MIXTURE="uniform", **choices).calls
+    assert (call.ranks.nnodes, call.ranks.node_rank, call.ranks.master_addr) == ("4", 2, "node7")
+    assert (call.ranks.nproc_per_node, call.ranks.standalone) == ("8", False)
+    without = launch("pretrain_1_2b", NNODES="4")
+    assert without.status != 0
+    assert "MASTER_ADDR" in without.errors
+
+
+@pytest.mark.parametrize("name", ["finetune_stack", *BASELINES])
+def test_only_the_first_node_runs_what_has_no_ranks(launch, name):
+    launched = succeeded(launch(name, NNODES="2", NODE_RANK="1", MASTER_ADDR="first"))
+    assert {call.program for call in launched.calls} <= {"torchrun"}
+
+
+def test_fine_tuning_compares_three_mixtures_from_one_checkpoint(launch):
+    launched = succeeded(launch("finetune_wiki40b"))
+    pretrained = Path("runs/pile/5-base/chameleon-pretrain-seed1")
+    first, second = (c.options for c in launched.calls if isinstance(c.options, ChameleonOptions))
+    assert (first.mode, second.mode) == ("finetune", "pretrain")
+    assert first.checkpoint == second.checkpoint == pretrained
+    assert first.store == second.store
+    training = launched.training()
+    mixtures = [options.mixture for options in training]
+    assert mixtures == ["uniform", str(first.output), str(second.output)]
+    assert {options.pretrained_checkpoint for options in training} == {pretrained}
+    *_, evaluation, report = launched.calls
+    assert isinstance(evaluation.options, PerplexityToolOptions)
+    evaluations = evaluation.options.one_by_one()
+    assert [o.checkpoint for o in evaluations] == [o.run_dir for o in training]
+    assert [o.output.stem for o in evaluations] == [o.run_dir.name for o in training]
+    assert (report.program, report.options.runs) == ("python", (Path("runs/wiki40b"),))
+
+
+def test_time_limit_is_passed_to_training(launch):
+    limit = str(int(time.time()) + 90 * 60)
+    for options in launch("finetune_stack", STOP_AT=limit).training():
+        assert 88 < options.stopping.exit_duration_in_mins <= 90
+
+
+@pytest.mark.parametrize("name", [*WEIGHING, "evaluate_downstream", "finetune_stack"])
+def test_tools_without_a_time_limit_are_ended_at_it(launch, tmp_path, name):
+    """The script then exits with 0, so that a scheduler submits the same command again."""
+    (tmp_path / "runs/slimpajama/5-base/uniform-seed1").mkdir(parents=True)
+    torchrun = launch.programs / "torchrun"
+    torchrun.write_text(f"{RECORDER}exec sleep 100\n")
+    ended = succeeded(launch(name, STOP_AT=str(int(time.time()) + 4)))
+    assert len(ended.calls) == 1
+    assert "STOP_AT" in ended.said
+    late = succeeded(launch(name, STOP_AT="1000000000"))
+    assert (late.calls, late.training()) == ([], [])
+    torchrun.write_text(f"{RECORDER}exit 3\n")
+    assert launch(name, STOP_AT=str(int(time.time()) + 100)).status == 3
+
+
+def test_ranks_lost_at_the_time_limit_are_no_failure(launch):
+    wait = "while (($(date +%s) < STOP_AT)); do sleep 0.01; done\nexit 1\n"
+    (launch.programs / "torchrun").write_text(f"{RECORDER}{wait}")
+    assert len(succeeded(launch("transfer_pile", STOP_AT=str(int(time.time()) + 2))).calls) == 1
+
+
+# Mixtures
+
+
+def test_proxy_of_slimpajama_computes_the_mixture_of_the_pile(launch):
+    (call,) = succeeded(launch("transfer_pile")).calls
+    assert (call.program, call.options.mode) == ("torchrun", "pretrain")
+    assert call.options.corpus == Path("runs/pile/1-corpus")
+    assert call.options.checkpoint == Path("runs/slimpajama/2-proxy/82m-seed1")
+    (training,) = launch("pretrain_684m_pile").training()
+    assert training.mixture == str(call.options.output)
+
+
+@pytest.mark.parametrize("name", WEIGHING)
+def test_chameleon_choices(launch, name, tmp_path):
+    for call in succeeded(launch(name)).calls:
+        assert call.options.extraction.num_windows == 4096
+        assert call.options.weighting.recipe == "reference"
+    (tmp_path / "model").mkdir()
+    choices = {"TP": "2", "NPROC": "4", "RUN": "my run", "CORPUS": "runs/stack/1-corpus"}
+    choices |= {"PROXY": "model", "PRETRAINED": "model"}
+    calls = succeeded(launch(name, "--", "--ridge", "3", "--num-windows", "99", **choices)).calls
+    assert calls[0].ranks.nproc_per_node == "4"
+    assert calls[0].options.parallel.tensor_model_parallel_size == 2
+    for call in calls:
+        options = call.options
+        assert (options.weighting.ridge, options.extraction.num_windows) == (3.0, 99)
+        assert (options.checkpoint, options.corpus) == (Path("model"), Path("runs/stack/1-corpus"))
+        assert options.output.parent == Path("my run/4-mixture")
+    first, *_ = succeeded(launch(name, SIZE="tiny")).calls
+    assert (first.ranks.nproc_per_node, first.options.extraction.num_windows) == ("2", 64)
+    assert first.options.output.parts[:3] == ("runs", "tiny", name)
+
+
+def test_sweep_is_the_papers(launch):
+    (call,) = succeeded(launch("sweep_stability")).calls
+    options = call.options
+    assert options.axes == AxisOptions(
+        sweep_train_iters=(1000, 2000, 5000, 10000),
+        sweep_model_size=("60m", "82m", "124m", "210m"),
+        sweep_ridge=(1.0, 10.0, 100.0),
+        sweep_num_windows=(2048, 4096, 8192),
+    )
+    proxy = options.proxy
+    assert (proxy.model_size, proxy.train_iters, proxy.global_batch_size) == ("82m", 2000, 128)
+    assert (proxy.optimizer.lr, proxy.optimizer.min_lr, proxy.bf16) == (5e-4, 1e-4, True)
+    assert (options.output, call.program) == (Path("runs/slimpajama"), "torchrun")
+    choices = {"SIZE": "124m", "TP": "2", "SEED": "7", "RUN": "my run"}
+    choices |= {"CORPUS": "runs/stack/1-corpus"}
+    (call,) = launch("sweep_stability", "--", "--sweep-ridge", "0.5", **choices).calls
+    assert (call.options.axes.sweep_ridge, call.options.output) == ((0.5,), Path("my run"))
+    assert (call.options.proxy.model_size, call.options.proxy.seed) == ("124m", 7)
+    assert call.options.proxy.parallel.tensor_model_parallel_size == 2
+
+
+def method_calls(launched: Launched):
+    calls = [c for c in succeeded(launched).calls if isinstance(c.options, MethodOptions)]
+    assert calls
+    return calls
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baseline_computes_a_mixture_by_its_method(launch, name):
+    launched = launch(name)
+    options = method_calls(launched)[-1].options
+    method = name.partition("/")[2].replace("_", "-")
+    assert type(options) is find_methods()[method].options
+    assert options.corpus == Path("runs/slimpajama/1-corpus")
+    assert options.output.parent == Path("runs/slimpajama/4-mixture")
+    assert name not in MODEL_FREE or {call.program for call in launched.calls} == {"python"}
+    choices = {"RUN": "my run", "CORPUS": "runs/stack/1-corpus", "NPROC": "3"}
+    for call in method_calls(launch(name, "--", "--token-budget", "77", **choices)):
+        assert call.options.corpus == Path("runs/stack/1-corpus")
+        assert call.options.output.parent == Path("my run/4-mixture")
+        assert call.options.token_budget == 77
+        assert call.ranks is None or call.ranks.nproc_per_node == "3"
+    for call in method_calls(launch(name, SIZE="tiny")):
+        assert call.ranks is None or call.ranks.nproc_per_node == "2"
+        assert call.options.corpus == Path("runs/quickstart/1-corpus")
+        assert call.options.output.parts[:2] == ("runs", "tiny")
+
+
+@pytest.mark.parametrize("name", MODEL_FREE)
+@pytest.mark.parametrize("size", ["684m", "tiny"])
+def test_token_budget_is_that_of_the_base_model(launch, name, size):
+    options = method_calls(launch(name, SIZE=size))[-1].options
+    (base,) = launch("pretrain_684m", SIZE=size, MIXTURE="uniform").training()
+    assert options.token_budget == base.train_iters * base.global_batch_size * base.seq_length
+
+
+def test_target_of_regmix_is_the_papers(launch):
+    for size, flags, target in (
+        ("684m", (), "cc"),
+        ("tiny", (), None),  # whose corpus has no such domain
+        ("684m", ("--", "--target", "c4"), "c4"),
+    ):
+        options = method_calls(launch("baselines/regmix", *flags, SIZE=size))[-1].options
+        assert options.target == target
+
+
+def test_published_mixtures_are_those_of_the_papers_tables(launch):
+    calls = method_calls(launch("baselines/manual"))
+    columns = ["doremi", "doge", "chameleon", "regmix"]
+    assert [call.options.published for call in calls] == [f"slimpajama/{c}" for c in columns]
+    assert [call.options.output.stem for call in calls] == [f"printed-{c}" for c in columns]
+    for column, base in (
+        ("pile/human", "pretrain_684m_pile"),
+        ("wiki40b/chameleon-finetune", "finetune_wiki40b"),
+        ("stack/chameleon-finetune", "finetune_stack"),
+    ):
+        data_set, _, name = column.partition("/")
+        (call,) = method_calls(launch("baselines/manual", PUBLISHED=column))
+        options = call.options
+        assert (options.published, options.corpus) == (column, Path(f"runs/{data_set}/1-corpus"))
+        assert options.output == Path(f"runs/{data_set}/4-mixture/printed-{name}.json")
+        (run,) = launch(base, MIXTURE="uniform").training()
+        assert options.token_budget == run.train_iters * run.global_batch_size * run.seq_length
+
+
+def test_downstream_tasks_are_the_papers(launch, tmp_path):
+    base = Path("runs/slimpajama/5-base")
+    for name in ("uniform-seed1", "chameleon-pretrain-seed1"):
+        (tmp_path / base / name).mkdir(parents=True, exist_ok=True)
+    calls = succeeded(launch("evaluate_downstream")).calls
+    options = next(c.options for c in calls if c.options.checkpoint == base / "uniform-seed1")
+    assert len(calls) == len(list((tmp_path / base).iterdir()))
+    assert options.output == Path("runs/slimpajama/6-evaluation/uniform-seed1-downstream.json")
+    assert (options.tasks, options.shots, options.limit) == (PAPER_TASKS, (0, 1, 2, 3, 4, 5), None)
+    tiny = {"SIZE": "tiny", "DATA_DIR": "my copies", "CHECKPOINTS": "here there", "RUN": "run"}
+    first, _ = launch("evaluate_downstream", "--", "--tasks", "sciq", **tiny).calls
+    assert (first.options.checkpoint, first.options.tasks) == (Path("here"), ("sciq",))
+    assert (first.options.shots, first.options.limit) == ((0, 1), 4)
+    assert first.options.output == Path("run/6-evaluation/here-downstream.json")
+    assert (first.options.data_dir, first.ranks.nproc_per_node) == (Path("my copies"), "2")
+
+
+# Hyperparameters
+
+
+def test_hyperparameters_are_marked_and_agree_with_the_defaults(launch):
+    """Each flag is marked as the paper's or assumed; the defaults are those of the 82M proxy."""
+    mark = re.compile(r"^ +(--[a-z0-9-]+)(?: ([^#]+?))? +# (?:paper|assumed|tiny): \S")
+    text = (EXAMPLES / "hyperparameters.sh").read_text()
+    flags = [line for line in text.splitlines() if line.lstrip().startswith("--")]
+    assert [x for x in flags if not mark.match(x) and "--model-size" not in x] == []
+    sizes = re.search(r"no such size; choose from ([^\"]+)\"", text)
+    assert sizes is not None
+    assert set(sizes[1].split(", ")) == {*SIZES} - {"nano", "mini", "1m"}
+    (options,) = launch("pretrain_82m_proxy").training()
+    default = PretrainOptions(run_dir=options.run_dir, corpus=options.corpus)
+    assert options.optimizer == OptimizerOptions()
+    assert options.model_size == DEFAULT_SIZE
+    for field in ("seq_length", "train_iters", "global_batch_size", "micro_batch_size"):
+        assert getattr(options, field) == getattr(default, field), field
+
+
+# SLURM
+
+PROGRAMS = {
+    "srun": """
+printf '%s\\n' "$@" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$STOP_AT" > "$OUT/srun.txt"
+echo "${SRUN_CPUS_PER_TASK:-none}" > "$OUT/cores.txt"
+echo "$LASTS" > "$OUT/later"
+exit "$STATUS"
+""",
+    "squeue": 'echo "${SAYS:-$(date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S)}"',
+    "date": """
+[ "$*" = +%s ] || exec /bin/date "$@"
+echo $(($(/bin/date +%s) + $(cat "$OUT/later" 2> /dev/null || echo 0)))
+""",
+    "scontrol": """
+case $1 in
+  show) printf 'n5\\nn6\\nn7\\n' ;;
+  *) echo "$@" > "$OUT/queue.txt" ;;
+esac
+""",
+}
+SCRIPT = str(EXAMPLES / "pretrain_684m.sh")
+
+
+@pytest.fixture
+def job(tmp_path):
+    """``job(left, *arguments, **environment)``: pretrain.sbatch with ``left`` seconds to go.
+
+    What it starts lasts LASTS seconds on the clock of the script.
+    """
+    for name, body in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def run(left, *arguments, **environment):
+        own = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "OUT": str(tmp_path),
+            "ENDS": str(round(time.time()) + left),
+            "STATUS": "0",
+            "LASTS": "0",
+            "SLURM_JOB_ID": "31234",
+            "SLURM_JOB_NODELIST": "n[5-7]",
+            "SLURM_JOB_NUM_NODES": "3",
+        }
+        return subprocess.run(
+            ["bash", str(EXAMPLES / "slurm" / "pretrain.sbatch"), *arguments],
+            env={**os.environ, **own, **environment},
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_slurm_job_starts_the_launcher_on_every_node(job, tmp_path, restarts):
+    before = round(time.time())
+    settings = {"SLURM_RESTART_COUNT": restarts, "SLURM_CPUS_PER_TASK": "32"}
+    done = job(7200, SCRIPT, "--", "--overwrite", "--seed", "3", **settings)
+    assert done.returncode == 0, done.stderr
+    *command, nodes, address, port, stop = (tmp_path / "srun.txt").read_text().splitlines()
+    # A requeued job must not overwrite its own run.
+    kept = ["--overwrite"] if restarts == "0" else []
+    assert command[-(5 + len(kept)) :] == ["bash", SCRIPT, "--", *kept, "--seed", "3"]
+    assert (nodes, address, port) == ("3", "n5", "21234")
+    assert 0 <= int(stop) - (before + 7200 - 600) <= 60
+    assert (tmp_path / "cores.txt").read_text() == "32\n"
+    assert not (tmp_path / "queue.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("lasts", "status", "minutes", "is_queued"),
+    [
+        (7000, 0, "10", True),
+        (6000, 0, "10", False),
+        (7000, 3, "10", False),
+        (6500, 0, "15", True),
+        (6500, 0, "5", False),
+    ],
+)
+def test_only_a_run_stopped_by_its_time_limit_is_requeued(
+    job, tmp_path, lasts, status, minutes, is_queued
+):
+    done = job(7200, SCRIPT, LASTS=str(lasts), STATUS=str(status), SAVE_MINUTES=minutes)
+    assert done.returncode == status
+    assert (tmp_path / "queue.txt").exists() == is_queued
+
+
+@pytest.mark.parametrize(
+    ("left", "arguments", "says"),
+    [
+        (500, [SCRIPT], ""),
+        (7200, [SCRIPT], "N/A"),
+        (7200, [], ""),
+        (7200, ["examples/nothing.sh"], ""),
+    ],
+)
+def test_invalid_slurm_job_is_rejected(job, tmp_path, left, arguments, says):
+    done = job(left, *arguments, SAYS=says)
+    assert done.returncode == 2
+    assert done.stderr
+    assert not (tmp_path / "srun.txt").exists()
+    assert not (tmp_path / "queue.txt").exists()

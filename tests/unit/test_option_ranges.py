@@ -1,0 +1,100 @@
+"""Every number that a tool takes has a range, and none passes that no array could hold."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+
+import pytest
+
+from megatron_chameleon.cli import parse_options, run_tool
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.manual.options import ManualOptions
+from megatron_chameleon.ranges import LARGEST_FLOAT32, LARGEST_INT64
+from megatron_chameleon.training.options import PretrainOptions
+from tests.unit.test_options import options_of_the_package
+
+EXTREMES = (-(2**64), -1, 0, 2**31, 2**63, 2**64, 10**4000)
+FLOAT_EXTREMES = (math.nan, math.inf, -math.inf, -1.0, 0.0, 5e-324, 1e308)
+REQUIRED = {
+    "clusters": "4",
+    "discover": "4",
+    "format": "json",
+    "method": "uniform",
+    "num_proxies": "4",
+    "output": "x.json",
+    "mixtures": "uniform x",
+    "seeds": "1 2 3",
+    "token_budget": "1",
+    "split": "test",
+}
+
+
+def made(options_type):
+    """Options with their defaults, and something for what has none."""
+    argv: list[str] = []
+    for field in dataclasses.fields(options_type):
+        needed = field.default is field.default_factory is dataclasses.MISSING
+        if field.name == "source":
+            argv += ["--input", "x"]
+        elif options_type is PretrainOptions and field.name == "corpus":
+            argv += ["--corpus", "x"]
+        elif field.name == "runs":
+            argv = ["x", *argv]
+        elif needed:
+            argv += [f"--{field.name.replace('_', '-')}", *REQUIRED.get(field.name, "x").split()]
+        elif options_type is ManualOptions and field.name == "weights":
+            argv += ["--weights", "x"]
+    return parse_options(options_type, argv)
+
+
+def changed(options, kind):
+    """The options with each of their numbers of one kind in turn: its name, and how to set it."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            for name, put in changed(value, kind):
+                yield name, lambda n, f=field, p=put: dataclasses.replace(options, **{f.name: p(n)})
+        elif type(value) is kind:
+            yield field.name, lambda n, f=field: dataclasses.replace(options, **{f.name: n})
+
+
+@pytest.mark.parametrize("options_type", options_of_the_package(), ids=lambda t: t.__name__)
+def test_a_number_is_refused_or_can_be_held(options_type):
+    options = made(options_type)
+    for kind, extremes, most in (
+        (int, EXTREMES, LARGEST_INT64),
+        (float, FLOAT_EXTREMES, LARGEST_FLOAT32),
+    ):
+        for name, put in changed(options, kind):
+            for number in extremes:
+                if abs(number) <= most:  # its own range may be smaller
+                    with contextlib.suppress(UserError):
+                        put(number)
+                    continue
+                with pytest.raises(UserError, match=f"--{name.replace('_', '-')} "):
+                    put(number)
+
+
+REFUSED = [
+    "--train-iters 1000000000000",
+    "--global-batch-size 1000000000",
+    "--seed 18446744073709551616",
+    "--seed -1",
+    "--adam-eps nan",
+    "--lr inf",
+    "--distributed-timeout-minutes 1000000000",
+    f"--eval-iters 1{'0' * 5000}",
+]
+
+
+@pytest.mark.parametrize("flag", REFUSED, ids=lambda flag: flag[:40])
+def test_a_tool_refuses_a_number_before_it_starts(capsys, flag):
+    argv = ["--run-dir", "x", "--corpus", "x", *flag.split()]
+    with pytest.raises(SystemExit) as left:
+        run_tool(lambda _options: pytest.fail("it has started"), PretrainOptions, argv)
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert flag.split()[0] in line

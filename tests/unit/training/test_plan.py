@@ -1,0 +1,250 @@
+"""From options to a checked plan: what a run reads, and the user mistakes that end it early."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megatron_chameleon.artifacts import Mixture, MixtureWarning
+from megatron_chameleon.blend.options import DataOptions
+from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
+from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.training.memory import check_host_memory
+from megatron_chameleon.training.options import (
+    GuardOptions,
+    LoggingOptions,
+    OptimizerOptions,
+    PretrainOptions,
+    ValidationOptions,
+)
+from megatron_chameleon.training.plan import plan_training, warn_of_repeats
+from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
+from tests.unit.blend.token_files import write_file
+from tests.unit.corpus.tokenizer_samples import write_pairs
+
+
+@pytest.fixture
+def plan(pretrain_options, tmp_path):
+    """``plan(**changes)``: the plan of six steps, with some options changed."""
+
+    def make(**changes):
+        return plan_training(pretrain_options(tmp_path / "run", **changes))
+
+    return make
+
+
+def written(path: Path, weights: dict[str, float]) -> str:
+    path.write_text(json.dumps({"weights": weights}))
+    return str(path)
+
+
+def changing(*changes: str) -> DataOptions:
+    return DataOptions(mixture_change=(changes,), permutation="epoch")
+
+
+def test_a_plan_of_a_corpus(plan, corpus, tmp_path):
+    made = plan()
+    assert list(tmp_path.iterdir()) == []
+    assert made.data == corpus_tokens(corpus)
+    assert made.schedule == MixtureSchedule.fixed([1 / 3] * 3)
+    assert made.mixture == Mixture.uniform(list(DOMAINS))
+    assert made.shape == ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
+    assert made.tokens_per_step == 8 * 32
+    assert made.provenance.inputs == {"corpus": corpus.hash, "mixture": made.mixture.hash}
+    mixture = written(tmp_path / "m.json", {"poems": 0.5, "news": 0.2, "code": 0.3})
+    assert plan(mixture=mixture).schedule.weights_at(0) == (0.2, 0.3, 0.5)
+    poems = written(tmp_path / "p.json", {"poems": 1.0, "news": 0.0, "code": 0.0})
+    assert plan(data=changing("4=uniform", f"2={poems}")).schedule.phases == (
+        Phase(0, (1 / 3,) * 3),
+        Phase(2 * 8, (0.0, 0.0, 1.0)),
+        Phase(4 * 8, (1 / 3,) * 3),
+    )
+    with pytest.warns(MixtureWarning, match="code, poems"):  # domains without a weight
+        made = plan(mixture=written(tmp_path / "n.json", {"news": 1.0}))
+    assert made.schedule.weights_at(0) == (1.0, 0.0, 0.0)
+
+
+def test_warn_of_more_than_four_epochs(plan, corpus, tmp_path):
+    tokens = corpus.domains["news"].train.tokens
+    mixture = written(tmp_path / "m.json", {"news": 1.0, "code": 0.0, "poems": 0.0})
+    steps = math.ceil(4.2 * tokens / (8 * 32))
+    made = plan(mixture=mixture, train_iters=steps)
+    with pytest.warns(MixtureWarning, match=r"'news'.* 4\.\d "):
+        warn_of_repeats(made, made.schedule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fewer = plan(mixture=mixture, train_iters=steps - 10)
+        warn_of_repeats(fewer, fewer.schedule)
+        warn_of_repeats(made, MixtureSchedule.fixed([1.0, 1.0, 1.0]))
+
+
+@pytest.fixture
+def data_path(corpus, tmp_path):
+    """``data_path(given, **options)``: the changes of options for such a --data-path."""
+
+    def changes(given, **options):
+        for name in DOMAINS:
+            given = given.replace(name.upper(), str(corpus.prefix(name, "train")))
+        model = word_tokenizer(tmp_path / "tokenizer.json")
+        settings = {"data_path": given, "split": "1", "tokenizer_model": model, **options}
+        return {"corpus": None, "data": DataOptions(**settings)}
+
+    return changes
+
+
+def test_a_plan_of_a_data_path(plan, data_path, tmp_path):
+    made = plan(**data_path("30 NEWS 70 CODE", split="80,10,10"))
+    assert made.schedule.weights_at(0) == (30.0, 70.0)
+    assert made.mixture.weights == {"news": 0.3, "code": 0.7}
+    assert made.data.names == ["news", "code"]
+    assert [(domain.first, domain.stop) for domain in made.data.domains] == [(0, 48)] * 2
+    assert made.shape.vocab_size == VOCAB_SIZE
+    by_size = plan(**data_path("NEWS CODE", split="80,10,10"))
+    sizes = [(domain.tokens - 1) // 32 for domain in made.data.domains]
+    assert by_size.schedule.weights_at(0) == tuple(sizes)
+    assert (made.by_size, by_size.by_size) == (False, True)
+    code = written(tmp_path / "code.json", {"code": 0.9, "news": 0.1})
+    changes = {"mixture_change": ((f"2={code}", "4=uniform"),), "permutation": "epoch"}
+    changed = plan(**data_path("1 NEWS 3 CODE", **changes))
+    phases = (Phase(0, (1, 3)), Phase(16, (0.1, 0.9)), Phase(32, (0.5, 0.5)))
+    assert changed.schedule.phases == phases
+
+
+def test_sizes_as_weights_may_mean_many_epochs(plan, data_path):
+    made = plan(**data_path("NEWS CODE"), train_iters=400)
+    with pytest.warns(MixtureWarning) as repeated:
+        warn_of_repeats(made, made.schedule)
+    epochs = f"{made.num_samples / sum(made.schedule.weights_at(0)):.0f}."
+    assert len(repeated) == 2
+    assert all(epochs in str(warning.message) for warning in repeated)
+
+
+@pytest.mark.parametrize("given", ["NEWS", "NEWS CODE", "NEWS SMALL"])
+def test_data_sets_shorter_than_a_sequence_are_an_error(plan, data_path, tmp_path, given):
+    """Megatron would drop them, as it gives them a weight of 0."""
+    small = write_file(tmp_path / "small", [3, 4])
+    changes = data_path(given.replace("SMALL", str(small)))
+    with pytest.raises(UserError, match="--data-path"):
+        plan(**changes, seq_length=32 if "SMALL" in given else 10**6)
+
+
+def test_a_tiktoken_file_needs_its_pattern(plan, data_path, tmp_path):
+    file = write_pairs(tmp_path / "pairs.tiktoken")
+    with pytest.raises(UserError, match="--tiktoken-pattern"):
+        plan(**data_path("NEWS", tokenizer_model=file))
+    hashes = {
+        plan(**data_path("NEWS", tokenizer_model=file, tiktoken_pattern=pattern)).data.hash
+        for pattern in ("gpt2", r"\S+|\s+")
+    }
+    assert len(hashes) == 2
+
+
+MISTAKES = """
+    --model-size 83m
+    --seq-length 1000000
+    --corpus nowhere
+    --mixture nowhere.json
+    --data-path x
+    --corpus None
+    --corpus None --data-path x
+    --corpus None --data-path x --tokenizer-model t --mixture uniform
+    --corpus None --data-path x --tokenizer-model t --verify-corpus
+    --split 1,0,0
+    --tokenizer-model t
+    --tiktoken-pattern gpt2
+    --eod-token </s>
+    --permutation epoch --mixture-change
+    --permutation epoch --mixture-change uniform
+    --permutation epoch --mixture-change 3=
+    --permutation epoch --mixture-change =uniform
+    --permutation epoch --mixture-change 0=uniform
+    --permutation epoch --mixture-change 6=uniform
+    --permutation epoch --mixture-change 3=uniform 3=uniform
+    --permutation epoch --mixture-change 3=nowhere.json
+    --permutation megatron --mixture-change 3=uniform
+    --permutation epoch --data-cache-path c
+    --permutation feistel --data-cache-path c
+    --profile-step-start 3
+    --profile-step-end 3
+    --profile --profile-step-start 3 --profile-step-end 3
+    --profile --profile-step-start 3 --profile-step-end 7
+    --eval-interval 7
+    --eval-interval 0 --eval-iters 7
+    --eval-iters 7
+    --eval-interval 2 --eval-tokens 7
+    --spike-window 9
+    --wandb-exp-name x
+    --online-windows 7
+    --permutation epoch --online-interval 6
+    --tensor-model-parallel-size 3
+    --pipeline-model-parallel-size 3
+    --tensor-model-parallel-size 2 --sequence-parallel --seq-length 31
+    --lr 0
+    --lr 1e-5 --min-lr 1e-4
+    --lr-warmup-iters 6
+    --adam-beta1 1.0
+    --mixture negative.json
+    --mixture nan.json
+    --mixture zero.json
+    --mixture unknown.json
+"""
+
+
+@pytest.mark.parametrize("flags", [line.strip() for line in MISTAKES.strip().splitlines()])
+def test_a_mistake_ends_with_status_2_and_writes_nothing(
+    tmp_path, monkeypatch, capsys, corpus, flags
+):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "negative.json", {"news": -1.0})
+    written(tmp_path / "nan.json", {"news": math.nan})
+    written(tmp_path / "zero.json", {"news": 0.0, "code": 0.0})
+    written(tmp_path / "unknown.json", {"news": 0.5, "unknown.json": 0.5})
+    run = f"--run-dir run --corpus {corpus.root} --model-size nano --seq-length 32 --train-iters 6"
+    argv = f"{run} --lr-warmup-iters 2 {flags}".split()
+    if "--profile" not in flags and "--eval" not in flags:
+        argv += ["--eval-interval", "6"]
+    before = set(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as left:
+        run_tool(lambda options: bool(plan_training(options)), PretrainOptions, argv)
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert any(word in line for word in re.split(r"[ =]", flags) if not word.isdecimal())
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_options_with_an_effect_are_accepted(plan, monkeypatch):
+    plan(guards=GuardOptions(spike_factor=6.0, spike_window=9))
+    plan(validation=ValidationOptions(eval_interval=6, eval_iters=1))
+    plan(validation=ValidationOptions(eval_interval=0))
+    plan(optimizer=OptimizerOptions(lr=1e-4, min_lr=1e-4, lr_warmup_iters=5))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    plan(logging=LoggingOptions(wandb_exp_name="x"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"corpus": Path("run")}, {"pretrained_checkpoint": Path("run")}, {"mixture": "run/m"}],
+)
+def test_overwrite_deletes_nothing_that_the_run_reads(plan, tmp_path, monkeypatch, change):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--overwrite"):
+        plan(overwrite=True, **change)
+    with pytest.raises(UserError, match="does not exist"):  # of a folder above the run's
+        plan(overwrite=True, corpus=Path())
+
+
+def test_a_run_too_large_for_the_machine_is_rejected(pretrain_options, tmp_path, one_rank):
+    options = pretrain_options(tmp_path, global_batch_size=2**24, micro_batch_size=2**24)
+    with pytest.raises(UserError, match="--micro-batch-size"):
+        check_host_memory(plan_training(options), one_rank)
+    check_host_memory(plan_training(dataclasses.replace(options, micro_batch_size=4)), one_rank)
