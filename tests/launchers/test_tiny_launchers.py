@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.artifacts import EvaluationResult, Mixture, Sweep, TrainingRun
+from megatron_chameleon.artifacts import Mixture, Sweep, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from tests.distributed.launch import REPOSITORY, finish, start
+from tests.distributed.launch import finish, start
 from tests.small_corpus import DOMAINS, write_small_corpus
 
 SECONDS = 900.0  # for one launcher on a loaded machine
@@ -102,10 +102,10 @@ class Launchers:
             "RUN": str(self.folder(name)),
             **choices,
         }
-        given = [f"{key}={value}" for key, value in environment.items()]
+        variables = [f"{key}={value}" for key, value in environment.items()]
         log = self.root / f"{name}.log"
         log.unlink(missing_ok=True)
-        status = finish(start(["env", *given, "bash", *command], log), SECONDS)
+        status = finish(start(["env", *variables, "bash", *command], log), SECONDS)
         return Launched(status, log.read_text(errors="replace"))
 
 
@@ -221,23 +221,6 @@ def test_fine_tuning_starts_from_the_pretrained_weights(launchers, launched, nam
     assert max(first_losses) < scratch
 
 
-@pytest.mark.parametrize("name", FINE_TUNING)
-def test_fine_tuning_prints_perplexities(launchers, launched, name):
-    assert launched[name].status == 0, launched[name].printed
-    table = launched[name].printed.partition("Held-out perplexity")[2]
-    results = [
-        EvaluationResult.load(launchers.folder(name) / f"6-evaluation/{mixture}-seed1.json")
-        for mixture in MIXTURES
-    ]
-    assert "Uniform" in table
-    for domain in DOMAINS:
-        row = re.search(rf"^{domain} .*$", table, re.MULTILINE)
-        assert row is not None, table
-        shown = [float(text) for text in re.findall(r"\d+\.\d\d\b", row[0])[-len(results) :]]
-        printed = [round(result.domains[domain].perplexity, 2) for result in results]
-        assert shown == pytest.approx(printed, abs=0.011)
-
-
 @pytest.mark.parametrize("name", WEIGHING)
 def test_launcher_computes_mixtures(launchers, launched, name):
     assert launched[name].status == 0, launched[name].printed
@@ -258,7 +241,7 @@ def test_sweep_trains_each_proxy_once(launchers, launched):
         "ridge": [1.0, 10.0, 100.0],
         "num_windows": [32, 64],
     }
-    assert [len(sweep.along(knob)) for knob in sweep.axes] == [2, 2, 3, 2]
+    assert [len(sweep.along(axis)) for axis in sweep.axes] == [2, 2, 3, 2]
     assert len(sweep.points) == 6
     for point in sweep.points:
         assert list(sweep.load_mixture(point).weights) == list(DOMAINS)
@@ -288,10 +271,3 @@ def test_slurm_job_on_two_nodes_is_requeued_until_done(launchers):
     assert TrainingRun.load(folder).status == "finished"
     assert CheckpointRecord.load(find_checkpoint(folder)).layout["data_parallel_size"] == 2
     assert launchers.calls.read_text().splitlines() == [call]
-
-
-def test_every_launcher_was_run(launched):
-    script = REPOSITORY / "examples"
-    kinds = ("pretrain", "finetune", "mixture", "transfer", "sweep")
-    there = {path.stem for kind in kinds for path in script.glob(f"{kind}_*.sh")}
-    assert there == {*launched, "pretrain_124m_proxy"}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
 import importlib
 import io
-import json
 import pkgutil
 import re
 import shlex
@@ -18,7 +16,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from docs.hooks import repository_links
-from docs.hooks.measurements import measurements_page, script_of
 from docs.hooks.tool_options import find_tools, flag_groups
 from docs.hooks.tool_pages import examples_of_tools, tool_pages
 from megatron_chameleon import artifacts
@@ -28,9 +25,6 @@ from megatron_chameleon.artifacts.mixture import Mixture
 from megatron_chameleon.artifacts.record import FolderRecord
 from megatron_chameleon.artifacts.swarm import MemberRecord
 from megatron_chameleon.cli import parse_options, take_values
-from megatron_chameleon.mixture.chameleon import RECIPES
-from megatron_chameleon.model.flops import training_flops
-from megatron_chameleon.model.sizes import ModelShape, model_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,80 +76,7 @@ def test_artifacts_page_has_every_record_field_and_format_version():
 # Messages
 
 
-def test_quoted_messages_are_in_the_package():
-    messages = []
-    for path in (ROOT / "megatron_chameleon").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                messages.append(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                values = (p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
-                messages.append("".join(str(value) for value in values))
-    text = "\n".join(messages)
-    quoted = re.findall(r"^### `(.+)`$", page("troubleshooting.md"), re.MULTILINE)
-    assert len(quoted) >= 25
-    missing = []
-    for message in quoted:
-        parts = [re.escape(part.strip(" ")) for part in message.split("...")]
-        if not re.search(r"\W*\0\W*".join(parts), text):
-            missing.append(message)
-    assert not missing, "; ".join(missing)
-
-
 # Launchers, recipes and costs
-
-
-def test_paper_page_has_every_launcher():
-    named = set(re.findall(r"examples/[\w/]+\.(?:sh|sbatch)", page("paper.md")))
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-    shared = {"compare_mixtures", "hyperparameters", "jobs", "launch", "quickstart"}
-    scripts = {path for path in (ROOT / "examples").rglob("*.sh") if path.stem not in shared}
-    missing = scripts - {ROOT / name for name in named}
-    assert missing <= {ROOT / "examples/data/installed_text.sh"}
-
-
-def test_costs_on_the_paper_page_are_those_of_the_ledger():
-    rows = re.findall(
-        r"^\| (\S+) [^|]*\| ([\d,]+) \| (\d+) \| (\S+) \| ([\d.]+)M \| (\S+) \|$",
-        page("paper.md"),
-        re.MULTILINE,
-    )
-    assert {row[0] for row in rows} == {"60m", "82m", "124m", "210m", "684m", "1.2b"}
-    for size, steps, batch, tokens, parameters, flops in rows:
-        shape = ModelShape(model_size(size), 50_257, 1024)
-        count = int(steps.replace(",", "")) * int(batch) * 1024
-        assert float(tokens) == pytest.approx(count, rel=6e-3)
-        assert f"{shape.num_parameters / 1e6:.1f}" == parameters
-        assert float(flops) == pytest.approx(training_flops(shape, count, 1024), rel=6e-3)
-
-
-def test_recipes_on_the_method_page():
-    rows = re.findall(
-        r"^\| `(\w+)`: [^|]*\| (yes|no) \| (yes|no) \| ([\d.]+)[^|]*"
-        r"\| ([\d/]+)[^|]*\| ([\d.]+)[^|]*\|$",
-        page("method.md"),
-        re.MULTILINE,
-    )
-    assert {row[0] for row in rows} == set(RECIPES)
-    for name, center, normalize, ridge, pretrain, finetune in rows:
-        recipe = RECIPES[name]
-        assert (recipe.center, recipe.normalize) == (center == "yes", normalize == "yes")
-        over, _, under = pretrain.partition("/")
-        temperature = float(over) / float(under or 1)
-        assert recipe.ridge == float(ridge)
-        assert recipe.temperature_pretrain == pytest.approx(temperature)
-        assert recipe.temperature_finetune == pytest.approx(float(finetune))
-
-
-def test_measurements_page_has_every_result():
-    text = measurements_page(ROOT)
-    results = sorted((ROOT / "benchmarks/results").glob("*.json"))
-    assert results
-    for path in results:
-        assert f"## {path.stem}\n" in text
-        assert script_of(path, ROOT) is not None or path.stem.startswith("compare")
-        for row in json.loads(path.read_text()).get("rows", []):
-            assert str(row["what"]) in text
 
 
 # Links
@@ -262,9 +183,3 @@ def test_every_tool_has_a_page_with_valid_examples():
             else:
                 chosen, rest = take_values("--method", arguments)
                 parse_options(commands[f"--method {chosen[0] if chosen else 'chameleon'}"], rest)
-
-
-def test_anchors_of_flags_are_unique():
-    for text in pages().values():
-        anchors = re.findall(r"\{ #([\w-]+) \}", text)
-        assert len(anchors) == len(set(anchors)) == len(re.findall(r"^:   ", text, re.MULTILINE))
