@@ -144,9 +144,11 @@ def all_sections() -> Iterator[Section]:
     for name, case in DISCOVERING.items():
         yield Section(name, case.ranks, run(discover, name), ("one",))
     yield Section("convert-one", 1, run(convert_one), ("one",))
-    for name in (TUNED_FROM_CHECKPOINT, *TUNED):
-        ranks = TUNED[name].ranks if name in TUNED else 1
-        yield Section(name, ranks, run(train_tuned, name), ("convert-one",))
+    yield Section(
+        TUNED_FROM_CHECKPOINT, 1, run(train_tuned, TUNED_FROM_CHECKPOINT), ("convert-one",)
+    )
+    for name, case in TUNED.items():
+        yield Section(name, case.ranks, run(train_tuned, name), (TUNED_FROM_CHECKPOINT,))
     for name, case in REWRITTEN.items():
         yield Section(f"rewrite-{name}", case.ranks, run(rewrite, name), ("convert-one",))
         yield Section(f"convert-{name}", 1, run(convert_rewritten, name), (f"rewrite-{name}",))
