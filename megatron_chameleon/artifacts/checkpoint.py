@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,9 @@ from megatron_chameleon.artifacts.files import (
 )
 from megatron_chameleon.artifacts.mixture import MixturePhase
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import Count, FolderRecord, InnerPath
+from megatron_chameleon.artifacts.record import Count, HashedFiles, HashedFolderRecord, InnerPath
 from megatron_chameleon.errors import UserError
 
-FILE_NAME = "checkpoint.json"
 FOLDER_NAME = "checkpoints"
 LATEST_NAME = "latest"
 UNUSED_PREFIX = "unused-"
@@ -41,8 +40,6 @@ UNUSED_PREFIX = "unused-"
 NO_TENSORS = (".metadata", "common.pt")
 CONFIG_NAME = "metadata.json"  # megatron's: the format of the tensors
 TENSOR_FILES = "*.distcp"
-FORMAT_VERSION = 2  # 2: with domain_samples and mixture_phases
-MADE_BY = "tools/pretrain_gpt.py writes it"
 
 
 class CheckpointWarning(UserWarning):
@@ -71,7 +68,7 @@ class HookState:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointRecord(FolderRecord):
+class CheckpointRecord(HashedFolderRecord):
     """The contents of ``checkpoint.json``; ``root`` is the checkpoint's folder.
 
     Attributes:
@@ -90,9 +87,10 @@ class CheckpointRecord(FolderRecord):
     """
 
     KIND = "checkpoint"
-    FILE_NAME = FILE_NAME
-    FORMAT_VERSION = FORMAT_VERSION
-    MADE_BY = MADE_BY
+    FILE_NAME = "checkpoint.json"
+    FORMAT_VERSION = 2  # 2: with domain_samples and mixture_phases
+    MADE_BY = "tools/pretrain_gpt.py writes it"
+    RESTORE = "use an earlier checkpoint"
 
     model: dict[str, Any]
     step: Count
@@ -121,17 +119,16 @@ class CheckpointRecord(FolderRecord):
         needed = {*NO_TENSORS, CONFIG_NAME, *(path.name for path in folder.glob(TENSOR_FILES))}
         for name in sorted(needed - set(record.files)):
             raise UserError(
-                f"{folder / FILE_NAME}: field files: {name} is not listed: the checkpoint is "
-                "damaged; use an earlier one"
+                f"{folder / cls.FILE_NAME}: field files: {name} is not listed: the checkpoint is "
+                f"damaged; {cls.RESTORE}"
             )
-        for name, file in record.files.items():
-            path = folder / name
-            if not path.is_file() or path.stat().st_size != file.bytes:
-                raise UserError(
-                    f"{path} is missing or not of its size: the checkpoint is damaged; "
-                    "use an earlier one"
-                )
+        record.check_sizes()
         return record
+
+    def hashed_files(self) -> list[HashedFiles]:
+        """Every file but the record itself."""
+        files = self.files.items()
+        return [HashedFiles({self.root / name: file.bytes}, file.sha256) for name, file in files]
 
     @property
     def hash(self) -> str:
@@ -140,44 +137,11 @@ class CheckpointRecord(FolderRecord):
             {name: file.sha256 for name, file in self.files.items() if name not in NO_TENSORS}
         )
 
-    def verify(
-        self, part: int = 0, parts: int = 1, on_bytes: Callable[[int], object] | None = None
-    ) -> None:
-        """Read files and compare their hashes.
-
-        Args:
-            part: index of the part of the files to read.
-            parts: number of parts of about equal size, for parallel readers.
-            on_bytes: called with the number of bytes just read.
-
-        Raises:
-            UserError: naming the first file that differs from checkpoint.json.
-        """
-        for name in self._largest_first()[part::parts]:
-            path = self.root / name
-            try:
-                found = sha256_of_files(path, on_bytes=on_bytes)
-            except OSError as error:
-                raise UserError(
-                    f"cannot read {path}: {error.strerror or error}; use an earlier checkpoint"
-                ) from error
-            if found != self.files[name].sha256:
-                raise UserError(
-                    f"{path} has changed since it was written; use an earlier checkpoint"
-                )
-
     def verify_in_threads(self) -> None:
         """Like :meth:`verify`, of all files in parallel: hashing releases the GIL."""
         threads = min(len(self.files), os.cpu_count() or 1) or 1
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda part: self.verify(part, threads), range(threads)))
-
-    def part_bytes(self, part: int, parts: int) -> int:
-        """Number of bytes that :meth:`verify` reads for these arguments."""
-        return sum(self.files[name].bytes for name in self._largest_first()[part::parts])
-
-    def _largest_first(self) -> list[str]:
-        return sorted(self.files, key=lambda name: (-self.files[name].bytes, name))
+            list(pool.map(lambda shard: self.verify(shard, threads), range(threads)))
 
 
 def hash_files(folder: Path, leave_out: Collection[str] = ()) -> dict[str, CheckpointFile]:
@@ -185,7 +149,7 @@ def hash_files(folder: Path, leave_out: Collection[str] = ()) -> dict[str, Check
     return {
         path.name: CheckpointFile.of(path)
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != FILE_NAME and path.name not in leave_out
+        if path.is_file() and path.name != CheckpointRecord.FILE_NAME and path.name not in leave_out
     }
 
 
@@ -199,7 +163,9 @@ def all_checkpoint_folders(run_dir: Path) -> list[Path]:
 
     Other names, such as those of users' copies, are ignored.
     """
-    folders = (path.parent for path in (run_dir / FOLDER_NAME).glob(f"step-*/{FILE_NAME}"))
+    folders = (
+        path.parent for path in (run_dir / FOLDER_NAME).glob(f"step-*/{CheckpointRecord.FILE_NAME}")
+    )
     return sorted(folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name))
 
 
@@ -229,14 +195,15 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     with contextlib.suppress(OSError):  # a reader without write permission uses what is there
         put_back(path)
         put_all_back(path / FOLDER_NAME)
-    if (path / FILE_NAME).is_file():
+    if (path / CheckpointRecord.FILE_NAME).is_file():
         CheckpointRecord.load(path).verify_in_threads()
         return path
     folders = checkpoint_folders(path)
     if not folders:
         raise UserError(
             f"{flag} {path}: neither a checkpoint nor a run with one "
-            f"({path / FOLDER_NAME}/step-*/{FILE_NAME}); {MADE_BY}"
+            f"({path / FOLDER_NAME}/step-*/{CheckpointRecord.FILE_NAME}); "
+            f"{CheckpointRecord.MADE_BY}"
         )
     problems: list[UserError] = []
     latest = _named_latest(path)

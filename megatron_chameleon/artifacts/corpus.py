@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
-from megatron_chameleon.artifacts.record import Count, FolderRecord, InnerPath, Positive
+from megatron_chameleon.artifacts.record import (
+    Count,
+    HashedFiles,
+    HashedFolderRecord,
+    InnerPath,
+    Positive,
+)
 from megatron_chameleon.errors import UserError
-
-FILE_NAME = "corpus.json"
-FORMAT_VERSION = 1
-MADE_BY = "tools/preprocess_data.py writes it"
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -103,20 +105,21 @@ class Domain:
 
     def split(self, name: Split) -> DomainSplit:
         """The split called ``name``."""
-        return {"train": self.train, "valid": self.valid, "test": self.test}[name]
+        split: DomainSplit = getattr(self, name)
+        return split
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus(FolderRecord):
+class Corpus(HashedFolderRecord):
     """The contents of ``corpus.json``; ``root`` is its folder.
 
     ``not_written`` is by domain, and empty if it was not counted.
     """
 
     KIND = "corpus"
-    FILE_NAME = FILE_NAME
-    FORMAT_VERSION = FORMAT_VERSION
-    MADE_BY = MADE_BY
+    FILE_NAME = "corpus.json"
+    MADE_BY = "tools/preprocess_data.py writes it"
+    RESTORE = "restore it or preprocess again"
 
     tokenizer: TokenizerIdentity
     dtype: Literal["uint16", "int32"]
@@ -134,13 +137,11 @@ class Corpus(FolderRecord):
         Raises:
             UserError: naming the file and the fix.
         """
-        corpus = super().load(folder.parent if folder.name == FILE_NAME else folder)
+        corpus = super().load(folder.parent if folder.name == cls.FILE_NAME else folder)
         if not corpus.domains:
-            raise UserError(f"{corpus.root / FILE_NAME}: field domains is empty; {MADE_BY}")
+            raise UserError(f"{corpus.root / cls.FILE_NAME}: field domains is empty; {cls.MADE_BY}")
         corpus._check_tokenizer()
-        for domain in corpus.domains.values():
-            for split in SPLITS:
-                corpus._check_files(domain.split(split))
+        corpus.check_sizes()
         return corpus
 
     @property
@@ -177,51 +178,21 @@ class Corpus(FolderRecord):
         """Bytes of one token on disk."""
         return {"uint16": 2, "int32": 4}[self.dtype]
 
-    def verify(
-        self, share: int = 0, shares: int = 1, on_bytes: Callable[[int], object] | None = None
-    ) -> None:
-        """Read token files and compare their hashes.
-
-        Args:
-            share: number of the partition of the files to read, from 0.
-            shares: number of partitions of about equal size, for ranks that divide the work.
-            on_bytes: called with the number of bytes just read.
-
-        Raises:
-            UserError: naming the first file that does not match corpus.json.
-        """
-        for prefix, expected in self._largest_first()[share::shares]:
-            bin_path, idx_path, checksums = (
-                prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".xxh3")
-            )
-            try:
-                found = sha256_of_files(bin_path, idx_path, on_bytes=on_bytes)
-                of_checksums = expected.block_checksums and sha256_of_files(checksums)
-            except OSError as error:
-                raise UserError(
-                    f"cannot read {error.filename}: {error.strerror}; restore it or preprocess "
-                    "again"
-                ) from error
-            if found != expected.sha256 or of_checksums != expected.block_checksums:
-                raise UserError(
-                    f"{bin_path}, its .idx or its .xxh3 has changed since {self.root / FILE_NAME} "
-                    "was written; restore it or preprocess again"
-                )
-
-    def share_bytes(self, share: int, shares: int) -> int:
-        """Number of bytes that :meth:`verify` reads for these arguments."""
-        return sum(
-            part.tokens * self.token_bytes + index_file_bytes(part.documents)
-            for _, part in self._largest_first()[share::shares]
-        )
-
-    def _largest_first(self) -> list[tuple[Path, DomainSplit]]:
-        parts = [
-            (self.prefix(name, split), domain.split(split))
-            for name, domain in self.domains.items()
-            for split in SPLITS
-        ]
-        return sorted(parts, key=lambda part: -part[1].tokens)
+    def hashed_files(self) -> list[HashedFiles]:
+        """The .bin and .idx of each split, and their block checksums."""
+        found = []
+        for name, domain in self.domains.items():
+            for split_name in SPLITS:
+                split, prefix = domain.split(split_name), self.prefix(name, split_name)
+                size = split.tokens * self.token_bytes
+                index_size = index_file_bytes(split.documents)
+                pair = {Path(f"{prefix}.bin"): size, Path(f"{prefix}.idx"): index_size}
+                found.append(HashedFiles(pair, split.sha256))
+                if split.block_checksums is not None:
+                    checksums_size = 8 * (num_blocks(size) + num_blocks(index_size))
+                    checksums = {Path(f"{prefix}.xxh3"): checksums_size}
+                    found.append(HashedFiles(checksums, split.block_checksums))
+        return found
 
     def _check_tokenizer(self) -> None:
         identity = self.tokenizer
@@ -236,25 +207,8 @@ class Corpus(FolderRecord):
         if found != identity.sha256:
             raise UserError(
                 f"{path} is not the tokenizer that made the corpus (its hash differs from that in "
-                f"{FILE_NAME}); restore it or preprocess again"
+                f"{self.FILE_NAME}); {self.RESTORE}"
             )
-
-    def _check_files(self, split: DomainSplit) -> None:
-        prefix = self.root / split.prefix
-        bin_bytes = split.tokens * self.token_bytes
-        idx_bytes = index_file_bytes(split.documents)
-        expected = {".bin": bin_bytes, ".idx": idx_bytes}
-        if split.block_checksums is not None:
-            expected[".xxh3"] = 8 * (num_blocks(bin_bytes) + num_blocks(idx_bytes))
-        for suffix, size in expected.items():
-            path = prefix.with_name(prefix.name + suffix)
-            if not path.is_file():
-                raise UserError(f"{path} is missing; copy it next to corpus.json, or {MADE_BY}")
-            if path.stat().st_size != size:
-                raise UserError(
-                    f"{path} holds {path.stat().st_size} bytes and corpus.json records {size}: "
-                    "it is truncated or of another corpus; restore it or preprocess again"
-                )
 
 
 def file_name_of(domain: str) -> str:

@@ -12,10 +12,7 @@ from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Amount, Count, FolderRecord, Positive, Share
 
-FILE_NAME = "discovered.json"
 CENTROIDS_NAME = "discovered.safetensors"
-FORMAT_VERSION = 1
-MADE_BY = "tools/discover_domains.py writes it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +72,8 @@ class DiscoveredDomains(FolderRecord):
     """
 
     KIND = "discovered domains"
-    FILE_NAME = FILE_NAME
-    FORMAT_VERSION = FORMAT_VERSION
-    MADE_BY = MADE_BY
+    FILE_NAME = "discovered.json"
+    MADE_BY = "tools/discover_domains.py writes it"
 
     num_clusters: Positive
     silhouettes: dict[int, float]

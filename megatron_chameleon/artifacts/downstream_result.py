@@ -14,19 +14,11 @@ from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import (
     Amount,
     Count,
+    FileRecord,
     Positive,
     Share,
-    read_record,
-    write_record,
 )
 from megatron_chameleon.errors import UserError
-
-KIND = "downstream evaluation"
-FORMAT_VERSION = 1
-MADE_BY = "tools/evaluate.py downstream writes it"
-PART_KIND = "downstream evaluation's part"
-PART_FORMAT_VERSION = 2  # 2: with the identity of the data
-PART_MADE_BY = "delete it, and tools/evaluate.py downstream writes it again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +112,11 @@ class Gap:
 
 
 @dataclasses.dataclass(frozen=True)
-class DownstreamResult:
+class DownstreamResult(FileRecord):
     """Downstream accuracy of one checkpoint."""
+
+    KIND = "downstream evaluation"
+    MADE_BY = "tools/evaluate.py downstream writes it"
 
     checkpoint: str
     checkpoint_hash: str
@@ -131,15 +126,6 @@ class DownstreamResult:
     gaps: list[Gap]
     provenance: Provenance
     cost: Cost
-
-    @classmethod
-    def load(cls, path: Path) -> DownstreamResult:
-        """Read ``path``. Raises UserError naming the file and the field."""
-        return read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
-
-    def save(self, path: Path) -> None:
-        """Write the result to ``path``."""
-        write_record(path, self, kind=KIND, version=FORMAT_VERSION)
 
     @property
     def complete_tasks(self) -> list[str]:
@@ -216,7 +202,7 @@ class PartSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class DownstreamPart:
+class DownstreamPart(FileRecord):
     """Intermediate result: one task with one number of shots.
 
     Attributes:
@@ -230,6 +216,10 @@ class DownstreamPart:
         questions_hash: hex SHA-256 of the questions without few-shot examples.
         cost: of the evaluation.
     """
+
+    KIND = "downstream evaluation's part"
+    FORMAT_VERSION = 2  # 2: with the identity of the data
+    MADE_BY = "delete it, and tools/evaluate.py downstream writes it again"
 
     settings: PartSettings
     metric: str
@@ -246,11 +236,6 @@ class DownstreamPart:
         """1 or 0 for each question."""
         return [float(answer) for answer in self.answers]
 
-    def save(self, work_dir: Path) -> None:
-        """Write the part into ``work_dir``."""
-        path = part_path(work_dir, self.settings.task, self.settings.shots)
-        write_record(path, self, kind=PART_KIND, version=PART_FORMAT_VERSION)
-
 
 def part_path(work_dir: Path, task: str, shots: int) -> Path:
     """File of the part of a task with a number of shots."""
@@ -266,13 +251,7 @@ def find_part(work_dir: Path, settings: PartSettings) -> DownstreamPart | None:
     path = part_path(work_dir, settings.task, settings.shots)
     if not path.exists():
         return None
-    part = read_record(
-        path,
-        DownstreamPart,
-        kind=PART_KIND,
-        version=PART_FORMAT_VERSION,
-        made_by=PART_MADE_BY,
-    )
+    part = DownstreamPart.load(path)
     for field in dataclasses.fields(PartSettings):
         found, wanted = getattr(part.settings, field.name), getattr(settings, field.name)
         if found != wanted and not (field.name == "data" and wanted is None):

@@ -22,10 +22,6 @@ from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Count, FolderRecord, InnerPath, Positive
 from megatron_chameleon.errors import UserError
 
-FILE_NAME = "store.json"
-FORMAT_VERSION = 1
-MADE_BY = "tools/compute_mixture.py writes it"
-
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingRecipe:
@@ -76,9 +72,8 @@ class EmbeddingStore(FolderRecord):
     """The content of ``store.json``; ``root`` is its folder."""
 
     KIND = "embedding store"
-    FILE_NAME = FILE_NAME
-    FORMAT_VERSION = FORMAT_VERSION
-    MADE_BY = MADE_BY
+    FILE_NAME = "store.json"
+    MADE_BY = "tools/compute_mixture.py writes it"
 
     recipe: EmbeddingRecipe
     hidden_size: Positive
@@ -149,14 +144,14 @@ class EmbeddingStore(FolderRecord):
         try:
             content = path.read_bytes()
             if entry.sha256 not in (None, hashlib.sha256(content).hexdigest()):
-                raise ValueError(f"its SHA-256 differs from {FILE_NAME}")
+                raise ValueError(f"its SHA-256 differs from {self.FILE_NAME}")
             vectors: NDArray[np.float32] = load(content)["vectors"]
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"cannot read {path} ({error}); delete it and run again") from error
         expected = (entry.windows, self.hidden_size)
         if vectors.shape != expected or vectors.dtype != np.float32:
             raise UserError(
-                f"{path} holds {vectors.dtype} {vectors.shape}, but {FILE_NAME} lists float32 "
+                f"{path} holds {vectors.dtype} {vectors.shape}, but {self.FILE_NAME} lists float32 "
                 f"{expected}; delete it and run again"
             )
         if not np.isfinite(vectors).all():

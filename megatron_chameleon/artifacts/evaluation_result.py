@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,12 +12,8 @@ from pydantic import Field
 from megatron_chameleon.artifacts.clusters import Clusters, error_of_mean, ratio_standard_error
 from megatron_chameleon.artifacts.corpus import Split
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
-from megatron_chameleon.artifacts.record import Count, Positive, read_record, write_record
+from megatron_chameleon.artifacts.record import Count, FileRecord, Positive
 from megatron_chameleon.errors import UserError
-
-KIND = "evaluation"
-FORMAT_VERSION = 2  # 2: packing in the protocol; clusters and bytes
-MADE_BY = "tools/evaluate.py perplexity writes it"
 
 Packing = Literal["packed", "documents"]
 FirstToken = Literal["after-eod", "not-scored"]
@@ -136,11 +131,15 @@ class DomainLoss:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationResult:
+class EvaluationResult(FileRecord):
     """Held-out perplexity per domain of one checkpoint.
 
     ``left_out`` lists the domains of the corpus with nothing to predict in the split.
     """
+
+    KIND = "evaluation"
+    FORMAT_VERSION = 2  # 2: packing in the protocol; clusters and bytes
+    MADE_BY = "tools/evaluate.py perplexity writes it"
 
     checkpoint: str
     checkpoint_hash: str
@@ -151,15 +150,6 @@ class EvaluationResult:
     provenance: Provenance
     cost: Cost
     left_out: list[str] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def load(cls, path: Path) -> EvaluationResult:
-        """Read ``path``. Raises UserError naming the file and the field."""
-        return read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
-
-    def save(self, path: Path) -> None:
-        """Write the result to ``path``."""
-        write_record(path, self, kind=KIND, version=FORMAT_VERSION)
 
     @property
     def mean_perplexity(self) -> float:

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import stat
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,38 +38,27 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         UserError: if the folder cannot be created or written, or the disk is full.
     """
-    try:
+    # Truncated: with a suffix, the whole name could be too long for a file name.
+    temporary = path.parent / f".{path.name[:40]}.{uuid.uuid4().hex[:12]}.tmp"
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Truncated: with prefix and suffix, the whole name could be too long for a file name.
-        prefix = f".{path.name[:40]}."
-        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=path.parent)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    os.close(handle)
-    temporary = Path(name)
+        temporary.touch(exist_ok=False)
     try:
         yield temporary
         with writing(path):
-            os.chmod(temporary, 0o666 & ~_umask())
             flush_to_disk(temporary)
             os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         if error.errno in NO_SPACE:
             raise cannot_write(path, error) from error
         raise
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, which writes ``path``, into a UserError.
-
-    Raises:
-        UserError: if the file cannot be written, or the disk is full.
-    """
+    """Turn an OSError of the block, which writes ``path``, into a UserError."""
     try:
         yield
     except OSError as error:
@@ -127,26 +116,20 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     """
     try:
         require_regular_file(path)
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise UserError(f"cannot read {path}: {size} bytes, more than {MAX_JSON_BYTES}; {hint}")
-        text = path.read_text(encoding="utf-8")
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise OSError(errno.EFBIG, f"{size} bytes, more than {MAX_JSON_BYTES}")
+        body = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; {hint}") from None
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an invalid path
-        raise UserError(f"cannot read {path}: {error}; {hint}") from error
-    try:
-        body = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}:{error.lineno}: not JSON ({error.msg}); repair it; {hint}"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); repair it; {hint}") from error
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, a repeated key, ...
+        raise UserError(f"cannot read {path}: {error}; {hint}") from error
     if not isinstance(body, dict):
         raise UserError(f"{path}: expected a JSON object, not a {type(body).__name__}; {hint}")
-    problem = _first_problem(body, ())
-    if problem:
+    if problem := _first_problem(body):
         raise UserError(f"{path}: {problem}; {hint}")
     return body
 
@@ -159,20 +142,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return body
 
 
-def _first_problem(value: Any, place: tuple[str | int, ...]) -> str | None:
+def _first_problem(value: Any, place: tuple[str | int, ...] = ()) -> str | None:
     """Describe the first invalid value inside ``value``; None if all are valid."""
     if len(place) > MAX_JSON_DEPTH:
         return f"field {place[0]}: nested deeper than {MAX_JSON_DEPTH} levels"
-    if isinstance(value, float):
-        where = ".".join(map(str, place))
-        return None if math.isfinite(value) else f"field {where}: {value} is not finite"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"field {'.'.join(map(str, place))}: {value} is not finite"
+    if not isinstance(value, dict | list):
+        return None
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    found = (
-        _first_problem(item, (*place, key))
-        for key, item in items
-        if isinstance(item, float | dict | list)
-    )
-    return next((problem for problem in found if problem), None)
+    return next(filter(None, (_first_problem(item, (*place, key)) for key, item in items)), None)
 
 
 def require_regular_file(path: Path) -> None:
@@ -272,12 +251,6 @@ def require_writable(folder: Path, option: str) -> None:
     nearest = next(place for place in (absolute, *absolute.parents) if place.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{option}: {nearest} cannot be written to; choose another folder")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def flush_all_to_disk(paths: Sequence[Path]) -> None:

@@ -13,12 +13,9 @@ from pydantic import ConfigDict
 
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
-from megatron_chameleon.artifacts.record import Amount, Count, Share, read_record, write_record
+from megatron_chameleon.artifacts.record import Amount, Count, FileRecord, Share
 from megatron_chameleon.errors import UserError
 
-FORMAT_VERSION = 1
-KIND = "mixture"
-MADE_BY = "tools/compute_mixture.py writes it"
 # Weights read from a file are renormalised only if their sum differs from 1 by more than rounding:
 # their bits are hashed to identify the mixture.
 SUM_TOLERANCE = 1e-6
@@ -31,7 +28,7 @@ class MixtureWarning(UserWarning):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class Mixture(FileRecord):
     """Sampling weights per domain. Weights are per token and sum to 1.
 
     Attributes:
@@ -52,7 +49,10 @@ class Mixture:
         capped: domains whose epochs are at the limit.
     """
 
-    # Users edit this file: reject misspelt fields.
+    KIND = "mixture"
+    MADE_BY = "tools/compute_mixture.py writes it"
+    EDITABLE = True
+    # Reject misspelt fields.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     weights: dict[str, float]
@@ -94,17 +94,13 @@ class Mixture:
         Raises:
             UserError: naming the file, the field and the fix.
         """
-        mixture = read_record(path, cls, kind=KIND, version=FORMAT_VERSION, made_by=MADE_BY)
+        mixture = super().load(path)
         return dataclasses.replace(mixture, weights=normalized(mixture.weights, str(path)))
 
     @classmethod
     def uniform(cls, names: list[str]) -> Mixture:
         """The same weight for every domain."""
         return cls(weights={name: 1.0 / len(names) for name in names}, method="uniform")
-
-    def save(self, path: Path) -> None:
-        """Write the mixture to ``path``."""
-        write_record(path, self, kind=KIND, version=FORMAT_VERSION, is_editable=True)
 
     @property
     def hash(self) -> str:

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts.record import Amount, Count, plain
+from megatron_chameleon.artifacts.record import Amount, Count, json_values
 
 PACKAGES = ("megatron-chameleon", "torch", "megatron-core", "numpy", "scipy", "tokenizers")
 
@@ -44,19 +44,13 @@ def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
     """
     return Provenance(
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
-        options=plain_options(options),
+        options=json_values(options),
         inputs=dict(inputs),
         versions={"python": platform.python_version(), **package_versions(PACKAGES)},
         git_commit=git_commit(),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         working_folder=os.path.abspath("."),
     )
-
-
-def plain_options(options: Any) -> dict[str, Any]:
-    """The options dataclass as a dictionary of JSON types."""
-    body: dict[str, Any] = plain(dataclasses.asdict(options))
-    return body
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:

@@ -7,15 +7,21 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from megatron_chameleon.artifacts.files import read_json, require_writable, write_json
+from megatron_chameleon.artifacts.files import (
+    read_json,
+    require_writable,
+    sha256_of_files,
+    write_json,
+)
 from megatron_chameleon.errors import UserError
 
-Record = TypeVar("Record")
+T = TypeVar("T")
 
 
 def _inside(name: str) -> str:
@@ -37,27 +43,74 @@ InnerPath = Annotated[str, AfterValidator(_inside)]
 
 
 @dataclasses.dataclass(frozen=True)
-class FolderRecord:
-    """An artifact folder, ``root``, described by one JSON file in it."""
+class Record:
+    """A dataclass that is stored as one JSON file.
+
+    Attributes:
+        KIND: its name in the file and in messages.
+        FORMAT_VERSION: of the file; other versions are rejected.
+        MADE_BY: how to create such a file; ends error messages.
+        EDITABLE: whether users edit the file; it then has no checksum.
+    """
 
     KIND: ClassVar[str]
-    FILE_NAME: ClassVar[str]
-    FORMAT_VERSION: ClassVar[int]
+    FORMAT_VERSION: ClassVar[int] = 1
     MADE_BY: ClassVar[str]
+    EDITABLE: ClassVar[bool] = False
+
+    @classmethod
+    def _read(cls, path: Path, **known: Any) -> Self:
+        """Read ``path``; ``known`` are fields that the file does not hold."""
+        body = read_json(path, cls.MADE_BY)
+        checksum = body.pop("checksum", None)  # not written by older releases
+        is_unchanged = checksum in (None, _checksum(body))
+        kind = body.pop("kind", cls.KIND)
+        version = body.pop("format_version", cls.FORMAT_VERSION)
+        if kind != cls.KIND:
+            raise UserError(f"{path} is a {kind} file, not a {cls.KIND}; {cls.MADE_BY}")
+        if version != cls.FORMAT_VERSION or isinstance(version, bool):
+            raise UserError(
+                f"{path}: format_version {version}, this release reads {cls.FORMAT_VERSION}; "
+                f"use the release that wrote it, or create it again: {cls.MADE_BY}"
+            )
+        if not is_unchanged:
+            raise UserError(f"{path} has changed since it was written; restore it; {cls.MADE_BY}")
+        record = check_values(str(path), cls, body | dict.fromkeys(known, ""), cls.MADE_BY)
+        return dataclasses.replace(record, **known)
+
+    def _write(self, path: Path) -> None:
+        require_kind(path, self.KIND)
+        body = {"kind": self.KIND, "format_version": self.FORMAT_VERSION, **json_values(self)}
+        body.pop("root", None)  # an artifact can be moved
+        write_json(path, body if self.EDITABLE else {**body, "checksum": _checksum(body)})
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRecord(Record):
+    """An artifact that is one JSON file."""
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read ``path``. Raises UserError naming the file, the field and the fix."""
+        return cls._read(path)
+
+    def save(self, path: Path) -> None:
+        """Write the file. Raises UserError if ``path`` is anything but a record of this kind."""
+        self._write(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderRecord(Record):
+    """An artifact folder, ``root``, described by one JSON file in it."""
+
+    FILE_NAME: ClassVar[str]
 
     root: Path
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read the JSON file of ``folder``. Raises UserError naming the file and the field."""
-        return read_record(
-            folder / cls.FILE_NAME,
-            cls,
-            kind=cls.KIND,
-            version=cls.FORMAT_VERSION,
-            made_by=cls.MADE_BY,
-            root=folder,
-        )
+        return cls._read(folder / cls.FILE_NAME, root=folder)
 
     @classmethod
     def exists(cls, folder: Path) -> bool:
@@ -66,24 +119,87 @@ class FolderRecord:
 
     def save(self) -> None:
         """Write the JSON file into ``root``."""
-        write_record(self.root / self.FILE_NAME, self, kind=self.KIND, version=self.FORMAT_VERSION)
+        self._write(self.root / self.FILE_NAME)
 
 
-def write_record(
-    path: Path, record: Any, *, kind: str, version: int, is_editable: bool = False
-) -> None:
-    """Write the dataclass ``record`` to ``path`` with its ``kind`` and format ``version``.
+@dataclasses.dataclass(frozen=True)
+class HashedFiles:
+    """Data files with a recorded hash.
 
-    A checksum of the content is added, unless users edit the file (``is_editable``).
-
-    Raises:
-        UserError: if ``path`` holds anything but a record of this kind, or cannot be written.
+    Attributes:
+        sizes: path -> bytes.
+        sha256: hex, of the files' concatenation.
     """
-    require_kind(path, kind)
-    body = dataclasses.asdict(record)
-    body.pop("root", None)  # an artifact can be moved
-    body = {"kind": kind, "format_version": version, **plain(body)}
-    write_json(path, body if is_editable else {**body, "checksum": _checksum(body)})
+
+    sizes: dict[Path, int]
+    sha256: str
+
+    @property
+    def bytes(self) -> int:
+        """Total size."""
+        return sum(self.sizes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class HashedFolderRecord(FolderRecord):
+    """An artifact folder whose record lists the sizes and hashes of its data files."""
+
+    RESTORE: ClassVar[str]
+    """How to fix damage; ends error messages."""
+
+    def hashed_files(self) -> list[HashedFiles]:
+        """The data files of the record."""
+        raise NotImplementedError
+
+    def check_sizes(self) -> None:
+        """Check that every data file exists and has its recorded size.
+
+        Raises:
+            UserError: naming the first one that does not.
+        """
+        for files in self.hashed_files():
+            for path, size in files.sizes.items():
+                if not path.is_file():
+                    raise UserError(f"{path} is missing; {self.RESTORE}")
+                if (found := path.stat().st_size) != size:
+                    raise UserError(
+                        f"{path} has {found} bytes and {self.FILE_NAME} records {size}: it is "
+                        f"truncated or another artifact's; {self.RESTORE}"
+                    )
+
+    def verify(
+        self, shard: int = 0, num_shards: int = 1, on_bytes: Callable[[int], object] | None = None
+    ) -> None:
+        """Read data files and compare their hashes.
+
+        Args:
+            shard: index of the shard of the files to read, for parallel readers.
+            num_shards: number of shards of about equal size.
+            on_bytes: called with the number of bytes just read.
+
+        Raises:
+            UserError: naming the first file that differs from the record.
+        """
+        for files in self._largest_first()[shard::num_shards]:
+            try:
+                found = sha256_of_files(*files.sizes, on_bytes=on_bytes)
+            except OSError as error:
+                reason = error.strerror or error
+                raise UserError(
+                    f"cannot read {error.filename}: {reason}; {self.RESTORE}"
+                ) from error
+            if found != files.sha256:
+                raise UserError(
+                    f"{' or '.join(map(str, files.sizes))} has changed since it was written; "
+                    f"{self.RESTORE}"
+                )
+
+    def bytes_to_verify(self, shard: int, num_shards: int) -> int:
+        """Number of bytes that :meth:`verify` reads for these arguments."""
+        return sum(files.bytes for files in self._largest_first()[shard::num_shards])
+
+    def _largest_first(self) -> list[HashedFiles]:
+        return sorted(self.hashed_files(), key=lambda files: (-files.bytes, *files.sizes))
 
 
 def kind_of(path: Path) -> str | None:
@@ -120,36 +236,9 @@ def check_output(output: Path, kind: str) -> None:
     require_writable(output.parent, f"--output {output}")
 
 
-def read_record(
-    path: Path, record_type: type[Record], *, kind: str, version: int, made_by: str, **known: Any
-) -> Record:
-    """Read ``path`` into ``record_type``; ``known`` are fields that the file does not hold.
-
-    Raises:
-        UserError: naming the file, the field and the fix, ending with ``made_by``, the tool that
-            writes such files.
-    """
-    body = read_json(path, made_by)
-    checksum = body.pop("checksum", None)  # not written by older releases
-    is_unchanged = checksum in (None, _checksum(body))
-    found_kind, found_version = body.pop("kind", kind), body.pop("format_version", version)
-    if found_kind != kind:
-        raise UserError(f"{path} is a {found_kind} file, not a {kind}; {made_by}")
-    if found_version != version or isinstance(found_version, bool):
-        raise UserError(
-            f"{path}: format_version {found_version}, this release reads {version}; "
-            f"use the release that wrote it, or create it again: {made_by}"
-        )
-    if not is_unchanged:
-        raise UserError(f"{path} has changed since it was written; restore it; {made_by}")
-    body |= dict.fromkeys(known, "")
-    record = check_values(str(path), record_type, body, made_by)
-    return dataclasses.replace(record, **known)  # type: ignore[type-var]
-
-
 def check_values(
-    where: str, value_type: type[Record], body: dict[str, Any], hint: str, field: str = ""
-) -> Record:
+    where: str, value_type: type[T], body: dict[str, Any], hint: str, field: str = ""
+) -> T:
     """Make a ``value_type`` of the JSON values ``body``, without type conversion.
 
     An integer is accepted for a float, since JSON writers may drop the ".0".
@@ -161,7 +250,7 @@ def check_values(
     try:
         # In strict mode, pydantic makes dataclasses and tuples from JSON text only.
         hashable: Any = value_type  # mypy considers dataclass types unhashable
-        value: Record = _adapter(hashable).validate_json(json.dumps(body), strict=True)
+        value: T = _adapter(hashable).validate_json(json.dumps(body), strict=True)
         return value
     except ValidationError as error:
         first = error.errors()[0]
@@ -171,20 +260,18 @@ def check_values(
         ) from error
 
 
-def _checksum(body: dict[str, Any]) -> str:
-    """Hex SHA-256 of the fields in order; white space does not count."""
-    return hashlib.sha256(json.dumps(body).encode("ascii")).hexdigest()
-
-
 @functools.cache
 def _adapter(value_type: Any) -> TypeAdapter[Any]:
     return TypeAdapter(value_type)
 
 
-def plain(value: Any) -> Any:
-    """``value`` as JSON types: paths as strings, tuples as lists."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+def json_values(value: Any) -> dict[str, Any]:
+    """The dataclass ``value`` as a dictionary of JSON types: paths as strings, tuples as lists."""
+    text = json.dumps(dataclasses.asdict(value), default=os.fspath)
+    body: dict[str, Any] = json.loads(text)
+    return body
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    """Hex SHA-256 of the fields in order; white space does not count."""
+    return hashlib.sha256(json.dumps(body).encode("ascii")).hexdigest()

@@ -11,17 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
-from megatron_chameleon.artifacts.record import (
-    Count,
-    FolderRecord,
-    Share,
-    read_record,
-    write_record,
-)
-
-FORMAT_VERSION = 1
-MADE_BY = "tools/compute_mixture.py writes it"
-MEMBER_KIND = "swarm-member"
+from megatron_chameleon.artifacts.record import Count, FileRecord, FolderRecord, Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +20,7 @@ class SwarmRecord(FolderRecord):
 
     KIND = "swarm"
     FILE_NAME = "swarm.json"
-    FORMAT_VERSION = FORMAT_VERSION
-    MADE_BY = MADE_BY
+    MADE_BY = "tools/compute_mixture.py writes it"
 
     settings: dict[str, Any]
     corpus_hash: str
@@ -51,7 +40,7 @@ class SwarmRecord(FolderRecord):
 
 
 @dataclasses.dataclass(frozen=True)
-class MemberRecord:
+class MemberRecord(FileRecord):
     """Result of one member.
 
     Attributes:
@@ -62,21 +51,14 @@ class MemberRecord:
         cost: of its run; members trained concurrently divide the device's time.
     """
 
+    KIND = "swarm-member"
+    MADE_BY = "tools/compute_mixture.py writes it"
+
     member: Count
     steps: list[Count]
     losses: list[list[float | None]]
     diverged: str | None = None
     cost: Cost = dataclasses.field(default_factory=Cost)
-
-    @classmethod
-    def load(cls, path: Path) -> MemberRecord:
-        """Raises UserError naming the file and the field."""
-        return read_record(path, cls, kind=MEMBER_KIND, version=FORMAT_VERSION, made_by=MADE_BY)
-
-    def save(self, folder: Path) -> None:
-        """Write it into the swarm's ``folder``."""
-        path = member_path(folder, self.member)
-        write_record(path, self, kind=MEMBER_KIND, version=FORMAT_VERSION)
 
 
 def member_path(folder: Path, member: int) -> Path:

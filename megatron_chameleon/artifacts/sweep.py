@@ -9,10 +9,6 @@ from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
 from megatron_chameleon.errors import UserError
 
-FILE_NAME = "sweep.json"
-FORMAT_VERSION = 1
-MADE_BY = "tools/sweep_mixture.py writes it"
-
 KnobValue = int | float | str
 
 
@@ -46,9 +42,8 @@ class Sweep(FolderRecord):
     """
 
     KIND = "sweep"
-    FILE_NAME = FILE_NAME
-    FORMAT_VERSION = FORMAT_VERSION
-    MADE_BY = MADE_BY
+    FILE_NAME = "sweep.json"
+    MADE_BY = "tools/sweep_mixture.py writes it"
 
     method: str
     axes: dict[str, list[KnobValue]]
@@ -60,7 +55,7 @@ class Sweep(FolderRecord):
     def centre(self) -> SweepPoint:
         """The centre of the sweep. Raises UserError if there are no points."""
         if not self.points:
-            raise UserError(f"{self.root / FILE_NAME}: field points is empty; {MADE_BY}")
+            raise UserError(f"{self.root / self.FILE_NAME}: field points is empty; {self.MADE_BY}")
         return self.points[0]
 
     def along(self, knob: str) -> list[SweepPoint]:
@@ -72,13 +67,13 @@ class Sweep(FolderRecord):
         found = []
         for value in self.axes[knob]:
             wanted = {**self.centre.knobs, knob: value}
-            there = [point for point in self.points if point.knobs == wanted]
-            if not there:
+            point = next((point for point in self.points if point.knobs == wanted), None)
+            if point is None:
                 raise UserError(
-                    f"{self.root / FILE_NAME}: field points: there is none with {knob} {value}, "
-                    f"which field axes names; {MADE_BY}"
+                    f"{self.root / self.FILE_NAME}: field points: missing {knob} {value}, which "
+                    f"field axes lists; {self.MADE_BY}"
                 )
-            found.append(there[0])
+            found.append(point)
         return found
 
     def load_mixture(self, point: SweepPoint) -> Mixture:
@@ -91,7 +86,7 @@ class Sweep(FolderRecord):
         mixture = Mixture.load(path)
         if mixture.hash != point.mixture_hash:
             raise UserError(
-                f"{path} has changed since {self.root / FILE_NAME} was written; run the sweep "
+                f"{path} has changed since {self.root / self.FILE_NAME} was written; run the sweep "
                 "again, or delete that record"
             )
         return mixture

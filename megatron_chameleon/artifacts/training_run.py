@@ -17,10 +17,7 @@ from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Amount, Count, FolderRecord, InnerPath
 from megatron_chameleon.errors import UserError
 
-FILE_NAME = "run.json"
 METRICS_NAME = "metrics.jsonl"
-FORMAT_VERSION = 2  # 2: with mixture_phases
-MADE_BY = "tools/pretrain_gpt.py writes it"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
@@ -74,9 +71,9 @@ class TrainingRun(FolderRecord):
     """
 
     KIND = "training run"
-    FILE_NAME = FILE_NAME
-    FORMAT_VERSION = FORMAT_VERSION
-    MADE_BY = MADE_BY
+    FILE_NAME = "run.json"
+    FORMAT_VERSION = 2  # 2: with mixture_phases
+    MADE_BY = "tools/pretrain_gpt.py writes it"
 
     status: Status
     step: Count

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from megatron_chameleon.artifacts import Corpus, find_checkpoint, provenance
-from megatron_chameleon.artifacts.checkpoint import FILE_NAME, CheckpointRecord
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.huggingface_folder import (
     CONFIG_NAME,
@@ -59,7 +59,7 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
     record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     shape = shape_of(record)
     tokenizer = find_tokenizer(options, record)
-    _check_vocabulary(tokenizer, shape, f"{record.root}/{FILE_NAME}")
+    _check_vocabulary(tokenizer, shape, f"{record.root}/{record.FILE_NAME}")
     dtype = getattr(torch, options.dtype)
     with distributed(ParallelOptions(), seed=0) as layout:
         _require_one_rank(layout)
@@ -88,7 +88,7 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
         UserError: for invalid options or inputs. Nothing is then written.
     """
     output = _absolute(options.output)
-    check_output(output, FILE_NAME, overwrite=options.overwrite)
+    check_output(output, CheckpointRecord.FILE_NAME, overwrite=options.overwrite)
     found = HuggingFaceWeights.find(options.model, allow_pickle=options.allow_pickle)
     tokenizer_path = options.tokenizer_model or options.model
     tokenizer = load_tokenizer(tokenizer_path, options.eod_token, options.tiktoken_pattern)

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus
-from megatron_chameleon.artifacts.checkpoint import FILE_NAME
 from megatron_chameleon.artifacts.record import check_values
 from megatron_chameleon.checkpoint.index import read_index
 from megatron_chameleon.checkpoint.optimizer_fixes import convert_loaded_state, prepare_for_loading
@@ -143,7 +142,7 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
     """
     for place in index.storage_data.values():
         if place.relative_path not in record.files:
-            raise ValueError(f"{place.relative_path!r} is not listed in {FILE_NAME}")
+            raise ValueError(f"{place.relative_path!r} is not listed in {record.FILE_NAME}")
     for name, part in wanted.items():
         if name.startswith("model"):
             wanted[name] = {k: v for k, v in part.items() if not k.endswith("_extra_state")}

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Domain, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
-from megatron_chameleon.artifacts.record import write_record
+from megatron_chameleon.artifacts.record import FileRecord
 from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.join import Joined, join_shards
 from megatron_chameleon.corpus.options import PreprocessOptions
@@ -325,8 +325,11 @@ def check_domains(
 
 
 @dataclasses.dataclass(frozen=True)
-class _SourcesRead:
+class _SourcesRead(FileRecord):
     """Contents of sources.json: name, bytes and chunks of each source."""
+
+    KIND = "sources of a corpus"
+    MADE_BY = "tools/preprocess_data.py writes it"
 
     sources: list[dict[str, Any]]
 
@@ -342,7 +345,7 @@ def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
         {"name": source.name, "bytes": source.bytes, "pieces": read}
         for source, read in zip(plan.sources, chunks, strict=True)
     ]
-    write_record(path, _SourcesRead(sources), kind="sources of a corpus", version=1)
+    _SourcesRead(sources).save(path)
     return sha256_of_json([chunk["sha256"] for read in chunks for chunk in read])
 
 

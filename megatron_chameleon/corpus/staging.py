@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts.corpus import FILE_NAME, Corpus
+from megatron_chameleon.artifacts.corpus import Corpus
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import (
     flush_all_to_disk,
@@ -37,8 +37,8 @@ from megatron_chameleon.artifacts.files import (
     sha256_of_json,
     writing,
 )
-from megatron_chameleon.artifacts.provenance import package_versions, plain_options
-from megatron_chameleon.artifacts.record import FolderRecord, require_kind
+from megatron_chameleon.artifacts.provenance import package_versions
+from megatron_chameleon.artifacts.record import FolderRecord, json_values, require_kind
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import row_group_bytes
 from megatron_chameleon.corpus.sources import Chunk, Source
@@ -146,8 +146,8 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
             f"--shard-bytes {options.shard_bytes} makes {shards_at_least} shards; use a larger one"
         )
     compared = {
-        **plain_options(options.source),
-        **plain_options(options.domains),
+        **json_values(options.source),
+        **json_values(options.domains),
         "eod_token": options.eod_token,
         "split": options.split,
         "shard_bytes": options.shard_bytes,
@@ -275,15 +275,15 @@ class CorpusFolder:
         Only renames lie between the removal of an old corpus and the completion of the new one.
         """
         files = sorted(path for path in made.rglob("*") if path.is_file())
-        files.sort(key=lambda path: path.name == FILE_NAME)
+        files.sort(key=lambda path: path.name == Corpus.FILE_NAME)
         with writing(self.root):
             flush_all_to_disk(files)
-            require_kind(self.root / FILE_NAME, Corpus.KIND)
-            (self.root / FILE_NAME).unlink(missing_ok=True)
+            require_kind(self.root / Corpus.FILE_NAME, Corpus.KIND)
+            (self.root / Corpus.FILE_NAME).unlink(missing_ok=True)
             for old in own_files(self.root):
                 old.unlink(missing_ok=True)
             published = self.staging / _PUBLISHED_NAME
-            published.write_text(sha256_of_files(made / FILE_NAME))
+            published.write_text(sha256_of_files(made / Corpus.FILE_NAME))
             os.replace(published, self.partial / _PUBLISHED_NAME)
             for file in files:
                 target = self.root / file.relative_to(made)
@@ -293,7 +293,7 @@ class CorpusFolder:
 
     def remove_published_work(self) -> None:
         """Remove the shards of a published corpus whose run was killed before removing them."""
-        published, corpus = self.partial / _PUBLISHED_NAME, self.root / FILE_NAME
+        published, corpus = self.partial / _PUBLISHED_NAME, self.root / Corpus.FILE_NAME
         exist = published.exists() and corpus.exists()
         if exist and published.read_text() == sha256_of_files(corpus):
             self.remove_work()
@@ -346,13 +346,13 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
             with staging_directory(partial / _STAGING_NAME) as staging:
                 folder = CorpusFolder(root, staging)
                 folder.remove_published_work()
-                has_corpus = (root / FILE_NAME).exists()
+                has_corpus = (root / Corpus.FILE_NAME).exists()
                 if has_corpus and not overwrite:
                     raise UserError(
                         f"{root} already holds a corpus; choose another --output or pass "
                         "--overwrite"
                     )
-                require_kind(root / FILE_NAME, Corpus.KIND)
+                require_kind(root / Corpus.FILE_NAME, Corpus.KIND)
                 if not has_corpus and not (partial / Plan.FILE_NAME).exists():
                     require_new(own_files(root), "choose another --output")
                 yield folder

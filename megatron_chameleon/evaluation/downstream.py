@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.downstream_result import (
-    KIND,
     Accuracy,
     DownstreamPart,
     DownstreamProtocol,
@@ -34,6 +33,7 @@ from megatron_chameleon.artifacts.downstream_result import (
     ShotScore,
     TaskScore,
     find_part,
+    part_path,
 )
 from megatron_chameleon.artifacts.files import require_writable
 from megatron_chameleon.artifacts.record import check_output
@@ -172,7 +172,7 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
     check_model_layout(shape.size, options.parallel, shape.max_sequence_length)
     tokenizer = find_tokenizer(options.tokenizer, record)
     library = TaskLibrary(options.tasks, options.data_dir)  # rejects unknown names
-    check_output(options.output, KIND)
+    check_output(options.output, DownstreamResult.KIND)
     require_writable(options.parts_dir, f"--work-dir {options.parts_dir}")
     plan = DownstreamPlan(
         options=options,
@@ -238,7 +238,7 @@ def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
                 gaps.append(Gap(task, shots, str(error)))
                 report(f"not evaluated: {gaps[-1]}")
                 continue
-            part.save(plan.options.parts_dir)
+            part.save(part_path(plan.options.parts_dir, task, shots))
             found = Accuracy.of(part.values)
             error_bar = (
                 "" if found.standard_error is None else f" ± {100 * found.standard_error:.2f}"

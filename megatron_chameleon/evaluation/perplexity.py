@@ -25,7 +25,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
-from megatron_chameleon.artifacts.evaluation_result import KIND, FirstToken
+from megatron_chameleon.artifacts.evaluation_result import FirstToken
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
@@ -114,7 +114,7 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
     shape = shape_of(record)
     protocol = protocol_of(options, check_window(shape, options.window_length))
     check_model_layout(shape.size, options.parallel, protocol.window_length)
-    check_output(options.output, KIND)
+    check_output(options.output, EvaluationResult.KIND)
     made = provenance(options, {"corpus": corpus.hash, "checkpoint": record.hash})
     return EvaluationPlan(options, corpus, record, shape, protocol, made)
 

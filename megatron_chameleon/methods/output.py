@@ -19,7 +19,6 @@ from megatron_chameleon.artifacts import (
     implied_epochs,
     provenance,
 )
-from megatron_chameleon.artifacts.mixture import KIND
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.domains import format_names, require_training_tokens, select_domains
@@ -159,7 +158,7 @@ def run_training_free(
     """
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    check_output(options.output, KIND)
+    check_output(options.output, Mixture.KIND)
     stopwatch = Stopwatch()
     corpus = Corpus.load(options.corpus)
     names = select_domains(options.domains, corpus)

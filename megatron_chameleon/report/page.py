@@ -21,7 +21,6 @@ from markupsafe import Markup
 from megatron_chameleon.artifacts import Provenance, Sweep
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import package_versions
-from megatron_chameleon.artifacts.sweep import FILE_NAME as SWEEP_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import figures
 from megatron_chameleon.report.comparison import (
@@ -490,7 +489,7 @@ def report_stability(sweep: Sweep) -> None:
         f"\n{tables}\n\n"
         f"{len(sweep.points)} mixtures took {cost.flops:.2e} FLOPs and "
         f"{cost.device_seconds / SECONDS_PER_HOUR:.3g} device-hours, including existing proxies\n"
-        f"written to {sweep.root / SWEEP_NAME}, {written[0]} and {written[1]}\n"
+        f"written to {sweep.root / sweep.FILE_NAME}, {written[0]} and {written[1]}\n"
         f"next: tools/pretrain_gpt.py --mixture {centre}, or another one of {centre.parent}",
         flush=True,
     )

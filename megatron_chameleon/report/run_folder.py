@@ -18,7 +18,6 @@ from megatron_chameleon.artifacts import (
     Sweep,
     TrainingRun,
 )
-from megatron_chameleon.artifacts.downstream_result import KIND as DOWNSTREAM_KIND
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from megatron_chameleon.artifacts.record import kind_of
 from megatron_chameleon.errors import UserError
@@ -110,7 +109,7 @@ class RunFolder:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder; pass the one that holds {CORPUS} and so on")
         results = _json_files(root / EVALUATION)
-        downstream = [path for path in results if kind_of(path) == DOWNSTREAM_KIND]
+        downstream = [path for path in results if kind_of(path) == DownstreamResult.KIND]
         perplexity = [path for path in results if path not in downstream]
         stores = (root / EMBEDDINGS, *_folders(root / EMBEDDINGS), *_folders(root / MIXTURE))
         has_corpus = (root / CORPUS / "corpus.json").is_file()

@@ -11,7 +11,6 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Mixture, Sweep, TrainingRun
-from megatron_chameleon.artifacts.sweep import FILE_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder, run_labels, uniform_first
 from megatron_chameleon.report.tables import MISSING, Table, format_score, format_weight
@@ -328,7 +327,7 @@ def _swept_axis(sweep: Sweep, parameter: str) -> SweptAxis:
     for point, mixture in zip(points, mixtures, strict=True):
         if set(mixture.weights) != set(names):
             raise UserError(
-                f"{sweep.root / FILE_NAME}: {point.mixture} has other domains than "
+                f"{sweep.root / sweep.FILE_NAME}: {point.mixture} has other domains than "
                 f"{sweep.centre.mixture}; run the sweep again"
             )
     coverages = {mixture.confidence for mixture in mixtures}

@@ -22,7 +22,7 @@ from megatron_chameleon.artifacts.checkpoint import (
     remove_leftovers_of_run,
 )
 from megatron_chameleon.artifacts.files import put_all_back, writing
-from megatron_chameleon.artifacts.provenance import plain_options
+from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.artifacts.training_run import (
     METRICS_NAME,
     FailedSave,
@@ -240,9 +240,7 @@ def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
         if run.provenance.inputs.get(name) != inputs.get(name):
             label = labels.get(name, name)
             raise UserError(f"{run.root} holds a run with another {label}; {FRESH_START}")
-    difference = _first_difference(
-        run.provenance.options, plain_options(plan.options), FREE_OPTIONS
-    )
+    difference = _first_difference(run.provenance.options, json_values(plan.options), FREE_OPTIONS)
     if difference:
         flag, before, now = difference
         raise UserError(f"{run.root} holds a run with {flag} {before}, not {now}; {FRESH_START}")
@@ -316,7 +314,7 @@ def verify_checkpoint(checkpoint: CheckpointRecord, layout: Layout) -> None:
         UserError: on every rank, if any file does not match its hash.
     """
     share = layout.rank, layout.world_size
-    total = checkpoint.part_bytes(*share)
+    total = checkpoint.bytes_to_verify(*share)
     what = f"verifying step {checkpoint.step}"
     with progress_bar(total, "B", what, quiet=not layout.is_main) as bar:
         on_every_rank(lambda: checkpoint.verify(*share, bar.update))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_chameleon.artifacts.files import cannot_write, replacing
-from megatron_chameleon.artifacts.provenance import plain_options
+from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import dense_bf16_peak, model_flops_utilization, training_flops
@@ -159,7 +159,7 @@ class WandbLogger:
                 name=options.logging.wandb_exp_name or options.run_dir.name,
                 id=_wandb_id(options.run_dir),
                 dir=options.run_dir,
-                config=plain_options(options),
+                config=json_values(options),
                 resume="allow",
             )
         except wandb.Error as error:

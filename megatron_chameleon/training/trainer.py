@@ -123,7 +123,7 @@ def verify_corpus(options: PretrainOptions, layout: Layout) -> None:
     assert options.corpus is not None
     corpus = Corpus.load(options.corpus)
     share = layout.rank, layout.world_size
-    total = corpus.share_bytes(*share)
+    total = corpus.bytes_to_verify(*share)
     with progress_bar(total, "B", "verifying the corpus", quiet=not layout.is_main) as bar:
         on_every_rank(lambda: corpus.verify(*share, bar.update))
 

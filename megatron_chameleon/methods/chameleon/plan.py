@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, Mixture, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.artifacts.mixture import KIND
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.checkpoint.load import require_tokenizer, shape_of
@@ -60,7 +59,7 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
     Raises:
         UserError: for the first mistake found.
     """
-    check_output(options.output, KIND)
+    check_output(options.output, Mixture.KIND)
     recipe = options.weighting.resolve()
     corpus = Corpus.load(options.corpus)
     checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_chameleon.artifacts import Corpus, Stopwatch
-from megatron_chameleon.artifacts.mixture import KIND
+from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge.hook import (
@@ -110,7 +109,7 @@ def plan_doge(options: DogeOptions) -> DogePlan:
     recipe = recipe_of(options.rule, MU if is_trained_on else MU_OUT_OF_DOMAIN)
     # A target that is not trained on gets no weight, so that its tokens fill no budget.
     epoch_limit(options, corpus, [corpus.names[position] for position in roles.train]).check()
-    check_output(options.output, KIND)
+    check_output(options.output, Mixture.KIND)
     folder = resolve_work_dir(options.output, options.work_dir)
     proxy_run = training_options(options.proxy, options.corpus, folder / PROXY)
     proxy = HookedProxy("DoGE", GradientAlignment, proxy_run)

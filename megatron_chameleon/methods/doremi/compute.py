@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, TrainingRun
-from megatron_chameleon.artifacts.mixture import KIND
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doremi.hook import (
@@ -141,7 +140,7 @@ def plan_doremi(
     if len(corpus.names) < 2:
         raise UserError(f"{corpus.root}: DoReMi needs at least 2 domains, there is 1; add another")
     epoch_limit(options, corpus, corpus.names).check()
-    check_output(options.output, KIND)
+    check_output(options.output, Mixture.KIND)
     folder = resolve_work_dir(options.output, options.work_dir)
     if options.reference is None:
         reference_run = reference_run or _reference_run(options, folder)

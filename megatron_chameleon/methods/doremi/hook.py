@@ -16,7 +16,7 @@ import torch
 
 from megatron_chameleon.artifacts import Corpus, MixtureWarning, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.provenance import plain_options
+from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.checkpoint.load import load_weights, require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
@@ -243,7 +243,7 @@ def warn_reference_differences(folder: Path, corpus: Corpus, proxy: PretrainOpti
             stacklevel=2,
         )
     before = run.provenance.options.get("boundaries", {})
-    for name, value in plain_options(proxy.boundaries).items():
+    for name, value in json_values(proxy.boundaries).items():
         if name == "eod_mask_loss" and value:  # masked tokens have no excess loss either
             continue
         if before.get(name, False) != value:

@@ -19,7 +19,6 @@ from megatron_chameleon.artifacts import (
     Stopwatch,
     provenance,
 )
-from megatron_chameleon.artifacts.mixture import KIND
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
@@ -139,7 +138,7 @@ def check_fit(method: FitMethod[Options], options: Options, corpus: Corpus) -> N
         raise UserError(f"{corpus.root} has one domain and nothing to weigh; add another")
     method.check(options)
     epoch_limit(options, corpus, corpus.names).check()
-    check_output(options.output, KIND)
+    check_output(options.output, Mixture.KIND)
     if options.ratios is None:
         resolve_work_dir(options.output, options.work_dir)
         check_target(options.target, corpus)

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_chameleon.artifacts import Corpus, Cost, provenance
 from megatron_chameleon.artifacts.files import require_new
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
-from megatron_chameleon.artifacts.provenance import plain_options
+from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.artifacts.swarm import SwarmRecord, finished_members, member_path
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
@@ -235,7 +235,7 @@ def _write_tables(folder: Path, result: SwarmResult) -> None:
 
 def _settings(options: SwarmOptions) -> dict[str, Any]:
     """Options that determine the results, and how members are trained."""
-    plain = {"members": MEMBERS, **plain_options(options)}
+    plain = {"members": MEMBERS, **json_values(options)}
     return {name: value for name, value in plain.items() if name not in FREE_SETTINGS}
 
 

@@ -73,7 +73,7 @@ def train_member(member: Member, stops: StopRequests) -> bool:
     from megatron_chameleon.artifacts import Mixture, TrainingRun
     from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME
     from megatron_chameleon.artifacts.provenance import Cost
-    from megatron_chameleon.artifacts.swarm import MemberRecord
+    from megatron_chameleon.artifacts.swarm import MemberRecord, member_path
     from megatron_chameleon.training.trainer import pretrain
 
     folder = member.run.run_dir
@@ -99,7 +99,7 @@ def train_member(member: Member, stops: StopRequests) -> bool:
             run.cost.wall_seconds / (share * member.num_ranks),
             member.num_ranks,
         ),
-    ).save(member.swarm)
+    ).save(member_path(member.swarm, member.number))
     shutil.rmtree(folder / FOLDER_NAME, ignore_errors=True)
     dataclasses.replace(run, checkpoints=[]).save()
     return True

@@ -140,8 +140,8 @@ def other_samples(root: Path) -> list[Sample]:
     )
     for record in (swarm, discovered):
         record.save()
-    member.save(root)
-    part.save(root)
+    member.save(member_path(root, 12))
+    part.save(part_path(root, "sciq", 2))
     downstream.save(root / "downstream.json")
     return [
         Sample("swarm", root / "swarm.json", swarm, lambda: SwarmRecord.load(root)),

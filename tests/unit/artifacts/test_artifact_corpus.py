@@ -55,7 +55,7 @@ def test_a_corpus_without_domains_is_refused(corpus):
 def test_a_missing_file_is_named(corpus, split, suffix):
     path = file_of(corpus, "ü/..", split, suffix)
     path.unlink()
-    with pytest.raises(UserError, match=r"is missing; copy it") as refused:
+    with pytest.raises(UserError, match=r"is missing") as refused:
         Corpus.load(corpus.root)
     assert str(refused.value).startswith(str(path))
 
@@ -86,7 +86,7 @@ def test_verify_reads_every_byte(corpus):
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         Corpus.load(corpus.root)  # sizes alone do not tell
-        with pytest.raises(UserError, match=r"has changed since .*corpus\.json was written") as no:
+        with pytest.raises(UserError, match=r"has changed since it was written") as no:
             corpus.verify()
         assert str(no.value).startswith(str(path.with_suffix(".bin")))
         path.write_bytes(content)

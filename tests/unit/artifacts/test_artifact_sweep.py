@@ -27,7 +27,7 @@ def test_an_axis_is_in_the_order_of_its_values_wherever_the_centre_stands(tmp_pa
 def test_a_value_without_a_point_is_told(tmp_path):
     sweep = sample_sweep(tmp_path)
     short = dataclasses.replace(sweep, points=sweep.points[:2])
-    with pytest.raises(UserError, match=r"sweep\.json: field points: there is none with ridge 1"):
+    with pytest.raises(UserError, match=r"sweep\.json: field points: missing ridge 1"):
         short.along("ridge")
     with pytest.raises(UserError, match=r"sweep\.json: field points is empty; "):
         dataclasses.replace(sweep, points=[]).along("ridge")

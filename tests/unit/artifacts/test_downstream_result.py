@@ -89,7 +89,7 @@ def test_only_results_of_the_same_questions_are_comparable(changes, named):
 def test_part_is_found_by_its_settings(tmp_path):
     part = DownstreamPart(SETTINGS, "acc", "1.0", "train", "0110", 3, "r", "q", Cost())
     assert find_part(tmp_path, SETTINGS) is None
-    part.save(tmp_path)
+    part.save(part_path(tmp_path, "sciq", 2))
     assert find_part(tmp_path, SETTINGS) == part
     assert part.values == [0.0, 1.0, 1.0, 0.0]
     assert find_part(tmp_path, dataclasses.replace(SETTINGS, data=None)) == part

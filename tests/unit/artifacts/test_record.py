@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
-from megatron_chameleon.artifacts.evaluation_result import KIND as EVALUATION
+from megatron_chameleon.artifacts import Cost, EvaluationResult, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.files import require_new
-from megatron_chameleon.artifacts.mixture import KIND as MIXTURE
-from megatron_chameleon.artifacts.record import check_output, read_record, write_record
+from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import (
     Sample,
@@ -152,12 +150,6 @@ def test_missing_or_mistyped_field_is_named(samples, kind, changes, field):
     assert f"field {field}: " in rejection(samples[kind])
 
 
-def test_record_without_kind_and_version_is_read(tmp_path):
-    (tmp_path / "cost.json").write_text('{"flops": 3}')
-    read = read_record(tmp_path / "cost.json", Cost, kind="cost", version=1, made_by="")
-    assert read == Cost(flops=3)
-
-
 FOREIGN = [
     b"",
     b"\x00\x01tokens",
@@ -175,9 +167,8 @@ def test_other_files_are_not_replaced(tmp_path):
 
     def check_rejected() -> None:
         for write in (
-            lambda: check_output(path, MIXTURE),
+            lambda: check_output(path, Mixture.KIND),
             lambda: sample_mixture().save(path),
-            lambda: write_record(path, Cost(), kind="cost", version=1),
             lambda: require_new([tmp_path / "other", path], "choose another"),
         ):
             with pytest.raises(UserError, match=r"out\.json exists"):
@@ -198,10 +189,13 @@ def test_other_files_are_not_replaced(tmp_path):
 
 def test_record_of_the_same_kind_is_replaced(tmp_path):
     path = tmp_path / "out.json"
-    check_output(path, MIXTURE)
+    check_output(path, Mixture.KIND)
     sample_mixture().save(path)
-    check_output(path, MIXTURE)
-    for write in (lambda: check_output(path, EVALUATION), lambda: sample_result().save(path)):
+    check_output(path, Mixture.KIND)
+    for write in (
+        lambda: check_output(path, EvaluationResult.KIND),
+        lambda: sample_result().save(path),
+    ):
         with pytest.raises(UserError, match="of kind 'mixture'"):
             write()
     Mixture.uniform(["a", "b"]).save(path)
@@ -289,7 +283,7 @@ def is_accepted(sample: Sample, mutation: str, text: str, scratch: Path) -> bool
         assert "\n" not in record, mutation
         return False
     scratch.unlink(missing_ok=True)
-    write_record(scratch, record, kind=sample.kind, version=1)
+    record._write(scratch)
     written, read = json.loads(text), json.loads(scratch.read_text(encoding="utf-8"))
     ignored = ["kind", "format_version", "root"]
     ignored += ["weights" for warning in warned if warning.category is MixtureWarning]

@@ -21,7 +21,6 @@ import transformers
 from safetensors.torch import save_file
 
 from megatron_chameleon.artifacts import CheckpointRecord
-from megatron_chameleon.artifacts.checkpoint import FILE_NAME
 from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
 from megatron_chameleon.checkpoint.huggingface_folder import read_tensors
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
@@ -268,7 +267,7 @@ def test_existing_output_is_not_replaced_by_default(converted, made, tmp_path, m
 @pytest.mark.parametrize("command", ["to", "from"])
 def test_a_full_disk_keeps_the_old_output(made, converted, tmp_path, command):
     output = tmp_path / "out"
-    marker = "config.json" if command == "to" else FILE_NAME
+    marker = "config.json" if command == "to" else "checkpoint.json"
     output.mkdir()
     (output / marker).write_text("of before")
     convert = overwriting(made, converted, output)[command]
