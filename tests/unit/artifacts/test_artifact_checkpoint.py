@@ -38,7 +38,9 @@ def test_a_checkpoint_with_a_damaged_file_is_refused(record, damage):
         path.unlink()
         if damage == "folder":
             path.mkdir()
-    with pytest.raises(UserError, match=r"__0_0\.distcp (is missing|has .* bytes).*; use an earlier"):
+    with pytest.raises(
+        UserError, match=r"__0_0\.distcp (is missing|has .* bytes).*; use an earlier"
+    ):
         CheckpointRecord.load(record.root)
 
 
