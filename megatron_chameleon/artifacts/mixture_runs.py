@@ -6,9 +6,7 @@ Tables of RegMix (``index,train_<domain>...`` and ``index,valid_<domain>...``) a
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import math
 import re
 import warnings
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.errors import UserError
@@ -65,26 +64,6 @@ class MixtureRuns:
         assert self.losses.shape == (len(self.keys), len(self.metrics))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """A CSV file: its header, and each row with its line in the file."""
-
-    path: Path
-    header: list[str]
-    rows: list[tuple[int, list[str]]]
-
-    @property
-    def columns(self) -> list[int]:
-        """Positions of the columns that hold data."""
-        return [place for place, name in enumerate(self.header) if not is_key(name)]
-
-    def keys(self) -> dict[str, int]:
-        """Lower-case name of each key column -> its position."""
-        return {
-            name.strip().lower(): place for place, name in enumerate(self.header) if is_key(name)
-        }
-
-
 def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
     """Read the runs that are in both tables, in the order of ``ratios``.
 
@@ -93,183 +72,152 @@ def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
     and runs that lack one of the others. Sums up to 0.01 off 1 are divided out.
 
     Raises:
-        UserError: naming the file, the line and the fix.
+        UserError: naming the file, the run and the fix.
     """
     shares, losses = _read(ratios), _read(metrics)
-    key = _common_key(shares, losses)
-    rows, results = _by_key(shares, key), _by_key(losses, key)
-    common = [name for name in rows if name in results]
+    key = next((name for name in (*KEYS, "") if name in shares and name in losses), None)
+    if key is None:
+        raise UserError(
+            f"{ratios} and {metrics} share no column that identifies the run; add to both one of "
+            f"{', '.join(KEYS)}"
+        )
+    shares, losses = _by_run(ratios, shares, key), _by_run(metrics, losses, key)
+    common = [run for run in shares.index if run in losses.index]
     if not common:
         raise UserError(
             f"{ratios} and {metrics} have no run in common: of their columns '{key}' no value is "
             "in both; pass tables of the same runs"
         )
-    _warn_unmatched(ratios, [name for name in rows if name not in results], metrics)
-    _warn_unmatched(metrics, [name for name in results if name not in rows], ratios)
-    mixtures = _mixtures(shares, [rows[name] for name in common])
-    values = _values(losses, [results[name] for name in common])
-    return _usable(common, shares, mixtures, losses, values)
+    for path, table, other in ((ratios, shares, metrics), (metrics, losses, ratios)):
+        if unmatched := list(table.index[~table.index.isin(common)]):
+            _warn(
+                f"{path}: {len(unmatched)} runs are not in {other} and are left out: "
+                f"{_shortened(unmatched)}"
+            )
+    shares = _numbers(ratios, shares.loc[common])
+    mixtures = _mixtures(ratios, shares)
+    results = _numbers(metrics, losses.loc[common]).replace([math.inf, -math.inf], math.nan)
+    if empty := list(results.columns[results.isna().all()]):
+        _warn(f"{metrics}: no number in {_shortened(empty)}: left out")
+        results = results.drop(columns=empty)
+    if results.empty:
+        raise UserError(f"{metrics} has no number for any run of {ratios}")
+    complete = results.notna().all(axis=1).to_numpy()
+    if not complete.all():
+        lacking = list(results.index[~complete])
+        _warn(
+            f"{metrics}: {len(lacking)} of {len(common)} runs lack a metric and are left out: "
+            f"{_shortened(lacking)}"
+        )
+    if not complete.any():
+        raise UserError(
+            f"{metrics}: no run has a number for all metrics; leave out columns that have gaps"
+        )
+    return MixtureRuns(
+        keys=list(results.index[complete]),
+        domains=plain_names(list(shares.columns)),
+        mixtures=mixtures[complete],
+        metrics=plain_names(list(results.columns)),
+        losses=results.to_numpy()[complete],
+        domain_columns=list(shares.columns),
+        metric_columns=list(results.columns),
+    )
 
 
-def write_mixture_runs(runs: MixtureRuns, ratios: Path, metrics: Path) -> None:
-    """Write ``runs`` as two tables in RegMix's form, each under a temporary name first."""
-    _write(ratios, "train", runs.keys, runs.domains, runs.mixtures)
-    _write(metrics, "valid", runs.keys, runs.metrics, runs.losses)
-
-
-def _write(path: Path, word: str, keys: Sequence[str], names: Sequence[str], data: Array) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["index", *(f"{word}_{name}" for name in names)])
-    for key, row in zip(keys, data.tolist(), strict=True):
-        writer.writerow([key, *row])
-    with replacing(path) as temporary:
-        temporary.write_text(text.getvalue(), encoding="utf-8")
-
-
-def _read(path: Path) -> _Table:
+def _read(path: Path) -> pd.DataFrame:
+    """A CSV table as text; its key columns get lower-case names."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.reader(stream)
-            header = next(reader, [])
-            rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
+        rows = pd.read_csv(
+            path, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig"
+        )
+    except pd.errors.EmptyDataError:
+        rows = pd.DataFrame()
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; pass a CSV table with a row per run") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot read {path}: {error}; pass a CSV table in UTF-8") from error
-    table = _Table(path, header, rows)
-    if not table.columns or not rows:
+    except (OSError, ValueError) as error:  # not UTF-8, or a row with more values than the header
+        problem = " ".join(str(error).split())
+        raise UserError(f"cannot read {path}: {problem}; pass a CSV table in UTF-8") from error
+    header = [] if rows.empty else [str(name) for name in rows.iloc[0]]
+    if len(rows) < 2 or all(map(is_key, header)):
         raise UserError(f"{path} holds no runs: expected a header and a row per run")
-    for line, row in rows:
-        if len(row) != len(header):
+    if repeated := [name for name in header if header.count(name) > 1]:
+        raise UserError(f"{path}: column '{repeated[0]}' is repeated; remove one")
+    names = [name.strip().lower() if is_key(name) else name for name in header]
+    return rows[1:].fillna("").set_axis(["" if n == "unnamed: 0" else n for n in names], axis=1)
+
+
+def _by_run(path: Path, table: pd.DataFrame, key: str) -> pd.DataFrame:
+    """The data columns of ``table``, indexed by the column ``key``."""
+    runs = table[key].str.strip()
+    if runs.duplicated().any():
+        raise UserError(f"{path}: run '{runs[runs.duplicated()].iloc[0]}' is repeated; remove one")
+    return table.set_index(runs)[[name for name in table if not is_key(name)]]
+
+
+def _numbers(path: Path, table: pd.DataFrame) -> pd.DataFrame:
+    """``table`` as float64, NaN for a missing value."""
+
+    def number(run: str, column: str, text: str) -> float:
+        try:
+            return math.nan if text.strip().lower() in NO_NUMBER else float(text)
+        except ValueError:
             raise UserError(
-                f"{path}:{line}: {len(row)} values for the {len(header)} columns of the header; "
-                "repair the line"
-            )
-    doubled = [name for name in header if header.count(name) > 1]
-    if doubled:
-        raise UserError(f"{path}: column '{doubled[0]}' is repeated; remove one")
-    return table
+                f"{path}: run '{run}': '{text}' of {column} is not a number; repair it, or remove "
+                "the column"
+            ) from None
+
+    values = [
+        [number(str(run), column, text) for column, text in zip(table.columns, row, strict=True)]
+        for run, row in zip(table.index, table.to_numpy(), strict=True)
+    ]
+    return pd.DataFrame(np.array(values), table.index, table.columns)
 
 
-def _common_key(one: _Table, other: _Table) -> str:
-    ours, theirs = one.keys(), other.keys()
-    for name in (*KEYS, "", "unnamed: 0"):
-        if name in ours and name in theirs:
-            return name
-    raise UserError(
-        f"{one.path} and {other.path} share no column that identifies the run; add to both "
-        f"one of {', '.join(KEYS)}"
-    )
-
-
-def _by_key(table: _Table, key: str) -> dict[str, tuple[int, list[str]]]:
-    """Run -> its line and row."""
-    place, found = table.keys()[key], dict[str, tuple[int, list[str]]]()
-    for line, row in table.rows:
-        name = row[place].strip()
-        if name in found:
-            raise UserError(
-                f"{table.path}:{line}: run '{name}' repeats line {found[name][0]}; "
-                "leave one of them out"
-            )
-        found[name] = (line, row)
-    return found
-
-
-def _mixtures(table: _Table, rows: Sequence[tuple[int, list[str]]]) -> Array:
+def _mixtures(path: Path, shares: pd.DataFrame) -> Array:
     """[n, k] shares, divided by their sums."""
-    shares = np.array([[_number(table, line, row, c) for c in table.columns] for line, row in rows])
-    for (line, row), values in zip(rows, shares, strict=True):
-        bad = [c for c, v in zip(table.columns, values, strict=True) if not 0 <= v < math.inf]
-        if bad:
-            raise UserError(
-                f"{table.path}:{line}: '{row[bad[0]]}' of {table.header[bad[0]]} is not a "
-                "share: must be finite and >= 0"
-            )
-        if abs(values.sum() - 1) > SUM_TOLERANCE:
-            raise UserError(
-                f"{table.path}:{line}: the shares sum to {values.sum():.6g}, not 1; expected "
-                "shares of the tokens of a run, and no other columns than those and the run's name"
-            )
-    _warn_sums(table, np.abs(shares.sum(axis=1) - 1))
-    result: Array = shares / shares.sum(axis=1, keepdims=True)
-    return result
-
-
-def _values(table: _Table, rows: Sequence[tuple[int, list[str]]]) -> Array:
-    """[n, m] metrics; NaN where the value is missing or not finite."""
-    found = np.array([[_number(table, line, row, c) for c in table.columns] for line, row in rows])
-    return np.where(np.isfinite(found), found, np.nan)
-
-
-def _number(table: _Table, line: int, row: Sequence[str], column: int) -> float:
-    text = row[column].strip()
-    try:
-        return math.nan if text.lower() in NO_NUMBER else float(text)
-    except ValueError:
+    values: Array = shares.to_numpy()
+    bad = np.argwhere(~((values >= 0) & (values < math.inf)))
+    if bad.size:
+        row, column = bad[0]
         raise UserError(
-            f"{table.path}:{line}: '{text}' of {table.header[column]} is not a number; "
-            "repair it, or remove the column"
-        ) from None
-
-
-def _usable(
-    keys: list[str], shares: _Table, mixtures: Array, metrics: _Table, values: Array
-) -> MixtureRuns:
-    """Drop metrics without any value, then runs with a missing value."""
-    there = np.any(np.isfinite(values), axis=0)
-    names = [metrics.header[place] for place in metrics.columns]
-    empty = [name for name, any_number in zip(names, there, strict=True) if not any_number]
-    if empty:
-        _warn(f"{metrics.path}: no number in {_shown(empty)}: left out")
-    if not there.any():
-        raise UserError(f"{metrics.path} has no number for any run of {shares.path}")
-    whole = np.all(np.isfinite(values[:, there]), axis=1)
-    lacking = [key for key, is_whole in zip(keys, whole, strict=True) if not is_whole]
-    if lacking:
-        _warn(
-            f"{metrics.path}: {len(lacking)} of {len(keys)} runs lack a metric and are left out: "
-            f"{_shown(lacking)}"
+            f"{path}: run '{shares.index[row]}': {values[row, column]} of {shares.columns[column]} "
+            "is not a share: must be finite and >= 0"
         )
-    if not whole.any():
+    off = np.abs(values.sum(axis=1) - 1)
+    if (off > SUM_TOLERANCE).any():
+        row = int(np.argmax(off > SUM_TOLERANCE))
         raise UserError(
-            f"{metrics.path}: no run has a number for all metrics; leave out columns that have gaps"
+            f"{path}: run '{shares.index[row]}': the shares sum to {values[row].sum():.6g}, not 1; "
+            "expected shares of the tokens of a run, and no other columns than those and the run's "
+            "name"
         )
-    domain_columns = [shares.header[place] for place in shares.columns]
-    metric_columns = [name for name, t in zip(names, there, strict=True) if t]
-    return MixtureRuns(
-        keys=[key for key, is_whole in zip(keys, whole, strict=True) if is_whole],
-        domains=plain_names(domain_columns),
-        mixtures=mixtures[whole],
-        metrics=plain_names(metric_columns),
-        losses=values[whole][:, there],
-        domain_columns=domain_columns,
-        metric_columns=metric_columns,
-    )
-
-
-def _warn_unmatched(path: Path, names: Sequence[str], other: Path) -> None:
-    if names:
-        _warn(f"{path}: {len(names)} runs are not in {other} and are left out: {_shown(names)}")
-
-
-def _warn_sums(table: _Table, off: Array) -> None:
-    rounded = 1e-6
-    if (off > rounded).any():
+    rounded = off > 1e-6
+    if rounded.any():
         _warn(
-            f"{table.path}: the shares of {int((off > rounded).sum())} runs sum to 1 only within "
+            f"{path}: the shares of {int(rounded.sum())} runs sum to 1 only within "
             f"{off.max():.2g}; each is divided by its sum"
         )
+    return values / values.sum(axis=1, keepdims=True)
 
 
-def _shown(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     more = len(names) - MOST_SHOWN
     return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, MixtureRunsWarning, stacklevel=3)
+
+
+def write_mixture_runs(runs: MixtureRuns, ratios: Path, metrics: Path) -> None:
+    """Write ``runs`` as two tables in RegMix's form, each under a temporary name first."""
+    for path, prefix, names, values in (
+        (ratios, "train", runs.domains, runs.mixtures),
+        (metrics, "valid", runs.metrics, runs.losses),
+    ):
+        table = pd.DataFrame(values, runs.keys, [f"{prefix}_{name}" for name in names])
+        with replacing(path) as temporary:
+            table.to_csv(temporary, index_label="index", lineterminator="\n")
 
 
 def is_key(column: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tables of runs on many mixtures: RegMix's form, Olmix's form, and what may be wrong with them."""
+"""Tables of runs on many mixtures: the forms of RegMix and Olmix, and invalid ones."""
 
 from __future__ import annotations
 
@@ -79,16 +79,7 @@ def test_olmix_tables_are_matched_by_run_and_keep_their_names(read):
     np.testing.assert_array_equal(runs.losses, [[1.0, 1.5], [1.1, 1.4]])
 
 
-def test_tables_without_an_index_are_matched_by_run_id(read):
-    def without_index(table):
-        rows = [line.split(",") for line in table.splitlines()]
-        return "\n".join(",".join([row[0], *row[3:]]) for row in rows).replace("run,", "run_id,")
-
-    runs = read(without_index(OLMIX_RATIOS), without_index(OLMIX_METRICS))
-    assert runs.keys == ["a1", "b2"]
-
-
-def test_what_is_written_is_read_back(tmp_path):
+def test_round_trip(tmp_path):
     rng = np.random.default_rng(0)
     runs = MixtureRuns(
         keys=["0", "1", "4"],
@@ -113,23 +104,19 @@ def test_what_is_written_is_read_back(tmp_path):
             assert after == before
 
 
-def test_a_run_in_one_table_alone_is_left_out_with_a_word(read):
+def test_runs_of_one_table_or_without_a_metric_are_left_out(read):
     with pytest.warns(MixtureRunsWarning, match=r"ratios.csv: 1 runs are not in .*: 4$"):
-        runs = read(REGMIX_RATIOS + "4,0.5,0.5\n")
-    assert runs.keys == ["1", "2", "3"]
+        assert read(REGMIX_RATIOS + "4,0.5,0.5\n").keys == ["1", "2", "3"]
     with pytest.warns(MixtureRunsWarning, match=r"metrics.csv: 1 runs are not in .*ratios"):
         assert read(metrics=REGMIX_METRICS + "9,1,1\n").keys == ["1", "2", "3"]
+    for value in ("nan", "NaN", "", "inf", "None"):
+        with pytest.warns(MixtureRunsWarning, match="1 of 3 runs lack a metric .*: 2"):
+            runs = read(metrics=REGMIX_METRICS.replace("5.25", value))
+        assert runs.keys == ["1", "3"]
+        assert np.isfinite(runs.losses).all()
 
 
-@pytest.mark.parametrize("value", ["nan", "NaN", "", "inf", "None"])
-def test_a_run_without_a_number_is_left_out_with_a_word(read, value):
-    with pytest.warns(MixtureRunsWarning, match="1 of 3 runs lack a metric and are left out: 2"):
-        runs = read(metrics=REGMIX_METRICS.replace("5.25", value))
-    assert runs.keys == ["1", "3"]
-    assert np.isfinite(runs.losses).all()
-
-
-def test_a_metric_without_any_number_is_left_out_with_a_word(read):
+def test_metric_without_any_number_is_left_out(read):
     lines = REGMIX_METRICS.splitlines()
     table = "\n".join([lines[0] + ",extra", *(line + "," for line in lines[1:])])
     with pytest.warns(MixtureRunsWarning, match="no number in extra: left out"):
@@ -145,53 +132,35 @@ def test_shares_rounded_to_three_digits_are_divided_by_their_sum(read):
 
 
 @pytest.mark.parametrize(
-    ("ratios", "metrics", "told"),
+    ("ratios", "metrics", "problem"),
     [
-        (
-            REGMIX_RATIOS.replace("0.25", "0.35"),
-            None,
-            r"ratios.csv:2: the shares sum to 1.1, not 1",
-        ),
-        (
-            REGMIX_RATIOS.replace("0.25", "-0.25"),
-            None,
-            r"ratios.csv:2: '-0.25' of train_the_pile_a",
-        ),
-        (
-            REGMIX_RATIOS.replace("0.25", ""),
-            None,
-            r"ratios.csv:2: '' of train_the_pile_arxiv is no",
-        ),
-        (REGMIX_RATIOS.replace("0.25", "much"), None, r"ratios.csv:2: 'much' of train_the_pile_ar"),
-        (None, REGMIX_METRICS.replace("5.25", "good"), r"metrics.csv:4: 'good' of metric/the_pile"),
-        (REGMIX_RATIOS + "2,0.5,0.5\n", None, r"ratios.csv:5: run '2' repeats line 3"),
-        (None, REGMIX_METRICS + "1,4,5\n", r"metrics.csv:5: run '1' repeats line 3"),
-        (REGMIX_RATIOS + "4,0.5\n", None, r"ratios.csv:5: 2 values for the 3 columns"),
+        (REGMIX_RATIOS.replace("0.25", "0.35"), None, r"run '1': the shares sum to 1.1, not 1"),
+        (REGMIX_RATIOS.replace("0.25", "-0.25"), None, r"run '1': -0.25 of train_the_pile_arxiv"),
+        (REGMIX_RATIOS.replace("0.25", ""), None, r"run '1': nan of train_the_pile_arxiv is not"),
+        (REGMIX_RATIOS + "4,0.5\n", REGMIX_METRICS + "4,1,1\n", r"run '4': nan of train_the_pile"),
+        (REGMIX_RATIOS.replace("0.25", "much"), None, r"run '1': 'much' of train_the_pile_arxiv"),
+        (None, REGMIX_METRICS.replace("5.25", "good"), r"run '2': 'good' of metric/the_pile"),
+        (REGMIX_RATIOS + "2,0.5,0.5\n", None, r"ratios.csv: run '2' is repeated"),
+        (None, REGMIX_METRICS + "1,4,5\n", r"metrics.csv: run '1' is repeated"),
+        (REGMIX_RATIOS + "4,0.5,0.25,0.25\n", None, r"Expected 3 fields in line 5, saw 4"),
         (REGMIX_RATIOS.replace("pile_cc", "arxiv"), None, r"'train_the_pile_arxiv' is repeated"),
         (REGMIX_RATIOS.replace("index", "number"), None, r"share no column"),
         (OLMIX_RATIOS.replace("a1", "x").replace("b2", "y"), OLMIX_METRICS, r"no run in common"),
         ("index,train_a\n", None, r"ratios.csv holds no runs"),
         ("", None, r"ratios.csv holds no runs"),
+        ("\xff", None, r"ratios.csv holds no runs"),
         (None, "index,valid_a\n1,\n2,\n3,\n", r"has no number for any run"),
+        (None, "index,a,b\n1,2.0,\n2,,2.0\n3,,2.0\n", "no run has a number for all metrics"),
     ],
 )
-def test_tables_that_cannot_be_used_are_refused_in_a_line(read, ratios, metrics, told):
+def test_invalid_tables_are_rejected_in_one_line(read, ratios, metrics, problem):
     warnings.simplefilter("ignore", MixtureRunsWarning)
-    with pytest.raises(UserError, match=told) as refused:
+    with pytest.raises(UserError, match=problem) as rejected:
         read(REGMIX_RATIOS if ratios is None else ratios, metrics or REGMIX_METRICS)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
-def test_runs_that_all_have_gaps_are_refused(read):
-    metrics = "index,valid_a,valid_b\n1,2.0,\n2,,2.0\n3,,2.0\n"
-    with (
-        pytest.warns(MixtureRunsWarning, match="3 of 3 runs lack"),
-        pytest.raises(UserError, match="no run has a number for all metrics"),
-    ):
-        read(metrics=metrics)
-
-
-def test_a_table_that_is_not_there_is_told(tmp_path):
+def test_unreadable_table_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"lost.csv does not exist; pass a CSV table"):
         read_mixture_runs(tmp_path / "lost.csv", tmp_path / "lost.csv")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
@@ -212,7 +181,7 @@ def test_a_table_that_is_not_there_is_told(tmp_path):
         (["train_the_pile_arxiv", "train_github"], ["the_pile_arxiv", "github"]),
     ],
 )
-def test_what_was_put_around_names_is_taken_off(columns, names):
+def test_affixes_of_names_are_removed(columns, names):
     assert plain_names(columns) == names
 
 
@@ -227,5 +196,5 @@ def test_what_was_put_around_names_is_taken_off(columns, names):
         (["valid_news"], ["news"], {"valid_news": "news"}),
     ],
 )
-def test_names_are_matched_to_those_of_a_corpus(names, known, found):
+def test_names_are_matched_to_domains(names, known, found):
     assert matched(names, known) == found
