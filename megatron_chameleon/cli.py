@@ -117,72 +117,59 @@ def run_subcommand(
         _leave(0)
     if name not in commands:
         problem = f"unknown command '{name}'" if name else "no command"
-        _exit_with_error(f"{tool}: {problem}; the first argument is {_one_of(commands)}", rank)
+        known = " or ".join(f"'{command}'" for command in commands)
+        _exit_with_error(f"{tool}: {problem}; the first argument is {known}", rank)
     function, options_type = commands[name]
     run_tool(function, options_type, sys.argv[2:], prog=f"{tool} {name}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A flag whose value selects the tool's function, and with it all other flags.
+def run_choice(
+    flag: str,
+    commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]],
+    default: str,
+    listing_flag: str,
+    listing: Callable[[], str],
+    unusable: Sequence[str] = (),
+) -> NoReturn:
+    """Like :func:`run_tool` for a tool with a flag that selects its function and other flags.
 
-    Attributes:
+    Args:
         flag: such as ``--method``.
+        commands: value of the flag -> function and its options dataclass.
         default: default value of the flag.
-        commands: value -> function and its options dataclass.
         listing_flag: the flag that lists the values.
         listing: returns the text that it prints.
         unusable: a line for each value that is defined but not usable, added to the error for an
             unknown value.
     """
-
-    flag: str
-    default: str
-    commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]]
-    listing_flag: str
-    listing: Callable[[], str]
-    unusable: Sequence[str] = ()
-
-
-def run_choice(choice: Choice) -> NoReturn:
-    """Like :func:`run_tool` for a tool with a flag that chooses its command."""
     _start()
     rank = int(os.environ.get("RANK", "0"))
-    names, argv = take_values(choice.flag, sys.argv[1:])
-    tool = os.path.basename(sys.argv[0])
-    if choice.listing_flag in argv:
+    values, argv = take_values(flag, sys.argv[1:])
+    if listing_flag in argv:
         if rank == 0:
-            print(choice.listing())
+            print(listing())
         _leave(0)
-    name = names[0] if names else choice.default
-    problem = _problem_of(choice, names, name)
-    if problem:
-        _exit_with_error(problem, rank)
-    if not names and rank == 0 and {"-h", "--help"} & set(argv):
-        print(
-            f"{choice.flag} {{{','.join(choice.commands)}}} (default: {choice.default}): each has "
-            f"its own flags, see {choice.flag} NAME --help; {choice.listing_flag} describes them\n"
-        )
-    function, options_type = choice.commands[name]
-    run_tool(function, options_type, argv, prog=f"{tool} {choice.flag} {name}")
-
-
-def _problem_of(choice: Choice, values: Sequence[str], name: str) -> str:
-    """The problem with the flag's values on the command line; empty if there is none."""
+    known = ", ".join(commands)
     if any(not value or value.startswith("-") for value in values):
-        return f"{choice.flag} has no value: choose one of {', '.join(choice.commands)}"
+        _exit_with_error(f"{flag} has no value: choose one of {known}", rank)
     if len(values) > 1:
-        return (
-            f"{choice.flag} appears {len(values)} times ({', '.join(values)}): each value has its "
-            "own flags; pass one, and run the tool once per value"
+        _exit_with_error(
+            f"{flag} appears {len(values)} times ({', '.join(values)}): each value has its own "
+            "flags; pass one, and run the tool once per value",
+            rank,
         )
-    if name not in choice.commands:
-        unusable = "".join(f"; {line}" for line in choice.unusable)
-        return (
-            f"{choice.flag} {name}: unknown value; {choice.listing_flag} describes "
-            f"{', '.join(choice.commands)}{unusable}"
+    name = values[0] if values else default
+    if name not in commands:
+        problem = f"{flag} {name}: unknown value; {listing_flag} describes {known}"
+        _exit_with_error("; ".join([problem, *unusable]), rank)
+    if not values and rank == 0 and {"-h", "--help"} & set(argv):
+        print(
+            f"{flag} {{{','.join(commands)}}} (default: {default}): each has its own flags, see "
+            f"{flag} NAME --help; {listing_flag} describes them\n"
         )
-    return ""
+    function, options_type = commands[name]
+    tool = os.path.basename(sys.argv[0])
+    run_tool(function, options_type, argv, prog=f"{tool} {flag} {name}")
 
 
 def take_values(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -376,10 +363,6 @@ def _thread_ended(failed: threading.ExceptHookArgs) -> None:
         warnings.warn(problem, stacklevel=2)
     else:
         threading.__excepthook__(failed)
-
-
-def _one_of(names: Mapping[str, object]) -> str:
-    return " or ".join(f"'{name}'" for name in names)
 
 
 class OneLineWarnings:

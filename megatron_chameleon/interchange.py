@@ -6,9 +6,7 @@ The corpus has separate files for train, valid and test, so Megatron must not sp
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import math
 import os
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, MixtureWarning, Split
-from megatron_chameleon.artifacts.files import replacing, require_new, writing
+from megatron_chameleon.artifacts.files import replacing, require_new
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.ranges import CheckedOptions, LargeCount
 
@@ -89,11 +87,8 @@ class ExportOptions(CheckedOptions):
         """Check the values."""
         super().__post_init__()
         for name, formats in APPLIES_TO.items():
-            if getattr(self, name) is not None and self.format not in formats:
-                raise UserError(
-                    f"--{name.replace('_', '-')} does nothing for --format {self.format}; it "
-                    f"applies to {', '.join(formats)}"
-                )
+            if self.format not in formats:
+                self.reject_changed([name], f"applies only to --format {', '.join(formats)}")
         if self.output is not None and self.output.resolve() == self.mixture.resolve():
             raise UserError(f"--output {self.output} is the mixture itself; choose another name")
 
@@ -174,7 +169,7 @@ def export_mixture(options: ExportOptions) -> None:
     if options.output is None:
         sys.stdout.write(text)
         return
-    with writing(options.output), replacing(options.output) as temporary:
+    with replacing(options.output) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
     print(f"written to {options.output}")
 
@@ -192,21 +187,12 @@ def exported_text(options: ExportOptions) -> str:
             name,
             weight,
             {split: corpus.domains[name].split(split).tokens for split in SPLITS},
-            {split: _absolute_prefix(corpus, name, split) for split in SPLITS},
+            {split: os.path.abspath(corpus.prefix(name, split)) for split in SPLITS},
         )
         for name, weight in zip(corpus.names, weights, strict=True)
     )
     budget = mixture.token_budget if options.token_budget is None else options.token_budget
     return FORMATS[options.format](Export(domains, options.split or "train", budget))
-
-
-def _absolute_prefix(corpus: Corpus, name: str, split: Split) -> str:
-    prefix = os.path.abspath(corpus.prefix(name, split))
-    try:
-        prefix.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(f"the path {prefix!r} is not UTF-8; rename the folder") from None
-    return prefix
 
 
 def _json(value: object) -> str:
@@ -360,12 +346,10 @@ def litgpt(export: Export) -> str:
 
 def csv_table(export: Export) -> str:
     """Comma-separated values (RFC 4180) with a header: domain, weight, tokens and prefixes."""
-    rows = _rows(export)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    import pandas as pd
+
+    table: str = pd.DataFrame(_rows(export)).to_csv(index=False, lineterminator="\n")
+    return table
 
 
 def json_table(export: Export) -> str:

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from megatron_chameleon.cli import Choice, run_choice
+from megatron_chameleon.cli import run_choice
 from megatron_chameleon.methods.method import DEFAULT_METHOD, discover_methods, format_method_list
 
 if __name__ == "__main__":
     found = discover_methods()
     run_choice(
-        Choice(
-            flag="--method",
-            default=DEFAULT_METHOD,
-            commands={name: (m.compute, m.options) for name, m in found.usable.items()},
-            listing_flag="--list-methods",
-            listing=format_method_list,
-            unusable=found.unusable,
-        )
+        "--method",
+        {name: (m.compute, m.options) for name, m in found.usable.items()},
+        default=DEFAULT_METHOD,
+        listing_flag="--list-methods",
+        listing=format_method_list,
+        unusable=found.unusable,
     )

@@ -79,9 +79,8 @@ def _tool_at(path: Path) -> Tool:
     def run_subcommand(subcommands: Commands) -> None:
         commands.update({name: options for name, (_, options) in subcommands.items()})
 
-    def run_choice(choice: cli.Choice) -> None:
-        choices = choice.commands.items()
-        commands.update({f"{choice.flag} {name}": options for name, (_, options) in choices})
+    def run_choice(flag: str, choices: Commands, **_kwargs: object) -> None:
+        commands.update({f"{flag} {name}": options for name, (_, options) in choices.items()})
 
     recorded = {"run_tool": run_tool, "run_subcommand": run_subcommand, "run_choice": run_choice}
     with contextlib.ExitStack() as patches:

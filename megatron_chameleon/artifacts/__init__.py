@@ -1,7 +1,6 @@
 """On-disk artifacts passed between stages: all reading, validation and writing."""
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.clusters import Clusters
 from megatron_chameleon.artifacts.corpus import (
     SPLITS,
     Corpus,
@@ -13,6 +12,7 @@ from megatron_chameleon.artifacts.corpus import (
 )
 from megatron_chameleon.artifacts.embedding_store import EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.evaluation_result import (
+    Clusters,
     Difference,
     DomainLoss,
     EvaluationResult,

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from megatron_chameleon.artifacts.evaluation_result import error_of_mean
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import (
     Amount,
@@ -17,6 +18,7 @@ from megatron_chameleon.artifacts.record import (
     FileRecord,
     Positive,
     Share,
+    differences,
 )
 from megatron_chameleon.errors import UserError
 
@@ -54,12 +56,9 @@ class Accuracy:
     @classmethod
     def of(cls, values: Sequence[float]) -> Accuracy:
         """Accuracy of the values from 0 to 1 of each question."""
-        number = len(values)
-        mean = math.fsum(values) / number
-        if number == 1:
-            return cls(mean, None)
-        variance = math.fsum((value - mean) ** 2 for value in values) / (number - 1)
-        return cls(mean, math.sqrt(variance / number))
+        count, mean = len(values), math.fsum(values) / len(values)
+        squares = math.fsum((value - mean) ** 2 for value in values)
+        return cls(mean, math.sqrt(squares / (count - 1) / count) if count > 1 else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +140,8 @@ class DownstreamResult(FileRecord):
         means = [score.mean for score in self.tasks.values() if score.mean is not None]
         if not means:
             return None
-        errors = [each.standard_error for each in means]
-        squares = math.fsum(math.nan if error is None else error**2 for error in errors)
-        error = math.sqrt(squares) / len(means)
         mean = math.fsum(each.accuracy for each in means) / len(means)
-        return Accuracy(mean, None if math.isnan(error) else error)
+        return Accuracy(mean, error_of_mean(each.standard_error for each in means))
 
 
 def require_same_questions(results: dict[str, DownstreamResult]) -> None:
@@ -165,10 +161,8 @@ def require_same_questions(results: dict[str, DownstreamResult]) -> None:
 
 
 def _difference(one: DownstreamResult, other: DownstreamResult) -> str | None:
-    for field in dataclasses.fields(DownstreamProtocol):
-        values = [getattr(result.protocol, field.name) for result in (one, other)]
-        if values[0] != values[1]:
-            return f"{field.name} is {values[0]} and {values[1]}"
+    for name, (first, second) in differences(one.protocol, other.protocol).items():
+        return f"{name} is {first} and {second}"
     alone = sorted(set(one.complete_tasks) ^ set(other.complete_tasks))
     if alone:
         return f"only one of them has {', '.join(alone)}"
@@ -252,11 +246,10 @@ def find_part(work_dir: Path, settings: PartSettings) -> DownstreamPart | None:
     if not path.exists():
         return None
     part = DownstreamPart.load(path)
-    for field in dataclasses.fields(PartSettings):
-        found, wanted = getattr(part.settings, field.name), getattr(settings, field.name)
-        if found != wanted and not (field.name == "data" and wanted is None):
+    for name, (found, requested) in differences(part.settings, settings).items():
+        if name != "data" or requested is not None:
             raise UserError(
-                f"{path} is of another evaluation: its {field.name} is {found}, not {wanted}; "
+                f"{path} is of another evaluation: its {name} is {found}, not {requested}; "
                 "choose another --output or --work-dir, or delete the folder"
             )
     return part

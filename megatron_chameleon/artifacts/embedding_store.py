@@ -19,7 +19,13 @@ from safetensors.numpy import load, save
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import replacing, writing
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
-from megatron_chameleon.artifacts.record import Count, FolderRecord, InnerPath, Positive
+from megatron_chameleon.artifacts.record import (
+    Count,
+    FolderRecord,
+    InnerPath,
+    Positive,
+    differences,
+)
 from megatron_chameleon.errors import UserError
 
 
@@ -112,13 +118,11 @@ class EmbeddingStore(FolderRecord):
 
     def require_recipe(self, recipe: EmbeddingRecipe) -> None:
         """Raise UserError unless the vectors were computed by ``recipe``."""
-        for field in dataclasses.fields(EmbeddingRecipe):
-            stored, wanted = getattr(self.recipe, field.name), getattr(recipe, field.name)
-            if stored != wanted:
-                raise UserError(
-                    f"{self.root} holds embeddings with {field.name} {stored}, not {wanted}; pass "
-                    "another --store, or delete this one"
-                )
+        for name, (stored, requested) in differences(self.recipe, recipe).items():
+            raise UserError(
+                f"{self.root} holds embeddings with {name} {stored}, not {requested}; pass "
+                "another --store, or delete this one"
+            )
 
     def holds(self, name: str, corpus_hash: str) -> bool:
         """Whether the store has vectors of domain ``name``, computed from these token files.

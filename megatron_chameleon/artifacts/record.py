@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -258,6 +259,12 @@ def check_values(
         raise UserError(
             f"{where}: field {place or '(the whole file)'}: {first['msg']}; {hint}"
         ) from error
+
+
+def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
+    """Field -> both values, for the fields in which two dataclasses of one type differ."""
+    pairs = {f.name: (getattr(one, f.name), getattr(other, f.name)) for f in fields(one)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 @functools.cache

@@ -3,10 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_chameleon.megatron_import import quiet_import_warnings
-
-quiet_import_warnings()
-
 if TYPE_CHECKING:
     from megatron_chameleon.blend.dataset import BlendedTokens
     from megatron_chameleon.blend.megatron_order import build_blending_indices

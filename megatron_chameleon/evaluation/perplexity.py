@@ -24,8 +24,7 @@ from megatron_chameleon.artifacts import (
     provenance,
 )
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
-from megatron_chameleon.artifacts.evaluation_result import FirstToken
+from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS, FirstToken
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch

@@ -17,7 +17,7 @@ from megatron_chameleon.artifacts import (
     loss_difference,
     mean_perplexity_difference,
 )
-from megatron_chameleon.artifacts.clusters import error_of_mean, ratio_standard_error
+from megatron_chameleon.artifacts.evaluation_result import error_of_mean, ratio_standard_error
 from tests.unit.artifacts.artifact_samples import sample_result
 
 CLUSTERS = st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(1, 50)), min_size=2, max_size=20)

@@ -24,7 +24,7 @@ from megatron_chameleon.artifacts import (
     Protocol,
     find_checkpoint,
 )
-from megatron_chameleon.artifacts.clusters import MAX_CLUSTERS
+from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
