@@ -7,7 +7,8 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,10 +51,8 @@ class DataPath:
             raise UserError(
                 f"--data-path '{text}': must be 'WEIGHT PREFIX WEIGHT PREFIX ...' or prefixes only"
             )
-        files = [Path(prefix).resolve() for prefix in prefixes]
-        twice = [
-            prefix for prefix, file in zip(prefixes, files, strict=True) if files.count(file) > 1
-        ]
+        counts = Counter(Path(prefix).resolve() for prefix in prefixes)
+        twice = [prefix for prefix in prefixes if counts[Path(prefix).resolve()] > 1]
         if twice:
             raise UserError(f"--data-path names {twice[0]} twice; add its weights up")
         return cls(tuple(prefixes), tuple(map(float, weights)) if pairs else None)  # type: ignore[arg-type]
@@ -70,47 +69,30 @@ def data_path_tokens(
     Raises:
         UserError: for damaged files, or a split that leaves nothing for ``part``.
     """
-    bounds = split_range(split, part)
-    prefixes = [Path(prefix) for prefix in path.prefixes]
+    begin, end = split_range(split, part)
+
+    def cut(prefix: str) -> tuple[int, int, int, str]:
+        """First sequence, one after the last, their tokens, and the hash of the whole file."""
+        file = open_token_file(Path(prefix))
+        # Rounded as in Megatron's BlendedMegatronDatasetBuilder.
+        first, stop = round(begin * float(len(file))), round(end * float(len(file)))
+        return first, stop, tokens_between(file, first, stop), hash_token_file(Path(prefix))
+
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        cuts = list(pool.map(lambda prefix: _cut(prefix, *bounds), prefixes))
-    hashes = [cut.sha256 for cut in cuts]
-    domains = [
-        DomainData(
-            name,
-            prefix,
-            cut.first,
-            cut.stop,
-            cut.tokens,
-            # The same text under two prefixes is read in two orders.
-            order_key=f"{cut.sha256} {hashes[:number].count(cut.sha256)}",
-            vocab_size=tokenizer.vocab_size,
+        cuts = list(pool.map(cut, path.prefixes))
+    domains = []
+    copies: Counter[str] = Counter()
+    for name, prefix, (first, stop, tokens, sha256) in zip(
+        domain_names(path.prefixes), path.prefixes, cuts, strict=True
+    ):
+        # The same text under two prefixes is read in two orders.
+        order_key = f"{sha256} {copies[sha256]}"
+        copies[sha256] += 1
+        domains.append(
+            DomainData(name, Path(prefix), first, stop, tokens, order_key, tokenizer.vocab_size)
         )
-        for number, (name, prefix, cut) in enumerate(
-            zip(domain_names(path.prefixes), prefixes, cuts, strict=True)
-        )
-    ]
-    made_by = [tokenizer.sha256, tokenizer.eod_id]
-    contents = [dataclasses.astuple(cut) for cut in cuts]
-    digest = sha256_of_json({"tokenizer": made_by, "files": contents})
-    return TokenData("--data-path", tuple(domains), tokenizer, digest)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """Sequences ``first`` to ``stop`` of a file, their tokens, and the hash of the whole file."""
-
-    first: int
-    stop: int
-    tokens: int
-    sha256: str
-
-
-def _cut(prefix: Path, begin: float, end: float) -> _Cut:
-    file = open_token_file(prefix)
-    # Rounded as in Megatron's BlendedMegatronDatasetBuilder.
-    first, stop = round(begin * float(len(file))), round(end * float(len(file)))
-    return _Cut(first, stop, tokens_between(file, first, stop), hash_token_file(prefix))
+    identity = {"tokenizer": [tokenizer.sha256, tokenizer.eod_id], "files": cuts}
+    return TokenData("--data-path", tuple(domains), tokenizer, sha256_of_json(identity))
 
 
 def domain_names(prefixes: Sequence[str]) -> list[str]:
@@ -120,15 +102,15 @@ def domain_names(prefixes: Sequence[str]) -> list[str]:
     ``news/train`` and ``code/train`` keep both parts. So names stay the same when a folder moves.
     """
     parts = [Path(os.path.abspath(prefix)).parts for prefix in prefixes]
-    assert len(set(parts)) == len(parts), "a data path names no file twice"
     names: dict[int, str] = {}
     depth = 0
     while len(names) < len(parts):
         depth += 1
         tails = [path[-depth:] for path in parts]
+        counts = Counter(tails)
         for number, tail in enumerate(tails):
-            if number not in names and tails.count(tail) == 1:
-                names[number] = str(Path(*tail))
+            if counts[tail] == 1:
+                names.setdefault(number, str(Path(*tail)))
     return [names[number] for number in range(len(parts))]
 
 
@@ -141,37 +123,31 @@ def hash_token_file(prefix: Path) -> str:
     bin_path = Path(f"{prefix}.bin")
     size = bin_path.stat().st_size
     digest = hashlib.sha256(f"{sha256_of_files(Path(f'{prefix}.idx'))} {size} ".encode())
+    places: Iterable[int] = range(0, size, HASHED_BLOCK_BYTES)
+    if size > HASHED_BLOCKS * HASHED_BLOCK_BYTES:
+        last, intervals = size - HASHED_BLOCK_BYTES, HASHED_BLOCKS - 1
+        places = (last * block // intervals for block in range(HASHED_BLOCKS))
     with bin_path.open("rb", buffering=0) as stream:
-        for place in _hashed_places(size):
+        for place in places:
             stream.seek(place)
             digest.update(stream.read(HASHED_BLOCK_BYTES))
     return digest.hexdigest()
-
-
-def _hashed_places(size: int) -> Sequence[int]:
-    """First bytes of the hashed blocks of a file."""
-    if size <= HASHED_BLOCKS * HASHED_BLOCK_BYTES:
-        return range(0, size, HASHED_BLOCK_BYTES)
-    last, intervals = size - HASHED_BLOCK_BYTES, HASHED_BLOCKS - 1
-    return [last * block // intervals for block in range(HASHED_BLOCKS)]
 
 
 def split_range(split: str, part: Split) -> tuple[float, float]:
     """Begin and end of ``part`` as fractions of all sequences, by Megatron's ``--split``.
 
     Raises:
-        UserError: unless ``split`` is one to three numbers, none negative, and that of ``part`` is
-            above 0.
+        UserError: for an invalid split, or one that leaves nothing for ``part``.
     """
     # No exponents: Megatron parses digits and dots only.
-    words = split.split(",")
-    shares = [_number(word) if PLAIN_NUMBER.fullmatch(word.strip()) else None for word in words]
-    if not 1 <= len(shares) <= len(SPLITS) or None in shares:
+    words = [word.strip() for word in split.split(",")]
+    numbers = [float(word) for word in words if PLAIN_NUMBER.fullmatch(word)]
+    if not len(numbers) == len(words) <= len(SPLITS) or not any(numbers):
         raise UserError(
-            f"--split {split}: must be up to three numbers separated by commas, e.g. 969,30,1"
+            f"--split {split}: must be up to three numbers separated by commas, not negative and "
+            "not all zero, e.g. 969,30,1"
         )
-    if min(share for share in shares if share is not None) < 0 or not any(shares):
-        raise UserError(f"--split {split}: shares must not be negative, nor all zero")
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     found = bounds[SPLITS.index(part)]
     if found is None:

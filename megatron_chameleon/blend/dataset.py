@@ -18,13 +18,12 @@ from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.gather import ViewTable
 from megatron_chameleon.blend.megatron_order import MegatronOrder
 from megatron_chameleon.blend.options import Permutation
+from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase, check_changes
-from megatron_chameleon.blend.streams import EpochStream, megatron_index_bytes, megatron_view
+from megatron_chameleon.blend.streams import EpochStream, megatron_view
 from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, check_weights
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
-
-Batch = dict[str, torch.Tensor]
 
 # Megatron's oversampling margin per blended dataset. It decides the number of whole epochs, and
 # with that the order.
@@ -117,8 +116,11 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self._opened: set[int] = set()
         self._phases: list[_BlendedPhase] = []
         self._next_unread = 0
-        self._check(schedule)
-        self._check_size()
+        if num_samples > order.MAX_SAMPLES:
+            raise UserError(
+                f"the run would read {num_samples:,} samples, more than {order.MAX_SAMPLES:,}; "
+                "lower --train-iters or --global-batch-size"
+            )
         self._phases = self._blend(schedule)
         self._open()
 
@@ -197,44 +199,13 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
                 f"{self._next_unread} have been read"
             )
         schedule = self.schedule.changed(first_sample, weights)
-        self._check(schedule, first_sample)
         self._phases = self._blend(schedule)
         self.schedule = schedule
         self._open()
 
-    def _check(self, schedule: MixtureSchedule, first_sample: int = 0) -> None:
-        """Check the phases that begin at ``first_sample`` or later."""
-        for phase in schedule.phases:
-            if phase.first_sample >= first_sample:
-                check_weights(self.data, phase.weights)
-                check_enough_tokens(self.data, phase.weights, self.seq_length)
-        check_changes(schedule, self.permutation)
-
-    def _check_size(self) -> None:
-        """Raises UserError for a run whose order is too long, or takes too much memory."""
-        if self._num_samples > order.MAX_SAMPLES:
-            raise UserError(
-                f"the run would read {self._num_samples:,} samples, more than "
-                f"{order.MAX_SAMPLES:,}; lower --train-iters or --global-batch-size"
-            )
-        if self.permutation == "megatron":
-            weights = self.schedule.phases[0].weights
-            total = sum(weights)
-            needed = MegatronOrder.BYTES_PER_SAMPLE * self._num_samples + sum(
-                megatron_index_bytes(
-                    domain, math.ceil(self._num_samples * (weight / total)), self.seq_length
-                )
-                for domain, weight in zip(self.data.domains, weights, strict=True)
-                if weight
-            )
-            require_host_memory(
-                needed,
-                f"Megatron's order of {self._num_samples:,} samples",
-                "train on fewer, or choose --permutation feistel, which needs no memory",
-            )
-
     def _blend(self, schedule: MixtureSchedule) -> list[_BlendedPhase]:
         """The phases of ``schedule``; those that have not changed are kept."""
+        check_changes(schedule, self.permutation)
         spans = list(schedule.spans(max(self._num_samples, 1)))
         phases: list[_BlendedPhase] = []
         for known, (phase, _) in zip(self._phases, spans, strict=False):
@@ -242,6 +213,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
                 break  # later phases depend on this one
             phases.append(known)
         for phase, length in spans[len(phases) :]:
+            check_weights(self.data, phase.weights)
+            check_enough_tokens(self.data, phase.weights, self.seq_length)
             before = np.zeros(len(self.data.domains), np.int64)
             targets = np.zeros(len(self.data.domains))
             if phases:
@@ -249,11 +222,27 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
                 targets = phases[-1].targets(phase.first_sample)
             blended: order.BlendOrder | MegatronOrder
             if self.permutation == "megatron":
+                self._require_memory(phase.weights)
                 blended = MegatronOrder(phase.weights, length, self._by_size)
             else:
                 blended = order.BlendOrder(phase.weights, (targets - before).tolist())
             phases.append(_BlendedPhase(phase, blended, before, targets))
         return phases
+
+    def _require_memory(self, weights: Sequence[float]) -> None:
+        """Raise UserError if Megatron's blended index and indices would not fit into memory."""
+        total, needed = sum(weights), MegatronOrder.BYTES_PER_SAMPLE * self._num_samples
+        for domain, weight in zip(self.data.domains, weights, strict=True):
+            if weight:
+                samples = math.ceil(self._num_samples * (weight / total))
+                num_epochs = -(-samples * self.seq_length // domain.tokens)
+                # Document, sample and shuffle index, with entries of 32 bits at least.
+                needed += 4 * num_epochs * (domain.stop - domain.first) + 12 * samples
+        require_host_memory(
+            needed,
+            f"Megatron's order of {self._num_samples:,} samples",
+            "train on fewer, or choose --permutation feistel, which needs no memory",
+        )
 
     def _open(self) -> None:
         """Open the domains that are sampled and not open yet."""
@@ -264,35 +253,25 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self._opened.update(missing)
 
     def _open_one(self, domain: int, count: int) -> None:
-        tokens = self.data.domains[domain]
+        tokens, blended = self.data.domains[domain], self._phases[0].order
         file = tokens.open()
-        if self.permutation == "megatron":
-            built = self._samples_built(domain, count)
-            self._views.put(
-                domain,
-                megatron_view(tokens, file, built, self.seq_length, self._seed, self._cache),
-            )
-        else:
+        if not isinstance(blended, MegatronOrder):
             self._streams[domain] = EpochStream(
                 tokens, file, self.seq_length, self._seed, self.permutation == "epoch"
             )
-
-    def _samples_built(self, domain: int, count: int) -> int:
-        """Samples for which Megatron builds the order of a domain that is sampled ``count`` times.
-
-        Blending by size builds one whole epoch, whose order is that of any smaller number of
-        samples; a single data set is built for its number of samples.
-        """
-        if self._by_size:
-            return count
-        blended = self._phases[0].order
-        assert isinstance(blended, MegatronOrder)
-        share = blended.shares[domain]
-        built = math.ceil(math.ceil(self._num_samples * share) * (1 + MEGATRON_SURPLUS))
-        # No domain is ever more than one sample ahead of its share, so the inner ceil is enough;
-        # the surplus, one sample at least, is far above what rounding could add.
-        assert count <= built
-        return built
+            return
+        # Megatron's order within a domain depends on the number of samples that it is built for.
+        # Blending by size builds one whole epoch, whose order is that of any smaller number of
+        # samples; a single data set is built for its number of samples.
+        built = count
+        if not self._by_size:
+            share = blended.shares[domain]
+            built = math.ceil(math.ceil(self._num_samples * share) * (1 + MEGATRON_SURPLUS))
+            # No domain is ever more than one sample ahead of its share, so the inner ceil is
+            # enough; the surplus, one sample at least, is far above what rounding could add.
+            assert count <= built
+        view = megatron_view(tokens, file, built, self.seq_length, self._seed, self._cache)
+        self._views.put(domain, view)
 
     def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         views = self._views

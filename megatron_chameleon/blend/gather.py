@@ -27,7 +27,7 @@ DOCUMENTS_PER_END = 16
 
 _OUT_OF_RANGE = -1
 
-# A view in the form that the compiled code reads: numbers, and addresses of arrays (0: no array).
+# A view as the compiled code reads it: numbers, and addresses of arrays (0: no array).
 _ROW = np.dtype(
     [
         (name, np.int64)
@@ -35,121 +35,48 @@ _ROW = np.dtype(
             "first",  # number of the view's first sample
             "num_samples",
             # The token file.
-            "tokens",  # address, uint16 or int32
-            "token_bytes",
-            "checked",  # address: 1 for each block of tokens that has been checked, uint8
-            "lengths",  # address: tokens of each sequence, int32
-            "pointers",  # address: first byte of each sequence, int64
+            "tokens",  # uint16 or int32
+            "tokens_bytes",  # of one element, here and below
+            "checked",  # 1 for each block of tokens that has been checked, uint8
+            "lengths",  # tokens of each sequence, int32
+            "pointers",  # first byte of each sequence, int64
             # Order of the windows.
-            "shuffle",  # address: uint32 or int64
+            "shuffle",  # uint32 or int64
             "shuffle_bytes",
             "window_key",  # of their permutation, without an array
             # Where windows begin.
-            "windows",  # address: position and offset of each, int32 or int64
-            "window_bytes",
+            "windows",  # position and offset of each, int32 or int64
+            "windows_bytes",
             "phase",  # without an array: token of the epoch where the first window begins
             "begin",  # first token of the domain
             "num_tokens",  # of the domain
             # Order of the documents.
-            "documents",  # address: int32
+            "documents",  # int32
             "num_documents",
             "first_document",
             "document_key",  # of their permutation, without an array
             "next_document_key",  # the same for the next epoch
-            "ends",  # address: tokens up to every DOCUMENTS_PER_END-th document, int64
+            "ends",  # tokens up to every DOCUMENTS_PER_END-th document, int64; 0 for file order
         )
     ]
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class IndexedView:
-    """Samples of a domain by Megatron's three indices.
-
-    Attributes:
-        file: the tokens.
-        documents: [n] int32, sequences of ``file`` in the order in which they are read.
-        windows: [>= num_samples, 2] int32 or int64: position in ``documents`` and offset in tokens
-            at which each window begins.
-        shuffle: [num_samples] uint32 or int64, order of the windows.
-        first: number of the first sample within the domain.
-    """
-
-    file: TokenFile
-    documents: NDArray[np.int32]
-    windows: NDArray[np.integer]
-    shuffle: NDArray[np.integer]
-    first: int
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in the view."""
-        return len(self.shuffle)
-
-    def fields(self) -> dict[str, int]:
-        """Fields of its row that are not 0, without those of the file."""
-        return {
-            "documents": _address(self.documents, np.int32),
-            "num_documents": len(self.documents),
-            "windows": _address(self.windows, np.int32, np.int64),
-            "window_bytes": self.windows.itemsize,
-            "shuffle": _address(self.shuffle, np.uint32, np.int64),
-            "shuffle_bytes": self.shuffle.itemsize,
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class EpochView:
-    """One epoch of a domain: shuffled windows over its documents, in shuffled or in file order.
-
-    The permutations are computed position by position, so little is stored.
+class View:
+    """Consecutive samples of a domain: by Megatron's three indices, or one epoch in closed form.
 
     Attributes:
         file: the tokens.
         first: number of the first sample within the domain.
-        num_samples: windows that begin in this epoch.
-        phase: token of the epoch at which the first window begins.
-        begin: first token of the domain.
-        num_tokens: tokens of the domain.
-        window_key: of the permutation of the windows.
-        first_document: first sequence of the domain.
-        num_documents: its sequences.
-        document_keys: of the permutations of the documents, in this epoch and in the next one, into
-            which the last window may reach; None for file order.
-        ends: tokens up to every ``DOCUMENTS_PER_END``-th document of this epoch, from
-            :func:`document_ends`; None for file order.
+        num_samples: number of samples.
+        fields: the other fields of :data:`_ROW` that are not 0, with arrays for addresses.
     """
 
     file: TokenFile
     first: int
     num_samples: int
-    phase: int
-    begin: int
-    num_tokens: int
-    window_key: int
-    first_document: int = 0
-    num_documents: int = 0
-    document_keys: tuple[int, int] | None = None
-    ends: NDArray[np.int64] | None = None
-
-    def fields(self) -> dict[str, int]:
-        """Fields of its row that are not 0, without those of the file."""
-        assert 0 <= self.begin <= self.begin + self.num_tokens <= self.file.tokens.size
-        fields = {
-            "window_key": self.window_key,
-            "phase": self.phase,
-            "begin": self.begin,
-            "num_tokens": self.num_tokens,
-        }
-        if self.document_keys is not None and self.ends is not None:
-            fields["document_key"], fields["next_document_key"] = self.document_keys
-            fields["first_document"] = self.first_document
-            fields["num_documents"] = self.num_documents
-            fields["ends"] = _address(self.ends, np.int64)
-        return fields
-
-
-View = IndexedView | EpochView
+    fields: dict[str, int | NDArray[Any]]
 
 
 class ViewTable:
@@ -168,18 +95,24 @@ class ViewTable:
 
     def put(self, domain: int, view: View) -> None:
         """Set the view of ``domain``."""
-        file, row = view.file, np.zeros((), _ROW)
+        row = np.zeros((), _ROW)
         fields = {
             "first": view.first,
             "num_samples": view.num_samples,
-            "tokens": _address(file.tokens.unchecked, np.uint16, np.int32),
-            "token_bytes": file.dtype.itemsize,
-            "checked": _address(file.tokens.checked, np.uint8),
-            "lengths": file.lengths.ctypes.data,
-            "pointers": file.pointers.ctypes.data,
+            "tokens": view.file.tokens.unchecked,
+            "checked": view.file.tokens.checked,
+            "lengths": view.file.lengths,
+            "pointers": view.file.pointers,
+            **view.fields,
         }
-        for name, number in (fields | view.fields()).items():
-            row[name] = np.uint64(number).astype(np.int64)
+        for name, value in fields.items():
+            if isinstance(value, np.ndarray):
+                assert value.flags.c_contiguous, name
+                row[name] = value.ctypes.data
+                if f"{name}_bytes" in (row.dtype.names or ()):
+                    row[f"{name}_bytes"] = value.itemsize
+            else:
+                row[name] = np.uint64(value).astype(np.int64)
         self._views[domain], self._rows[domain] = view, row
         self.first[domain], self.stop[domain] = view.first, view.first + view.num_samples
 
@@ -229,13 +162,6 @@ def document_ends(file: TokenFile, first: int, stop: int, key: int) -> NDArray[n
     ends = np.empty(-(-(stop - first) // DOCUMENTS_PER_END), np.int64)
     _sum_ends(file.lengths.ctypes.data, first, stop - first, np.uint64(key), ends)
     return ends
-
-
-def _address(array: NDArray[Any], *dtypes: type) -> int:
-    assert array.dtype in [np.dtype(dtype) for dtype in dtypes], array.dtype
-    assert array.flags.c_contiguous
-    assert array.flags.aligned
-    return int(array.ctypes.data)
 
 
 @njit(cache=True, nogil=True)
@@ -346,8 +272,8 @@ def _window_start(row: Any, number: int) -> tuple[Any, Any]:
         window = np.int64(_load_uint32(row.shuffle + 4 * number))
     else:
         window = _load_int64(row.shuffle + 8 * number)
-    start = row.windows + 2 * row.window_bytes * window
-    if row.window_bytes == 4:
+    start = row.windows + 2 * row.windows_bytes * window
+    if row.windows_bytes == 4:
         return np.int64(_load_int32(start)), np.int64(_load_int32(start + 4))
     return _load_int64(start), _load_int64(start + 8)
 
@@ -400,7 +326,7 @@ def _read_documents(
         if position >= stop:
             return _OUT_OF_RANGE
         document = _document(row, position)
-        start = _load_int64(row.pointers + 8 * document) // row.token_bytes
+        start = _load_int64(row.pointers + 8 * document) // row.tokens_bytes
         count = min(_length(row, document) - offset, out.size - filled)
         unchecked = _copy(row, start + offset, out[filled : filled + count], blocks, unchecked)
         filled += count
@@ -429,14 +355,14 @@ def _copy(
     """Copy tokens, and append their unchecked blocks to the first ``unchecked`` of ``blocks``."""
     if out.size == 0:
         return unchecked
-    first = start * row.token_bytes // BLOCK_BYTES
-    last = ((start + out.size) * row.token_bytes - 1) // BLOCK_BYTES
+    first = start * row.tokens_bytes // BLOCK_BYTES
+    last = ((start + out.size) * row.tokens_bytes - 1) // BLOCK_BYTES
     checked = carray(_pointer(row.checked), last + 1, np.uint8)
     for block in range(first, last + 1):
         if checked[block] == 0:
             blocks[unchecked] = block
             unchecked += 1
-    if row.token_bytes == 2:
+    if row.tokens_bytes == 2:
         narrow = carray(_pointer(row.tokens + 2 * start), out.size, np.uint16)
         for i in range(out.size):
             out[i] = narrow[i]

@@ -10,8 +10,7 @@ from megatron.core.datasets.utils import normalize
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
-# Domain numbers are int16, as in Megatron's index.
-MAX_DOMAINS = np.iinfo(np.int16).max
+from megatron_chameleon.blend.token_data import MAX_DOMAINS
 
 # Ranges of samples filled concurrently, one per vector lane.
 LANES = 16

@@ -1,9 +1,9 @@
-"""Samples of each step's global batch, and of each data-parallel rank's micro-batches."""
+"""Micro-batches of one data-parallel rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -30,11 +30,6 @@ def check_batch_sizes(
     Raises:
         UserError: naming valid global batch sizes.
     """
-    if micro_batch_size < 1 or global_batch_size < 1:
-        raise UserError(
-            f"--global-batch-size {global_batch_size} and --micro-batch-size {micro_batch_size} "
-            "must be at least 1"
-        )
     unit = micro_batch_size * data_parallel_size
     if global_batch_size % unit:
         below = global_batch_size // unit * unit
@@ -46,34 +41,19 @@ def check_batch_sizes(
         )
 
 
-def batch_indices(
-    step: int,
+def micro_batches(
+    dataset: SampleSource,
     global_batch_size: int,
     micro_batch_size: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-) -> Iterator[list[int]]:
-    """The sample numbers of one step on one rank, a list per micro-batch.
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+    start_step: int = 0,
+) -> Iterator[Batch]:
+    """One rank's micro-batches in order, from the start of any step.
 
     Step t consists of samples t*g to (t+1)*g - 1 in every layout, with the global batch size g;
     micro-batch i of rank r begins at sample t*g + (i*data_parallel_size + r)*micro_batch_size.
-
-    Raises:
-        UserError: if the global batch size is not a multiple of micro-batch size times ranks.
-    """
-    check_batch_sizes(global_batch_size, micro_batch_size, data_parallel_size)
-    assert 0 <= data_parallel_rank < data_parallel_size
-    first = step * global_batch_size + data_parallel_rank * micro_batch_size
-    stop = (step + 1) * global_batch_size
-    starts = range(first, stop, data_parallel_size * micro_batch_size)
-    return (list(range(start, start + micro_batch_size)) for start in starts)
-
-
-class MicroBatchIterator(Iterator[Batch]):
-    """One rank's micro-batches in order, from the start of any step.
-
-    Each is a dictionary of stacked tensors: tokens [b, s], domain [b] and so on. It ends after the
-    last step for which the data set has a whole global batch.
+    Samples beyond the last whole global batch are left out.
 
     Args:
         dataset: the samples.
@@ -83,33 +63,15 @@ class MicroBatchIterator(Iterator[Batch]):
         data_parallel_size: ranks over which the samples of a step are sharded.
         start_step: step to start with.
 
+    Yields:
+        Dictionaries of stacked tensors: tokens [b, s], domain [b] and so on.
+
     Raises:
         UserError: if the global batch cannot be sharded equally.
     """
-
-    def __init__(
-        self,
-        dataset: SampleSource,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        start_step: int = 0,
-    ) -> None:
-        check_batch_sizes(global_batch_size, micro_batch_size, data_parallel_size)
-        self._dataset = dataset
-        self._layout: dict[str, Any] = {
-            "global_batch_size": global_batch_size,
-            "micro_batch_size": micro_batch_size,
-            "data_parallel_rank": data_parallel_rank,
-            "data_parallel_size": data_parallel_size,
-        }
-        self.num_steps = len(dataset) // global_batch_size
-        self._batches = self._indices_from(start_step)
-
-    def __next__(self) -> Batch:
-        return self._dataset.batch(next(self._batches))
-
-    def _indices_from(self, start_step: int) -> Iterator[list[int]]:
-        for step in range(start_step, self.num_steps):
-            yield from batch_indices(step, **self._layout)
+    check_batch_sizes(global_batch_size, micro_batch_size, data_parallel_size)
+    stride = data_parallel_size * micro_batch_size
+    for step in range(start_step, len(dataset) // global_batch_size):
+        first = step * global_batch_size + data_parallel_rank * micro_batch_size
+        for start in range(first, (step + 1) * global_batch_size, stride):
+            yield dataset.batch(range(start, start + micro_batch_size))

@@ -46,15 +46,9 @@ class MixtureSchedule:
         """The same weights throughout."""
         return cls((Phase(0, tuple(weights)),))
 
-    @property
-    def num_domains(self) -> int:
-        """Number of weights of each phase."""
-        return len(self.phases[0].weights)
-
     def phase_at(self, sample: int) -> int:
-        """Number of the phase that ``sample`` is in."""
-        if sample < 0:
-            raise ValueError(f"sample {sample}: samples are numbered from 0 on")
+        """Index of the phase of ``sample``."""
+        assert sample >= 0
         return bisect_right([phase.first_sample for phase in self.phases], sample) - 1
 
     def weights_at(self, sample: int) -> tuple[float, ...]:
@@ -83,7 +77,7 @@ class MixtureSchedule:
 
     def target_samples(self, num_samples: int) -> list[float]:
         """[num_domains] target counts of the first ``num_samples`` samples."""
-        target = [0.0] * self.num_domains
+        target = [0.0] * len(self.phases[0].weights)
         for phase, length in self.spans(num_samples):
             total = sum(phase.weights)
             for domain, weight in enumerate(phase.weights):

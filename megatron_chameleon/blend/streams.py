@@ -1,10 +1,15 @@
-"""Order of the samples within a domain."""
+"""Order of the samples within a domain, and the cache of Megatron's indices."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import json
 import math
+import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,10 @@ import numpy as np
 from megatron.core.datasets import helpers
 from numpy.typing import NDArray
 
-from megatron_chameleon.blend.gather import EpochView, IndexedView, document_ends
-from megatron_chameleon.blend.index_cache import cached_arrays
+from megatron_chameleon.artifacts.files import replacing, sha256_of_json
+from megatron_chameleon.blend.gather import View, document_ends
 from megatron_chameleon.blend.token_data import DomainData
-from megatron_chameleon.corpus.indexed import TokenFile
+from megatron_chameleon.corpus.indexed import TokenFile, map_file
 
 # Megatron shuffles the last epoch separately if less than this share of it is used, so that its
 # documents do not crowd out those of the whole epochs.
@@ -25,6 +30,11 @@ WIDE_SHUFFLE_FROM = np.iinfo(np.uint32).max - 1
 # Raise it with every change of what megatron_indices returns for the same arguments: it is part of
 # the keys of cached indices.
 MEGATRON_INDICES_VERSION = 1
+
+# No write takes this long: older temporary files are leftovers of killed processes.
+STALE_AFTER_SECONDS = 24 * 3600
+
+Arrays = dict[str, NDArray[Any]]
 
 # Purposes of a permutation: with the same seed, their keys have nothing in common.
 _DOCUMENTS, _WINDOWS = 0, 1
@@ -52,28 +62,28 @@ class EpochStream:
     seed: int
     shuffle_documents: bool
 
-    def view_of(self, number: int) -> EpochView:
-        """The epoch of sample ``number``."""
+    def view_of(self, number: int) -> View:
+        """The epoch of sample ``number``, with little memory: permutations are computed."""
         tokens, domain = self.domain.tokens, self.domain
         epoch = number * self.seq_length // tokens
         first, stop = (-(-e * tokens // self.seq_length) for e in (epoch, epoch + 1))
-        document_keys = ends = None
+        fields: dict[str, int | NDArray[Any]] = {
+            "window_key": self._key(epoch, _WINDOWS),
+            "phase": first * self.seq_length - epoch * tokens,
+            "begin": int(self.file.pointers[domain.first]) // self.file.dtype.itemsize,
+            "num_tokens": tokens,
+        }
         if self.shuffle_documents:
-            document_keys = self._key(epoch, _DOCUMENTS), self._key(epoch + 1, _DOCUMENTS)
-            ends = document_ends(self.file, domain.first, domain.stop, document_keys[0])
-        return EpochView(
-            file=self.file,
-            first=first,
-            num_samples=stop - first,
-            phase=first * self.seq_length - epoch * tokens,
-            begin=int(self.file.pointers[domain.first]) // self.file.dtype.itemsize,
-            num_tokens=tokens,
-            window_key=self._key(epoch, _WINDOWS),
-            first_document=domain.first,
-            num_documents=domain.stop - domain.first,
-            document_keys=document_keys,
-            ends=ends,
-        )
+            key = self._key(epoch, _DOCUMENTS)
+            fields |= {
+                "document_key": key,
+                # The last window may reach into the next epoch.
+                "next_document_key": self._key(epoch + 1, _DOCUMENTS),
+                "first_document": domain.first,
+                "num_documents": domain.stop - domain.first,
+                "ends": document_ends(self.file, domain.first, domain.stop, key),
+            }
+        return View(self.file, first, stop - first, fields)
 
     def _key(self, epoch: int, purpose: int) -> int:
         # A hash, so that the order does not depend on the domain's place among the others.
@@ -94,7 +104,7 @@ def megatron_view(
     seq_length: int,
     seed: int,
     cache: Path | None = None,
-) -> IndexedView:
+) -> View:
     """Samples of a domain in the order of Megatron's GPTDataset.
 
     Args:
@@ -105,24 +115,17 @@ def megatron_view(
         seq_length: tokens of a sample.
         seed: of numpy's RandomState.
         cache: folder of cached indices; None keeps them in memory only.
+
+    Raises:
+        UserError: if the cache cannot be written.
     """
     # A copy: in the .idx lengths are not aligned.
     lengths = np.array(file.lengths[domain.first : domain.stop], np.int32)
 
-    def build() -> dict[str, NDArray[Any]]:
+    def build() -> Arrays:
         return megatron_indices(domain, lengths, num_samples, seq_length, seed)
 
-    if cache is None:
-        return IndexedView(file, first=0, **build())
-    key = index_key(domain, lengths, num_samples, seq_length, seed)
-    return IndexedView(file, first=0, **cached_arrays(cache, key, build))
-
-
-def index_key(
-    domain: DomainData, lengths: NDArray[np.int32], num_samples: int, seq_length: int, seed: int
-) -> dict[str, Any]:
-    """All that :func:`megatron_indices` depends on, as JSON values."""
-    return {
+    key = {
         "order": "megatron",
         "version": MEGATRON_INDICES_VERSION,
         "first": domain.first,
@@ -131,18 +134,15 @@ def index_key(
         "seq_length": seq_length,
         "seed": seed,
     }
-
-
-def megatron_index_bytes(domain: DomainData, num_samples: int, seq_length: int) -> int:
-    """Memory of :func:`megatron_indices`, at least: with entries of 32 bits."""
-    num_epochs = -(-num_samples * seq_length // domain.tokens)
-    return 4 * num_epochs * (domain.stop - domain.first) + 12 * num_samples
+    arrays = cached_arrays(cache, key, build) if cache else build()
+    size = len(arrays["shuffle"])
+    return View(file, 0, size, {**arrays, "num_documents": len(arrays["documents"])})
 
 
 def megatron_indices(
     domain: DomainData, lengths: NDArray[np.int32], num_samples: int, seq_length: int, seed: int
-) -> dict[str, NDArray[Any]]:
-    """Megatron's document, sample and shuffle index of a domain, as fields of IndexedView.
+) -> Arrays:
+    """Megatron's document, sample and shuffle index of a domain.
 
     Args:
         domain: which sequences.
@@ -181,3 +181,58 @@ def _shuffle_parts(
     random_state.shuffle(array[:first_part])
     if first_part < len(array):
         random_state.shuffle(array[first_part:])
+
+
+def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
+    """The arrays that ``build`` returns for ``key``, mapped from ``folder`` if it has them.
+
+    An entry is one file: the arrays, their layout as JSON with its length, and the SHA-256 of all
+    that. It is written atomically, so that processes may share the folder, and checked when read; a
+    damaged one is rebuilt with a warning. Ranks of one machine share one copy in memory.
+
+    Args:
+        folder: of the cache.
+        key: everything that determines the arrays, as JSON values.
+        build: makes the arrays, by name.
+
+    Raises:
+        UserError: if the folder cannot be written.
+    """
+    entry = folder / f"{sha256_of_json(key)}.arrays"
+    try:
+        return _read(entry)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as problem:
+        warnings.warn(f"{entry} is damaged ({problem}) and is rebuilt", stacklevel=2)
+    blocks: list[Any] = []
+    layout: dict[str, Any] = {}
+    offset = 0
+    for name, array in build().items():
+        layout[name] = (array.dtype.str, array.shape, offset)
+        blocks += [array.reshape(-1).view(np.uint8), bytes(-array.nbytes % 64)]
+        offset += array.nbytes + len(blocks[-1])
+    text = json.dumps(layout).encode()
+    digest = hashlib.sha256()
+    with replacing(entry) as temporary, temporary.open("wb") as stream:
+        for block in (*blocks, text, len(text).to_bytes(8)):
+            stream.write(block)
+            digest.update(block)
+        stream.write(digest.digest())
+    for leftover in folder.glob(f".{'[0-9a-f]' * 40}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if leftover.stat().st_mtime < time.time() - STALE_AFTER_SECONDS:
+                leftover.unlink()
+    return _read(entry)
+
+
+def _read(entry: Path) -> Arrays:
+    content = map_file(entry)
+    if hashlib.sha256(content[:-32].data).digest() != content[-32:].tobytes():
+        raise ValueError("its checksum differs")
+    length = int.from_bytes(content[-40:-32].tobytes())
+    layout = json.loads(content[-40 - length : -40].tobytes())
+    return {
+        name: np.frombuffer(content, dtype, math.prod(shape), offset).reshape(shape)
+        for name, (dtype, shape, offset) in layout.items()
+    }

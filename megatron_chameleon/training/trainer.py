@@ -15,7 +15,7 @@ from megatron_chameleon.artifacts.training_run import Status
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.prefetch import read_ahead, steps_between_changes
-from megatron_chameleon.blend.sampler import Batch, MicroBatchIterator, check_batch_sizes
+from megatron_chameleon.blend.sampler import Batch, check_batch_sizes, micro_batches
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main, on_every_rank
 from megatron_chameleon.progress import progress_bar
@@ -176,7 +176,7 @@ class Trainer:
         self.records = RunRecords(plan, layout, samples, progress)
         self.log = RunLog(self.records)
         self.checkpoints = CheckpointWriter(self.records)
-        self.batches: Iterator[Batch] = MicroBatchIterator(
+        self.batches: Iterator[Batch] = micro_batches(
             samples,
             options.global_batch_size,
             options.micro_batch_size,

@@ -16,7 +16,7 @@ from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.megatron_order import build_blending_indices
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.blend.order import MAX_SAMPLES
-from megatron_chameleon.blend.sampler import batch_indices
+from megatron_chameleon.blend.sampler import micro_batches
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
@@ -54,7 +54,7 @@ def blended(corpus, weights, num_samples, split="train", **options):
 def megatron_samples(corpus, one_rank, tmp_path):
     """``megatron_samples(path, split, num_samples)``: by megatron.core's own builder."""
 
-    def build(path, split, num_samples, part=0):
+    def build(path, split, num_samples):
         config = GPTDatasetConfig(
             random_seed=11,
             sequence_length=SEQ_LENGTH,
@@ -67,9 +67,8 @@ def megatron_samples(corpus, one_rank, tmp_path):
             eod_mask_loss=False,
             create_attention_mask=False,
         )
-        sizes = [0, 0, 0]
-        sizes[part] = num_samples
-        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part]
+        sizes = [num_samples, 0, 0]
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
 
     return build
 
@@ -87,15 +86,25 @@ def assert_same_samples(ours, theirs, num_samples):
 
 # Sample counts that leave a domain at less than one epoch, between, and at many with a final
 # epoch shuffled apart or not.
-@pytest.mark.parametrize("num_samples", [1, 7, 100, 333, 1000])
-def test_samples_of_a_data_path_are_megatrons(corpus, megatron_samples, num_samples):
-    shares = {"long": "0.4", "short": "0.35", "tiny": "0.25"}
-    given = " ".join(f"{share} {corpus.prefix(name, 'train')}" for name, share in shares.items())
-    path = DataPath.parse(given)
-    data = data_path_tokens(path, "100,0,0", corpus.tokenizer)
+@pytest.mark.parametrize(
+    ("num_samples", "split", "weights"),
+    [
+        (1, "100,0,0", {"long": "0.4", "short": "0.35", "tiny": "0.25"}),
+        (100, "100,0,0", {"long": "0.4", "short": "0.35", "tiny": "0.25"}),
+        (1000, "100,0,0", {"long": "0.4", "short": "0.35", "tiny": "0.25"}),
+        (200, "90,7,3", {"long": "30", "short": "70"}),
+        (200, "50,40,10", {"long": "30", "short": "70"}),
+    ],
+)
+def test_samples_of_a_data_path_are_megatrons(
+    corpus, megatron_samples, num_samples, split, weights
+):
+    text = " ".join(f"{weight} {corpus.prefix(name, 'train')}" for name, weight in weights.items())
+    path = DataPath.parse(text)
+    data = data_path_tokens(path, split, corpus.tokenizer)
     schedule = MixtureSchedule.fixed(path.weights or ())
     ours = BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11)
-    assert_same_samples(ours, megatron_samples(given, "100,0,0", num_samples), num_samples)
+    assert_same_samples(ours, megatron_samples(text, split, num_samples), num_samples)
 
 
 @pytest.mark.parametrize("num_samples", [*range(1, 12), 59, 150])
@@ -105,15 +114,6 @@ def test_epoch_boundaries_of_one_data_set_are_megatrons(corpus, megatron_samples
     schedule = MixtureSchedule.fixed([1.0])
     ours = BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11, by_size=True)
     assert_same_samples(ours, megatron_samples(prefix, "1", num_samples), num_samples)
-
-
-@pytest.mark.parametrize("split", ["90,7,3", "50,40,10"])
-def test_sequences_of_a_split_are_megatrons(corpus, megatron_samples, split):
-    given = f"30 {corpus.prefix('long', 'train')} 70 {corpus.prefix('short', 'train')}"
-    path = DataPath.parse(given)
-    data = data_path_tokens(path, split, corpus.tokenizer)
-    ours = BlendedTokens(data, MixtureSchedule.fixed(path.weights or ()), 200, SEQ_LENGTH, seed=11)
-    assert_same_samples(ours, megatron_samples(given, split, 200), 200)
 
 
 # Normalizing these weights twice changes their last bit, and with it the order.
@@ -135,51 +135,24 @@ def test_ties_are_resolved_like_in_megatron(make_corpus, megatron_samples, by_si
     assert orders[0] != orders[1]
 
 
-@pytest.fixture
-def sized_data(make_corpus):
-    """Data sets of 7, 4, 22, 1 and 9 samples, without weights, and their --data-path."""
-    corpus = make_corpus({f"d{n}": [SEQ_LENGTH] * n + [1] for n in (7, 4, 22, 1, 9)})
-    given = " ".join(str(corpus.prefix(name, "train")) for name in corpus.names)
-    return data_path_tokens(DataPath.parse(given), "1", corpus.tokenizer), given
-
-
-def blended_by_size(data, num_samples):
-    schedule = MixtureSchedule.fixed([(domain.tokens - 1) // SEQ_LENGTH for domain in data.domains])
-    return BlendedTokens(data, schedule, num_samples, SEQ_LENGTH, seed=11, by_size=True)
-
-
-def test_one_epoch_of_all_sizes_is_megatrons(sized_data, megatron_samples):
-    """In float64, 43 * (7 / 43) is a little more than 7, which requires no second epoch."""
-    data, given = sized_data
-    assert 43 * (7 / 43) > 7
-    assert_same_samples(blended_by_size(data, 43), megatron_samples(given, "1", 43), 43)
-
-
-def test_sizes_continue_after_one_epoch_where_megatron_stops(sized_data, megatron_samples):
-    data, given = sized_data
-    assert len(megatron_samples(given, "1", 100)) == 43
-    dataset = blended_by_size(data, 100)
-    batch = dataset.batch(range(100))
-    assert abs(dataset.counts(100) - 100 / 43 * np.array([7, 4, 22, 1, 9])).max() < 1
+def test_sizes_are_megatrons_for_one_epoch_and_continue_after_it(make_corpus, megatron_samples):
+    """Megatron stops after one epoch; in float64 43 * (7 / 43) > 7 must not start another one."""
+    sizes = (7, 4, 22, 1, 9)
+    corpus = make_corpus({f"d{n}": [SEQ_LENGTH] * n + [1] for n in sizes})
+    text = " ".join(str(corpus.prefix(name, "train")) for name in corpus.names)
+    data = data_path_tokens(DataPath.parse(text), "1", corpus.tokenizer)
+    one, more = (
+        BlendedTokens(data, MixtureSchedule.fixed(sizes), n, SEQ_LENGTH, seed=11, by_size=True)
+        for n in (43, 100)
+    )
+    assert_same_samples(one, megatron_samples(text, "1", 43), 43)
+    batch = more.batch(range(100))
+    assert abs(more.counts(100) - 100 / 43 * np.array(sizes)).max() < 1
     # Each domain by Megatron's rule for as many samples of it alone.
-    for number, count in enumerate(dataset.counts(100).tolist()):
-        prefix = given.split()[number]
-        alone = megatron_samples(prefix, "1", count)
+    for number, count in enumerate(more.counts(100).tolist()):
+        alone = megatron_samples(text.split()[number], "1", count)
         found = batch["tokens"][batch["domain"] == number]
         assert torch.equal(found, torch.stack([alone[i]["tokens"] for i in range(count)]))
-
-
-@pytest.mark.parametrize("permutation", ["megatron", *FREE])
-def test_shapes_and_dtypes_of_batches(corpus, permutation):
-    batch = blended(corpus, [1, 1, 1, 1], 5, permutation=permutation).batch([2, 0, 4])
-    assert {key: (tuple(value.shape), value.dtype) for key, value in batch.items()} == {
-        "tokens": ((3, SEQ_LENGTH), torch.int64),
-        "labels": ((3, SEQ_LENGTH), torch.int64),
-        "loss_mask": ((3, SEQ_LENGTH), torch.float32),
-        "position_ids": ((3, SEQ_LENGTH), torch.int64),
-        "domain": ((3,), torch.int64),
-    }
-    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
 
 
 @pytest.mark.parametrize("permutation", ["megatron", *FREE])
@@ -190,6 +163,8 @@ def test_a_batch_stacks_its_samples(corpus, permutation):
     for row, index in enumerate(indices):
         for key, value in dataset[index].items():
             assert torch.equal(batch[key][row], value), key
+    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    assert (batch["tokens"].dtype, batch["tokens"].shape) == (torch.int64, (40, SEQ_LENGTH))
 
 
 def test_document_boundary_options_are_applied(corpus):
@@ -226,47 +201,26 @@ def stream_of(dataset, domain, num_samples):
     return batch["tokens"][batch["domain"] == domain]
 
 
-def windows_of(corpus, name):
-    return corpus.domains[name].train.tokens // SEQ_LENGTH
-
-
 @pytest.mark.parametrize("permutation", FREE)
-def test_an_epoch_reads_every_token_once(make_corpus, permutation):
-    # Each document is one token, which identifies it.
-    corpus = without_checksums(make_corpus({"a": [1] * (SEQ_LENGTH * 13)}))
-    data = corpus_tokens(corpus)
-    numbers = np.arange(1, SEQ_LENGTH * 13 + 1, dtype=np.uint16)
-    corpus.prefix("a", "train").with_suffix(".bin").write_bytes(numbers.tobytes())
-    options = {"seq_length": SEQ_LENGTH, "seed": 3, "permutation": permutation}
-    dataset = BlendedTokens(data, MixtureSchedule.fixed([1]), 39, **options)
-    epochs = dataset.batch(range(39))["tokens"].reshape(3, -1)
-    assert [epoch.unique().tolist() for epoch in epochs] == [numbers.tolist()] * 3
-    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 3  # in another order each time
-
-
-@pytest.mark.parametrize("permutation", FREE)
-def test_no_token_is_lost_or_repeated_between_epochs(make_corpus, permutation):
-    # 5 windows and 3 tokens more: windows that begin in one epoch end in the next.
-    size, epochs = SEQ_LENGTH * 5 + 3, SEQ_LENGTH
-    corpus = without_checksums(make_corpus({"a": [1] * size}))
+@pytest.mark.parametrize("remainder", [0, 3])
+def test_every_token_is_read_once_per_epoch(make_corpus, permutation, remainder):
+    # 13 windows and some tokens more: windows that begin in one epoch end in the next.
+    size, epochs = SEQ_LENGTH * 13 + remainder, SEQ_LENGTH
+    corpus = without_checksums(make_corpus({"a": [1] * size}))  # a document per token
     numbers = np.arange(1, size + 1, dtype=np.uint16)
     corpus.prefix("a", "train").with_suffix(".bin").write_bytes(numbers.tobytes())
-    dataset = BlendedTokens(
-        corpus_tokens(corpus),
-        MixtureSchedule.fixed([1]),
-        size * epochs // SEQ_LENGTH,
-        SEQ_LENGTH,
-        seed=3,
-        permutation=permutation,
-    )
-    batch = dataset.batch(range(len(dataset)))
+    num_samples = size * epochs // SEQ_LENGTH
+    dataset = blended(corpus, [1], num_samples, permutation=permutation)
+    batch = dataset.batch(range(num_samples))
     # After as many epochs as a window has tokens, windows and epochs end together.
     assert Counter(batch["tokens"].flatten().tolist()) == dict.fromkeys(numbers.tolist(), epochs)
     assert Counter(batch["labels"].flatten().tolist()).keys() == set(numbers.tolist())
+    orders = batch["tokens"].flatten().split(size)
+    assert len({tuple(order.tolist()) for order in orders}) == epochs
 
 
 @pytest.mark.parametrize("permutation", FREE)
-@pytest.mark.parametrize("boundary", [1, 7, 50, 51, 119])
+@pytest.mark.parametrize("boundary", [1, 50, 119])
 def test_a_change_of_weights_neither_loses_nor_repeats_a_sample(corpus, permutation, boundary):
     options = {"permutation": permutation}
     schedule = MixtureSchedule((Phase(0, (5, 3, 2, 0)), Phase(boundary, (1, 1, 0, 6))))
@@ -345,18 +299,13 @@ def test_the_order_of_a_corpus_depends_only_on_seed_name_and_epoch(
 @pytest.mark.parametrize("permutation", ["megatron", *FREE])
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_number_of_ranks_reads_the_same_samples(corpus, permutation, size):
-    weights, whole = (4, 3, 2, 1), range(24 * 3)
-    expected = blended(corpus, weights, 72, permutation=permutation).batch(whole)["tokens"]
-    ranks = [blended(corpus, weights, 72, permutation=permutation) for _ in range(size)]
-    for step in (0, 2):
-        parts = [
-            rank.batch(indices)["tokens"]
-            for turn in zip(
-                *(batch_indices(step, 24, 4, r, size) for r in range(size)), strict=True
-            )
-            for rank, indices in zip(ranks, turn, strict=True)
-        ]
-        assert torch.equal(torch.cat(parts), expected[step * 24 : (step + 1) * 24])
+    def build():
+        return blended(corpus, (4, 3, 2, 1), 72, permutation=permutation)
+
+    expected = build().batch(range(24, 72))["tokens"]
+    ranks = [micro_batches(build(), 24, 4, rank, size, start_step=1) for rank in range(size)]
+    found = [batch["tokens"] for turn in zip(*ranks, strict=True) for batch in turn]
+    assert torch.equal(torch.cat(found), expected)
 
 
 def test_an_order_that_is_too_large_is_rejected(corpus):
@@ -364,3 +313,33 @@ def test_an_order_that_is_too_large_is_rejected(corpus):
         blended(corpus, [1, 1, 1, 0], MAX_SAMPLES)
     with pytest.raises(UserError, match="--train-iters"):
         blended(corpus, [1, 1, 1, 0], MAX_SAMPLES + 1, permutation="feistel")
+
+
+THREE = MixtureSchedule((Phase(0, (1, 0)), Phase(10, (1, 3)), Phase(25, (0, 2))))
+
+
+def test_a_schedule_knows_weights_phases_and_targets():
+    weights = [THREE.weights_at(sample) for sample in (0, 9, 10, 24, 25, 10**9)]
+    assert weights == [(1, 0), (1, 0), (1, 3), (1, 3), (0, 2), (0, 2)]
+    assert THREE.changed(12, [5, 5]).phases == (*THREE.phases[:2], Phase(12, (5, 5)))
+    assert THREE.changed(10, [5, 5]).phases == (THREE.phases[0], Phase(10, (5, 5)))
+    assert [len(THREE.until(sample)) for sample in (0, 10, 11, 25, 26)] == [1, 1, 2, 2, 3]
+    assert [length for _, length in THREE.spans(40)] == [10, 15, 15]
+    assert [length for _, length in THREE.spans(10)] == [10]
+    assert THREE.target_samples(30) == pytest.approx([10 + 15 / 4, 15 * 3 / 4 + 5])
+    assert THREE.target_samples(0) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        (),
+        (Phase(1, (1,)),),
+        (Phase(0, (1,)), Phase(0, (1,))),
+        (Phase(0, (1,)), Phase(5, (1,)), Phase(3, (1,))),
+        (Phase(0, (1,)), Phase(5, (1, 2))),
+    ],
+)
+def test_invalid_schedules_are_rejected(phases):
+    with pytest.raises(ValueError, match="phases"):
+        MixtureSchedule(phases)

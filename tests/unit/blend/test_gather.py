@@ -1,3 +1,5 @@
+"""Windows read by the compiled loop against plain slices, and the permutation it computes."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -8,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.blend.gather import (
-    ROUNDS,
-    EpochView,
-    IndexedView,
-    ViewTable,
-    document_ends,
-    permuted,
-)
+from megatron_chameleon.blend.gather import ROUNDS, View, ViewTable, document_ends, permuted
 from megatron_chameleon.blend.streams import permutation_key
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 from tests.addresses import at_offset
@@ -32,7 +27,7 @@ def token_file(lengths, dtype, rng):
     return TokenFile(Path("a"), checked, lengths, starts * np.dtype(dtype).itemsize, boundaries)
 
 
-def documents_view(lengths, dtype, index_dtype, seq_length, first, seed):
+def indexed_view(lengths, dtype, index_dtype, seq_length, first, seed):
     """Windows of ``seq_length`` tokens over the documents in some order."""
     rng = np.random.default_rng(seed)
     file = token_file(lengths, dtype, rng)
@@ -41,15 +36,15 @@ def documents_view(lengths, dtype, index_dtype, seq_length, first, seed):
     begins = np.arange(0, ends[-1] - seq_length, seq_length)
     positions = np.searchsorted(ends, begins, side="right")
     offsets = begins - (ends - file.lengths[documents])[positions]
-    return IndexedView(
-        file=file,
-        documents=documents,
-        windows=np.stack([positions, offsets], axis=1).astype(index_dtype),
-        shuffle=rng.permutation(len(begins)).astype(
+    fields = {
+        "documents": documents,
+        "num_documents": len(documents),
+        "windows": np.stack([positions, offsets], axis=1).astype(index_dtype),
+        "shuffle": rng.permutation(len(begins)).astype(
             np.uint32 if index_dtype is np.int32 else np.int64
         ),
-        first=first,
-    )
+    }
+    return View(file, first, len(begins), fields)
 
 
 def epoch_view(lengths, dtype, seq_length, shuffled, seed, first=5, phase=0):
@@ -57,35 +52,27 @@ def epoch_view(lengths, dtype, seq_length, shuffled, seed, first=5, phase=0):
     rng = np.random.default_rng(seed)
     file = token_file([3, *lengths, 2], dtype, rng)
     window_key, *keys = (int(key) for key in rng.integers(0, 2**64, 3, np.uint64))
-    ends = document_ends(file, 1, 1 + len(lengths), keys[0]) if shuffled else None
-    return EpochView(
-        file=file,
-        first=first,
-        num_samples=max(1, -(-(sum(lengths) - phase) // seq_length)),
-        phase=phase,
-        begin=3,
-        num_tokens=sum(lengths),
-        window_key=window_key,
-        first_document=1,
-        num_documents=len(lengths),
-        document_keys=(keys[0], keys[1]) if shuffled else None,
-        ends=ends,
-    )
+    fields = {"phase": phase, "begin": 3, "num_tokens": sum(lengths), "window_key": window_key}
+    fields |= {"first_document": 1, "num_documents": len(lengths)}
+    if shuffled:
+        fields |= {"document_key": keys[0], "next_document_key": keys[1]}
+        fields["ends"] = document_ends(file, 1, 1 + len(lengths), keys[0])
+    return View(file, first, max(1, -(-(sum(lengths) - phase) // seq_length)), fields)
 
 
 def reference(view, number, seq_length):
     """One window [s + 1], by plain slices."""
-    place, file = number - view.first, view.file
+    place, file, row = number - view.first, view.file, view.fields
     documents = np.split(file.tokens[:].astype(np.int64), np.cumsum(file.lengths)[:-1])
-    if isinstance(view, IndexedView):
-        position, start = view.windows[view.shuffle[place]]
-        order = view.documents[position:].tolist()
+    if "windows" in row:
+        position, start = row["windows"][row["shuffle"][place]]
+        order = row["documents"][position:].tolist()
     else:
-        window = permuted(place, view.num_samples, np.uint64(view.window_key))
-        start, size = view.phase + seq_length * window, view.num_documents
+        window = permuted(place, view.num_samples, np.uint64(row["window_key"]))
+        start, size = row["phase"] + seq_length * window, row["num_documents"]
         order = [
-            view.first_document + (permuted(i, size, np.uint64(key)) if view.document_keys else i)
-            for key in view.document_keys or (0, 0)
+            row["first_document"] + (permuted(i, size, np.uint64(row[key])) if key in row else i)
+            for key in ("document_key", "next_document_key")
             for i in range(size)
         ]
     return np.concatenate([documents[i] for i in order])[start : start + seq_length + 1]
@@ -100,45 +87,29 @@ def gathered(views, pairs, seq_length):
 
 
 @given(
-    st.lists(st.integers(0, 12), min_size=2, max_size=30),
+    st.lists(st.integers(0, 12), min_size=2, max_size=60),
     st.integers(1, 9),
     st.sampled_from([np.uint16, np.int32]),
-    st.sampled_from([np.int32, np.int64]),
-    st.integers(0, 5),
-    st.integers(0, 2**32 - 1),
-)
-def test_windows_over_documents_match_the_reference(
-    lengths, seq_length, dtype, index_dtype, first, seed
-):
-    lengths[0] += 2 * seq_length + 1  # for two windows at least, documents of no tokens or not
-    view = documents_view(lengths, dtype, index_dtype, seq_length, first, seed)
-    numbers = range(first, first + view.num_samples)
-    found = gathered([view], [(0, number) for number in numbers], seq_length)
-    expected = [reference(view, number, seq_length) for number in numbers]
-    assert found.dtype == np.int64
-    np.testing.assert_array_equal(found, expected)
-
-
-@given(
-    st.lists(st.integers(0, 12), min_size=1, max_size=60),
-    st.integers(1, 9),
+    st.sampled_from([np.int32, np.int64, "file order", "shuffled"]),
     st.integers(0, 4),
-    st.booleans(),
-    st.sampled_from([np.uint16, np.int32]),
     st.integers(0, 2**32 - 1),
 )
-def test_windows_of_an_epoch_match_the_reference(lengths, seq_length, phase, shuffled, dtype, seed):
-    lengths[-1] += seq_length + 5
-    view = epoch_view(lengths, dtype, seq_length, shuffled, seed, phase=phase)
+def test_windows_match_the_reference(lengths, seq_length, dtype, kind, first, seed):
+    lengths[-1] += 2 * seq_length + 5  # for two windows at least; documents may have no tokens
+    if isinstance(kind, str):
+        view = epoch_view(lengths, dtype, seq_length, kind == "shuffled", seed, phase=first)
+    else:
+        view = indexed_view(lengths, dtype, kind, seq_length, first, seed)
     numbers = range(view.first, view.first + view.num_samples)
     found = gathered([view], [(0, number) for number in numbers], seq_length)
+    assert found.dtype == np.int64
     np.testing.assert_array_equal(found, [reference(view, n, seq_length) for n in numbers])
 
 
 def test_a_batch_from_views_of_every_kind():
     views = [
-        documents_view([50, 3, 0, 70], np.uint16, np.int32, 4, 0, seed=1),
-        documents_view([9] * 20, np.int32, np.int64, 4, 100, seed=2),
+        indexed_view([50, 3, 0, 70], np.uint16, np.int32, 4, 0, seed=1),
+        indexed_view([9] * 20, np.int32, np.int64, 4, 100, seed=2),
         epoch_view([60, 17], np.int32, 4, False, seed=3),
         epoch_view([40, 0, 37], np.uint16, 4, True, seed=4),
     ]
@@ -146,12 +117,14 @@ def test_a_batch_from_views_of_every_kind():
     found = gathered(views, pairs, 4)
     for row, (place, number) in zip(found, pairs, strict=True):
         np.testing.assert_array_equal(row, reference(views[place], number, 4))
+    with pytest.raises(AssertionError, match="outside its view"):
+        gathered(views, [(1, 99)], 4)
 
 
 @pytest.mark.parametrize("offset", [2, 8, 24])
 def test_windows_do_not_depend_on_addresses(offset):
     for dtype, index_dtype in ((np.uint16, np.int32), (np.int32, np.int64)):
-        view = documents_view([50, 3, 0, 70], dtype, index_dtype, 4, 0, seed=1)
+        view = indexed_view([50, 3, 0, 70], dtype, index_dtype, 4, 0, seed=1)
         tokens = at_offset(view.file.tokens.unchecked, max(offset, 8))
         # In an .idx, lengths and pointers are not even aligned.
         index = {
@@ -163,26 +136,14 @@ def test_windows_do_not_depend_on_addresses(offset):
         checked = BlockTokens(Path("a.bin"), tokens, None, VOCAB_SIZE)
         file = dataclasses.replace(view.file, tokens=checked, **index)
         arrays = ("documents", "windows", "shuffle")
-        moved = {name: at_offset(getattr(view, name), max(offset, 8)) for name in arrays}
+        moved = {name: at_offset(view.fields[name], max(offset, 8)) for name in arrays}
+        moved_view = dataclasses.replace(view, file=file, fields=view.fields | moved)
         pairs = [(0, number) for number in range(view.num_samples)]
-        found = gathered([dataclasses.replace(view, file=file, **moved)], pairs, 4)
-        np.testing.assert_array_equal(found, gathered([view], pairs, 4))
+        np.testing.assert_array_equal(gathered([moved_view], pairs, 4), gathered([view], pairs, 4))
 
-
-@pytest.mark.parametrize("number", [-1, 3, 8, 2**40])
-def test_a_sample_outside_its_view_is_an_assertion(number):
-    view = documents_view([21], np.uint16, np.int32, 4, first=3, seed=0)
-    assert view.num_samples == 5
-    if 3 <= number < 8:
-        gathered([view], [(0, number)], 4)
-        return
-    with pytest.raises(AssertionError, match="outside its view"):
-        gathered([view], [(0, number)], 4)
-
-
-# Permutations
 
 WORD = 2**64 - 1
+KEYS = st.integers(0, 2**64 - 1)
 
 
 def permute_positions(positions, size, key):
@@ -204,13 +165,9 @@ def permuted_reference(position, size, key):
             return position
 
 
-KEYS = st.integers(0, 2**64 - 1)
-
-
 @given(st.integers(1, 3000), KEYS)
 def test_permuted_is_a_permutation(size, key):
     found = permute_positions(np.arange(size), size, key)
-    assert found.dtype == np.int64
     np.testing.assert_array_equal(np.sort(found), np.arange(size))
 
 
@@ -219,18 +176,16 @@ def test_permuted_matches_the_reference(size, key, data):
     positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=5))
     found = permute_positions(np.array(positions), size, key)
     assert found.tolist() == [permuted_reference(p, size, key) for p in positions]
-    assert (found >= 0).all()
-    assert (found < size).all()
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 16, 17, 1000, 4096, 100_003])
+@pytest.mark.parametrize("size", [3, 4, 5, 17, 4096, 100_003])
 def test_permuted_positions_are_uniform(size):
     # Where the first, the last and a middle position go, over many keys: a chi-square test, which
     # a good permutation fails once in 10^6 times (here never: the keys are fixed).
     keys = [permutation_key(number, size) for number in range(4000)]
     bins = min(size, 16)
     for position in (0, size // 2, size - 1):
-        places = np.array([permute_positions(np.array([position]), size, k)[0] for k in keys])
+        places = np.array([permuted(position, size, np.uint64(key)) for key in keys])
         counts = np.bincount(places * bins // size, minlength=bins)
         edges = -(-np.arange(bins + 1) * size // bins)
         expected = len(keys) * np.diff(edges) / size
@@ -251,9 +206,6 @@ def test_permuted_neighbours_are_uncorrelated(size):
 
 def test_permutations_are_the_same_in_every_release():
     # A run resumed with another release continues with the same samples.
-    assert permutation_key(1234, 5, 0, 1) == KEY
-    assert permute_positions(np.arange(8), 8, KEY).tolist() == FEISTEL_ORDER
-
-
-KEY = 4366374342567971827
-FEISTEL_ORDER = [4, 2, 3, 7, 5, 1, 6, 0]
+    key = permutation_key(1234, 5, 0, 1)
+    assert key == 4366374342567971827
+    assert permute_positions(np.arange(8), 8, key).tolist() == [4, 2, 3, 7, 5, 1, 6, 0]

@@ -30,21 +30,13 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(array, other)
 
 
-RARE = 1e-12
 WEIGHTS = {
-    "one domain": [1.0],
     "one domain, not normalised": [0.3],
-    "equal, exact in binary": [0.25] * 4,
     "equal, not exact": [1 / 7] * 7,
-    "a rare one first": [RARE, 1 - RARE],
-    "rare ones last": [0.5, 0.5 - 2 * RARE, RARE, RARE],
+    "a rare one first": [1e-12, 1 - 1e-12],
     "the smallest positive number": [5e-324, 1.0],
-    "a zero first": [0.0, 1.0],
     "zeros between": [0.0, 0.6, 0.0, 0.4],
-    "all zero": [0.0, 0.0, 0.0],
     "huge": [1e300, 1e300, 1e-300],
-    "sum above one": [0.9, 0.8, 0.7],
-    "sum below one": [0.1, 0.05],
     "negative": [-0.5, 1.5],
 }
 
@@ -52,7 +44,11 @@ WEIGHTS = {
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
 def test_equals_the_compiled_helper(weights):
     for num_samples in (0, 1, 2, 1000):
-        assert_same(build_blending_indices(weights, num_samples), compiled(weights, num_samples))
+        out = np.empty(num_samples, np.int16), np.empty(num_samples, np.int64)
+        returned = build_blending_indices(weights, num_samples, out)
+        assert returned[0] is out[0]
+        assert returned[1] is out[1]
+        assert_same(out, compiled(weights, num_samples))
 
 
 # Enough samples for several rounds of all lanes, with good and with hopeless guesses.
@@ -101,22 +97,12 @@ def test_fast_helper_and_reference_agree(weights, num_samples):
     assert_same(reference(weights, num_samples), expected)
 
 
-def test_writes_into_the_arrays_given():
-    out = np.empty(50, np.int16), np.empty(50, np.int64)
-    returned = build_blending_indices([0.7, 0.3], 50, out)
-    assert returned[0] is out[0]
-    assert returned[1] is out[1]
-    assert_same(out, compiled([0.7, 0.3], 50))
-
-
 @pytest.mark.parametrize(
     ("weights", "num_samples", "problem"),
     [
-        ([], 1, "1 to 32767 domains"),
         ([[0.5, 0.5]], 1, "1 to 32767 domains"),
         (np.ones(MAX_DOMAINS + 1), 1, "1 to 32767 domains"),
         ([0.5, float("nan")], 1, "weight 1 is not finite"),
-        ([float("inf"), 0.5], 1, "weight 0 is not finite"),
         ([0.5, 0.5], -1, "negative"),
     ],
 )

@@ -1,62 +1,147 @@
+"""Micro-batches in every layout, prefetched or not."""
+
 from __future__ import annotations
+
+import contextlib
+import threading
+import time
 
 import pytest
 import torch
 
-from megatron_chameleon.blend.sampler import MicroBatchIterator, batch_indices
+from megatron_chameleon.blend import prefetch as prefetching
+from megatron_chameleon.blend.prefetch import prefetch, read_ahead, steps_between_changes
+from megatron_chameleon.blend.sampler import micro_batches
 from megatron_chameleon.errors import UserError
 
+CPU = torch.device("cpu")
 
-class Numbers:
-    """Sample i is the number i, twice."""
 
-    def __init__(self, length):
-        self.length = length
-        self.read = []
+class Samples:
+    """Numbered samples; notes which are read, and on which thread."""
+
+    def __init__(self, count, broken_from=None):
+        self.count, self.broken_from = count, broken_from
+        self.read, self.threads = [], set()
 
     def __len__(self):
-        return self.length
+        return self.count
 
     def batch(self, indices):
-        self.read += indices
-        domain = torch.tensor(indices)
-        return {"tokens": domain[:, None].repeat(1, 2), "domain": domain}
+        if self.broken_from is not None and indices[0] >= self.broken_from:
+            raise UserError(f"sample {indices[0]} cannot be read")
+        self.read.append(list(indices))
+        self.threads.add(threading.current_thread())
+        return {"tokens": torch.tensor(indices)}
 
 
-@pytest.mark.parametrize("step", [0, 1, 17])
+def numbers(batches):
+    return [batch["tokens"].tolist() for batch in batches]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_ranks_partition_the_samples_of_a_step(step, size, micro_batch_size):
-    ranks = [list(batch_indices(step, 24, micro_batch_size, rank, size)) for rank in range(size)]
-    assert {len(rank) for rank in ranks} == {24 // (micro_batch_size * size)}
+def test_ranks_partition_the_samples_of_each_step(size, micro_batch_size):
+    # Two samples are left over after four whole steps.
+    ranks = [
+        numbers(micro_batches(Samples(98), 24, micro_batch_size, rank, size, start_step=1))
+        for rank in range(size)
+    ]
+    assert {len(rank) for rank in ranks} == {3 * 24 // (micro_batch_size * size)}
     # Taken micro-batch by micro-batch over the ranks, the order is the same at every layout.
     in_order = [index for turn in zip(*ranks, strict=True) for part in turn for index in part]
-    assert in_order == list(range(step * 24, step * 24 + 24))
-
-
-def test_a_resumed_iterator_continues_with_the_same_batches():
-    def domains(start_step):
-        batches = MicroBatchIterator(Numbers(26), 6, 1, 1, 2, start_step)
-        return [batch["domain"].tolist() for batch in batches]
-
-    whole = domains(0)
-    assert len(whole) == 12  # four whole steps of three micro-batches; two samples are left over
-    for step in range(5):
-        assert domains(step) == whole[3 * step :]
+    assert in_order == list(range(24, 96))
 
 
 @pytest.mark.parametrize(
     ("sizes", "problem"),
-    [
-        ((10, 2, 3), "multiple of 6.*6 or 12 would work"),
-        ((4, 2, 4), "multiple of 8.* 8 would work"),
-        ((0, 2, 4), "at least 1"),
-        ((4, 0, 4), "at least 1"),
-    ],
+    [((10, 2, 3), "multiple of 6.*6 or 12 would work"), ((4, 2, 4), "multiple of 8.* 8 would")],
 )
 def test_batch_sizes_that_cannot_be_partitioned_are_rejected(sizes, problem):
-    global_batch_size, micro_batch_size, data_parallel_size = sizes
     with pytest.raises(UserError, match=problem):
-        batch_indices(0, global_batch_size, micro_batch_size, 0, data_parallel_size)
-    with pytest.raises(UserError, match=problem):
-        MicroBatchIterator(Numbers(100), global_batch_size, micro_batch_size, 0, data_parallel_size)
+        next(micro_batches(Samples(100), sizes[0], sizes[1], 0, sizes[2]))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 50])
+def test_prefetching_changes_no_batch(depth, monkeypatch):
+    monkeypatch.setattr(prefetching, "READ_AHEAD", depth)
+    samples = Samples(24)
+    with contextlib.closing(prefetch(micro_batches(samples, 6, 2), CPU)) as ahead:
+        assert numbers(ahead) == numbers(micro_batches(Samples(24), 6, 2))
+    assert threading.current_thread() not in samples.threads
+    with read_ahead(micro_batches(samples, 6, 2), CPU) as batches:  # on the CPU by this thread
+        next(batches)
+    assert threading.current_thread() in samples.threads
+
+
+def test_an_error_is_raised_in_place_of_its_batch():
+    ahead = prefetch(micro_batches(Samples(24, broken_from=8), 6, 2), CPU)
+    assert [next(ahead)["tokens"][0] for _ in range(4)] == [0, 2, 4, 6]
+    with pytest.raises(UserError, match="sample 8 cannot be read"):
+        next(ahead)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_close_stops_the_thread(taken):
+    before, samples = threading.active_count(), Samples(600)
+    ahead = prefetch(micro_batches(samples, 6, 2), CPU)
+    for _ in range(taken):
+        next(ahead)
+    ahead.close()
+    assert threading.active_count() == before
+    assert len(samples.read) <= taken + prefetching.READ_AHEAD
+    assert list(ahead) == []
+
+
+def test_expanded_tensors_are_pinned_as_contiguous_copies(monkeypatch):
+    """torch pins by copying into memory of the same strides, which fails where elements overlap."""
+
+    def pin_memory(tensor):
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return copy.copy_(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    expanded = torch.arange(4).expand(3, 4)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        expanded.pin_memory()
+    assert torch.equal(prefetching._pinned(expanded, torch.device("cuda")), expanded)
+
+
+@pytest.mark.parametrize("first_step", [0, 1, 3])
+def test_each_part_is_prefetched_when_its_first_batch_is_read(first_step):
+    """The samples may change before the first batch of a part is requested."""
+    samples, count = Samples(24), threading.active_count()
+    parts = [3 * steps for steps in steps_between_changes(first_step, 4, 3)]
+    ahead = prefetch(micro_batches(samples, 6, 2, start_step=first_step), CPU, parts)
+    read = []
+    for part in parts:
+        assert len(samples.read) == len(read)
+        read.append(next(ahead))
+        end = len(read) + min(part - 1, prefetching.READ_AHEAD)
+        wait_until(lambda end=end: len(samples.read) == end)
+        read += [next(ahead) for _ in range(part - 1)]
+    assert list(ahead) == []
+    assert numbers(read) == numbers(micro_batches(Samples(24), 6, 2, start_step=first_step))
+    assert threading.active_count() == count
+
+
+@pytest.mark.parametrize(
+    ("first_step", "interval", "steps"),
+    [
+        (7, 0, [3]),
+        (0, 4, [4, 4, 2]),
+        (3, 4, [1, 4, 2]),
+        (4, 4, [4, 2]),
+        (8, 2, [2]),
+        (0, 99, [10]),
+    ],
+)
+def test_parts_end_where_the_mixture_may_change(first_step, interval, steps):
+    assert steps_between_changes(first_step, 10, interval) == steps

@@ -12,7 +12,7 @@ import pytest
 from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions
-from megatron_chameleon.blend.prefetch import read_parts_ahead
+from megatron_chameleon.blend.prefetch import prefetch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import hook as hook_module
 from megatron_chameleon.training import step as step_module
@@ -230,7 +230,7 @@ def test_reading_ahead_draws_by_the_mixture_that_the_hook_has_chosen(
 
     def read_ahead(batches, device, given):  # as on a GPU
         parts.append(given)
-        return contextlib.closing(read_parts_ahead(batches, device, given))
+        return contextlib.closing(prefetch(batches, device, given))
 
     monkeypatch.setattr(trainer, "read_ahead", read_ahead)
     with monkeypatch.context() as patched:

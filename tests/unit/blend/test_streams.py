@@ -1,0 +1,173 @@
+"""The cache of Megatron's indices: damage, faults, keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.blend.streams import STALE_AFTER_SECONDS, cached_arrays, megatron_view
+from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.errors import UserError
+
+KEY = {"seed": 1, "lengths": "0" * 64}
+
+
+def arrays_of(number):
+    return {
+        "windows": np.arange(number * 6, dtype=np.int32).reshape(-1, 2),
+        "shuffle": np.arange(number, dtype=np.uint32)[::-1].copy(),
+    }
+
+
+def build_nothing():
+    raise AssertionError("this should have come from the cache")
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].flags.aligned
+        assert not found[name].flags.writeable
+        np.testing.assert_array_equal(found[name], array)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("number", [9, 10_000])  # read into memory, and mapped
+@pytest.mark.parametrize(
+    "damage", [flip, lambda entry: os.truncate(entry, 20), lambda entry: os.truncate(entry, 0)]
+)
+def test_a_damaged_entry_is_rebuilt(tmp_path, damage, number):
+    folder = tmp_path / "cache"
+    assert_same(cached_arrays(folder, KEY, lambda: arrays_of(number)), arrays_of(number))
+    (entry,) = folder.iterdir()
+    damage(entry)
+    with pytest.warns(UserWarning, match=r"is damaged .* and is rebuilt"):
+        assert_same(cached_arrays(folder, KEY, lambda: arrays_of(number)), arrays_of(number))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(cached_arrays(folder, KEY, build_nothing), arrays_of(number))
+    assert list(folder.iterdir()) == [entry]
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .* free space"):
+            cached_arrays(tmp_path, KEY, lambda: arrays_of(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def folder_of_another() -> Iterator[Path]:
+    """A folder outside of root's own, and this process as a user without root's rights."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if os.geteuid() != 0:
+            yield folder
+            folder.chmod(0o755)
+            return
+        shutil.chown(folder, 65534)
+        os.seteuid(65534)
+        yield folder
+        os.seteuid(0)
+
+
+def test_a_read_only_folder_can_be_read(folder_of_another):
+    cached_arrays(folder_of_another, KEY, lambda: arrays_of(9))
+    folder_of_another.chmod(0o555)
+    assert_same(cached_arrays(folder_of_another, KEY, build_nothing), arrays_of(9))
+    with pytest.raises(UserError, match=r"cannot write .* choose another folder"):
+        cached_arrays(folder_of_another, {**KEY, "seed": 2}, lambda: arrays_of(9))
+    folder_of_another.chmod(0)
+    with (
+        pytest.warns(UserWarning, match="Permission denied"),
+        pytest.raises(UserError, match=r"cannot write .* choose another folder"),
+    ):
+        cached_arrays(folder_of_another, KEY, lambda: arrays_of(9))
+
+
+def test_leftovers_of_killed_processes_are_removed_after_a_day(tmp_path):
+    left, foreign = tmp_path / f".{'0a' * 20}.x7.tmp", tmp_path / ".mine.tmp"
+    for path in (left, foreign):
+        path.write_text("")
+    cached_arrays(tmp_path, KEY, lambda: arrays_of(9))
+    assert left.exists()  # it may still be in use
+    for path in (left, foreign):
+        os.utime(path, (time.time() - STALE_AFTER_SECONDS - 60,) * 2)
+    cached_arrays(tmp_path, {**KEY, "seed": 2}, lambda: arrays_of(9))
+    assert not left.exists()
+    assert foreign.exists()
+
+
+def build_concurrently(folder, start, results):
+    def slowly():
+        time.sleep(0.2)  # so that all of them build
+        return arrays_of(50)
+
+    start.wait()
+    found = cached_arrays(folder, KEY, slowly)
+    results.put(all(np.array_equal(found[k], v) for k, v in arrays_of(50).items()))
+
+
+def test_concurrent_builders_of_an_entry_do_not_collide(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, results = context.Event(), context.Queue()
+    builders = [
+        context.Process(target=build_concurrently, args=(tmp_path, start, results))
+        for _ in range(4)
+    ]
+    for builder in builders:
+        builder.start()
+    start.set()
+    assert [results.get(timeout=60) for _ in builders] == [True] * 4
+    for builder in builders:
+        builder.join()
+        assert builder.exitcode == 0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_everything_that_determines_the_indices_has_its_own_entry(make_corpus, tmp_path):
+    (domain,) = corpus_tokens(make_corpus({"a": [9, 9, 9, 9]})).domains
+    (other,) = corpus_tokens(make_corpus({"a": [8, 10, 9, 9]}, folder="other")).domains
+    folder = tmp_path / "cache"
+    arguments = [
+        (dataclasses.replace(source, first=first, stop=first + 2, tokens=18), samples, length, seed)
+        for source, first, samples, length, seed in (
+            (domain, 0, 20, 4, 1),
+            (domain, 2, 20, 4, 1),
+            (other, 0, 20, 4, 1),
+            (domain, 0, 21, 4, 1),
+            (domain, 0, 20, 3, 1),
+            (domain, 0, 20, 4, 2),
+        )
+    ]
+    for source, *more in arguments:
+        expected = megatron_view(source, source.open(), *more)
+        for _ in range(2):  # built, then read
+            found = megatron_view(source, source.open(), *more, cache=folder)
+            for name in ("documents", "windows", "shuffle"):
+                np.testing.assert_array_equal(found.fields[name], expected.fields[name])
+    assert len(list(folder.iterdir())) == len(arguments)
