@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def indexed_view(lengths, dtype, index_dtype, seq_length, first, seed):
     begins = np.arange(0, ends[-1] - seq_length, seq_length)
     positions = np.searchsorted(ends, begins, side="right")
     offsets = begins - (ends - file.lengths[documents])[positions]
-    fields = {
+    fields: dict[str, Any] = {
         "documents": documents,
         "num_documents": len(documents),
         "windows": np.stack([positions, offsets], axis=1).astype(index_dtype),

@@ -11,7 +11,7 @@ import torch
 
 from megatron_chameleon.blend import prefetch as prefetching
 from megatron_chameleon.blend.prefetch import prefetch, read_ahead, steps_between_changes
-from megatron_chameleon.blend.sampler import micro_batches
+from megatron_chameleon.blend.sampler import Batch, micro_batches
 from megatron_chameleon.errors import UserError
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_each_part_is_prefetched_when_its_first_batch_is_read(first_step):
     samples, count = Samples(24), threading.active_count()
     parts = [3 * steps for steps in steps_between_changes(first_step, 4, 3)]
     ahead = prefetch(micro_batches(samples, 6, 2, start_step=first_step), CPU, parts)
-    read = []
+    read: list[Batch] = []
     for part in parts:
         assert len(samples.read) == len(read)
         read.append(next(ahead))
