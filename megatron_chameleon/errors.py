@@ -51,12 +51,12 @@ def system_error_message(error: BaseException) -> str | None:
     """
     for cause in _chain(error):
         if isinstance(cause, MemoryError):
-            return f"out of memory: {_first_line(cause)}"
+            return f"out of memory: {first_line(cause)}"
         if isinstance(cause, OSError) and cause.errno in _SYSTEM_ERRNOS:
             where = f" ({os.fsdecode(cause.filename)})" if cause.filename else ""
             return f"{cause.strerror}{where}"
         if isinstance(cause, Exception) and _SYSTEM_ERROR_TEXT.search(str(cause)):
-            return _first_line(cause)
+            return first_line(cause)
     return None
 
 
@@ -70,5 +70,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or (following.__context__ if is_wrapper else None)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its type if that is empty."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

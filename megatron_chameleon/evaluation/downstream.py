@@ -16,9 +16,8 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import metadata
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
@@ -43,19 +42,17 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.evaluation.scoring import Scorer
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.parallel.layout import Layout, distributed, from_main
+from megatron_chameleon.parallel.layout import distributed, from_main
 
 if TYPE_CHECKING:
     from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
     from megatron_chameleon.evaluation.tasks import LoadedTask
 
 MODEL_NAME = "megatron_chameleon"
-NOTES = MappingProxyType(
-    {
-        "race": "since version 3 (May 2026), its definition fills in the blanks of an article's "
-        "earlier questions; the paper's version kept the blanks",
-    }
-)
+NOTES = {
+    "race": "since version 3 (May 2026), its definition fills in the blanks of an article's "
+    "earlier questions; the paper's version kept the blanks",
+}
 
 
 def require_lm_eval() -> str:
@@ -109,10 +106,6 @@ class DownstreamPlan:
     provenance: Provenance
     data: dict[str, str | None]
 
-    def part(self, task: str, shots: int) -> DownstreamPart | None:
-        """An existing part. Raises UserError if it has other settings."""
-        return find_part(self.options.parts_dir, self.settings(task, shots))
-
     def settings(self, task: str, shots: int) -> PartSettings:
         """Settings that determine the result of a task with a number of shots."""
         return PartSettings(
@@ -126,12 +119,18 @@ class DownstreamPlan:
             data=self.data[task],
         )
 
-    def missing(self) -> Iterator[tuple[str, list[int]]]:
+    def parts(self, task: str) -> dict[int, DownstreamPart | None]:
+        """The existing part of each number of shots. Raises UserError if it has other settings."""
+        folder = self.options.parts_dir
+        return {n: find_part(folder, self.settings(task, n)) for n in self.options.shots}
+
+    def missing(self) -> dict[str, list[int]]:
         """Tasks with the numbers of shots that are still to be evaluated, in their order."""
-        for task in self.options.tasks:
-            shots = [number for number in self.options.shots if self.part(task, number) is None]
-            if shots:
-                yield task, shots
+        parts = {task: self.parts(task) for task in self.options.tasks}
+        missing = {
+            task: [n for n, part in found.items() if not part] for task, found in parts.items()
+        }
+        return {task: numbers for task, numbers in missing.items() if numbers}
 
 
 def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
@@ -144,10 +143,20 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
         UserError: for invalid options or inputs, or if no task can be evaluated.
     """
     with distributed(options.parallel, seed=0) as layout:
-        plan = from_main(lambda: plan_downstream(options))
+        plan, missing = from_main(lambda: plan_downstream(options))
         gaps: list[Gap] = []
-        if from_main(lambda: any(plan.missing())):
-            gaps = _evaluate_missing(plan, layout)
+        if missing:
+            from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
+
+            tokenizer = find_tokenizer(options.tokenizer, plan.checkpoint)
+            is_bf16 = options.evaluation_dtype == "bfloat16"
+            reader = open_reader(plan.checkpoint, layout, bf16=is_bf16)
+            scorer = Scorer(reader, options.evaluation_batch_size, tokenizer)
+            if layout.is_main:
+                gaps = evaluate_parts(plan, ScorerLM(scorer))
+                scorer.stop()
+            else:
+                scorer.serve()
         result = from_main(lambda: collect(plan, gaps))
         if not result.tasks:
             raise UserError(f"no task could be evaluated, and nothing is written; {result.gaps[0]}")
@@ -158,8 +167,8 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
         return result
 
 
-def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
-    """Load and check what ``options`` name; nothing is written.
+def plan_downstream(options: DownstreamOptions) -> tuple[DownstreamPlan, dict[str, list[int]]]:
+    """Load and check what ``options`` name, and find the missing parts; nothing is written.
 
     Raises:
         UserError: for the first mistake found.
@@ -187,24 +196,7 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
         provenance=provenance(options, {"checkpoint": record.hash, "tokenizer": tokenizer.sha256}),
         data={task: library.data_of(task) for task in options.tasks},
     )
-    list(plan.missing())  # rejects parts of another evaluation
-    return plan
-
-
-def _evaluate_missing(plan: DownstreamPlan, layout: Layout) -> list[Gap]:
-    """Evaluate the missing parts on all ranks; rank 0 returns the gaps."""
-    from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
-
-    options = plan.options
-    tokenizer = find_tokenizer(options.tokenizer, plan.checkpoint)
-    reader = open_reader(plan.checkpoint, layout, bf16=options.evaluation_dtype == "bfloat16")
-    scorer = Scorer(reader, options.evaluation_batch_size, tokenizer)
-    if not layout.is_main:
-        scorer.serve()
-        return []
-    gaps = evaluate_parts(plan, ScorerLM(scorer))
-    scorer.stop()
-    return gaps
+    return plan, plan.missing()
 
 
 def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
@@ -212,40 +204,31 @@ def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
     from megatron_chameleon.evaluation.tasks import TaskLibrary, TaskUnavailableError
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every default
-    missing = list(plan.missing())
-    library = TaskLibrary([task for task, _ in missing], plan.options.data_dir)
+    missing = plan.missing()
+    library = TaskLibrary(list(missing), plan.options.data_dir)
     gaps: list[Gap] = []
-    total, done, stopwatch = sum(len(shots) for _, shots in missing), 0, Stopwatch()
-
-    def report(line: str, parts: int = 1) -> None:
-        nonlocal done
-        done += parts
-        seconds = stopwatch.seconds() / done * (total - done)
-        left = f", about {seconds / 60:.0f} min left" if seconds >= 60 else ""
-        print(f"{line} ({done}/{total}{left})", flush=True)
-
-    for task, numbers in missing:
+    total, done = sum(map(len, missing.values())), 0
+    for task, numbers in missing.items():
         try:
             loaded = library.load(task)
         except TaskUnavailableError as error:
             gaps.append(Gap(task, None, str(error)))
-            report(f"not evaluated: {gaps[-1]}", len(numbers))
+            print(f"not evaluated: {gaps[-1]}", flush=True)
+            done += len(numbers)
             continue
         for shots in numbers:
+            done += 1
             try:
                 part = evaluate_part(model, loaded, plan.settings(task, shots))
             except TaskUnavailableError as error:
                 gaps.append(Gap(task, shots, str(error)))
-                report(f"not evaluated: {gaps[-1]}")
+                print(f"not evaluated: {gaps[-1]}", flush=True)
                 continue
             part.save(part_path(plan.options.parts_dir, task, shots))
-            found = Accuracy.of(part.values)
-            error_bar = (
-                "" if found.standard_error is None else f" ± {100 * found.standard_error:.2f}"
-            )
-            report(
-                f"{task}, {shots}-shot: {part.metric} {100 * found.accuracy:.2f}{error_bar} of "
-                f"{len(part.answers):,} questions"
+            print(
+                f"{task}, {shots}-shot: {part.metric} {_percent(Accuracy.of(part.values))} of "
+                f"{len(part.answers):,} questions ({done}/{total})",
+                flush=True,
             )
     return gaps
 
@@ -262,7 +245,7 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
     from megatron_chameleon.evaluation.tasks import TaskUnavailableError, in_one_line
 
     stopwatch = Stopwatch()
-    model.new_tally(f"{loaded.name}, {settings.shots}-shot")
+    model.reset(f"{loaded.name}, {settings.shots}-shot")
     loaded.set_shots(settings.shots, settings.fewshot_seed)
     try:
         found: dict[str, Any] | None = evaluate(
@@ -289,13 +272,13 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
     return DownstreamPart(
         settings=settings,
         metric=loaded.metric,
-        version=loaded.version,
+        version=str(loaded.task.VERSION),
         shots_from=loaded.shots_from,
         answers="".join("1" if sample[loaded.metric] else "0" for sample in samples),
-        truncated_requests=model.tally.truncated,
-        requests_hash=model.tally.digest.hexdigest(),
+        truncated_requests=model.num_truncated,
+        requests_hash=model.digest.hexdigest(),
         questions_hash=hashlib.sha256(hashes.encode()).hexdigest(),
-        cost=stopwatch.cost(model.tally.flops, model.scorer.layout.world_size),
+        cost=stopwatch.cost(model.flops, model.scorer.layout.world_size),
     )
 
 
@@ -304,8 +287,8 @@ def collect(plan: DownstreamPlan, gaps: Iterable[Gap]) -> DownstreamResult:
     tasks: dict[str, TaskScore] = {}
     cost, gaps = Cost(), list(gaps)
     for task in plan.options.tasks:
-        found = [(shots, plan.part(task, shots)) for shots in plan.protocol.shots]
-        parts = {shots: part for shots, part in found if part is not None}
+        found = plan.parts(task)
+        parts = {shots: part for shots, part in sorted(found.items()) if part is not None}
         if len({part.questions_hash for part in parts.values()}) > 1:
             reason = (
                 "its questions differ between numbers of shots, since its data set has changed; "
@@ -330,18 +313,16 @@ def collect(plan: DownstreamPlan, gaps: Iterable[Gap]) -> DownstreamResult:
 def task_score(parts: dict[int, DownstreamPart], *, is_complete: bool) -> TaskScore:
     """The score of a task from its parts by number of shots; at least one."""
     some = next(iter(parts.values()))
-    by_shots = {}
-    for shots, part in parts.items():
-        found = Accuracy.of(part.values)
-        by_shots[shots] = ShotScore(
-            accuracy=found.accuracy,
-            standard_error=found.standard_error,
+    by_shots = {
+        shots: ShotScore(
+            **vars(Accuracy.of(part.values)),
             documents=len(part.answers),
             truncated_requests=part.truncated_requests,
             requests_hash=part.requests_hash,
         )
-    by_question = list(zip(*(part.values for part in parts.values()), strict=True))
-    means = [sum(values) / len(values) for values in by_question]
+        for shots, part in parts.items()
+    }
+    means = [sum(v) / len(v) for v in zip(*(p.values for p in parts.values()), strict=True)]
     return TaskScore(
         metric=some.metric,
         version=some.version,
@@ -353,27 +334,22 @@ def task_score(parts: dict[int, DownstreamPart], *, is_complete: bool) -> TaskSc
 
 def print_result(result: DownstreamResult) -> None:
     """Print percentages by task and number of shots, gaps and notes."""
-
-    def percent(found: Accuracy | ShotScore | None) -> str:
-        return f"{'-' if found is None else f'{100 * found.accuracy:.2f}':>7}"
-
-    def with_error(found: Accuracy | None) -> str:
-        error = None if found is None else found.standard_error
-        return percent(found) + ("" if error is None else f" ± {100 * error:.2f}")
-
     shots = result.protocol.shots
     names = list(dict.fromkeys([*result.tasks, *(gap.task for gap in result.gaps)]))
     mean = f"mean of {len(result.complete_tasks)} of {len(names)} tasks"
-    width = max(len("mean of 13 of 13 tasks"), *map(len, names))
-    header = "".join(f"{f'{number}-shot':>7} " for number in shots)
-    print(f"{'accuracy, %':{width}}  {'metric':11}  {header} mean ± standard error")
+    rows = [("accuracy, %", "metric", [f"{n}-shot" for n in shots], "mean ± standard error")]
     for name in names:
         score = result.tasks.get(name)
-        by_shots = {} if score is None else score.by_shots
-        cells = "".join(f"{percent(by_shots.get(number))} " for number in shots)
-        metric, total = ("-", None) if score is None else (score.metric, score.mean)
-        print(f"{name:{width}}  {metric:11}  {cells} {with_error(total)}")
-    print(f"{mean:{width}}  {'':11}  {' ' * 8 * len(shots)} {with_error(result.mean)}")
+        if score is None:
+            rows.append((name, "-", ["-"] * len(shots), "-"))
+        else:
+            accuracies = [score.by_shots.get(number) for number in shots]
+            cells = [f"{100 * each.accuracy:.2f}" if each else "-" for each in accuracies]
+            rows.append((name, score.metric, cells, _percent(score.mean)))
+    rows.append((mean, "", [""] * len(shots), _percent(result.mean)))
+    width = max(len(row[0]) for row in rows)
+    for name, metric, cells, total in rows:
+        print(f"{name:{width}}  {metric:11} {''.join(f'{cell:>8}' for cell in cells)}  {total}")
     for gap in result.gaps:
         print(f"not evaluated: {gap}")
     for name, score in result.tasks.items():
@@ -385,6 +361,13 @@ def print_result(result: DownstreamResult) -> None:
                 f"note: {name}: {truncated:,} requests were longer than the model's sequence "
                 "length; their contexts were truncated on the left"
             )
+
+
+def _percent(found: Accuracy | None) -> str:
+    if found is None:
+        return "-"
+    error = "" if found.standard_error is None else f" ± {100 * found.standard_error:.2f}"
+    return f"{100 * found.accuracy:.2f}{error}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from megatron_chameleon.corpus.indexed import TokenFile, Tokens
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.model.sizes import ModelShape
 
-# Windows processed at a time when a whole split is scanned.
+# When a whole split is scanned.
 _BLOCK_WINDOWS = 1 << 10
 
 
@@ -121,49 +123,48 @@ class HeldOutText:
         """Tokens that windows score, including those equal to ``leave_out``."""
         return int(self.windows.num_scored.sum())
 
-    def batch(
-        self, first: int, last: int, width: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def arrays(self, first: int, last: int, width: int | None = None) -> WindowArrays:
         """Windows ``first`` to ``last`` - 1, padded on the right with token 0.
 
         Args:
             first: index of the first window.
             last: index past the last one.
             width: at least the length of each window; default: the window length.
-
-        Returns:
-            tokens and labels [b, width] int64, and the mask of scored labels [b, width] bool.
         """
-        positions, inside = self._positions(first, last, width)
-        labels = np.where(inside, self._at(positions), 0)
-        tokens = np.where(inside, self._at(positions - 1), 0)
+        begin, scored, end = (
+            edge[first:last, None]
+            for edge in (self.windows.begin, self.windows.scored, self.windows.end)
+        )
+        positions = begin + np.arange(width or self.window_length)
+        is_inside = positions < end
+        labels, tokens = (
+            # Positions outside the stream are never inside a window, or follow eod_id.
+            np.where(is_inside, self.stream[np.clip(at, 0, len(self.stream) - 1)], 0).astype(
+                np.int64
+            )
+            for at in (positions, positions - 1)
+        )
         if self.after_eod is not None:
             tokens[self.after_eod[first:last], 0] = self.eod_id
-        mask = inside & self._is_scored(positions, labels, first, last)
-        return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask)
+        is_scored = is_inside & (positions >= scored)
+        if self.leave_out is not None:
+            is_scored &= labels != self.leave_out
+        return WindowArrays(tokens, labels, is_scored, positions)
 
-    def positions(self, first: int, last: int, width: int | None = None) -> NDArray[np.int64]:
-        """[b, width] positions in ``stream`` of the labels of :meth:`batch`; -1 for padding.
+    def batch(
+        self, first: int, last: int, width: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """:meth:`arrays` as tensors: tokens, labels and the mask of scored labels."""
+        tokens, labels, is_scored, _ = self.arrays(first, last, width)
+        return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(is_scored)
 
-        Labels that are not scored are included.
-        """
-        positions, inside = self._positions(first, last, width)
-        return np.where(inside, positions, -1)
-
-    def scored_positions(self, first: int, last: int) -> NDArray[np.int64]:
-        """[n] int64 positions of the scored labels of windows ``first`` to ``last`` - 1."""
-        positions, inside = self._positions(first, last)
-        labels = np.where(inside, self._at(positions), 0)
-        found: NDArray[np.int64] = positions[
-            inside & self._is_scored(positions, labels, first, last)
-        ]
-        return found
-
-    def blocks(self) -> list[tuple[int, int]]:
-        """Ranges (first, last) that cover all windows, a bounded number at a time."""
-        count = len(self.windows)
-        starts = range(0, count, _BLOCK_WINDOWS)
-        return [(start, min(start + _BLOCK_WINDOWS, count)) for start in starts]
+    def scored_blocks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Positions and labels [n] of all scored tokens, in text order, some windows at a time."""
+        for first in range(0, len(self.windows), _BLOCK_WINDOWS):
+            _, labels, is_scored, positions = self.arrays(
+                first, min(first + _BLOCK_WINDOWS, len(self.windows))
+            )
+            yield positions[is_scored], labels[is_scored]
 
     def longest_first(self) -> HeldOutText:
         """The same windows sorted by length, so that batches need little padding."""
@@ -171,22 +172,21 @@ class HeldOutText:
         after_eod = None if self.after_eod is None else self.after_eod[order]
         return dataclasses.replace(self, windows=self.windows.take(order), after_eod=after_eod)
 
-    def _positions(
-        self, first: int, last: int, width: int | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        begin, end = self.windows.begin[first:last, None], self.windows.end[first:last, None]
-        positions = begin + np.arange(width or self.window_length)
-        return positions, positions < end
 
-    def _at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens at ``positions``; an arbitrary token for positions outside the stream."""
-        return self.stream[np.clip(positions, 0, len(self.stream) - 1)].astype(np.int64)
+class WindowArrays(NamedTuple):
+    """Windows as [b, width] arrays.
 
-    def _is_scored(
-        self, positions: NDArray[np.int64], labels: NDArray[np.int64], first: int, last: int
-    ) -> NDArray[np.bool_]:
-        is_new = positions >= self.windows.scored[first:last, None]
-        return is_new if self.leave_out is None else is_new & (labels != self.leave_out)
+    Attributes:
+        tokens: int64, model inputs.
+        labels: int64.
+        is_scored: bool, the labels that count.
+        positions: int64, of the labels in the stream; arbitrary for padding.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    is_scored: NDArray[np.bool_]
+    positions: NDArray[np.int64]
 
 
 def choose_windows(
@@ -239,8 +239,7 @@ def held_out_text(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOut
         windows = spread_evenly(windows, protocol.max_tokens)
         after_eod = None if skipped else np.isin(windows.begin, first)
         text = HeldOutText(tokens.tokens, length, windows, eod_id, after_eod, leave_out)
-    is_scored = any(len(text.scored_positions(*block)) for block in text.blocks())
-    return text if is_scored else None
+    return text if any(len(positions) for positions, _ in text.scored_blocks()) else None
 
 
 def reading_flops(shape: ModelShape, text: HeldOutText) -> float:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import hashlib
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,25 +25,10 @@ from megatron_chameleon.checkpoint.convert import find_tokenizer
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.scoring import Answers, Prompt, Question, Scorer, Tokens
+from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer, Tokens
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.parallel.options import ParallelOptions
-
-
-@dataclasses.dataclass
-class Tally:
-    """Requests since the last :meth:`ScorerLM.new_tally`, and their cost."""
-
-    truncated: int = 0
-    flops: float = 0.0
-    digest: Any = dataclasses.field(default_factory=hashlib.sha256)
-
-    def add(self, requests: Sequence[Instance]) -> None:
-        """Add each of ``requests`` to the digest."""
-        for request in requests:
-            line = json.dumps([request.request_type, *request.args], sort_keys=True)
-            self.digest.update(line.encode() + b"\n")
 
 
 class ScorerLM(TemplateLM):
@@ -55,7 +38,9 @@ class ScorerLM(TemplateLM):
     requests of rank 0.
 
     Attributes:
-        tally: of the requests.
+        num_truncated: requests since :meth:`reset` whose contexts were truncated.
+        flops: of these requests.
+        digest: SHA-256 of these requests.
         description: of the progress bar.
         failed: whether scoring or generation was interrupted, so that ranks may be out of step.
     """
@@ -63,10 +48,14 @@ class ScorerLM(TemplateLM):
     def __init__(self, scorer: Scorer) -> None:
         super().__init__()
         self.scorer = scorer
-        self.tally = Tally()
-        self.description = ""
         self.failed = False
         self._encoded: dict[str, Tokens] = {}
+        self.reset("")
+
+    def reset(self, description: str) -> None:
+        """Start to count anew, before another task."""
+        self.num_truncated, self.flops, self.digest = 0, 0.0, hashlib.sha256()
+        self.description = description
 
     @property
     def eot_token_id(self) -> int:
@@ -82,10 +71,6 @@ class ScorerLM(TemplateLM):
     def tokenizer_name(self) -> str:
         """Identifies the tokenizer in lm-eval's request cache."""
         return f"megatron_chameleon-{self.scorer.tokenizer.sha256}"
-
-    def new_tally(self, description: str) -> None:
-        """Reset the tally; ``description`` is for the progress bar."""
-        self.tally, self.description = Tally(), description
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_more: Any
@@ -110,7 +95,7 @@ class ScorerLM(TemplateLM):
         Raises:
             UserError: if a continuation is longer than the model's sequence length.
         """
-        self.tally.add(requests)
+        self._record(requests)
         pairs = [request.args for request in requests]
         texts = list(dict.fromkeys(t for c, more in pairs for t in (c.rstrip(), c + more)))
         self._encoded = dict(zip(texts, self._encode(texts), strict=True))
@@ -124,16 +109,21 @@ class ScorerLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Log-likelihood of each whole text, in windows of the model's sequence length."""
-        self.tally.add(requests)
+        self._record(requests)
         windows = [
-            [make_disjoint_window(window) for window in self._rolling_windows(tokens)]
+            [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(
+                    token_list=tokens.tolist(),
+                    prefix_token=self.eot_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
             for tokens in self._encode([request.args[0] for request in requests])
         ]
-        answers = self._answers(list(itertools.chain.from_iterable(windows)))
-        ends = np.cumsum([0, *map(len, windows)])
-        sums = np.concatenate([[0.0], np.cumsum(answers.log_likelihoods)])[ends]
-        found: list[float] = np.diff(sums).tolist()
-        return found
+        answers = iter(self._score([window for each in windows for window in each]))
+        return [sum(next(answers)[0] for _ in each) for each in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Greedy continuations, each up to the first of its stops.
@@ -141,14 +131,29 @@ class ScorerLM(TemplateLM):
         Raises:
             UserError: if a task samples, or generates more tokens than the model has positions.
         """
-        self.tally.add(requests)
-        contexts = self._encode([request.args[0] for request in requests])
-        settings = (request.args[1] for request in requests)
-        prompts = [self._prompt(*each) for each in zip(contexts, settings, strict=True)]
+        self._record(requests)
+        prompts = []
+        texts = [request.args[0] for request in requests]
+        for request, tokens in zip(requests, self._encode(texts), strict=True):
+            settings = normalize_gen_kwargs(request.args[1])
+            if settings["do_sample"]:
+                raise UserError(
+                    "the task samples (do_sample), and only greedy generation is supported; remove "
+                    "it, or pass --gen_kwargs do_sample=False to lm-eval's own command"
+                )
+            if settings["max_gen_toks"] >= self.max_length:
+                raise UserError(
+                    f"the task generates up to {settings['max_gen_toks']} tokens, and the model's "
+                    f"sequence length is {self.max_length}; remove it"
+                )
+            # The end-of-document token ends a generation by its id, not its text.
+            stops = [stop for stop in handle_stop_sequences(settings["until"], eos=None) if stop]
+            context = tokens if len(tokens) else np.array([self.eot_token_id], dtype=np.int32)
+            prompts.append(Prompt(context, settings["max_gen_toks"], tuple(stops)))
         self.failed = True
         generated = self.scorer.generate(prompts)
         self.failed = False
-        self.tally.flops += generated.flops
+        self.flops += generated.flops
         return [
             postprocess_generated_text(self.tok_decode(new), list(prompt.stops), None)
             for prompt, new in zip(prompts, generated.tokens, strict=True)
@@ -166,14 +171,14 @@ class ScorerLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], Sequence[int], Sequence[int]]], **_more: Any
     ) -> list[tuple[float, bool]]:
-        answers = self._answers([(context, rest) for _, context, rest in requests])
-        found = zip(answers.log_likelihoods.tolist(), answers.is_greedy.tolist(), strict=True)
-        return list(found)
+        return self._score([(context, continuation) for _, context, continuation in requests])
 
-    def _answers(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Answers:
+    def _score(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[tuple[float, bool]]:
+        # Arrays are not copied: contexts are shared.
         questions = [
             Question(
-                # Arrays are not copied: contexts are shared.
                 np.asarray(context if len(context) else [self.eot_token_id], dtype=np.int32),
                 np.asarray(continuation, dtype=np.int32),
             )
@@ -189,40 +194,18 @@ class ScorerLM(TemplateLM):
         answers = self.scorer.score(questions, self.description)
         self.failed = False
         assert len(answers.is_greedy) == len(questions), "ranks request different things"
-        self.tally.flops += answers.flops
-        self.tally.truncated += answers.num_truncated
-        return answers
+        self.flops += answers.flops
+        self.num_truncated += answers.num_truncated
+        return list(zip(answers.log_likelihoods.tolist(), answers.is_greedy.tolist(), strict=True))
 
     def _encode(self, texts: Sequence[str]) -> list[Tokens]:
         encoder = self.scorer.tokenizer.encoder
         return [ids.astype(np.int32) for ids in encoder.encode_batch(texts)]
 
-    def _rolling_windows(self, tokens: Tokens) -> Any:
-        """lm-eval's windows over all of ``tokens``; the last one is filled up with context."""
-        return get_rolling_token_windows(
-            token_list=tokens.tolist(),
-            prefix_token=self.eot_token_id,
-            max_seq_len=self.max_length,
-            context_len=1,
-        )
-
-    def _prompt(self, tokens: Tokens, settings: dict[str, Any]) -> Prompt:
-        requested = normalize_gen_kwargs(settings)
-        if requested["do_sample"]:
-            raise UserError(
-                "a task samples (do_sample), and only greedy generation is supported; remove the "
-                "task, or pass --gen_kwargs do_sample=False to lm-eval's own command"
-            )
-        if requested["max_gen_toks"] >= self.max_length:
-            raise UserError(
-                f"a task generates up to {requested['max_gen_toks']} tokens, and the model's "
-                f"sequence length is {self.max_length}; remove the task"
-            )
-        if not len(tokens):
-            tokens = np.array([self.eot_token_id], dtype=np.int32)
-        # The end-of-document token ends a generation by its id, not its text.
-        stops = [stop for stop in handle_stop_sequences(requested["until"], eos=None) if stop]
-        return Prompt(tokens, requested["max_gen_toks"], tuple(stops))
+    def _record(self, requests: Sequence[Instance]) -> None:
+        for request in requests:
+            line = json.dumps([request.request_type, *request.args], sort_keys=True)
+            self.digest.update(line.encode() + b"\n")
 
 
 class CheckpointLM(ScorerLM):

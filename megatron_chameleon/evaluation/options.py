@@ -105,18 +105,14 @@ class PerplexityToolOptions(HeldOutOptions):
         Raises:
             UserError: unless every checkpoint has its own output.
         """
-        checkpoints = [path for group in self.checkpoint for path in group]
-        outputs = [path for group in self.output for path in group]
-        if not checkpoints:
-            raise UserError("--checkpoint is missing: pass a run folder or a checkpoint folder")
-        if len(outputs) != len(checkpoints):
+        checkpoints, outputs = sum(self.checkpoint, ()), sum(self.output, ())
+        if not checkpoints or len(outputs) != len(checkpoints):
             raise UserError(
-                f"{len(checkpoints)} --checkpoint but {len(outputs)} --output: "
-                "pass one output file per checkpoint, in the same order"
+                f"{len(checkpoints)} --checkpoint and {len(outputs)} --output: pass checkpoints, "
+                "and one output file for each in the same order"
             )
-        twice = next((path for path in outputs if outputs.count(path) > 1), None)
-        if twice is not None:
-            raise UserError(f"--output {twice} is repeated; pass one file per checkpoint")
+        if len(set(outputs)) < len(outputs):
+            raise UserError(f"--output {' '.join(map(str, outputs))}: one is repeated")
         common = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(HeldOutOptions)
         }

@@ -24,7 +24,7 @@ from megatron_chameleon.artifacts import (
     provenance,
 )
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS, FirstToken
+from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
@@ -35,10 +35,9 @@ from megatron_chameleon.corpus.join import token_bytes
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text, reading_flops
-from megatron_chameleon.evaluation.options import HeldOutOptions, PerplexityOptions
+from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import Reader, check_window, length_multiple, padded_length
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
@@ -53,7 +52,6 @@ class EvaluationPlan:
     options: PerplexityOptions
     corpus: Corpus
     checkpoint: CheckpointRecord
-    shape: ModelShape
     protocol: Protocol
     provenance: Provenance
 
@@ -111,39 +109,30 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
     record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     require_tokenizer(record, corpus)
     shape = shape_of(record)
-    protocol = protocol_of(options, check_window(shape, options.window_length))
-    check_model_layout(shape.size, options.parallel, protocol.window_length)
+    length = check_window(shape, options.window_length)
+    if not 0 <= options.overlap < length:
+        raise UserError(
+            f"--overlap {options.overlap}: must be from 0 to {length - 1}, less than one window"
+        )
+    if options.max_tokens is not None and options.max_tokens < length:
+        raise UserError(
+            f"--max-tokens {options.max_tokens}: must be at least one window of {length} tokens "
+            "(--window-length)"
+        )
+    check_model_layout(shape.size, options.parallel, length)
     check_output(options.output, EvaluationResult.KIND)
-    made = provenance(options, {"corpus": corpus.hash, "checkpoint": record.hash})
-    return EvaluationPlan(options, corpus, record, shape, protocol, made)
-
-
-def protocol_of(options: HeldOutOptions, window_length: int) -> Protocol:
-    """The evaluation protocol of ``options`` for windows of ``window_length`` tokens.
-
-    Raises:
-        UserError: if the overlap or the token limit does not fit the window length.
-    """
-    if not 0 <= options.overlap < window_length:
-        raise UserError(
-            f"--overlap {options.overlap}: must be from 0 to {window_length - 1}, less than one "
-            f"window of {window_length} tokens"
-        )
-    if options.max_tokens is not None and options.max_tokens < window_length:
-        raise UserError(
-            f"--max-tokens {options.max_tokens} is less than one window of {window_length} tokens; "
-            "raise it, or shorten --window-length"
-        )
-    default: FirstToken = "after-eod" if options.packing == "documents" else "not-scored"
-    return Protocol(
+    protocol = Protocol(
         split=options.split,
-        window_length=window_length,
+        window_length=length,
         packing=options.packing,
         end_of_document=options.score_end_of_document,
         max_tokens=options.max_tokens,
         overlap=options.overlap,
-        first_token=options.first_token or default,
+        first_token=options.first_token
+        or ("after-eod" if options.packing == "documents" else "not-scored"),
     )
+    inputs = {"corpus": corpus.hash, "checkpoint": record.hash}
+    return EvaluationPlan(options, corpus, record, protocol, provenance(options, inputs))
 
 
 def kept_result(plan: EvaluationPlan) -> EvaluationResult | None:
@@ -168,14 +157,19 @@ def _evaluate(plan: EvaluationPlan, held_out: HeldOutCorpus, layout: Layout) -> 
     reader = open_reader(plan.checkpoint, layout)
     stopwatch = Stopwatch()
     domains = {}
-    total = sum(text.num_predictions for text in held_out.texts.values())
+    texts = [domain.text for domain in held_out.domains.values()]
+    total = sum(text.num_predictions for text in texts)
     with progress_bar(total, " tokens", quiet=not layout.is_main) as progress:
-        for name, text in held_out.texts.items():
+        for name, domain in held_out.domains.items():
             progress.set_description(f"perplexity {name}")
             batch_size = plan.options.evaluation_batch_size
-            sums = cluster_losses(reader, text, held_out.clusters[name], batch_size, progress)
-            domains[name] = _domain_loss(plan, name, sums, held_out.scored(name))
-    flops = sum(reading_flops(plan.shape, text) for text in held_out.texts.values())
+            sums = cluster_losses(reader, domain.text, domain.clusters, batch_size, progress)
+            domains[name] = domain.loss(sums)
+            if not math.isfinite(domains[name].loss):
+                raise UserError(
+                    f"{plan.checkpoint.root}: the loss on domain '{name}' is {domains[name].loss}: "
+                    "the model has diverged; evaluate an earlier checkpoint"
+                )
     result = EvaluationResult(
         checkpoint=str(plan.checkpoint.root),
         checkpoint_hash=plan.checkpoint.hash,
@@ -184,7 +178,9 @@ def _evaluate(plan: EvaluationPlan, held_out: HeldOutCorpus, layout: Layout) -> 
         protocol=plan.protocol,
         domains=domains,
         provenance=plan.provenance,
-        cost=stopwatch.cost(flops, layout.world_size),
+        cost=stopwatch.cost(
+            sum(reading_flops(reader.shape, text) for text in texts), layout.world_size
+        ),
         left_out=held_out.left_out,
     )
     if layout.is_main:
@@ -192,26 +188,6 @@ def _evaluate(plan: EvaluationPlan, held_out: HeldOutCorpus, layout: Layout) -> 
         print(result_table(result, held_out.unknown_bytes))
         print(f"written to {plan.options.output}; next: tools/make_report.py with the run's folder")
     return result
-
-
-def _domain_loss(
-    plan: EvaluationPlan, name: str, sums: NDArray[np.float64], scored: ScoredText
-) -> DomainLoss:
-    tokens = int(scored.tokens.sum())
-    loss = math.fsum(sums) / tokens
-    if not math.isfinite(loss):
-        raise UserError(
-            f"{plan.checkpoint.root}: the loss on domain '{name}' is {loss}: the model has "
-            "diverged; evaluate an earlier checkpoint"
-        )
-    used, text_bytes = scored.tokens > 0, scored.text_bytes
-    clusters = Clusters(
-        sums[used].tolist(),
-        scored.tokens[used].tolist(),
-        None if text_bytes is None else text_bytes[used].tolist(),
-    )
-    total_bytes = None if text_bytes is None else int(text_bytes.sum())
-    return DomainLoss(loss, tokens, scored.unigram_loss, total_bytes, clusters)
 
 
 def cluster_losses(
@@ -236,8 +212,15 @@ def cluster_losses(
     # The last element collects labels that are not scored.
     sums = torch.zeros(clusters.count + 1, dtype=torch.float64, device=layout.device)
     all_batches = list(batches(text, batch_size, length_multiple(layout)))
-    own = all_batches[layout.data_rank :: layout.data_size]
-    with read_ahead((_batch(text, clusters, *each) for each in own), layout.device) as ahead:
+
+    def read_batch(first: int, last: int, width: int) -> Batch:
+        tokens, labels, is_scored, positions = text.arrays(first, last, width)
+        cluster = np.where(is_scored, clusters.at(positions), clusters.count)
+        arrays = {"tokens": tokens, "labels": labels, "clusters": cluster}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    own = (read_batch(*each) for each in all_batches[layout.data_rank :: layout.data_size])
+    with read_ahead(own, layout.device) as ahead:
         for number, (first, last, _) in enumerate(all_batches):
             progress.update(int(text.windows.num_scored[first:last].sum()))
             if number % layout.data_size != layout.data_rank:
@@ -248,17 +231,6 @@ def cluster_losses(
                 sums.index_add_(0, batch["clusters"].flatten(), losses.double().flatten())
     summed = reader.sum_over_ranks(sums, has_result=layout.is_last_stage)
     return summed[:-1].cpu().numpy()
-
-
-def _batch(text: HeldOutText, clusters: ClusterMap, first: int, last: int, width: int) -> Batch:
-    """Tokens, labels and the labels' clusters, [b, width] int64 each.
-
-    Labels that are not scored are assigned to cluster ``clusters.count``.
-    """
-    tokens, labels, mask = text.batch(first, last, width)
-    positions = text.positions(first, last, width)
-    found = np.where(mask.numpy(), clusters.at(positions), clusters.count)
-    return {"tokens": tokens, "labels": labels, "clusters": torch.from_numpy(found)}
 
 
 def batches(
@@ -309,25 +281,43 @@ class ClusterMap:
         return cls(ends, number * count // max(documents, 1), count)
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Clusters of the tokens at ``positions``, of any shape."""
+        """Clusters of the tokens at ``positions``, of any shape; arbitrary for padding."""
         documents = np.searchsorted(self.document_ends, positions, side="right")
-        found: NDArray[np.int64] = self.cluster_of_document[documents]
+        found: NDArray[np.int64] = self.cluster_of_document[
+            np.minimum(documents, len(self.document_ends) - 1)
+        ]
         return found
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoredText:
-    """Model-independent figures of the scored tokens of a domain.
+class HeldOutDomain:
+    """The held-out text of a domain, and figures of it that do not depend on the model.
 
     Attributes:
+        text: its windows.
+        clusters: of the scored tokens.
         tokens: [c] scored tokens per cluster; 0 for some.
         text_bytes: [c] bytes of text they stand for; None if unknown.
-        unigram_loss: see :func:`unigram_loss`; 0 without tokens.
+        unigram_loss: see :func:`unigram_loss`.
     """
 
+    text: HeldOutText
+    clusters: ClusterMap
     tokens: NDArray[np.int64]
     text_bytes: NDArray[np.int64] | None
     unigram_loss: float
+
+    def loss(self, sums: NDArray[np.float64]) -> DomainLoss:
+        """The result from the sums [c] of :func:`cluster_losses`."""
+        tokens, used = int(self.tokens.sum()), self.tokens > 0
+        total_bytes = clustered_bytes = None
+        if self.text_bytes is not None:
+            total_bytes = int(self.text_bytes.sum())
+            clustered_bytes = self.text_bytes[used].tolist()
+        clusters = Clusters(sums[used].tolist(), self.tokens[used].tolist(), clustered_bytes)
+        return DomainLoss(
+            math.fsum(sums) / tokens, tokens, self.unigram_loss, total_bytes, clusters
+        )
 
 
 class HeldOutCorpus:
@@ -340,32 +330,32 @@ class HeldOutCorpus:
         layout: every rank constructs one.
 
     Attributes:
-        texts: domain -> its windows, in the corpus's order.
-        clusters: domain -> the clusters of its tokens.
-        left_out: domains with nothing to score.
-        unknown_bytes: on rank 0, why bits per byte are unknown; empty if they are known.
+        domains: those with something to score, in the corpus's order.
+        left_out: the others.
+        unknown_bytes: why bits per byte are unknown; empty if they are known.
 
     Raises:
         UserError: if no domain has anything to score.
     """
 
     def __init__(self, plan: EvaluationPlan, layout: Layout) -> None:
-        self.texts: dict[str, HeldOutText] = {}
-        self.clusters: dict[str, ClusterMap] = {}
-        self.unknown_bytes = ""
-        self._plan = plan
-        self._scored: dict[str, ScoredText] = {}
-        self._token_sizes: list[NDArray[np.int32] | None] = []  # one, when first needed
         corpus, split = plan.corpus, plan.protocol.split
+        self.domains: dict[str, HeldOutDomain] = {}
+        sizes, self.unknown_bytes = from_main(lambda: token_sizes(corpus, plan.checkpoint))
         for name in corpus.names:
             tokens = open_tokens(corpus, name, split)
             text = held_out_text(tokens, plan.protocol, corpus.tokenizer.eod_id)
             if text is not None:
-                self.texts[name] = text
-                self.clusters[name] = ClusterMap.of(tokens, text)
-        self.left_out = [name for name in corpus.names if name not in self.texts]
+                clusters = ClusterMap.of(tokens, text)
+                figures = from_main(
+                    lambda name=name, text=text, clusters=clusters: scored_text(  # type: ignore[misc]
+                        corpus, name, split, text, clusters, sizes
+                    )
+                )
+                self.domains[name] = HeldOutDomain(text, clusters, *figures)
+        self.left_out = [name for name in corpus.names if name not in self.domains]
         hint = f"preprocess again with a larger {split} share (--split)"
-        if not self.texts:
+        if not self.domains:
             raise UserError(
                 f"{corpus.root}: no domain has anything to predict in its {split} split; {hint}"
             )
@@ -375,20 +365,6 @@ class HeldOutCorpus:
                 f"of the averages; {hint} to include it",
                 stacklevel=2,
             )
-
-    def scored(self, name: str) -> ScoredText:
-        """Model-independent figures of a domain, computed at first use. Every rank calls this."""
-        if name not in self._scored:
-            self._scored[name] = from_main(lambda: self._scan(name))
-        return self._scored[name]
-
-    def _scan(self, name: str) -> ScoredText:
-        corpus, split = self._plan.corpus, self._plan.protocol.split
-        if not self._token_sizes:
-            sizes, self.unknown_bytes = token_sizes(corpus, self._plan.checkpoint)
-            self._token_sizes.append(sizes)
-        text, clusters = self.texts[name], self.clusters[name]
-        return scored_text(corpus, name, split, text, clusters, self._token_sizes[0])
 
 
 def token_sizes(corpus: Corpus, record: CheckpointRecord) -> tuple[NDArray[np.int32] | None, str]:
@@ -412,7 +388,7 @@ def scored_text(
     text: HeldOutText,
     clusters: ClusterMap,
     sizes: NDArray[np.int32] | None,
-) -> ScoredText:
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, float]:
     """Count the scored tokens and bytes of a domain, and score them by its unigram model.
 
     Args:
@@ -422,28 +398,30 @@ def scored_text(
         text: windows of the split.
         clusters: of the same.
         sizes: [vocab_size] bytes of each token; None without a tokenizer.
+
+    Returns:
+        tokens, text_bytes and unigram_loss of :class:`HeldOutDomain`.
     """
     vocab_size = corpus.tokenizer.vocab_size
     tokens = np.zeros(clusters.count, np.int64)
     counted = np.zeros(clusters.count, np.float64)
     seen = np.zeros(vocab_size, np.int64)
-    for first, last in text.blocks():
-        positions = text.scored_positions(first, last)
-        labels, cluster = text.stream[positions], clusters.at(positions)
+    for positions, labels in text.scored_blocks():
+        cluster = clusters.at(positions)
         tokens += np.bincount(cluster, minlength=clusters.count)
         seen += np.bincount(labels, minlength=vocab_size)
         if sizes is not None:
             counted += np.bincount(cluster, sizes[labels], minlength=clusters.count)
     training = token_counts(open_tokens(corpus, name, "train").tokens, vocab_size)
-    loss = unigram_loss(training, seen, vocab_size) if seen.any() else 0.0
+    loss = unigram_loss(training, seen, vocab_size)
     decoded = 0 if sizes is None else int(token_counts(text.stream, vocab_size) @ sizes)
     recorded = corpus.domains[name].split(split).text_bytes
     if not (decoded and recorded):
-        return ScoredText(tokens, None, loss)
+        return tokens, None, loss
     # The recorded bytes of the text and the bytes its tokens decode to differ slightly: a tokenizer
     # may drop or normalise characters. Cluster ends are rounded, so that the sum stays exact.
     ends = np.rint(np.cumsum(counted * (recorded / decoded))).astype(np.int64)
-    return ScoredText(tokens, np.diff(ends, prepend=0), loss)
+    return tokens, np.diff(ends, prepend=0), loss
 
 
 def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
@@ -482,26 +460,25 @@ def result_table(result: EvaluationResult, unknown_bytes: str = "") -> str:
     def number(value: float | None, places: int) -> str:
         return "-" if value is None else f"{value:.{places}f}"
 
-    header = ["domain", "tokens", "loss", "±", "perplexity", "±", "bits/byte", "±", "unigram"]
-    rows = [
-        [
-            name,
-            f"{domain.tokens:,}",
-            *(number(domain.loss, 4), number(domain.loss_error, 4)),
-            *(number(domain.perplexity, 2), number(domain.perplexity_error, 2)),
-            *(number(domain.bits_per_byte, 4), number(domain.bits_per_byte_error, 4)),
-            number(domain.unigram_perplexity, 2),
-        ]
-        for name, domain in result.domains.items()
-    ]
+    table = [["domain", "tokens", "loss", "±", "perplexity", "±", "bits/byte", "±", "unigram"]]
+    for name, domain in result.domains.items():
+        table.append([name, f"{domain.tokens:,}"])
+        for value, error, places in (
+            (domain.loss, domain.loss_error, 4),
+            (domain.perplexity, domain.perplexity_error, 2),
+            (domain.bits_per_byte, domain.bits_per_byte_error, 4),
+        ):
+            table[-1] += [number(value, places), number(error, places)]
+        table[-1].append(number(domain.unigram_perplexity, 2))
     mean = number(result.mean_perplexity, 2), number(result.mean_perplexity_error, 2)
-    table = [header, *rows, ["average", "", "", "", *mean, "", "", ""]]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        numbers = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        _, *rest = numbers
-        lines.append("  ".join([f"{row[0]:{widths[0]}}", *rest]).rstrip())
+    table.append(["average", "", "", "", *mean, "", "", ""])
+    first, *others = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            [f"{name:{first}}", *(f"{c:>{w}}" for c, w in zip(cells, others, strict=True))]
+        ).rstrip()
+        for name, *cells in table
+    ]
     lines.append(f"on {result.protocol.describe()}; ± is the standard error over documents")
     if any(domain.text_bytes is None for domain in result.domains.values()):
         reason = unknown_bytes or "corpus.json does not record the bytes of the text"

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from numpy.typing import NDArray
 from torch.nn.functional import linear
 
@@ -29,6 +29,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops, head_forward_flops, layer_forward_flops
 from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
 from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.parallel.layout import from_main
 from megatron_chameleon.progress import progress_bar
 
 Tokens = NDArray[np.int32]
@@ -96,53 +97,25 @@ class Row:
     """A tree of sequences: segments of tokens, each of which continues a path through earlier ones.
 
     Attributes:
-        tokens: the tokens of each segment.
-        before: for each segment, the places in the row of the tokens that precede it, in order.
+        segments: the tokens of each, and the places in the row of those that precede it, in order.
         predicting: for each sequence its number, and the places of the tokens that predict.
         length: tokens in the row.
+        is_chain: whether causal attention suffices: every token follows all before it in the row.
     """
 
-    tokens: list[Tokens] = dataclasses.field(default_factory=list)
-    before: list[NDArray[np.int64]] = dataclasses.field(default_factory=list)
+    segments: list[tuple[Tokens, NDArray[np.int64]]] = dataclasses.field(default_factory=list)
     predicting: list[tuple[int, NDArray[np.int64]]] = dataclasses.field(default_factory=list)
     length: int = 0
+    is_chain: bool = True
 
     def add(self, new: Tokens, before: NDArray[np.int64]) -> NDArray[np.int64]:
         """Append the segment ``new`` after the path ``before``; return the places of the path."""
         places = np.arange(self.length, self.length + len(new))
         if len(new):
-            self.tokens.append(new)
-            self.before.append(before)
+            self.is_chain &= len(before) == self.length
+            self.segments.append((new, before))
             self.length += len(new)
         return np.concatenate([before, places])
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether causal attention suffices: every token follows all that precede it in the row."""
-        return all(len(before) == start for start, before, _ in self._segments())
-
-    def all_tokens(self) -> Tokens:
-        """[length] int32."""
-        return np.concatenate(self.tokens)
-
-    def positions(self) -> NDArray[np.int64]:
-        """[length] int64, the position of each token in its sequences."""
-        return np.concatenate([len(b) + np.arange(len(new)) for _, b, new in self._segments()])
-
-    def visible(self) -> NDArray[np.bool_]:
-        """[length, length] bool, whether the row's token attends to the column's."""
-        seen = np.zeros((self.length, self.length), dtype=bool)
-        for start, before, new in self._segments():
-            own = slice(start, start + len(new))
-            seen[own, before] = True
-            seen[own, own] = np.tri(len(new), dtype=bool)
-        return seen
-
-    def _segments(self) -> Iterator[tuple[int, NDArray[np.int64], Tokens]]:
-        start = 0
-        for before, new in zip(self.before, self.tokens, strict=True):
-            yield start, before, new
-            start += len(new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,16 +213,22 @@ def batch_tensors(batch: Sequence[Row], width: int) -> Batch:
     """
     tokens = np.zeros((len(batch), width), np.int64)
     positions = np.zeros((len(batch), width), np.int64)
-    for row, filled, at in zip(batch, tokens, positions, strict=True):
-        filled[: row.length] = row.all_tokens()
-        at[: row.length] = row.positions()
     made = {"tokens": torch.from_numpy(tokens), "positions": torch.from_numpy(positions)}
+    hidden = None
     if not all(row.is_chain for row in batch):
         # Padding attends to itself: kernels differ in the result of a softmax over nothing.
-        seen = np.repeat(np.eye(width, dtype=bool)[None], len(batch), axis=0)
-        for row, seen_in_row in zip(batch, seen, strict=True):
-            seen_in_row[: row.length, : row.length] = row.visible()
-        made["hidden_from"] = torch.from_numpy(~seen)[:, None]
+        hidden = np.repeat(~np.eye(width, dtype=bool)[None], len(batch), axis=0)
+        made["hidden_from"] = torch.from_numpy(hidden)[:, None]
+    for number, row in enumerate(batch):
+        start = 0
+        for new, before in row.segments:
+            own = slice(start, start + len(new))
+            tokens[number, own] = new
+            positions[number, own] = len(before) + np.arange(len(new))
+            if hidden is not None:
+                hidden[number, own, before] = False
+                hidden[number, own, own] = ~np.tri(len(new), dtype=bool)
+            start += len(new)
     return made
 
 
@@ -288,88 +267,39 @@ def batch_flops(shape: ModelShape, batch: Sequence[Row], width: int) -> float:
     return shape.size.num_layers * layer + places * head_forward_flops(shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputWeights:
-    """This rank's shard of the output layer. All ranks of ``group`` call its methods together.
+def score_labels(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    rows_at_once: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of labels, and whether each is the most likely token.
 
-    Attributes:
-        weight: [v, h], the rows of the tokens from ``first`` on.
-        first: token id of the first row.
-        vocab_size: size of the vocabulary over all ranks; later rows are padding.
-        group: the ranks that shard the vocabulary; None if it is not sharded.
+    Logits are computed a few rows at a time, and only for the places that predict: for whole
+    contexts they would cost as much as the layers of a small model.
+
+    Args:
+        logits_of: the output layer, [n, h] -> [n, v] float32.
+        hidden: [n, h] states after the final layer norm.
+        rows: [m] int64, the row of ``hidden`` that predicts each label.
+        labels: [m] int64.
+        rows_at_once: rows of ``hidden`` per call of ``logits_of``.
+
+    Returns:
+        [m] float32 in nats and [m] bool; of several most likely tokens, the first counts.
     """
-
-    weight: torch.Tensor
-    first: int
-    vocab_size: int
-    group: dist.ProcessGroup | None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, v] float32 logits of ``hidden`` [n, h]; minus infinity for padding rows."""
-        logits = linear(hidden, self.weight).float()
-        logits[:, max(self.vocab_size - self.first, 0) :] = -torch.inf
-        return logits
-
-    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """[n] int64, the token of the largest of ``logits`` [n, v], the first if several are."""
-        own = logits.argmax(dim=1)
-        if self.group is None:
-            return own
-        largest = self._gather(logits.gather(1, own[:, None])[:, 0])
-        tokens = self._gather(own + self.first)
-        return tokens.gather(0, largest.argmax(dim=0)[None])[0]
-
-    def score_labels(
-        self, hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of labels, and whether each is the most likely token.
-
-        Logits are computed a few rows at a time, and only for the places that predict: for whole
-        contexts they would cost as much as the layers of a small model.
-
-        Args:
-            hidden: [n, h] states after the final layer norm.
-            rows: [m] int64, the row of ``hidden`` that predicts each label.
-            labels: [m] int64.
-
-        Returns:
-            [m] float32 in nats and [m] bool; of several most likely tokens, the first counts.
-        """
-        log_probabilities = torch.zeros(len(rows), device=hidden.device)
-        is_likeliest = torch.zeros(len(rows), dtype=torch.bool, device=hidden.device)
-        elements = LOGITS_ON_GPU if self.weight.is_cuda else LOGITS_ON_CPU
-        step = max(1, elements // self.weight.size(0))
-        for start in range(0, len(hidden), step):
-            logits = self.logits(hidden[start : start + step])
-            # All labels in every chunk: selecting the chunk's own would synchronise with the host.
-            is_own = (rows >= start) & (rows < start + step)
-            own_rows = (rows - start).clamp(0, len(logits) - 1)
-            scores = self._label_logits(logits, own_rows, labels)
-            normalizer = logits.logsumexp(dim=1)
-            if self.group is not None:
-                normalizer = self._gather(normalizer).logsumexp(dim=0)
-            scores -= normalizer[own_rows]
-            log_probabilities = torch.where(is_own, scores, log_probabilities)
-            is_likeliest |= is_own & (self.likeliest(logits)[own_rows] == labels)
-        return log_probabilities, is_likeliest
-
-    def _label_logits(
-        self, logits: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
-        """[m] logits of ``labels`` [m] in ``rows`` [m]; the rank that holds one sends it to all."""
-        columns = labels - self.first
-        is_own = (columns >= 0) & (columns < logits.size(1))
-        found = torch.where(is_own, logits[rows, columns.clamp(0, logits.size(1) - 1)], 0.0)
-        if self.group is not None:
-            dist.all_reduce(found, group=self.group)
-        return found
-
-    def _gather(self, values: torch.Tensor) -> torch.Tensor:
-        """[ranks, n] ``values`` [n] of every rank of the group."""
-        assert self.group is not None
-        parts = [torch.empty_like(values) for _ in range(self.group.size())]
-        dist.all_gather(parts, values.contiguous(), group=self.group)
-        return torch.stack(parts)
+    log_probabilities = torch.zeros(len(rows), device=hidden.device)
+    is_likeliest = torch.zeros(len(rows), dtype=torch.bool, device=hidden.device)
+    for start in range(0, len(hidden), rows_at_once):
+        logits = logits_of(hidden[start : start + rows_at_once])
+        # All labels in every chunk: selecting the chunk's own would synchronise with the host.
+        is_own = (rows >= start) & (rows < start + rows_at_once)
+        own_rows = (rows - start).clamp(0, len(logits) - 1)
+        scores = logits[own_rows, labels] - logits.logsumexp(dim=1)[own_rows]
+        log_probabilities = torch.where(is_own, scores, log_probabilities)
+        is_likeliest |= is_own & (logits.argmax(dim=1)[own_rows] == labels)
+    return log_probabilities, is_likeliest
 
 
 class Scorer:
@@ -389,13 +319,9 @@ class Scorer:
         self.reader = reader
         self.layout = reader.layout
         self.max_length = reader.shape.max_sequence_length
-        self.tokens_at_once = sequences_at_once * self.max_length
+        self.sequences_at_once = sequences_at_once
         self.tokenizer = tokenizer
         self.eod_id = tokenizer.eod_id
-        self._calls: dict[str, Callable[..., Any]] = {
-            "score": self._score,
-            "generate": self._generate,
-        }
 
     def score(self, questions: Sequence[Question], description: str = "") -> Answers:
         """Score the continuations; ``description`` is for the progress bar.
@@ -403,8 +329,7 @@ class Scorer:
         Raises:
             UserError: if a likelihood is not finite.
         """
-        answers: Answers = self._run(self._broadcast(("score", questions, description)))
-        return answers
+        return self._score(*from_main(lambda: ("score", questions, description))[1:])
 
     def generate(self, prompts: Sequence[Prompt]) -> Generated:
         """Continue each prompt greedily up to a stop or the end of a document.
@@ -412,56 +337,41 @@ class Scorer:
         There is no key-value cache: each new token costs a forward pass over the unfinished
         sequences. The tasks of the paper generate nothing.
         """
-        generated: Generated = self._run(self._broadcast(("generate", prompts)))
-        return generated
+        return self._generate(*from_main(lambda: ("generate", prompts))[1:])
 
     def serve(self) -> None:
         """Run the collective calls of rank 0 until it calls :meth:`stop`."""
         assert not self.layout.is_main
-        while (call := self._broadcast(None)) is not None:
-            self._run(call)
+        while (call := from_main(lambda: ("stop",)))[0] != "stop":
+            name, *arguments = call
+            (self._score if name == "score" else self._generate)(*arguments)
 
     def stop(self) -> None:
         """End :meth:`serve` on the other ranks; called by rank 0."""
-        assert self.layout.is_main
-        self._broadcast(None)
+        from_main(lambda: ("stop",))
 
-    def _broadcast(self, call: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-        """The call of rank 0, on every rank."""
-        if self.layout.world_size == 1:
-            return call
-        box = [call if self.layout.is_main else None]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, v] float32 logits of ``hidden`` [n, h]; minus infinity for padding of the vocabulary.
 
-    def _run(self, call: tuple[Any, ...] | None) -> Any:
-        assert call is not None
-        name, *arguments = call
-        return self._calls[name](*arguments)
-
-    def _output_weights(self) -> OutputWeights:
-        """This rank's shard; the last pipeline stage only has one."""
-        weight = self.reader.model.shared_embedding_or_output_weight()
-        group = parallel_state.get_tensor_model_parallel_group()
-        return OutputWeights(
-            weight=weight,
-            first=self.layout.tensor_rank * weight.size(0),
-            vocab_size=self.reader.shape.vocab_size,
-            group=group if self.layout.tensor_size > 1 else None,
-        )
+        Collective over tensor-parallel ranks of the last pipeline stage.
+        """
+        logits = linear(hidden, self.reader.model.shared_embedding_or_output_weight()).float()
+        if self.layout.tensor_size > 1:
+            logits = gather_from_tensor_model_parallel_region(logits)
+        logits[:, self.reader.shape.vocab_size :] = -torch.inf
+        return logits
 
     @torch.no_grad()
     def _score(self, questions: Sequence[Question], description: str) -> Answers:
         layout, shape = self.layout, self.reader.shape
-        inputs = [self._model_input(question) for question in questions]
         predicting = [len(question.continuation) for question in questions]
-        rows = pack(inputs, predicting, Packing.of(shape))
+        rows = pack([self._model_input(q) for q in questions], predicting, Packing.of(shape))
         # Log-likelihoods, and the number of tokens that are not the most likely.
         sums = torch.zeros(2, len(questions), dtype=torch.float64, device=layout.device)
         flops, multiple = 0.0, length_multiple(layout)
         all_batches = [
             (batch, padded_length(batch[0].length, multiple))
-            for batch in batches(rows, self.tokens_at_once, multiple)
+            for batch in batches(rows, self.sequences_at_once * self.max_length, multiple)
         ]
         own = (
             {**batch_tensors(batch, width), **prediction_tensors(batch, questions, width)}
@@ -505,66 +415,45 @@ class Scorer:
         if hidden is None or not len(batch["labels"]):
             return
         states = hidden.transpose(0, 1).flatten(0, 1)[batch["places"]]
-        output = self._output_weights()
-        scores, hits = output.score_labels(states, batch["rows"], batch["labels"])
+        elements = LOGITS_ON_GPU if hidden.is_cuda else LOGITS_ON_CPU
+        rows_at_once = max(1, elements // self.reader.shape.vocab_size)
+        scores, hits = score_labels(
+            self._logits, states, batch["rows"], batch["labels"], rows_at_once
+        )
         sums[0].index_add_(0, batch["questions"], scores.double())
         sums[1].index_add_(0, batch["questions"], (~hits).double())
 
     @torch.no_grad()
     def _generate(self, prompts: Sequence[Prompt]) -> Generated:
-        layout = self.layout
-        own: dict[int, list[int]] = {}
+        """Continue ``sequences_at_once`` prompts of similar lengths at a time."""
+        layout, size = self.layout, self.sequences_at_once
+        order = sorted(range(len(prompts)), key=lambda n: len(prompts[n].context))
+        new: list[list[int]] = [[] for _ in prompts]
         flops = 0.0
-        for index, numbers in enumerate(self._prompt_batches(prompts)):
-            if index % layout.data_size == layout.data_rank:
-                new, spent = self._continue([prompts[number] for number in numbers])
-                own |= dict(zip(numbers, new, strict=True))
-                flops += spent
-        # The ranks of one replica have the same results; one of them reports the cost.
+        starts = range(size * layout.data_rank, len(prompts), size * layout.data_size)
+        for numbers in (order[start : start + size] for start in starts):
+            while left := [n for n in numbers if not self._is_finished(prompts[n], new[n])]:
+                rooms = [self.max_length - prompts[n].max_new_tokens for n in left]
+                sequences = [
+                    prompts[n].context[-room:].tolist() + new[n]
+                    for n, room in zip(left, rooms, strict=True)
+                ]
+                for n, token in zip(left, self._next_tokens(sequences), strict=True):
+                    new[n].append(token)
+                width = max(map(len, sequences))
+                positions = len(left) * width
+                # The output layer reads one state per sequence.
+                unread = (positions - len(left)) * head_forward_flops(self.reader.shape)
+                flops += forward_flops(self.reader.shape, positions, width) - unread
+        # The ranks of one replica have the same results; one of them reports them.
         reports = layout.tensor_rank == 0 and layout.is_last_stage
-        everywhere: list[tuple[dict[int, list[int]], float]] = [({}, 0.0)] * layout.world_size
-        dist.all_gather_object(everywhere, (own, flops if reports else 0.0))
-        found = {number: new for part, _ in everywhere for number, new in part.items()}
+        everywhere: list[tuple[list[list[int]], float]] = [([], 0.0)] * layout.world_size
+        dist.all_gather_object(everywhere, (new, flops) if reports else ([], 0.0))
+        found = [tokens for tokens, _ in everywhere if tokens]
         return Generated(
-            tokens=[found[number] for number in range(len(prompts))],
+            tokens=[next((t for t in each if t), []) for each in zip(*found, strict=True)],
             flops=sum(each for _, each in everywhere),
         )
-
-    def _prompt_batches(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
-        """Indices of prompts of similar lengths, longest first, with room for the new tokens."""
-        batch: list[int] = []
-        widest = 0
-        for number in sorted(range(len(prompts)), key=lambda n: -len(self._kept(prompts[n]))):
-            needed = len(self._kept(prompts[number])) + prompts[number].max_new_tokens
-            widest = max(widest, needed)
-            if batch and (len(batch) + 1) * widest > self.tokens_at_once:
-                yield batch
-                batch, widest = [], needed
-            batch.append(number)
-        if batch:
-            yield batch
-
-    def _kept(self, prompt: Prompt) -> Tokens:
-        """The context, truncated on the left to leave room for the new tokens."""
-        room = self.max_length - prompt.max_new_tokens
-        assert room > 0
-        return prompt.context[-room:]
-
-    def _continue(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], float]:
-        """New tokens and forward FLOPs of a batch, on the ranks of one replica."""
-        shape, flops = self.reader.shape, 0.0
-        contexts = [self._kept(prompt).tolist() for prompt in prompts]
-        new: list[list[int]] = [[] for _ in prompts]
-        while left := [n for n, each in enumerate(prompts) if not self._is_finished(each, new[n])]:
-            sequences = [contexts[n] + new[n] for n in left]
-            for n, token in zip(left, self._next_tokens(sequences), strict=True):
-                new[n].append(token)
-            width = max(map(len, sequences))
-            positions = len(left) * width
-            # The output layer reads one state per sequence.
-            unread = (positions - len(left)) * head_forward_flops(shape)
-            flops += forward_flops(shape, positions, width) - unread
-        return new, flops
 
     def _is_finished(self, prompt: Prompt, new: list[int]) -> bool:
         if len(new) >= prompt.max_new_tokens or new[-1:] == [self.eod_id]:
@@ -586,8 +475,7 @@ class Scorer:
         if hidden is not None:
             last = to_device(torch.tensor([len(s) - 1 for s in sequences]), layout.device)
             states = hidden[last, torch.arange(len(sequences), device=layout.device)]
-            output = self._output_weights()
-            found = output.likeliest(output.logits(states))
+            found = self._logits(states).argmax(dim=1)
         if layout.pipeline_size > 1:
             last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
             group = parallel_state.get_pipeline_model_parallel_group()

@@ -214,7 +214,7 @@ def test_missing_tokenizer_can_be_passed(options, text_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": ("sciqq",)}, "--tasks sciqq: .*sciq"),
+        ({"tasks": ("sciqq",)}, "--tasks sciqq: "),
         ({"tasks": ("glue",)}, "--tasks glue: "),
         ({"tasks": ()}, "--tasks is empty"),
         ({"tasks": ("sciq", "sciq")}, "--tasks sciq sciq"),

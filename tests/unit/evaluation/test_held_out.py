@@ -112,12 +112,10 @@ def test_positions_match_the_labels(documents, protocol):
     if text is None:
         return
     count = len(text.windows)
-    _, labels, mask = text.batch(0, count)
-    positions = text.positions(0, count)
-    assert np.array_equal(text.stream[positions[mask.numpy()]], labels.numpy()[mask.numpy()])
-    assert not labels.numpy()[positions < 0].any()
-    in_blocks = np.concatenate([text.scored_positions(*block) for block in text.blocks()])
-    assert np.array_equal(in_blocks, positions[mask.numpy()])
+    _, labels, is_scored, positions = text.arrays(0, count)
+    assert np.array_equal(text.stream[positions[is_scored]], labels[is_scored])
+    in_blocks = [np.concatenate(each) for each in zip(*text.scored_blocks(), strict=True)]
+    assert np.array_equal(in_blocks, [positions[is_scored], labels[is_scored]])
 
 
 @given(DOCUMENTS, protocols(), st.integers(1, 60))
@@ -150,7 +148,7 @@ def test_limited_packed_windows_are_complete_distinct_and_spread(length, window_
     stream = np.arange(length, dtype=np.uint16)
     max_tokens = window_length * (1 + more) + window_length // 2
     text = choose_windows(stream, window_length, max_tokens)
-    labels = text.stream[text.scored_positions(0, len(text.windows))]
+    ((_, labels),) = text.scored_blocks()
     assert len(set(labels.tolist())) == len(labels) == text.num_predictions <= max_tokens
     if length - 1 > max_tokens:
         assert text.num_predictions == window_length * (1 + more)

@@ -20,7 +20,7 @@ def model_args(text_checkpoint):
 def test_checkpoint_is_opened_from_model_args(model_args):
     model = CheckpointLM.create_from_arg_obj(model_args)
     try:
-        assert model.scorer.tokens_at_once == 2 * model.max_length
+        assert model.scorer.sequences_at_once == 2
         ((score, _),) = model.loglikelihood([Instance("loglikelihood", {}, ("A", " lamp"), 0)])
         assert score < 0
         assert model.get_model_info()["model_num_parameters"] > 200_000

@@ -85,7 +85,7 @@ def test_generation_ends_at_an_end_of_document(ours, monkeypatch):
 
 def test_sampling_task_is_rejected(ours):
     settings = {"until": [], "do_sample": True, "temperature": 0.7}
-    with pytest.raises(UserError, match="a task samples"):
+    with pytest.raises(UserError, match="do_sample"):
         ours.generate_until(instances("generate_until", ("A", settings)))
 
 
@@ -111,11 +111,11 @@ def test_batch_encoding_equals_lm_evals(ours, pairs):
         assert question.continuation.tolist() == after
 
 
-def test_tally_counts_flops_and_hashes_requests(ours):
+def test_flops_are_counted_and_requests_hashed(ours):
     digests = []
     for answer in (" a lamp", " a lamp", " a clock"):
-        ours.new_tally("")
+        ours.reset("")
         ours.loglikelihood(instances("loglikelihood", (CONTEXTS[0], answer)))
-        digests.append(ours.tally.digest.hexdigest())
-        assert ours.tally.flops > 0
+        digests.append(ours.digest.hexdigest())
+        assert ours.flops > 0
     assert digests[0] == digests[1] != digests[2]

@@ -40,10 +40,10 @@ def test_several_checkpoints_share_the_other_options(line):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("--output a.json", "--checkpoint"),
-        ("--checkpoint a", "0 --output"),
+        ("--output a.json", "0 --checkpoint"),
+        ("--checkpoint a", "1 --checkpoint and 0 --output"),
         ("--checkpoint a b --output a.json", "1 --output"),
-        ("--checkpoint a b --output x.json x.json", r"--output x\.json"),
+        ("--checkpoint a b --output x.json x.json", r"--output x\.json x\.json"),
     ],
 )
 def test_mistakes_are_rejected(line, named):

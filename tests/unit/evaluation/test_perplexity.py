@@ -457,11 +457,7 @@ def test_each_scored_document_is_a_cluster(documents, protocol):
     if text is None:
         return
     clusters = ClusterMap.of(tokens, text)
-    found = [
-        place
-        for block in text.blocks()
-        for place in clusters.at(text.scored_positions(*block)).tolist()
-    ]
+    found = [c for positions, _ in text.scored_blocks() for c in clusters.at(positions).tolist()]
     # The same numbers for the same documents, in their order.
     order = {document: i for i, document in enumerate(sorted(set(scored)))}
     renumbered = {cluster: i for i, cluster in enumerate(sorted(set(found)))}
@@ -486,7 +482,7 @@ def test_documents_left_out_are_in_no_cluster():
     tokens = token_file([[1] * 9 + [EOD]] * 20)
     text = choose_windows(tokens.tokens, 10, max_tokens=40)
     clusters = ClusterMap.of(tokens, text)
-    positions = np.concatenate([text.scored_positions(*block) for block in text.blocks()])
+    ((positions, _),) = text.scored_blocks()
     documents = np.unique(positions // 10)
     assert clusters.count == len(documents) < 20
     assert np.unique(clusters.at(positions)).tolist() == list(range(clusters.count))
@@ -525,16 +521,16 @@ def test_tokens_and_bytes_are_counted_by_cluster(sized_corpus, max_tokens):
     tokens = open_tokens(sized_corpus, "code", "test")
     text = choose_windows(tokens.tokens, 16, max_tokens)
     clusters, sizes = ClusterMap.of(tokens, text), token_bytes_of(sized_corpus)
-    found = scored_text(sized_corpus, "code", "test", text, clusters, sizes)
+    counted, text_bytes, _ = scored_text(sized_corpus, "code", "test", text, clusters, sizes)
     expected_tokens, expected_bytes = np.zeros(clusters.count), np.zeros(clusters.count)
-    for position in np.concatenate([text.scored_positions(*b) for b in text.blocks()]):
+    for position in np.concatenate([positions for positions, _ in text.scored_blocks()]):
         cluster = clusters.at(np.array([position]))[0]
         expected_tokens[cluster] += 1
         expected_bytes[cluster] += 2 * sizes[tokens.tokens[position]]
-    assert found.tokens.tolist() == expected_tokens.tolist()
-    assert found.text_bytes is not None
-    assert np.abs(found.text_bytes - expected_bytes).max() <= 1
-    assert found.text_bytes.sum() == round(expected_bytes.sum())
+    assert counted.tolist() == expected_tokens.tolist()
+    assert text_bytes is not None
+    assert np.abs(text_bytes - expected_bytes).max() <= 1
+    assert text_bytes.sum() == round(expected_bytes.sum())
 
 
 @pytest.mark.parametrize("cause", ["no tokenizer", "no bytes"])
@@ -548,4 +544,4 @@ def test_unknown_bytes_are_none(sized_corpus, cause):
         domains = {**sized_corpus.domains, "news": dataclasses.replace(domain, test=unknown)}
         sized_corpus = dataclasses.replace(sized_corpus, domains=domains)
     clusters = ClusterMap.of(tokens, text)
-    assert scored_text(sized_corpus, "news", "test", text, clusters, sizes).text_bytes is None
+    assert scored_text(sized_corpus, "news", "test", text, clusters, sizes)[1] is None

