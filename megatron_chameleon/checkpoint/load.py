@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
@@ -41,25 +39,11 @@ from megatron_chameleon.checkpoint.state import (
     set_random_states,
     training_state,
 )
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
-
-# Raised by torch for files that are damaged, truncated, or hold more than tensors and plain values.
-_FILE_ERRORS = (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError)
-
-# Raised by megatron for names, types or shapes that differ from those of the run.
-_CONTENT_ERRORS = (
-    CheckpointingException,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    AssertionError,
-    ValueError,
-)
 
 
 def shape_of(record: CheckpointRecord) -> ModelShape:
@@ -147,10 +131,20 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
         if name.startswith("model"):
             wanted[name] = {k: v for k, v in part.items() if not k.endswith("_extra_state")}
     strategy = FullyParallelLoadStrategyWrapper(
-        CheckedLoadStrategy(index),
+        TorchDistLoadShardedStrategy(),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    return dist_checkpointing.load(wanted, str(record.root), strategy, _CommonLoadStrategy())
+    # megatron makes its readers with a module-level function that cannot be passed in.
+    before = torch_dist._get_filesystem_reader
+
+    def reader(folder: str | Path, cache_metadata: bool = False) -> CheckedReader:
+        return CheckedReader(folder, index)
+
+    torch_dist._get_filesystem_reader = reader
+    try:
+        return dist_checkpointing.load(wanted, str(record.root), strategy, _CommonLoadStrategy())
+    finally:
+        torch_dist._get_filesystem_reader = before
 
 
 def _load_model(model: Sequence[torch.nn.Module], state: State) -> None:
@@ -184,44 +178,6 @@ class CheckedReader(FileSystemReader):
         return super().read_data(plan, planner)
 
 
-class CheckedLoadStrategy(TorchDistLoadShardedStrategy):
-    """megatron's torch_dist strategy, reading only the entries of ``index``."""
-
-    def __init__(self, index: Metadata) -> None:
-        super().__init__()
-        self._index = index
-
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
-        """Load tensors through a :class:`CheckedReader`."""
-        with self._checked_reader():
-            return super().load(sharded_state_dict, checkpoint_dir)
-
-    def load_tensors_metadata(
-        self, checkpoint_dir: Path, metadata: Metadata | None = None
-    ) -> ShardedStateDict:
-        """Return the tensors' shapes from the checked index."""
-        return super().load_tensors_metadata(checkpoint_dir, metadata or self._index)
-
-    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
-        """Return all entries' shapes from the checked index."""
-        with self._checked_reader():
-            return super().load_sharded_metadata(checkpoint_dir)
-
-    @contextlib.contextmanager
-    def _checked_reader(self) -> Iterator[None]:
-        """Replace megatron's reader factory: a module-level function that cannot be passed in."""
-        before = torch_dist._get_filesystem_reader
-
-        def reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> Any:
-            return CheckedReader(checkpoint_dir, self._index)
-
-        torch_dist._get_filesystem_reader = reader
-        try:
-            yield
-        finally:
-            torch_dist._get_filesystem_reader = before
-
-
 class _CommonLoadStrategy(TorchCommonLoadStrategy):
     """megatron's reader of common state, restricted to tensors and plain values."""
 
@@ -236,7 +192,7 @@ class _CommonLoadStrategy(TorchCommonLoadStrategy):
             values = torch.load(path, map_location="cpu", weights_only=True)
             if not isinstance(values, dict):
                 raise pickle.UnpicklingError(f"it holds a {type(values).__name__}")
-        except _FILE_ERRORS as error:
+        except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
             raise _unreadable(path, error) from error
         return values
 
@@ -246,33 +202,28 @@ def _content_errors(folder: Path) -> Iterator[None]:
     """Convert torch's and megatron's errors for a bad checkpoint into a UserError."""
     try:
         yield
-    except UserError:  # a ValueError, too
+    except (UserError, RuntimeError, OSError, MemoryError):  # of memory, devices, other ranks
         raise
-    except CheckpointException as error:
+    except CheckpointException as error:  # reading a tensor
         cause = next((cause for cause, _ in error.failures.values()), error)
-        known = (*_FILE_ERRORS, *_CONTENT_ERRORS)
-        if not isinstance(cause, known) or isinstance(cause, torch.OutOfMemoryError):
+        if isinstance(cause, torch.OutOfMemoryError):
             raise
         raise _unreadable(folder, cause) from error
-    except _CONTENT_ERRORS as error:
-        reason = (str(error).splitlines() or [""])[0]
+    except Exception as error:  # names, types or shapes of another run: of almost any type
         raise UserError(
-            f"cannot load {folder} ({type(error).__name__}: {reason}): its state does not match "
-            "this run; use another checkpoint"
+            f"cannot load {folder} ({type(error).__name__}: {first_line(error)}): its state does "
+            "not match this run; use another checkpoint"
         ) from error
 
 
 def _unreadable(path: Path, error: BaseException) -> UserError:
-    # torch's messages advise loading the file with weights_only=False.
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        reason = error.strerror
-    elif asked := re.search(r"GLOBAL (\S+)", text):
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    if asked:
         reason = f"it asks for {asked[1]}"
-    elif "weights_only" in text:
+    elif "weights_only" in str(error):  # torch's advice is to load the file without it
         reason = "it holds more than tensors and plain values"
     else:
-        reason = (text.splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
     return UserError(
         f"cannot read {path} ({reason}): it is damaged, or crafted to run code; use another "
         "checkpoint"

@@ -47,7 +47,7 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.artifacts.files import flush_to_disk, replace_folder
 from megatron_chameleon.checkpoint.state import State
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.parallel.layout import from_main
 
 Files = dict[str, CheckpointFile]
@@ -87,7 +87,9 @@ def plan_save(state: State, record: CheckpointRecord, *, is_latest: bool = False
     Raises:
         SaveError: on every rank, here or from the last of the request's functions.
     """
-    save = _Save(record, is_latest, temporary_name(record.root, from_main(_token)))
+    save = _Save(
+        record, is_latest, temporary_name(record.root, from_main(lambda: uuid.uuid4().hex[:8]))
+    )
     shards, common = save_preprocess(state)
     from_main(lambda: save.begin(common))
     strategy = FullyParallelSaveStrategyWrapper(
@@ -107,30 +109,6 @@ class RankResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
-    """Files written by all ranks; on rank 0."""
-
-    writer: FileSystemWriterAsync
-    index: Metadata
-    ranks: list[RankResult]
-
-    @property
-    def error(self) -> str | None:
-        """The error of the first rank that has one."""
-        errors = (f"rank {n}: {rank.error}" for n, rank in enumerate(self.ranks) if rank.error)
-        return next(errors, None)
-
-    @property
-    def files(self) -> Files:
-        """The files of all ranks."""
-        return {name: file for rank in self.ranks for name, file in rank.files.items()}
-
-    def write_index(self) -> None:
-        """Write torch's index of the files. Raises OSError."""
-        self.writer.finish(self.index, [rank.results for rank in self.ranks])
-
-
-@dataclasses.dataclass(frozen=True)
 class _Save:
     """Rank 0's part of a save, before and after the ranks write."""
 
@@ -145,15 +123,19 @@ class _Save:
             self.temporary.mkdir(parents=True)
             TorchCommonSaveStrategy("torch", 1).save_common(common, self.temporary)
 
-    def complete(self, written: Written) -> None:
+    def complete(
+        self, writer: FileSystemWriterAsync, index: Metadata, ranks: list[RankResult]
+    ) -> None:
         """Write the index and the record, and rename the folder."""
         with self._save_errors():
-            if written.error:
-                raise OSError(written.error)
-            written.write_index()
+            for number, rank in enumerate(ranks):
+                if rank.error:
+                    raise OSError(f"rank {number}: {rank.error}")
+            writer.finish(index, [rank.results for rank in ranks])
             save_config(CheckpointingConfig("torch_dist", 1), str(self.temporary))
-            own = hash_files(self.temporary, leave_out=written.files)
-            files = dict(sorted({**written.files, **own}.items()))
+            written = {name: file for rank in ranks for name, file in rank.files.items()}
+            own = hash_files(self.temporary, leave_out=written)
+            files = dict(sorted({**written, **own}.items()))
             dataclasses.replace(self.record, root=self.temporary, files=files).save()
             for name in own:
                 flush_to_disk(self.temporary / name)
@@ -170,7 +152,7 @@ class _Save:
         except (OSError, RuntimeError, UserError) as error:  # RuntimeError: torch's for files
             shutil.rmtree(self.temporary, ignore_errors=True)
             raise SaveError(
-                f"cannot write the checkpoint {self.record.root} ({first_line(error)})"
+                f"cannot write the checkpoint {self.record.root} ({_reason(error)})"
             ) from error
 
 
@@ -181,7 +163,9 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
     raised on every rank.
     """
 
-    def __init__(self, complete: Callable[[Written], None]) -> None:
+    def __init__(
+        self, complete: Callable[[FileSystemWriterAsync, Metadata, list[RankResult]], None]
+    ) -> None:
         super().__init__("torch_dist", 1)
         self._complete = complete
 
@@ -215,7 +199,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         def finalize() -> None:
             results = ranks.gather_object(_result_of(writer))
             staged.clear()
-            from_main(lambda: self._complete(Written(writer, index, results)))
+            from_main(lambda: self._complete(writer, index, results))
 
         if request.async_fn is None:  # this rank has nothing to write
             return request._replace(finalize_fns=[finalize])
@@ -269,64 +253,41 @@ class _WriteAndHash:
 
     def __call__(self, rank: int, buckets: list[Any], handover: Handover) -> None:
         """Write, then pass on (megatron's results, hashes) or the error message."""
-        outcome: tuple[Any, Files] | str
+        outcome: tuple[dict[int, Any], Files] | str
+        is_collecting = gc.isenabled()
+        gc.disable()  # in a fork, collecting the parent's CUDA objects would be an error
         try:
-            results = self._write(buckets)
-            outcome = results, hash_written([Path(path) for path, *_ in buckets])
+            with ThreadPoolExecutor(len(buckets)) as pool:  # a thread for each file
+                written = list(pool.map(self._write, range(len(buckets)), buckets))
+            outcome = dict(enumerate(result for result, _ in written)), dict(f for _, f in written)
         except Exception as error:
-            outcome = first_line(error)
+            outcome = _reason(error)
+        finally:
+            if is_collecting:
+                gc.enable()
         handover.put(outcome)
 
-    def _write(self, buckets: list[Any]) -> dict[int, Any]:
-        """Write each file in a thread, with the function that megatron runs in a process.
-
-        Raises:
-            Exception: the first file's error.
-        """
+    def _write(self, number: int, bucket: Any) -> tuple[Any, tuple[str, CheckpointFile]]:
+        """Write one file with the function that megatron runs in a process, and hash it."""
         done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         begun: queue.Queue[int] = queue.Queue()  # megatron counts its processes with it
-
-        def write(number: int) -> None:
-            begun.put(number)
-            FileSystemWriterAsync.write_preloaded_data(
-                self._transforms, number, buckets[number], done, begun, use_fsync=True
-            )
-
-        # In a fork, garbage-collecting the parent's CUDA objects would be an error.
-        with _without_collection(), ThreadPoolExecutor(len(buckets)) as pool:
-            list(pool.map(write, range(len(buckets))))
-        outcomes = dict(sorted(done.get_nowait() for _ in buckets))
-        for outcome in outcomes.values():
-            if isinstance(outcome, Exception):
-                raise outcome
-        return outcomes
+        begun.put(number)
+        FileSystemWriterAsync.write_preloaded_data(
+            self._transforms, number, bucket, done, begun, use_fsync=True
+        )
+        _, result = done.get_nowait()
+        if isinstance(result, Exception):
+            raise result
+        path = Path(bucket[0])
+        return result, (path.name, CheckpointFile.of(path))
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def hash_written(paths: list[Path]) -> Files:
-    """Hash files concurrently: hashing releases the GIL."""
-    with ThreadPoolExecutor(len(paths)) as pool:
-        files = pool.map(CheckpointFile.of, paths)
-        return {path.name: file for path, file in zip(paths, files, strict=True)}
-
-
-def first_line(error: BaseException) -> str:
-    """Describe ``error`` in one line, for an OSError with the system's message."""
+def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if "inline_container" in str(error):  # from torch's archive, about its own source
         return "a file could not be written completely, as on a full disk"
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def _result_of(writer: FileSystemWriterAsync) -> RankResult:
@@ -344,9 +305,5 @@ def _result_of(writer: FileSystemWriterAsync) -> RankResult:
     writer.results_queue.put(results)
     checked = writer.retrieve_write_results()
     if isinstance(checked, tuple):  # an exception and where it was raised
-        return RankResult(error=first_line(checked[0].__cause__ or checked[0]))
+        return RankResult(error=_reason(checked[0].__cause__ or checked[0]))
     return RankResult(checked, files)
-
-
-def _token() -> str:
-    return uuid.uuid4().hex[:8]

@@ -18,6 +18,7 @@ import runpy
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -144,14 +145,14 @@ def killed_before(step: int, done: int) -> Iterator[None]:
 @contextlib.contextmanager
 def instead_of_hashing(step: int, act: Callable[[], None]) -> Iterator[None]:
     """Call ``act`` where this process would hash its files of the checkpoint of ``step``."""
-    hash_written = save.hash_written
+    real = save.CheckpointFile
 
-    def hash_late(paths: list[Path]) -> Any:
-        if f"step-{step:08d}" in paths[0].parent.name:
+    def hash_late(path: Path) -> Any:
+        if f"step-{step:08d}" in path.parent.name:
             act()
-        return hash_written(paths)
+        return real.of(path)
 
-    with mock.patch.object(save, "hash_written", hash_late):
+    with mock.patch.object(save, "CheckpointFile", types.SimpleNamespace(of=hash_late)):
         yield
 
 

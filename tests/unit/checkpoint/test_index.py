@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -16,7 +17,7 @@ from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
 from megatron_chameleon.checkpoint.load import (
-    CheckedLoadStrategy,
+    CheckedReader,
     load_training,
     load_weights,
     open_reader,
@@ -155,14 +156,17 @@ def test_an_index_that_declares_a_tensor_as_bytes_is_rejected(one_rank, record, 
     assert trace.exists()
 
 
-def test_only_tensors_are_read_whatever_the_index_declares(one_rank, record, tmp_path):
+def test_only_tensors_are_read_whatever_the_index_declares(one_rank, record, tmp_path, monkeypatch):
     trace = tmp_path / "ran"
     replace_value(record, NAME, PickledCode(trace), entry_of_bytes())
     with (record.root / INDEX_NAME).open("rb") as stream:
-        strategy = CheckedLoadStrategy(pickle.load(stream))
+        index = pickle.load(stream)
+    monkeypatch.setattr(
+        torch_dist, "_get_filesystem_reader", lambda folder, **_more: CheckedReader(folder, index)
+    )
     wanted = weights_wanted(build_model(SHAPE, one_rank, seed=0))
     with pytest.raises(CheckpointException, match=f"{NAME} is not a tensor"):
-        dist_checkpointing.load(wanted, str(record.root), strategy)
+        dist_checkpointing.load(wanted, str(record.root))
     assert not trace.exists()
 
 
