@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -329,7 +330,7 @@ class Scorer:
         Raises:
             UserError: if a likelihood is not finite.
         """
-        return self._score(*from_main(lambda: ("score", questions, description))[1:])
+        return self._score(*self._call("score", questions, description)[1:])
 
     def generate(self, prompts: Sequence[Prompt]) -> Generated:
         """Continue each prompt greedily up to a stop or the end of a document.
@@ -337,18 +338,21 @@ class Scorer:
         There is no key-value cache: each new token costs a forward pass over the unfinished
         sequences. The tasks of the paper generate nothing.
         """
-        return self._generate(*from_main(lambda: ("generate", prompts))[1:])
+        return self._generate(*self._call("generate", prompts)[1:])
 
     def serve(self) -> None:
         """Run the collective calls of rank 0 until it calls :meth:`stop`."""
         assert not self.layout.is_main
-        while (call := from_main(lambda: ("stop",)))[0] != "stop":
-            name, *arguments = call
-            (self._score if name == "score" else self._generate)(*arguments)
+        while (call := self._call("stop"))[0] != "stop":
+            (self._score if call[0] == "score" else self._generate)(*call[1:])
 
     def stop(self) -> None:
         """End :meth:`serve` on the other ranks; called by rank 0."""
-        from_main(lambda: ("stop",))
+        self._call("stop")
+
+    def _call(self, *call: Any) -> tuple[Any, ...]:
+        """The call of rank 0, on every rank."""
+        return from_main(lambda: call)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, v] float32 logits of ``hidden`` [n, h]; minus infinity for padding of the vocabulary.

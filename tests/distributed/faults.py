@@ -32,7 +32,12 @@ import torch.distributed as dist
 import megatron_chameleon.checkpoint.save as save
 import megatron_chameleon.training.trainer as training
 from megatron_chameleon.artifacts import TrainingRun
-from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME, checkpoint_folders, step_folder
+from megatron_chameleon.artifacts.checkpoint import (
+    FOLDER_NAME,
+    CheckpointFile,
+    checkpoint_folders,
+    step_folder,
+)
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
@@ -145,12 +150,11 @@ def killed_before(step: int, done: int) -> Iterator[None]:
 @contextlib.contextmanager
 def instead_of_hashing(step: int, act: Callable[[], None]) -> Iterator[None]:
     """Call ``act`` where this process would hash its files of the checkpoint of ``step``."""
-    real = save.CheckpointFile
 
-    def hash_late(path: Path) -> Any:
+    def hash_late(path: Path) -> CheckpointFile:
         if f"step-{step:08d}" in path.parent.name:
             act()
-        return real.of(path)
+        return CheckpointFile.of(path)
 
     with mock.patch.object(save, "CheckpointFile", types.SimpleNamespace(of=hash_late)):
         yield

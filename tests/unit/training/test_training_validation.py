@@ -109,7 +109,7 @@ def test_a_domain_that_begins_within_a_file_is_read_from_there(corpus):
     text = held_out_text(part, 32, max_windows=1000)
     assert text is not None
     skipped = int(lengths[:10].sum())
-    scored = np.concatenate([text.scored_positions(*block) for block in text.blocks()])
+    scored = np.concatenate([positions for positions, _ in text.scored_blocks()])
     assert scored.tolist() == list(range(skipped + 1, skipped + tokens))
 
 
