@@ -36,7 +36,7 @@ from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
-from megatron_chameleon.training.hook import HookedPasses
+from megatron_chameleon.training.hook import HookRunner
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.step import BatchShape, Passes, train_step
@@ -88,7 +88,7 @@ class Trained:
         names = [f"domain {number}" for number in everything]
         hook = GradientAlignment(names, DogeRecipe(), Roles(everything, everything))
         passes = Passes(self._chunks, self._batch_shape, num_domains)
-        hooked = HookedPasses(hook, passes, self._case.shape, self._layout)
+        hooked = HookRunner(hook, passes, self._case.shape, self._layout)
 
         def step() -> None:
             batches = random_batches(self._case, num_domains)

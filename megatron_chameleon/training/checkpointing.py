@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
@@ -36,11 +34,9 @@ from megatron_chameleon.checkpoint.state import State
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout, from_main, on_every_rank
 from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.ranges import flag_of
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.run_folder import FRESH_START
-
-if TYPE_CHECKING:
-    from megatron_chameleon.training.records import RunRecords
+from megatron_chameleon.training.run_folder import FRESH_START, Progress, RunRecords
 
 # Options that may change on resume, since they do not affect results. Data, initial mixture and
 # pretrained weights are compared by hash instead of by path. Planned mixture changes ahead may
@@ -76,30 +72,8 @@ FREE_OPTIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Progress of a run: its last record and the checkpoint to resume from, if any.
-
-    ``problems`` are the errors of newer, damaged checkpoints.
-    """
-
-    run: TrainingRun | None = None
-    checkpoint: CheckpointRecord | None = None
-    problems: tuple[str, ...] = ()
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        return self.checkpoint.step if self.checkpoint else 0
-
-    @property
-    def guard(self) -> dict[str, Any]:
-        """State of the step guard."""
-        return self.checkpoint.guard if self.checkpoint else {}
-
-
 def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
-    """Find the checkpoint to resume from. Every rank calls this.
+    """Find the checkpoint to resume from. Collective.
 
     A damaged checkpoint is skipped in favor of the previous one. The folder is not changed, except
     to complete a save that was killed between its last steps.
@@ -108,24 +82,30 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
         UserError: on every rank, if the folder holds a run with other options, corpus or mixture,
             or all its checkpoints are damaged.
     """
-    run = from_main(lambda: _find_run(plan))
+
+    def find_run() -> TrainingRun | None:
+        run = check_run_folder(plan)
+        if run is not None:
+            with writing(run.root):
+                put_all_back(run.root / FOLDER_NAME)
+                finish_latest(run.root)
+        return run
+
+    run = from_main(find_run)
     if run is None:
         return Progress()
-    found = newest_verified_checkpoint(plan.options.run_dir, layout)
-    if found.checkpoint:
-        _require_same_optimizer(plan, found.checkpoint)
-    resumed_schedule(plan, found.checkpoint)  # raises on a conflict
-    return Progress(run, found.checkpoint, tuple(found.problems))
-
-
-def _find_run(plan: TrainingPlan) -> TrainingRun | None:
-    """The existing run in the folder; None for a new run."""
-    run = check_run_folder(plan)
-    if run is not None:
-        with writing(run.root):
-            put_all_back(run.root / FOLDER_NAME)
-            finish_latest(run.root)
-    return run
+    checkpoint, problems = newest_verified_checkpoint(plan.options.run_dir, layout)
+    if checkpoint:
+        # megatron has two formats of the optimizer's state.
+        flag = "--use-distributed-optimizer"
+        was_sharded = bool(checkpoint.layout.get("use_distributed_optimizer"))
+        if was_sharded != plan.options.parallel.use_distributed_optimizer:
+            raise UserError(
+                f"{checkpoint.root} was written {'with' if was_sharded else 'without'} {flag}; "
+                f"{'pass' if was_sharded else 'leave out'} {flag} to resume from it"
+            )
+    resumed_schedule(plan, checkpoint)  # raises on a conflict
+    return Progress(run, checkpoint, tuple(problems))
 
 
 def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
@@ -135,8 +115,6 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
         UserError: if it is a run with other options, corpus or mixture.
     """
     folder = plan.options.run_dir
-    if plan.options.overwrite and TrainingRun.exists(folder):
-        return None
     if not TrainingRun.exists(folder):
         if checkpoint_folders(folder):
             raise UserError(
@@ -144,36 +122,88 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
                 "choose another folder"
             )
         return None
+    if plan.options.overwrite:
+        return None
     run = TrainingRun.load(folder)
     _require_same(plan, run)
     return run
 
 
-def go_back(progress: Progress, run_dir: Path) -> None:
-    """Roll the run in ``run_dir`` back to the step of ``progress``. Every rank calls this.
+def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
+    options_before, inputs_before = run.provenance.options, run.provenance.inputs
+    options, inputs = json_values(plan.options), plan.provenance.inputs
+    names = list(run.mixture)
+    if inputs_before.get("corpus") == inputs["corpus"] and names != plan.data.names:
+        raise UserError(  # records are kept by these names
+            f"{run.root} holds a run whose data sets are named {', '.join(names)}, not "
+            f"{', '.join(plan.data.names)}; rename the files back, or {FRESH_START}"
+        )
+    for name in {**inputs, **inputs_before}:
+        if inputs_before.get(name) != inputs.get(name):
+            raise UserError(
+                f"{run.root} holds a run with {name} {_input(name, options_before, inputs_before)},"
+                f" not {_input(name, options, inputs)}; {FRESH_START}"
+            )
+    before, now = _compared(options_before), _compared(options)
+    for name in {**now, **before}:
+        if before.get(name) != now.get(name):
+            raise UserError(
+                f"{run.root} holds a run with {flag_of(name)} {before.get(name)}, not "
+                f"{now.get(name)}; {FRESH_START}"
+            )
 
-    Later metrics are dropped; newer checkpoints are renamed, with a :class:`CheckpointWarning` if
-    they are damaged.
+
+def _input(name: str, options: dict[str, Any], inputs: dict[str, str]) -> str:
+    """Where a run's input is, and the start of its hash."""
+    paths = {
+        "corpus": options.get("corpus") or (options.get("data") or {}).get("data_path"),
+        "mixture": options.get("mixture") or "uniform",
+        "pretrained checkpoint": options.get("pretrained_checkpoint"),
+    }
+    return f"{paths.get(name)} (SHA-256 {inputs[name][:8]})" if inputs.get(name) else "none"
+
+
+def _compared(options: dict[str, Any]) -> dict[str, Any]:
+    """All options but the free ones, without nesting."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in FREE_OPTIONS:
+            flat |= _compared(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def newest_verified_checkpoint(
+    run_dir: Path, layout: Layout
+) -> tuple[CheckpointRecord | None, list[str]]:
+    """The newest checkpoint whose hashes verify, if any, and the errors of newer ones. Collective.
+
+    Each rank hashes a shard of the files.
 
     Raises:
-        UserError: on every rank, if the folder cannot be written.
+        UserError: on every rank, if there are checkpoints and all of them are damaged.
     """
-    if progress.run is not None:
-        from_main(lambda: _go_back(progress, run_dir))
-
-
-def _go_back(progress: Progress, folder: Path) -> None:
-    with writing(folder):
-        moved = go_back_to(folder, progress.step) if progress.checkpoint else []
-    if progress.problems:
-        warnings.warn(
-            f"{progress.problems[0]}: going on from step {progress.step}; kept as "
-            f"{', '.join(map(str, moved))}",
-            CheckpointWarning,
-            stacklevel=2,
+    problems: list[str] = []
+    shard = layout.rank, layout.world_size
+    for folder in reversed(from_main(lambda: checkpoint_folders(run_dir))):
+        try:
+            checkpoint = from_main(partial(CheckpointRecord.load, folder))
+            with progress_bar(
+                checkpoint.bytes_to_verify(*shard),
+                "B",
+                f"verifying step {checkpoint.step}",
+                quiet=not layout.is_main,
+            ) as bar:
+                on_every_rank(partial(checkpoint.verify, *shard, bar.update))
+        except UserError as error:
+            problems.append(str(error))
+        else:
+            return checkpoint, problems
+    if problems:
+        raise UserError(
+            f"{problems[0]}: all checkpoints of {run_dir} are damaged; restore one from a copy, or "
+            f"{FRESH_START}"
         )
-    remove_leftovers_of_run(folder)
-    keep_metrics_until(folder / METRICS_NAME, progress.step)
+    return None, []
 
 
 def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) -> MixtureSchedule:
@@ -224,100 +254,31 @@ def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> 
             )
 
 
-def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
-    inputs = plan.provenance.inputs
-    names = list(run.mixture)
-    if run.provenance.inputs.get("corpus") == inputs["corpus"] and names != plan.data.names:
-        raise UserError(  # records are kept by these names
-            f"{run.root} holds a run whose data sets are named {', '.join(names)}, not "
-            f"{', '.join(plan.data.names)}; rename the files back, or {FRESH_START}"
-        )
-    from_path = plan.options.data.data_path is not None
-    labels = {"mixture": "mixture (run.json has its weights; the file must hold exactly these)"}
-    if from_path:
-        labels["corpus"] = "content of --data-path, --split or tokenizer"
-    for name in {**inputs, **run.provenance.inputs}:
-        if run.provenance.inputs.get(name) != inputs.get(name):
-            label = labels.get(name, name)
-            raise UserError(f"{run.root} holds a run with another {label}; {FRESH_START}")
-    difference = _first_difference(run.provenance.options, json_values(plan.options), FREE_OPTIONS)
-    if difference:
-        flag, before, now = difference
-        raise UserError(f"{run.root} holds a run with {flag} {before}, not {now}; {FRESH_START}")
+def roll_back(progress: Progress, run_dir: Path) -> None:
+    """Roll the run in ``run_dir`` back to the step of ``progress``. Collective.
 
-
-def _require_same_optimizer(plan: TrainingPlan, checkpoint: CheckpointRecord) -> None:
-    """Check ``--use-distributed-optimizer``: megatron's two state formats are incompatible."""
-    flag = "--use-distributed-optimizer"
-    was_sharded = bool(checkpoint.layout.get("use_distributed_optimizer"))
-    if was_sharded != plan.options.parallel.use_distributed_optimizer:
-        word, change = ("with", "give") if was_sharded else ("without", "leave out")
-        raise UserError(
-            f"{checkpoint.root} was written {word} {flag} and cannot go on otherwise; "
-            f"{change} {flag}"
-        )
-
-
-def _first_difference(
-    before: dict[str, Any], now: dict[str, Any], free: Collection[str]
-) -> tuple[str, Any, Any] | None:
-    """The first changed option: flag, old value, new value."""
-    for name in [*now, *(name for name in before if name not in now)]:
-        old, new = before.get(name), now.get(name)
-        if name in free or old == new:
-            continue
-        if isinstance(old, dict) and isinstance(new, dict):
-            inside = _first_difference(old, new, free)
-            if inside:
-                return inside
-            continue
-        return f"--{name.replace('_', '-')}", old, new
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The newest checkpoint that verifies, if any, and the errors of newer ones."""
-
-    checkpoint: CheckpointRecord | None
-    problems: list[str]
-
-
-def newest_verified_checkpoint(run_dir: Path, layout: Layout) -> Found:
-    """Find the newest checkpoint whose hashes verify. Every rank calls this.
+    Later metrics are dropped; newer checkpoints are renamed, with a :class:`CheckpointWarning` if
+    they are damaged.
 
     Raises:
-        UserError: on every rank, if there are checkpoints and all of them are damaged.
+        UserError: on every rank, if the folder cannot be written.
     """
-    folders = from_main(lambda: checkpoint_folders(run_dir))
-    problems: list[str] = []
-    for folder in reversed(folders):
-        try:
-            checkpoint = from_main(partial(CheckpointRecord.load, folder))
-            verify_checkpoint(checkpoint, layout)
-        except UserError as error:
-            problems.append(str(error))
-        else:
-            return Found(checkpoint, problems)
-    if problems:
-        raise UserError(
-            f"{problems[0]}: all checkpoints of {run_dir} are damaged; restore one from a copy, or "
-            f"{FRESH_START}"
-        )
-    return Found(None, [])
 
+    def on_main() -> None:
+        with writing(run_dir):
+            moved = go_back_to(run_dir, progress.step) if progress.checkpoint else []
+        if progress.problems:
+            warnings.warn(
+                f"{progress.problems[0]}: resuming from step {progress.step}; renamed to "
+                f"{', '.join(map(str, moved))}",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        remove_leftovers_of_run(run_dir)
+        keep_metrics_until(run_dir / METRICS_NAME, progress.step)
 
-def verify_checkpoint(checkpoint: CheckpointRecord, layout: Layout) -> None:
-    """Verify the hashes of all files, sharded over the ranks.
-
-    Raises:
-        UserError: on every rank, if any file does not match its hash.
-    """
-    share = layout.rank, layout.world_size
-    total = checkpoint.bytes_to_verify(*share)
-    what = f"verifying step {checkpoint.step}"
-    with progress_bar(total, "B", what, quiet=not layout.is_main) as bar:
-        on_every_rank(lambda: checkpoint.verify(*share, bar.update))
+    if progress.run is not None:
+        from_main(on_main)
 
 
 class CheckpointWriter:
@@ -328,9 +289,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, records: RunRecords) -> None:
-        options = records.plan.options
-        self._options, self._run_dir = options.checkpointing, options.run_dir
-        self._interval, self._records = options.save_interval, records
+        self._records, self._options = records, records.plan.options
         self._queue = AsyncCallsQueue()
         self._in_flight: CheckpointRecord | None = None
 
@@ -345,10 +304,10 @@ class CheckpointWriter:
         Raises:
             UserError: on every rank, if the last checkpoint cannot be written.
         """
-        self.wait()
+        self.finish()
         try:
             request = plan_save(state, record, is_latest=True)
-            if self._options.async_save and not is_last:
+            if self._options.checkpointing.async_save and not is_last:
                 self._queue.schedule_async_request(request)
                 self._in_flight = record
                 return
@@ -356,23 +315,20 @@ class CheckpointWriter:
         except SaveError as error:
             if is_last:
                 raise UserError(
-                    f"{error}; free space and run the same command again: it goes on from "
-                    f"{self._records.last_checkpoint() or 'the beginning'}"
+                    f"{error}; free space and run the same command again: it resumes from "
+                    f"{self._records.last_checkpoint() or 'step 0'}"
                 ) from error
-            self._note_failure(record, error)
+            self._report_failure(record, error)
             return
         if not record.guard.get("streak"):  # keep the checkpoint from before the skipped steps
             self._delete_old()
 
-    def poll(self) -> bool:
-        """Whether the save in flight has ended, successfully or not."""
-        return self._finish(blocking=False)
+    def finish(self, *, blocking: bool = True) -> bool:
+        """Finish the asynchronous save; return whether one has ended, successfully or not.
 
-    def wait(self) -> bool:
-        """Wait for the save in flight; return whether there was one."""
-        return self._finish(blocking=True)
-
-    def _finish(self, *, blocking: bool) -> bool:
+        Args:
+            blocking: whether to wait for it.
+        """
         record = self._in_flight
         if record is None:
             return False
@@ -380,26 +336,25 @@ class CheckpointWriter:
             if not self._queue.maybe_finalize_async_calls(blocking=blocking):
                 return False
         except SaveError as error:
-            self._note_failure(record, error)
+            self._report_failure(record, error)
         else:
             self._delete_old()
         self._in_flight = None
         return True
 
-    def _note_failure(self, record: CheckpointRecord, error: SaveError) -> None:
+    def _report_failure(self, record: CheckpointRecord, error: SaveError) -> None:
         self._records.failed_saves.append(FailedSave(record.step, str(error)))
-        before = self._records.last_checkpoint()
         warnings.warn(
-            f"{error}; training goes on, and {before or 'no checkpoint'} is the last one: free "
-            f"space, the next is tried after the next {self._interval} steps",
+            f"{error}; training continues, and the last checkpoint is "
+            f"{self._records.last_checkpoint()}: free space before the next save, in "
+            f"{self._options.save_interval} steps",
             CheckpointWarning,
             stacklevel=2,
         )
 
     def _delete_old(self) -> None:
-        if not self._records.layout.is_main:
-            return
-        try:
-            keep_last(self._run_dir, self._options.keep_last_checkpoints)
-        except OSError as error:
-            warnings.warn(f"cannot delete an old checkpoint: {error}", CheckpointWarning, 2)
+        if self._records.layout.is_main:
+            try:
+                keep_last(self._options.run_dir, self._options.checkpointing.keep_last_checkpoints)
+            except OSError as error:
+                warnings.warn(f"cannot delete an old checkpoint: {error}", CheckpointWarning, 2)

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_chameleon.artifacts.checkpoint import HookState
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, HookState
+from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.errors import UserError
@@ -27,7 +28,6 @@ from megatron_chameleon.model.memory import FLOAT32_BYTES, TrainingSetup, optimi
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.checkpointing import Progress
 from megatron_chameleon.training.domain_gradients import (
     DomainGradients,
     GradientRows,
@@ -36,9 +36,8 @@ from megatron_chameleon.training.domain_gradients import (
     split_samples,
 )
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.records import RunRecords
 from megatron_chameleon.training.run_folder import FRESH_START
-from megatron_chameleon.training.step import Passes
+from megatron_chameleon.training.step import Passes, counts_losses
 
 TokenValues = Sequence[torch.Tensor]
 """A value per token of this rank's micro-batches, [b, s] each; empty but on the last stage."""
@@ -195,7 +194,7 @@ class GlobalBatch:
         for batch, value in zip(self.micro_batches, values, strict=bool(values)):
             masked = value.double() * batch["loss_mask"].to(value.device)
             sums.index_add_(0, batch["domain"].to(value.device), masked.sum(1))
-        return self._over_ranks(sums, self._layout.is_last_stage)
+        return self._over_ranks(sums)
 
     @functools.cached_property
     def domain_tokens(self) -> torch.Tensor:
@@ -204,19 +203,18 @@ class GlobalBatch:
         for batch in self.micro_batches:
             tokens = batch["loss_mask"].sum(1, dtype=torch.float64)
             counts.index_add_(0, batch["domain"].to(counts.device), tokens.to(counts.device))
-        return self._over_ranks(counts, self._layout.is_last_stage)
+        return self._over_ranks(counts)
 
     def sum_over_data_ranks(self, number: int) -> int:
         """Sum of ``number`` over the data-parallel ranks; identical on every rank."""
         mine = torch.full((1,), number, dtype=torch.int64, device=self._passes.device)
-        return int(self._over_ranks(mine, self._layout.is_last_stage))
+        return int(self._over_ranks(mine))
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.num_domains, dtype=torch.float64, device=self._passes.device)
 
-    def _over_ranks(self, values: torch.Tensor, contributes: bool) -> torch.Tensor:
-        # Tensor-parallel ranks hold identical values: only the first contributes.
-        if not contributes or self._layout.tensor_rank > 0:
+    def _over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        if not counts_losses(self._layout):
             values = torch.zeros_like(values)
         dist.all_reduce(values)
         return values
@@ -233,120 +231,38 @@ def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> 
             ``--mixture-change`` is set too.
     """
     hook = make(plan, layout) if make else None
-    if hook is None or not hook.mixture_interval:
-        return hook
-    if plan.options.data.permutation == "megatron":
-        raise UserError(
-            f"{_name(hook)} changes the mixture, which Megatron's order of samples does not allow; "
-            "give --permutation epoch"
-        )
-    if plan.options.data.mixture_change:
-        raise UserError(
-            f"{_name(hook)} changes the mixture, which would override --mixture-change; leave "
-            "--mixture-change out"
-        )
+    if hook and hook.mixture_interval:
+        name = type(hook).__name__
+        if plan.options.data.permutation == "megatron":
+            raise UserError(f"{name} changes the mixture, which needs --permutation epoch")
+        if plan.options.data.mixture_change:
+            raise UserError(
+                f"{name} changes the mixture and would override --mixture-change; leave it out"
+            )
     return hook
 
 
-def load_hook(hook: TrainingHook | None, progress: Progress) -> None:
-    """Restore the hook's state from the run's last checkpoint.
-
-    Args:
-        hook: the run's hook in its initial state.
-        progress: the run's progress.
+def load_hook(hook: TrainingHook | None, checkpoint: CheckpointRecord | None) -> None:
+    """Restore the hook's state from the checkpoint that the run resumes from, if any.
 
     Raises:
         UserError: if the checkpoint was written with another hook.
     """
-    if progress.checkpoint is None:
+    if checkpoint is None:
         return
-    saved = progress.checkpoint.hook
-    if (saved and saved.name) != (hook and _name(hook)):
+    saved = checkpoint.hook
+    before, now = saved.name if saved else None, type(hook).__name__ if hook else None
+    if before != now:
         raise UserError(
-            f"{progress.checkpoint.root} was written by a run of "
-            f"{saved.name if saved else 'plain training'}, not of "
-            f"{_name(hook) if hook else 'plain training'}; {FRESH_START}"
+            f"{checkpoint.root} was written by a run with {before or 'no'} hook, not "
+            f"{now or 'none'}; {FRESH_START}"
         )
     if hook and saved:
         hook.load_state_dict(saved.state)
 
 
 class HookRunner:
-    """Call a hook at each step and add its cost to the run's.
-
-    Args:
-        hook: the training hook.
-        passes: passes of the trained model.
-        records: records of the run.
-    """
-
-    def __init__(self, hook: TrainingHook, passes: Passes, records: RunRecords) -> None:
-        self._hook, self._passes, self._records = hook, passes, records
-        self._hooked = HookedPasses(hook, passes, records.plan.shape, records.layout)
-        self._flops_counted = hook.flops
-        self._before_step: dict[str, Any] = {}
-
-    def change_mixture(self, step: int) -> bool:
-        """Call ``new_mixture`` if it is due after ``step`` steps; return whether it was called.
-
-        Called before the next step, so that a checkpoint in between does not include the change.
-        """
-        interval = self._hook.mixture_interval
-        if not interval or not step or step % interval:
-            return False
-        weights = self._hook.new_mixture(step, self._passes.model)
-        if weights is not None:
-            self._records.samples.change_weights(self._records.samples_at(step), weights)
-        return True
-
-    def forward_backward(
-        self, batches: Iterator[Batch], step: int, learning_rate: float
-    ) -> torch.Tensor:
-        """As :meth:`HookedPasses.forward_backward`; add the hook's FLOPs to the run's cost."""
-        self._before_step = self._state()
-        sums = self._hooked.forward_backward(batches, step, learning_rate)
-        self._records.extra_flops += self._hook.flops - self._flops_counted
-        self._flops_counted = self._hook.flops
-        return sums
-
-    def undo_step(self) -> None:
-        """Restore the hook's state from before the last step, which was skipped.
-
-        Such a step's loss or gradient may be NaN, and so may the hook's state after it.
-        """
-        self._hook.load_state_dict(self._before_step)
-
-    def metrics(self) -> dict[str, Any]:
-        """The hook's metrics."""
-        return self._hook.metrics()
-
-    def state(self) -> HookState:
-        """A snapshot of the hook's state for a checkpoint.
-
-        Raises:
-            UserError: on every rank, if the state is not JSON-serializable.
-        """
-        return HookState(_name(self._hook), self._state())
-
-    def _state(self) -> dict[str, Any]:
-        """A copy of the hook's state, as read when resuming."""
-        state = self._hook.state_dict()
-        try:
-            copy: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{_name(self._hook)}.state_dict() gives what a checkpoint cannot hold ({error}); "
-                "give finite numbers, texts, lists and dictionaries"
-            ) from error
-        return copy
-
-
-def _name(hook: TrainingHook) -> str:
-    return type(hook).__name__
-
-
-class HookedPasses:
-    """Compute a step's gradient with the loss or gradient weights of a hook.
+    """Call a hook at each step, and compute the step's gradient with the hook's weights.
 
     Args:
         hook: the training hook. If it combines gradients, buffers for one gradient per domain are
@@ -361,9 +277,26 @@ class HookedPasses:
         self, hook: TrainingHook, passes: Passes, shape: ModelShape, layout: Layout
     ) -> None:
         self._hook, self._passes, self._shape, self._layout = hook, passes, shape, layout
-        # Chunks that are trained are wrapped for data parallelism.
-        model: Sequence[DistributedDataParallel] = passes.model
-        self._rows = GradientRows(model, passes.num_domains) if hook.combines_gradients else None
+        # Trained chunks are wrapped for data parallelism.
+        self._model: Sequence[DistributedDataParallel] = passes.model
+        self._rows = (
+            GradientRows(self._model, passes.num_domains) if hook.combines_gradients else None
+        )
+        self._flops_counted = hook.flops
+        self._before_step: dict[str, Any] = {}
+
+    def change_mixture(self, step: int, samples: BlendedTokens, global_batch_size: int) -> bool:
+        """Call ``new_mixture`` if it is due after ``step`` steps; return whether it was called.
+
+        Called before the next step, so that a checkpoint in between does not include the change.
+        """
+        interval = self._hook.mixture_interval
+        if not interval or not step or step % interval:
+            return False
+        weights = self._hook.new_mixture(step, self._passes.model)
+        if weights is not None:
+            samples.change_weights(step * global_batch_size, weights)
+        return True
 
     def forward_backward(
         self, batches: Iterator[Batch], step: int, learning_rate: float
@@ -375,77 +308,90 @@ class HookedPasses:
             step: steps done before this one.
             learning_rate: learning rate of the upcoming update.
         """
-        num_microbatches = self._passes.shape.num_microbatches
-        micro_batches = list(itertools.islice(batches, num_microbatches))
+        self._before_step = self._copy_of_state()
+        micro_batches = list(itertools.islice(batches, self._passes.shape.num_microbatches))
         batch = GlobalBatch(
             step, micro_batches, self._passes, self._shape, self._layout, self._spend
         )
         weights = self._hook.loss_weights(batch)
-        if self._hook.combines_gradients:
-            return self._combined(batch, weights, learning_rate)
-        return self._passes.forward_backward(iter(micro_batches), loss_weights=weights)
+        if self._rows is None:
+            return self._passes.forward_backward(iter(micro_batches), loss_weights=weights)
+        gradients = DomainGradients(self._rows, batch.domain_tokens, learning_rate)
+        return self._combine_gradients(batch, weights, gradients)
 
-    def _combined(
-        self, batch: GlobalBatch, loss_weights: torch.Tensor | None, learning_rate: float
+    def undo_step(self) -> None:
+        """Restore the hook's state from before the last step, which was skipped.
+
+        Such a step's loss or gradient may be NaN, and so may the hook's state after it.
+        """
+        self._hook.load_state_dict(self._before_step)
+
+    def take_flops(self) -> float:
+        """The hook's floating-point operations since the last call."""
+        flops = self._hook.flops - self._flops_counted
+        self._flops_counted = self._hook.flops
+        return flops
+
+    def metrics(self) -> dict[str, Any]:
+        """The hook's metrics."""
+        return self._hook.metrics()
+
+    def state(self) -> HookState:
+        """A snapshot of the hook's state for a checkpoint.
+
+        Raises:
+            UserError: on every rank, if the state is not JSON-serializable.
+        """
+        return HookState(type(self._hook).__name__, self._copy_of_state())
+
+    def _copy_of_state(self) -> dict[str, Any]:
+        try:
+            text = json.dumps(self._hook.state_dict(), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{type(self._hook).__name__}.state_dict() is not JSON-serializable ({error}); "
+                "return finite numbers, strings, lists and dictionaries"
+            ) from error
+        copy: dict[str, Any] = json.loads(text)
+        return copy
+
+    def _combine_gradients(
+        self, batch: GlobalBatch, loss_weights: torch.Tensor | None, gradients: DomainGradients
     ) -> torch.Tensor:
         """Compute each domain's gradient, then their sum weighted by the hook."""
-        assert self._rows is not None
-        model: Sequence[DistributedDataParallel] = self._passes.model
-        gradients = DomainGradients(self._rows, batch.domain_tokens, learning_rate)
-        sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
-        rows = _rows_by_domain(batch)
+        rows: list[list[int]] = [[] for _ in range(batch.num_domains)]  # samples of each domain
+        domains = torch.cat([part["domain"] for part in batch.micro_batches])
+        for row, domain in enumerate(domains.tolist()):  # synchronizes once
+            rows[domain].append(row)
         splits = {domain: self._split(len(rows[domain])) for domain in gradients.present}
         parts = micro_batches_by_domain(batch.micro_batches, dict(enumerate(rows)), splits)
+        sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
         for domain, split in splits.items():
-            for chunk in model:
+            for chunk in self._model:
                 chunk.zero_grad_buffer()
             sums += self._passes.forward_backward(
                 iter(parts[domain]), split.count, loss_weights, split.size
             )
             gradients.keep(domain)
         gradients.combine(self._hook.gradient_weights(gradients))
-        self._spend_on_filling(
-            batch, [(split, len(rows[domain])) for domain, split in splits.items()]
+        length = self._passes.shape.seq_length
+        padding = batch.sum_over_data_ranks(
+            sum(split.filled - len(rows[domain]) for domain, split in splits.items())
         )
-        if self._layout.is_last_stage:
-            sums[:, 2] = self._drawn([len(own) for own in rows])
+        self._spend(training_flops(self._shape, padding * length, length))
+        if self._layout.is_last_stage:  # without the padding samples
+            sampled = torch.tensor([len(own) * length for own in rows])
+            sums[:, 2] = to_device(sampled, self._passes.device)
         return sums
 
     def _split(self, samples: int) -> Split:
         """Split ``samples`` samples of one domain into micro-batches for this layout."""
         stages = self._layout.pipeline_size
-        interleaved = len(self._passes.model) > 1
-        largest = self._passes.shape.micro_batch_size
-        return split_samples(samples, largest, stages, stages if interleaved else 1)
-
-    def _drawn(self, samples: Sequence[int]) -> torch.Tensor:
-        """[k] tokens of this rank's samples, without padding samples."""
-        tokens = torch.tensor(samples) * self._passes.shape.seq_length
-        return to_device(tokens, self._passes.device)
+        rounds = stages if len(self._model) > 1 else 1  # interleaved
+        return split_samples(samples, self._passes.shape.micro_batch_size, stages, rounds)
 
     def _spend(self, flops: float) -> None:
         self._hook.flops += flops
-
-    def _spend_on_filling(self, batch: GlobalBatch, splits: Sequence[tuple[Split, int]]) -> None:
-        """Count the FLOPs of padding samples.
-
-        Args:
-            batch: the step's global batch.
-            splits: for each domain with a gradient, the split of its samples on this rank, and
-                their number.
-        """
-        mine = sum(split.filled - samples for split, samples in splits)
-        filling = batch.sum_over_data_ranks(mine)
-        length = self._passes.shape.seq_length
-        self._spend(training_flops(self._shape, filling * length, length))
-
-
-def _rows_by_domain(batch: GlobalBatch) -> list[list[int]]:
-    """Indices of this rank's samples per domain; synchronizes with the device once."""
-    rows: list[list[int]] = [[] for _ in range(batch.num_domains)]
-    for row, domain in enumerate(torch.cat([p["domain"] for p in batch.micro_batches]).tolist()):
-        rows[domain].append(row)
-    return rows
 
 
 @contextlib.contextmanager
@@ -459,8 +405,8 @@ def reading(
 
     Args:
         model: this rank's chunks, wrapped for data parallelism, before the passes of a step.
-        shape: of the whole model.
-        layout: of the ranks.
+        shape: shape of the whole model.
+        layout: layout of the ranks.
     """
     for chunk in model:
         if layout.overlap_param_gather:

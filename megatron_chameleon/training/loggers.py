@@ -1,4 +1,4 @@
-"""Write the metrics of each log interval: JSON lines, TensorBoard, Weights & Biases."""
+"""Destinations of metrics: JSON lines, TensorBoard, Weights & Biases; and the log of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import math
 import os
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,143 +21,143 @@ from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import dense_bf16_peak, model_flops_utilization, training_flops
 from megatron_chameleon.parallel.layout import device_name, from_main
-from megatron_chameleon.training.guard import SkippedStep
+from megatron_chameleon.training.guard import StepGuard
 from megatron_chameleon.training.metrics import (
     Interval,
     IntervalMeter,
     PhaseTimers,
-    Speed,
-    progress_line,
-    validation_line,
+    finite,
+    format_duration,
 )
 from megatron_chameleon.training.options import PretrainOptions
-from megatron_chameleon.training.records import RunRecords
+from megatron_chameleon.training.run_folder import RunRecords
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 Figures = Mapping[str, Any]
-"""Name -> number, text, or figures again; numbers that are not finite were not measured."""
-
-TENSORBOARD_FOLDER = "tensorboard"
-
-WANDB_ID_NAME = "wandb-id.txt"
-
-STEP = "step"
-"""Name of the x-axis in W&B."""
+"""Name -> number, text, list or nested mapping; NaN for a number that was not measured."""
 
 
 class Logger(Protocol):
     """Destination of metrics."""
 
     def log(self, step: int, figures: Figures) -> None:
-        """Write the figures of an interval that ended with ``step``."""
+        """Write the metrics of an interval that ended with ``step``."""
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close."""
 
 
 class JsonLinesLogger:
-    """One line of JSON an interval, in metrics.jsonl.
+    """Append one line of JSON per interval to metrics.jsonl.
 
-    Lines for which there is no room wait for the next ones.
+    Lines that do not fit on a full disk are written with the next ones.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._waiting = b""
+        self._unwritten = b""
 
     def log(self, step: int, figures: Figures) -> None:
-        """Add a line, with the step first and null for what is not finite.
+        """Append a line: the step first, null for NaN and infinities.
 
         Raises:
-            UserError: if there is no file yet and none can be made.
+            UserError: if the file does not exist and cannot be created.
         """
         line = json.dumps(finite({"step": step, **figures}), ensure_ascii=False, allow_nan=False)
-        self._waiting += line.encode() + b"\n"
+        self._unwritten += line.encode() + b"\n"
         try:
             self._append()
         except OSError as error:
+            problem = cannot_write(self._path, error)
             if not self._path.exists():
-                raise cannot_write(self._path, error) from error
-            warnings.warn(f"{cannot_write(self._path, error)}; lines wait till then", stacklevel=2)
+                raise problem from error
+            warnings.warn(f"{problem}; retrying at the next log interval", stacklevel=2)
 
     def close(self) -> None:
-        """Write the lines that wait, if there is room now."""
-        if self._waiting:
+        """Write the remaining lines, if there is space now."""
+        if self._unwritten:
             with contextlib.suppress(OSError):  # already reported
                 self._append()
 
     def _append(self) -> None:
-        """Write all lines that wait, or none of them."""
+        """Append all unwritten lines, or none of them."""
         with self._path.open("ab", buffering=0) as stream:
             end = stream.tell()
-            if stream.write(self._waiting) < len(self._waiting):
+            if stream.write(self._unwritten) < len(self._unwritten):
                 stream.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._waiting = b""
+        self._unwritten = b""
 
 
 class TensorBoardLogger:
-    """Event files for TensorBoard.
+    """Write event files for TensorBoard.
 
-    Figures for which there is no room are left out; once there is, a new file goes on.
+    Metrics that do not fit on a full disk are dropped; once there is space, a new file follows.
+
+    Args:
+        folder: folder of the event files.
+        first_step: earlier metrics of later steps are hidden.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """Write to ``folder``; what it holds of steps after ``first_step`` is no longer shown."""
         self._folder = folder
         self._writer: SummaryWriter | None = None
-        try:
-            self._writer = self._open(first_step)
-        except OSError as error:
-            self._leave_out(error)
+        with self._dropping_on_error():
+            self._open(first_step)
 
     def log(self, step: int, figures: Figures) -> None:
-        """Write every number that is finite; one of a domain as in 'domain_loss/news'."""
-        try:
-            self._writer = self._writer or self._open(step - 1)
+        """Write every finite number; nested names are joined, as in 'domain_loss/news'."""
+        with self._dropping_on_error():
+            writer = self._writer or self._open(step - 1)
             for name, value in scalars(figures):
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
-        except OSError as error:  # which has ended the writer's thread
-            self._leave_out(error)
+                writer.add_scalar(name, value, step)
+            writer.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        try:
-            if self._writer:
+        if self._writer:
+            with self._dropping_on_error():
                 self._writer.close()
-        except OSError as error:
-            warnings.warn(f"{cannot_write(self._folder, error)}; the last are lost", stacklevel=2)
-
-    def _leave_out(self, error: OSError) -> None:
-        self._writer = None
-        warnings.warn(f"{cannot_write(self._folder, error)}; left out till then", stacklevel=3)
 
     def _open(self, first_step: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(self._folder, purge_step=first_step + 1)
+        self._writer = SummaryWriter(self._folder, purge_step=first_step + 1)
+        return self._writer
+
+    @contextlib.contextmanager
+    def _dropping_on_error(self) -> Iterator[None]:
+        """Turn an OSError, which ends the writer's thread, into a warning."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            problem = cannot_write(self._folder, error)
+            warnings.warn(f"{problem}; these metrics are dropped", stacklevel=4)
 
 
 class WandbLogger:
-    """A Weights & Biases run; a resumed run continues it."""
+    """Log to a Weights & Biases run, which is continued when training is resumed.
+
+    Raises:
+        UserError: if Weights & Biases rejects the run.
+    """
 
     def __init__(self, options: PretrainOptions) -> None:
-        """Join the run.
-
-        Raises:
-            UserError: if Weights & Biases refuses, with its own words.
-        """
         import wandb
 
+        id_file = options.run_dir / "wandb-id.txt"
+        if not id_file.exists():
+            with replacing(id_file) as temporary:
+                temporary.write_text(uuid.uuid4().hex[:8])
         try:
             self._run = wandb.init(
                 project=options.logging.wandb_project,
                 name=options.logging.wandb_exp_name or options.run_dir.name,
-                id=_wandb_id(options.run_dir),
+                id=id_file.read_text(encoding="utf-8", errors="replace").strip(),
                 dir=options.run_dir,
                 config=json_values(options),
                 resume="allow",
@@ -168,15 +168,15 @@ class WandbLogger:
                 "leave --wandb-project out"
             ) from error
         # wandb's own step only increases, so it would drop steps repeated after a resume.
-        self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, figures: Figures) -> None:
-        """Send every number that is finite; one of a domain as in 'domain_loss/news'."""
-        self._run.log({STEP: step, **dict(scalars(figures))})
+        """Send every finite number; nested names are joined, as in 'domain_loss/news'."""
+        self._run.log({"step": step, **dict(scalars(figures))})
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining metrics."""
         self._run.finish()
 
 
@@ -187,14 +187,24 @@ def open_loggers(options: PretrainOptions, first_step: int) -> list[Logger]:
     """
     loggers: list[Logger] = [JsonLinesLogger(options.run_dir / METRICS_NAME)]
     if options.logging.tensorboard and _installed("tensorboard", "--no-tensorboard"):
-        loggers.append(TensorBoardLogger(options.run_dir / TENSORBOARD_FOLDER, first_step))
+        loggers.append(TensorBoardLogger(options.run_dir / "tensorboard", first_step))
     if options.logging.uses_wandb and _installed("wandb", "no --wandb-project, no WANDB_API_KEY"):
         loggers.append(WandbLogger(options))
     return loggers
 
 
+def _installed(package: str, without: str) -> bool:
+    installed = importlib.util.find_spec(package) is not None
+    if not installed:
+        warnings.warn(
+            f"no metrics for {package}, which is not installed; install it, or pass {without}",
+            stacklevel=3,
+        )
+    return installed
+
+
 def scalars(figures: Figures, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Name and value of every finite number; names of nested figures are joined by '/'."""
+    """Name and value of every finite number; names of nested mappings are joined by '/'."""
     for name, value in figures.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
@@ -202,154 +212,108 @@ def scalars(figures: Figures, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield f"{prefix}{name}", float(value)
 
 
-def finite(value: Any) -> Any:
-    """``value`` with None for NaN and infinities, which JSON cannot represent."""
-    if isinstance(value, Mapping):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _installed(package: str, without: str) -> bool:
-    if importlib.util.find_spec(package) is not None:
-        return True
-    warnings.warn(
-        f"{package} is not installed, so nothing is written for it; install it, or pass {without}",
-        stacklevel=3,
-    )
-    return False
-
-
-def _wandb_id(run_dir: Path) -> str:
-    """The run's id at Weights & Biases, kept in the run folder for resuming."""
-    path = run_dir / WANDB_ID_NAME
-    if not path.exists():
-        with replacing(path) as temporary:
-            temporary.write_text(uuid.uuid4().hex[:8])
-    return path.read_text(encoding="utf-8", errors="replace").strip()
-
-
-@dataclasses.dataclass(frozen=True)
-class LogState:
-    """Where a run stands when it logs.
-
-    Attributes:
-        step: steps done.
-        lr: the learning rate of the last one.
-        skipped_steps: steps of the whole run that did not update the model.
-        skipped: those of them since the last log.
-        validation_loss: domain -> loss, where this step was followed by a validation.
-        hook: metrics of the training hook, if any.
-    """
-
-    step: int
-    lr: float
-    skipped_steps: int = 0
-    skipped: Sequence[SkippedStep] = ()
-    validation_loss: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    hook: Mapping[str, Any] | None = None
-
-
 class RunLog:
-    """Meters what happens between two logs; rank 0 writes it down.
+    """Measure the intervals between two logs; print and write them on rank 0.
 
     Attributes:
-        meter: accumulates losses and tokens of every step.
+        meter: losses and tokens since the last log.
         phases: timers of the training phases.
     """
 
     def __init__(self, records: RunRecords) -> None:
-        self._records, self._layout = records, records.layout
+        self._records = records
         self.meter = IntervalMeter(records.plan.data.names, records.layout)
         self.phases = PhaseTimers(records.layout.device)
         self._loggers: list[Logger] = []
 
     def open(self) -> None:
-        """Open what is written to. Every rank calls this.
+        """Open the loggers. Collective.
 
         Raises:
-            UserError: on every rank, if rank 0 cannot.
+            UserError: on every rank, if one cannot be opened.
         """
-        from_main(self._open)
-        self.meter.restart_clock()
+        records = self._records
+
+        def open_all() -> None:
+            self._loggers = open_loggers(records.plan.options, records.first_step)
+
+        from_main(open_all)
+
+    def close(self) -> None:
+        """Close the loggers."""
+        for logger in self._loggers:
+            logger.close()
 
     def read(self, step: int) -> Interval:
-        """The figures of the interval that ends with ``step``; every rank calls this."""
+        """The measurements of the interval that ends with ``step``. Collective."""
         interval = self.meter.read()
         self._records.count(step, interval.domain_tokens_drawn)
         return interval
 
-    def write(self, interval: Interval, standing: LogState) -> None:
-        """Write and print the figures, on rank 0. The time that this takes is not the next steps'.
+    def write(
+        self,
+        step: int,
+        interval: Interval,
+        lr: float,
+        guard: StepGuard,
+        validation_loss: Mapping[str, float],
+        hook: Mapping[str, Any] | None,
+    ) -> None:
+        """Print and write an interval, on rank 0; its time is excluded from the speed.
 
-        Raises:
-            UserError: if the disk is full or refuses.
+        Args:
+            step: steps done.
+            interval: measurements since the last log.
+            lr: learning rate of the last step.
+            guard: counts of skipped steps.
+            validation_loss: domain -> loss; empty without a validation after this step.
+            hook: metrics of the training hook, if any.
         """
-        seconds = self.phases.read()
-        if self._layout.is_main:
-            with self.phases.during("logging"):
-                self._write(interval, standing, seconds)
-        self.meter.restart_clock()
-
-    def close(self) -> None:
-        """Write out what is left."""
-        for logger in self._loggers:
-            logger.close()
-
-    def _open(self) -> None:
-        self._loggers = open_loggers(self._records.plan.options, self._records.first_step)
-
-    def _write(self, interval: Interval, standing: LogState, phases: dict[str, float]) -> None:
-        speed, train_iters = self._speed(interval), self._records.plan.options.train_iters
-        print(
-            progress_line(
-                standing.step,
-                train_iters,
-                standing.lr,
-                interval,
-                speed,
-                standing.skipped_steps,
-                self._seconds_left(standing.step),
-            )
-        )
-        if standing.validation_loss:
-            print(validation_line(standing.step, train_iters, standing.validation_loss))
-        figures = self._figures(interval, standing, speed)
-        for logger in self._loggers:
-            logger.log(standing.step, {**figures, "phase_seconds": phases})
-
-    def _figures(self, interval: Interval, standing: LogState, speed: Speed) -> dict[str, Any]:
-        skipped, validation = standing.skipped, standing.validation_loss
-        return {
-            "tokens": standing.step * self._records.plan.tokens_per_step,
-            "lr": standing.lr,
-            "seconds": round(self._records.seconds(), 3),
+        records, plan, layout = self._records, self._records.plan, self._records.layout
+        phase_seconds, skipped = self.phases.read(), guard.take_unlogged()
+        flops_per_token = training_flops(plan.shape, 1, plan.options.seq_length)
+        tokens_per_second = interval.tokens_per_second / layout.world_size
+        tflops = flops_per_token * tokens_per_second / 1e12
+        # Peaks are known for bfloat16 only.
+        peak = dense_bf16_peak(device_name(layout.device)) if plan.options.bf16 else None
+        mfu = model_flops_utilization(flops_per_token, tokens_per_second, peak)
+        figures = {
+            "tokens": step * plan.tokens_per_step,
+            "lr": lr,
+            "seconds": round(records.seconds(), 3),
             **dataclasses.asdict(interval),
-            **({"validation_loss": dict(validation)} if validation else {}),
-            "skipped_steps": standing.skipped_steps,
-            **({"skipped": [step.record() for step in skipped]} if skipped else {}),
-            "tflops_per_second_per_device": speed.tflops,
-            **({"mfu": speed.mfu} if speed.mfu is not None else {}),
-            **({"hook": dict(standing.hook)} if standing.hook else {}),
+            **({"validation_loss": dict(validation_loss)} if validation_loss else {}),
+            "skipped_steps": guard.skipped,
+            **({"skipped": [dataclasses.asdict(s) for s in skipped]} if skipped else {}),
+            "tflops_per_second_per_device": tflops,
+            **({"mfu": mfu} if mfu is not None else {}),
+            **({"hook": dict(hook)} if hook else {}),
             "drawn": {
                 name: {"asked": round(d.asked), "got": d.got, "epochs": round(d.epochs, 4)}
-                for name, d in self._records.drawn().items()
+                for name, d in records.sampled().items()
             },
+            "phase_seconds": phase_seconds,
         }
-
-    def _speed(self, interval: Interval) -> Speed:
-        plan = self._records.plan
-        flops_per_token = training_flops(plan.shape, 1, plan.options.seq_length)
-        tokens_per_second = interval.tokens_per_second / self._layout.world_size
-        # The peak that is known is bfloat16's.
-        peak = dense_bf16_peak(device_name(self._layout.device)) if plan.options.bf16 else None
-        return Speed(
-            flops_per_token * tokens_per_second / 1e12,
-            model_flops_utilization(flops_per_token, tokens_per_second, peak),
-        )
-
-    def _seconds_left(self, step: int) -> float:
-        done = step - self._records.first_step
-        left = self._records.plan.options.train_iters - step
-        return self._records.stopwatch.seconds() / done * left
+        last = plan.options.train_iters
+        done = f"step {step:{len(str(last))}d}/{last}"
+        seconds_per_step = records.stopwatch.seconds() / (step - records.first_step)
+        line = [
+            done,
+            f"loss {interval.loss:.4f}",
+            f"lr {lr:.2e}",
+            f"grad norm {interval.grad_norm:.2f}",
+            f"{interval.tokens_per_second:,.0f} tokens/s",
+            f"{tflops:.3g} TFLOP/s",
+            *([f"{mfu:.1%} MFU"] if mfu is not None else []),
+            *([f"{guard.skipped} skipped"] if guard.skipped else []),
+            f"{format_duration(seconds_per_step * (last - step))} left",
+        ]
+        if layout.is_main:
+            with self.phases.during("logging"):
+                print(" | ".join(line))
+                if validation_loss:
+                    losses = (f"{name} {loss:.4f}" for name, loss in validation_loss.items())
+                    print(f"validation after {done} | loss {', '.join(losses)}")
+                for logger in self._loggers:
+                    logger.log(step, figures)
+        self.meter.restart_clock()

@@ -1,20 +1,27 @@
-"""What is measured over a log interval, and how long each phase of a step takes."""
+"""Measurements of training: losses and tokens of a log interval, phase timers, profiler."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
+import os
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity
 
+from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.options import ProfilingOptions
 from megatron_chameleon.training.step import StepResult, counts_losses
 
 T = TypeVar("T")
@@ -22,12 +29,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """Losses over the steps since the last log, summed over all ranks.
+    """Measurements of the steps since the last log, over all ranks.
 
-    Losses are of the steps that were not skipped, and NaN where there is none. ``domain_tokens``
-    counts the tokens that have a loss, ``domain_tokens_drawn`` all that were read, skipped steps
-    included. ``grad_norm`` is of the last step that was not skipped. ``memory_bytes`` is of the
-    rank that takes most.
+    Attributes:
+        loss: mean over the steps that were not skipped; NaN if all were.
+        domain_loss: the same per domain.
+        domain_tokens: tokens with a loss, without skipped steps.
+        domain_tokens_drawn: all tokens sampled, including skipped steps.
+        grad_norm: of the last step that was not skipped.
+        tokens_per_second: over all ranks.
+        memory_bytes: of the rank that uses most.
     """
 
     loss: float
@@ -40,15 +51,14 @@ class Interval:
 
 
 class IntervalMeter:
-    """Accumulate steps until they are logged, on the device."""
+    """Accumulate losses and tokens on the device until they are logged."""
 
     def __init__(self, domain_names: Sequence[str], layout: Layout) -> None:
-        self._names = list(domain_names)
-        self._layout = layout
+        self._names, self._layout = list(domain_names), layout
         self._restart()
 
     def add(self, result: StepResult) -> None:
-        """Count a step in; of a skipped one only the tokens that it drew."""
+        """Add a step; only the sampled tokens of a skipped one."""
         if result.skipped:
             self._sums[:, 2] += result.domain_sums[:, 2]
             return
@@ -56,32 +66,32 @@ class IntervalMeter:
         self._grad_norm = result.grad_norm
 
     def read(self) -> Interval:
-        """The interval's figures, the same on every rank; starts a new one."""
-        losses, tokens, drawn = sum_over_ranks(self._sums, self._layout).cpu().T.tolist()
+        """The interval's measurements, identical on every rank; starts a new one. Collective."""
+        losses, tokens, sampled = sum_over_ranks(self._sums, self._layout).cpu().T.tolist()
         seconds = time.perf_counter() - self._start
         interval = Interval(
             loss=sum(losses) / sum(tokens) if any(tokens) else math.nan,
             domain_loss=mean_losses(self._names, losses, tokens),
             domain_tokens=self._counts(tokens),
-            domain_tokens_drawn=self._counts(drawn),
+            domain_tokens_drawn=self._counts(sampled),
             grad_norm=self._grad_norm,
-            tokens_per_second=sum(drawn) / seconds,
+            tokens_per_second=sum(sampled) / seconds,
             memory_bytes=most_memory_bytes(self._layout.device),
         )
         self._restart()
         return interval
 
     def domain_losses(self, domain_sums: torch.Tensor) -> dict[str, float]:
-        """Domain -> mean loss of its tokens in one step, over all ranks; every rank calls this."""
+        """Domain -> mean loss of its tokens in one step, over all ranks. Collective."""
         losses, tokens, _ = sum_over_ranks(domain_sums, self._layout).cpu().T.tolist()
         return mean_losses(self._names, losses, tokens)
 
+    def restart_clock(self) -> None:
+        """Exclude the time up to now from the speed."""
+        self._start = time.perf_counter()
+
     def _counts(self, numbers: list[float]) -> dict[str, int]:
         return {name: int(n) for name, n in zip(self._names, numbers, strict=True) if n}
-
-    def restart_clock(self) -> None:
-        """Leave the time up to now, spent on something else than steps, out of the speed."""
-        self._start = time.perf_counter()
 
     def _restart(self) -> None:
         shape = (len(self._names), 3)
@@ -91,7 +101,7 @@ class IntervalMeter:
 
 
 def sum_over_ranks(domain_sums: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """[k, 3] sums per domain of each rank's micro-batches, over all ranks, on every rank."""
+    """[k, 3] per-domain sums over the micro-batches of all ranks, on every rank. Collective."""
     sums = domain_sums.clone() if counts_losses(layout) else torch.zeros_like(domain_sums)
     dist.all_reduce(sums)
     return sums
@@ -100,71 +110,34 @@ def sum_over_ranks(domain_sums: torch.Tensor, layout: Layout) -> torch.Tensor:
 def mean_losses(
     names: Sequence[str], losses: Sequence[float], tokens: Sequence[float]
 ) -> dict[str, float]:
-    """Domain -> its summed loss over its number of tokens; those without tokens are left out."""
+    """Domain -> summed loss over number of tokens, for domains with tokens."""
     return {name: loss / n for name, loss, n in zip(names, losses, tokens, strict=True) if n}
 
 
+def finite(value: Any) -> Any:
+    """``value`` with None for NaN and infinities, which JSON cannot represent."""
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def memory_bytes(device: torch.device) -> int:
-    """Most that tensors took on a GPU since the start; on the CPU, what the process has now."""
+    """Peak memory of tensors on a GPU since the start; on the CPU, the process's current memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
 def most_memory_bytes(device: torch.device) -> int:
-    """:func:`memory_bytes` of the rank that takes most; every rank calls this."""
+    """Largest :func:`memory_bytes` of any rank. Collective."""
     mine = torch.tensor(memory_bytes(device), dtype=torch.int64, device=device)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return int(mine)
 
 
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """How fast an interval was.
-
-    Attributes:
-        tflops: 10**12 floating-point operations a second and device, counted from shapes.
-        mfu: share of the device's peak that these are (model FLOPs utilization: Chowdhery et al.
-            2022, "PaLM", appendix B); None in float32, or where the peak is not known.
-    """
-
-    tflops: float
-    mfu: float | None = None
-
-
-def progress_line(
-    step: int,
-    train_iters: int,
-    lr: float,
-    interval: Interval,
-    speed: Speed,
-    skipped_steps: int,
-    left: float,
-) -> str:
-    """One line for the terminal; ``left`` is in seconds."""
-    width = len(str(train_iters))
-    parts = [
-        f"step {step:{width}d}/{train_iters}",
-        f"loss {interval.loss:.4f}",
-        f"lr {lr:.2e}",
-        f"grad norm {interval.grad_norm:.2f}",
-        f"{interval.tokens_per_second:,.0f} tokens/s",
-        f"{speed.tflops:.3g} TFLOP/s",
-        *([f"{speed.mfu:.1%} MFU"] if speed.mfu is not None else []),
-        *([f"{skipped_steps} skipped"] if skipped_steps else []),
-        f"{duration(left)} left",
-    ]
-    return " | ".join(parts)
-
-
-def validation_line(step: int, train_iters: int, losses: Mapping[str, float]) -> str:
-    """One line of validation losses for the terminal."""
-    width = len(str(train_iters))
-    said = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-    return f"validation after step {step:{width}d}/{train_iters} | loss {said}"
-
-
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """'42 s', '3 min 05 s', '2 h 07 min' or '3 d 04 h'."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes_left = divmod(minutes, 60)
@@ -176,71 +149,33 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-class Clock(Protocol):
-    """Measures the time between two marks in the device's work."""
-
-    def mark(self) -> Any:
-        """The present moment."""
-
-    def seconds(self, first: Any, last: Any) -> float:
-        """Between two marks; may wait for the device."""
-
-
-class HostClock:
-    """On the CPU, work is done when the call returns."""
-
-    def mark(self) -> float:
-        """The present moment, in seconds."""
-        return time.perf_counter()
-
-    def seconds(self, first: float, last: float) -> float:
-        """Between two marks."""
-        return last - first
-
-
-class DeviceClock:
-    """CUDA events, since GPU calls are asynchronous."""
-
-    def mark(self) -> torch.cuda.Event:
-        """An event behind all that is queued at present."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """Between two events, once the device has come to the second."""
-        last.synchronize()
-        return first.elapsed_time(last) / 1000
-
-
 class PhaseTimers:
-    """Adds up the seconds of each phase of training until they are read.
+    """Sum the seconds of each phase of training until they are read.
 
-    forward_backward, optimizer and mixture (a hook's work on changing it) are phases of the
-    device's work. data is what this process spends on making batches; a GPU may compute meanwhile,
-    and if it does not, the wait is within forward_backward too. The others are phases in which this
-    process does nothing else.
+    forward_backward, optimizer and mixture (a hook's mixture change) are measured on the device,
+    by CUDA events on a GPU. data is the time that this process spends on making batches, possibly
+    while a GPU computes. In all other phases this process does nothing else.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._clock: Clock = DeviceClock() if device.type == "cuda" else HostClock()
+        self._on_gpu = device.type == "cuda"
         self._last_mark: Any = None
         self._laps: list[tuple[str, Any, Any]] = []
         self._seconds: dict[str, float] = defaultdict(float)
 
     def start(self) -> None:
-        """The next lap begins here."""
-        self._last_mark = self._clock.mark()
+        """Start the next lap."""
+        self._last_mark = self._mark()
 
     def lap(self, phase: str) -> None:
-        """What the device did since the last lap, or the start, was ``phase``."""
-        mark = self._clock.mark()
+        """Count the device's time since the last lap or start as ``phase``."""
+        mark = self._mark()
         self._laps.append((phase, self._last_mark, mark))
         self._last_mark = mark
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What this process does within the block is ``phase``."""
+        """Count this process's time in the block as ``phase``."""
         start = time.perf_counter()
         try:
             yield
@@ -248,7 +183,7 @@ class PhaseTimers:
             self._seconds[phase] += time.perf_counter() - start
 
     def timed(self, items: Iterator[T], phase: str) -> Iterator[T]:
-        """``items``, where making each is ``phase``."""
+        """Iterate over ``items``; count the time to make each as ``phase``."""
         while True:
             with self.during(phase):
                 item = next(items, None)
@@ -257,9 +192,55 @@ class PhaseTimers:
             yield item
 
     def read(self) -> dict[str, float]:
-        """Phase -> seconds since the last reading, in the order of the phases' names."""
+        """Phase -> seconds since the last call, sorted by name; may wait for the device."""
         for phase, first, last in self._laps:
-            self._seconds[phase] += self._clock.seconds(first, last)
-        found = dict(sorted(self._seconds.items()))
+            if self._on_gpu:
+                last.synchronize()
+                self._seconds[phase] += first.elapsed_time(last) / 1000
+            else:
+                self._seconds[phase] += last - first
+        seconds = dict(sorted(self._seconds.items()))
         self._laps, self._seconds = [], defaultdict(float)
-        return found
+        return seconds
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class StepProfiler:
+    """Record a trace of the steps that the options name, on rank 0."""
+
+    def __init__(self, options: ProfilingOptions, run_dir: Path, layout: Layout) -> None:
+        self._options, self._folder = options, run_dir / "profile"
+        self._enabled = options.profile and layout.is_main
+        self._on_gpu = layout.device.type == "cuda"
+        self._running: torch.profiler.profile | None = None
+
+    def before_step(self, steps_done: int) -> None:
+        """Start the trace if it is due."""
+        if self._enabled and steps_done == self._options.profile_step_start:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+            self._running = torch.profiler.profile(activities=activities)
+            self._running.start()
+
+    def after_step(self, steps_done: int) -> None:
+        """Write the trace if its last step is done."""
+        if steps_done >= self._options.profile_step_end:
+            self.finish(steps_done)
+
+    def finish(self, steps_done: int) -> None:
+        """Write the trace of the steps so far, if one is running; a failure is a warning."""
+        trace, self._running = self._running, None
+        if trace is None:
+            return
+        trace.stop()
+        first = self._options.profile_step_start + 1
+        try:
+            with replacing(self._folder / f"steps-{first}-to-{steps_done}.json") as temporary:
+                trace.export_chrome_trace(os.fspath(temporary))
+        except (OSError, UserError) as error:
+            warnings.warn(f"no trace of --profile: {error}", stacklevel=2)

@@ -1,10 +1,9 @@
-"""Data parallelism, AdamW and the learning-rate schedule, all megatron-core's own.
+"""Model, data parallelism, AdamW and learning-rate schedule of a run, from megatron-core.
 
-With neither Transformer Engine nor Apex, megatron-core updates parameters, clips gradients and
-computes their norm one tensor after the other, and copies every tensor's norm to the host:
-hundreds of waits a step. Here the update is one fused kernel, clipping a few, and the norm is
-copied once. megatron-core also copies bf16 weights back one tensor after the other; here that is
-one kernel too.
+Without Transformer Engine and Apex, megatron-core updates parameters, clips gradients and computes
+their norm tensor by tensor, and copies every tensor's norm to the host: hundreds of
+synchronizations per step. Here the update is one fused kernel, clipping is a few, and the norm is
+copied once. megatron-core also copies bf16 weights back tensor by tensor; here one kernel does.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -32,24 +31,21 @@ from megatron.core.tensor_parallel import layers, param_is_not_tensor_parallel_d
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
+from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.state import State, training_state
 from megatron_chameleon.model.compiled_layers import compile_layers
 from megatron_chameleon.model.gpt import build_model_chunks, unwrap
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.checkpointing import Progress
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import BatchShape, Passes, finalize_gradients
-
-if TYPE_CHECKING:
-    from megatron_chameleon.training.hook import TrainingHook
 
 
 def data_parallel(
     model: Sequence[torch.nn.Module], layout: Layout, *, bf16: bool
 ) -> list[DistributedDataParallel]:
-    """The chunks of ``model`` with gradients that data-parallel ranks average, in fp32."""
+    """Wrap the chunks of ``model`` for data parallelism, with fp32 gradients."""
     wrapped = [
         DistributedDataParallel(
             chunk.config,
@@ -60,27 +56,20 @@ def data_parallel(
                 grad_reduce_in_fp32=bf16,
             ),
             chunk,
-            # The communication of later chunks hides behind the earlier ones' computation.
+            # The communication of later chunks overlaps with the earlier chunks' computation.
             disable_bucketing=number > 0,
         )
         for number, chunk in enumerate(model)
     ]
     if layout.overlap_grad_reduce:
-        _reduce_after_the_last_micro_batch(wrapped)
+        # Schedules read from the shared config when gradients may be sent: after the last
+        # micro-batch. As in Megatron, stages after the first wait until all can send at once.
+        config = wrapped[0].config
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        start_sync = [chunk.start_grad_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+        config.grad_sync_func = start_sync if len(wrapped) > 1 else start_sync[0]
     return wrapped
-
-
-def _reduce_after_the_last_micro_batch(model: list[DistributedDataParallel]) -> None:
-    """Tell schedules, by the config that the chunks share, when gradients may be sent.
-
-    Stages after the first hold theirs back until all can send at once, as Megatron does unless
-    told otherwise.
-    """
-    config = model[0].config
-    no_sync = [chunk.no_sync for chunk in model]
-    start_sync = [chunk.start_grad_sync for chunk in model]
-    config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
-    config.grad_sync_func = start_sync if len(model) > 1 else start_sync[0]
 
 
 def build_optimizer(
@@ -90,7 +79,7 @@ def build_optimizer(
     *,
     bf16: bool,
 ) -> GuardedOptimizer:
-    """AdamW on matrices with weight decay, on vectors without; gradients clipped globally."""
+    """Build AdamW, with weight decay on matrices only and global gradient clipping."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=options.lr,
@@ -105,8 +94,8 @@ def build_optimizer(
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
     )
-    # The distributed optimizer keeps views of the parameters. With a gradient they would hold, out
-    # of Python's sight, what holds the model: neither would ever be freed in this process.
+    # The distributed optimizer keeps views of the parameters. With gradients they would form a
+    # reference cycle invisible to Python, and the model would never be freed in this process.
     with torch.no_grad():
         wrapped = get_megatron_optimizer(
             config,
@@ -116,16 +105,16 @@ def build_optimizer(
         )
     optimizer = GuardedOptimizer(wrapped)
     use_fused_kernels(optimizer)
-    config_of_chunks = model[0].config  # one object, whatever their number
-    config_of_chunks.grad_scale_func = optimizer.scale_loss
-    config_of_chunks.finalize_model_grads_func = finalize_gradients
+    shared_config = model[0].config
+    shared_config.grad_scale_func = optimizer.scale_loss
+    shared_config.finalize_model_grads_func = finalize_gradients
     return optimizer
 
 
 def build_scheduler(
     optimizer: MegatronOptimizer, options: OptimizerOptions, train_iters: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then a cosine to ``min_lr`` at the last step. Counts in steps."""
+    """Build the schedule: linear warm-up from 0, then a cosine to ``min_lr`` at the last step."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -141,30 +130,27 @@ def build_scheduler(
     )
 
 
-def accept_every_step(_grad_norm: float) -> bool:
-    """What an optimizer does without a guard."""
-    return True
-
-
 class GuardedOptimizer(ChainedOptimizer):
-    """megatron's optimizer, which asks before it updates the model.
+    """megatron's optimizer with a callback that may reject a step by its gradient norm.
 
-    What it asks with is the gradient's norm that clipping needs on the host anyway. A refused step
-    changes neither the weights nor the moments, and ``step`` returns False as its first value, as
-    megatron does where a loss scale overflows.
+    Clipping needs the norm on the host anyway. A rejected step changes neither weights nor moments,
+    and ``step`` returns False as its first value, as megatron does when a loss scale overflows.
+
+    Attributes:
+        accepts: the callback: gradient norm -> whether to update the model.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         super().__init__(optimizer.chained_optimizers)
-        self.accepts: Callable[[float], bool] = accept_every_step
+        self.accepts: Callable[[float], bool] = lambda _grad_norm: True
         self._grad_norm = 0.0
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """The global norm of the gradient, before clipping: the same on every rank.
+        """Global gradient norm before clipping, identical on every rank.
 
         As megatron's, which counts one of several copies of a gradient; but a copy that is not
-        finite, on whichever rank, makes the norm nan.
+        finite, on any rank, makes the norm NaN.
         """
         counted = [
             gradient
@@ -187,15 +173,15 @@ class GuardedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update the model, if the step is accepted; whether it was."""
+        """Update the model if the step is accepted; return whether it was."""
         return self.accepts(self._grad_norm) and bool(super().step_with_ready_grads())
 
 
 def is_counted(parameter: torch.nn.Parameter) -> bool:
-    """Whether the gradient's norm counts this rank's gradient, as megatron does it.
+    """Whether megatron's gradient norm counts this rank's copy of the gradient.
 
-    Of vectors that tensor-parallel ranks hold alike, the first one's are counted; of the tied
-    embeddings, the first pipeline stage's.
+    Counted are the first tensor-parallel rank's copy of replicated vectors, and the first pipeline
+    stage's copy of the tied embeddings.
     """
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
@@ -203,10 +189,10 @@ def is_counted(parameter: torch.nn.Parameter) -> bool:
 def with_copies(
     counted: Sequence[torch.Tensor], uncounted: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gradients whose norm is that of ``counted``, to the bit, and nan if a copy is not finite.
+    """Gradients with bitwise the norm of ``counted``, or NaN if one of ``uncounted`` is not finite.
 
-    Nothing is reduced over ranks or read for it that is not for the norm: 0 is added to the
-    smallest gradient, or what 0 times the copies' norm is otherwise.
+    Needs no additional reduction or synchronization: 0 times the copies' norm is added to the
+    smallest gradient.
     """
     if not uncounted:
         return list(counted)
@@ -221,18 +207,18 @@ def with_copies(
 
 
 def use_fused_kernels(optimizer: MegatronOptimizer) -> None:
-    """Let ``optimizer``, and megatron's gradient clipping, use torch's fused kernels.
+    """Use torch's fused kernels in ``optimizer`` and in megatron's gradient clipping.
 
-    What Transformer Engine or Apex brings is left alone.
+    Functions of Transformer Engine or Apex are kept.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part, (DistributedOptimizer, Float16OptimizerWithFloat16Params)):
             part._copy_main_params_to_model_params = functools.partial(write_back, part)
         if isinstance(part.optimizer, torch.optim.AdamW):
             _fuse(part.optimizer)
-            # A checkpoint brings the settings of its parameter groups along.
+            # Loading a checkpoint restores the settings of its parameter groups.
             part.optimizer.register_load_state_dict_post_hook(_fuse)
-    # megatron chooses these functions when it is imported, and takes no others by argument.
+    # megatron chooses these functions at import and has no argument for others.
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = l2_norm
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
@@ -245,26 +231,18 @@ def write_back(optimizer: DistributedOptimizer | Float16OptimizerWithFloat16Para
     As megatron's ``_copy_main_params_to_model_params``, with one kernel. The main weights of an
     fp32 model are the model's own.
     """
-    if isinstance(optimizer, DistributedOptimizer):
-        targets, sources = _shards(optimizer)
-    else:
+    targets, sources = [], []
+    if not isinstance(optimizer, DistributedOptimizer):
         targets, sources = optimizer._get_model_and_main_params_data_float16()
+    elif not optimizer.is_stub_optimizer:  # a stub has no parameters
+        for parameter in (p for group in optimizer.model_float16_groups for p in group):
+            buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
+            shard = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+            weights = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
+            targets.append(weights[shard.start : shard.end])
+        sources = [main for group in optimizer.shard_fp32_from_float16_groups for main in group]
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def _shards(optimizer: DistributedOptimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's shard of each bf16 weight, flat, in the buffer that is gathered; and its fp32."""
-    if optimizer.is_stub_optimizer:  # a rank without parameters
-        return [], []
-    parameters = [p for group in optimizer.model_float16_groups for p in group]
-    targets = []
-    for parameter in parameters:
-        buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
-        place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-        weights = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
-        targets.append(weights[place.start : place.end])
-    return targets, [main for group in optimizer.shard_fp32_from_float16_groups for main in group]
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
@@ -283,7 +261,7 @@ def l2_norm(
     _per_tensor: bool,
     *_more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Norm of all tensors together, [1] in float32, left on their device; as amp_C's function."""
+    """Global norm of all tensors, [1] float32 on their device; a replacement of amp_C's."""
     (tensors,) = tensor_lists
     return torch.nn.utils.get_total_norm(tensors).float().view(1), None
 
@@ -294,7 +272,7 @@ def scale(
     tensor_lists: Sequence[list[torch.Tensor]],
     factor: float,
 ) -> None:
-    """Write ``factor`` times the first list's tensors to the second's; as amp_C's function."""
+    """Write ``factor`` times the first list to the second list; a replacement of amp_C's."""
     sources, targets = tensor_lists
     if any(s.data_ptr() != t.data_ptr() for s, t in zip(sources, targets, strict=True)):
         torch._foreach_copy_(targets, sources)
@@ -303,7 +281,7 @@ def scale(
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """This rank's chunks, one for each of its virtual pipeline stages, and what trains them."""
+    """This rank's model chunks with optimizer, learning-rate schedule and passes."""
 
     chunks: list[DistributedDataParallel]
     optimizer: GuardedOptimizer
@@ -312,37 +290,54 @@ class TrainedModel:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the last step."""
+        """Learning rate of the last step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def zero_gradients(self) -> None:
+        """Clear all gradients and gradient buffers."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
     def state(self) -> State:
-        """What a checkpoint of it holds."""
+        """State for a checkpoint."""
         return training_state(self.chunks, self.optimizer, self.scheduler, is_loading=False)
 
 
 def build_trained_model(
-    plan: TrainingPlan, layout: Layout, progress: Progress, hook: TrainingHook | None = None
+    plan: TrainingPlan,
+    layout: Layout,
+    checkpoint: CheckpointRecord | None = None,
+    *,
+    combines_gradients: bool = False,
 ) -> TrainedModel:
-    """Build what ``plan`` and ``hook`` ask for, as far as ``progress`` has come with it."""
+    """Build the model of ``plan`` for training.
+
+    Args:
+        plan: plan of the run.
+        layout: layout of the ranks.
+        checkpoint: checkpoint to resume from; by default from the initial weights.
+        combines_gradients: whether a hook combines per-domain gradients.
+    """
     options = plan.options
+    on_gpu = layout.device.type == "cuda"
     chunks = build_model_chunks(
         plan.shape,
         layout,
         options.seed,
         bf16=options.bf16,
-        # The samples of one domain are not as many on every rank.
-        per_token_loss=options.boundaries.eod_mask_loss
-        or (hook is not None and hook.combines_gradients),
+        # Ranks have different numbers of samples of a domain.
+        per_token_loss=options.boundaries.eod_mask_loss or combines_gradients,
         recompute=options.parallel.recompute,
-        # On the CPU all is deterministic, and the bits are those of a run without the option.
-        deterministic=options.deterministic and layout.device.type == "cuda",
-        # As megatron does by default. The compiler cannot trace Apex's kernel.
+        # The CPU is always deterministic; there the option should not change any bit.
+        deterministic=options.deterministic and on_gpu,
+        # Megatron's default. The compiler cannot trace Apex's kernel.
         gradient_accumulation_fusion=layers._grad_accum_fusion_available
-        and layout.device.type == "cuda"
+        and on_gpu
         and not options.compile_layers,
     )
-    if plan.pretrained and not progress.checkpoint:
-        # Before the optimizer, which takes its main weights from the model's.
+    if plan.pretrained and not checkpoint:
+        # Before the optimizer, which copies its main weights from the model.
         plan.pretrained.load(chunks)
     if options.compile_layers:
         for chunk in chunks:
@@ -350,14 +345,14 @@ def build_trained_model(
     wrapped = data_parallel(chunks, layout, bf16=options.bf16)
     optimizer = build_optimizer(wrapped, options.optimizer, layout, bf16=options.bf16)
     scheduler = build_scheduler(optimizer, options.optimizer, options.train_iters)
-    if progress.checkpoint:
-        load_training(progress.checkpoint, wrapped, optimizer, scheduler)
+    if checkpoint:
+        load_training(checkpoint, wrapped, optimizer, scheduler)
     passes = Passes(wrapped, batch_shape(plan, layout), len(plan.data.names))
     return TrainedModel(wrapped, optimizer, scheduler, passes)
 
 
 def batch_shape(plan: TrainingPlan, layout: Layout) -> BatchShape:
-    """How the global batch is cut up on each data-parallel rank."""
+    """Micro-batches of the global batch on each data-parallel rank."""
     options = plan.options
     unit = options.micro_batch_size * layout.data_size
     return BatchShape(

@@ -32,7 +32,7 @@ class StoppingOptions(CheckedOptions):
     """
 
     exit_duration_in_mins: Positive | None = None
-    """Save and exit after this many minutes, counted from the start of the command."""
+    """Save and exit this many minutes after the start of the command."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,28 +41,28 @@ class CheckpointingOptions(CheckedOptions):
 
     async_save: bool = False
     """Write checkpoints in background processes during training, except the last one of a run.
-    Takes host memory for a second copy of the state meanwhile."""
+    Needs host memory for a second copy of the state."""
     keep_last_checkpoints: int = 5
-    """Checkpoints that are kept; older ones are deleted once a newer one is complete. 0 keeps all.
-    With 1, nothing is left to go back to should that one be damaged."""
+    """Number of checkpoints to keep; older ones are deleted when a newer one is complete. 0 keeps
+    all; with 1 there is no fallback if it is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardOptions(CheckedOptions):
-    """When a step is skipped: its update is left out, while data and learning rate go on."""
+    """When a step is skipped: the model is not updated, data and learning rate advance."""
 
     max_consecutive_skipped_steps: Count = 10
-    """Steps skipped in a row that end the run, also where it was stopped and continued in between.
-    A loss or a gradient that is not finite skips a step; so does a spike, by --spike-factor."""
+    """Stop after this many consecutive skipped steps, counted across resumes. A step is skipped if
+    its loss or gradient norm is NaN, infinite or, by --spike-factor, a spike."""
     spike_factor: NonNegative = 0.0
-    """Standard deviations above the mean of the last --spike-window steps that are a spike, in the
-    loss or in the gradient's norm; 0 takes nothing for a spike (OLMo 2 trains with 6)."""
+    """A loss or gradient norm is a spike if it exceeds the mean of the last --spike-window steps by
+    this many standard deviations; 0 disables the check (OLMo 2 uses 6)."""
     spike_window: SeveralRepetitions = 128
-    """Steps behind the bound of --spike-factor; there is none before half of them are done, since
-    the start or since the mixture changed."""
+    """Steps in the statistics of --spike-factor, which applies once half of them are done since the
+    start or the last mixture change."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a window that nothing uses."""
+        """Raise UserError for a window without a factor."""
         super().__post_init__()
         if self.spike_factor == 0:
             self.reject_changed(["spike_window"], "has no effect without --spike-factor")
@@ -73,15 +73,15 @@ class LoggingOptions(CheckedOptions):
     """Where metrics are logged, in addition to metrics.jsonl and the terminal."""
 
     tensorboard: bool = True
-    """Write them for TensorBoard too, to the folder 'tensorboard' of the run."""
+    """Also write TensorBoard event files, to the folder 'tensorboard' of the run."""
     wandb_project: str | None = None
-    """Send them to this project of Weights & Biases too. Where WANDB_API_KEY is set they are sent
-    without it, to WANDB_PROJECT."""
+    """Also log to this Weights & Biases project; if WANDB_API_KEY is set, to WANDB_PROJECT by
+    default."""
     wandb_exp_name: str | None = None
-    """What Weights & Biases calls the run; the name of its folder unless given."""
+    """Name of the Weights & Biases run; by default that of the run folder."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a name that nothing uses."""
+        """Raise UserError for a name without Weights & Biases."""
         super().__post_init__()
         if not self.uses_wandb:
             why = "has no effect without --wandb-project or WANDB_API_KEY"
@@ -89,31 +89,31 @@ class LoggingOptions(CheckedOptions):
 
     @property
     def uses_wandb(self) -> bool:
-        """Whether metrics are sent to Weights & Biases, where it is installed."""
+        """Whether metrics are logged to Weights & Biases, if it is installed."""
         return self.wandb_project is not None or bool(os.environ.get("WANDB_API_KEY"))
 
 
 @dataclasses.dataclass(frozen=True)
 class OnlineOptions(CheckedOptions):
-    """Chameleon's weights, recomputed during training from the model's own embeddings."""
+    """Online Chameleon: recompute the mixture during training from the model's own embeddings."""
 
     online_interval: Count | None = None
-    """Steps between two recomputations of the mixture, the run's own until the first. The mixture
-    stays as it is unless given. Needs --permutation epoch or feistel."""
+    """Steps between two recomputations of the mixture; by default there are none. Needs
+    --permutation epoch or feistel."""
     online_windows: Count = 256
-    """Windows of the training text per domain, at most, each of up to --seq-length tokens; the same
-    ones every time."""
+    """Maximum windows of training text per domain, of up to --seq-length tokens; always the same
+    ones."""
     online_layer: int | None = None
-    """Hidden states after this many layers are averaged, before the final norm; the middle unless
-    given."""
+    """Average the hidden states after this many layers, before the final norm; by default half of
+    the layers."""
     online_recipe: Literal["reference", "paper", "scaled"] = "reference"
-    """From embeddings to weights, as --recipe of tools/compute_mixture.py."""
+    """As --recipe of tools/compute_mixture.py."""
     online_smoothing: BelowOne = 0.5
-    """Share of the weights in use that stays at each recomputation; 0 keeps nothing of them
-    (assumed: the paper leaves weights that change to later work)."""
+    """Weight of the previous mixture in the new one (assumed: online mixing is later work in the
+    paper)."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for settings of a recomputation that never happens."""
+        """Raise UserError for settings without an interval."""
         super().__post_init__()
         if self.online_interval is None:
             settings = ("online_windows", "online_layer", "online_recipe", "online_smoothing")
@@ -122,36 +122,50 @@ class OnlineOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ProfilingOptions(CheckedOptions):
-    """Which steps torch's profiler records on the first rank."""
+    """Which steps torch's profiler records on rank 0."""
 
     profile: bool = False
-    """Write a trace of some steps to the folder 'profile' of the run; chrome://tracing and Perfetto
-    show it."""
+    """Write a trace of some steps to the folder 'profile' of the run, for chrome://tracing or
+    Perfetto."""
     profile_step_start: int = 10
     """Steps done when the trace begins."""
     profile_step_end: int = 12
     """Steps done when it ends."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for steps of a trace that is not written."""
+        """Raise UserError for steps without a trace, and steps in the wrong order."""
         super().__post_init__()
         if not self.profile:
             steps = ("profile_step_start", "profile_step_end")
             self.reject_changed(steps, "has no effect without --profile")
+        elif self.profile_step_start >= self.profile_step_end:
+            raise UserError(
+                f"--profile-step-start {self.profile_step_start}: must be < --profile-step-end "
+                f"{self.profile_step_end}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class ValidationOptions(CheckedOptions):
-    """How often, and on how much, the loss is measured on the valid split of every domain."""
+    """How often the loss on the valid split of every domain is measured, and on how much."""
 
     eval_interval: int = 1000
-    """Steps between two validations; 0 validates never."""
+    """Steps between two validations; 0 for none."""
     eval_iters: Count = 100
-    """Global batches that one validation reads, at most; domains have equal parts of them."""
+    """Maximum global batches of one validation, divided equally among the domains."""
     eval_tokens: LargeCount | None = None
-    """Maximum tokens per domain that one validation predicts; replaces --eval-iters."""
+    """Maximum tokens per domain of one validation; replaces --eval-iters."""
     eval_last_step: bool = False
-    """Validate after the last step too where --eval-interval does not divide --train-iters."""
+    """Also validate after the last step if --eval-interval does not divide --train-iters."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for amounts without effect."""
+        super().__post_init__()
+        if self.eval_interval == 0:
+            amounts = ["eval_iters", "eval_tokens", "eval_last_step"]
+            self.reject_changed(amounts, "has no effect with --eval-interval 0")
+        if self.eval_tokens is not None:
+            self.reject_changed(["eval_iters"], "has no effect with --eval-tokens")
 
 
 DryFirstStep = Literal["auto", "on", "off"]
@@ -176,10 +190,10 @@ class OptimizerOptions(CheckedOptions):
     adam_eps: NonNegative = 1e-8
     """Added to the denominator of the update."""
     clip_grad: NonNegative = 1.0
-    """Largest global gradient norm; 0 clips nothing (paper: 1.0)."""
+    """Maximum global gradient norm; 0 disables clipping (paper: 1.0)."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a schedule that would rise."""
+        """Raise UserError for a learning rate that would rise."""
         super().__post_init__()
         if self.lr < self.min_lr:
             raise UserError(f"--lr {self.lr} --min-lr {self.min_lr}: --lr must be >= --min-lr")
@@ -200,14 +214,14 @@ class PretrainOptions(CheckedOptions):
     """
 
     run_dir: Path
-    """Folder of this run: run.json, metrics.jsonl and checkpoints go there."""
+    """Folder of this run, for run.json, metrics.jsonl and checkpoints."""
     corpus: Path | None = None
-    """Folder written by tools/preprocess_data.py; or give --data-path."""
+    """Folder written by tools/preprocess_data.py; alternatively, pass --data-path."""
     model_size: str | None = None
-    """Name of a model size; a wrong one lists them all. Unless given, it is that of
-    --pretrained-checkpoint, or 82m."""
+    """Name of a model size; an unknown one lists all. Default: that of --pretrained-checkpoint, or
+    82m."""
     mixture: str | None = None
-    """'uniform' (which is what a corpus is drawn by without it), or the path of a mixture.json."""
+    """Path of a mixture.json, or 'uniform' (default)."""
     seq_length: Count = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
     train_iters: Count = 2000
@@ -217,28 +231,27 @@ class PretrainOptions(CheckedOptions):
     micro_batch_size: BatchSize = 8
     """Sequences per forward pass and rank."""
     seed: Seed = 1234
-    """Of the initial weights and of the order of samples."""
+    """Seed of the initial weights and the sample order."""
     pretrained_checkpoint: Path | None = None
-    """Start from these trained weights, a run folder (its latest checkpoint), one checkpoint folder
-    or a Hugging Face GPT-2 folder, instead of random ones: for fine-tuning. Optimizer and schedule
-    start from scratch."""
+    """Fine-tune these weights: a run folder (its latest checkpoint), a checkpoint folder or a
+    Hugging Face GPT-2 folder. Optimizer and schedule start from scratch."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     compile_layers: bool = False
-    """Compile the transformer layers with torch.compile, on a GPU: the first step takes about a
-    minute longer and later ones are shorter. Losses change by rounding alone."""
+    """Compile the transformer layers with torch.compile, on a GPU. The first step takes about a
+    minute longer; losses differ by rounding only."""
     deterministic: bool = False
-    """Use only algorithms that give the same bits every time, also on a GPU, where some are slower;
-    on the CPU all are such."""
+    """Use deterministic algorithms, some of which are slower on a GPU; the CPU is always
+    deterministic."""
     dry_first_step: DryFirstStep = "auto"
-    """Before the first step, take the memory that a step takes, on random tokens and without a
-    trace, so that a run that is too large ends at once; auto does where there is a GPU."""
+    """Run a step on random tokens without updating the model before the first one, so that a run
+    that does not fit in memory fails at once; auto does so on a GPU."""
     log_interval: Count = 10
-    """Steps between two lines of log and metrics."""
+    """Steps between two log lines."""
     save_interval: Count = 500
     """Steps between two checkpoints; the last step always writes one."""
     overwrite: bool = False
-    """Start from scratch; the old contents of run_dir are deleted once the new run has started."""
+    """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     online: OnlineOptions = dataclasses.field(default_factory=OnlineOptions)
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
@@ -254,36 +267,25 @@ class PretrainOptions(CheckedOptions):
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other or have no effect."""
         super().__post_init__()
-        self.optimizer.check_warmup(self.train_iters)
-        self._check_steps()
-        self._check_data()
-
-    def _check_steps(self) -> None:
-        """Check that steps at which something happens are steps of the run."""
-        last = self.train_iters
-        evaluated, online = self.validation.eval_interval, self.online.online_interval
-        amounts = ["eval_iters", "eval_tokens", "eval_last_step"]
-        if evaluated == 0:
-            self.validation.reject_changed(amounts, "has no effect with --eval-interval 0")
-        elif evaluated > last:
-            why = f"--train-iters {last} end before the first validation"
-            self.validation.reject_changed(["eval_interval", *amounts], why)
-        tokens = self.validation.eval_tokens
-        if tokens is not None:
-            self.validation.reject_changed(["eval_iters"], "has no effect with --eval-tokens")
-            if tokens < self.seq_length:
-                raise UserError(f"--eval-tokens {tokens}: below --seq-length {self.seq_length}")
-        start, end = self.profiling.profile_step_start, self.profiling.profile_step_end
-        if self.profiling.profile and not start < end <= last:
-            raise UserError(
-                f"--profile-step-start {start} --profile-step-end {end}: the first must be below "
-                f"the second, and the second at most --train-iters {last}"
+        last, validation = self.train_iters, self.validation
+        self.optimizer.check_warmup(last)
+        if validation.eval_interval > last:
+            validation.reject_changed(
+                ["eval_interval", "eval_iters", "eval_tokens", "eval_last_step"],
+                f"--train-iters {last} end before the first validation",
             )
+        if validation.eval_tokens is not None and validation.eval_tokens < self.seq_length:
+            raise UserError(
+                f"--eval-tokens {validation.eval_tokens}: must be >= --seq-length {self.seq_length}"
+            )
+        if self.profiling.profile and self.profiling.profile_step_end > last:
+            raise UserError(
+                f"--profile-step-end {self.profiling.profile_step_end}: must be <= --train-iters "
+                f"{last}"
+            )
+        online = self.online.online_interval
         if online is not None and online >= last:
             raise UserError(f"--online-interval {online}: must be < --train-iters {last}")
-
-    def _check_data(self) -> None:
-        """Check the source of tokens, and that each option of it has an effect."""
         if (self.corpus is None) == (self.data.data_path is None):
             raise UserError("pass either --corpus or --data-path")
         if self.corpus is not None:
@@ -297,21 +299,21 @@ class PretrainOptions(CheckedOptions):
             if self.data.tokenizer_model is None:
                 raise UserError("--data-path needs --tokenizer-model, which made its tokens")
         if self.data.permutation != "megatron":
-            why = f"--permutation {self.data.permutation} has no indices to keep"
+            why = f"--permutation {self.data.permutation} has no indices to cache"
             self.data.reject_changed(["data_cache_path"], why)
 
 
 @dataclasses.dataclass(frozen=True)
 class EstimateMemoryOptions(CheckedOptions):
-    """Print what each rank of a training run would hold, without starting anything.
+    """Estimate the memory of each rank of a training run, without starting it.
 
-    The flags are those of tools/pretrain_gpt.py, with what it reads from elsewhere.
+    The flags are those of tools/pretrain_gpt.py, plus the values that it reads from files.
     """
 
     model_size: str = "82m"
-    """Name of a model size; a wrong one lists them all."""
+    """Name of a model size; an unknown one lists all."""
     vocab_size: Count = 50257
-    """Tokens of the tokenizer; padding is added here."""
+    """Tokens of the tokenizer, without padding."""
     seq_length: Count = 1024
     """Tokens per sample."""
     global_batch_size: BatchSize = 128
@@ -321,8 +323,8 @@ class EstimateMemoryOptions(CheckedOptions):
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     world_size: Count = 1
-    """Ranks of the run, over all nodes."""
+    """Number of ranks, over all nodes."""
     device_memory_gb: Positive | None = None
-    """Memory of each device in GB (10^9 bytes). Given, the command says whether the run fits, and
-    leaves with status 1 if it does not."""
+    """Memory of each device in GB (10^9 bytes): report whether the run fits, with exit status 1
+    otherwise."""
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)

@@ -1,4 +1,4 @@
-"""Trained weights that a new run starts from, instead of random ones."""
+"""Start a new run from trained weights: a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FLAG = "--pretrained-checkpoint"
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """Trained weights that fit the run which starts from them.
+    """Initial weights of a run.
 
     Attributes:
-        where: they lie.
-        source: what is read: a checkpoint, or what is taken of a Hugging Face folder.
-        shape: of the run's model. Its position table may be longer than the run's samples.
-        hash: hex SHA-256 of the weights, wherever they lie.
+        where: folder of the weights.
+        source: a checkpoint, or the weights of a Hugging Face folder.
+        shape: shape of the run's model; its position table may be longer than the run's samples.
+        hash: hex SHA-256 of the weights.
     """
 
     where: Path
@@ -45,108 +45,97 @@ class Pretrained:
     shape: ModelShape
     hash: str
 
-    def inputs(self) -> dict[str, str]:
-        """What the run's provenance says of it."""
-        return {"pretrained checkpoint": self.hash}
+    @property
+    def lines(self) -> list[str]:
+        """Description, to print at the start of the run."""
+        left_out = self.source.left_out if isinstance(self.source, HuggingFaceWeights) else []
+        return [f"initial weights: {self.where}", *left_out]
 
     def load(self, model: Sequence[torch.nn.Module]) -> None:
-        """Read the weights into ``model``, this rank's chunks."""
+        """Load the weights into ``model``, this rank's chunks."""
         if isinstance(self.source, HuggingFaceWeights):
             self.source.load(model)
         else:
             load_weights(self.source, model)
 
-    @property
-    def lines(self) -> list[str]:
-        """What a run says that starts from it."""
-        is_folder = isinstance(self.source, HuggingFaceWeights)
-        more = self.source.left_out if isinstance(self.source, HuggingFaceWeights) else []
-        what = "the Hugging Face folder " if is_folder else ""
-        return [f"starting from the weights of {what}{self.where}", *more]
-
 
 def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | None:
-    """What --pretrained-checkpoint names, if it is given.
+    """Find and check the weights that ``--pretrained-checkpoint`` names; None without it.
 
     Args:
-        options: of the run that starts.
-        data: what the run is trained on.
+        options: options of the new run.
+        data: its training data.
 
     Raises:
-        UserError: if it is no whole checkpoint and no GPT-2 folder, of another size than
-            --model-size asks for, of another tokenizer or too small a vocabulary, or made for
-            shorter samples.
+        UserError: if it is neither a complete checkpoint nor a GPT-2 folder, of another size than
+            --model-size, of another tokenizer or a smaller vocabulary, or was trained on shorter
+            samples.
     """
     path = options.pretrained_checkpoint
     if path is None:
         return None
-    found = _of_folder(path, options, data) if _is_folder(path) else _of_checkpoint(path, data)
+    if is_huggingface_folder(path) and not (path / CheckpointRecord.FILE_NAME).is_file():
+        found = _from_huggingface(path, options, data)
+    else:
+        found = _from_checkpoint(path, data)
     if options.model_size is not None:
-        _require_size(found, model_size(options.model_size), options.model_size)
+        expected = model_size(options.model_size)
+        for field in dataclasses.fields(ModelSize):
+            actual, wanted = (getattr(size, field.name) for size in (found.shape.size, expected))
+            if actual != wanted:
+                raise UserError(
+                    f"{found.where} has {field.name} {actual}, --model-size {options.model_size} "
+                    f"has {wanted}; leave --model-size out to use the size of the weights"
+                )
     longest = found.shape.max_sequence_length
     if options.seq_length > longest:
         raise UserError(
-            f"--seq-length {options.seq_length} is longer than the {longest} positions that "
-            f"{found.where} was trained with ({FLAG}); give {longest} or fewer"
+            f"--seq-length {options.seq_length}: {found.where} ({FLAG}) has {longest} positions; "
+            f"pass at most {longest}"
         )
     if isinstance(found.source, HuggingFaceWeights):
-        found.source.read()  # refuses tensors that do not fit, before anything is written
+        found.source.read()  # rejects tensors that do not fit, before anything is written
     return found
 
 
-def _is_folder(path: Path) -> bool:
-    return not (path / CheckpointRecord.FILE_NAME).is_file() and is_huggingface_folder(path)
-
-
-def _of_checkpoint(path: Path, data: TokenData) -> Pretrained:
+def _from_checkpoint(path: Path, data: TokenData) -> Pretrained:
     checkpoint = CheckpointRecord.load(find_checkpoint(path, FLAG))
     shape, where = shape_of(checkpoint), checkpoint.root
     if checkpoint.tokenizer_hash != data.tokenizer.sha256:
         raise UserError(
-            f"{where} was trained with another tokenizer than {data.where} was made with; "
-            f"preprocess the text with that tokenizer (--tokenizer-model), or give another {FLAG}"
+            f"{where} was trained with another tokenizer than that of {data.where}; "
+            f"preprocess the text with that tokenizer (--tokenizer-model), or pass another {FLAG}"
         )
     if shape.vocab_size != data.tokenizer.vocab_size:
         raise UserError(
             f"{where} has a vocabulary of {shape.vocab_size}, {data.where} one of "
-            f"{data.tokenizer.vocab_size}; give another {FLAG}"
+            f"{data.tokenizer.vocab_size}; pass another {FLAG}"
         )
     return Pretrained(where, checkpoint, shape, checkpoint.hash)
 
 
-def _of_folder(path: Path, options: PretrainOptions, data: TokenData) -> Pretrained:
+def _from_huggingface(path: Path, options: PretrainOptions, data: TokenData) -> Pretrained:
     weights = HuggingFaceWeights.find(path)
-    wanted, rows = data.tokenizer.vocab_size, weights.config.vocab_size
-    if rows < wanted:
+    needed, rows = data.tokenizer.vocab_size, weights.config.vocab_size
+    if rows < needed:
         raise UserError(
             f"{weights.config_file}: a vocabulary of {rows} is too small for {data.where}, whose "
-            f"tokenizer has {wanted} tokens; preprocess the text with the model's own tokenizer "
-            f"(--tokenizer-model), or give another {FLAG}"
+            f"tokenizer has {needed} tokens; preprocess the text with the model's own tokenizer "
+            f"(--tokenizer-model), or pass another {FLAG}"
         )
     check_tokenizer(path, options, data)
-    weights = dataclasses.replace(weights, vocab_size=wanted)
+    weights = dataclasses.replace(weights, vocab_size=needed)
     return Pretrained(path, weights, weights.shape, weights.hash())
 
 
-def _require_size(found: Pretrained, wanted: ModelSize, name: str) -> None:
-    for field in dataclasses.fields(ModelSize):
-        has, asked = getattr(found.shape.size, field.name), getattr(wanted, field.name)
-        if has != asked:
-            raise UserError(
-                f"{found.where} has {field.name} {has}, --model-size {name} asks for {asked}; "
-                f"leave --model-size out, which takes the size from there, or give another {FLAG}"
-            )
-
-
 def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> None:
-    """Refuse a corpus whose ids stand for other tokens than those of the model in ``folder``.
+    """Check that the corpus tokenizer matches the Hugging Face model's.
 
-    The same vocabulary comes in files of many forms, and with tokens added to it; so files that
-    differ are compared token by token. A folder without a tokenizer says nothing of its ids, and
-    is taken at the user's word.
+    The same vocabulary exists in many file formats, and with added tokens; so files that differ
+    are compared token by token. A folder without a tokenizer is not checked.
 
     Raises:
-        UserError: saying what to do.
+        UserError: if a token has another id.
     """
     path = folder / "tokenizer.json"
     found = path if path.is_file() else vocab_file_in(folder)
@@ -155,21 +144,15 @@ def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> 
     model = recorded_tokenizer_file(found, data.tokenizer)
     if model.sha256 == data.tokenizer.sha256:
         return
-    corpus = _tokenizer_of(options, data)
-    if corpus is None or not _vocabulary(corpus).items() <= _vocabulary(model).items():
-        raise UserError(
-            f"{found} gives tokens other ids than the tokenizer that {data.where} was made with; "
-            f"preprocess the text with --tokenizer-model {folder}, or give another "
-            "--pretrained-checkpoint"
-        )
-
-
-def _tokenizer_of(options: PretrainOptions, data: TokenData) -> TokenizerFile | None:
-    """What made the tokens of ``data``, if it lies where it was and says what its ids mean."""
-    path = options.data.tokenizer_model or Path(data.where) / data.tokenizer.file
-    if data.tokenizer.kind != "tokenizers" or not path.exists():
-        return None
-    return recorded_tokenizer_file(path, data.tokenizer)
+    of_data = options.data.tokenizer_model or Path(data.where) / data.tokenizer.file
+    if data.tokenizer.kind == "tokenizers" and of_data.exists():
+        expected = _vocabulary(recorded_tokenizer_file(of_data, data.tokenizer))
+        if expected.items() <= _vocabulary(model).items():
+            return
+    raise UserError(
+        f"{found} has other token ids than the tokenizer of {data.where}; preprocess the text with "
+        f"--tokenizer-model {folder}, or pass another {FLAG}"
+    )
 
 
 def _vocabulary(file: TokenizerFile) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -17,17 +18,17 @@ from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.prefetch import read_ahead, steps_between_changes
 from megatron_chameleon.blend.sampler import Batch, check_batch_sizes, micro_batches
 from megatron_chameleon.blend.schedule import MixtureSchedule
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main, on_every_rank
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.checkpointing import (
     CheckpointWriter,
-    Progress,
     check_same_samples,
     find_progress,
-    go_back,
     resumed_schedule,
+    roll_back,
 )
-from megatron_chameleon.training.guard import SkippedSteps, StepSync
+from megatron_chameleon.training.guard import SkippedStep, StepGuard, StepSync
 from megatron_chameleon.training.hook import (
     HookFactory,
     HookRunner,
@@ -35,14 +36,13 @@ from megatron_chameleon.training.hook import (
     build_hook,
     load_hook,
 )
-from megatron_chameleon.training.loggers import LogState, RunLog
+from megatron_chameleon.training.loggers import RunLog
 from megatron_chameleon.training.memory import (
     check_host_memory,
     dry_first_step,
     explain_out_of_memory,
-    wants_dry_step,
 )
-from megatron_chameleon.training.metrics import duration
+from megatron_chameleon.training.metrics import StepProfiler, format_duration
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import (
@@ -51,19 +51,15 @@ from megatron_chameleon.training.plan import (
     planned_epochs,
     warn_of_repeats,
 )
-from megatron_chameleon.training.profiling import StepProfiler
-from megatron_chameleon.training.records import RunRecords, sampled_lines
-from megatron_chameleon.training.run_folder import locked_run_folder, starting_run
+from megatron_chameleon.training.run_folder import (
+    Progress,
+    RunRecords,
+    locked_run_folder,
+    starting_run,
+)
 from megatron_chameleon.training.step import train_step
 from megatron_chameleon.training.stopping import StopRequests
-from megatron_chameleon.training.validation import open_validation
-
-# Of the two values that make cuBLAS deterministic, the one with the larger workspace.
-CUBLAS_WORKSPACE = ":4096:8"
-
-# Reduces over GPUs in a fixed order. By default, NCCL may pick another algorithm in each run, or
-# reduce in the switch.
-NCCL_ALGORITHM = "Ring"
+from megatron_chameleon.training.validation import build_validation
 
 
 def pretrain(
@@ -103,11 +99,16 @@ def pretrain(
             schedule = resumed_schedule(plan, progress.checkpoint)
             if schedule != plan.schedule:  # a hook, or an earlier command, changed the mixture
                 samples = samples_of(plan, schedule)
-            if progress.step >= options.train_iters:
-                leave_finished(plan, layout, progress, samples)
+            if progress.checkpoint and progress.step >= options.train_iters:
+                records = RunRecords(plan, layout, samples, progress)
+                if progress.run and progress.run.status != "finished":  # killed before that record
+                    skipped = progress.checkpoint.guard.get("skipped", 0)
+                    records.write_run(progress.step, "finished", skipped)
+                if layout.is_main:
+                    print(f"{options.run_dir} is finished at step {progress.step}; nothing to do")
                 return
             warn_of_repeats(plan, schedule)
-            load_hook(hook, progress)
+            load_hook(hook, progress.checkpoint)
             Trainer(plan, layout, progress, samples, stops, hook).run()
     # Trainer, model and process groups form reference cycles. Collecting them frees memory for the
     # next model, and stops the polling threads of the gloo groups.
@@ -115,17 +116,17 @@ def pretrain(
 
 
 def verify_corpus(options: PretrainOptions, layout: Layout) -> None:
-    """Verify the hashes of the corpus's token files, sharded over the ranks.
+    """Verify the hashes of the corpus's token files, sharded over the ranks. Collective.
 
     Raises:
         UserError: on every rank, if any file does not match its hash.
     """
     assert options.corpus is not None
     corpus = Corpus.load(options.corpus)
-    share = layout.rank, layout.world_size
-    total = corpus.bytes_to_verify(*share)
+    shard = layout.rank, layout.world_size
+    total = corpus.bytes_to_verify(*shard)
     with progress_bar(total, "B", "verifying the corpus", quiet=not layout.is_main) as bar:
-        on_every_rank(lambda: corpus.verify(*share, bar.update))
+        on_every_rank(lambda: corpus.verify(*shard, bar.update))
 
 
 def samples_of(plan: TrainingPlan, schedule: MixtureSchedule) -> BlendedTokens:
@@ -144,18 +145,6 @@ def samples_of(plan: TrainingPlan, schedule: MixtureSchedule) -> BlendedTokens:
     )
 
 
-def leave_finished(
-    plan: TrainingPlan, layout: Layout, progress: Progress, samples: BlendedTokens
-) -> None:
-    """Report a finished run; update run.json if it predates the last checkpoint."""
-    assert progress.run is not None
-    if progress.run.status != "finished":
-        records = RunRecords(plan, layout, samples, progress)
-        records.write_run(progress.step, "finished", progress.guard.get("skipped", 0))
-    if layout.is_main:
-        print(f"{plan.options.run_dir} is finished at step {progress.step}; nothing to do")
-
-
 class Trainer:
     """Training loop of one rank. Nothing is written or deleted before :meth:`run`."""
 
@@ -169,8 +158,8 @@ class Trainer:
         hook: TrainingHook | None,
     ) -> None:
         options = plan.options
-        self.plan, self.options, self.layout, self.stops = plan, options, layout, stops
-        self.hook, self.progress = hook, progress
+        self.plan, self.options, self.layout = plan, options, layout
+        self.progress, self.samples, self.stops = progress, samples, stops
         if progress.checkpoint:
             check_same_samples(samples, progress.checkpoint)
         self.records = RunRecords(plan, layout, samples, progress)
@@ -184,80 +173,77 @@ class Trainer:
             layout.data_size,
             start_step=progress.step,
         )
-        with explain_out_of_memory(plan, layout, hook):
+        self.mixture_interval = hook.mixture_interval if hook else 0
+        self.explain_out_of_memory = functools.partial(explain_out_of_memory, plan, layout, hook)
+        with self.explain_out_of_memory():
             if hook:
                 hook.prepare()
-            self.model = build_trained_model(plan, layout, progress, hook)
-            self.watch = HookRunner(hook, self.model.passes, self.records) if hook else None
-            if wants_dry_step(options.dry_first_step, layout.device):
+            self.model = build_trained_model(
+                plan,
+                layout,
+                progress.checkpoint,
+                combines_gradients=hook is not None and hook.combines_gradients,
+            )
+            self.hook = HookRunner(hook, self.model.passes, plan.shape, layout) if hook else None
+            on_gpu = layout.device.type == "cuda"
+            if options.dry_first_step == "on" or (options.dry_first_step == "auto" and on_gpu):
                 dry_first_step(plan, layout, self.model)
-        self.model.optimizer.accepts = self._judge
-        self.validation = open_validation(plan, self.model.passes, layout)
+        self.model.optimizer.accepts = self._accepts
+        self.validation = build_validation(plan, self.model.passes, layout)
         self.profiler = StepProfiler(options.profiling, options.run_dir, layout)
-        self.agreement = StepSync(layout)
-        self.skipped = SkippedSteps(
-            self.records,
-            self.log.meter,
-            progress.guard,
-            hook_mixes=bool(hook and hook.mixture_interval),
-        )
+        self.sync = StepSync(layout)
+        self.guard = StepGuard(options.guards, progress.guard)
+        self.step = progress.step
         self.stop_reasons: list[str] = []
         self.save_is_due = False
-        self.step = progress.step
 
     def run(self) -> None:
         """Train to the last step; run.json on disk tracks the progress."""
-        signals = self.agreement.signals(self.stops.flags())
+        signals = self.sync.signals(self.stops.flags())
         if signals:
-            print_not_started(self.records, ", ".join(signals))
+            self._print(
+                f"stopped by {', '.join(signals)} before step {self.step + 1} of "
+                f"{self.options.train_iters}; run the same command again to resume"
+            )
             return
         with contextlib.ExitStack() as closing:  # closes both, even if closing one fails
             closing.callback(self.log.close)
-            self._begin()
+            with starting_run(self.options.run_dir, overwrite=self.options.overwrite):
+                self.log.open()
+                roll_back(self.progress, self.options.run_dir)
+                self.record("running")
+            self._print(start_message(self.records))
             closing.callback(lambda: self.profiler.finish(self.step))
-            self._train()
-        self._leave()
-
-    def _begin(self) -> None:
-        """Write the first record, after truncating or replacing the output of an earlier run."""
-        with starting_run(self.options.run_dir, overwrite=self.options.overwrite):
-            self.log.open()
-            go_back(self.progress, self.options.run_dir)
-            self.record("running")
-        print_start(self.records)
+            try:
+                self._train()
+            except KeyboardInterrupt:
+                self.record("interrupted")
+                raise
+            except Exception:
+                self.record("failed")
+                raise
+        self.record("interrupted" if self._stopped_by else "finished")
+        self._print(self._end_message())
 
     def _train(self) -> None:
-        """Run the remaining steps; record a failure or interruption."""
-        try:
-            memory = explain_out_of_memory(self.plan, self.layout, self.hook)
-            with memory, self._batches_ahead() as batches:
-                self.batches = self.log.phases.timed(batches, "data")
-                self._run_steps()
-        except KeyboardInterrupt:
-            self.record("interrupted")
-            raise
-        except Exception:
-            self.record("failed")
-            raise
-
-    def _run_steps(self) -> None:
         """Run the remaining steps, or until all ranks agree to stop."""
-        self.log.meter.restart_clock()
-        while self.step < self.options.train_iters and not self.stop_reasons:
-            self._run_step()
-            self._log_and_save()
-        if self.checkpoints.wait():
-            self.record("running")
-
-    def _batches_ahead(self) -> contextlib.AbstractContextManager[Iterator[Batch]]:
-        """Prefetch batches, but not across a step at which a hook may change the mixture."""
-        interval = self.hook.mixture_interval if self.hook else 0
-        steps = steps_between_changes(self.step, self.options.train_iters, interval)
+        # Prefetch batches, but not across a step at which a hook may change the mixture.
+        steps = steps_between_changes(self.step, self.options.train_iters, self.mixture_interval)
         chunks = [count * self.model.passes.shape.num_microbatches for count in steps]
-        return read_ahead(self.batches, self.layout.device, chunks)
+        with (
+            self.explain_out_of_memory(),
+            read_ahead(self.batches, self.layout.device, chunks) as batches,
+        ):
+            self.batches = self.log.phases.timed(batches, "data")
+            self.log.meter.restart_clock()
+            while self.step < self.options.train_iters and not self.stop_reasons:
+                self._run_step()
+                self._log_and_save()
+            if self.checkpoints.finish():
+                self.record("running")
 
     def _run_step(self) -> None:
-        """Run one step, which the guard may skip.
+        """Read a batch, compute its gradient, and update the model unless the guard skips the step.
 
         Raises:
             UserError: if too many consecutive steps were skipped.
@@ -270,30 +256,45 @@ class Trainer:
         self.step += 1
         self.profiler.after_step(self.step)
         self.log.meter.add(result)
-        self.stop_reasons = self.agreement.stop_reasons()
-        self.skipped.note(self.step, result)
-        if result.skipped and self.watch:
-            self.watch.undo_step()
-        if self.skipped.too_many(is_last=self._is_last):
+        self.stop_reasons = self.sync.stop_reasons()
+        if not result.skipped:
+            return
+        assert self.guard.reason is not None
+        skipped = SkippedStep(
+            self.step,
+            self.guard.reason,
+            self.records.domain_samples(self.step),
+            self.log.meter.domain_losses(result.domain_sums),
+        )
+        self.guard.record(skipped)
+        self._print(str(skipped))
+        if self.hook:
+            self.hook.undo_step()
+        if self.guard.gives_up(is_last_step=self._is_last):
             self._write_log(validate=False)
-            self.checkpoints.wait()
-            raise self.skipped.error()
+            self.checkpoints.finish()
+            before = self.records.last_checkpoint(before_step=self.guard.streak[0].step)
+            raise UserError(self.guard.give_up_message(before))
 
     def _forward_backward(self) -> torch.Tensor:
         """Run a step's passes, then start the all-reduce of loss and stop flags."""
-        if self.watch:
-            if self.watch.change_mixture(self.step):
+        if self.hook:
+            batch_size = self.options.global_batch_size
+            if self.hook.change_mixture(self.step, self.samples, batch_size):
                 self.log.phases.lap("mixture")
-            sums = self.watch.forward_backward(self.batches, self.step, self.model.lr)
+            sums = self.hook.forward_backward(self.batches, self.step, self.model.lr)
+            self.records.extra_flops += self.hook.take_flops()
         else:
             sums = self.model.passes.forward_backward(self.batches)
         self.log.phases.lap("forward_backward")
-        self.agreement.send(sums, self.stops.flags())
+        self.sync.send(sums, self.stops.flags())
         return sums
 
-    def _judge(self, grad_norm: float) -> bool:
+    def _accepts(self, grad_norm: float) -> bool:
         """Whether the step may update the model; called by the optimizer with the norm."""
-        return self.skipped.accepts(self.step, self.agreement.loss(), grad_norm)
+        schedule = self.samples.schedule
+        phase = schedule.phases[schedule.phase_at(self.records.samples_at(self.step))]
+        return self.guard.accepts(self.sync.loss(), grad_norm, phase.first_sample)
 
     def _log_and_save(self) -> None:
         """Log, validate and save where this step is due.
@@ -303,9 +304,7 @@ class Trainer:
         """
         self.save_is_due |= self.step % self.options.save_interval == 0
         leaving = self._is_last or bool(self.stop_reasons)
-        save = (leaving and self.skipped.updates > 0) or (
-            self.save_is_due and not self.skipped.streak
-        )
+        save = (leaving and self.guard.updates > 0) or (self.save_is_due and not self.guard.streak)
         validate = self.validation is not None and (
             self.step % self.options.validation.eval_interval == 0
             or (self._is_last and self.options.validation.eval_last_step)
@@ -313,8 +312,14 @@ class Trainer:
         if save or leaving or validate or self.step % self.options.log_interval == 0:
             self._write_log(validate=validate)
         if save:
-            self._save(is_last=leaving)
-        elif self.checkpoints.poll():
+            with self.log.phases.during("saving"):
+                hook = self.hook.state() if self.hook else None
+                record = self.records.checkpoint(self.step, self.guard.state(), hook)
+                self.checkpoints.save(self.model.state(), record, is_last=leaving)
+                self.record("running")
+            self.save_is_due = False
+            self.log.meter.restart_clock()
+        elif self.checkpoints.finish(blocking=False):
             self.record("running")
 
     def _write_log(self, *, validate: bool) -> None:
@@ -324,37 +329,12 @@ class Trainer:
             with self.log.phases.during("validation"):
                 losses = self.validation.losses()
             self.records.extra_flops += self.validation.flops(self.plan.shape)
-        standing = LogState(
-            self.step,
-            self.model.lr,
-            self.skipped.count,
-            self.skipped.since_log(),
-            losses,
-            self.watch.metrics() if self.watch else None,
-        )
-        self.log.write(interval, standing)
-
-    def _save(self, *, is_last: bool) -> None:
-        """Write a checkpoint, or start an asynchronous save, and update run.json."""
-        with self.log.phases.during("saving"):
-            hook = self.watch.state() if self.watch else None
-            record = self.records.checkpoint(self.step, self.skipped.state(), hook)
-            self.checkpoints.save(self.model.state(), record, is_last=is_last)
-            self.record("running")
-        self.save_is_due = False
-        self.log.meter.restart_clock()
+        hook = self.hook.metrics() if self.hook else None
+        self.log.write(self.step, interval, self.model.lr, self.guard, losses, hook)
 
     def record(self, status: Status) -> None:
         """Update run.json, on rank 0."""
-        self.records.write_run(self.step, status, self.skipped.count, self._stopped_by)
-
-    def _leave(self) -> None:
-        if self._stopped_by is None:
-            self.record("finished")
-            print_finished(self.records, self.step)
-            return
-        self.record("interrupted")
-        print_stopped(self.records, self.step, self._stopped_by, saved=self.skipped.updates > 0)
+        self.records.write_run(self.step, status, self.guard.skipped, self._stopped_by)
 
     @property
     def _is_last(self) -> bool:
@@ -365,92 +345,67 @@ class Trainer:
         """Why the run stops before its last step, if it does."""
         return None if self._is_last else ", ".join(self.stop_reasons) or None
 
+    def _print(self, message: str) -> None:
+        if self.layout.is_main:
+            print(message)
 
-def print_start(records: RunRecords) -> None:
-    """Print what is trained, and on what."""
-    if not records.layout.is_main:
-        return
+    def _end_message(self) -> str:
+        """Tokens and cost so far, and the next command to run."""
+        options, cost = self.options, self.records.cost(self.step)
+        sampled = self.records.sampled()
+        width = max(map(len, sampled))
+        lines = [
+            f"trained to step {self.step} in {format_duration(cost.wall_seconds)}, "
+            f"{cost.flops:.2e} FLOPs",
+            "sampled so far:",
+            *(
+                f"  {name:{width}}  {tokens.got:>15,} tokens (target {tokens.asked:>15,.0f}), "
+                f"{tokens.epochs:.2f} epochs"
+                for name, tokens in sampled.items()
+            ),
+            f"checkpoint: {step_folder(options.run_dir, self.step)}",
+        ]
+        if not self.guard.updates:
+            lines = [f"no checkpoint: none of the {self.step} steps has updated the model"]
+        if self._stopped_by:
+            return "\n".join(lines) + (
+                f"\nstopped by {self._stopped_by} at step {self.step} of {options.train_iters}; "
+                "run the same command again to resume"
+            )
+        return "\n".join(lines) + (
+            "\nnext: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
+            f"--corpus {options.corpus or 'CORPUS'} --checkpoint {options.run_dir}"
+        )
+
+
+def start_message(records: RunRecords) -> str:
+    """What is trained, and with which mixture."""
     plan, layout, step = records.plan, records.layout, records.first_step
-    verb = f"continuing at step {step}" if step else "training"
-    print(
-        f"{verb}: {_size(plan)}, {plan.shape.num_parameters:,} parameters, "
-        f"{plan.options.train_iters} steps of {plan.tokens_per_step:,} tokens on "
-        f"{layout.world_size} x {layout.describe()['device']} (tensor {layout.tensor_size}, "
-        f"pipeline {layout.pipeline_size}, data {layout.data_size})"
+    options, size, schedule = plan.options, plan.shape.size, records.samples.schedule
+    name = options.model_size or f"{size.num_layers} layers of width {size.hidden_size}"
+    epochs = planned_epochs(plan.data, schedule, plan.num_samples, options.seq_length)
+    weights = (
+        f"{name} {domain.weight:.3f} ({epochs[name]:.2f} epochs)"
+        for name, domain in records.sampled().items()
     )
-    if plan.pretrained and not step:
-        print("\n".join(plan.pretrained.lines))
-    print("\n".join(_mixture_lines(records)))
-    behind = plan.options.profiling.profile_step_start
-    if plan.options.profiling.profile and behind < step:
-        print(f"no --profile: the run is past --profile-step-start {behind}; give {step} or more")
-
-
-def print_finished(records: RunRecords, step: int) -> None:
-    """Print a summary, and the next command to run."""
-    if not records.layout.is_main:
-        return
-    options = records.plan.options
-    print(
-        f"{_summary(records, step)}\n"
-        f"next: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
-        f"--corpus {options.corpus or 'CORPUS'} --checkpoint {options.run_dir}"
-    )
-
-
-def print_stopped(records: RunRecords, step: int, stopped_by: str, *, saved: bool) -> None:
-    """Print why the run stopped early, and how to resume it."""
-    if not records.layout.is_main:
-        return
-    nothing = f"stopped at step {step}: no step has updated the model, so there is nothing to save"
-    print(
-        f"{_summary(records, step) if saved else nothing}\n"
-        f"stopped by {stopped_by} at step {step} of {records.plan.options.train_iters}; to go on, "
-        "run the same command again"
-    )
-
-
-def print_not_started(records: RunRecords, stopped_by: str) -> None:
-    """Report that the run stopped before its first step and left its folder unchanged."""
-    if records.layout.is_main:
-        print(
-            f"stopped by {stopped_by} before step {records.first_step + 1} of "
-            f"{records.plan.options.train_iters}; to go on, run the same command again"
-        )
-
-
-def _size(plan: TrainingPlan) -> str:
-    size = plan.shape.size
-    return plan.options.model_size or f"{size.num_layers} layers of width {size.hidden_size}"
-
-
-def _summary(records: RunRecords, step: int) -> str:
-    cost = records.cost(step)
-    return (
-        f"trained to step {step} in {duration(cost.wall_seconds)}, {cost.flops:.2e} FLOPs\n"
-        f"drawn so far:\n{sampled_lines(records.drawn())}\n"
-        f"checkpoint: {step_folder(records.plan.options.run_dir, step)}"
-    )
-
-
-def _mixture_lines(records: RunRecords) -> list[str]:
-    """The mixture that the run starts or resumes with, and the planned changes."""
-    plan, schedule = records.plan, records.samples.schedule
-    epochs = planned_epochs(plan.data, schedule, plan.num_samples, plan.options.seq_length)
     lines = [
-        f"mixture {plan.mixture.method}: "
-        + ", ".join(
-            f"{name} {domain.weight:.3f} ({epochs[name]:.2f} epochs)"
-            for name, domain in records.drawn().items()
-        )
+        f"{f'resuming at step {step}' if step else 'training'}: {name}, "
+        f"{plan.shape.num_parameters:,} parameters, "
+        f"{options.train_iters} steps of {plan.tokens_per_step:,} tokens on "
+        f"{layout.world_size} x {layout.describe()['device']} (tensor {layout.tensor_size}, "
+        f"pipeline {layout.pipeline_size}, data {layout.data_size})",
+        *(plan.pretrained.lines if plan.pretrained and not step else []),
+        f"mixture {plan.mixture.method}: {', '.join(weights)}",
     ]
-    done = records.samples_at(records.first_step)
     for phase in schedule.phases:
-        if phase.first_sample >= max(done, 1):
+        if phase.first_sample >= max(records.samples_at(step), 1):
             shares = zip(plan.data.names, phase.weights, strict=True)
-            step = phase.first_sample // plan.options.global_batch_size
-            lines.append(f"from step {step}: " + ", ".join(f"{n} {w:.3f}" for n, w in shares))
-    return lines
+            start = phase.first_sample // options.global_batch_size
+            lines.append(f"from step {start}: " + ", ".join(f"{n} {w:.3f}" for n, w in shares))
+    first = options.profiling.profile_step_start
+    if options.profiling.profile and first < step:
+        lines.append(f"no --profile: the run is past --profile-step-start {first}")
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager
@@ -465,8 +420,10 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
-    os.environ.setdefault("NCCL_ALGO", NCCL_ALGORITHM)
+    # The larger of the two workspaces that make cuBLAS deterministic.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Reduces in a fixed order. By default, NCCL may choose another algorithm in each run.
+    os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

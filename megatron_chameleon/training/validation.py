@@ -133,7 +133,7 @@ class Validation:
         return batch
 
 
-def open_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:
+def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:
     """The validation that the run asks for; None if it has none before its end.
 
     A domain without text in its valid split is left out, with a warning.

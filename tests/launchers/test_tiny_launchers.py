@@ -267,7 +267,7 @@ def test_slurm_job_on_two_nodes_is_requeued_until_done(launchers):
     assert re.fullmatch(r"requeue \d+", call)
     second = launchers.submit(name, margin + 3600)
     assert second.status == 0, second.printed
-    assert f"continuing at step {step}:" in second.printed
+    assert f"resuming at step {step}:" in second.printed
     assert TrainingRun.load(folder).status == "finished"
     assert CheckpointRecord.load(find_checkpoint(folder)).layout["data_parallel_size"] == 2
     assert launchers.calls.read_text().splitlines() == [call]

@@ -7,10 +7,10 @@ from pathlib import Path
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
-from megatron_chameleon.training.checkpointing import Progress, find_progress, go_back
+from megatron_chameleon.training.checkpointing import find_progress, roll_back
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.run_folder import locked_run_folder, starting_run
+from megatron_chameleon.training.run_folder import Progress, locked_run_folder, starting_run
 
 
 def progress_of_run(options: PretrainOptions) -> Progress:
@@ -22,7 +22,7 @@ def progress_of_run(options: PretrainOptions) -> Progress:
     ):
         progress = find_progress(plan, layout)
         with starting_run(options.run_dir, overwrite=options.overwrite):
-            go_back(progress, options.run_dir)
+            roll_back(progress, options.run_dir)
         return progress
 
 

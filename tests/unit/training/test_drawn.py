@@ -8,7 +8,7 @@ from megatron_chameleon.artifacts import DrawnTokens, TokenizerIdentity
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import DomainData, TokenData
 from megatron_chameleon.training.plan import planned_epochs
-from megatron_chameleon.training.records import sampled_lines, sampled_tokens
+from megatron_chameleon.training.run_folder import sampled_tokens
 
 SIZES = {"news": 1000, "code": 250, "empty": 0}
 DATA = TokenData(
@@ -42,12 +42,3 @@ def test_planned_epochs_are_of_all_that_the_schedule_asks_for():
     assert epochs == pytest.approx(
         {name: asked[name].asked / max(size, 1) for name, size in SIZES.items()}
     )
-
-
-def test_each_domain_has_a_line_and_the_numbers_stand_below_each_other():
-    drawn = sampled_tokens(DATA, SCHEDULE, 12, 10, {"news": 7_000_000, "code": 50})
-    lines = sampled_lines(drawn).splitlines()
-    assert [line.split()[0] for line in lines] == list(SIZES)
-    assert "7,000,000 tokens of" in lines[0]
-    assert lines[1].endswith("60 asked, 0.20 epochs")
-    assert len({line.index(" tokens of") for line in lines}) == 1

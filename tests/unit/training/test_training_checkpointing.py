@@ -178,7 +178,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
         pretrain(options_for(save_interval=2, checkpointing=checkpointing))
     (told,) = (str(w.message) for w in warned if w.category is CheckpointWarning)
     assert told.startswith(f"cannot write the checkpoint {step_folder(run_dir, 4)} (")
-    assert f"{step_folder(run_dir, 2)} is the last one: free space" in told
+    assert f"the last checkpoint is {step_folder(run_dir, 2)}: free space" in told
     assert "\n" not in told
     run = TrainingRun.load(run_dir)
     assert (run.status, [failed.step for failed in run.failed_saves]) == ("finished", [4])
@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_written_costs_no_more(options_for, tmp_path, mo
     """A file in the place of the folder: to the superuser every folder can be written."""
     folder = tmp_path / "run" / FOLDER_NAME
     before_step(monkeypatch, 2, folder.touch)
-    told = r"Not a directory\); .* no checkpoint is the last"
+    told = r"Not a directory\); .* the last checkpoint is None"
     with (
         pytest.warns(CheckpointWarning, match=told),
         pytest.raises(UserError, match="Not a directory"),
@@ -207,7 +207,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_can_go_on(
     run_dir = run_to_step_2(options_for)
     checkpointing = CheckpointingOptions(async_save=async_save)
     full = fill_disk(SMALLER_THAN_THE_WEIGHTS, first=4, until=99)
-    told = r"step-00000006 \(.*\); free space and run .* goes on from .*/step-00000002$"
+    told = r"step-00000006 \(.*\); free space and run .* resumes from .*/step-00000002$"
     with pytest.raises(UserError, match=told):
         pretrain(options_for(checkpointing=checkpointing, save_interval=10))
     full.close()
@@ -227,6 +227,6 @@ def test_writers_that_are_killed_cost_no_more(options_for, tmp_path, monkeypatch
 
     before_step(monkeypatch, 6, monkeypatch.undo)
     monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(killed_once))
-    with pytest.warns(CheckpointWarning, match=r"step-00000003 \(rank 0: .*\); training goes on"):
+    with pytest.warns(CheckpointWarning, match=r"step-00000003 \(rank 0: .*\); training continues"):
         pretrain(options_for(checkpointing=ASYNC))
     assert names_in(tmp_path / "run") == ["latest", "step-00000006"]

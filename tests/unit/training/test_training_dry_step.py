@@ -23,12 +23,11 @@ from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training import memory, optimizer, step
-from megatron_chameleon.training.checkpointing import Progress, find_progress
+from megatron_chameleon.training.checkpointing import find_progress
 from megatron_chameleon.training.memory import (
     dry_first_step,
     microbatches_to_peak,
     training_setup,
-    wants_dry_step,
 )
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
@@ -99,8 +98,8 @@ def test_nothing_is_left_of_it(pretrain_options, tmp_path, parallel, bf16, resum
         shutil.rmtree(step_folder(options.run_dir, 6))
     plan = plan_training(options)
     with distributed(parallel, seed=0) as layout:
-        progress = find_progress(plan, layout) if resumed else Progress()
-        model = build_trained_model(plan, layout, progress)
+        progress = find_progress(plan, layout)
+        model = build_trained_model(plan, layout, progress.checkpoint if resumed else None)
         before = state_of(model)
         dry_first_step(plan, layout, model)
         after = state_of(model)
@@ -115,7 +114,7 @@ def test_it_takes_what_real_steps_take(pretrain_options, tmp_path, bf16, boundar
     options = pretrain_options(tmp_path / "run", bf16=bf16, boundaries=boundaries)
     plan = plan_training(options)
     with distributed(TrainingParallelOptions(), seed=0) as layout:
-        dry, real = (build_trained_model(plan, layout, Progress()) for _ in range(2))
+        dry, real = (build_trained_model(plan, layout) for _ in range(2))
         taken = peak_bytes(lambda: dry_first_step(plan, layout, dry))
         batches = memory._random_batches(plan, 2 * real.passes.shape.num_microbatches)
         assert taken == pytest.approx(peak_of_steps(real, batches), rel=TOLERANCE)
@@ -156,14 +155,6 @@ def test_a_run_that_begins_with_it_has_the_same_losses(pretrain_options, finishe
             assert one[field] == other[field]
 
 
-def test_where_it_is_done():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert wants_dry_step("auto", gpu)
-    assert not wants_dry_step("auto", cpu)
-    assert wants_dry_step("on", cpu)
-    assert not wants_dry_step("off", gpu)
-
-
 def test_a_run_without_it_does_none(pretrain_options, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_random_batches", run_out)
     pretrain(pretrain_options(tmp_path / "run", train_iters=3))
@@ -200,8 +191,7 @@ def test_out_of_memory_ends_the_command_before_anything_is_written(
     said = capsys.readouterr().err.splitlines()[-1]  # behind warnings of torch
     assert left.value.code == 2
     assert said.startswith("error: out of memory: a rank of pipeline stage 0 needs about")
-    assert "most likely to fix it: --" in said
-    assert said.count(" GB)") == 2
+    assert "try --" in said
     assert not options.run_dir.exists()
 
 

@@ -24,16 +24,21 @@ def guard(state=None, **options):
     return StepGuard(GuardOptions(**options), state or {})
 
 
+def judge_of(guard):
+    """A function of a step's loss and norm: why it is skipped, or None."""
+    return lambda *step: None if guard.accepts(*step) else guard.reason
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_what_is_not_finite_is_refused_by_its_name(bad):
-    judge = guard().judge
+    judge = judge_of(guard())
     assert judge(bad, 1.0) == f"the loss is {bad}"
     assert judge(1.0, bad) == f"the gradient's norm is {bad}"
     assert judge(1.0, 1.0) is None
 
 
 def test_a_step_without_a_loss_is_judged_by_its_gradient():
-    judge = guard(spike_factor=2.0, spike_window=4).judge
+    judge = judge_of(guard(spike_factor=2.0, spike_window=4))
     assert judge(None, 0.0) is None
     assert judge(None, math.nan) == "the gradient's norm is nan"
 
@@ -42,13 +47,13 @@ def test_steps_are_counted():
     counts = guard()
     seen = []
     for loss in (1.0, math.nan, 1.0, math.nan, math.nan):
-        counts.judge(loss, 1.0)
+        counts.accepts(loss, 1.0)
         seen.append((counts.updates, counts.skipped))
     assert seen == [(1, 0), (1, 1), (2, 1), (2, 2), (2, 3)]
 
 
 def test_without_a_factor_nothing_is_a_spike():
-    judge = guard().judge
+    judge = judge_of(guard())
     assert [judge(10.0**power, 10.0**power) for power in range(30)] == [None] * 30
 
 
@@ -56,14 +61,14 @@ def test_a_spike_is_above_the_mean_by_so_many_deviations():
     values = [1.0, 2.0, 3.0, 2.0, 4.0]
     expected = statistics.fmean(values) + 3 * statistics.stdev(values)
     assert RollingBound(3.0, 8, values).bound() == pytest.approx(expected)
-    judge = guard({"loss": values, "grad_norm": values}, spike_factor=3.0, spike_window=8).judge
+    judge = judge_of(guard({"loss": values, "grad_norm": values}, spike_factor=3.0, spike_window=8))
     assert judge(expected * 1.001, 2.0).startswith("the loss is ")
     assert judge(2.0, expected * 1.001).startswith("the gradient's norm is ")
     assert judge(expected * 0.999, expected * 0.999) is None
 
 
 def test_there_is_no_bound_before_half_the_window_is_full():
-    judge = guard(spike_factor=1.0, spike_window=8).judge
+    judge = judge_of(guard(spike_factor=1.0, spike_window=8))
     assert [judge(loss, 1.0) for loss in (1.0, 1.1, 50.0, 1.0)] == [None] * 4
     assert judge(200.0, 1.0) is not None
 
@@ -72,9 +77,10 @@ def test_the_bound_rolls_and_refused_values_do_not_move_it():
     bound = RollingBound(1.0, 3, [100.0, 1.0, 2.0, 3.0])
     assert bound.bound() == pytest.approx(3.0)
     judged = guard({"loss": [1.0, 2.0, 3.0]}, spike_factor=1.0, spike_window=3)
-    first = judged.judge(9.0, 1.0)
-    assert first is not None
-    assert judged.judge(9.0, 1.0) == first
+    assert not judged.accepts(9.0, 1.0)
+    reason = judged.reason
+    assert not judged.accepts(9.0, 1.0)
+    assert judged.reason == reason
 
 
 @pytest.mark.parametrize("cut", [7, 13, 16, 17])
@@ -82,10 +88,10 @@ def test_a_continued_guard_judges_as_if_it_had_never_stopped(cut):
     steps = [(math.sin(step) + (5 if step % 7 == 6 else 0), step // 16) for step in range(30)]
     whole = guard(spike_factor=2.0, spike_window=10)
     first = guard(spike_factor=2.0, spike_window=10)
-    verdicts = [whole.judge(loss, loss + 2, phase) for loss, phase in steps]
-    before = [first.judge(loss, loss + 2, phase) for loss, phase in steps[:cut]]
+    verdicts = [whole.accepts(loss, loss + 2, phase) for loss, phase in steps]
+    before = [first.accepts(loss, loss + 2, phase) for loss, phase in steps[:cut]]
     second = guard(json.loads(json.dumps(first.state())), spike_factor=2.0, spike_window=10)
-    after = [second.judge(loss, loss + 2, phase) for loss, phase in steps[cut:]]
+    after = [second.accepts(loss, loss + 2, phase) for loss, phase in steps[cut:]]
     assert before + after == verdicts
     assert second.state() == whole.state()
     assert 0 < whole.skipped < 10
@@ -96,15 +102,15 @@ def test_other_weights_of_the_domains_are_no_spike():
     losses = [2.0, 2.02, 1.98, 2.01] * 4
     stays, changes = (guard(spike_factor=6.0, spike_window=8) for _ in range(2))
     for loss in losses:
-        assert stays.judge(loss, 1.0, 0) is changes.judge(loss, 1.0, 0) is None
-    assert all(stays.judge(loss + 0.3, 1.0, 0) for loss in losses)
-    assert not any(changes.judge(loss + 0.3, 1.0, 128) for loss in losses)
-    assert changes.judge(2.9, 1.0, 128) is not None  # and there is a bound again
+        assert stays.accepts(loss, 1.0, 0) is changes.accepts(loss, 1.0, 0) is True
+    assert not any(stays.accepts(loss + 0.3, 1.0, 0) for loss in losses)
+    assert all(changes.accepts(loss + 0.3, 1.0, 128) for loss in losses)
+    assert not changes.accepts(2.9, 1.0, 128)  # and there is a bound again
 
 
 def test_a_checkpoint_that_says_no_phase_keeps_its_bounds():
     old = {"skipped": 0, "updates": 4, "loss": [1.0, 1.1, 1.2], "grad_norm": [1.0, 1.1, 1.2]}
-    judge = guard(old, spike_factor=1.0, spike_window=4).judge
+    judge = judge_of(guard(old, spike_factor=1.0, spike_window=4))
     assert judge(9.0, 1.0, 640) is not None
 
 

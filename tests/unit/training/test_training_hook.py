@@ -15,7 +15,7 @@ from megatron_chameleon.training.domain_gradients import (
     micro_batches_by_domain,
     split_samples,
 )
-from megatron_chameleon.training.hook import HookedPasses, TrainingHook
+from megatron_chameleon.training.hook import HookRunner, TrainingHook
 from megatron_chameleon.training.optimizer import build_optimizer, data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.step import BatchShape, Passes
@@ -87,7 +87,7 @@ def domain_mask(batch, domain):
 def run(hook, passes, micro_batches, layout):
     for chunk in passes.model:
         chunk.zero_grad_buffer()
-    hooked = HookedPasses(hook, passes, SHAPE, layout)
+    hooked = HookRunner(hook, passes, SHAPE, layout)
     sums = hooked.forward_backward(iter(micro_batches), step=5, learning_rate=RATE)
     return sums, gradient(passes)
 
@@ -218,7 +218,7 @@ def test_samples_that_fill_up_are_counted_as_cost(passes, micro_batches, one_ran
     run(hook, passes, micro_batches, one_rank)
     assert hook.flops == 0
 
-    class OnTwoStages(HookedPasses):
+    class OnTwoStages(HookRunner):
         def _split(self, samples):
             return split_samples(samples, ROWS, pipeline=2)
 

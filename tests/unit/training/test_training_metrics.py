@@ -6,7 +6,7 @@ import mmap
 import pytest
 import torch
 
-from megatron_chameleon.training.metrics import Interval, IntervalMeter, memory_bytes
+from megatron_chameleon.training.metrics import IntervalMeter, memory_bytes
 from megatron_chameleon.training.step import StepResult
 
 
@@ -73,8 +73,3 @@ def test_the_memory_is_that_of_this_process():
     with mmap.mmap(-1, 32 << 20) as kept:  # of its own, not what was freed before
         kept.write(b"1" * (32 << 20))
         assert 24 << 20 < memory_bytes(torch.device("cpu")) - before < 256 << 20
-
-
-INTERVAL = Interval(
-    3.14159, {}, {}, {}, grad_norm=0.987, tokens_per_second=12_345.6, memory_bytes=1 << 30
-)

@@ -17,12 +17,13 @@ from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.options import TrainingParallelOptions
-from megatron_chameleon.training.checkpointing import FREE_OPTIONS, Progress
+from megatron_chameleon.training.checkpointing import FREE_OPTIONS
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
     OptimizerOptions,
     PretrainOptions,
 )
+from megatron_chameleon.training.run_folder import Progress
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS, write_small_corpus
 from tests.unit.training.progress import losses, progress_of_run
@@ -141,7 +142,7 @@ def test_a_mixture_is_the_same_by_its_weights(progress_of, trained_run, tmp_path
     same.write_text(json.dumps({"weights": dict.fromkeys(DOMAINS, 1 / 3)}))
     other.write_text(json.dumps({"weights": dict(zip(DOMAINS, [0.2, 0.3, 0.5], strict=True))}))
     assert progress_of(trained_run, mixture=str(same)).step == 6
-    with pytest.raises(UserError, match="holds a run with another mixture"):
+    with pytest.raises(UserError, match=r"holds a run with mixture uniform .*, not .*other.json"):
         progress_of(trained_run, mixture=str(other))
 
 

@@ -121,7 +121,7 @@ def test_a_data_path_may_have_moved_but_not_changed(pretrain_options, corpus, tm
 
     flipped = there / "code.bin"
     flipped.write_bytes(flipped.read_bytes()[:-1] + b"\1")
-    told = "holds a run with another content of --data-path, --split or tokenizer; choose"
+    told = "holds a run with corpus .*news.* .SHA-256"
     with pytest.raises(UserError, match=told):
         pretrain(options(there))
     shutil.copy(here / "code.bin", flipped)

@@ -114,7 +114,7 @@ def test_a_state_that_no_checkpoint_holds_is_told_at_once(pretrain_options, tmp_
         def state_dict(self):
             return {"weights": bad}
 
-    with pytest.raises(UserError, match=r"Unsavable\.state_dict\(\) gives what a checkpoint"):
+    with pytest.raises(UserError, match=r"Unsavable\.state_dict\(\) is not JSON-serializable"):
         pretrain(pretrain_options(tmp_path / "run"), Unsavable)
     assert TrainingRun.load(tmp_path / "run").step == 0
 
@@ -122,8 +122,11 @@ def test_a_state_that_no_checkpoint_holds_is_told_at_once(pretrain_options, tmp_
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (DataOptions(permutation="epoch", mixture_change=(("4=uniform",),)), "leave --mixture-ch"),
-        (DataOptions(), "give --permutation epoch"),
+        (
+            DataOptions(permutation="epoch", mixture_change=(("4=uniform",),)),
+            "override --mixture-change",
+        ),
+        (DataOptions(), "needs --permutation epoch"),
     ],
 )
 def test_a_hook_alone_changes_the_mixture_or_nothing_is_touched(

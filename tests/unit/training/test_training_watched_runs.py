@@ -143,7 +143,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     assert (run.status, run.step, run.stopped_by) == ("interrupted", 4, number.name)
     assert run.checkpoints[-1] == "checkpoints/step-00000004"
     said = capsys.readouterr().out
-    assert f"stopped by {number.name} at step 4 of 6; to go on, run the same command again" in said
+    assert f"stopped by {number.name} at step 4 of 6; run the same command again to resume" in said
     pretrain(pretrain_options(run_dir))
     run = TrainingRun.load(run_dir)
     assert (run.status, run.stopped_by) == ("finished", None)
@@ -203,7 +203,7 @@ def test_nothing_is_saved_before_the_first_update(pretrain_options, tmp_path, mo
     pretrain(pretrain_options(tmp_path / "run", stopping=stopping))
     run = TrainingRun.load(tmp_path / "run")
     assert (run.status, run.step, run.checkpoints) == ("interrupted", 1, [])
-    assert "there is nothing to save" in capsys.readouterr().out
+    assert "no checkpoint: none" in capsys.readouterr().out
 
 
 def test_a_deterministic_run_with_a_trace_is_the_same_run(pretrain_options, finished_run, tmp_path):
@@ -242,7 +242,7 @@ def test_a_step_of_a_run_waits_for_the_device_once(pretrain_options, tmp_path, m
     waits, run_step = [], trainer.Trainer._run_step
 
     def counting(trainer):
-        host = [trainer.agreement._host]
+        host = [trainer.sync._host]
         waits.append(device_reads(lambda: run_step(trainer), monkeypatch, on_host=host))
 
     monkeypatch.setattr(trainer.Trainer, "_run_step", counting)
