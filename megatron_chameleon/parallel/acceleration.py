@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import json
 import os
-import textwrap
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -30,14 +29,11 @@ _HEADINGS: dict[Place, str] = {
     "pretended device": "Has run on a pretended CUDA device only (tests/pretended_cuda):",
     "never": "Has never run on a CUDA device:",
 }
-_TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-# The layers are megatron-core's plain ones, with torch's norms.
-ONLY_ADAM = "megatron-core uses only its FusedAdam"
 
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """One kind of acceleration: its state, details, and what its absence costs."""
+    """One kind of acceleration: its state, details, and the cost of its absence."""
 
     name: str
     state: State
@@ -70,25 +66,29 @@ def acceleration_report(root: Path) -> AccelerationReport:
     Args:
         root: checkout with the recorded results of the GPU tests.
     """
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return AccelerationReport(
         torch_version=torch.__version__,
-        cuda_devices=_cuda_devices(),
+        cuda_devices=tuple(
+            f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB"
+            for device in devices
+        ),
         features=(
-            _cuda(),
-            _float32(),
-            _bfloat16(),
-            _flash_attention(),
-            _transformer_engine(),
+            Feature("CUDA", *_cuda(), "everything runs on the CPU over gloo, for smoke tests only"),
+            Feature("TF32", *_tf32(), "fp32 means fp32, at a fraction of TF32's speed; use --bf16"),
+            Feature("bf16", *_bf16(), "train in fp32, at half the speed or less"),
+            Feature("flash attention", *_flash_attention(), "slower kernels with the same result"),
+            Feature("Transformer Engine", *_transformer_engine(), "no FP8 or context parallelism"),
             nvidia_apex(),
-            _triton(),
-            _fused_adam(),
-            _nccl(),
+            Feature("Triton", *_triton(), "no --compile-layers; slower cross entropy and pooling"),
+            Feature("fused Adam", *_fused_adam(), "parameters are updated one after the other"),
+            Feature("NCCL", *_nccl(), "ranks communicate over gloo: use a single GPU"),
         ),
         coverage=cuda_coverage(root),
     )
 
 
-def format_report(report: AccelerationReport, width: int = 100) -> str:
+def format_report(report: AccelerationReport) -> str:
     """Format the report: a line per feature, the cost of its absence, then what has run where."""
     lines = [f"torch {report.torch_version}"]
     lines += [f"  device {index}: {name}" for index, name in enumerate(report.cuda_devices)]
@@ -96,12 +96,7 @@ def format_report(report: AccelerationReport, width: int = 100) -> str:
     for feature in report.features:
         lines.append(f"{feature.name:20} {feature.state:14} {feature.detail}")
         if feature.state not in ("active", "available"):
-            lines += textwrap.wrap(
-                f"without it: {feature.without}",
-                width,
-                initial_indent=" " * 21,
-                subsequent_indent=" " * 33,
-            )
+            lines.append(f"{'':21}without it: {feature.without}")
     for place, heading in _HEADINGS.items():
         covered = [row for row in report.coverage if row.place == place]
         if covered:
@@ -112,20 +107,17 @@ def format_report(report: AccelerationReport, width: int = 100) -> str:
 
 def nvidia_apex() -> Feature:
     """Find NVIDIA's Apex, as opposed to the unrelated project of that name, without an import."""
-    name = "NVIDIA's Apex"
-    without = "fused norms and gradient_accumulation_fusion; torch's own kernels do the work"
+    name, without = "NVIDIA's Apex", "no fused norms, no gradient_accumulation_fusion"
     spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return Feature(name, "absent", "not installed", without)
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if not all(any((f / sub).is_dir() for f in folders) for sub in APEX_SUBPACKAGES):
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    if spec and not all(any((f / sub).is_dir() for f in folders) for sub in APEX_SUBPACKAGES):
         detail = (
             f"apex {_version('apex')} in {folders[0] if folders else spec.origin} is another "
             "project, which megatron-core mistakes for NVIDIA's: pip uninstall apex"
         )
         return Feature(name, "wrong package", detail, without)
     used_for = "its FusedAdam, and gradient_accumulation_fusion if built with it"
-    return _importable(name, "apex", "apex.optimizers", without, used_for)
+    return Feature(name, *_package("apex", "apex.optimizers", used_for), without)
 
 
 def cuda_coverage(root: Path) -> tuple[Coverage, ...]:
@@ -139,12 +131,24 @@ def cuda_coverage(root: Path) -> tuple[Coverage, ...]:
     if not (root / COVERAGE_TABLE).is_file():
         return ()
     table = tomllib.loads((root / COVERAGE_TABLE).read_text(encoding="utf-8"))
-    outcomes = _outcomes(root / RESULTS)
+    # Device -> outcome by test, as written by benchmarks/gpu_tests.py.
+    outcomes: dict[str, dict[str, str]] = {}
+    for path in sorted((root / RESULTS).glob("tests-*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            outcomes.setdefault(row["machine"]["device"], {}).update(row["tests"])
+
+    def passed(test: str, by_test: dict[str, str]) -> bool:
+        """Whether all cases of a test passed."""
+        path = f"{GPU_TESTS}/{test}"
+        names = (name for name in by_test if name == path or name.startswith(f"{path}["))
+        return {by_test[name] for name in names} == {"passed"}
+
     found = []
     for row in table["feature"]:
-        tests = [f"{GPU_TESTS}/{name}" for name in row["gpu"]]
         devices = [
-            device for device, by_test in outcomes.items() if tests and _passed(tests, by_test)
+            device
+            for device, by_test in outcomes.items()
+            if row["gpu"] and all(passed(test, by_test) for test in row["gpu"])
         ]
         if devices:
             found.append(Coverage(row["name"], "real device", f"({', '.join(devices)})"))
@@ -153,129 +157,84 @@ def cuda_coverage(root: Path) -> tuple[Coverage, ...]:
     return tuple(found)
 
 
-def _outcomes(folder: Path) -> dict[str, dict[str, str]]:
-    """Device -> outcome by test, as written by benchmarks/gpu_tests.py."""
-    found: dict[str, dict[str, str]] = {}
-    for path in sorted(folder.glob("tests-*.json")):
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            found.setdefault(row["machine"]["device"], {}).update(row["tests"])
-    return found
-
-
-def _passed(tests: list[str], outcomes: dict[str, str]) -> bool:
-    for test in tests:
-        cases = [o for name, o in outcomes.items() if name == test or name.startswith(f"{test}[")]
-        if not cases or set(cases) != {"passed"}:
-            return False
-    return True
-
-
-def _cuda_devices() -> tuple[str, ...]:
-    names = []
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        memory = device.total_memory / 2**30
-        names.append(f"{device.name}, sm_{device.major}{device.minor}, {memory:.0f} GiB")
-    return tuple(names)
-
-
-def _cuda() -> Feature:
-    without = "everything runs on the CPU over gloo, which is for smoke tests"
+def _cuda() -> tuple[State, str]:
     if torch.cuda.is_available():
-        detail = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} device(s)"
-        return Feature("CUDA", "active", detail, without)
-    problem = unusable_gpu()
-    if problem is not None:
-        return Feature("CUDA", "broken", problem, without)
+        return "active", f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} device(s)"
+    if problem := unusable_gpu():
+        return "broken", problem
     if torch.version.cuda is None:
-        return Feature("CUDA", "absent", "this torch is built for the CPU only", without)
-    detail = f"torch is built for CUDA {torch.version.cuda} but sees no device"
-    return Feature("CUDA", "absent", detail, without)
+        return "absent", "this torch is built for the CPU only"
+    return "absent", f"torch is built for CUDA {torch.version.cuda} but sees no device"
 
 
-def _float32() -> Feature:
+def _tf32() -> tuple[State, str]:
     """Report whether fp32 means fp32; parallel/layout.py ensures it in every tool."""
-    without = "fp32 training computes in fp32, at a fraction of TF32's speed; use --bf16 for speed"
     if torch.get_float32_matmul_precision() == "highest":
-        return Feature("TF32", "unused", "this torch does not enable it", without)
-    detail = f"{_TF32_VARIABLE}={os.environ.get(_TF32_VARIABLE, '')} allows it; the tools reset it"
-    return Feature("TF32", "unused", detail, without)
+        return "unused", "this torch does not enable it"
+    variable = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    return "unused", f"{variable}={os.environ.get(variable, '')} allows it; the tools reset it"
 
 
-def _bfloat16() -> Feature:
-    without = "train in fp32, at half the speed or less; bf16 on a CPU works and is for tests"
-    if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
-        return Feature("bf16", "available", "pass --bf16 to train with it", without)
-    detail = "the device has no bf16 units" if torch.cuda.is_available() else "no CUDA device"
-    return Feature("bf16", "absent", detail, without)
-
-
-def _flash_attention() -> Feature:
-    name = "flash attention"
-    without = "scaled_dot_product_attention falls back to a slower kernel with the same result"
+def _bf16() -> tuple[State, str]:
     if not torch.cuda.is_available():
-        return Feature(name, "absent", "no CUDA device; torch's CPU kernel is used", without)
-    built = torch.backends.cuda.is_flash_attention_available()
-    if built and torch.backends.cuda.flash_sdp_enabled():
-        return Feature(name, "available", "torch's, for --bf16; fp32 uses another kernel", without)
-    detail = "disabled" if built else "this torch was built without it"
-    return Feature(name, "unused", detail, without)
+        return "absent", "no CUDA device"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "available", "pass --bf16 to train with it"
+    return "absent", "the device has no bf16 units"
 
 
-def _transformer_engine() -> Feature:
-    without = (
-        "no FP8 or FP4, no context parallelism, no packed sequences, no overlap of tensor-parallel "
-        "communication; nothing that the shipped configurations use"
-    )
-    module = "transformer_engine.pytorch"
-    return _importable("Transformer Engine", "transformer_engine", module, without, ONLY_ADAM)
+def _flash_attention() -> tuple[State, str]:
+    if not torch.cuda.is_available():
+        return "absent", "no CUDA device; torch's CPU kernel is used"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "unused", "this torch was built without it"
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "unused", "disabled"
+    return "available", "torch's, for --bf16; fp32 uses another kernel"
 
 
-def _triton() -> Feature:
-    without = (
-        "no --compile-layers; the cross entropy and pooling by torch, in several passes over memory"
-    )
-    used_for = "the cross entropy, pooling, --compile-layers"
-    feature = _importable("Triton", "triton", "triton", without, used_for)
-    problem = triton_problem() if feature.state == "available" else None
-    return dataclasses.replace(feature, state="broken", detail=problem) if problem else feature
+def _transformer_engine() -> tuple[State, str]:
+    # The layers are megatron-core's plain ones, with torch's norms.
+    used_for = "megatron-core uses only its FusedAdam"
+    return _package("transformer_engine", "transformer_engine.pytorch", used_for)
 
 
-def _fused_adam() -> Feature:
+def _triton() -> tuple[State, str]:
+    state, detail = _package("triton", "triton", "the cross entropy, pooling, --compile-layers")
+    problem = triton_problem() if state == "available" else None
+    return ("broken", problem) if problem else (state, detail)
+
+
+def _fused_adam() -> tuple[State, str]:
     """Find the Adam that megatron-core chose when it was imported."""
-    name = "fused Adam"
-    without = "parameters are updated one after the other"
     try:
         adam = importlib.import_module("megatron.core.optimizer").Adam
     except (ImportError, OSError, RuntimeError) as error:
-        return Feature(name, "broken", f"megatron-core: {_first_line(error)}", without)
+        return "broken", f"megatron-core: {_first_line(error)}"
     if adam.__module__.startswith("torch."):
-        state: State = "active" if torch.cuda.is_available() else "available"
-        return Feature(name, state, "torch's fused AdamW", without)
-    return Feature(name, "active", f"{adam.__module__}.{adam.__name__}", without)
+        return ("active" if torch.cuda.is_available() else "available"), "torch's fused AdamW"
+    return "active", f"{adam.__module__}.{adam.__name__}"
 
 
-def _nccl() -> Feature:
-    without = "ranks communicate over gloo: use a single GPU"
+def _nccl() -> tuple[State, str]:
     if not torch.distributed.is_nccl_available():
-        return Feature("NCCL", "absent", "this torch was built without it", without)
+        return "absent", "this torch was built without it"
     if torch.cuda.device_count() < 2:
-        return Feature("NCCL", "unused", "fewer than two CUDA devices here", without)
-    version = ".".join(str(part) for part in torch.cuda.nccl.version())
-    return Feature("NCCL", "active", version, without)
+        return "unused", "fewer than two CUDA devices here"
+    return "active", ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _importable(name: str, package: str, module: str, without: str, used_for: str) -> Feature:
+def _package(package: str, module: str, used_for: str) -> tuple[State, str]:
     """Check that a package's ``module`` imports; ``used_for``: its purpose on a CUDA device."""
     if importlib.util.find_spec(package) is None:
-        return Feature(name, "absent", "not installed", without)
+        return "absent", "not installed"
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        return Feature(name, "broken", f"does not import: {_first_line(error)}", without)
+        return "broken", f"does not import: {_first_line(error)}"
     if not torch.cuda.is_available():
-        return Feature(name, "unused", f"{_version(package)}, but there is no CUDA device", without)
-    return Feature(name, "available", f"{_version(package)}: {used_for}", without)
+        return "unused", f"{_version(package)}, but there is no CUDA device"
+    return "available", f"{_version(package)}: {used_for}"
 
 
 def _version(package: str) -> str:

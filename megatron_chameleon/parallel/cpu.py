@@ -31,15 +31,76 @@ def install_cpu_stand_in() -> bool:
     """Install the replacements once. Return whether this process runs on the CPU."""
     if torch.cuda.is_available():
         return False
-    if not hasattr(torch.cuda, _INSTALLED):
-        replace_device_calls()
-        replace_random_state()
-        redirect_cuda_constructors()
-        report_cuda_tensor_types()
-        run_fused_functions_eagerly()
-        keep_freed_memory()
-        setattr(torch.cuda, _INSTALLED, True)
+    if hasattr(torch.cuda, _INSTALLED):
+        return True
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    # The CPU is the current device. One function each: the compiler rejects one function under two
+    # of torch's names.
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_arguments, **_more: None
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.set_device = lambda device: None
+
+    # The one CPU generator replaces the CUDA generators, also in megatron's tracker, which warns
+    # that the CPU generator advances, as it must here.
+    def get_state(device: Any = None) -> torch.Tensor:  # torch passes device= by name
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_where: Any, **_more: Any) -> None:
+        torch.set_rng_state(state)
+
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state
+    torch.cuda.set_rng_state = set_state  # type: ignore[assignment]
+    megatron_random._set_cuda_rng_state = set_state
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+    # Constructors with device="cuda", and Tensor.cuda(), stay on the CPU.
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *_arguments, **_more: self  # type: ignore[method-assign]
+
+    # The optimizer groups parameters by their CUDA types.
+    plain_type = torch.Tensor.type
+
+    def tensor_type(self: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+        if arguments or more:
+            return plain_type(self, *arguments, **more)
+        return str(plain_type(self)).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = tensor_type  # type: ignore[method-assign, assignment]
+    # The compiler, used for megatron's fused functions, fails on the replaced calls.
+    torch.compiler.set_stance("force_eager")
+    _keep_freed_memory()
+    setattr(torch.cuda, _INSTALLED, True)
     return True
+
+
+def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(constructor)
+    def construct(*arguments: Any, **more: Any) -> torch.Tensor:
+        if str(more.get("device", "")).startswith("cuda"):
+            more["device"] = _CPU
+        return constructor(*arguments, **more)
+
+    return construct
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep freed memory for reuse instead of returning it to the system.
+
+    Every step allocates the same large tensors again. Returned pages have to be faulted in each
+    time, which costs a small model a third of its speed.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc; other C libraries have no such setting
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
 
 
 def unusable_gpu() -> str | None:
@@ -59,91 +120,3 @@ def unusable_gpu() -> str | None:
         "(nvidia-smi prints the CUDA version it supports) or install a torch for that version; "
         "CUDA_VISIBLE_DEVICES= runs on the CPU"
     )
-
-
-def replace_device_calls() -> None:
-    """Return the CPU as the current device; make waits and hints no-ops."""
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
-    # One function each: the compiler rejects one function under two of torch's names.
-    torch.cuda.synchronize = _nothing()
-    torch.cuda.empty_cache = _nothing()
-    torch.cuda.set_device = _nothing()
-
-
-def _nothing() -> Callable[..., None]:
-    def nothing(*_arguments: Any, **_more: Any) -> None:
-        """Do nothing: there is no device to wait for, and no cache to empty."""
-
-    return nothing
-
-
-def replace_random_state() -> None:
-    """Use the one CPU generator for the CUDA generators, also in megatron's tracker."""
-    from megatron.core.tensor_parallel import random as megatron_random
-
-    def seed_generator(seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def get_state(device: Any = None) -> torch.Tensor:  # torch passes device= by name
-        return torch.get_rng_state()
-
-    def set_state(state: torch.Tensor, *_where: Any, **_more: Any) -> None:
-        torch.set_rng_state(state)
-
-    torch.cuda.manual_seed = seed_generator
-    torch.cuda.get_rng_state = get_state
-    torch.cuda.random.get_rng_state = get_state
-    torch.cuda.set_rng_state = set_state  # type: ignore[assignment]
-    megatron_random._set_cuda_rng_state = set_state
-    # The tracker warns that the CPU generator advances, as it must here.
-    logging.getLogger(megatron_random.__name__).addFilter(
-        lambda record: "CPU RNG state changed" not in record.getMessage()
-    )
-
-
-def redirect_cuda_constructors() -> None:
-    """Keep ``device="cuda"`` in constructors and ``Tensor.cuda()`` on the CPU."""
-
-    def on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(constructor)
-        def construct(*arguments: Any, **more: Any) -> torch.Tensor:
-            if str(more.get("device", "")).startswith("cuda"):
-                more["device"] = _CPU
-            return constructor(*arguments, **more)
-
-        return construct
-
-    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
-        setattr(torch, name, on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *_arguments, **_more: self  # type: ignore[method-assign]
-
-
-def report_cuda_tensor_types() -> None:
-    """Return CUDA types from ``Tensor.type()``: the optimizer groups parameters by them."""
-    plain_type = torch.Tensor.type
-
-    def tensor_type(self: torch.Tensor, *arguments: Any, **more: Any) -> Any:
-        if arguments or more:
-            return plain_type(self, *arguments, **more)
-        return str(plain_type(self)).replace("torch.", "torch.cuda.", 1)
-
-    torch.Tensor.type = tensor_type  # type: ignore[method-assign, assignment]
-
-
-def run_fused_functions_eagerly() -> None:
-    """Disable the compiler, which fails on the replaced calls, for megatron's fused functions."""
-    torch.compiler.set_stance("force_eager")
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for reuse instead of returning it to the system.
-
-    Every step allocates the same large tensors again. Returned pages have to be faulted in each
-    time, which costs a small model a third of its speed.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc; other C libraries have no such setting
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-        mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)

@@ -131,11 +131,6 @@ def check_layout(options: ParallelOptions, world_size: int) -> None:
         )
 
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    dist.barrier()
-
-
 def from_main(make: Callable[[], T]) -> T:
     """Call ``make`` on rank 0 and broadcast its result, pickled. Collective.
 
@@ -187,26 +182,19 @@ def _prepare_device() -> torch.device:
         raise UserError(problem)
     if install_cpu_stand_in():
         return torch.device("cpu")
-    device = torch.device("cuda", _device_index(torch.cuda.device_count()))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _device_index(count: int) -> int:
-    """Index of this rank's device among the ``count`` visible ones.
-
-    torchrun's ranks all see the devices of their node. Without it, a single visible device is this
-    task's (SLURM's --gpus-per-task=1), whatever its local rank.
-    """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # torchrun's ranks all see the devices of their node. Without it, a single visible device is
+    # this task's (SLURM's --gpus-per-task=1), whatever its local rank.
+    count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     if count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 0
+        local_rank = 0
     if local_rank >= count:
         raise UserError(
             f"there are {count} CUDA device(s) here, too few for local rank {local_rank}; pass "
             f"--nproc-per-node {count}, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    return local_rank
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _init_process_group(world_size: int, device: torch.device, timeout_minutes: int) -> None:

@@ -26,14 +26,11 @@ class RecomputeOptions(CheckedOptions):
     def __post_init__(self) -> None:
         """Raise UserError for an option without effect."""
         super().__post_init__()
-        for flag, value in (
-            ("--recompute-method", self.recompute_method),
-            ("--recompute-num-layers", self.recompute_num_layers),
-        ):
-            if value is not None and self.recompute_granularity != "full":
-                raise UserError(
-                    f"{flag} {value} needs --recompute-granularity full; pass both or neither"
-                )
+        if self.recompute_granularity != "full":
+            self.reject_changed(
+                ["recompute_method", "recompute_num_layers"],
+                "needs --recompute-granularity full",
+            )
 
     @property
     def unit(self) -> int:
@@ -120,15 +117,9 @@ class TrainingParallelOptions(ParallelOptions):
                 "leave it out, or pass --pipeline-model-parallel-size 2 or more"
             )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
-            raise UserError(
-                "--overlap-param-gather needs --use-distributed-optimizer; pass both, or leave it "
-                "out"
-            )
+            raise UserError("--overlap-param-gather needs --use-distributed-optimizer; pass both")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise UserError(
-                "--overlap-param-gather needs --overlap-grad-reduce, whose buckets it gathers; "
-                "pass both"
-            )
+            raise UserError("--overlap-param-gather needs --overlap-grad-reduce; pass both")
 
     def for_training(self) -> TrainingParallelOptions:
         """Return these options."""
