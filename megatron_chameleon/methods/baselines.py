@@ -45,14 +45,21 @@ class UnimaxOptions(ChosenDomainsOptions):
     (Muennighoff et al. 2023)."""
 
 
-def compute_uniform(options: UniformOptions) -> None:
-    """Write 1/k for each of k domains."""
-    from megatron_chameleon.methods.output import run_training_free
+def compute_equal(options: UniformOptions | UnimaxOptions) -> None:
+    """Write 1/k for each of k domains, within the epoch limit."""
+    import numpy as np
+
+    from megatron_chameleon.methods.output import AssignedWeights, run_training_free
+
+    name, heading = "uniform", "Uniform: equal weights"
+    if isinstance(options, UnimaxOptions):
+        limit = f"--max-epochs {options.max_epochs:g} in {options.token_budget:,} tokens"
+        name, heading = "unimax", f"UniMax: as uniform as possible within {limit}"
 
     def assign(_corpus: Corpus, names: list[str]) -> AssignedWeights:
-        return _equal_weights(names, f"Uniform: {len(names)} domains with equal weights")
+        return AssignedWeights(np.full(len(names), 1.0 / len(names)), heading, paper_flops=0.0)
 
-    run_training_free("uniform", options, assign)
+    run_training_free(name, options, assign)
 
 
 def compute_natural(options: NaturalOptions) -> None:
@@ -75,30 +82,11 @@ def compute_natural(options: NaturalOptions) -> None:
     run_training_free("natural", options, assign)
 
 
-def compute_unimax(options: UnimaxOptions) -> None:
-    """Write the uniform weights within the epoch limit."""
-    from megatron_chameleon.methods.output import run_training_free
-
-    def assign(_corpus: Corpus, names: list[str]) -> AssignedWeights:
-        limit = f"--max-epochs {options.max_epochs:g} in {options.token_budget:,} tokens"
-        return _equal_weights(names, f"UniMax: as uniform as possible within {limit}")
-
-    run_training_free("unimax", options, assign)
-
-
-def _equal_weights(names: list[str], heading: str) -> AssignedWeights:
-    import numpy as np
-
-    from megatron_chameleon.methods.output import AssignedWeights
-
-    return AssignedWeights(np.full(len(names), 1.0 / len(names)), heading, paper_flops=0.0)
-
-
 METHODS = (
     Method(
         name="uniform",
         options=UniformOptions,
-        compute=compute_uniform,
+        compute=compute_equal,
         summary="the same weight for every domain",
         needs="nothing besides the corpus",
         cost="nothing",
@@ -118,7 +106,7 @@ METHODS = (
     Method(
         name="unimax",
         options=UnimaxOptions,
-        compute=compute_unimax,
+        compute=compute_equal,
         summary="as uniform as a limit on epochs allows",
         needs="the token budget of the training to come (--token-budget)",
         cost="nothing",

@@ -73,10 +73,22 @@ def discover_methods() -> DiscoveredMethods:
             continue
         file_name = f"{module.name}/" if module.ispkg else f"{module.name}.py"
         try:
-            for method in _methods_in(module):
+            imported = importlib.import_module(f"{methods.__name__}.{module.name}")
+        except Exception as error:  # a user's file may raise anything
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [f.lineno for f in frames if f.filename.endswith(f"/{module.name}.py")]
+            where = f" (line {lines[-1]})" if lines else ""
+            message = " ".join(str(error).split())
+            unusable.append(
+                f"{file_name} cannot be imported: {type(error).__name__}: {message}{where}; fix it"
+            )
+            continue
+        defines = getattr(imported, "METHODS", None) or (getattr(imported, "METHOD", None),)
+        if all(isinstance(method, Method) for method in defines):
+            for method in defines:
                 found[method.name].append((file_name, method))
-        except _NoMethodError as error:
-            unusable.append(f"{file_name} {error}")
+        elif not module.ispkg:  # a folder may hold shared code of several methods
+            unusable.append(f"{file_name} has no METHOD = Method(...): add it, or move the file")
     for name, defined in found.items():
         if len(defined) > 1:
             files = " and ".join(file_name for file_name, _ in defined)
@@ -91,53 +103,20 @@ def find_methods() -> Mapping[str, Method]:
     return discover_methods().usable
 
 
-class _NoMethodError(Exception):
-    """A module without a usable method; the message follows its file name."""
-
-
-def _methods_in(module: pkgutil.ModuleInfo) -> Sequence[Method]:
-    try:
-        imported = importlib.import_module(f"{methods.__name__}.{module.name}")
-    except Exception as error:  # a user's file may raise anything
-        location = _location(error, f"{module.name}.py")
-        message = " ".join(str(error).split())
-        raise _NoMethodError(
-            f"cannot be imported: {type(error).__name__}: {message}{location}; fix it"
-        ) from error
-    found = getattr(imported, "METHODS", None) or (getattr(imported, "METHOD", None),)
-    if all(isinstance(method, Method) for method in found):
-        return tuple(found)
-    if module.ispkg:  # shared code of several methods
-        return ()
-    raise _NoMethodError("has no METHOD = Method(...): add it, or move the file")
-
-
-def _location(error: Exception, file_name: str) -> str:
-    """The line of the file that raised the error, if it is in the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename.endswith(f"/{file_name}")]
-    return f" (line {lines[-1]})" if lines else ""
-
-
 def format_method_list(width: int = 100) -> str:
     """The text of ``--list-methods``: requirements, cost and purpose of each method.
 
     Args:
         width: maximum line length in characters.
     """
-    found = discover_methods()
-    entries = [_format_entry(method, width) for method in found.usable.values()]
+    found, entries = discover_methods(), []
+    for method in found.usable.values():
+        lines = [f"{method.name}: {method.summary}"]
+        for field in ("needs", "cost", "good_for", "source"):
+            heading = f"  {field.replace('_', ' '):<10}"
+            lines += textwrap.wrap(
+                getattr(method, field), width, initial_indent=heading, subsequent_indent=" " * 12
+            )
+        entries.append("\n".join(lines))
     entries += [textwrap.fill(f"not usable: {line}", width) for line in found.unusable]
     return "\n\n".join([*entries, "Flags of one method: --method NAME --help"])
-
-
-def _format_entry(method: Method, width: int) -> str:
-    lines = [f"{method.name}: {method.summary}"]
-    for field in ("needs", "cost", "good_for", "source"):
-        lines += textwrap.wrap(
-            getattr(method, field),
-            width,
-            initial_indent=f"  {field.replace('_', ' '):<10}",
-            subsequent_indent=" " * 12,
-        )
-    return "\n".join(lines)

@@ -23,7 +23,7 @@ from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.domains import format_names, require_training_tokens, select_domains
 from megatron_chameleon.methods.options import ChosenDomainsOptions, MethodOptions
-from megatron_chameleon.mixture import CappedWeights, capped_weights, windows_needed
+from megatron_chameleon.mixture import CappedWeights, capped_weights
 from megatron_chameleon.mixture.checks import Array
 
 # A table of more domains than MAX_ROWS shows the heaviest and the lightest.
@@ -82,29 +82,24 @@ class EpochLimit:
         Args:
             unconstrained: [num_domains] float64 weights without the limit.
         """
-        limited = self.apply(unconstrained)
-        weights = dict(zip(self.tokens, limited.weights.tolist(), strict=True))
+        names, limited = list(self.tokens), self.apply(unconstrained)
+        weights = dict(zip(names, limited.weights.tolist(), strict=True))
         if self.token_budget is None:
             return {"weights": weights}
         epochs = implied_epochs(self.tokens, weights, self.token_budget)
         fields = {"weights": weights, "token_budget": self.token_budget, "epochs": epochs}
         if self.max_epochs is None:
             return fields
-        before = dict(zip(self.tokens, unconstrained.tolist(), strict=True))
-        names = list(self.tokens)
         capped = [names[position] for position in limited.binding]
         if capped:
-            epochs_before = implied_epochs(self.tokens, before, self.token_budget)
-            most = max(capped, key=lambda name: epochs_before[name])
             warnings.warn(
-                f"--max-epochs {self.max_epochs:g} caps {format_names(capped)} and raises the "
-                f"other weights; without it '{most}' would be repeated for "
-                f"{epochs_before[most]:.2f} epochs in {self.token_budget:,} tokens",
+                f"--max-epochs {self.max_epochs:g} caps {format_names(capped)} in "
+                f"{self.token_budget:,} tokens, and raises the other weights",
                 MixtureWarning,
                 stacklevel=2,
             )
-        return {
-            **fields,
+        before = dict(zip(names, unconstrained.tolist(), strict=True))
+        return fields | {
             "max_epochs": self.max_epochs,
             "unconstrained": before,
             "capped": capped,
@@ -168,25 +163,28 @@ def run_training_free(
     fields = limit.mixture_fields(assigned.weights)
     weighted = [name for name, weight in fields["weights"].items() if weight > 0]
     require_training_tokens(corpus, weighted, "to sample")
-    cost = stopwatch.cost()
-    costs: dict[str, Any] = {}
+    cost, parameters = stopwatch.cost(), dict(assigned.parameters)
     if assigned.inherited is not None:
-        total = assigned.inherited + cost
-        costs["total_cost"] = {"flops": total.flops, "device_seconds": total.device_seconds}
+        parameters["total_cost"] = cost_totals(assigned.inherited + cost)
     if assigned.paper_flops is not None:
-        costs["paper_flops"] = assigned.paper_flops
+        parameters["paper_flops"] = assigned.paper_flops
     mixture = Mixture(
         **fields,
         method=method,
-        parameters={**assigned.parameters, **costs},
+        parameters=parameters,
         provenance=provenance(options, {"corpus": corpus.hash, **assigned.inputs}),
         cost=cost,
     )
     write_and_print(mixture, options, assigned.heading, *assigned.closing)
 
 
+def cost_totals(cost: Cost) -> dict[str, float]:
+    """The ``total_cost`` in a mixture's parameters."""
+    return {"flops": cost.flops, "device_seconds": cost.device_seconds}
+
+
 def write_and_print(mixture: Mixture, options: MethodOptions, heading: str, *closing: str) -> None:
-    """Write ``mixture`` to ``--output`` and print its table. Called on one rank.
+    """Write ``mixture`` to ``--output``; print its table and the next command. Called on one rank.
 
     Args:
         mixture: complete, with its cost.
@@ -195,13 +193,12 @@ def write_and_print(mixture: Mixture, options: MethodOptions, heading: str, *clo
         closing: lines under the table.
     """
     mixture.save(options.output)
-    print("\n".join([heading, mixture_table(mixture), *epoch_limit_lines(mixture), *closing]))
-    print(next_command(options))
-
-
-def next_command(options: MethodOptions) -> str:
-    """The last printed line: the output file, and the command that trains with it."""
-    return (
+    lines = [heading, mixture_table(mixture)]
+    if mixture.max_epochs is not None:
+        capped = format_names(mixture.capped or ["none"])
+        lines.append(f"capped at {mixture.max_epochs:g} epochs: {capped}")
+    print("\n".join([*lines, *closing]))
+    print(
         f"written to {options.output}; next: tools/pretrain_gpt.py --corpus {options.corpus} "
         f"--mixture {options.output} --run-dir ..."
     )
@@ -217,33 +214,30 @@ def mixture_table(mixture: Mixture) -> str:
 
     Of more than ``MAX_ROWS`` domains, only the heaviest and the lightest, sorted by weight.
     """
-    columns: list[tuple[str, Callable[[str], str]]] = []
-    if windows := mixture.parameters.get("windows"):
-        columns.append(("windows", lambda name: f"{windows[name]}"))
-    if scores := mixture.scores:
-        columns.append(("score", lambda name: f"{scores[name]:.3g}"))
-    if target := mixture.parameters.get("target"):
-        prior, without = target["prior"], target["weights_without"]
-        columns.append(("prior", lambda name: f"{prior[name]:.2f}"))
-        columns.append(("without target", lambda name: format_weight(without[name])))
-    if unconstrained := mixture.unconstrained:
-        columns.append(("without limit", lambda name: format_weight(unconstrained[name])))
-    columns.append(("weight", lambda name: format_weight(mixture.weights[name])))
-    if intervals := mixture.intervals:
-        heading = f"{100 * (mixture.confidence or 0):g}% interval"
-        columns.append((heading, lambda name: " to ".join(map(format_weight, intervals[name]))))
-    if epochs := mixture.epochs:
-        columns.append(("epochs", lambda name: f"{epochs[name]:.2f}"))
-    heavy, light = list(mixture.weights), []
-    if len(heavy) > MAX_ROWS:
-        heavy.sort(key=lambda name: -mixture.weights[name])
-        heavy, light = heavy[:HEAVIEST], heavy[-LIGHTEST:]
-    headings = ["domain", *(heading for heading, _ in columns)]
-    rows = [[name, *(cell(name) for _, cell in columns)] for name in heavy + light]
-    lines = align_columns([headings, *rows])
-    if light:
-        hidden = len(mixture.weights) - len(rows)
-        lines.insert(1 + len(heavy), f"... {hidden:,} domains between; the file has all of them")
+    names = list(mixture.weights)
+    hidden = len(names) - HEAVIEST - LIGHTEST if len(names) > MAX_ROWS else 0
+    if hidden:
+        names.sort(key=lambda name: -mixture.weights[name])
+        names = names[:HEAVIEST] + names[-LIGHTEST:]
+    target = mixture.parameters.get("target", {})
+    interval = f"{100 * (mixture.confidence or 0):g}% interval"
+    columns: list[tuple[str, Mapping[str, Any] | None, Callable[[Any], str]]] = [
+        ("windows", mixture.parameters.get("windows"), str),
+        ("score", mixture.scores, "{:.3g}".format),
+        ("prior", target.get("prior"), "{:.2f}".format),
+        ("without target", target.get("weights_without"), format_weight),
+        ("without limit", mixture.unconstrained, format_weight),
+        ("weight", mixture.weights, format_weight),
+        (interval, mixture.intervals, lambda ends: " to ".join(map(format_weight, ends))),
+        ("epochs", mixture.epochs, "{:.2f}".format),
+    ]
+    cells = [["domain", *names]]
+    for heading, values, form in columns:
+        if values:
+            cells.append([heading, *(form(values[name]) for name in names)])
+    lines = align_columns(list(zip(*cells, strict=True)))
+    if hidden:
+        lines.insert(1 + HEAVIEST, f"... {hidden:,} domains between; the file has all of them")
     return "\n".join(lines)
 
 
@@ -253,36 +247,3 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
-
-
-def closing_lines(mixture: Mixture, precision: float) -> str:
-    """Lines under a Chameleon table: certainty of the order, windows needed, epoch limit.
-
-    Args:
-        mixture: with bootstrap intervals.
-        precision: sufficient half width of an interval.
-    """
-    lines = []
-    if mixture.outweighs:
-        one, other, likely = min(mixture.outweighs, key=lambda pair: pair[2])
-        lines.append(f"least certain order: {one} outweighs {other} in {likely:.0%} of resamples")
-    windows = mixture.parameters.get("windows")
-    if mixture.intervals and windows:
-        half_width = max(high - low for low, high in mixture.intervals.values()) / 2
-        fewest = min(windows.values())
-        needed = windows_needed(half_width, fewest, precision)
-        verdict = "are enough" if needed <= fewest else f"are too few, about {needed:,} needed"
-        lines.append(
-            f"widest interval: +-{format_weight(half_width)}; for +-{precision:g}, {fewest:,} "
-            f"windows per domain {verdict}"
-        )
-    return "\n".join([*lines, *epoch_limit_lines(mixture)])
-
-
-def epoch_limit_lines(mixture: Mixture) -> list[str]:
-    """A line on the effect of the epoch limit, if there is one."""
-    if mixture.max_epochs is None:
-        return []
-    if not mixture.capped:
-        return [f"no domain reaches the limit of {mixture.max_epochs:g} epochs"]
-    return [f"capped at {mixture.max_epochs:g} epochs: {format_names(mixture.capped)}"]

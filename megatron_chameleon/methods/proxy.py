@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,9 +26,10 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.options import MethodOptions, ProxyOptions
-from megatron_chameleon.methods.output import epoch_limit, write_and_print
+from megatron_chameleon.methods.output import cost_totals, epoch_limit, write_and_print
 from megatron_chameleon.mixture.bootstrap import ONE_HOT
-from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.mixture.doge import DogeState
+from megatron_chameleon.mixture.doremi import DoremiState
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.checkpointing import check_run_folder
@@ -46,6 +45,7 @@ PROXY = "proxy"
 # Total-variation distance between the last and the mean weights above which a warning is issued.
 UNSETTLED_DISTANCE = 0.25
 MAX_TRAJECTORY_POINTS = 50
+State = TypeVar("State", DogeState, DoremiState)
 
 
 def resolve_work_dir(output: Path, work_dir: Path | None) -> Path:
@@ -113,15 +113,6 @@ def is_finished(run_dir: Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class FinishedProxy:
-    """A finished proxy run, the hash of its weights, and the final state of its hook."""
-
-    run: TrainingRun
-    hash: str
-    state: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
 class HookedProxy:
     """A proxy run with the training hook of a method.
 
@@ -135,81 +126,82 @@ class HookedProxy:
     hook: type[TrainingHook]
     options: PretrainOptions
 
-    def saved_state(self, plan: TrainingPlan) -> dict[str, Any] | None:
-        """The hook's state in the newest readable checkpoint, None without one. Writes nothing.
+    def check_saved(self, plan: TrainingPlan, parse: Callable[[dict[str, Any]], object]) -> None:
+        """Parse the hook's state in the newest readable checkpoint, if there is one.
 
         Raises:
-            UserError: if the folder holds a run of other options or another hook.
+            UserError: if the folder holds a run of other options or another hook, and errors of
+                ``parse``, with the folder.
         """
         if not check_run_folder(plan):
-            return None
+            return
         for folder in reversed(checkpoint_folders(self.options.run_dir)):
             try:
                 record = CheckpointRecord.load(folder)
             except UserError:  # damaged: training reports it and resumes from the one before
                 continue
-            return self._state_in(record)
-        return None
+            try:
+                parse(self._state_in(record))
+            except UserError as error:
+                raise UserError(f"{self.options.run_dir}: {error}") from None
+            return
 
-    @contextlib.contextmanager
-    def folder_in_errors(self) -> Iterator[None]:
-        """Prefix the UserErrors of the block with the run's folder."""
-        try:
-            yield
-        except UserError as error:
-            raise UserError(f"{self.options.run_dir}: {error}") from None
-
-    def finished(self) -> FinishedProxy:
-        """The finished run.
+    def finished(self) -> tuple[TrainingRun, str, dict[str, Any]]:
+        """The finished run, the hash of its weights, and the final state of its hook.
 
         Raises:
             UserError: if it was trained with another hook.
         """
         run = TrainingRun.load(self.options.run_dir)
         record = CheckpointRecord.load(step_folder(run.root, run.step))
-        return FinishedProxy(run, record.hash, self._state_in(record))
+        return run, record.hash, self._state_in(record)
 
     def _state_in(self, record: CheckpointRecord) -> dict[str, Any]:
         if record.hook is not None and record.hook.name == self.hook.__name__:
             return record.hook.state
         other = f"the hook {record.hook.name}" if record.hook else "no hook"
         raise UserError(
-            f"{self.options.run_dir} holds a run with {other}, not one of {self.method}; "
-            f"{FRESH_START}"
+            f"the folder holds a run with {other}, not one of {self.method}; {FRESH_START}"
         )
 
 
-def require_same_rule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError for the first parameter of the update rule that differs from the saved."""
-    for name, value in now.items():
-        if saved.get(name) != value:
-            raise UserError(
-                f"the proxy was trained with another rule: {name} {saved.get(name)}, not {value}; "
-                f"{FRESH_START}"
-            )
+def save_state(state: DogeState | DoremiState, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A hook's state as JSON values, after the ``settings`` that produced it."""
+    values = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(state).items()}
+    return {**settings, **values}
 
 
-def state_arrays(
-    state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Array]:
-    """The arrays of a hook's saved state, float64, by name.
+def load_state(saved: Mapping[str, Any], first: State, settings: Mapping[str, Any]) -> State:
+    """The state in the result of :func:`save_state`.
+
+    Args:
+        saved: from a checkpoint.
+        first: the initial state.
+        settings: those of this run.
 
     Raises:
-        UserError: for an array that is missing, of another shape than in ``shapes``, or not finite.
+        UserError: if ``saved`` was produced by other settings, or is damaged.
     """
-    found = {}
-    for name, shape in shapes.items():
-        try:
-            array = np.array(state.get(name), np.float64)
-        except (TypeError, ValueError):  # ragged rows, or strings
-            array = np.array(math.nan)
-        if array.shape != shape or not np.isfinite(array).all():
+    before = {**saved["rule"], **saved}
+    for name, value in {**settings["rule"], **settings}.items():
+        if name != "rule" and before.get(name) != value:
             raise UserError(
-                f"the checkpoint of the proxy is damaged: '{name}' must be "
-                f"{' x '.join(map(str, shape))} finite numbers; {FRESH_START}"
+                f"the proxy was trained with {name} {before.get(name)}, not {value}; {FRESH_START}"
             )
-        found[name] = array
-    return found
+    arrays = {}
+    for name, value in vars(first).items():
+        if isinstance(value, np.ndarray):
+            try:
+                arrays[name] = np.array(saved[name], np.float64)
+                damaged = arrays[name].shape != value.shape or not np.isfinite(arrays[name]).all()
+            except (KeyError, TypeError, ValueError):  # ragged rows, or strings
+                damaged = True
+            if damaged:
+                raise UserError(
+                    f"the checkpoint of the proxy is damaged: '{name}' must be "
+                    f"{' x '.join(map(str, value.shape))} finite numbers; {FRESH_START}"
+                )
+    return dataclasses.replace(first, **arrays, counted=saved["counted"], moved=saved["moved"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,90 +213,14 @@ class WeightPath:
         mean: domain -> mean weight, the mixture.
         moved: sum over steps of the total-variation distance that they moved.
         steps: number of steps, without skipped ones.
+        averaged: number of weight vectors in the mean.
     """
 
     last: Mapping[str, float]
     mean: Mapping[str, float]
     moved: float
     steps: int
-
-    @property
-    def last_from_mean(self) -> float:
-        """Total-variation distance of the last weights from their mean."""
-        return sum(abs(self.last[name] - self.mean[name]) for name in self.mean) / 2
-
-    @property
-    def moved_per_step(self) -> float:
-        """Mean total-variation distance of a step."""
-        return self.moved / max(self.steps, 1)
-
-    def warn_unsettled(self, fix: str) -> None:
-        """Warn if the weights collapsed onto a domain, or had not converged at the end.
-
-        Args:
-            fix: options to change, as the end of a sentence.
-        """
-        last, mean = self.last, self.mean
-        heaviest = max(mean, key=lambda name: mean[name])
-        if mean[heaviest] > ONE_HOT:
-            warnings.warn(
-                f"'{heaviest}' has {mean[heaviest]:.0%} of the weight, so the other domains are "
-                f"hardly trained on; {fix}",
-                MixtureWarning,
-                stacklevel=2,
-            )
-        if self.last_from_mean > UNSETTLED_DISTANCE:
-            moved = max(mean, key=lambda name: abs(last[name] - mean[name]))
-            warnings.warn(
-                f"the weights have not converged: the last ones are {self.last_from_mean:.2f} "
-                f"(total variation) from their mean, '{moved}' {last[moved]:.3f} and not "
-                f"{mean[moved]:.3f}; {fix}, or train for more steps",
-                MixtureWarning,
-                stacklevel=2,
-            )
-
-    def parameters(self, run: TrainingRun) -> dict[str, Any]:
-        """The path in the form of a mixture's parameters, from the metrics that ``run`` logged."""
-        hooks = [(line["step"], line.get("hook") or {}) for line in run.metrics()]
-        logged = [
-            (step, hook["weights"])
-            for step, hook in hooks
-            if _is_weights(hook.get("weights"), self.mean)
-        ]
-        stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
-        shown = logged[::-stride][::-1]  # includes the last step
-        later = [weights for _step, weights in logged[len(logged) // 2 :]]
-        return {
-            "last_weights": dict(self.last),
-            "last_from_mean": self.last_from_mean,
-            "moved_per_step": self.moved_per_step,
-            "range_in_second_half": {
-                name: [min(w[name] for w in later), max(w[name] for w in later)]
-                for name in self.mean
-                if later
-            },
-            "trajectory": {
-                "steps": [step for step, _weights in shown],
-                "weights": {
-                    name: [weights[name] for _step, weights in shown] for name in self.mean
-                },
-            },
-        }
-
-    def __str__(self) -> str:
-        return (
-            f"total variation: last weights {self.last_from_mean:.3f} from their mean, "
-            f"{self.moved_per_step:.3f} per step"
-        )
-
-
-def _is_weights(logged: Any, names: Collection[str]) -> bool:
-    """Whether a logged value has a number for each of ``names``; a damaged line may not."""
-    return (
-        isinstance(logged, dict)
-        and logged.keys() == set(names)
-        and all(isinstance(weight, float | int) for weight in logged.values())
-    )
+    averaged: int
 
 
 def write_mean_weights(
@@ -316,14 +232,15 @@ def write_mean_weights(
     *,
     method: str,
     settings: Mapping[str, Any],
-    steps_averaged: int,
     scores: dict[str, float],
     inputs: Mapping[str, str],
     paper_flops: float,
     heading: str,
-    closing: str,
+    fix_unsettled: str,
 ) -> None:
     """Write the mean weights of a proxy to ``--output`` and print them. Called on one rank.
+
+    Warns if the weights collapsed onto a domain, or had not converged at the end.
 
     Args:
         path: of the weights.
@@ -333,31 +250,73 @@ def write_mean_weights(
         stopwatch: started with the mixture's own cost; the runs record theirs.
         method: value of ``--method``.
         settings: the method's parameters.
-        steps_averaged: number of weight vectors in the mean.
         scores: domain -> score.
         inputs: name -> hash of each artifact read besides the corpus.
         paper_flops: FLOPs by the formulas of Chameleon's tables.
         heading: the line above the table.
-        closing: the last line under it.
+        fix_unsettled: options to change in a warning.
     """
+    last, mean = path.last, path.mean
+    changes = {name: abs(last[name] - mean[name]) for name in mean}
+    last_from_mean, per_step = sum(changes.values()) / 2, path.moved / max(path.steps, 1)
+    heaviest, farthest = max(mean, key=lambda n: mean[n]), max(mean, key=lambda n: changes[n])
+    if mean[heaviest] > ONE_HOT:
+        warnings.warn(
+            f"'{heaviest}' has {mean[heaviest]:.0%} of the weight, so the other domains are hardly "
+            f"trained on; {fix_unsettled}",
+            MixtureWarning,
+            stacklevel=2,
+        )
+    if last_from_mean > UNSETTLED_DISTANCE:
+        warnings.warn(
+            f"the weights have not converged: the last ones are {last_from_mean:.2f} (total "
+            f"variation) from their mean, '{farthest}' {last[farthest]:.3f} and not "
+            f"{mean[farthest]:.3f}; {fix_unsettled}, or train for more steps",
+            MixtureWarning,
+            stacklevel=2,
+        )
+    logged = [
+        (line["step"], line["hook"]["weights"])
+        for line in runs[-1].metrics()
+        if line.get("hook", {}).get("weights", {}).keys() == mean.keys()
+    ]
+    stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
+    shown = logged[::-stride][::-1]  # includes the last step
+    later = [weights for _step, weights in logged[len(logged) // 2 :]]
     own = stopwatch.cost(num_devices=runs[-1].cost.num_devices)
-    total = own
-    for run in runs:
-        total += run.cost
+    total = sum((run.cost for run in runs), own)
     limit = epoch_limit(options, corpus, corpus.names)
     mixture = Mixture(
-        **limit.mixture_fields(np.array(list(path.mean.values()))),
+        **limit.mixture_fields(np.array(list(mean.values()))),
         method=method,
         parameters={
             **settings,
-            **path.parameters(runs[-1]),
-            "steps_averaged": steps_averaged,
+            "last_weights": dict(last),
+            "last_from_mean": last_from_mean,
+            "moved_per_step": per_step,
+            "range_in_second_half": {
+                name: [min(w[name] for w in later), max(w[name] for w in later)]
+                for name in mean
+                if later
+            },
+            "trajectory": {
+                "steps": [step for step, _weights in shown],
+                "weights": {name: [weights[name] for _step, weights in shown] for name in mean},
+            },
+            "steps_averaged": path.averaged,
             "made_from": [os.path.relpath(run.root, options.output.parent) for run in runs],
-            "total_cost": {"flops": total.flops, "device_seconds": total.device_seconds},
+            "total_cost": cost_totals(total),
             "paper_flops": paper_flops,
         },
         scores=scores,
         provenance=provenance(options, {"corpus": corpus.hash, **inputs}),
         cost=own,
     )
-    write_and_print(mixture, options, heading, str(path), closing)
+    write_and_print(
+        mixture,
+        options,
+        heading,
+        f"total variation: last weights {last_from_mean:.3f} from their mean, {per_step:.3f} per "
+        "step",
+        *(f"cost of {run.root}: {run.cost.flops:.2e} FLOPs" for run in runs),
+    )

@@ -9,7 +9,7 @@ from megatron_chameleon.methods.chameleon.options import ChameleonOptions
 from megatron_chameleon.methods.method import Method
 
 
-def compute(options: ChameleonOptions) -> None:
+def run(options: ChameleonOptions) -> None:
     """Embed the domains and write the mixture."""
     from megatron_chameleon.methods.chameleon.compute import compute_mixture
 
@@ -19,7 +19,7 @@ def compute(options: ChameleonOptions) -> None:
 METHOD = Method(
     name="chameleon",
     options=ChameleonOptions,
-    compute=compute,
+    compute=run,
     summary="inverse leverage scores of the domain embeddings",
     needs="a proxy trained on a uniform mixture (--checkpoint)",
     cost="the proxy, once; then forward passes over each new domain",

@@ -7,17 +7,146 @@ tools/pretrain_gpt.py with uniform weights; for fine-tuning, it is the model to 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from megatron_chameleon.artifacts import Cost, Stopwatch
-from megatron_chameleon.checkpoint.load import open_reader
-from megatron_chameleon.embedding.embed import fill_store, missing_domains, open_store
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_chameleon.artifacts import (
+    Corpus,
+    Cost,
+    EmbeddingRecipe,
+    EmbeddingStore,
+    Mixture,
+    Stopwatch,
+    provenance,
+)
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.record import check_output
+from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
+from megatron_chameleon.corpus.records import MalformedLineError, object_in, text_at
+from megatron_chameleon.corpus.sources import size_and_time
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
+from megatron_chameleon.embedding.embed import (
+    embed_by_recipe,
+    fill_store,
+    missing_domains,
+    open_store,
+    sample_windows,
+)
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.explain import explain
-from megatron_chameleon.methods.chameleon.options import ChameleonOptions
-from megatron_chameleon.methods.chameleon.plan import MixturePlan, plan_mixture
-from megatron_chameleon.methods.chameleon.target import EmbeddedText, embed_text, read_text
-from megatron_chameleon.methods.chameleon.weights import read_windows, resolve_prior, weigh
-from megatron_chameleon.methods.output import closing_lines, mixture_table, next_command
+from megatron_chameleon.methods.chameleon.options import ChameleonOptions, ExtractionOptions
+from megatron_chameleon.methods.domains import (
+    format_names,
+    parse_share,
+    require_training_tokens,
+    select_domains,
+)
+from megatron_chameleon.methods.output import epoch_limit, format_weight, write_and_print
+from megatron_chameleon.mixture import (
+    BootstrapResult,
+    DegenerateScoreWarning,
+    Mode,
+    Recipe,
+    WeightResult,
+    bootstrap_weights,
+    chameleon_weight_fn,
+    chameleon_weights,
+    group_size,
+    grouped_windows,
+    is_one_hot,
+    is_within_noise_of_uniform,
+    outweighing_probability,
+    placed_weights,
+    similarity_shares,
+    target_prior,
+    windows_needed,
+)
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.mixture.target import DEFAULT_STRENGTH
+from megatron_chameleon.model.flops import PaperSettings, paper_flops
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.readout import check_layer, check_window
+from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.progress import progress_bar
+
+TEXT_SUFFIXES = (".txt", ".jsonl")
+# In place of a domain name where windows are sampled, so that the sample does not depend on a path.
+TARGET_KEY = "--target"
+# Smallest gain of the target's domains without a warning, as a fraction of an average weight.
+MIN_TARGET_GAIN = 0.05
+PROGRESS_DELAY_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """A parsed ``--target``.
+
+    Attributes:
+        value: of the option.
+        strength: in (0, 1).
+        shares: [k], share of each domain in a target of domains.
+        text: the file of a target text.
+        vector: [h] float64, the text's embedding: the mean over its windows.
+        windows: number of windows of the text.
+    """
+
+    value: str
+    strength: float
+    shares: Array | None = None
+    text: Path | None = None
+    vector: Array | None = None
+    windows: int | None = None
+
+    def prior(self, means: Array) -> Array:
+        """The prior [k] of domains with the embeddings ``means`` [k, h]."""
+        shares = self.shares
+        if shares is None:
+            assert self.vector is not None, "the target text is embedded first"
+            shares = similarity_shares(means, self.vector)
+        return target_prior(shares, self.strength)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixturePlan:
+    """Checked options with their artifacts.
+
+    Attributes:
+        options: of the method.
+        corpus: of the domains.
+        names: the domains to weigh.
+        kept: the mixture of ``--keep``, whose domains retain their ratios.
+        target: of the mixture.
+        checkpoint: of the proxy.
+        shape: of the proxy.
+        recipe: with user-supplied hyperparameters.
+        embedding: recipe of the embedding store.
+        store: its folder.
+        provenance: of the mixture.
+    """
+
+    options: ChameleonOptions
+    corpus: Corpus
+    names: list[str]
+    kept: Mixture | None
+    target: Target | None
+    checkpoint: CheckpointRecord
+    shape: ModelShape
+    recipe: Recipe
+    embedding: EmbeddingRecipe
+    store: Path
+    provenance: Provenance
 
 
 def compute_mixture(options: ChameleonOptions) -> None:
@@ -37,50 +166,408 @@ def compute_mixture(options: ChameleonOptions) -> None:
                 missing_domains(store, plan.corpus, plan.names),
             )
         )
-        embedded, spent = None, Cost()
+        spent = text_cost = Cost()
         if missing or text:
             reader = open_reader(plan.checkpoint, layout, bf16=plan.embedding.dtype == "bfloat16")
             batch_size = options.extraction.embedding_batch_size
             if text:
-                embedded = embed_text(text, plan.embedding, reader, batch_size)
+                sampled = sample_windows(plan.embedding, TARGET_KEY, text)
+                bar = (len(sampled), " windows", "embedding --target")
+                with progress_bar(*bar, quiet=not layout.is_main) as progress:
+                    vectors, text_cost = embed_by_recipe(
+                        reader, text, sampled, plan.embedding, batch_size, progress, TARGET_KEY
+                    )
+                vector = vectors.mean(axis=0, dtype=np.float64)
+                assert plan.target is not None
+                target = dataclasses.replace(plan.target, vector=vector, windows=len(sampled))
+                plan = dataclasses.replace(plan, target=target)
             if missing:
                 store, spent = fill_store(store, plan.corpus, reader, missing, batch_size)
         if not layout.is_main:
             return
         stopwatch = Stopwatch()
         windows = read_windows(store, plan.names, options.extraction.extraction_seed)
-        mixture = weigh(plan, windows, embedded)
-        cost = stopwatch.cost(num_devices=layout.world_size)
-        mixture = dataclasses.replace(mixture, cost=cost + embedded.cost if embedded else cost)
-        mixture.save(options.output)
-        lines = [
-            *_heading(plan, embedded, len(missing)),
-            mixture_table(mixture),
-            closing_lines(mixture, options.weighting.precision),
-        ]
-        if windows.group > 1:
-            lines.append(f"intervals: bootstrap over means of {windows.group} windows each")
+        mixture = weigh(plan, windows)
+        cost = stopwatch.cost(num_devices=layout.world_size) + text_cost
+        heading = (
+            f"Chameleon, {options.mode} weights, recipe {plan.recipe.name}, layer "
+            f"{plan.embedding.layer} of {plan.shape.size.num_layers}, "
+            f"{len(plan.names) - len(missing)} domains reused from {plan.store}"
+        )
+        if plan.target is not None:
+            heading += f"\ntarget: {plan.target.value}, strength {plan.target.strength:g}"
+        closing = _certainty(mixture, windows, options.weighting.precision)
         if options.explain:
-            prior = resolve_prior(plan, embedded)
-            lines += ["", explain(plan.names, windows, options.mode, plan.recipe, prior)]
-            if options.keep is not None or options.max_epochs is not None:
-                lines.append("These weights do not include the effect of --keep and --max-epochs.")
-            lines.append("")
-        lines += [
+            prior = plan.target.prior if plan.target else None
+
+            def weigh_by(recipe: Recipe) -> WeightResult:
+                return weigh_means(windows.means, options.mode, recipe, prior)
+
+            closing += ["", explain(plan.names, plan.recipe, weigh_by), ""]
+        closing.append(
             f"embedding {len(missing)} domains took {spent.flops:.2e} FLOPs and "
-            f"{spent.wall_seconds:.1f} s",
-            next_command(options),
-        ]
-        print("\n".join(lines))
+            f"{spent.wall_seconds:.1f} s"
+        )
+        write_and_print(dataclasses.replace(mixture, cost=cost), options, heading, *closing)
 
 
-def _heading(plan: MixturePlan, embedded: EmbeddedText | None, num_missing: int) -> list[str]:
-    lines = [
-        f"Chameleon, {plan.options.mode} weights, recipe {plan.recipe.name}, layer "
-        f"{plan.embedding.layer} of {plan.shape.size.num_layers}, "
-        f"{len(plan.names) - num_missing} domains reused from {plan.store}"
+def plan_mixture(options: ChameleonOptions) -> MixturePlan:
+    """Load and check what ``options`` name; nothing is written.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    check_output(options.output, Mixture.KIND)
+    recipe = options.weighting.resolve()
+    corpus = Corpus.load(options.corpus)
+    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    require_tokenizer(checkpoint, corpus)
+    shape = shape_of(checkpoint)
+    names = select_domains(options.domains, corpus)
+    require_training_tokens(corpus, names, "to embed")
+    epoch_limit(options, corpus, names).check()
+    inputs = {"corpus": corpus.hash, "checkpoint": checkpoint.hash}
+    kept = None
+    if options.keep is not None:
+        kept = Mixture.load(options.keep)
+        inputs["kept mixture"] = kept.hash
+        if not any(kept.weights.get(name, 0.0) > 0 for name in names):
+            raise UserError(
+                f"--keep {options.keep}: no weight for any of {format_names(names)}; pass a "
+                "mixture of some of them, or leave --keep out"
+            )
+    target = parse_target(options.target, options.target_strength, names)
+    if target is not None and target.text is not None:
+        inputs["target text"] = sha256_of_files(target.text)
+    embedding = embedding_recipe(
+        options.extraction, shape, checkpoint.hash, corpus.tokenizer.sha256
+    )
+    check_model_layout(shape.size, options.parallel, embedding.window_length)
+    return MixturePlan(
+        options=options,
+        corpus=corpus,
+        names=names,
+        kept=kept,
+        target=target,
+        checkpoint=checkpoint,
+        shape=shape,
+        recipe=recipe,
+        embedding=embedding,
+        store=options.store or options.output.parent / "embeddings",
+        provenance=provenance(options, inputs),
+    )
+
+
+def embedding_recipe(
+    options: ExtractionOptions, shape: ModelShape, model_hash: str, tokenizer_hash: str
+) -> EmbeddingRecipe:
+    """The recipe of an embedding store for a proxy of this shape.
+
+    Raises:
+        UserError: for a layer or a window length that the model does not have.
+    """
+    return EmbeddingRecipe(
+        model_hash=model_hash,
+        layer=check_layer(shape, options.layer),
+        window_length=check_window(shape, options.window_length),
+        num_windows=options.num_windows,
+        seed=options.extraction_seed,
+        tokenizer_hash=tokenizer_hash,
+        cross_documents=options.cross_documents,
+        dtype=options.embedding_dtype,
+        final_norm=options.final_norm,
+    )
+
+
+def parse_target(value: str | None, strength: float | None, names: Sequence[str]) -> Target | None:
+    """``--target`` and ``--target-strength`` for the domains ``names``; None without a target.
+
+    Raises:
+        UserError: for an unknown or repeated domain, a share that is not above 0, or a missing
+            text file.
+    """
+    if value is None:
+        return None
+    strength = DEFAULT_STRENGTH if strength is None else strength
+    if value not in names and value.endswith(TEXT_SUFFIXES):
+        if not Path(value).is_file():
+            raise UserError(f"--target {value}: no such file; pass a text file or domains")
+        return Target(value, strength, text=Path(value))
+    shares: dict[str, float] = {}
+    for item in filter(None, map(str.strip, value.split(","))):
+        name, share = parse_share(item, value, names)
+        if name not in names or name in shares:
+            problem = "duplicate" if name in shares else "unknown"
+            raise UserError(
+                f"--target {value}: {problem} domain '{name}'; choose among {format_names(names)}, "
+                f"or pass a file that ends with {' or '.join(TEXT_SUFFIXES)}"
+            )
+        shares[name] = share
+    if not shares:
+        raise UserError(f"--target {value}: no domain; choose among {format_names(names)}")
+    return Target(value, strength, shares=np.array([shares.get(name, 0.0) for name in names]))
+
+
+def read_text(path: Path, corpus: Corpus) -> TokenFile:
+    """Tokenize a target text: a ``.txt`` is one document, a ``.jsonl`` has one per line.
+
+    Raises:
+        UserError: for an unreadable file, a malformed line, or a file without text.
+    """
+    texts = []
+    try:
+        size_and_time(str(path))  # raises unless it is a regular file
+        if path.suffix == ".txt":
+            texts = [path.read_text(encoding="utf-8")]
+        else:
+            for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+                try:
+                    texts += [text_at(object_in(line), "text", "--target")] if line.strip() else []
+                except MalformedLineError as problem:
+                    raise UserError(
+                        f"--target {path}: line {number} {problem}; fix it"
+                    ) from problem
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--target {path}: cannot be read as UTF-8 text ({error})") from error
+    texts = list(filter(None, texts))
+    if not texts:
+        raise UserError(f"--target {path}: no text; pass a file with some documents")
+    tokens, lengths = corpus_tokenizer(corpus).encode_documents(texts)
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
+    pointers = starts * tokens.dtype.itemsize
+    return TokenFile(path, BlockTokens(path, tokens), lengths, pointers, boundaries)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DomainWindows:
+    """Statistics of the windows of k domains.
+
+    Attributes:
+        means: [k, h] float64, the domain embeddings.
+        resampled: k arrays [n_i, h] for the bootstrap: windows, or means over groups of them.
+        counts: windows per domain.
+        group: windows per group; 1 without grouping.
+    """
+
+    means: Array
+    resampled: list[NDArray[np.floating]]
+    counts: tuple[int, ...]
+    group: int
+
+
+def read_windows(store: EmbeddingStore, names: Sequence[str], seed: int) -> DomainWindows:
+    """Read the vectors of ``names`` one domain at a time, in bounded memory.
+
+    Args:
+        store: with all these domains.
+        names: in the order of the result.
+        seed: of the random groups.
+
+    Raises:
+        UserError: if a file of the store is damaged.
+    """
+    means, resampled, counts = [], [], []
+    most = max(store.domains[name].windows for name in names)
+    group = group_size(len(names), most, store.hidden_size)
+    for name in names:
+        vectors = store.vectors(name)
+        means.append(vectors.mean(axis=0, dtype=np.float64))
+        resampled.append(grouped_windows(vectors, group, seed))
+        counts.append(len(vectors))
+    return DomainWindows(np.stack(means), resampled, tuple(counts), group)
+
+
+def weigh_means(
+    means: Array, mode: Mode, recipe: Recipe, prior: Callable[[Array], Array] | None = None
+) -> WeightResult:
+    """Chameleon's weights of domain embeddings, without a warning of clipped scores.
+
+    Args:
+        means: [k, h] float64, the domain embeddings.
+        mode: "pretrain" or "finetune".
+        recipe: with user-supplied hyperparameters.
+        prior: domain embeddings -> prior [k]; None without a target.
+    """
+    with warnings.catch_warnings():
+        # It gives positions; the caller warns with the domains' names.
+        warnings.simplefilter("ignore", DegenerateScoreWarning)
+        return chameleon_weights(means, mode, recipe, prior=prior and prior(means))
+
+
+def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
+    """Compute the mixture, without its cost. Runs on one rank, in float64.
+
+    Args:
+        plan: checked options; a target text is embedded.
+        windows: of ``plan.names``.
+    """
+    options, names, target = plan.options, plan.names, plan.target
+    prior = target.prior if target else None
+    result = weigh_means(windows.means, options.mode, plan.recipe, prior)
+    plain = weigh_means(windows.means, options.mode, plan.recipe) if target else result
+    limit = epoch_limit(options, plan.corpus, names)
+    kept = plan.kept.weights if plan.kept else {}
+    before = np.array([kept.get(name, 0.0) for name in names])
+    is_old = np.array([name in kept for name in names])
+
+    def place(weights: Array) -> Array:
+        return placed_weights(weights, before, is_old) if plan.kept else weights
+
+    def constrained(weights: Array) -> Array:
+        return limit.apply(place(weights)).weights
+
+    bootstrap = _bootstrap(plan, windows, constrained)
+    _warn_uninformative(plan, result, plain, bootstrap)
+    fields = limit.mixture_fields(place(result.weights))
+    order = np.argsort(-np.array(list(fields["weights"].values())), kind="stable").tolist()
+    likely = outweighing_probability(bootstrap, order[:-1], order[1:]).tolist()
+    settings = PaperSettings(  # with the proxy's training, even if it serves several mixtures
+        model_size=plan.shape.size,
+        trained_tokens=sum(plan.checkpoint.domain_tokens.values()),
+        embedded_tokens=sum(windows.counts) * plan.embedding.window_length,
+    )
+    recipe = dataclasses.asdict(plan.recipe)
+    parameters: dict[str, Any] = {
+        "mode": options.mode,
+        # JSON has no infinity.
+        "recipe": {field: None if value == math.inf else value for field, value in recipe.items()},
+        "embedding": dataclasses.asdict(plan.embedding),
+        "effective_ridge": result.effective_ridge,
+        "effective_temperature": result.effective_temperature,
+        "effective_dimension": result.effective_dimension,
+        "windows": dict(zip(names, windows.counts, strict=True)),
+        "bootstrap_resamples": options.weighting.bootstrap_resamples,
+        "bootstrap_group": windows.group,
+        "paper_flops": paper_flops("chameleon", settings),
+    }
+    if target is not None:
+        parameters["target"] = {
+            "given": target.value,
+            "strength": target.strength,
+            "prior": dict(zip(names, target.prior(windows.means).tolist(), strict=True)),
+            "weights_without": dict(zip(names, constrained(plain.weights).tolist(), strict=True)),
+        }
+        if target.windows is not None:
+            parameters["target"]["windows"] = target.windows
+    ends = zip(bootstrap.low.tolist(), bootstrap.high.tolist(), strict=True)
+    return Mixture(
+        **fields,
+        method=f"chameleon-{options.mode}",
+        parameters=parameters,
+        scores=dict(zip(names, result.scores.tolist(), strict=True)),
+        intervals=dict(zip(names, ends, strict=True)),
+        confidence=bootstrap.confidence,
+        outweighs=[
+            (names[one], names[other], share)
+            for (one, other), share in zip(itertools.pairwise(order), likely, strict=True)
+        ],
+        affinity=result.affinity.tolist() if len(names) <= MAX_AFFINITY_DOMAINS else None,
+        provenance=plan.provenance,
+    )
+
+
+def _bootstrap(
+    plan: MixturePlan, windows: DomainWindows, constrained: Callable[[Array], Array]
+) -> BootstrapResult:
+    """The constrained weights over resamples of the windows."""
+    options = plan.options
+    prior = plan.target.prior if plan.target else None
+    weigh_resample = chameleon_weight_fn(options.mode, plan.recipe, prior=prior)
+    resamples = options.weighting.bootstrap_resamples
+    with progress_bar(
+        resamples, " resamples", "intervals", delay=PROGRESS_DELAY_SECONDS
+    ) as progress:
+
+        def weigh_and_count(means: Array) -> Array:
+            progress.update()
+            return constrained(weigh_resample(means))
+
+        return bootstrap_weights(
+            windows.resampled,
+            weigh_and_count,
+            num_resamples=resamples,
+            seed=options.extraction.extraction_seed,
+            confidence=options.weighting.confidence,
+        )
+
+
+def warn_degenerate(names: Sequence[str], result: WeightResult, hint: str) -> None:
+    """Warn of domains whose scores were clipped; ``hint`` ends the sentence."""
+    if result.degenerate:
+        clipped = format_names([f"'{names[position]}'" for position in result.degenerate])
+        warnings.warn(
+            f"the leverage scores of {clipped} were clipped at their limits, so that these "
+            f"weights are bounds, not estimates: {hint}",
+            DegenerateScoreWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_uninformative(
+    plan: MixturePlan, result: WeightResult, plain: WeightResult, bootstrap: BootstrapResult
+) -> None:
+    """Warn of weights that are bounds, uniform or one-hot, and of a target without an effect.
+
+    Args:
+        plan: of the mixture.
+        result: the weights, before constraints.
+        plain: the same without the target.
+        bootstrap: of the constrained weights.
+    """
+    hint = "try --recipe scaled or, with --target, a smaller --target-strength; see --explain"
+    warn_degenerate(plan.names, result, hint)
+    if len(bootstrap.low) > 1 and is_within_noise_of_uniform(bootstrap):
+        warnings.warn(
+            "no weight differs significantly from uniform: use more windows (--num-windows) or a "
+            "proxy trained for longer, or train uniformly",
+            stacklevel=3,
+        )
+    if is_one_hot(bootstrap):
+        warnings.warn(
+            "one domain has nearly all of the weight, as with an undertrained proxy: train it for "
+            "longer, or use --recipe scaled or a higher --temperature",
+            stacklevel=3,
+        )
+    if plan.target is None:
+        return
+    if result.prior is None:
+        warnings.warn(
+            "--target has no effect, since its shares of all domains are equal: name fewer "
+            "domains, or pass a text that resembles some of them",
+            stacklevel=3,
+        )
+        return
+    above = np.maximum(result.prior - 1.0, 0.0)
+    gain = len(above) * float(above @ (result.weights - plain.weights))  # 1 is an average weight
+    if gain < MIN_TARGET_GAIN * float(above.sum()):
+        warnings.warn(
+            f"--target has almost no effect, or the opposite one, with ridge "
+            f"{result.effective_ridge:.3g}: try a "
+            f"{'smaller' if plan.options.mode == 'pretrain' else 'larger'} --ridge",
+            stacklevel=3,
+        )
+
+
+def _certainty(mixture: Mixture, windows: DomainWindows, precision: float) -> list[str]:
+    """Lines on the certainty of the order and of the weights.
+
+    Args:
+        mixture: with intervals.
+        windows: that they were computed from.
+        precision: sufficient half width of an interval.
+    """
+    assert mixture.intervals is not None
+    lines = []
+    if mixture.outweighs:
+        one, other, likely = min(mixture.outweighs, key=lambda pair: pair[2])
+        lines.append(f"least certain order: {one} outweighs {other} in {likely:.0%} of resamples")
+    half_width = max(high - low for low, high in mixture.intervals.values()) / 2
+    fewest = min(windows.counts)
+    needed = windows_needed(half_width, fewest, precision)
+    grouped = f" (bootstrap over means of {windows.group})" if windows.group > 1 else ""
+    return [
+        *lines,
+        f"widest interval: +-{format_weight(half_width)} with {fewest:,} windows per "
+        f"domain{grouped}; +-{precision:g} takes about {needed:,}",
     ]
-    if plan.target is not None:
-        of = f" ({embedded.windows} windows)" if embedded else ""
-        lines.append(f"target: {plan.target.value}{of}, strength {plan.target.strength:g}")
-    return lines

@@ -18,10 +18,11 @@ from megatron_chameleon.artifacts import MixtureWarning
 from megatron_chameleon.embedding.embed import embed_windows, windows_flops
 from megatron_chameleon.embedding.windows import load_windows
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon.weights import weigh_means
-from megatron_chameleon.mixture import RECIPES, DegenerateScoreWarning
+from megatron_chameleon.methods.chameleon.compute import warn_degenerate, weigh_means
+from megatron_chameleon.methods.domains import format_names
+from megatron_chameleon.mixture import RECIPES
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.model.readout import Reader, check_layer
+from megatron_chameleon.model.readout import check_layer
 from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.hook import TrainingHook, reading
@@ -29,7 +30,6 @@ from megatron_chameleon.training.plan import TrainingPlan
 
 # Layouts differ by rounding, and any difference in the mixture would change the samples.
 DECIMALS = 6
-MAX_MOVES = 3
 
 
 class OnlineChameleon(TrainingHook):
@@ -80,10 +80,16 @@ class OnlineChameleon(TrainingHook):
         If hidden states are not finite, the weights are unchanged, with a warning; the run's guards
         decide whether to stop.
         """
-        start = time.perf_counter()
+        start, rows = time.perf_counter(), []
         try:
             with reading(model, self._shape, self._layout) as reader:
-                means = self._means(reader)
+                for name, (tokens, windows) in self._windows.items():
+                    self.flops += windows_flops(self._shape, self._layer, windows)
+                    with progress_bar(len(windows), " windows", quiet=True) as progress:
+                        vectors = embed_windows(
+                            reader, tokens, windows, self._layer, self._batch_size, progress, name
+                        )
+                    rows.append(vectors.mean(axis=0, dtype=np.float64))
         except UserError as error:  # hidden states are not finite
             warnings.warn(
                 f"mixture unchanged at step {step}: {str(error).partition(';')[0]}",
@@ -93,15 +99,17 @@ class OnlineChameleon(TrainingHook):
             return None
         before = self._rounded()
         # On one rank: last digits may depend on the processor, but all ranks need the same samples.
-        self._weights = from_main(lambda: self._weigh(means))
+        self._weights = from_main(lambda: self._smoothed(np.stack(rows)))
         self._recomputed += 1
         after = self._rounded()
         if after == before:
             return None
         if self._layout.is_main:
+            order = sorted(after, key=lambda name: -abs(after[name] - before[name]))
+            moves = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in order]
             count = sum(len(windows) for _tokens, windows in self._windows.values())
             print(
-                f"mixture from step {step} on: {format_moves(before, after)}; "
+                f"mixture from step {step} on: {format_names(moves)}; "
                 f"{count:,} windows embedded in {time.perf_counter() - start:.2f} s"
             )
         return list(after.values())
@@ -121,45 +129,14 @@ class OnlineChameleon(TrainingHook):
     def _rounded(self) -> dict[str, float]:
         return {name: round(weight, DECIMALS) for name, weight in self._weights.items()}
 
-    def _means(self, reader: Reader) -> Array:
-        """[k, h] float64: the embeddings of the k domains with a weight, on every rank.
-
-        Raises:
-            UserError: if hidden states are not finite.
-        """
-        rows, layer = [], self._layer
-        for name, (tokens, windows) in self._windows.items():
-            self.flops += windows_flops(self._shape, layer, windows)
-            with progress_bar(len(windows), " windows", quiet=True) as progress:
-                vectors = embed_windows(
-                    reader, tokens, windows, layer, self._batch_size, progress, name
-                )
-            rows.append(vectors.mean(axis=0, dtype=np.float64))
-        return np.stack(rows)
-
-    def _weigh(self, means: Array) -> dict[str, float]:
+    def _smoothed(self, means: Array) -> dict[str, float]:
         """Smoothed weights of all domains, from the embeddings ``means`` of those with a weight."""
-        result = weigh_means(means, "pretrain", RECIPES[self._online.online_recipe], None)
-        if result.degenerate:
-            clipped = ", ".join(f"'{self._names[position]}'" for position in result.degenerate)
-            warnings.warn(
-                f"the leverage scores of {clipped} were clipped at their limits, so that these "
-                "weights are bounds, not estimates: try --online-recipe scaled, or a longer "
-                "--online-interval",
-                DegenerateScoreWarning,
-                stacklevel=2,
-            )
+        result = weigh_means(means, "pretrain", RECIPES[self._online.online_recipe])
+        hint = "try --online-recipe scaled, or a longer --online-interval"
+        warn_degenerate(self._names, result, hint)
         kept = self._online.online_smoothing
         new = dict(zip(self._names, result.weights.tolist(), strict=True))
         return {
             name: kept * weight + (1 - kept) * new.get(name, 0.0)
             for name, weight in self._weights.items()
         }
-
-
-def format_moves(before: dict[str, float], after: dict[str, float]) -> str:
-    """The largest changes of weights, for the log."""
-    order = sorted(after, key=lambda name: -abs(after[name] - before[name]))
-    moves = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in order[:MAX_MOVES]]
-    others = len(order) - len(moves)
-    return ", ".join(moves) + (f", {others} smaller changes" if others else "")

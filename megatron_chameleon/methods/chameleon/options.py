@@ -113,7 +113,8 @@ class ChameleonOptions(ChosenDomainsOptions):
     target_strength: InsideUnit | None = None
     """Strength of --target, above 0 (no effect) and below 1 (--target alone); default: 0.5."""
     explain: bool = False
-    """Print the similarity of the domains, their scores, and the effect of each hyperparameter."""
+    """Print the scores and nearest domains of each domain, and the effect of each
+    hyperparameter."""
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
     weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import warnings
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.metrics import pairwise_distances_argmin, silhouette_score
 from sklearn.preprocessing import StandardScaler, normalize
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Split, Stopwatch
+from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, EmbeddingStore, Split, Stopwatch
 from megatron_chameleon.artifacts.discovered import (
     DiscoveredDomain,
     DiscoveredDomains,
@@ -28,10 +28,8 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.discovery.options import DiscoverOptions
 from megatron_chameleon.methods.discovery.vectors import (
     DiscoverPlan,
-    DocumentBlock,
     cluster_names,
     embed_missing,
-    fit_vectors,
     plan_discovery,
 )
 from megatron_chameleon.methods.output import align_columns
@@ -46,7 +44,7 @@ NEAREST_SHOWN = 3
 PREVIEW_CHARACTERS = 100
 # Enough for PREVIEW_CHARACTERS, except for text of one token per byte.
 _PREVIEW_TOKENS = 4 * PREVIEW_CHARACTERS
-_LEAST_SHARE_SHOWN, _SHARES_SHOWN = 0.01, 4
+_SHARES_SHOWN = 4
 _PROGRESS_DELAY_SECONDS = 2.0
 
 Labels = dict[tuple[str, Split], NDArray[np.int32]]
@@ -61,20 +59,21 @@ def discover_domains(options: DiscoverOptions) -> None:
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_discovery(options))
-        cost = embed_missing(plan, layout)
+        store, cost = embed_missing(plan, layout)
         if not layout.is_main:
             return
         stopwatch = Stopwatch()
-        clusters = assign_documents(plan, choose_clusters(plan))
+        windows = np.concatenate([store.vectors(plan.fit_windows(name)[0]) for name in plan.names])
+        fit = fit_clusters(windows, options.numbers, options.seed, options.restarts)
+        clusters = assign_documents(plan, store, fit)
         if clusters.dissolved:
             warnings.warn(
-                f"{clusters.dissolved} of {len(clusters.fit.centroids)} clusters had too little "
-                "text in train, valid or test (--min-tokens-per-split "
-                f"{options.min_tokens_per_split}); their documents went to the nearest of the "
-                f"other {len(clusters.centroids)}",
+                f"{clusters.dissolved} of {len(fit.centroids)} clusters had too little text in "
+                f"train, valid or test (--min-tokens-per-split {options.min_tokens_per_split}); "
+                f"their documents went to the nearest of the other {len(clusters.centroids)}",
                 stacklevel=2,
             )
-        print(_summary(plan, _write(plan, clusters, cost, stopwatch)))
+        print(_summary(plan, _write(plan, store, clusters, cost, stopwatch)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,16 +103,6 @@ class KMeansFit:
         """``vectors`` [n, h] as they are compared; one that equals the mean becomes zero."""
         found: NDArray[np.float32] = normalize(self.scaler.transform(vectors))
         return found
-
-
-def choose_clusters(plan: DiscoverPlan) -> KMeansFit:
-    """Fit each number of clusters to the windows; return the fit with the best silhouette.
-
-    Raises:
-        UserError: if the windows are too few or too similar for so many clusters.
-    """
-    options = plan.options
-    return fit_clusters(fit_vectors(plan), options.numbers, options.seed, options.restarts)
 
 
 def fit_clusters(
@@ -160,18 +149,14 @@ def fit_clusters(
             # Mini-batches stop early: Lloyd's iterations over all windows finish the best run.
             centroids = chosen.cluster_centers_
             fitted[number] = KMeans(number, init=centroids, n_init=1).fit(scaled)
-            silhouettes[number] = _silhouette(scaled, fitted[number].labels_, seed)
+            size, labels = min(SILHOUETTE_ROWS, len(scaled)), fitted[number].labels_
+            silhouettes[number] = 0.0  # of a sample of one cluster, or only clusters of one
+            with contextlib.suppress(ValueError):
+                silhouettes[number] = float(
+                    silhouette_score(scaled, labels, sample_size=size, random_state=seed)
+                )
     best = fitted[max(silhouettes, key=lambda number: silhouettes[number])]
     return KMeansFit(scaler, best.cluster_centers_, float(best.inertia_), silhouettes, len(scaled))
-
-
-def _silhouette(scaled: NDArray[np.float32], labels: NDArray[np.integer], seed: int) -> float:
-    """Mean silhouette of a sample; 0 if the sample has one cluster, or only clusters of one."""
-    size = min(SILHOUETTE_ROWS, len(scaled))
-    try:
-        return float(silhouette_score(scaled, labels, sample_size=size, random_state=seed))
-    except ValueError:
-        return 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,7 +168,6 @@ class DocumentClusters:
         labels: (domain, split) -> [num_documents].
         centroids: [k, h], of the clusters that are left.
         tokens: [k, domains, splits].
-        documents: [k].
         dissolved: number of clusters that were too small.
     """
 
@@ -191,11 +175,10 @@ class DocumentClusters:
     labels: Labels
     centroids: NDArray[np.float32]
     tokens: NDArray[np.int64]
-    documents: NDArray[np.int64]
     dissolved: int
 
 
-def assign_documents(plan: DiscoverPlan, fit: KMeansFit) -> DocumentClusters:
+def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) -> DocumentClusters:
     """Assign every document to the nearest centroid, and dissolve clusters that are too small.
 
     A document's vector is the mean over its windows, so its nearest centroid has the least sum of
@@ -205,85 +188,63 @@ def assign_documents(plan: DiscoverPlan, fit: KMeansFit) -> DocumentClusters:
     Raises:
         UserError: if fewer than two clusters have enough text in every split.
     """
-    labels: Labels = {
-        (name, split): np.full(plan.corpus.domains[name].split(split).documents, -1, np.int32)
-        for name in plan.names
-        for split in SPLITS
-    }
-    count, least = len(fit.centroids), plan.options.min_tokens_per_split
+    keys: list[tuple[str, Split]] = [(name, split) for name in plan.names for split in SPLITS]
+    lengths = {(name, split): open_tokens(plan.corpus, name, split).lengths for name, split in keys}
+    labels: Labels = {key: np.full(len(lengths[key]), -1, np.int32) for key in keys}
+    count, least, dissolved = len(fit.centroids), plan.options.min_tokens_per_split, -1
     left = np.arange(count)
-    _assign(plan, fit, labels, -1, left)
     while True:
-        tokens = _token_counts(plan, labels, count)
+        documents = sum(int((here == dissolved).sum()) for here in labels.values())
+        bar = progress_bar(documents, " documents", "assigning", delay=_PROGRESS_DELAY_SECONDS)
+        with bar as progress:
+            for block in plan.blocks():
+                here = labels[block.domain, block.split][block.first : block.stop]
+                rows = np.flatnonzero(here == dissolved)
+                if rows.size:
+                    scaled = fit.scaled(store.vectors(block.key)[rows])
+                    here[rows] = left[pairwise_distances_argmin(scaled, fit.centroids[left])]
+                    progress.update(len(rows))
+        sums = [np.bincount(labels[key], weights=lengths[key], minlength=count) for key in keys]
+        tokens = np.array(sums, np.int64).reshape(len(plan.names), len(SPLITS), count)
+        tokens = tokens.transpose(2, 0, 1)  # [count, domains, splits]; sums are exact below 2^53
         by_split = tokens.sum(axis=1)[left]
         is_small = (by_split.min(axis=1) < least) | (by_split[:, SPLITS.index("train")] == 0)
         small = np.flatnonzero(is_small)
         if not small.size:
             break
-        smallest = int(left[small[np.argmin(by_split[small].sum(axis=1))]])
-        left = left[left != smallest]
+        dissolved = int(left[small[np.argmin(by_split[small].sum(axis=1))]])
+        left = left[left != dissolved]
         if len(left) < 2:
             raise UserError(
                 f"--discover {plan.options.discover}: fewer than two clusters have {least} tokens "
                 "in each of train, valid and test; pass fewer clusters, or add text"
             )
-        _assign(plan, fit, labels, smallest, left)
     order = left[np.argsort(-tokens[left].sum(axis=(1, 2)), kind="stable")]
     new = np.full(count, -1, np.int32)
     new[order] = np.arange(len(order))
     labels = {key: new[here] for key, here in labels.items()}
-    documents = sum(np.bincount(here, minlength=len(order)) for here in labels.values())
     return DocumentClusters(
         fit=fit,
         labels=labels,
         centroids=fit.centroids[order],
         tokens=tokens[order],
-        documents=np.asarray(documents, np.int64),
         dissolved=count - len(order),
     )
 
 
-def _assign(
-    plan: DiscoverPlan, fit: KMeansFit, labels: Labels, old: int, left: NDArray[np.intp]
-) -> None:
-    """Move the documents with label ``old`` to the nearest of the clusters that are ``left``."""
-    documents = sum(int((here == old).sum()) for here in labels.values())
-    with progress_bar(documents, " documents", "assigning", delay=_PROGRESS_DELAY_SECONDS) as bar:
-        for block in plan.blocks():
-            here = _labels_of(labels, block)
-            rows = np.flatnonzero(here == old)
-            if rows.size:
-                scaled = fit.scaled(plan.vectors.read(block)[rows])
-                here[rows] = left[pairwise_distances_argmin(scaled, fit.centroids[left])]
-                bar.update(len(rows))
-
-
-def _labels_of(labels: Labels, block: DocumentBlock) -> NDArray[np.int32]:
-    """A view of the labels of ``block``."""
-    return labels[block.domain, block.split][block.first : block.stop]
-
-
-def _token_counts(plan: DiscoverPlan, labels: Labels, count: int) -> NDArray[np.int64]:
-    """[count, domains, splits] tokens of the documents of each label."""
-    tokens = np.zeros((count, len(plan.names), len(SPLITS)), np.int64)
-    for (name, split), here in labels.items():
-        lengths = open_tokens(plan.corpus, name, split).lengths
-        sums = np.bincount(here, weights=lengths, minlength=count)  # exact below 2^53
-        tokens[:, plan.names.index(name), SPLITS.index(split)] = sums
-    return tokens
-
-
 def nearest_documents(
-    plan: DiscoverPlan, clusters: DocumentClusters
+    plan: DiscoverPlan, store: EmbeddingStore, clusters: DocumentClusters
 ) -> list[list[tuple[float, str, int]]]:
     """Per cluster (distance, domain, document) of the training documents nearest to its centroid.
 
     Nearest first; ``document`` counts from 0.
     """
     nearest: list[list[tuple[float, str, int]]] = [[] for _ in clusters.centroids]
-    for block in plan.blocks("train"):
-        labels = _labels_of(clusters.labels, block)
-        scaled = clusters.fit.scaled(plan.vectors.read(block))
+    for block in plan.blocks():
+        if block.split != "train":
+            continue
+        labels = clusters.labels[block.domain, block.split][block.first : block.stop]
+        scaled = clusters.fit.scaled(store.vectors(block.key))
         distances = np.linalg.norm(scaled - clusters.centroids[labels], axis=1)
         for number in np.unique(labels).tolist():
             rows = np.flatnonzero(labels == number)
@@ -295,85 +256,72 @@ def nearest_documents(
 
 
 def _write(
-    plan: DiscoverPlan, clusters: DocumentClusters, embedding: Cost, stopwatch: Stopwatch
+    plan: DiscoverPlan,
+    store: EmbeddingStore,
+    clusters: DocumentClusters,
+    embedding: Cost,
+    stopwatch: Stopwatch,
 ) -> DiscoveredDomains:
     """Write the corpus and its record, which appear together; return the record."""
-    names = cluster_names(
-        plan.options.cluster_name, len(clusters.centroids), plan.options.numbers[-1]
-    )
-    tokenizer = corpus_tokenizer(plan.corpus)
-    total = int(clusters.tokens.sum()) * plan.corpus.token_bytes
-    with corpus_folder(plan.options.output, overwrite=False, shared=False) as folder:
+    options, corpus, fit, recipe = plan.options, plan.corpus, clusters.fit, plan.recipe
+    names = cluster_names(options.cluster_name, len(clusters.centroids), options.numbers[-1])
+    tokenizer = corpus_tokenizer(corpus)
+    total = int(clusters.tokens.sum()) * corpus.token_bytes
+    with corpus_folder(options.output, overwrite=False, shared=False) as folder:
         made = folder.staging / "corpus"
         with writing(made):
             made.mkdir()
         with progress_bar(total, "B", "copying") as bar:
-            domains = regroup(plan.corpus, clusters.labels, names, tokenizer, made, bar.update)
+            domains = regroup(corpus, clusters.labels, names, tokenizer, made, bar.update)
         tokenizer.save(made)
         cost = embedding + stopwatch.cost(num_devices=embedding.num_devices)
-        kept = {name: c for name, c in plan.corpus.not_written.items() if name in domains}
         Corpus(
             root=made,
-            tokenizer=plan.corpus.tokenizer,
-            dtype=plan.corpus.dtype,
+            tokenizer=corpus.tokenizer,
+            dtype=corpus.dtype,
             domains=domains,
             provenance=plan.provenance,
             cost=cost,
-            not_written=kept,
+            not_written={name: c for name, c in corpus.not_written.items() if name in domains},
         ).save()
-        record = _record(plan, clusters, names, tokenizer, made, cost)
+        described = {}
+        for position, nearest in enumerate(nearest_documents(plan, store, clusters)):
+            tokens = clusters.tokens[position]  # [domains, splits]
+            shares = tokens.sum(axis=1) / tokens.sum()
+            described[names[position]] = DiscoveredDomain(
+                documents=sum(domains[names[position]].split(split).documents for split in SPLITS),
+                tokens=dict(zip(SPLITS, tokens.sum(axis=0).tolist(), strict=True)),
+                shares={
+                    plan.names[i]: float(shares[i])
+                    for i in np.argsort(-shares, kind="stable").tolist()
+                    if shares[i] > 0
+                },
+                nearest=[
+                    NearDocument(where, i, distance, _preview(plan, where, i, tokenizer))
+                    for distance, where, i in nearest
+                ],
+            )
+        record = DiscoveredDomains(
+            root=made,
+            num_clusters=len(fit.centroids),
+            silhouettes=fit.silhouettes,
+            inertia=fit.inertia,
+            fitted_windows=fit.windows,
+            model_hash=recipe.model_hash,
+            layer=recipe.layer,
+            window_length=recipe.window_length,
+            windows_per_document=recipe.num_windows,
+            seed=options.seed,
+            dissolved=clusters.dissolved,
+            domains=described,
+            divided=plan.names,
+            provenance=plan.provenance,
+            cost=cost,
+        )
         record.save()
-        scaler = clusters.fit.scaler
-        record.save_centroids(clusters.centroids, scaler.mean_, scaler.scale_)
+        record.save_centroids(clusters.centroids, fit.scaler.mean_, fit.scaler.scale_)
         folder.publish(made)
     return record
-
-
-def _record(
-    plan: DiscoverPlan,
-    clusters: DocumentClusters,
-    names: list[str],
-    tokenizer: Tokenizer,
-    root: Path,
-    cost: Cost,
-) -> DiscoveredDomains:
-    fit, recipe = clusters.fit, plan.vectors.recipe
-    domains = {}
-    for name, tokens, documents, nearest in zip(
-        names, clusters.tokens, clusters.documents, nearest_documents(plan, clusters), strict=True
-    ):
-        by_domain = tokens.sum(axis=1)  # of tokens [domains, splits]
-        shares = by_domain / by_domain.sum()
-        domains[name] = DiscoveredDomain(
-            documents=int(documents),
-            tokens=dict(zip(SPLITS, tokens.sum(axis=0).tolist(), strict=True)),
-            shares={
-                plan.names[i]: float(shares[i])
-                for i in np.argsort(-shares, kind="stable").tolist()
-                if shares[i] > 0
-            },
-            nearest=[
-                NearDocument(where, i, distance, _preview(plan, where, i, tokenizer))
-                for distance, where, i in nearest
-            ],
-        )
-    return DiscoveredDomains(
-        root=root,
-        num_clusters=len(fit.centroids),
-        silhouettes=fit.silhouettes,
-        inertia=fit.inertia,
-        fitted_windows=fit.windows,
-        model_hash=recipe.model_hash,
-        layer=recipe.layer,
-        window_length=recipe.window_length,
-        windows_per_document=recipe.windows_per_document,
-        seed=plan.options.seed,
-        dissolved=clusters.dissolved,
-        domains=domains,
-        divided=plan.names,
-        provenance=plan.provenance,
-        cost=cost,
-    )
 
 
 def _preview(plan: DiscoverPlan, domain: str, document: int, tokenizer: Tokenizer) -> str:
@@ -395,22 +343,13 @@ def visible(text: str) -> str:
 def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
     """The clusters as a table and one by one, what was written, and the next command."""
     scores = ", ".join(f"{k}: {score:.3f}" for k, score in made.silhouettes.items())
-    rows = [
-        ["domain", "documents", *(f"{split} tokens" for split in SPLITS)],
-        *(
-            [name, f"{d.documents:,}", *(f"{d.tokens[split]:,}" for split in SPLITS)]
-            for name, d in made.domains.items()
-        ),
-    ]
+    rows = [["domain", "documents", *(f"{split} tokens" for split in SPLITS)]]
     described = []
     for name, domain in made.domains.items():
-        shown = [
-            f"{share:.0%} {original}"
-            for original, share in domain.shares.items()
-            if share >= _LEAST_SHARE_SHOWN
-        ]
-        more = ", ..." if len(shown) > _SHARES_SHOWN else ""
-        described.append(f"{name}: {', '.join(shown[:_SHARES_SHOWN])}{more}")
+        counts = (domain.documents, *(domain.tokens[split] for split in SPLITS))
+        rows.append([name, *(f"{count:,}" for count in counts)])
+        largest = list(domain.shares.items())[:_SHARES_SHOWN]
+        described.append(f"{name}: {', '.join(f'{share:.0%} {old}' for old, share in largest)}")
         described += [f"    {near.text}" for near in domain.nearest]
     output = plan.options.output
     proxy, corpus = shlex.quote(str(plan.options.checkpoint)), shlex.quote(str(output))
@@ -421,8 +360,8 @@ def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
             "",
             *described,
             "",
-            f"wrote {output}; {plan.vectors.folder} holds the embeddings: with it, other numbers "
-            "of clusters need no new embeddings; remove it when you are done",
+            f"wrote {output}; {plan.options.store_folder} holds the embeddings, with which other "
+            "numbers of clusters need no new ones; remove it when you are done",
             f"next: torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {corpus} "
             f"--checkpoint {proxy} --output MIXTURE.json",
         ]

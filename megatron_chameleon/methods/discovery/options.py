@@ -75,6 +75,11 @@ class DiscoverOptions(CheckedOptions):
             )
 
     @property
+    def store_folder(self) -> Path:
+        """``--store``, or its default."""
+        return self.store or self.output.with_name(f"{self.output.name}.embeddings")
+
+    @property
     def numbers(self) -> list[int]:
         """The numbers of clusters to try, distinct and increasing.
 

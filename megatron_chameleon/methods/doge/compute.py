@@ -13,8 +13,8 @@ from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge.hook import (
     GradientAlignment,
-    found_with,
     parse_state,
+    settings_of,
     weights_by_name,
 )
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
@@ -39,7 +39,6 @@ from megatron_chameleon.training.stopping import StopRequests
 
 # The paper's values for the universal target, and for a target that is not trained on.
 MU, MU_OUT_OF_DOMAIN = 0.01, 0.05
-FIX_UNSETTLED = "use a larger --doge-mu or --doge-eps"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +113,7 @@ def plan_doge(options: DogeOptions) -> DogePlan:
     proxy_run = training_options(options.proxy, options.corpus, folder / PROXY)
     proxy = HookedProxy("DoGE", GradientAlignment, proxy_run)
     training_plan = plan_training(proxy_run)
-    state = proxy.saved_state(training_plan)
-    if state is not None:
-        with proxy.folder_in_errors():
-            parse_state(state, corpus.names, recipe, roles)
+    proxy.check_saved(training_plan, lambda state: parse_state(state, corpus.names, recipe, roles))
     return DogePlan(options, corpus, recipe, roles, proxy, training_plan.shape)
 
 
@@ -166,40 +162,37 @@ def recipe_of(rule: DogeRule, mu: float) -> DogeRecipe:
 def _write_mixture(plan: DogePlan) -> None:
     """Write the mean weights of the finished proxy and print them, on one rank."""
     stopwatch, names, roles, recipe = Stopwatch(), plan.corpus.names, plan.roles, plan.recipe
-    proxy = plan.proxy.finished()
-    run = proxy.run
-    state = parse_state(proxy.state, names, recipe, roles)
-    path = WeightPath(
-        last=weights_by_name(names, roles, state.weights),
-        mean=weights_by_name(names, roles, state.mean),
-        moved=state.moved,
-        steps=state.counted,
-    )
-    path.warn_unsettled(FIX_UNSETTLED)
+    run, proxy_hash, saved = plan.proxy.finished()
+    state = parse_state(saved, names, recipe, roles)
     target = "all domains"
     if plan.options.target is not None:
         trained = "trained on" if plan.options.train_on_target else "not trained on"
         target = f"{', '.join(names[position] for position in roles.target)} ({trained})"
     size = plan.shape.size
     write_mean_weights(
-        path,
+        WeightPath(
+            last=weights_by_name(names, roles, state.weights),
+            mean=weights_by_name(names, roles, state.mean),
+            moved=state.moved,
+            steps=state.counted,
+            averaged=state.counted,
+        ),
         [run],
         plan.options,
         plan.corpus,
         stopwatch,
         method="doge",
         settings={
-            **found_with(names, recipe, roles),
+            **settings_of(names, recipe, roles),
             "proxy": {
                 "model_size": name_of(size),
                 "train_iters": plan.proxy.options.train_iters,
             },
         },
-        steps_averaged=state.counted,
         scores=dict(zip(names, state.mean_alignment.tolist(), strict=True)),
-        inputs={"proxy": proxy.hash},
+        inputs={"proxy": proxy_hash},
         paper_flops=paper_flops("doge", PaperSettings(model_size=size, trained_tokens=run.tokens)),
         heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights of "
         f"{run.step:,} steps; score: mean alignment with the target",
-        closing=f"cost: proxy {run.cost.flops:.2e} FLOPs",
+        fix_unsettled="use a larger --doge-mu or --doge-eps",
     )

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.proxy import require_same_rule, state_arrays
+from megatron_chameleon.methods.proxy import load_state, save_state
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doge import (
     DogeRecipe,
@@ -24,7 +23,6 @@ from megatron_chameleon.mixture.doge import (
 )
 from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.hook import TrainingHook
-from megatron_chameleon.training.run_folder import FRESH_START
 
 
 class GradientAlignment(TrainingHook):
@@ -72,9 +70,7 @@ class GradientAlignment(TrainingHook):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the weights, and the rule and roles that produced it."""
-        state = dataclasses.asdict(self._state)
-        arrays = {k: v.tolist() for k, v in state.items() if isinstance(v, np.ndarray)}
-        return {**found_with(self._names, self._recipe, self._roles), **state, **arrays}
+        return save_state(self._state, settings_of(self._names, self._recipe, self._roles))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``.
@@ -91,7 +87,7 @@ def weights_by_name(names: Sequence[str], roles: Roles, weights: Array) -> dict[
     return {name: trained.get(position, 0.0) for position, name in enumerate(names)}
 
 
-def found_with(names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> dict[str, Any]:
+def settings_of(names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> dict[str, Any]:
     """The settings that a state depends on besides those of the run, as JSON values."""
     return {
         "rule": dataclasses.asdict(recipe),
@@ -108,15 +104,5 @@ def parse_state(
     Raises:
         UserError: if it is of another rule, other roles or another number of domains, or damaged.
     """
-    wanted = found_with(names, recipe, roles)
-    require_same_rule(state["rule"], wanted["rule"])
-    for name, what in (("target_domains", "another target"), ("trained_on", "other domains")):
-        if state[name] != wanted[name]:
-            raise UserError(
-                f"the proxy was trained with {what}: {', '.join(state[name])}, not "
-                f"{', '.join(wanted[name])}; {FRESH_START}"
-            )
     first = DogeState.first(len(names), roles)
-    shapes = {k: v.shape for k, v in vars(first).items() if isinstance(v, np.ndarray)}
-    arrays = state_arrays(state, shapes)
-    return DogeState(**arrays, counted=state["counted"], moved=state["moved"])
+    return load_state(state, first, settings_of(names, recipe, roles))

@@ -7,18 +7,19 @@ afterwards, by tools/pretrain_gpt.py.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, TrainingRun
-from megatron_chameleon.artifacts.record import check_output
+from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, Stopwatch, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.record import check_output, json_values
+from megatron_chameleon.checkpoint.load import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doremi.hook import (
     ExcessLossReweighting,
     Reference,
-    find_reference,
     parse_state,
-    warn_reference_differences,
 )
 from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.output import epoch_limit
@@ -37,8 +38,10 @@ from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doremi import RECIPES, DoremiRecipe
 from megatron_chameleon.mixture.natural import natural_weights
 from megatron_chameleon.model.flops import PaperSettings, paper_flops
+from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import ModelShape, name_of
 from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.ranges import flag_of
 from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
@@ -46,7 +49,6 @@ from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.stopping import StopRequests
 
 REFERENCE, NATURAL = "reference", "natural"
-FIX_UNSETTLED = "use a smaller --doremi-eta, a larger --doremi-eps or an --excess-ceiling"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +77,33 @@ class DoremiPlan:
         """The trained reference.
 
         Raises:
-            UserError: if it is not finished, or its losses are not comparable with the proxy's.
+            UserError: if it is not finished, or its losses are not of the proxy's tokens.
         """
-        name = "DoReMi's reference" if self.reference_run else "--reference"
-        return find_reference(self.reference_dir, self.corpus, self.proxy.options, self.shape, name)
+        folder, name = self.reference_dir, "--reference"
+        if self.reference_run:
+            name = "DoReMi's reference"
+        if not TrainingRun.exists(folder):
+            raise UserError(f"{name} {folder}: no run there; pass the folder of a finished run")
+        run = TrainingRun.load(folder)
+        if run.status != "finished":
+            raise UserError(
+                f"{name} {folder}: the run is {run.status} at step {run.step} of "
+                f"{run.train_iters}; finish it first"
+            )
+        record = CheckpointRecord.load(find_checkpoint(folder, name))
+        require_tokenizer(record, self.corpus)
+        shape = shape_of(record)
+        for flag, theirs, mine in (
+            ("a vocabulary of", shape.vocab_size, self.shape.vocab_size),
+            ("--seq-length", shape.max_sequence_length, self.shape.max_sequence_length),
+        ):
+            if theirs != mine:
+                raise UserError(
+                    f"{record.root} was trained with {flag} {theirs}, the proxy has {mine}; use "
+                    "the same, or another --reference"
+                )
+        check_model_layout(shape.size, self.proxy.options.parallel, shape.max_sequence_length)
+        return Reference(record, shape)
 
 
 def compute_doremi(
@@ -142,13 +167,22 @@ def plan_doremi(
     epoch_limit(options, corpus, corpus.names).check()
     check_output(options.output, Mixture.KIND)
     folder = resolve_work_dir(options.output, options.work_dir)
-    if options.reference is None:
-        reference_run = reference_run or _reference_run(options, folder)
-        reference_dir = reference_run.run_dir
-    else:
-        reference_dir = options.reference
+    if options.reference is not None:
+        reference_run = None
+    elif reference_run is None:
+        size = options.reference_model_size or options.proxy.model_size
+        mixture = options.reference_mixture or "uniform"
+        if mixture == NATURAL:
+            mixture = str(folder / "reference-mixture.json")
+        reference_run = training_options(
+            dataclasses.replace(options.proxy, model_size=size),
+            options.corpus,
+            folder / REFERENCE,
+            mixture,
+        )
+    reference_dir = reference_run.run_dir if reference_run else options.reference
+    assert reference_dir is not None
     proxy_run = training_options(options.proxy, options.corpus, folder / PROXY)
-    proxy = HookedProxy("DoReMi", ExcessLossReweighting, proxy_run)
     training_plan = plan_training(proxy_run)
     plan = DoremiPlan(
         options=options,
@@ -156,27 +190,27 @@ def plan_doremi(
         recipe=recipe,
         reference_dir=reference_dir,
         reference_run=reference_run,
-        proxy=proxy,
+        proxy=HookedProxy("DoReMi", ExcessLossReweighting, proxy_run),
         shape=training_plan.shape,
     )
     reference = None
     if reference_run is None:
         reference = plan.reference()
-        warn_reference_differences(reference_dir, corpus, proxy_run)
+        _warn_reference_differences(plan)
+    elif options.reference_mixture == NATURAL:  # not written yet
+        plan_training(dataclasses.replace(reference_run, mixture="uniform"))
     else:
-        if options.reference_mixture == NATURAL:  # not written yet
-            plan_training(dataclasses.replace(reference_run, mixture="uniform"))
-        else:
-            check_run_folder(plan_training(reference_run))
-    state = proxy.saved_state(training_plan)
-    if state is not None:
-        if reference is None and not is_finished(reference_dir):
+        check_run_folder(plan_training(reference_run))
+
+    def parse(state: dict[str, Any]) -> None:
+        if reference is None and not is_finished(plan.reference_dir):
             raise UserError(
-                f"{proxy_run.run_dir} holds a proxy, but its reference in {reference_dir} is "
-                f"missing or not finished: restore it, or {FRESH_START}"
+                f"the reference of this proxy, {plan.reference_dir}, is missing or not finished: "
+                f"restore it, or {FRESH_START}"
             )
-        with proxy.folder_in_errors():
-            parse_state(state, len(corpus.names), recipe, reference or plan.reference())
+        parse_state(state, len(corpus.names), recipe, reference or plan.reference())
+
+    plan.proxy.check_saved(training_plan, parse)
     return plan
 
 
@@ -201,14 +235,24 @@ def recipe_of(rule: DoremiRule) -> DoremiRecipe:
         ) from error
 
 
-def _reference_run(options: DoremiOptions, folder: Path) -> PretrainOptions:
-    proxy = options.proxy
-    if options.reference_model_size is not None:
-        proxy = dataclasses.replace(proxy, model_size=options.reference_model_size)
-    mixture = options.reference_mixture or "uniform"
-    if mixture == NATURAL:
-        mixture = str(folder / "reference-mixture.json")
-    return training_options(proxy, options.corpus, folder / REFERENCE, mixture)
+def _warn_reference_differences(plan: DoremiPlan) -> None:
+    """Warn if a user-supplied reference was trained on other data than the proxy."""
+    run = TrainingRun.load(plan.reference_dir)
+    before = run.provenance.options.get("boundaries", {})
+    differences = []
+    if run.provenance.inputs.get("corpus") != plan.corpus.hash:
+        differences.append(f"on another corpus than {plan.corpus.root}")
+    for name, value in json_values(plan.proxy.options.boundaries).items():
+        # With --eod-mask-loss, the masked tokens have no excess loss either.
+        if before.get(name, False) != value and not (name == "eod_mask_loss" and value):
+            differences.append(f"with {flag_of(name)} {before.get(name, False)}, not {value}")
+    if differences:
+        warnings.warn(
+            f"--reference {plan.reference_dir} was trained {' and '.join(differences)}: the excess "
+            "losses include that difference",
+            MixtureWarning,
+            stacklevel=2,
+        )
 
 
 def _write_natural(plan: DoremiPlan) -> None:
@@ -222,63 +266,53 @@ def _write_natural(plan: DoremiPlan) -> None:
 
 def _write_mixture(plan: DoremiPlan, reference: Reference) -> None:
     """Write the mean weights of the finished proxy and print them, on one rank."""
-    stopwatch, recipe = Stopwatch(), plan.recipe
+    stopwatch, recipe, variant = Stopwatch(), plan.recipe, plan.options.rule.doremi_variant
     trained = TrainingRun.load(plan.reference_dir)
-    proxy = plan.proxy.finished()
+    run, proxy_hash, saved = plan.proxy.finished()
     names = plan.corpus.names
-    state = parse_state(proxy.state, len(names), recipe, reference)
+    state = parse_state(saved, len(names), recipe, reference)
 
     def by_name(values: Array) -> dict[str, float]:
         return dict(zip(names, values.tolist(), strict=True))
 
-    steps = state.counted - int(recipe.count_first)
-    path = WeightPath(by_name(state.weights), by_name(state.mean), state.moved, steps)
-    path.warn_unsettled(FIX_UNSETTLED)
+    # Chameleon's formula counts pairs of runs of one size and length; each run is half of a pair.
+    flops = [
+        paper_flops("doremi", PaperSettings(model_size=size, trained_tokens=each.tokens)) / 2
+        for size, each in ((reference.shape.size, trained), (plan.shape.size, run))
+    ]
     write_mean_weights(
-        path,
-        [trained, proxy.run],
+        WeightPath(
+            last=by_name(state.weights),
+            mean=by_name(state.mean),
+            moved=state.moved,
+            steps=state.counted - int(recipe.count_first),
+            averaged=state.counted,
+        ),
+        [trained, run],
         plan.options,
         plan.corpus,
         stopwatch,
         method="doremi",
-        settings=_settings(plan, reference, trained),
-        steps_averaged=state.counted,
+        settings={
+            "variant": variant,
+            "eta": recipe.eta,
+            "eps": recipe.eps,
+            "excess_floor": recipe.floor,
+            "excess_ceiling": recipe.ceiling,
+            "reference": {
+                "model_size": name_of(reference.shape.size),
+                "train_iters": trained.step,
+                "mixture": trained.mixture,
+            },
+            "proxy": {
+                "model_size": name_of(plan.shape.size),
+                "train_iters": plan.proxy.options.train_iters,
+            },
+        },
         scores=by_name(state.excess),
-        inputs={"reference": reference.checkpoint.hash, "proxy": proxy.hash},
-        paper_flops=_paper_flops(plan, reference, trained, proxy.run),
-        heading=f"\nDoReMi, {plan.options.rule.doremi_variant}, eta {recipe.eta:g}, eps "
-        f"{recipe.eps:g}: mean weights of {proxy.run.step:,} steps, reference {trained.root}; "
-        "score: last excess loss",
-        closing=f"cost: reference {trained.cost.flops:.2e} FLOPs, proxy {proxy.run.cost.flops:.2e}",
+        inputs={"reference": reference.checkpoint.hash, "proxy": proxy_hash},
+        paper_flops=sum(flops),
+        heading=f"\nDoReMi, {variant}, eta {recipe.eta:g}, eps {recipe.eps:g}: mean weights of "
+        f"{run.step:,} steps, reference {trained.root}; score: last excess loss",
+        fix_unsettled="use a smaller --doremi-eta, a larger --doremi-eps or an --excess-ceiling",
     )
-
-
-def _settings(plan: DoremiPlan, reference: Reference, trained: TrainingRun) -> dict[str, Any]:
-    return {
-        "variant": plan.options.rule.doremi_variant,
-        "eta": plan.recipe.eta,
-        "eps": plan.recipe.eps,
-        "excess_floor": plan.recipe.floor,
-        "excess_ceiling": plan.recipe.ceiling,
-        "reference": {
-            "model_size": name_of(reference.shape.size),
-            "train_iters": trained.step,
-            "mixture": trained.mixture,
-        },
-        "proxy": {
-            "model_size": name_of(plan.shape.size),
-            "train_iters": plan.proxy.options.train_iters,
-        },
-    }
-
-
-def _paper_flops(
-    plan: DoremiPlan, reference: Reference, trained: TrainingRun, proxy: TrainingRun
-) -> float:
-    """FLOPs by the formulas of Chameleon's tables: the two training runs alone.
-
-    The tables count pairs of runs of one size and length; each run here is half of such a pair.
-    """
-    both = ((reference.shape.size, trained), (plan.shape.size, proxy))
-    pairs = (PaperSettings(model_size=size, trained_tokens=run.tokens) for size, run in both)
-    return sum(paper_flops("doremi", pair) for pair in pairs) / 2

@@ -9,9 +9,8 @@ from typing import Any
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingStore, KnobValue
 from megatron_chameleon.artifacts.files import sha256_of_json
-from megatron_chameleon.methods.chameleon.compute import compute_mixture
+from megatron_chameleon.methods.chameleon.compute import compute_mixture, embedding_recipe
 from megatron_chameleon.methods.chameleon.options import ChameleonOptions
-from megatron_chameleon.methods.chameleon.plan import embedding_recipe
 from megatron_chameleon.methods.doge.compute import MU, compute_doge, plan_doge
 from megatron_chameleon.methods.doge.compute import recipe_of as doge_recipe
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule

@@ -7,19 +7,36 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers
 
-from megatron_chameleon.artifacts import CheckpointRecord, EmbeddingStore, Mixture, find_checkpoint
+from megatron_chameleon.artifacts import (
+    CheckpointRecord,
+    Corpus,
+    EmbeddingStore,
+    Mixture,
+    find_checkpoint,
+)
 from megatron_chameleon.artifacts.corpus import index_file_bytes
-from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
+from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon.options import ExtractionOptions, RecipeOptions
-from megatron_chameleon.methods.output import HEAVIEST, LIGHTEST, MAX_ROWS, mixture_table
+from megatron_chameleon.methods.chameleon import compute as compute_module
+from megatron_chameleon.methods.chameleon.compute import compute_mixture, read_text
+from megatron_chameleon.methods.chameleon.explain import explain
+from megatron_chameleon.methods.chameleon.options import (
+    ChameleonOptions,
+    ExtractionOptions,
+    RecipeOptions,
+)
+from megatron_chameleon.methods.output import format_weight
 from megatron_chameleon.mixture import (
     RECIPES,
     DegenerateScoreWarning,
@@ -27,24 +44,68 @@ from megatron_chameleon.mixture import (
     bootstrap_weights,
     chameleon_weight_fn,
     chameleon_weights,
+    similarity_shares,
+    target_prior,
 )
 from megatron_chameleon.model.flops import paper_parameters
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.distributed.launch import flags
-from tests.small_corpus import DOMAINS, write_small_corpus
-from tests.unit.methods.chameleon_runs import (
-    RESAMPLES,
-    SCALED,
-    WINDOWS,
-    compute,
-    means_of,
-    options,
-    shared_store,
-    weigh_synthetic,
-)
+from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 from tests.unit.poison import poison_checkpoint
 
-__all__ = ["compute", "options", "shared_store", "weigh_synthetic"]  # fixtures
+WINDOWS, RESAMPLES = 60, 100
+EVERY_WINDOW = ExtractionOptions(num_windows=10**6)
+# Scores of a barely trained proxy are near zero with the reference's ridge.
+SCALED = RecipeOptions(recipe="scaled", bootstrap_resamples=RESAMPLES)
+TARGETED = RecipeOptions("reference", ridge=0.01, bootstrap_resamples=RESAMPLES)
+
+
+@pytest.fixture(scope="module")
+def inputs(finished_run, tmp_path_factory):
+    """A corpus whose text is its token ids, separated by spaces; a proxy; an embedding store."""
+    root = tmp_path_factory.mktemp("inputs")
+    corpus = write_small_corpus(root / "corpus")
+    file = word_tokenizer(root / "corpus" / corpus.tokenizer.file)
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(file))
+    sha256 = recorded_tokenizer_file(file, corpus.tokenizer).sha256
+    identity = dataclasses.replace(corpus.tokenizer, sha256=sha256)
+    dataclasses.replace(corpus, tokenizer=identity).save()
+    run = shutil.copytree(finished_run, root / "run")
+    record = CheckpointRecord.load(find_checkpoint(run))
+    dataclasses.replace(record, tokenizer_hash=sha256).save()
+    return {"corpus": corpus.root, "checkpoint": run, "store": root / "embeddings"}
+
+
+@pytest.fixture(scope="module")
+def text_corpus(inputs) -> Corpus:
+    return Corpus.load(inputs["corpus"])
+
+
+@pytest.fixture
+def compute(inputs, tmp_path):
+    """``compute(**changes)``: run the method and load its mixture."""
+
+    def run(**changes):
+        options = ChameleonOptions(
+            **{
+                **inputs,
+                "output": tmp_path / "out" / "mixture.json",
+                "extraction": ExtractionOptions(num_windows=WINDOWS),
+                "weighting": SCALED,
+                **changes,
+            }
+        )
+        compute_mixture(options)
+        return Mixture.load(options.output)
+
+    return run
+
+
+def means_of(folder, names=DOMAINS):
+    store = EmbeddingStore.load(folder)
+    return np.stack([store.vectors(name).astype(np.float64).mean(axis=0) for name in names])
 
 
 def values(by_domain):
@@ -52,18 +113,16 @@ def values(by_domain):
 
 
 @pytest.mark.parametrize("mode", ["pretrain", "finetune"])
-def test_mixture_is_computed_from_the_mean_embeddings(
-    compute, corpus, finished_run, shared_store, mode
-):
+def test_mixture_is_computed_from_the_mean_embeddings(compute, text_corpus, inputs, mode):
     mixture = compute(mode=mode)
-    expected = chameleon_weights(means_of(shared_store), mode, "scaled")
+    expected = chameleon_weights(means_of(inputs["store"]), mode, "scaled")
     assert list(mixture.weights) == list(DOMAINS)
     np.testing.assert_allclose(values(mixture.weights), expected.weights, rtol=1e-9)
     np.testing.assert_allclose(values(mixture.scores), expected.scores, rtol=1e-9)
     np.testing.assert_allclose(mixture.affinity, expected.affinity, rtol=1e-9, atol=1e-12)
     assert mixture.method == f"chameleon-{mode}"
-    record = CheckpointRecord.load(find_checkpoint(finished_run))
-    assert mixture.provenance.inputs == {"corpus": corpus.hash, "checkpoint": record.hash}
+    record = CheckpointRecord.load(find_checkpoint(inputs["checkpoint"]))
+    assert mixture.provenance.inputs == {"corpus": text_corpus.hash, "checkpoint": record.hash}
     trained, embedded = sum(record.domain_tokens.values()), WINDOWS * len(DOMAINS) * 32
     assert mixture.parameters == {
         "mode": mode,
@@ -77,7 +136,7 @@ def test_mixture_is_computed_from_the_mean_embeddings(
             "window_length": 32,  # the proxy's
             "num_windows": WINDOWS,
             "seed": 0,
-            "tokenizer_hash": corpus.tokenizer.sha256,
+            "tokenizer_hash": text_corpus.tokenizer.sha256,
         },
         "effective_ridge": pytest.approx(expected.effective_ridge),
         "effective_temperature": expected.effective_temperature,
@@ -89,9 +148,9 @@ def test_mixture_is_computed_from_the_mean_embeddings(
     }
 
 
-def test_intervals_are_those_of_the_bootstrap_over_windows(compute, shared_store):
-    mixture = compute(weighting=dataclasses.replace(SCALED, confidence=0.8))
-    store = EmbeddingStore.load(shared_store)
+def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs, capsys):
+    mixture = compute(weighting=dataclasses.replace(SCALED, confidence=0.8, precision=1e-3))
+    store = EmbeddingStore.load(inputs["store"])
     expected = bootstrap_weights(
         [store.vectors(name) for name in DOMAINS],
         chameleon_weight_fn("pretrain", "scaled"),
@@ -106,75 +165,64 @@ def test_intervals_are_those_of_the_bootstrap_over_windows(compute, shared_store
     ranked = sorted(DOMAINS, key=mixture.weights.get, reverse=True)
     assert [(one, other) for one, other, _ in mixture.outweighs] == list(itertools.pairwise(ranked))
     assert all(0.5 < likely <= 1 for _, _, likely in mixture.outweighs)
+    printed = capsys.readouterr().out
+    for name, weight in mixture.weights.items():
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"{name} ")]
+        assert f"{weight:.4f}  {mixture.intervals[name][0]:.4f} to" in line
+    needed = round(WINDOWS * (max(high - low) / 2 / 1e-3) ** 2)
+    assert any(f"{count:,}" in printed for count in (needed - 1, needed, needed + 1))
 
 
-def test_a_fresh_process_writes_the_same_bytes(compute, options, tmp_path, monkeypatch):
+def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
     relative = {"output": Path("mixture.json"), "store": Path("embeddings")}
+    monkeypatch.chdir(here)
+    compute(**relative)
+    options = ChameleonOptions(
+        **{**inputs, **relative},
+        extraction=ExtractionOptions(num_windows=WINDOWS),
+        weighting=SCALED,
+    )
     tool = Path(__file__).resolve().parents[3] / "tools" / "compute_mixture.py"
     subprocess.run(
-        [sys.executable, str(tool), *flags(options(**relative))],
+        [sys.executable, str(tool), *flags(options)],
         cwd=there,
         env={**os.environ, "PYTHONHASHSEED": "1"},
         check=True,
     )
-    monkeypatch.chdir(here)
-    compute(**relative)
     one, other = (json.loads((f / "mixture.json").read_text()) for f in (here, there))
     for record in (one, other):
         del record["provenance"], record["cost"]
     assert json.dumps(one) == json.dumps(other)
-    for name in DOMAINS:
-        file = EmbeddingStore.load(here / "embeddings").domains[name].file
-        first, second = ((f / "embeddings" / file).read_bytes() for f in (here, there))
-        assert first == second
+    for path in (here / "embeddings").glob("*.safetensors"):
+        assert path.read_bytes() == (there / "embeddings" / path.name).read_bytes()
 
 
-def test_printed_table_and_windows_needed(compute, capsys):
-    mixture = compute(weighting=dataclasses.replace(SCALED, precision=1e-3))
-    printed = capsys.readouterr().out
-    for name, weight in mixture.weights.items():
-        (line,) = [line for line in printed.splitlines() if line.startswith(f"{name} ")]
-        low, high = mixture.intervals[name]
-        assert f"{weight:.4f}" in line
-        assert f"{low:.4f} to {high:.4f}" in line
-    half = max(high - low for low, high in mixture.intervals.values()) / 2
-    (line,) = [line for line in printed.splitlines() if "0.001" in line]
-    numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]+(?![.\d])", line)]
-    assert pytest.approx(WINDOWS * (half / 1e-3) ** 2, abs=1) in numbers
-
-
-def test_uninformative_weights_raise_warnings(compute, tmp_path):
+def test_uninformative_weights_raise_warnings(compute, text_corpus, tmp_path):
     # Two domains are symmetric about their mean, so centered ones have equal weights.
     with pytest.warns(UserWarning, match="uniform"):
         compute(domains=f"{DOMAINS[0]},{DOMAINS[1]}")
-    sharp = RecipeOptions("scaled", temperature=1e-3, bootstrap_resamples=RESAMPLES)
     with pytest.warns(UserWarning, match="one domain"):
-        compute(weighting=sharp)
-    corpus = write_small_corpus(tmp_path / "corpus", ("a", "b"))
-    twin = dataclasses.replace(corpus, domains={"a": corpus.domains["a"], "b": corpus.domains["a"]})
-    twin.save()
-    every = ExtractionOptions(num_windows=10**6)  # samples depend on the names of domains
+        compute(weighting=dataclasses.replace(SCALED, temperature=1e-3))
+    root, news = shutil.copytree(text_corpus.root, tmp_path / "twins"), text_corpus.domains["news"]
+    dataclasses.replace(text_corpus, root=root, domains={"a": news, "b": news}).save()
+    # Samples depend on the names of domains.
     with pytest.warns(DegenerateScoreWarning, match="'a', 'b'"):
-        mixture = compute(corpus=twin.root, extraction=every, store=tmp_path / "twin")
-    assert mixture.weights == pytest.approx({"a": 0.5, "b": 0.5}, abs=1e-6)
-    tokens = twin.domains["a"].train.tokens
-    assert all(WINDOWS < count < tokens for count in mixture.parameters["windows"].values())
+        compute(corpus=root, extraction=EVERY_WINDOW, store=tmp_path / "store")
 
 
-def test_token_budget_and_max_epochs(compute, corpus, capsys):
-    tokens = {name: corpus.domains[name].train.tokens for name in DOMAINS}
-    free = compute(token_budget=100_000)
-    assert free.token_budget == 100_000
+def test_the_epoch_limit_caps_weights_and_intervals(compute, text_corpus, capsys):
+    tokens, budget = text_corpus.train_tokens, 100_000
+    free = compute(token_budget=budget)
     assert free.epochs == pytest.approx(
-        {name: weight * 100_000 / tokens[name] for name, weight in free.weights.items()}
+        {name: weight * budget / tokens[name] for name, weight in free.weights.items()}
     )
     assert free.max_epochs is free.unconstrained is free.capped is None
     most = 0.97 * max(free.epochs.values())
     capsys.readouterr()
-    limited = compute(token_budget=100_000, max_epochs=most)
+    limited = compute(token_budget=budget, max_epochs=most)
     assert ", ".join(limited.capped) in capsys.readouterr().out
     assert limited.unconstrained == free.weights
     assert sum(limited.weights.values()) == pytest.approx(1, abs=1e-12)
@@ -182,7 +230,7 @@ def test_token_budget_and_max_epochs(compute, corpus, capsys):
     for name in DOMAINS:
         if name in limited.capped:
             assert limited.epochs[name] == pytest.approx(most)
-            assert limited.intervals[name][1] <= most * tokens[name] / 100_000 * (1 + 1e-12)
+            assert limited.intervals[name][1] <= most * tokens[name] / budget * (1 + 1e-12)
         else:
             assert limited.epochs[name] < most
 
@@ -225,45 +273,54 @@ def test_kept_domains_retain_their_ratios(compute, tmp_path):
         ),
     ],
 )
-def test_recipe_and_hyperparameters(compute, options, shared_store, weighting, overrides):
+def test_recipe_and_hyperparameters(compute, inputs, tmp_path, weighting, overrides):
     compute(weighting=dataclasses.replace(weighting, bootstrap_resamples=2))
     # Infinite limits of the scores are stored as null.
-    text = options().output.read_text()
+    text = (tmp_path / "out" / "mixture.json").read_text()
     body = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    expected = chameleon_weights(means_of(shared_store), "pretrain", weighting.recipe, **overrides)
+    means = means_of(inputs["store"])
+    expected = chameleon_weights(means, "pretrain", weighting.recipe, **overrides)
     np.testing.assert_allclose(values(body["weights"]), expected.weights, rtol=1e-9)
-    recipe = weighting.resolve()
     for field, value in overrides.items():
-        assert getattr(recipe, field) == value == body["parameters"]["recipe"][field]
+        assert body["parameters"]["recipe"][field] == value
 
 
-def test_store_is_reused_and_extended(compute, tmp_path, capsys):
+def test_store_is_reused_and_extended(compute, inputs, text_corpus, tmp_path, capsys):
     """Only new domains are embedded; selections and numbers of domains share a store."""
-    two = write_small_corpus(tmp_path / "two", ("a", "b"))
-    three = write_small_corpus(tmp_path / "three", ("a", "b", "c"))
+    two = dataclasses.replace(text_corpus, domains={n: text_corpus.domains[n] for n in DOMAINS[:2]})
+    shutil.copytree(text_corpus.root, tmp_path / "two")
+    dataclasses.replace(two, root=tmp_path / "two").save()
     folder = tmp_path / "out" / "embeddings"  # the default
-    compute(corpus=two.root, store=None)
+    compute(corpus=tmp_path / "two", store=None)
     assert ", 0 domains reused from " in capsys.readouterr().out
     before = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
     assert len(before) == 2
-    first = compute(corpus=three.root, store=None)
+    first = compute(store=None)
     assert ", 2 domains reused from " in capsys.readouterr().out
     files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    again = compute(corpus=three.root, store=None)
+    again = compute(store=None)
     assert ", 3 domains reused from " in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
     assert (again.weights, again.intervals) == (first.weights, first.intervals)
     assert {path: path.read_bytes() for path in before} == before
-    some = compute(corpus=three.root, store=None, domains="c, a")
-    expected = chameleon_weights(means_of(folder, ["a", "c"]), "pretrain", "scaled")
-    assert list(some.weights) == ["a", "c"]
+    some = compute(store=None, domains="poems, news")
+    expected = chameleon_weights(means_of(folder, ["news", "poems"]), "pretrain", "scaled")
+    assert list(some.weights) == ["news", "poems"]
     np.testing.assert_allclose(values(some.weights), expected.weights, rtol=1e-9)
+    damaged = folder / EmbeddingStore.load(folder).domains["code"].file
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1])
+    with pytest.raises(UserError, match=re.escape(str(damaged))):
+        compute(store=None)
+    damaged.unlink()
+    compute(store=None)
+    assert damaged.read_bytes() == content
 
 
-def test_extraction_options(compute, shared_store, tmp_path):
+def test_extraction_options(compute, inputs, tmp_path):
     """Each changes the embeddings, except for the batch size; bfloat16 rounds them."""
     compute()
-    exact, weights = means_of(shared_store), set()
+    exact, weights = means_of(inputs["store"]), set()
     for change in (
         {"layer": 3},
         {"window_length": 16},
@@ -284,24 +341,42 @@ def test_extraction_options(compute, shared_store, tmp_path):
     assert len(weights) >= 5
 
 
-MISTAKES = [
-    ({"weighting": RecipeOptions("scaled", normalize=False)}, "--recipe"),
-    ({"extraction": ExtractionOptions(layer=99)}, "--layer 99"),
-    ({"extraction": ExtractionOptions(layer=0)}, "--layer 0"),
-    ({"extraction": ExtractionOptions(window_length=33)}, "--window-length 33"),
-    ({"max_epochs": 4.0}, "--max-epochs"),
-    ({"max_epochs": 2.0, "token_budget": 10**9}, "--max-epochs"),
-    ({"target_strength": 0.5}, "--target-strength"),
-    ({"domains": "news,prose"}, "'prose'"),
-    ({"domains": " , "}, "--domains"),
-    ({"keep": Path("nowhere.json")}, "nowhere.json"),
-    ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),
-    ({"corpus": Path("nowhere")}, "nowhere/corpus.json"),
-    ({"parallel": ParallelOptions(2)}, "tensor 2"),
-]
+def test_many_domains(compute, monkeypatch):
+    """No affinity matrix is stored, and windows are grouped for the bootstrap."""
+    whole = compute()
+    monkeypatch.setattr(compute_module, "MAX_AFFINITY_DOMAINS", 2)
+    monkeypatch.setattr(bootstrap, "MAX_VALUES", len(DOMAINS) * WINDOWS // 2 * 64)
+    grouped = compute()
+    assert grouped.affinity is None
+    assert grouped.parameters["bootstrap_group"] == 2
+    assert grouped.parameters["windows"] == whole.parameters["windows"]
+    assert grouped.weights == whole.weights
+    widths = [np.diff(values(each.intervals)) for each in (whole, grouped)]
+    assert np.median(widths[1] / widths[0]) == pytest.approx(1, abs=0.3)
 
 
-@pytest.mark.parametrize(("changes", "named"), MISTAKES)
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"weighting": RecipeOptions("scaled", normalize=False)}, "--recipe"),
+        ({"extraction": ExtractionOptions(layer=99)}, "--layer 99"),
+        ({"extraction": ExtractionOptions(window_length=33)}, "--window-length 33"),
+        ({"max_epochs": 2.0, "token_budget": 10**9}, "--max-epochs"),
+        ({"target_strength": 0.5}, "--target-strength"),
+        ({"domains": "news,prose"}, "'prose'"),
+        ({"keep": Path("nowhere.json")}, "nowhere.json"),
+        ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),
+        ({"corpus": Path("nowhere")}, "nowhere/corpus.json"),
+        ({"parallel": ParallelOptions(2)}, "tensor 2"),
+        ({"target": "prose"}, "'prose'"),
+        ({"target": "news,news"}, "'news'"),
+        ({"target": "news=0"}, "'0'"),
+        ({"target": "news=nan"}, "'nan'"),
+        ({"target": " , "}, "--target"),
+        ({"target": "nowhere.txt"}, "nowhere.txt"),
+        ({"target": "poems", "domains": "news,code"}, "'poems'"),
+    ],
+)
 def test_a_mistake_is_one_line_and_writes_nothing(compute, tmp_path, changes, named):
     with pytest.raises(UserError, match=re.escape(named)) as error:
         compute(**changes)
@@ -309,73 +384,154 @@ def test_a_mistake_is_one_line_and_writes_nothing(compute, tmp_path, changes, na
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unusable_corpora_and_mixtures(compute, tmp_path):
+def test_unusable_corpora_and_mixtures(compute, text_corpus, tmp_path):
     """Another tokenizer, a domain without training text, and a kept mixture of other domains."""
     other = write_small_corpus(tmp_path / "other", tokenizer_hash="9" * 64)
     with pytest.raises(UserError, match="tokenizer"):
         compute(corpus=other.root)
-    empty = write_small_corpus(tmp_path / "empty")
-    prefix = empty.prefix("code", "train")
-    Path(f"{prefix}.bin").write_bytes(b"")
-    Path(f"{prefix}.idx").write_bytes(bytes(index_file_bytes(0)))
-    domain = empty.domains["code"]
+    root = shutil.copytree(text_corpus.root, tmp_path / "empty")
+    (root / "train/code.bin").write_bytes(b"")
+    (root / "train/code.idx").write_bytes(bytes(index_file_bytes(0)))
+    domain = text_corpus.domains["code"]
     train = dataclasses.replace(domain.train, documents=0, tokens=0, block_checksums=None)
-    domains = {**empty.domains, "code": dataclasses.replace(domain, train=train)}
-    dataclasses.replace(empty, domains=domains).save()
+    domains = {**text_corpus.domains, "code": dataclasses.replace(domain, train=train)}
+    dataclasses.replace(text_corpus, root=root, domains=domains).save()
     with pytest.raises(UserError, match="domain 'code'"):
-        compute(corpus=empty.root)
+        compute(corpus=root)
     Mixture({"other": 1.0}).save(tmp_path / "other.json")
     with pytest.raises(UserError, match="--keep"):
         compute(keep=tmp_path / "other.json")
 
 
-def test_a_diverged_proxy_writes_no_mixture(compute, trained_run, tmp_path):
-    poison_checkpoint(find_checkpoint(trained_run), "decoder.layers.1.mlp.linear_fc2.bias")
+def test_a_diverged_proxy_writes_no_mixture(compute, inputs, tmp_path):
+    run = shutil.copytree(inputs["checkpoint"], tmp_path / "run")
+    poison_checkpoint(find_checkpoint(run), "decoder.layers.1.mlp.linear_fc2.bias")
     with pytest.raises(UserError, match=r"layer 2 .* not finite in 60 of 60"):
-        compute(checkpoint=trained_run, store=tmp_path / "store")
+        compute(checkpoint=run, store=tmp_path / "store")
     assert not (tmp_path / "out").exists()
     before = ExtractionOptions(layer=1)  # of the damaged layer
-    weights = compute(checkpoint=trained_run, extraction=before, store=None).weights
-    assert all(weight > 0 for weight in weights.values())
+    assert min(compute(checkpoint=run, extraction=before, store=None).weights.values()) > 0
 
 
-def test_a_damaged_store_is_repaired_by_deleting_the_named_file(compute, tmp_path):
-    compute(store=tmp_path / "store")
-    store = EmbeddingStore.load(tmp_path / "store")
-    damaged = store.root / store.domains["code"].file
-    content = damaged.read_bytes()
-    damaged.write_bytes(content[:-1])
-    with pytest.raises(UserError, match=re.escape(str(damaged))):
-        compute(store=tmp_path / "store")
-    damaged.unlink()
-    compute(store=tmp_path / "store")
-    assert damaged.read_bytes() == content
+@pytest.mark.parametrize("mode", ["pretrain", "finetune"])
+def test_a_target_of_domains(compute, inputs, capsys, mode):
+    plain = compute(mode=mode, weighting=TARGETED)
+    settings = {"target": "code=3, poems", "target_strength": 0.4, "weighting": TARGETED}
+    mixture = compute(mode=mode, **settings)
+    prior = target_prior([0, 3, 1], 0.4)
+    means = means_of(inputs["store"])
+    expected = chameleon_weights(means, mode, prior=prior, ridge=0.01, ridge_relative=False)
+    assert list(mixture.weights.values()) == pytest.approx(expected.weights, rel=1e-9)
+    assert max(abs(mixture.weights[name] - plain.weights[name]) for name in DOMAINS) > 0.01
+    assert mixture.parameters["target"] == {
+        "given": "code=3, poems",
+        "strength": 0.4,
+        "prior": pytest.approx(dict(zip(DOMAINS, prior, strict=True))),
+        "weights_without": plain.weights,
+    }
+    for name, (low, high) in mixture.intervals.items():
+        assert low <= mixture.weights[name] <= high
+    capsys.readouterr()
+    explained = compute(mode=mode, explain=True, **settings)
+    printed = capsys.readouterr().out
+    assert f"{prior[1]:.2f}" in next(row for row in printed.splitlines() if "2 code" in row)
+    changing = {"cost": None, "provenance": None}
+    assert dataclasses.replace(explained, **changing) == dataclasses.replace(mixture, **changing)
 
 
-def test_many_domains_have_no_affinity_and_a_shortened_table(weigh_synthetic, tmp_path):
-    few = weigh_synthetic(MAX_ROWS).mixture
-    assert len(mixture_table(few).splitlines()) == 1 + MAX_ROWS
-    assert np.shape(few.affinity) == (MAX_ROWS, MAX_ROWS)
-    made = weigh_synthetic(MAX_AFFINITY_DOMAINS + 1)
-    many = made.mixture
-    assert many.affinity is None
-    many.save(tmp_path / "many.json")
-    assert (tmp_path / "many.json").stat().st_size < 500 * len(many.weights)
-    expected = chameleon_weights(made.windows.means, "pretrain", "scaled").weights
-    np.testing.assert_allclose(values(many.weights), expected)
-    ranked = sorted(many.weights, key=lambda name: -many.weights[name])
-    shown = [line.split()[0] for line in mixture_table(many).splitlines()[1:]]
-    assert shown == [*ranked[:HEAVIEST], "...", *ranked[-LIGHTEST:]]
+def test_a_target_without_effect_raises_a_warning(compute):
+    plain = compute(weighting=TARGETED)
+    with pytest.warns(UserWarning, match="no effect"):
+        equal = compute(target="news,code,poems", weighting=TARGETED)
+    assert (equal.weights, equal.intervals) == (plain.weights, plain.intervals)
+    with pytest.warns(UserWarning, match="smaller --ridge"):
+        compute(target="news", weighting=dataclasses.replace(TARGETED, ridge=1e6))
+    small = dataclasses.replace(TARGETED, ridge=1e-7, center=False)
+    with pytest.warns(UserWarning, match="larger --ridge"):
+        compute(target="news", weighting=small, mode="finetune")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compute(target="news", weighting=TARGETED)
 
 
-def test_windows_are_grouped_for_the_bootstrap_of_many_domains(weigh_synthetic, monkeypatch):
-    whole = weigh_synthetic(20)
-    assert whole.mixture.parameters["bootstrap_group"] == whole.windows.group == 1
-    monkeypatch.setattr(bootstrap, "MAX_VALUES", 20 * 32 * whole.windows.means.shape[1])
-    grouped = weigh_synthetic(20)
-    assert grouped.mixture.parameters["bootstrap_group"] == 2
-    assert [len(rows) for rows in grouped.windows.resampled] == [32] * 20
-    assert grouped.mixture.weights == whole.mixture.weights
-    assert set(grouped.mixture.parameters["windows"].values()) == {64}  # windows, not groups
-    widths = [np.diff(values(each.mixture.intervals)) for each in (whole, grouped)]
-    assert np.median(widths[1] / widths[0]) == pytest.approx(1, abs=0.25)
+def texts_of(corpus: Corpus, name: str, count: int | None = None) -> list[str]:
+    """The first training documents of a domain, as text."""
+    tokens = open_tokens(corpus, name, "train")
+    documents = [tokens.get(number)[:-1] for number in range(count or len(tokens))]
+    return [" ".join(map(str, document.tolist())) for document in documents]
+
+
+def test_a_target_text_is_embedded_like_a_domain(compute, text_corpus, tmp_path):
+    path, store = tmp_path / "all.jsonl", tmp_path / "store"
+    path.write_text(
+        "\n".join(json.dumps({"text": text}) for text in texts_of(text_corpus, "poems"))
+    )
+    settings = {"extraction": EVERY_WINDOW, "store": store, "weighting": TARGETED}
+    mixture = compute(target=str(path), **settings)
+    means, target = means_of(store), mixture.parameters["target"]
+    expected = target_prior(similarity_shares(means, means[2]), 0.5)
+    assert list(target["prior"].values()) == pytest.approx(expected, rel=1e-4)
+    assert max(target["prior"], key=target["prior"].get) == "poems"
+    assert mixture.weights["poems"] > target["weights_without"]["poems"]
+    assert target["windows"] == EmbeddingStore.load(store).domains["poems"].windows
+    assert len(mixture.provenance.inputs["target text"]) == 64
+    assert mixture.cost.flops > 0  # of the text, which is not in the store
+    (tmp_path / "one.txt").write_text(" ".join(texts_of(text_corpus, "code", 30)))
+    prior = compute(target=str(tmp_path / "one.txt"), **settings).parameters["target"]["prior"]
+    assert max(prior, key=prior.get) == "code"
+
+
+def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):
+    path = tmp_path / "a.jsonl"
+    texts = [*texts_of(text_corpus, "news", 3), ""]
+    path.write_text("\n\n".join(json.dumps({"text": text}) for text in texts))
+    tokens, original = read_text(path, text_corpus), open_tokens(text_corpus, "news", "train")
+    assert len(tokens) == 3  # empty documents are skipped
+    for number in range(3):
+        np.testing.assert_array_equal(tokens.get(number), original.get(number))
+    for content, named in (
+        (b"\n\n", "no text"),
+        (b'{"text": "1 2"}\n[1]\n', "line 2"),
+        (b'{"body": "1 2"}\n', "line 1"),
+        (b"caf\xe9", "a.jsonl"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=named) as error:
+            read_text(path, text_corpus)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["pretrain", "finetune"])
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_explain_shows_the_weights_after_each_change(mode, name):
+    recipe, names = RECIPES[name], ["books", "code", "a-domain-with-a-long-name", "wiki", "chat"]
+    means = 3 * np.random.default_rng(5).normal(size=(5, 16)) + 5
+
+    def weigh(recipe):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DegenerateScoreWarning)
+            return chameleon_weights(means, mode, recipe)
+
+    text, temperature = explain(names, recipe, weigh), f"temperature_{mode}"
+    scores, hyperparameters = text.split("\n\n")
+    rows = [
+        next(row.split() for row in part.splitlines() if row.startswith("2 code "))
+        for part in (scores, hyperparameters)
+    ]
+    changes = [
+        {},
+        {"ridge": recipe.ridge / 10},
+        {"ridge": recipe.ridge * 10},
+        {temperature: getattr(recipe, temperature) * 0.5},
+        {temperature: getattr(recipe, temperature) * 2},
+        {"center": not recipe.center},
+    ]
+    if not recipe.temperature_relative:
+        changes.append({"normalize": not recipe.normalize})
+    columns = [weigh(dataclasses.replace(recipe, **change)).weights for change in changes]
+    assert rows[1][2:] == [format_weight(column[1]) for column in columns]
+    moved = [f"{np.abs(c - columns[0]).sum() / 2:.1%}" for c in columns]
+    assert text.splitlines()[-1].split()[1:] == moved
+    result = weigh(recipe)
+    assert rows[0][3:6] == [f"{result.scores[1]:.3g}", "1.00", format_weight(columns[0][1])]
+    assert max(map(len, text.splitlines())) <= 100

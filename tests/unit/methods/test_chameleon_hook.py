@@ -24,19 +24,18 @@ from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.checkpoint.state import random_states
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
-from megatron_chameleon.methods.chameleon.hook import OnlineChameleon, format_moves
+from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
 from megatron_chameleon.methods.chameleon.options import (
     ChameleonOptions,
     ExtractionOptions,
     RecipeOptions,
 )
-from megatron_chameleon.mixture import DegenerateScoreWarning
 from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.training import trainer as pretrain_module
 from megatron_chameleon.training.options import OnlineOptions
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
-from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
+from tests.small_corpus import DOMAINS, write_small_corpus
 from tests.unit.training.bad_steps import before_steps
 from tools import pretrain_gpt
 
@@ -106,7 +105,7 @@ def test_weights_are_those_of_the_checkpoint_of_that_step(options, weigh, layer,
     hooks = [line["hook"] for line in TrainingRun.load(made.run_dir).metrics()]
     assert [hook["recomputed"] for hook in hooks] == [0, 0, 0, 1, 1, 1]
     assert hooks[-1]["weights"] == second
-    assert f"mixture from step 3 on: {format_moves(first, second)}; 36 " in capsys.readouterr().out
+    assert f"news {first['news']:.4f} -> {second['news']:.4f}" in capsys.readouterr().out
 
 
 def test_smoothing_and_cost(options, weigh, tmp_path):
@@ -225,31 +224,6 @@ def test_an_empty_domain_with_weight_0_is_allowed(options, tmp_path):
     assert all(weight > 0.05 for weight in weights.values())
     with pytest.raises(UserError, match="domain 'empty'"):
         pretrain(options("other", corpus=root), OnlineChameleon)
-
-
-def test_data_path(options, corpus, tmp_path):
-    prefixes = " ".join(f"{n + 1} {corpus.prefix(d, 'train')}" for n, d in enumerate(DOMAINS))
-    data = dataclasses.replace(
-        EPOCH, data_path=prefixes, tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json")
-    )
-    made = options(corpus=None, data=data)
-    pretrain(made, OnlineChameleon)
-    first, second = phases_of(made.run_dir)
-    assert list(first.values()) == [1, 2, 3]
-    assert sum(second.values()) == pytest.approx(1, abs=3 * ROUNDING)
-    assert all(abs(weight - (n + 1) / 6) > 0.01 for n, weight in enumerate(second.values()))
-
-
-def test_identical_domains_raise_a_warning_and_keep_their_weights(options):
-    class Identical(OnlineChameleon):
-        def _means(self, reader):
-            return 0 * super()._means(reader)
-
-    made = options()
-    with pytest.warns(DegenerateScoreWarning, match="'news', 'code', 'poems'"):
-        pretrain(made, Identical)
-    assert figures_of(made.run_dir)[-1][3]["recomputed"] == 1
-    assert len(phases_of(made.run_dir)) == 1
 
 
 @pytest.mark.parametrize(

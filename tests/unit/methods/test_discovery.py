@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,14 @@ from safetensors.numpy import load_file
 from sklearn.metrics import adjusted_rand_score, pairwise_distances_argmin
 from tqdm import tqdm
 
-from megatron_chameleon.artifacts import SPLITS, CheckpointRecord, Corpus, Mixture, find_checkpoint
+from megatron_chameleon.artifacts import (
+    SPLITS,
+    CheckpointRecord,
+    Corpus,
+    EmbeddingStore,
+    Mixture,
+    find_checkpoint,
+)
 from megatron_chameleon.artifacts.corpus import Domain, DomainSplit
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import sha256_of_files
@@ -32,8 +38,6 @@ from megatron_chameleon.methods.discovery.discover import discover_domains, fit_
 from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.methods.discovery.vectors import (
     DocumentBlock,
-    DocumentRecipe,
-    DocumentVectors,
     embed_block,
     spread_windows,
 )
@@ -42,8 +46,6 @@ from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
-
-RECIPE = DocumentRecipe("m" * 64, 2, 32, 3)
 
 
 @pytest.fixture(scope="module")
@@ -107,21 +109,21 @@ def proxy(web, pretrain_options, tmp_path_factory):
     return run_dir
 
 
+def discover_options(web, proxy, output):
+    return DiscoverOptions(
+        corpus=web.root,
+        checkpoint=proxy,
+        discover="3",
+        output=output,
+        embedding=DocumentEmbeddingOptions(fit_windows=200),
+    )
+
+
 @pytest.fixture
 def options(web, proxy, tmp_path):
     """``options(**changes)``: of the tool, for three clusters."""
-
-    def make(**changes):
-        made = DiscoverOptions(
-            corpus=web.root,
-            checkpoint=proxy,
-            discover="3",
-            output=tmp_path / "found",
-            embedding=DocumentEmbeddingOptions(fit_windows=200),
-        )
-        return dataclasses.replace(made, **changes)
-
-    return make
+    made = discover_options(web, proxy, tmp_path / "found")
+    return lambda **changes: dataclasses.replace(made, **changes)
 
 
 @pytest.fixture
@@ -153,15 +155,7 @@ def kind_of(labelled):
 def found(web, proxy, tmp_path_factory):
     """The corpus of three clusters, and its embeddings, for reading only."""
     output = tmp_path_factory.mktemp("three") / "found"
-    discover_domains(
-        DiscoverOptions(
-            corpus=web.root,
-            checkpoint=proxy,
-            discover="3",
-            output=output,
-            embedding=DocumentEmbeddingOptions(fit_windows=200),
-        )
-    )
+    discover_domains(discover_options(web, proxy, output))
     return Corpus.load(output)
 
 
@@ -237,6 +231,9 @@ def test_other_numbers_of_clusters_need_no_embedding(discover, found, proxy, tmp
     with pytest.raises(AssertionError, match="not needed"):
         discover(output=tmp_path / "third", store=store, seed=1)
     monkeypatch.undo()
+    embedding = DocumentEmbeddingOptions(fit_windows=200, windows_per_document=2)
+    with pytest.raises(UserError, match="num_windows 4, not 2"):
+        discover(output=tmp_path / "third", store=store, embedding=embedding)
     mixture = tmp_path / "mixture.json"
     weighting = RecipeOptions(recipe="scaled", bootstrap_resamples=20)
     compute_mixture(
@@ -248,17 +245,17 @@ def test_other_numbers_of_clusters_need_no_embedding(discover, found, proxy, tmp
 def test_a_killed_run_resumes(discover, options, found, monkeypatch):
     """Killed while embedding, and while writing the corpus: finished blocks are kept."""
     monkeypatch.setattr(vectors, "BLOCK_DOCUMENTS", 50)
-    write = DocumentVectors.write
-    written_blocks: list[Path] = []
+    write, written_blocks = EmbeddingStore.with_domain, []
 
-    def killed(self, block, vectors):
-        if len(written_blocks) == 2:
+    def killed(self, name, *arguments):
+        if len(written_blocks) == 3:
             raise KeyboardInterrupt
-        write(self, block, vectors)
-        written_blocks.append(self.path(block))
+        store = write(self, name, *arguments)
+        written_blocks.append(store.root / store.domains[name].file)
+        return store
 
     with monkeypatch.context() as patch:
-        patch.setattr(DocumentVectors, "write", killed)
+        patch.setattr(EmbeddingStore, "with_domain", killed)
         with pytest.raises(KeyboardInterrupt):
             discover_domains(options())
     assert not options().output.exists()
@@ -308,17 +305,12 @@ def test_a_cluster_without_held_out_text_is_dissolved(labelled, discover, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "embedding", "named"),
     [
-        ({"discover": "1"}, {}, "--discover 1"),
         ({"discover": "many"}, {}, "--discover many"),
         ({"discover": "3,181"}, {}, "180"),
-        ({"domains": "web,net"}, {}, "'net'"),
         ({"min_tokens_per_split": 100_000}, {}, "--min-tokens-per-split 100000"),
         ({"cluster_name": "a,b"}, {}, "--cluster-name"),
-        ({"cluster_name": "a\nb"}, {}, "--cluster-name"),
         ({}, {"fit_windows": 2}, "--fit-windows 2"),
-        ({}, {"layer": 9}, "--layer 9"),
         ({}, {"window_length": 33}, "--window-length 33"),
-        ({"parallel": ParallelOptions(2)}, {}, "tensor 2"),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(options, changes, embedding, named, tmp_path):
@@ -380,11 +372,6 @@ def test_windows_of_a_document_are_disjoint_and_cover_short_ones(lengths, window
             assert windows.length[here].sum() == length
 
 
-def test_windows_are_spread_over_a_long_document():
-    windows = spread_windows(np.array([1000]), 10, 4)
-    assert windows.start.tolist() == [120, 370, 620, 870]
-
-
 def test_a_document_is_the_mean_of_its_windows(corpus, finished_run):
     name = corpus.names[1]
     tokens = open_tokens(corpus, name, "train")
@@ -408,42 +395,3 @@ def test_a_document_is_the_mean_of_its_windows(corpus, finished_run):
                 means.append(hidden[:, 0].double().mean(0).numpy())
             np.testing.assert_allclose(vector, np.mean(means, axis=0), atol=1e-6)
     assert found.shape == (25, 64)
-
-
-def test_vector_files(corpus, tmp_path, monkeypatch):
-    """Blocks hold every document once; damage and other shapes are rejected."""
-    stored = DocumentVectors(tmp_path, corpus, RECIPE, 8)
-    (block,) = stored.blocks("news", "valid")
-    values = np.random.default_rng(0).standard_normal((block.stop, 8)).astype(np.float32)
-    stored.write(block, values)
-    np.testing.assert_array_equal(stored.read(block), values)
-    path = stored.path(block)
-    assert [each for each in tmp_path.rglob("*") if each.is_file()] == [path]
-    with pytest.raises(UserError, match=str(path)):
-        dataclasses.replace(stored, hidden_size=9).read(block)
-    content = path.read_bytes()
-    for damaged in (content[:-5], content[:200] + b"\1" + content[201:], b""):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=str(path)):
-            stored.read(block)
-    monkeypatch.setattr(vectors, "BLOCK_DOCUMENTS", 25)
-    blocks = list(stored.blocks("news", "train"))
-    assert [(block.first, block.stop) for block in blocks] == [(0, 25), (25, 50), (50, 60)]
-    assert len({stored.path(block) for block in blocks}) == 3
-
-
-def test_other_text_or_another_recipe_has_other_files(corpus, tmp_path):
-    stored = DocumentVectors(tmp_path / "store", corpus, RECIPE, 8)
-    changed = write_small_corpus(tmp_path / "corpus", seed=1)
-    recipes = [
-        dataclasses.replace(RECIPE, **change)
-        for change in (
-            {"model_hash": "n" * 64},
-            {"layer": 1},
-            {"window_length": 16},
-            {"windows_per_document": 2},
-        )
-    ]
-    others = [dataclasses.replace(stored, recipe=recipe) for recipe in recipes]
-    others.append(dataclasses.replace(stored, corpus=changed))
-    assert len({each.domain_folder("news") for each in [stored, *others]}) == 6

@@ -30,7 +30,6 @@ from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
 from megatron_chameleon.training.domain_gradients import GradientRows
 from megatron_chameleon.training.options import GuardOptions, OptimizerOptions
-from tests.device_reads import device_reads
 from tests.small_corpus import DOMAINS, EOD, write_small_corpus
 from tests.unit.training.bad_steps import before_steps, poison, run_out
 from tests.unit.training.test_training_hook import (
@@ -122,21 +121,17 @@ def test_the_mixture_is_the_mean_of_the_proxys_weights(finished):
     assert parameters["rule"]["mu"] == 0.2
     assert parameters["target_domains"] == list(DOMAINS)
     assert parameters["moved_per_step"] == pytest.approx(moves_of(hooks).mean())
+    # Half of the peak learning rate, at the first of two warm-up steps.
+    limited = np.clip([hooks[0]["alignment"][name] for name in DOMAINS], 0, 5)
+    expected = np.exp(0.5e-2 * limited / 0.2)
+    assert list(hooks[0]["weights"].values()) == pytest.approx(expected / expected.sum(), rel=1e-6)
     # Sampling stays uniform.
     run = TrainingRun.load(finished / "doge" / "proxy")
     assert {drawn.got for drawn in run.domain_tokens.values()} == {STEPS * 2 * 32}
     assert run.mixture == pytest.approx(dict.fromkeys(DOMAINS, 1 / 3))
 
 
-def test_the_first_step_uses_its_own_learning_rate(finished):
-    """Half of the peak, at the first of two warm-up steps."""
-    first = hooks_of(finished)[0]
-    limited = np.clip([first["alignment"][name] for name in DOMAINS], 0, 5)
-    expected = np.exp(0.5e-2 * limited / 0.2)
-    assert list(first["weights"].values()) == pytest.approx(expected / expected.sum(), rel=1e-6)
-
-
-def test_the_total_cost_is_that_of_the_proxy(finished):
+def test_cost_and_inputs(finished):
     mixture = Mixture.load(finished / "doge.json")
     (folder,) = mixture.parameters["made_from"]
     run = TrainingRun.load(finished / folder)
@@ -146,7 +141,6 @@ def test_the_total_cost_is_that_of_the_proxy(finished):
     assert 0 < mixture.parameters["paper_flops"] < run.cost.flops  # without attention and head
     seconds = run.cost.device_seconds + mixture.cost.device_seconds
     assert total["device_seconds"] == pytest.approx(seconds)
-    assert mixture.provenance is not None
     proxy = CheckpointRecord.load(find_checkpoint(run.root))
     assert mixture.provenance.inputs["proxy"] == proxy.hash
 
@@ -163,48 +157,21 @@ def test_a_stopped_run_resumes_with_the_same_result(finished, options, tmp_path,
     assert mixtures[0] == mixtures[1]
 
 
-def killed_at_step_3(copied):
-    """As if step 6 and its log lines were lost."""
-    run = TrainingRun.load(copied / "proxy")
-    dataclasses.replace(run, status="running", step=3).save()
-    shutil.rmtree(step_folder(run.root, STEPS))
-    (run.root / "checkpoints" / "latest").unlink()
-    return run
-
-
-def test_a_killed_run_resumes_with_the_same_state(finished, copied, options, tmp_path):
-    killed_at_step_3(copied)
-    assert compute_doge(options())
-    assert state_of(tmp_path) == state_of(finished)
-
-
-@pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"rule": DogeRule(doge_mu=0.3)}, "mu 0.2, not 0.3"),
-        ({"target": "news", "train_on_target": True}, "news, code, poems, not news"),
+        ({"target": "news", "train_on_target": True}, r"'poems'\], not \['news'\]"),
         ({"seed": 4}, "--seed 3, not 4"),
     ],
 )
-def test_a_proxy_of_other_settings_is_an_error(
-    copied, options, tmp_path, capsys, changes, problem, complete
-):
-    run = TrainingRun.load(copied / "proxy") if complete else killed_at_step_3(copied)
+def test_a_proxy_of_other_settings_is_an_error(copied, options, tmp_path, capsys, changes, problem):
     with pytest.raises(UserError, match=problem) as error:
         compute_doge(options(**changes))
     assert "--work-dir" in str(error.value)
     assert str(copied / "proxy") in str(error.value)
-    assert TrainingRun.load(run.root).step == (STEPS if complete else 3)
     assert not (tmp_path / "doge.json").exists()
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("hook", [None, HookState("ExcessLossReweighting", {})])
-def test_a_run_of_another_hook_is_no_proxy(copied, options, tmp_path, hook):
-    dataclasses.replace(record_of(tmp_path), hook=hook).save()
-    with pytest.raises(UserError, match=hook.name if hook else "no hook"):
-        compute_doge(options())
 
 
 def test_gradients_that_do_not_fit_are_an_error(options, tmp_path, monkeypatch):
@@ -214,26 +181,19 @@ def test_gradients_that_do_not_fit_are_an_error(options, tmp_path, monkeypatch):
     assert not (tmp_path / "doge" / "proxy").exists()
 
 
-def test_a_target_gets_no_weight_and_is_not_trained_on(options, tmp_path):
-    assert compute_doge(options(target="poems", rule=DogeRule()))
+@pytest.mark.parametrize("train_on_target", [False, True])
+def test_a_target_is_trained_on_only_if_requested(options, tmp_path, train_on_target):
+    settings = {"target": "poems", "rule": DogeRule(), "train_on_target": train_on_target}
+    assert compute_doge(options(**settings))
     mixture = Mixture.load(tmp_path / "doge.json")
-    assert mixture.weights["poems"] == 0.0
     assert sum(mixture.weights.values()) == pytest.approx(1.0)
-    assert min(mixture.weights["news"], mixture.weights["code"]) > 0
-    assert mixture.parameters["rule"]["mu"] == 0.05  # the paper's for such targets
+    trained = list(DOMAINS if train_on_target else DOMAINS[:2])
+    assert [name for name, weight in mixture.weights.items() if weight > 0] == trained
+    assert mixture.parameters["rule"]["mu"] == (0.01 if train_on_target else 0.05)
     assert mixture.parameters["target_domains"] == ["poems"]
-    assert mixture.parameters["trained_on"] == ["news", "code"]
+    assert mixture.parameters["trained_on"] == trained
     run = TrainingRun.load(tmp_path / "doge" / "proxy")
     assert run.domain_tokens["poems"].got == STEPS * 2 * 32  # sampled for its gradients
-
-
-def test_a_target_may_be_trained_on(options, tmp_path):
-    assert compute_doge(options(target=" poems,news", train_on_target=True, rule=DogeRule()))
-    mixture = Mixture.load(tmp_path / "doge.json")
-    assert min(mixture.weights.values()) > 0
-    assert mixture.parameters["rule"]["mu"] == 0.01
-    assert mixture.parameters["target_domains"] == ["news", "poems"]
-    assert mixture.parameters["trained_on"] == list(DOMAINS)
 
 
 def test_a_finished_proxy_is_reused_within_an_epoch_limit(
@@ -248,15 +208,6 @@ def test_a_finished_proxy_is_reused_within_an_epoch_limit(
     assert max(mixture.epochs.values()) <= 1.0 + 1e-9
     assert mixture.unconstrained == pytest.approx(Mixture.load(finished / "doge.json").weights)
     assert mixture.parameters["made_from"] == ["doge/proxy"]
-
-
-def test_batches_without_some_domains_are_trained_on(options, tmp_path):
-    compute_doge(options(global_batch_size=2, train_iters=9))
-    hooks = hooks_of(tmp_path)
-    assert len(hooks) == 9
-    assert all(math.isfinite(weight) for hook in hooks for weight in hook["weights"].values())
-    products = np.array(state_of(tmp_path, 9)["products"])
-    assert (products != 0).all()  # some batch had each pair, but none had all three
 
 
 @pytest.mark.parametrize("factor", [math.nan, 1e4])
@@ -407,14 +358,6 @@ def test_a_step_equals_the_algorithm_on_whole_gradients(
     assert (logged["b"] == 0.0) == (roles is TOWARDS_B)
 
 
-def test_the_host_waits_only_for_the_products(passes, micro_batches, one_rank, monkeypatch):
-    hook = GradientAlignment(NAMES, DogeRecipe(), ALL)
-    run(hook, passes, micro_batches, one_rank)
-    reads = device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch)
-    # Those of every gradient hook; the copy of the products is not counted.
-    assert reads == 3
-
-
 def test_a_non_finite_gradient_is_ignored(passes, micro_batches, one_rank):
     hook = GradientAlignment(NAMES, DogeRecipe(mu=0.2), ALL)
     before = hook.state_dict()
@@ -423,26 +366,3 @@ def test_a_non_finite_gradient_is_ignored(passes, micro_batches, one_rank):
     _, found = run(hook, passes, micro_batches, one_rank)
     assert hook.state_dict() == before
     assert not torch.isfinite(found.norm())  # so that the guard skips the step
-
-
-def test_the_state_is_restored_exactly_or_not_at_all(passes, micro_batches, one_rank):
-    recipe = DogeRecipe(mu=0.2)
-    first, second = (GradientAlignment(NAMES, recipe, ALL) for _ in range(2))
-    run(first, passes, micro_batches, one_rank)
-    second.load_state_dict(first.state_dict())
-    for _ in range(2):
-        assert second.state_dict() == first.state_dict()
-        assert second.metrics() == first.metrics()
-        for hook in (first, second):
-            run(hook, passes, micro_batches, one_rank)
-    whole = first.state_dict()
-    for name in ("log_weights", "products", "alignment", "mean", "mean_alignment"):
-        with pytest.raises(UserError, match=f"'{name}'"):
-            second.load_state_dict({**whole, name: whole[name][:3]})
-    for other, problem in (
-        (GradientAlignment(NAMES, DogeRecipe(mu=0.3), ALL), "mu 0.2, not 0.3"),
-        (GradientAlignment(NAMES, recipe, TOWARDS_B), "a, b, c, d, not b"),
-        (GradientAlignment(NAMES, recipe, Roles((0, 1), ALL.target)), "a, b, c, d, not a, b"),
-    ):
-        with pytest.raises(UserError, match=problem):
-            other.load_state_dict(whole)

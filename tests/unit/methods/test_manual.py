@@ -90,10 +90,6 @@ def test_the_cost_of_a_mixture_is_inherited_across_folders(manual, tmp_path):
     assert spent > 0
     assert mixture.parameters["total_cost"] == {"flops": 9e12, "device_seconds": 70.0 + spent}
     assert mixture.parameters["paper_flops"] == 1.34e18
-    third = manual(weights=str(second), output=tmp_path / "b/4-mixture/again.json").parameters
-    assert third["made_from"][:2] == ["given.json", "../../a/4-mixture/doremi.json"]
-    assert third["total_cost"]["flops"] == 9e12
-    assert third["paper_flops"] == 1.34e18
 
 
 def test_the_total_cost_is_recorded_only_if_known(manual, tmp_path):
@@ -114,16 +110,7 @@ def test_the_total_cost_is_recorded_only_if_known(manual, tmp_path):
     assert parameters["unknown_costs"] == ["the runs"]
 
 
-@pytest.mark.parametrize(
-    ("column", "flops"), [("doge", 6.68e17), ("regmix", 1.2e18), ("doge-2k", None)]
-)
-@pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
-def test_a_printed_column_has_its_printed_flops(manual, slimpajama, column, flops):
-    parameters = manual(corpus=slimpajama, published=f"slimpajama/{column}").parameters
-    assert parameters.get("paper_flops", "none") == ("none" if flops is None else flops)
-
-
-def test_a_printed_column_is_divided_by_its_sum_without_a_warning(manual, slimpajama, capsys):
+def test_a_printed_column_is_divided_by_its_sum_without_a_warning(manual, slimpajama):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mixture = manual(corpus=slimpajama, published="slimpajama/chameleon-5k")
@@ -132,7 +119,9 @@ def test_a_printed_column_is_divided_by_its_sum_without_a_warning(manual, slimpa
     printed = published_column("slimpajama/chameleon-5k").printed
     assert mixture.parameters["printed"] == printed
     assert mixture.parameters["printed_sum"] == pytest.approx(0.967)
-    assert "0.967" in capsys.readouterr().out
+    for column, flops in (("doge", 6.68e17), ("doge-2k", None)):
+        parameters = manual(corpus=slimpajama, published=f"slimpajama/{column}").parameters
+        assert parameters.get("paper_flops") == flops
 
 
 def test_a_corpus_may_use_the_names_of_the_data_set(manual, tmp_path):
@@ -147,14 +136,8 @@ def test_a_corpus_may_use_the_names_of_the_data_set(manual, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "renames",
-    [
-        ("--rename", "a=news", "--rename", "b=news", "c=code", "d="),
-        ("--rename=a=news", "--rename=b=news", "--rename=c=code", "--rename=d="),
-    ],
-)
-def test_names_are_renamed_summed_and_dropped(renames, corpus, tmp_path, capsys):
+def test_names_are_renamed_summed_and_dropped(corpus, tmp_path, capsys):
+    renames = ("--rename", "a=news", "--rename", "b=news", "c=code", "d=")
     argv = f"--corpus {corpus.root} --output {tmp_path}/o.json --weights a=0.1,b=0.3,c=0.4,d=0.2"
     options = parse_options(ManualOptions, [*argv.split(), *renames])
     assert options.renames == ["a=news", "b=news", "c=code", "d="]
@@ -177,36 +160,23 @@ def test_selected_domains_keep_their_ratios(manual):
     assert mixture.weights == pytest.approx({"news": 0.4, "code": 0.6})
 
 
-def test_the_epoch_limit_applies(manual, corpus):
-    budget = corpus.train_tokens["news"] * 2
-    with pytest.warns(MixtureWarning, match="news"):
-        mixture = manual(weights="news=0.9,code=0.1,poems=0", token_budget=budget, max_epochs=1.0)
-    assert mixture.weights["news"] == pytest.approx(0.5)
-    assert mixture.unconstrained["news"] == pytest.approx(0.9)
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({}, "--weights"),
         ({"weights": "news=1", "published": "pile/doge"}, "--published"),
         ({"weights": "news"}, "NAME=WEIGHT"),
-        ({"weights": "=1"}, "NAME=WEIGHT"),
         ({"weights": ""}, "--weights"),
         ({"weights": "news=much"}, "'much'"),
         ({"weights": "news=1,news=2"}, "'news'"),
-        ({"weights": "news=1,code=-1"}, "'code'"),
         ({"weights": "news=1,code=nan"}, "'code'"),
         ({"weights": "news=0,code=0"}, "zero"),
         ({"weights": "verse=1,news=1,prose=1"}, "'verse', 'prose'"),
         ({"weights": "news=1", "rename": (("verse=news",),)}, "--rename verse=news"),
-        ({"weights": "news=1", "rename": (("news",),)}, "OLD=NEW"),
         ({"weights": "news=1", "rename": (("news=code",), ("news=poems",))}, "twice"),
         ({"weights": "news=1", "rename": (("news=verse",),)}, "'verse'"),
-        ({"weights": "news=1", "rename": (("news=",),)}, "news, code, poems"),
         ({"weights": "news=1", "domains": "code"}, "code"),
         ({"weights": "lost.csv"}, "lost.csv"),
-        ({"weights": "lost.json"}, "lost.json"),
         ({"published": "slimpajama"}, "slimpajama/doremi"),
         ({"published": "slimpajama/doge"}, "'arxiv', 'book'"),
     ],
@@ -221,15 +191,7 @@ def test_mistakes_are_errors_and_write_nothing(manual, tmp_path, changes, proble
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"name,share\nnews,1\n",
-        b"domain,weight\n",
-        b"",
-        b"domain,weight\nnews\n",
-        b"domain,weight\nnews,1\nnews,2\n",
-        b"domain,weight\nn\xff,1\n",
-    ],
+    "content", [b"name,share\nnews,1\n", b"", b"domain,weight\nnews\n", b"domain,weight\nn\xff,1\n"]
 )
 def test_an_invalid_table_is_an_error(manual, tmp_path, content):
     (tmp_path / "given.csv").write_bytes(content)
