@@ -245,7 +245,8 @@ def test_other_numbers_of_clusters_need_no_embedding(discover, found, proxy, tmp
 def test_a_killed_run_resumes(discover, options, found, monkeypatch):
     """Killed while embedding, and while writing the corpus: finished blocks are kept."""
     monkeypatch.setattr(vectors, "BLOCK_DOCUMENTS", 50)
-    write, written_blocks = EmbeddingStore.with_domain, []
+    write = EmbeddingStore.with_domain
+    written_blocks: list[Path] = []
 
     def killed(self, name, *arguments):
         if len(written_blocks) == 3:

@@ -142,6 +142,7 @@ def test_cost_and_inputs(finished):
     seconds = run.cost.device_seconds + mixture.cost.device_seconds
     assert total["device_seconds"] == pytest.approx(seconds)
     proxy = CheckpointRecord.load(find_checkpoint(run.root))
+    assert mixture.provenance is not None
     assert mixture.provenance.inputs["proxy"] == proxy.hash
 
 
