@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
