@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import math
 import os
 import platform
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun, require_comparable
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
@@ -72,9 +74,6 @@ SHORTER_PROXIES, SHORTER_SUFFIX = ("doremi", "doge"), "-2k"
 MAY_DIFFER = {"run_dir", "mixture", "seed", "micro_batch_size", "compile_layers", "parallel"}
 MAY_DIFFER |= {"dry_first_step", "log_interval", "save_interval", "overwrite", "checkpointing"}
 MAY_DIFFER |= {"stopping", "validation", "logging", "profiling"}
-# Student's t, two-sided 95%, for 1 to 10 degrees of freedom; the last one, slightly wide, is used
-# for more.
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 # On the axis, mixtures without cost are this many times left of the cheapest, those of unknown cost
 # as far right of the most expensive, each a step apart.
 FREE_GAP, FREE_STEP = 10.0, 1.3
@@ -104,80 +103,42 @@ class ComparedMixture:
         """As in tables and figures."""
         return mixture_label(self.name)
 
-    @property
-    def amounts(self) -> dict[str, float | None]:
-        """FLOPs and device-seconds of the complete cost; None where it is not known."""
-        known = self.paid.is_known
-        return {unit: getattr(self.paid.cost, unit) if known else None for unit in UNITS}
 
+def paired_difference(ours: Array, theirs: Array) -> tuple[float, float, float]:
+    """Mean of ``ours`` [s] minus ``theirs`` [s], paired by seed.
 
-@dataclasses.dataclass(frozen=True)
-class PairedDifference:
-    """Mean of a paired difference over seeds, and the standard error of that mean.
-
-    The 95% interval is by Student's t with ``num_seeds`` - 1 degrees of freedom.
+    Returns:
+        The mean, its standard error, and half the width of its 95% interval by Student's t with
+        s - 1 degrees of freedom.
     """
-
-    mean: float
-    standard_error: float
-    num_seeds: int
-
-    @classmethod
-    def of(cls, ours: Array, theirs: Array) -> PairedDifference:
-        """``ours`` [s] minus ``theirs`` [s], paired by seed."""
-        gaps = ours - theirs
-        error = float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
-        return cls(float(gaps.mean()), error, len(gaps))
-
-    @property
-    def half_width(self) -> float:
-        """Half the width of the 95% interval."""
-        return T_95[min(self.num_seeds - 1, len(T_95)) - 1] * self.standard_error
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the 95% interval excludes 0."""
-        return abs(self.mean) > self.half_width
+    gaps = ours - theirs
+    error = float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
+    return float(gaps.mean()), error, float(stdtrit(len(gaps) - 1, 0.975)) * error
 
 
-@dataclasses.dataclass(frozen=True)
-class MixtureSpread:
-    """Spread between mixtures and between seeds.
+def spread_of(averages: Array) -> dict[str, Any]:
+    """Spread between mixtures and between seeds of ``averages`` [m, s], at least two of both.
 
-    Attributes:
-        mixtures: standard deviation, over mixtures, of their means over seeds.
-        seeds: pooled standard deviation within mixtures after removing the seed's effect: the root
-            of the sum of squared residuals of y[m, s] = mixture m + seed s, divided by their
-            (m - 1)(s - 1) degrees of freedom.
+    Returns:
+        ``between_mixtures``: standard deviation, over mixtures, of their means over seeds.
+        ``between_seeds``: pooled standard deviation within mixtures after removing the seed's
+        effect: the root of the sum of squared residuals of y[m, s] = mixture m + seed s, divided by
+        their (m - 1)(s - 1) degrees of freedom. ``ratio`` of the two, infinite without any effect
+        of the seed; without any effect of the mixture it is around 1 / sqrt(number of seeds).
+        ``is_told_apart``: whether the ratio is ``LEAST_RATIO`` or more.
     """
-
-    mixtures: float
-    seeds: float
-
-    @classmethod
-    def of(cls, averages: Array) -> MixtureSpread:
-        """The two spreads of ``averages`` [m, s], for at least two mixtures and two seeds."""
-        num_mixtures, num_seeds = averages.shape
-        by_mixture = averages.mean(axis=1, keepdims=True)
-        by_seed = averages.mean(axis=0, keepdims=True)
-        residuals = averages - by_mixture - by_seed + averages.mean()
-        freedom = (num_mixtures - 1) * (num_seeds - 1)
-        return cls(float(by_mixture.std(ddof=1)), math.sqrt(float((residuals**2).sum()) / freedom))
-
-    @property
-    def ratio(self) -> float:
-        """``mixtures / seeds``, infinite without any effect of the seed.
-
-        Without any effect of the mixture it is around 1 / sqrt(number of seeds).
-        """
-        if self.seeds == 0:
-            return math.inf if self.mixtures > 0 else 0.0
-        return self.mixtures / self.seeds
-
-    @property
-    def is_distinguishable(self) -> bool:
-        """Whether the ratio is ``LEAST_RATIO`` or more."""
-        return self.ratio >= LEAST_RATIO
+    by_mixture = averages.mean(axis=1, keepdims=True)
+    residuals = averages - by_mixture - averages.mean(axis=0, keepdims=True) + averages.mean()
+    freedom = (averages.shape[0] - 1) * (averages.shape[1] - 1)
+    mixtures = float(by_mixture.std(ddof=1))
+    seeds = math.sqrt(float((residuals**2).sum()) / freedom)
+    ratio = mixtures / seeds if seeds else math.inf if mixtures else 0.0
+    return {
+        "between_mixtures": mixtures,
+        "between_seeds": seeds,
+        "ratio": ratio,
+        "is_told_apart": ratio >= LEAST_RATIO,
+    }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,9 +157,6 @@ class MethodComparison:
     domains: tuple[str, ...]
     perplexities: Array
 
-    def __iter__(self) -> Iterator[ComparedMixture]:
-        return iter(self.mixtures)
-
     @property
     def averages(self) -> Array:
         """[m, s]: average over domains, each with the same weight, as in the paper's tables."""
@@ -214,29 +172,59 @@ class MethodComparison:
     def reference(self) -> ComparedMixture | None:
         """The mixture that the others' costs are divided by, if it is compared."""
         name = self.options.reference or REFERENCE
-        return next((each for each in self if each.name == name), None)
+        return next((each for each in self.mixtures if each.name == name), None)
 
     @property
-    def spread(self) -> MixtureSpread | None:
+    def spread(self) -> dict[str, Any] | None:
         """Over mixtures with models of their own; None where there is only one."""
-        rows = [i for i, each in enumerate(self) if each.same_as is None]
-        return MixtureSpread.of(self.averages[rows]) if len(rows) > 1 else None
+        rows = [i for i, each in enumerate(self.mixtures) if each.same_as is None]
+        return spread_of(self.averages[rows]) if len(rows) > 1 else None
 
-    def multiple(self, mixture: ComparedMixture, unit: str) -> float | None:
-        """Cost divided by the reference's; None where that is undefined."""
-        amount = mixture.amounts[unit]
-        unit_cost = None if self.reference is None else self.reference.amounts[unit]
-        return amount / unit_cost if amount is not None and unit_cost else None
+    @functools.cached_property
+    def details(self) -> dict[str, dict[str, Any]]:
+        """Name of a mixture -> its figures, unrounded, with the keys of the JSON file."""
+        baseline, found = self.options.mixtures.index(self.options.baseline), {}
+        means = self.perplexities.mean(axis=1)
 
-    def difference(self, ours: ComparedMixture, theirs: ComparedMixture) -> PairedDifference:
-        """The paired difference of two average perplexities."""
-        position = self.mixtures.index
-        return PairedDifference.of(self.averages[position(ours)], self.averages[position(theirs)])
+        def costs(mixture: ComparedMixture) -> dict[str, float | None]:
+            known = mixture.paid.is_known
+            return {unit: getattr(mixture.paid.cost, unit) if known else None for unit in UNITS}
 
-    def domains_better(self, mixture: ComparedMixture) -> int:
-        """Number of domains where the mean perplexity over seeds is below the baseline's."""
-        by_domain, position = self.perplexities.mean(axis=1), self.mixtures.index
-        return int((by_domain[position(mixture)] < by_domain[position(self.baseline)]).sum())
+        units = {} if self.reference is None else costs(self.reference)
+        for i, mixture in enumerate(self.mixtures):
+            averages, amounts = self.averages[i], costs(mixture)
+            mean, error, half_width = paired_difference(averages, self.averages[baseline])
+            seeds = [f"seed {seed}" for seed in self.options.seeds]
+            perplexity = pd.DataFrame(self.perplexities[i], seeds, list(self.domains))
+            found[mixture.name] = {
+                "label": mixture.label,
+                "same_models_as": mixture.same_as,
+                "weights": mixture.mixture.weights,
+                "average_perplexity": averages.mean(),
+                "standard_deviation": averages.std(ddof=1),
+                "less_baseline": mean,
+                "standard_error": error,
+                "half_width_95": half_width,
+                "domains_better": int((means[i] < means[baseline]).sum()),
+                **amounts,
+                **{
+                    f"{unit}_by_reference": amount / unit_cost
+                    if amount is not None and (unit_cost := units.get(unit))
+                    else None
+                    for unit, amount in amounts.items()
+                },
+                "cost_made_of": list(mixture.paid.parts),
+                "cost_missing": list(mixture.paid.missing),
+                "perplexity": perplexity.to_dict("index"),
+                "mean_perplexity": perplexity.mean().to_dict(),
+                "perplexity_standard_deviation": perplexity.std().to_dict(),
+            }
+        return found
+
+    def is_clear(self, one: int, other: int) -> bool:
+        """Whether the 95% interval of the difference of two mixtures excludes 0."""
+        mean, _, half_width = paired_difference(self.averages[one], self.averages[other])
+        return abs(mean) > half_width
 
 
 def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
@@ -246,9 +234,12 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
         UserError: if something is missing or cannot be compared.
     """
     stem, record = options.run / REPORT / options.name, options.record
-    _require_own(stem.with_suffix(".json"), (".png", ".txt", ".md", ".csv"))
-    if record is not None:
-        _require_own(record, (".md",))
+    targets = [(stem.with_suffix(".json"), (".png", ".txt", ".md", ".csv"))]
+    for path, suffixes in targets + ([] if record is None else [(record, (".md",))]):
+        # Only an earlier comparison is replaced.
+        keys = read_json(path, "choose another name").keys() if path.is_file() else set()
+        if not keys >= {"seeds", "mixtures"}:
+            require_new([path, *map(path.with_suffix, suffixes)], "choose another name")
     compared = load_comparison(RunFolder.load(options.run), options)
     tables = [comparison_table(compared), domain_table(compared)]
     text = "\n\n\n".join(map(terminal_table, tables)) + "\n"
@@ -281,23 +272,50 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         # --mixture uniform needs no file.
         uniform = Mixture.uniform(list(next(iter(folder.base_runs.values())).mixture))
         folder = dataclasses.replace(folder, mixtures={"uniform": uniform} | folder.mixtures)
-    costs = ledger_of(folder).mixtures
-    mixtures = tuple(_load_mixture(folder, options, name, costs) for name in options.mixtures)
-    results = {
-        f"{EVALUATION}/{name}.json": result
-        for each in mixtures
-        for name, result in zip(options.run_names(each.name), each.results, strict=True)
-    }
+    costs, mixtures, results = ledger_of(folder).mixtures, [], {}
+    for name in options.mixtures:
+        if name not in folder.mixtures:
+            raise UserError(f"{folder.root / MIXTURE / name}.json does not exist; {HINT}")
+        mixture = folder.mixtures[name]
+        # Without models of its own, it shows those of another mixture with the same weights.
+        sources = [
+            other
+            for other in (name, *options.mixtures)
+            if other in folder.mixtures
+            and all(run in folder.base_runs for run in options.run_names(other))
+            and same_weights(folder.mixtures[other].weights, mixture.weights)
+        ]
+        source = next(iter(sources), name)
+        bases = options.run_names(source)
+        found = [
+            _load_base(folder, base, seed, mixture.weights)
+            for base, seed in zip(bases, options.seeds, strict=True)
+        ]
+        runs, evaluations = zip(*found, strict=True)
+        same_as = None if source == name else mixture_label(source)
+        mixtures.append(ComparedMixture(name, mixture, costs[name], runs, evaluations, same_as))
+        results |= dict(zip(bases, evaluations, strict=True))
     require_comparable(results)
-    _require_same_settings([run for each in mixtures for run in each.runs])
+    first, *others = [run for each in mixtures for run in each.runs]
+    one = first.provenance.options
+    for run in others:
+        other = run.provenance.options
+        different = [k for k in {**one, **other} if one.get(k) != other.get(k)]
+        for key in (key for key in different if key not in MAY_DIFFER):
+            raise UserError(
+                f"{run.root} and {first.root} differ in the option {key} ({other.get(key)} and "
+                f"{one.get(key)}); compare runs that differ in their mixture and seed only"
+            )
     domains = tuple(mixtures[0].results[0].domains)
-    for path, result in results.items():
+    for name, result in results.items():
         if set(result.domains) != set(domains):
-            raise UserError(f"{path} has other domains than the first one; {HINT}")
+            raise UserError(
+                f"{EVALUATION}/{name}.json has other domains than the first one; {HINT}"
+            )
     perplexities = np.array(
         [[[r.domains[d].perplexity for d in domains] for r in each.results] for each in mixtures]
     )
-    return MethodComparison(options, mixtures, domains, perplexities)
+    return MethodComparison(options, tuple(mixtures), domains, perplexities)
 
 
 def mixture_label(name: str) -> str:
@@ -308,90 +326,44 @@ def mixture_label(name: str) -> str:
     return name
 
 
-def _load_mixture(
-    folder: RunFolder,
-    options: CompareMethodsOptions,
-    name: str,
-    costs: Mapping[str, MixtureCost],
-) -> ComparedMixture:
-    path = folder.root / MIXTURE / f"{name}.json"
-    if name not in folder.mixtures:
-        raise UserError(f"{path} does not exist; {HINT}")
-    mixture, source = folder.mixtures[name], name
-
-    def has_models(mixture: str) -> bool:
-        return all(run in folder.base_runs for run in options.run_names(mixture))
-
-    if not has_models(name):
-        same = (
-            other
-            for other in options.mixtures
-            if other in folder.mixtures
-            and has_models(other)
-            and same_weights(folder.mixtures[other].weights, mixture.weights)
+def _load_base(
+    folder: RunFolder, name: str, seed: int, weights: Mapping[str, float]
+) -> tuple[TrainingRun, EvaluationResult]:
+    """A finished base run trained with ``weights`` and ``seed``, and its evaluation."""
+    run, result = folder.base_runs.get(name), folder.evaluations.get(name)
+    place = folder.root / BASE / name
+    if run is None or run.status != "finished":
+        state = "does not exist" if run is None else f"is {run.status}"
+        raise UserError(f"{place} {state}; {HINT}")
+    if not same_weights(run.mixture, weights):
+        raise UserError(
+            f"{place} was trained with other weights than its mixture in {MIXTURE} has now; delete "
+            f"the run and its evaluation, and {HINT}"
         )
-        source = next(same, name)
-    runs, results = [], []
-    for seed, base in zip(options.seeds, options.run_names(source), strict=True):
-        run, result = folder.base_runs.get(base), folder.evaluations.get(base)
-        if run is None or run.status != "finished":
-            state = "does not exist" if run is None else f"is {run.status}"
-            raise UserError(f"{folder.root / BASE / base} {state}; {HINT}")
-        if not same_weights(run.mixture, mixture.weights):
-            raise UserError(
-                f"{path} has changed since {BASE}/{base} was trained with it; delete that run and "
-                f"its evaluation, and {HINT}"
-            )
-        trained_with = run.provenance.options.get("seed")
-        if trained_with != seed:
-            raise UserError(
-                f"{BASE}/{base} was trained with --seed {trained_with}, unlike its name; delete "
-                f"it, and {HINT}"
-            )
-        if result is None:
-            raise UserError(f"{folder.root / EVALUATION / base}.json does not exist; {HINT}")
-        _require_last_checkpoint(folder.root / EVALUATION / f"{base}.json", result, run)
-        runs.append(run)
-        results.append(result)
-    same_as = None if source == name else mixture_label(source)
-    return ComparedMixture(name, mixture, costs[name], tuple(runs), tuple(results), same_as)
+    trained_with = run.provenance.options.get("seed")
+    if trained_with != seed:
+        raise UserError(f"{place} was trained with --seed {trained_with}; delete it, and {HINT}")
+    path = folder.root / EVALUATION / f"{name}.json"
+    if result is None:
+        raise UserError(f"{path} does not exist; {HINT}")
+    _require_last_checkpoint(path, result, run)
+    return run, result
 
 
-def _last_checkpoint(run: TrainingRun) -> CheckpointRecord:
+def _require_last_checkpoint(path: Path, result: EvaluationResult, run: TrainingRun) -> None:
+    """Raise UserError unless ``result``, read from ``path``, is of the last weights of ``run``."""
     folders = checkpoint_folders(run.root)
     if not folders:
         raise UserError(
             f"{run.root} has no checkpoint to match its evaluation with; put it back, or delete "
             f"the run, and {HINT}"
         )
-    return CheckpointRecord.load(folders[-1])
-
-
-def _require_last_checkpoint(path: Path, result: EvaluationResult, run: TrainingRun) -> None:
-    """Raise UserError unless ``result``, read from ``path``, is of the last weights of ``run``."""
-    if result.step != run.step:
-        raise UserError(f"{path} is of step {result.step}, the run has {run.step}; {HINT}")
-    checkpoint = _last_checkpoint(run)
-    if result.checkpoint_hash != checkpoint.hash:
+    checkpoint = CheckpointRecord.load(folders[-1])
+    if (result.step, result.checkpoint_hash) != (run.step, checkpoint.hash):
         raise UserError(
-            f"{path} is of other weights than {checkpoint.root} (it names {result.checkpoint}); "
-            f"{HINT}"
+            f"{path} is of other weights (step {result.step} of {result.checkpoint}) than "
+            f"{checkpoint.root}; {HINT}"
         )
-
-
-def _require_same_settings(runs: Sequence[TrainingRun]) -> None:
-    """Raise UserError unless the base runs differ in their mixture and seed only."""
-    first = runs[0]
-    one = first.provenance.options
-    for run in runs[1:]:
-        other = run.provenance.options
-        for key in dict.fromkeys([*one, *other]):
-            if key not in MAY_DIFFER and one.get(key) != other.get(key):
-                raise UserError(
-                    f"{run.root} and {first.root} differ in the option {key} "
-                    f"({other.get(key)} and {one.get(key)}); compare runs that differ in their "
-                    "mixture and seed only"
-                )
 
 
 def require_choice(options: CompareMethodsOptions, methods: Collection[str]) -> None:
@@ -416,42 +388,37 @@ def require_evaluations(options: CompareMethodsOptions) -> None:
 
 def comparison_table(compared: MethodComparison) -> Table:
     """A column per mixture: weights, average perplexity over seeds, and cost to obtain it."""
-    baseline, averages = compared.baseline, compared.averages
-    means, deviations = averages.mean(axis=1), averages.std(axis=1, ddof=1)
-    gaps = [compared.difference(each, baseline) for each in compared]
-
-    def except_baseline(texts: Iterable[str]) -> list[str]:
-        return [MISSING if e is baseline else t for e, t in zip(compared, texts, strict=True)]
-
-    better = (f"{compared.domains_better(each)} of {len(compared.domains)}" for each in compared)
-    summary = [
-        ["average perplexity", *cells_of(means, format_perplexity, min)],
-        ["  standard deviation across seeds", *map(format_perplexity, deviations)],
-        [
-            f"  minus {baseline.label}'s, paired",
-            *except_baseline(f"{gap.mean:+.2f}" for gap in gaps),
-        ],
-        ["  standard error of that", *except_baseline(f"{gap.standard_error:.2f}" for gap in gaps)],
-        [f"domains better than {baseline.label}", *except_baseline(better)],
-    ]
-    forms: list[tuple[str, str, Callable[[float], str]]] = [
-        ("FLOPs to obtain the mixture", "flops", lambda n: format_flops(n) if n else "0"),
-        ("device-seconds for that", "device_seconds", "{:,.1f}".format),
-    ]
-    for label, unit, form in forms:
-        amounts = [each.amounts[unit] for each in compared]
-        summary.append([label, *(UNKNOWN if each is None else form(each) for each in amounts)])
-    for unit, label in UNITS.items() if compared.reference is not None else ():
-        assert compared.reference is not None
-        ratios = [format_multiple(compared.multiple(each, unit)) for each in compared]
-        summary.append([f"{label} / {compared.reference.label}'s", *ratios])
+    baseline, reference, count = compared.baseline, compared.reference, len(compared.domains)
+    rows = {
+        "average_perplexity": ("average perplexity", format_perplexity),
+        "standard_deviation": ("  standard deviation across seeds", format_perplexity),
+        "less_baseline": (f"  minus {baseline.label}'s, paired", "{:+.2f}".format),
+        "standard_error": ("  standard error of that", "{:.2f}".format),
+        "domains_better": (f"domains better than {baseline.label}", f"{{}} of {count}".format),
+        "flops": ("FLOPs to obtain the mixture", lambda n: format_flops(n) if n else "0"),
+        "device_seconds": ("device-seconds for that", "{:,.1f}".format),
+    }
+    for unit, label in UNITS.items() if reference is not None else ():
+        rows[f"{unit}_by_reference"] = (
+            f"{label} / {reference.label}'s",
+            lambda ratio: f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x",
+        )
+    summary = []
+    for key, (label, form) in rows.items():
+        values = [details[key] for details in compared.details.values()]
+        cells = cells_of(values, form, min if key == "average_perplexity" else None)
+        if key in ("less_baseline", "standard_error", "domains_better"):
+            cells[compared.mixtures.index(baseline)] = MISSING
+        if key in UNITS:
+            cells = [
+                UNKNOWN if value is None else c for value, c in zip(values, cells, strict=True)
+            ]
+        summary.append([label, *cells])
+    weights = [each.mixture.weights for each in compared.mixtures]
     return Table.of(
         "Mixtures head to head",
-        ["weight of", *(each.label for each in compared)],
-        [
-            [name, *(format_weight(each.mixture.weights.get(name, 0.0)) for each in compared)]
-            for name in compared.domains
-        ],
+        ["weight of", *(each.label for each in compared.mixtures)],
+        [[d, *(format_weight(each.get(d, 0.0)) for each in weights)] for d in compared.domains],
         summary,
         notes(compared),
     )
@@ -463,7 +430,7 @@ def domain_table(compared: MethodComparison) -> Table:
     deviations = compared.perplexities.std(axis=1, ddof=1)
     return Table.of(
         "Held-out perplexity by domain",
-        ["domain", *(each.label for each in compared)],
+        ["domain", *(each.label for each in compared.mixtures)],
         [
             [name, *cells_of(means[:, k], format_perplexity, min, deviations[:, k])]
             for k, name in enumerate(compared.domains)
@@ -472,17 +439,10 @@ def domain_table(compared: MethodComparison) -> Table:
     )
 
 
-def format_multiple(multiple: float | None) -> str:
-    """Like "9.8x"; '-' for None."""
-    if multiple is None:
-        return MISSING
-    return f"{multiple:.2f}x" if multiple < 10 else f"{multiple:.1f}x"
-
-
 def notes(compared: MethodComparison) -> list[str]:
     """Notes below the table: protocol, significance and cost accounting."""
-    first, baseline, seeds = compared.mixtures[0], compared.baseline, compared.options.seeds
-    run, protocol = first.runs[0], first.results[0].protocol
+    mixtures, baseline, seeds = compared.mixtures, compared.baseline, compared.options.seeds
+    run, protocol = mixtures[0].runs[0], mixtures[0].results[0].protocol
     most = f", at most {protocol.max_tokens:,} tokens a domain" if protocol.max_tokens else ""
     sentences = [
         f"Each mixture was computed once and trains models of {run.parameters:,} parameters for "
@@ -494,73 +454,60 @@ def notes(compared: MethodComparison) -> list[str]:
     ]
     spread = compared.spread
     if spread is None:
-        sentences.append(
-            "All of these mixtures have the same weights and show the same models, so there is no "
-            "spread between mixtures."
-        )
+        sentences.append("All of these mixtures have the same weights and show the same models.")
     else:
-        verdict = (
-            "the mixtures are distinguishable"
-            if spread.is_distinguishable
-            else "the mixtures are not distinguishable: train the base models longer, or more of "
-            "them"
-        )
+        verdict = "the mixtures are distinguishable"
+        if not spread["is_told_apart"]:
+            verdict = "the mixtures are not distinguishable: train longer, or more base models"
         sentences.append(
-            f"Spread between mixtures over spread between seeds: {spread.mixtures:.2f} / "
-            f"{spread.seeds:.2f} = {spread.ratio:.1f}; the threshold is {LEAST_RATIO:g}, so "
-            f"{verdict}. The first is the standard deviation of the mixtures' means over seeds, "
-            "the second that of single models after removing the means of their mixture and of "
-            f"their seed; without any effect of the mixture the ratio is around "
-            f"{len(seeds) ** -0.5:.1f}."
+            "Standard deviation of the mixtures' means over seeds, divided by that of single "
+            "models without the effects of their mixture and seed: "
+            f"{spread['between_mixtures']:.2f} / {spread['between_seeds']:.2f} = "
+            f"{spread['ratio']:.1f}; the threshold is {LEAST_RATIO:g}, so {verdict}. Without any "
+            f"effect of the mixture it is around {len(seeds) ** -0.5:.1f}."
         )
     unclear = [
         each.label
-        for each in compared
+        for i, each in enumerate(mixtures)
         if (each.same_as or each.label) != (baseline.same_as or baseline.label)
-        and not compared.difference(each, baseline).is_clear
+        and not compared.is_clear(i, mixtures.index(baseline))
     ]
     if unclear:
         sentences.append(
             f"No significant difference from {baseline.label} (95% interval of the paired "
             f"difference, Student's t over {len(seeds)} seeds): {', '.join(unclear)}."
         )
-    means = dict(zip(compared.options.mixtures, compared.averages.mean(axis=1), strict=True))
-    own = [each for each in compared if each.same_as is None]
-    ranked = sorted(own, key=lambda each: means[each.name])
+    own = [i for i, each in enumerate(mixtures) if each.same_as is None]
+    ranked = sorted(own, key=lambda i: compared.averages[i].mean())
     if len(ranked) > 1:
         pairs = [
-            f"{better.label} and {worse.label}"
+            f"{mixtures[better].label} and {mixtures[worse].label}"
             for better, worse in itertools.pairwise(ranked)
-            if not compared.difference(worse, better).is_clear
+            if not compared.is_clear(worse, better)
         ]
         doubt = f" No significant difference between neighbours: {', '.join(pairs)}."
-        order = " < ".join(each.label for each in ranked)
+        order = " < ".join(mixtures[i].label for i in ranked)
         sentences.append(f"In order of average perplexity: {order}.{doubt if pairs else ''}")
     sentences.append(
-        "Intervals are not corrected for the number of pairs: of twenty mixtures without any "
-        "effect about one would seem different. The domains in which a mixture is better are those "
-        "with a lower mean over seeds, by however little: a mixture without any effect would be "
-        "better in about half of them."
+        "Intervals are not corrected for the number of pairs: of twenty mixtures without effect "
+        "about one would seem different, and each would be better in about half of the domains."
     )
     sentences += [
         f"{each.label} has the weights of {each.same_as}: the same models are shown."
-        for each in compared
+        for each in mixtures
         if each.same_as is not None
     ]
     sentences.append(
-        "The cost to obtain a mixture is complete, as if it were the only one: every proxy "
-        "trained for it (Chameleon's, also DoReMi's reference, all members of a swarm), passes "
-        "over held-out text, embeddings, and the final algebra or fit. FLOPs are counted from the "
-        "models' shapes; device-seconds are seconds times the devices (GPUs or CPU processes) "
-        "held, without process start-up."
+        "The cost of a mixture has every proxy and every member of a swarm, held-out passes, "
+        "embeddings and the final fit, as if it were the only one. FLOPs are counted from the "
+        "models' shapes; device-seconds are seconds times devices held, without start-up."
     )
-    sentences += [
+    return sentences + [
         f"The cost of {each.label} is unknown, since these are missing or have no cost: "
         f"{', '.join(each.paid.missing)}."
-        for each in compared
+        for each in mixtures
         if not each.paid.is_known
     ]
-    return sentences
 
 
 def cost_figure(compared: MethodComparison) -> Figure:
@@ -571,7 +518,8 @@ def cost_figure(compared: MethodComparison) -> Figure:
     """
     figure = figures.new_figure(8.0, 4.8)
     axes = figure.add_subplot()
-    flops = np.array([e.amounts["flops"] for e in compared], dtype=np.float64)  # None becomes NaN
+    # None becomes NaN.
+    flops = np.array([found["flops"] for found in compared.details.values()], dtype=np.float64)
     places = places_of(flops)
     handles = []
     for i, averages in enumerate(compared.averages):
@@ -587,7 +535,7 @@ def cost_figure(compared: MethodComparison) -> Figure:
     axes.set_ylabel("average held-out perplexity")
     axes.grid(color=figures.GRID_COLOR)
     figures.tidy(axes)
-    figures.legend_above(figure, handles, [each.label for each in compared])
+    figures.legend_above(figure, handles, [each.label for each in compared.mixtures])
     return figure
 
 
@@ -616,22 +564,19 @@ def ticks_of(flops: Array, places: Array) -> dict[float, str]:
     return ticks
 
 
-def _require_own(path: Path, suffixes: Sequence[str]) -> None:
-    """Raise UserError if ``path``, also with ``suffixes``, is not an earlier comparison."""
-    if path.is_file() and read_json(path, "choose another name").keys() >= {"seeds", "mixtures"}:
-        return
-    require_new([path, *map(path.with_suffix, suffixes)], "choose another name")
-
-
 def _write_record(compared: MethodComparison, path: Path, page: str) -> None:
     """Write date, machine, command and tables as JSON and Markdown."""
-    runs = [run for each in compared for run in each.runs]
-    layout, versions = _last_checkpoint(runs[0]).layout, runs[0].provenance.versions
+    runs = [run for each in compared.mixtures for run in each.runs]
+    versions = runs[0].provenance.versions
+    layout = CheckpointRecord.load(checkpoint_folders(runs[0].root)[-1]).layout
     commits = [c for c in dict.fromkeys(run.provenance.git_commit for run in runs) if c]
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
+    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
     machine = {
         "device": layout["device"],
         "devices_of_a_base_run": layout["world_size"],
-        "processor": processor_name(),
+        "processor": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "system": platform.platform(),
@@ -659,79 +604,31 @@ def _write_record(compared: MethodComparison, path: Path, page: str) -> None:
     print(f"recorded in {path} and {path.with_suffix('.md')}")
 
 
-def processor_name() -> str:
-    """The processor's model name on Linux, elsewhere its architecture."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        text = ""
-    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
-    return models[0] if models else platform.machine()
-
-
 def as_json(compared: MethodComparison) -> dict[str, Any]:
     """Every figure of the comparison, unrounded."""
-    spread, first = compared.spread, compared.mixtures[0]
+    spread, first, reference = compared.spread, compared.mixtures[0], compared.reference
+    if spread is not None and not spread["between_seeds"]:
+        spread["ratio"] = None
     run = first.runs[0]
     return {
         "seeds": list(compared.options.seeds),
         "domains": list(compared.domains),
         "baseline": compared.baseline.name,
-        "reference": None if compared.reference is None else compared.reference.name,
-        "spread": None
-        if spread is None
-        else {
-            "between_mixtures": spread.mixtures,
-            "between_seeds": spread.seeds,
-            "ratio": spread.ratio if spread.seeds else None,
-            "is_told_apart": spread.is_distinguishable,
-        },
+        "reference": None if reference is None else reference.name,
+        "spread": spread,
         "base_model": {"parameters": run.parameters, "steps": run.step, "tokens": run.tokens},
         "protocol": dataclasses.asdict(first.results[0].protocol),
-        "mixtures": {each.name: _details(compared, i) for i, each in enumerate(compared)},
-    }
-
-
-def _details(compared: MethodComparison, i: int) -> dict[str, Any]:
-    mixture, averages = compared.mixtures[i], compared.averages[i]
-    gap = compared.difference(mixture, compared.baseline)
-    # [s, k]
-    perplexity = pd.DataFrame(
-        compared.perplexities[i],
-        index=[f"seed {seed}" for seed in compared.options.seeds],
-        columns=list(compared.domains),
-    )
-    return {
-        "label": mixture.label,
-        "same_models_as": mixture.same_as,
-        "weights": mixture.mixture.weights,
-        "average_perplexity": averages.mean(),
-        "standard_deviation": averages.std(ddof=1),
-        "less_baseline": gap.mean,
-        "standard_error": gap.standard_error,
-        "half_width_95": gap.half_width,
-        "domains_better": compared.domains_better(mixture),
-        **mixture.amounts,
-        **{f"{unit}_by_reference": compared.multiple(mixture, unit) for unit in UNITS},
-        "cost_made_of": list(mixture.paid.parts),
-        "cost_missing": list(mixture.paid.missing),
-        "perplexity": perplexity.to_dict("index"),
-        "mean_perplexity": perplexity.mean().to_dict(),
-        "perplexity_standard_deviation": perplexity.std().to_dict(),
+        "mixtures": compared.details,
     }
 
 
 def as_csv(compared: MethodComparison) -> str:
     """A line per mixture: its figures, the average of each seed, then weights by domain."""
     lines = []
-    for i, each in enumerate(compared):
-        line: dict[str, float | int | str] = {"mixture": each.name}
-        details = _details(compared, i).items()
-        line |= {k: v for k, v in details if isinstance(v, float | int | str)}
-        seeds = zip(compared.options.seeds, compared.averages[i], strict=True)
-        line |= {f"average_perplexity_seed_{seed}": average for seed, average in seeds}
-        line |= {f"weight:{d}": each.mixture.weights.get(d, 0.0) for d in compared.domains}
-        lines.append(line)
-    columns = list(dict.fromkeys(column for line in lines for column in line))
-    texts = [[line.get(column, "") for column in columns] for line in lines]
-    return csv_text(pd.DataFrame(texts, columns=columns, dtype=object))
+    for (name, details), averages in zip(compared.details.items(), compared.averages, strict=True):
+        line = {k: v for k, v in details.items() if isinstance(v, float | int | str)}
+        for seed, average in zip(compared.options.seeds, averages, strict=True):
+            line[f"average_perplexity_seed_{seed}"] = average
+        weights = {f"weight:{d}": details["weights"].get(d, 0.0) for d in compared.domains}
+        lines.append({"mixture": name, **line, **weights})
+    return csv_text(pd.DataFrame(lines, dtype=object).fillna(""))

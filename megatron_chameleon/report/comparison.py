@@ -7,7 +7,7 @@ import functools
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pandas as pd
 
@@ -23,6 +23,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import (
     EVALUATION,
+    MIXTURE,
     RunFolder,
     first_uniform,
     require_one_corpus,
@@ -36,7 +37,7 @@ from megatron_chameleon.report.tables import (
     format_perplexity,
     unique_labels,
 )
-from megatron_chameleon.report.weights import WeightColumns
+from megatron_chameleon.report.weights import rows_by_domain, weight_columns
 
 # Loss differences beyond this many standard errors are unlikely to be due to the sampled documents.
 SURE = 2.0
@@ -53,6 +54,18 @@ class Evaluated:
     result: EvaluationResult
     run: TrainingRun | None
 
+    @property
+    def seed(self) -> int | None:
+        """The seed in the name; None if it has none."""
+        found = _SEED.search(self.name)
+        return None if found is None else int(found[1])
+
+    def has_weights_of(self, other: Evaluated) -> bool:
+        """Whether both were trained with the same weights."""
+        if self.run is None or other.run is None:
+            return False
+        return same_weights(self.run.mixture, other.run.mixture)
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -64,7 +77,7 @@ class Comparison:
     @property
     def others(self) -> tuple[Evaluated, ...]:
         """The runs that are compared with the baseline."""
-        return tuple(run for run in self.runs if run is not self.baseline)
+        return self.runs if self.baseline is None else self.runs[1:]
 
     @property
     def domains(self) -> list[str]:
@@ -85,34 +98,32 @@ class Comparison:
         }
         return pd.DataFrame(columns, index=self.domains)
 
-    def domains_better(self, run: Evaluated) -> int:
-        """Number of domains where the perplexity of ``run`` is below the baseline's."""
-        assert self.baseline is not None
-        return int((self.perplexity[run.name] < self.perplexity[self.baseline.name]).sum())
+    def domains_better(self, runs: Sequence[Evaluated], than: Sequence[Evaluated]) -> int:
+        """Number of domains where the mean perplexity of ``runs`` is below that of ``than``."""
+        ours, theirs = (
+            self.perplexity[[r.name for r in each]].mean(axis=1) for each in (runs, than)
+        )
+        return int((ours < theirs).sum())
+
+    def table(
+        self,
+        title: str,
+        header: Iterable[str],
+        row: Callable[[str], Sequence[str]],
+        summary: Iterable[Sequence[str]] = (),
+        notes: Iterable[str] = (),
+    ) -> Table:
+        """A table of ``row`` of each domain; figures of a domain left out are '-'."""
+        names = ["domain", *header]
+        dashes = [[name, *[MISSING] * (len(names) - 1)] for name in self.left_out]
+        rows = [[name, *row(name)] for name in self.domains]
+        return Table.of(title, names, rows + dashes, summary, notes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Mean and sample standard deviation of ``count`` figures, one per seed.
-
-    ``deviation`` is None for a single figure and where a figure is infinite.
-    """
-
-    mean: float
-    deviation: float | None
-    count: int
-
-    @classmethod
-    def of(cls, figures: Sequence[float]) -> Spread:
-        """Of at least one figure."""
-        known = len(figures) > 1 and all(map(math.isfinite, figures))
-        deviation = statistics.stdev(figures) if known else None
-        return cls(sum(figures) / len(figures), deviation, len(figures))
-
-    def __str__(self) -> str:
-        """For example '20.12 ± 0.31 over 3 seeds'."""
-        figure = cells_of([self.mean], format_perplexity, errors=[self.deviation])[0]
-        return f"{figure} over {self.count} seed{'s' if self.count > 1 else ''}"
+def spread_of(figures: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; NaN for a single figure or where one is infinite."""
+    known = len(figures) > 1 and all(map(math.isfinite, figures))
+    return sum(figures) / len(figures), statistics.stdev(figures) if known else math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,31 +138,15 @@ class SeedGroup:
     runs: tuple[Evaluated, ...]
 
     @property
-    def perplexity(self) -> Spread:
-        """Of the runs' average perplexities."""
-        return Spread.of([run.result.mean_perplexity for run in self.runs])
+    def averages(self) -> list[float]:
+        """Average perplexity of each run."""
+        return [run.result.mean_perplexity for run in self.runs]
 
-    def perplexity_of(self, domain: str) -> Spread:
-        """Of the runs' perplexities on one domain."""
-        return Spread.of([run.result.domains[domain].perplexity for run in self.runs])
-
-    def minus(self, other: SeedGroup) -> Spread | None:
-        """Average perplexity minus that of ``other``, paired by seed; None without such a pair."""
-        theirs = {seed_of(run.name): run.result.mean_perplexity for run in other.runs}
-        differences = [
-            run.result.mean_perplexity - theirs[seed]
-            for run in self.runs
-            if (seed := seed_of(run.name)) is not None and seed in theirs
-        ]
-        finite = [difference for difference in differences if math.isfinite(difference)]
-        return Spread.of(finite) if finite else None
-
-    def domains_better(self, other: SeedGroup) -> int:
-        """Number of domains where the mean perplexity over seeds is below that of ``other``."""
-        return sum(
-            self.perplexity_of(name).mean < other.perplexity_of(name).mean
-            for name in self.runs[0].result.domains
-        )
+    def __str__(self) -> str:
+        """For example '20.12 ± 0.31 over 3 seeds'."""
+        mean, deviation = spread_of(self.averages)
+        figure = cells_of([mean], format_perplexity, errors=[deviation])[0]
+        return f"{figure} over {len(self.runs)} seed{'s' if len(self.runs) > 1 else ''}"
 
 
 def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
@@ -174,10 +169,6 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
     require_one_corpus([folder])
     require_comparable(results)
     (first_name, first), *others = results.items()
-    if not first.domains:
-        raise UserError(
-            f"{EVALUATION}/{first_name}.json: field domains is empty; run the evaluation again"
-        )
     for name, result in others:
         different = set(first.domains) ^ set(result.domains)
         if different:
@@ -192,17 +183,17 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
     return Comparison(runs, runs[0] if chosen is not None else None)
 
 
-def mixture_of(folder: RunFolder, evaluated: Evaluated) -> tuple[str, Mixture] | None:
-    """Name and content of the file in 4-mixture with the weights that the run was trained with.
+def mixture_of(folder: RunFolder, evaluated: Evaluated) -> Mixture | None:
+    """The file in 4-mixture with the weights that the run was trained with.
 
     Of several, the one that the run is named after is preferred.
     """
     if evaluated.run is None:
         return None
     weights = evaluated.run.mixture
-    same = [(n, m) for n, m in folder.mixtures.items() if same_weights(m.weights, weights)]
+    same = [name for name, m in folder.mixtures.items() if same_weights(m.weights, weights)]
     own = _named_after(folder, evaluated.name, evaluated.run)
-    return min(same, key=lambda item: item[0] != own, default=None)
+    return folder.mixtures[min(same, key=lambda name: name != own)] if same else None
 
 
 def _named_after(folder: RunFolder, name: str, run: TrainingRun) -> str | None:
@@ -223,47 +214,40 @@ def _named_after(folder: RunFolder, name: str, run: TrainingRun) -> str | None:
 def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
     """Sentences on differences that limit the comparability of the runs."""
     found = []
-    known = [(run.label, run.run) for run in comparison.runs if run.run is not None]
+    known = [(run, run.run) for run in comparison.runs if run.run is not None]
     aspects = {
         "evaluated at step": [(run.label, run.result.step) for run in comparison.runs],
-        "parameters": [(label, run.parameters) for label, run in known],
-        "training tokens": [(label, run.tokens) for label, run in known],
+        "parameters": [(run.label, trained.parameters) for run, trained in known],
+        "training tokens": [(run.label, trained.tokens) for run, trained in known],
     }
     for aspect, values in aspects.items():
         if len({value for _, value in values}) > 1:
             each = ", ".join(f"{label} {value:,}" for label, value in values)
             found.append(f"The runs differ in '{aspect}': {each}.")
-    unfinished = [f"{label} ({run.status})" for label, run in known if run.status != "finished"]
+    unfinished = [f"{r.label} ({t.status})" for r, t in known if t.status != "finished"]
     if unfinished:
         found.append(f"Training has not finished: {', '.join(unfinished)}.")
-    for evaluated in comparison.runs:
-        run = evaluated.run
-        if run is None or mixture_of(folder, evaluated) is not None:
-            continue
-        name = _named_after(folder, evaluated.name, run)
-        if name is not None:
+    for run, trained in known:
+        name = _named_after(folder, run.name, trained)
+        if name is not None and mixture_of(folder, run) is None:
             found.append(
-                f"{folder.place('mixtures', name)} has changed since {run.root} was trained with "
-                "it: its intervals are not shown."
+                f"{folder.paths[f'{MIXTURE}/{name}']} has changed since {trained.root} was trained "
+                "with it: its intervals are not shown."
             )
     return found
-
-
-def seed_of(name: str) -> int | None:
-    """The seed in the name of a run; None if it has none."""
-    found = _SEED.search(name)
-    return None if found is None else int(found[1])
 
 
 def seed_groups(comparison: Comparison) -> list[SeedGroup]:
     """The evaluated runs grouped by method, the baseline's group first."""
     groups: list[list[Evaluated]] = []
     for run in comparison.runs:
-        group = next((each for each in groups if _differ_by_seed(run, each[0])), None)
-        if group is None:
-            groups.append([run])
+        for group in groups:
+            stems = {_SEED.sub("-seed", each.name, count=1) for each in (run, group[0])}
+            if run.seed is not None and len(stems) == 1 and run.has_weights_of(group[0]):
+                group.append(run)
+                break
         else:
-            group.append(run)
+            groups.append([run])
     first = {group[0].name: group[0] for group in groups}
     methods = run_labels({n: run.run for n, run in first.items() if run.run is not None}, first)
     labels = {}
@@ -273,21 +257,9 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
             label = methods[name] if methods[name] != name else _SEED.sub("", name, count=1)
         labels[name] = label
     return [
-        SeedGroup(label, tuple(sorted(group, key=lambda run: seed_of(run.name) or 0)))
+        SeedGroup(label, tuple(sorted(group, key=lambda run: run.seed or 0)))
         for label, group in zip(unique_labels(labels).values(), groups, strict=True)
     ]
-
-
-def _differ_by_seed(run: Evaluated, other: Evaluated) -> bool:
-    stems = [_SEED.sub("-seed", each.name, count=1) for each in (run, other)]
-    has_seed = seed_of(run.name) is not None
-    return has_seed and stems[0] == stems[1] and _share_weights(run, other)
-
-
-def _share_weights(run: Evaluated, other: Evaluated) -> bool:
-    if run.run is None or other.run is None:
-        return False
-    return same_weights(run.run.mixture, other.run.mixture)
 
 
 def findings(comparison: Comparison) -> list[str]:
@@ -300,11 +272,11 @@ def findings(comparison: Comparison) -> list[str]:
         return verdicts(comparison)
     over = f"over {len(comparison.domains)} domains"
     return [
-        f"{group.label} has an average perplexity of {group.perplexity}, {over}; ± is the standard "
-        "deviation across seeds."
+        f"{group.label} has an average perplexity of {group}, {over}; ± is the standard deviation "
+        "across seeds."
         if len(group.runs) > 1
-        else f"{group.label} has an average perplexity of "
-        f"{format_perplexity(group.perplexity.mean)} {over}."
+        else f"{group.label} has an average perplexity of {format_perplexity(*group.averages)} "
+        f"{over}."
         for group in groups
     ]
 
@@ -312,40 +284,45 @@ def findings(comparison: Comparison) -> list[str]:
 def verdicts(comparison: Comparison) -> list[str]:
     """A sentence per method that is compared with the baseline."""
     baseline, found = comparison.baseline, []
-    if baseline is None:
-        return []
     reference, *groups = seed_groups(comparison)
-    for group in groups:
-        spread, other, paired, note = group.perplexity, reference.perplexity, "", ""
-        mean, theirs = spread.mean, other.mean
+    for group in groups if baseline is not None else ():
+        assert baseline is not None
+        mean, theirs = spread_of(group.averages)[0], spread_of(reference.averages)[0]
+        paired, note, label = "", "", group.label
         if len(group.runs) == 1:
-            (run,) = group.runs
-            mean, theirs = run.result.mean_perplexity, baseline.result.mean_perplexity
+            (run,), theirs = group.runs, baseline.result.mean_perplexity
             error = mean_perplexity_difference(run.result, baseline.result).error
             paired = "" if error is None else f"{mean - theirs:+.2f} ± {error:.2f}"
-            again = ", trained with the same weights," if _share_weights(run, baseline) else ""
+            again = ", trained with the same weights," if run.has_weights_of(baseline) else ""
             averages = (
-                f"{run.label}{again} has an average perplexity of {format_perplexity(mean)}, "
+                f"{label}{again} has an average perplexity of {format_perplexity(mean)}, "
                 f"{baseline.label} of {format_perplexity(theirs)}"
             )
-            lower, better = run.label, comparison.domains_better(run)
+            better = comparison.domains_better([run], [baseline])
         else:
-            difference = group.minus(reference)
-            if difference is not None and difference.deviation is not None:
-                paired = (
-                    f"{difference.mean:+.2f} ± {difference.deviation:.2f} paired by the "
-                    f"{difference.count} seeds that both have"
-                )
-            averages = f"{group.label} has an average perplexity of {spread}, {reference.label} of "
-            averages += str(other)
-            lower, better = f"the mean of {group.label}", group.domains_better(reference)
+            by_seed = {
+                r.seed: r.result.mean_perplexity for r in reference.runs if r.seed is not None
+            }
+            gaps = [
+                r.result.mean_perplexity - by_seed[r.seed] for r in group.runs if r.seed in by_seed
+            ]
+            gaps = [gap for gap in gaps if math.isfinite(gap)]
+            if len(gaps) > 1:
+                paired = "{:+.2f} ± {:.2f}".format(*spread_of(gaps))
+                paired += f" paired by the {len(gaps)} seeds that both have"
+            averages = f"{label} has an average perplexity of {group}, {reference.label} of "
+            averages += str(reference)
+            label, better = (
+                f"the mean of {label}",
+                comparison.domains_better(group.runs, reference.runs),
+            )
             note = " ± is the standard deviation across seeds."
         change = ""
         if math.isfinite(mean) and math.isfinite(theirs):
             change = f" ({mean / theirs - 1:+.1%}{', ' if paired else ''}{paired})"
         found.append(
-            f"{averages}{change}; {lower} is lower in {better} of "
-            f"{len(comparison.domains)} domains.{note}"
+            f"{averages}{change}; {label} is lower in {better} of {len(comparison.domains)} "
+            f"domains.{note}"
         )
     return found
 
@@ -356,31 +333,36 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     The average gives each domain the same weight, as in the paper's tables.
     """
     runs, baseline, domains = comparison.runs, comparison.baseline, comparison.domains
-    weighted = _weight_columns(folder, comparison)
-    header = [name for column in weighted for name in column.header()]
-    blank = [""] * len(header)
+    # The distinct mixtures of the runs; the baseline's only where there is no other run.
+    mixed: list[Evaluated] = []
+    for run in comparison.others or runs:
+        if run.run is not None and not any(run.has_weights_of(other) for other in mixed):
+            mixed.append(run)
+    columns = {}
+    for run in mixed:
+        assert run.run is not None
+        label = run.label if len(mixed) > 1 else ""
+        columns |= weight_columns(label, run.run.mixture, mixture_of(folder, run))
     unigram = {name: loss.unigram_perplexity for name, loss in runs[0].result.domains.items()}
-
-    def row(name: str, figures: Sequence[str]) -> list[str]:
-        return [name, *(cell for column in weighted for cell in column.cells(name)), *figures]
-
+    weights = {
+        name: texts for name, *texts in rows_by_domain([*domains, *comparison.left_out], columns)
+    }
     rows = [
-        row(
+        [
             name,
-            [
-                format_perplexity(unigram[name]),
-                *cells_of(comparison.perplexity.loc[name], format_perplexity, min),
-            ],
-        )
+            *weights[name],
+            format_perplexity(unigram[name]),
+            *cells_of(comparison.perplexity.loc[name], format_perplexity, min),
+        ]
         for name in domains
     ]
-    rows += [row(name, [MISSING] * (1 + len(runs))) for name in comparison.left_out]
-    mean_unigram = math.fsum(unigram.values()) / len(unigram)
-    averages = [run.result.mean_perplexity for run in runs]
-    average_cells = cells_of(averages, format_perplexity, min)
-    summary = [["average", *blank, format_perplexity(mean_unigram), *average_cells]]
+    rows += [[name, *weights[name], *[MISSING] * (1 + len(runs))] for name in comparison.left_out]
+    blank, averages = [""] * len(columns), [run.result.mean_perplexity for run in runs]
+    mean_unigram = format_perplexity(math.fsum(unigram.values()) / len(unigram))
+    summary = [["average", *blank, mean_unigram, *cells_of(averages, format_perplexity, min)]]
     if baseline is not None and comparison.others:
-        counts = [f"{comparison.domains_better(r)} of {len(domains)}" for r in comparison.others]
+        better = [comparison.domains_better([run], [baseline]) for run in comparison.others]
+        counts = [f"{count} of {len(domains)}" for count in better]
         label = f"domains better than {baseline.label}"
         summary.append([label, *blank, "", MISSING, *counts])
     marked = "; the lowest of each row is marked" if len(runs) > 1 else ""
@@ -389,19 +371,8 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
         empty = ", ".join(comparison.left_out)
         notes.append(f"Nothing to predict, and not in the average: {empty}.")
     notes += [*caveats(folder, comparison), *verdicts(comparison)]
-    columns = ["domain", *header, "unigram perplexity", *(f"perplexity {r.label}" for r in runs)]
-    return Table.of("Held-out perplexity", columns, rows, summary, notes)
-
-
-def _weight_columns(folder: RunFolder, comparison: Comparison) -> list[WeightColumns]:
-    """The distinct mixtures of the runs; the baseline's only where there is no other run."""
-    found: list[WeightColumns] = []
-    for run in comparison.others or comparison.runs:
-        if run.run is None or any(same_weights(run.run.mixture, c.weights) for c in found):
-            continue
-        file = mixture_of(folder, run)
-        found.append(WeightColumns(run.label, run.run.mixture, file[1] if file else None))
-    return [dataclasses.replace(found[0], label="")] if len(found) == 1 else found
+    header = ["domain", *columns, "unigram perplexity", *(f"perplexity {r.label}" for r in runs)]
+    return Table.of("Held-out perplexity", header, rows, summary, notes)
 
 
 def seed_table(comparison: Comparison) -> Table | None:
@@ -413,55 +384,53 @@ def seed_table(comparison: Comparison) -> Table | None:
     if all(len(group.runs) == 1 for group in groups):
         return None
 
-    def row(name: str, domain: str | None) -> list[str]:
-        found = [g.perplexity if domain is None else g.perplexity_of(domain) for g in groups]
-        means, errors = [spread.mean for spread in found], [spread.deviation for spread in found]
-        return [name, *cells_of(means, format_perplexity, min, errors)]
+    def cells(figures: Iterable[Sequence[float]]) -> list[str]:
+        means, deviations = zip(*map(spread_of, figures), strict=True)
+        return cells_of(means, format_perplexity, min, deviations)
 
-    rows = [row(name, name) for name in comparison.domains]
-    rows += [[name, *[MISSING] * len(groups)] for name in comparison.left_out]
-    summary = [row("average", None)]
+    def row(name: str) -> list[str]:
+        return cells(comparison.perplexity.loc[name, [r.name for r in g.runs]] for g in groups)
+
+    summary = [["average", *cells(group.averages for group in groups)]]
     if comparison.baseline is not None and len(groups) > 1:
-        reference, count = groups[0], len(comparison.domains)
-        better = [f"{group.domains_better(reference)} of {count}" for group in groups[1:]]
-        summary.append([f"domains better than {reference.label}", MISSING, *better])
+        reference = groups[0]
+        better = [comparison.domains_better(group.runs, reference.runs) for group in groups[1:]]
+        counts = [f"{count} of {len(comparison.domains)}" for count in better]
+        summary.append([f"domains better than {reference.label}", MISSING, *counts])
     seeds = ", ".join(f"{group.label} {len(group.runs)}" for group in groups)
-    return Table.of(
-        "Held-out perplexity over seeds",
-        ["domain", *(f"perplexity {group.label}" for group in groups)],
-        rows,
-        summary,
-        [f"Means over seeds ± the standard deviation across seeds; seeds: {seeds}."],
-    )
+    note = f"Means over seeds ± the standard deviation across seeds; seeds: {seeds}."
+    header = [f"perplexity {group.label}" for group in groups]
+    return comparison.table("Held-out perplexity over seeds", header, row, summary, [note])
 
 
 def loss_table(comparison: Comparison) -> Table:
     """Per domain: predicted tokens, the loss of every run, and the others' minus the baseline's."""
     runs, baseline = comparison.runs, comparison.baseline
     others = comparison.others if baseline else ()
-    first = runs[0].result.domains
-    differences = {
-        run.name: [
+    # [others][k]
+    differences = [
+        [
             loss_difference(run.result.domains[name], baseline.result.domains[name])
             for name in comparison.domains
         ]
         for run in others
         if baseline is not None
-    }
-    rows = []
-    for i, name in enumerate(comparison.domains):
+    ]
+
+    def row(name: str) -> list[str]:
         losses = [run.result.domains[name] for run in runs]
-        means, errors = [each.loss for each in losses], [each.loss_error for each in losses]
-        cells = cells_of(means, "{:.4f}".format, errors=errors)
-        for found in differences.values():
-            cells += cells_of([found[i].value], "{:+.4f}".format, errors=[found[i].error])
-        rows.append([name, f"{first[name].tokens:,}", *cells])
-    rows += [[name, *[MISSING] * (1 + len(runs) + len(others))] for name in comparison.left_out]
+        errors = [each.loss_error for each in losses]
+        cells = cells_of([each.loss for each in losses], "{:.4f}".format, errors=errors)
+        gaps = [found[comparison.domains.index(name)] for found in differences]
+        errors = [gap.error for gap in gaps]
+        cells += cells_of([gap.value for gap in gaps], "{:+.4f}".format, errors=errors)
+        return [f"{losses[0].tokens:,}", *cells]
+
     summary = []
     for label, sign in (("surely lower", -1), ("surely higher", 1)) if others else ():
         known = [
             [sign * each.value > SURE * each.error for each in found if each.error is not None]
-            for found in differences.values()
+            for found in differences
         ]
         counts = [f"{sum(each)} of {len(each)}" if each else MISSING for each in known]
         summary.append([label, *[""] * (1 + len(runs)), *counts])
@@ -475,33 +444,26 @@ def loss_table(comparison: Comparison) -> Table:
             f"Differences to {label} are paired: both models predict the same tokens. The last "
             f"rows count those beyond {SURE:g} standard errors."
         )
-    header = ["domain", "tokens", *(f"loss {run.label}" for run in runs)]
+    header = ["tokens", *(f"loss {run.label}" for run in runs)]
     header += [f"{run.label} minus {label}" for run in others]
-    return Table.of("Held-out loss", header, rows, summary, notes)
+    return comparison.table("Held-out loss", header, row, summary, notes)
 
 
 def bits_per_byte_table(comparison: Comparison) -> Table | None:
     """Per domain: bytes of text and bits per byte of every run; None where no bytes are known."""
     runs = comparison.runs
-    first = runs[0].result.domains
-    if not any(domain.text_bytes for domain in first.values()):
+    if not any(domain.text_bytes for domain in runs[0].result.domains.values()):
         return None
 
-    def row(name: str, losses: list[DomainLoss]) -> list[str]:
-        size = first[name].text_bytes
-        bits = [each.bits_per_byte for each in losses]
-        errors = [each.bits_per_byte_error for each in losses]
-        cells = cells_of(bits, "{:.4f}".format, min, errors)
-        return [name, MISSING if size is None else f"{size:,}", *cells]
+    def row(name: str) -> list[str]:
+        losses: list[DomainLoss] = [run.result.domains[name] for run in runs]
+        size, errors = losses[0].text_bytes, [each.bits_per_byte_error for each in losses]
+        cells = cells_of([each.bits_per_byte for each in losses], "{:.4f}".format, min, errors)
+        return [MISSING if size is None else f"{size:,}", *cells]
 
-    rows = [row(name, [run.result.domains[name] for run in runs]) for name in comparison.domains]
-    rows += [[name, *[MISSING] * (1 + len(runs))] for name in comparison.left_out]
-    return Table.of(
-        "Bits per byte",
-        ["domain", "bytes of text", *(run.label for run in runs)],
-        rows,
-        notes=[
-            "Bits of loss per UTF-8 byte of the predicted text, comparable across tokenizers; ± "
-            "the standard error over documents."
-        ],
+    note = (
+        "Bits of loss per UTF-8 byte of the predicted text, comparable across tokenizers; ± the "
+        "standard error over documents."
     )
+    header = ["bytes of text", *(run.label for run in runs)]
+    return comparison.table("Bits per byte", header, row, notes=[note])

@@ -22,15 +22,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.swarm import SwarmRecord
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import BASE, EMBEDDINGS, MIXTURE, PROXY, STAGES, RunFolder
-from megatron_chameleon.report.tables import (
-    MISSING,
-    UNKNOWN,
-    Table,
-    format_flops,
-    format_hours,
-    format_ratio,
-    format_seconds,
-)
+from megatron_chameleon.report.tables import MISSING, UNKNOWN, Table, format_flops, format_hours
 
 # Costs of other mixtures are divided by that of the first mixture of the first of these methods.
 REFERENCE_METHODS = ("chameleon-pretrain", "chameleon-finetune")
@@ -98,15 +90,6 @@ class Ledger:
         """Of everything, each artifact counted once."""
         return sum(self.entries.values(), start=Cost())
 
-    @property
-    def reference(self) -> str | None:
-        """The mixture that the others' costs are divided by: Chameleon's, where there is one."""
-        for method in REFERENCE_METHODS:
-            for name, mixture in self.mixtures.items():
-                if mixture.mixture.method == method:
-                    return name
-        return None
-
 
 def ledger_of(folder: RunFolder) -> Ledger:
     """Sum the recorded costs of ``folder``.
@@ -121,23 +104,21 @@ def ledger_of(folder: RunFolder) -> Ledger:
         UserError: if an artifact is damaged.
     """
     proxies = {}
-    for name, run in folder.proxies.items():
+    for run in folder.proxies.values():
         for checkpoint in run.checkpoints:
             # A damaged checkpoint is no reason to fail: the mixture's proxy is listed as missing.
             with contextlib.suppress(UserError):
-                proxies[CheckpointRecord.load(run.root / checkpoint).hash] = name
-    mixtures = {}
-    for name, mixture in folder.mixtures.items():
-        place = folder.place("mixtures", name).resolve()
-        parts, missing = _made_from(folder, mixture, proxies, (place,))
-        own = {f"{MIXTURE}/{name}": mixture.cost}
-        mixtures[name] = MixtureCost(mixture, own | parts, tuple(dict.fromkeys(missing)))
-    entries = folder.costs()
+                proxies[CheckpointRecord.load(run.root / checkpoint).hash] = run
+    mixtures, entries = {}, folder.costs()
     if folder.sweep is not None:
         paths = [(folder.sweep.root / point.mixture).resolve() for point in folder.sweep.points]
         entries |= {_entry(folder, p): Mixture.load(p).cost for p in paths if p.is_file()}
-    for cost in mixtures.values():
-        entries |= cost.parts
+    for name, mixture in folder.mixtures.items():
+        entry = f"{MIXTURE}/{name}"
+        parts, missing = _made_from(folder, mixture, proxies, (folder.paths[entry].resolve(),))
+        missing = list(dict.fromkeys(missing))
+        mixtures[name] = MixtureCost(mixture, {entry: mixture.cost, **parts}, tuple(missing))
+        entries |= mixtures[name].parts
 
     def stage_of(entry: str) -> int:
         stage = entry.partition("/")[0]
@@ -152,8 +133,8 @@ def cost_tables(folder: RunFolder) -> list[Table]:
     ledger = ledger_of(folder)
 
     def cells(cost: Cost) -> list[str]:
-        seconds = map(format_seconds, (cost.wall_seconds, cost.device_seconds))
-        return [format_flops(cost.flops), *seconds]
+        seconds = (cost.wall_seconds, cost.device_seconds)
+        return [format_flops(cost.flops), *(f"{s:.1f}" if s else MISSING for s in seconds)]
 
     stages = Table.of(
         "Cost",
@@ -169,19 +150,24 @@ def cost_tables(folder: RunFolder) -> list[Table]:
 
 
 def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
-    """FLOPs and device-hours per mixture, including its inputs, and their ratios."""
-    reference = ledger.mixtures[ledger.reference] if ledger.reference else None
+    """FLOPs and device-hours per mixture, including its inputs, and multiples of Chameleon's."""
+    by_method = {m.mixture.method: n for n, m in reversed(ledger.mixtures.items())}
+    reference = next((by_method[m] for m in REFERENCE_METHODS if m in by_method), None)
     by_paper = any("paper_flops" in m.mixture.parameters for m in ledger.mixtures.values())
     header = ["mixture", "FLOPs", "device-hours"]
     if reference is not None:
-        header += [f"FLOPs / {ledger.reference}", f"device-hours / {ledger.reference}"]
+        header += [f"FLOPs / {reference}", f"device-hours / {reference}"]
     rows = []
     for name, mixture in ledger.mixtures.items():
         row = [name, *mixture.cells()]
         if reference is not None:
-            known, a, b = mixture.is_known and reference.is_known, mixture.cost, reference.cost
-            ratios = [(a.flops, b.flops), (a.device_seconds, b.device_seconds)]
-            row += [format_ratio(*pair) if known else MISSING for pair in ratios]
+            unit, cost = ledger.mixtures[reference], mixture.cost
+            known = mixture.is_known and unit.is_known
+            pairs = [(cost.flops, unit.cost.flops)]
+            pairs.append((cost.device_seconds, unit.cost.device_seconds))
+            for ratio in (a / b if known and a and b else 0.0 for a, b in pairs):
+                form = f"{ratio:.2g}x" if ratio < 0.995 else f"{ratio:.1f}x"
+                row.append(form if ratio else MISSING)
         rows.append([*row, format_flops(mixture.paper_flops)] if by_paper else row)
     notes = [
         "Includes the proxies and embeddings that a mixture was made from. What several mixtures "
@@ -209,34 +195,33 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
 
 
 def _made_from(
-    folder: RunFolder, mixture: Mixture, proxies: Mapping[str, str], path: tuple[Path, ...]
+    folder: RunFolder, mixture: Mixture, proxies: Mapping[str, TrainingRun], path: tuple[Path, ...]
 ) -> tuple[dict[str, Cost], list[str]]:
     """Costs of a mixture's inputs, and descriptions of missing ones.
 
     Args:
         folder: of the run.
         mixture: whose parts are looked up.
-        proxies: checkpoint hash -> name of the run in 2-proxy that saved it.
+        proxies: checkpoint hash -> the run in 2-proxy that saved it.
         path: the mixture's file last, preceded by those of the mixtures that it is a part of.
     """
     parts: dict[str, Cost] = {}
+    missing: list[str] = []
     named = mixture.parameters.get("made_from")
     if named is None:
         checkpoint = mixture.provenance.inputs.get("checkpoint") if mixture.provenance else None
-        missing: list[str] = []
         if checkpoint is None:
             return parts, missing
-        if checkpoint in proxies:
-            run = folder.proxies[proxies[checkpoint]]
-            parts[_entry(folder, run.root.resolve())] = run.cost
-        else:
-            missing.append(f"the training of its model, which is not in {PROXY}")
         recipe = mixture.parameters.get("embedding")
         stores = [s for s in folder.embeddings.values() if dataclasses.asdict(s.recipe) == recipe]
+        inputs = [proxies.get(checkpoint), *stores[:1]]
+        parts |= {_entry(folder, each.root.resolve()): each.cost for each in inputs if each}
+        if checkpoint not in proxies:
+            missing.append(f"the training of its model, which is not in {PROXY}")
         if not stores:
             missing.append(f"its embeddings, which are not in {EMBEDDINGS}")
-        return parts | {_entry(folder, s.root.resolve()): s.cost for s in stores[:1]}, missing
-    missing = [str(part) for part in mixture.parameters.get("unknown_costs", ())]
+        return parts, missing
+    missing += map(str, mixture.parameters.get("unknown_costs", ()))
     for place in ((path[-1].parent / str(name)).resolve() for name in named):
         if place.is_file() and place.suffix == ".json":
             part = Mixture.load(place)
@@ -265,13 +250,11 @@ def _costs_at(place: Path) -> Iterator[tuple[Path, Cost]]:
 
 def _entry(folder: RunFolder, place: Path) -> str:
     """Ledger key of the artifact at ``place``, independent of the referring path."""
-    known = folder.entries_by_place.get(place)
-    if known is not None:
-        return known
+    if place in folder.entries:
+        return folder.entries[place]
     name = place.with_suffix("") if place.suffix == ".json" else place
-    roots = folder.merged.roots if folder.merged else {folder.root: ""}
-    for path, appended in roots.items():
+    for path, ending in folder.roots.items():
         root = path.resolve()
         if name.is_relative_to(root):
-            return name.relative_to(root).as_posix() + (f" ({appended})" if appended else "")
+            return name.relative_to(root).as_posix() + (f" ({ending})" if ending else "")
     return name.as_posix()

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from megatron_chameleon.artifacts.downstream_result import (
     Accuracy,
     DownstreamResult,
-    TaskScore,
     require_same_questions,
 )
 from megatron_chameleon.report.run_folder import (
@@ -32,19 +31,29 @@ class DownstreamRun:
     label: str
     result: DownstreamResult
 
-    def mean(self, task: str) -> Accuracy | None:
-        """Mean accuracy over all numbers of shots; None unless it has all of them."""
-        score = self.result.tasks.get(task)
-        return None if score is None else score.mean
+    def accuracy(self, task: str, shots: int | None = None) -> Accuracy | None:
+        """Accuracy with ``shots`` solved examples, or the mean over all numbers of shots.
 
-    def at(self, task: str, shots: int) -> Accuracy | None:
-        """Accuracy with ``shots`` solved examples, where it was evaluated."""
+        None where it was not evaluated; no mean unless it has all of them.
+        """
         score = self.result.tasks.get(task)
-        return None if score is None else score.by_shots.get(shots)
+        if score is None:
+            return None
+        return score.mean if shots is None else score.by_shots.get(shots)
 
-    def average(self, tasks: Iterable[str]) -> Accuracy | None:
-        """Average over ``tasks``, which it has; None of no task."""
-        return average_of(self.mean(task) for task in tasks)
+    def average(self, tasks: Iterable[str], shots: int | None = None) -> Accuracy | None:
+        """Average over ``tasks``, which it has, each with the same weight; None of no task.
+
+        Tasks have different questions, so their squared standard errors add up.
+        """
+        known = [found for task in tasks if (found := self.accuracy(task, shots)) is not None]
+        if not known:
+            return None
+        mean = math.fsum(each.accuracy for each in known) / len(known)
+        errors = [each.standard_error for each in known if each.standard_error is not None]
+        if len(errors) < len(known):
+            return Accuracy(mean, None)
+        return Accuracy(mean, math.sqrt(math.fsum(error**2 for error in errors)) / len(known))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,28 +64,20 @@ class DownstreamComparison:
         runs: at least one.
         baseline: one of ``runs``.
         tasks: all tasks that any run was to be evaluated on, in order.
-        complete: the tasks that every run has with every number of shots.
     """
 
     runs: tuple[DownstreamRun, ...]
     baseline: DownstreamRun | None
     tasks: tuple[str, ...]
-    complete: tuple[str, ...]
 
-    @property
-    def shots(self) -> list[int]:
-        """The evaluated numbers of solved examples before each question."""
-        return self.runs[0].result.protocol.shots
-
-    @property
-    def others(self) -> tuple[DownstreamRun, ...]:
-        """The runs that are compared with the baseline."""
-        return tuple(run for run in self.runs if run is not self.baseline)
+    def complete(self, shots: int | None = None) -> list[str]:
+        """The tasks that every run has with this, or with every number of shots."""
+        return [task for task in self.tasks if all(r.accuracy(task, shots) for r in self.runs)]
 
     def tasks_better(self, run: DownstreamRun, tasks: Iterable[str]) -> int:
         """In how many of ``tasks``, which all have, ``run`` is more accurate than the baseline."""
         assert self.baseline is not None
-        pairs = [(run.mean(task), self.baseline.mean(task)) for task in tasks]
+        pairs = [(run.accuracy(task), self.baseline.accuracy(task)) for task in tasks]
         return sum(a.accuracy > b.accuracy for a, b in pairs if a is not None and b is not None)
 
 
@@ -96,23 +97,31 @@ def compare_downstream(
     results = folder.downstream
     if not results:
         return None
-    require_same_questions(_shared_parts(results))
+    # Compare the tasks and numbers of shots that all have.
+    everyone = list(results.values())
+    tasks = set.intersection(*(set(result.tasks) for result in everyone))
+    shots = {t: set.intersection(*(set(r.tasks[t].by_shots) for r in everyone)) for t in tasks}
+    shared = {}
+    for name, result in results.items():
+        kept = {}
+        for task, score in result.tasks.items():
+            by_shots = {n: s for n, s in score.by_shots.items() if n in shots.get(task, ())}
+            if by_shots:
+                mean = math.fsum(each.accuracy for each in by_shots.values()) / len(by_shots)
+                kept[task] = dataclasses.replace(
+                    score, by_shots=by_shots, mean=Accuracy(mean, None)
+                )
+        shared[name] = dataclasses.replace(result, tasks=kept)
+    require_same_questions(shared)
     runs = {name: base_run_of(folder, name) for name in results}
     run_label, count = run_labels(folder.base_runs, runs.values()), Counter(runs.values())
     labels = unique_labels({n: run_label[r] if count[r] == 1 else n for n, r in runs.items()})
     chosen = baseline or first_uniform(folder, runs.values())
     names = sorted(results, key=lambda name: runs[name] != chosen)  # stable: others stay sorted
     found = tuple(DownstreamRun(runs[name], labels[name], results[name]) for name in names)
-    planned = (
-        task
-        for run in found
-        for task in (*run.result.tasks, *(gap.task for gap in run.result.gaps))
-    )
-    tasks = tuple(dict.fromkeys(planned))
-    complete = tuple(task for task in tasks if all(run.mean(task) for run in found))
-    return DownstreamComparison(
-        found, found[0] if found[0].name == chosen else None, tasks, complete
-    )
+    planned = [t for r in found for t in (*r.result.tasks, *(gap.task for gap in r.result.gaps))]
+    first = found[0] if found[0].name == chosen else None
+    return DownstreamComparison(found, first, tuple(dict.fromkeys(planned)))
 
 
 def base_run_of(folder: RunFolder, name: str) -> str:
@@ -125,21 +134,6 @@ def base_run_of(folder: RunFolder, name: str) -> str:
     return same[0] if len(same) == 1 else name
 
 
-def average_of(accuracies: Iterable[Accuracy | None]) -> Accuracy | None:
-    """Average of those that are not None, each with the same weight; None of none.
-
-    Tasks have different questions, so their squared standard errors add up.
-    """
-    known = [each for each in accuracies if each is not None]
-    if not known:
-        return None
-    mean = math.fsum(each.accuracy for each in known) / len(known)
-    errors = [each.standard_error for each in known if each.standard_error is not None]
-    if len(errors) < len(known):
-        return Accuracy(mean, None)
-    return Accuracy(mean, math.sqrt(math.fsum(error**2 for error in errors)) / len(known))
-
-
 def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Table]:
     """Accuracy in percent by task: the mean over shots, and by number of shots.
 
@@ -148,46 +142,50 @@ def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Ta
     found = compare_downstream(folder, baseline)
     if found is None:
         return []
+
+    def row(name: str, accuracies: Sequence[Accuracy | None]) -> list[str]:
+        values = [None if each is None else each.accuracy for each in accuracies]
+        errors = [None if each is None else each.standard_error for each in accuracies]
+        return [name, *cells_of(values, lambda share: f"{100 * share:.1f}", max, errors)]
+
+    def rows(all_shots: Sequence[int | None]) -> tuple[list[list[str]], list[list[str]]]:
+        """Rows of accuracies, and of their averages over the tasks that all runs have."""
+        name = {shots: "" if shots is None else f", {shots}-shot" for shots in all_shots}
+        by_task = [
+            row(f"{task}{name[shots]}", [run.accuracy(task, shots) for run in found.runs])
+            for task in found.tasks
+            for shots in all_shots
+        ]
+        return by_task, [
+            row(f"average{name[n]}", [r.average(found.complete(n), n) for r in found.runs])
+            for n in all_shots
+        ]
+
     header = ["task", *(run.label for run in found.runs)]
-    rows = [[task, *accuracy_cells([run.mean(task) for run in found.runs])] for task in found.tasks]
-    averages = [run.average(found.complete) for run in found.runs]
-    summary = [["average", *accuracy_cells(averages)]]
-    if found.baseline is not None and found.others:
-        count = len(found.complete)
-        better = [f"{found.tasks_better(r, found.complete)} of {count}" for r in found.others]
-        summary.append([f"tasks better than {found.baseline.label}", MISSING, *better])
-    means = Table.of(
-        "Downstream accuracy, mean over shots (%)", header, rows, summary, _notes(found)
-    )
-    rows, summary = [], []
-    for task in found.tasks:
-        for shots in found.shots:
-            accuracies = [run.at(task, shots) for run in found.runs]
-            rows.append([f"{task}, {shots}-shot", *accuracy_cells(accuracies)])
-    for shots in found.shots:
-        by_task = [[run.at(task, shots) for run in found.runs] for task in found.tasks]
-        full = [accuracies for accuracies in by_task if None not in accuracies]
-        mean = [average_of(column) for column in zip(*full, strict=True)]
-        summary.append(
-            [f"average, {shots}-shot", *accuracy_cells(mean or [None] * len(found.runs))]
-        )
+    means, averages = rows([None])
+    if found.baseline is not None and len(found.runs) > 1:
+        tasks = found.complete()
+        better = [f"{found.tasks_better(run, tasks)} of {len(tasks)}" for run in found.runs[1:]]
+        averages.append([f"tasks better than {found.baseline.label}", MISSING, *better])
     note = (
         "± is the standard error over questions. Each average is over the tasks that all runs have "
         "with that number of shots."
     )
-    title = "Downstream accuracy by number of shots (%)"
-    return [means, Table.of(title, header, rows, summary, [note])]
+    title, by_shots = "Downstream accuracy, mean over shots (%)", rows(_shots(found))
+    return [
+        Table.of(title, header, means, averages, _notes(found)),
+        Table.of("Downstream accuracy by number of shots (%)", header, *by_shots, [note]),
+    ]
 
 
-def accuracy_cells(accuracies: Sequence[Accuracy | None]) -> list[str]:
-    """Percentages like '41.2 ± 0.9', the highest marked."""
-    values = [None if each is None else each.accuracy for each in accuracies]
-    errors = [None if each is None else each.standard_error for each in accuracies]
-    return cells_of(values, lambda share: f"{100 * share:.1f}", max, errors)
+def _shots(found: DownstreamComparison) -> list[int]:
+    """The evaluated numbers of solved examples before each question."""
+    return found.runs[0].result.protocol.shots
 
 
 def _notes(found: DownstreamComparison) -> list[str]:
-    protocol = found.runs[0].result.protocol
+    """Protocol and metrics, and what was not evaluated."""
+    protocol, complete = found.runs[0].result.protocol, found.complete()
     limit = "" if protocol.limit is None else f", the first {protocol.limit:,} questions of a task"
     notes = [
         f"Mean over {listed([str(shots) for shots in protocol.shots])} solved examples before each "
@@ -202,60 +200,37 @@ def _notes(found: DownstreamComparison) -> list[str]:
     metrics = [f"{METRIC_NAMES.get(m, m)} ({m}): {', '.join(ts)}" for m, ts in by_metric.items()]
     if metrics:
         notes.append(f"Scored by {'; by '.join(metrics)}.")
-    left_out = [task for task in found.tasks if task not in found.complete]
+    left_out = [task for task in found.tasks if task not in complete]
     if left_out:
         notes.append(
-            f"The average and the count are over the {len(found.complete)} of {len(found.tasks)} "
+            f"The average and the count are over the {len(complete)} of {len(found.tasks)} "
             f"tasks that all runs have in full; left out: {', '.join(left_out)}."
         )
     gaps: dict[str, list[str]] = {}
+    truncated = []
     for run in found.runs:
-        for gap in _gaps_of(found, run):
+        # The gaps that its file states, then those that only the other files show.
+        stated = {gap.task for gap in run.result.gaps}
+        own = [str(gap).rstrip(".") for gap in run.result.gaps]
+        for task in found.tasks:
+            lacking = [str(n) for n in _shots(found) if run.accuracy(task, n) is None]
+            if lacking and task not in stated:
+                shots = f", {listed(lacking)}-shot" if task in run.result.tasks else ""
+                hint = "missing from its evaluation; run the same command again"
+                own.append(f"{task}{shots}: {hint}")
+        for gap in own:
             gaps.setdefault(gap, []).append(run.label)
-    for gap, labels in gaps.items():
-        of = "" if len(labels) == len(found.runs) else f" for {listed(labels)}"
-        notes.append(f"Not evaluated{of}: {gap}.")
-    for run in found.runs:
         counts = {
             task: sum(each.truncated_requests for each in score.by_shots.values())
             for task, score in run.result.tasks.items()
         }
-        cut = [f"{task} {count:,}" for task, count in counts.items() if count]
+        cut = ", ".join(f"{task} {count:,}" for task, count in counts.items() if count)
         if cut:
-            notes.append(
+            truncated.append(
                 f"{run.label}: requests longer than the model's context, truncated at the "
-                f"beginning: {', '.join(cut)}."
+                f"beginning: {cut}."
             )
-    return notes
-
-
-def _gaps_of(found: DownstreamComparison, run: DownstreamRun) -> list[str]:
-    """The gaps that its file states, and those that only the other files show."""
-    stated = {gap.task for gap in run.result.gaps}
-    gaps = [str(gap).rstrip(".") for gap in run.result.gaps]
-    for task in found.tasks:
-        lacking = [str(shots) for shots in found.shots if run.at(task, shots) is None]
-        if task in stated or not lacking:
-            continue
-        shots = f", {listed(lacking)}-shot" if task in run.result.tasks else ""
-        gaps.append(f"{task}{shots}: missing from its evaluation; run the same command again")
-    return gaps
-
-
-def _shared_parts(results: dict[str, DownstreamResult]) -> dict[str, DownstreamResult]:
-    """Each result restricted to the tasks and numbers of shots that all have."""
-    everyone = list(results.values())
-    tasks = set.intersection(*(set(result.tasks) for result in everyone))
-    shots = {t: set.intersection(*(set(r.tasks[t].by_shots) for r in everyone)) for t in tasks}
-    return {
-        name: dataclasses.replace(
-            result, tasks={t: _only(s, shots[t]) for t, s in result.tasks.items() if shots.get(t)}
-        )
-        for name, result in results.items()
-    }
-
-
-def _only(score: TaskScore, shots: set[int]) -> TaskScore:
-    kept = {number: each for number, each in score.by_shots.items() if number in shots}
-    mean = math.fsum(each.accuracy for each in kept.values()) / len(kept)
-    return dataclasses.replace(score, by_shots=kept, mean=Accuracy(mean, None))
+    for gap, labels in gaps.items():
+        of = "" if len(labels) == len(found.runs) else f" for {listed(labels)}"
+        notes.append(f"Not evaluated{of}: {gap}.")
+    return notes + truncated

@@ -6,13 +6,13 @@ map, both safe for colour-vision deficiencies.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
+import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -98,15 +98,17 @@ class Picture:
 
 def png(figure: Figure) -> bytes:
     """The figure as PNG; equal figures give equal bytes."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
-    return stream.getvalue()
+    return _saved(figure, format="png", dpi=DPI, metadata={"Software": None})
 
 
 def pdf(figure: Figure) -> bytes:
     """The figure as PDF; equal figures give equal bytes."""
+    return _saved(figure, format="pdf", metadata={"CreationDate": None})
+
+
+def _saved(figure: Figure, **options: Any) -> bytes:
     stream = io.BytesIO()
-    figure.savefig(stream, format="pdf", metadata={"CreationDate": None})
+    figure.savefig(stream, **options)
     return stream.getvalue()
 
 
@@ -114,17 +116,25 @@ def svg_content(figure: Figure, name: str) -> str:
     """The content of the ``<svg>`` element of ``figure``; equal figures give equal text.
 
     Args:
-        figure: with the colours of ``report.figures``. matplotlib escapes its texts.
+        figure: with the colours of ``report.figures``; saved as PNG and PDF before, since images
+            and points are changed for the page. matplotlib escapes its texts.
         name: salts the ids, so that several figures can be in one page.
     """
-    stream = io.BytesIO()
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    no_metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    # Browsers scale images of as many pixels as their data without smoothing; points in an image
+    # could not change colour.
+    images = [i for axes in figure.axes for i in axes.images if i.get_interpolation() == "nearest"]
+    points = [line for axes in figure.axes for line in axes.lines if line.get_rasterized()]
+    are_many = sum(np.size(line.get_xdata()) for line in points) > MOST_POINTS
+    for image in images:
+        image.set_interpolation("none")
+    for line in points:
+        line.set_rasterized(are_many)
     settings = {"svg.fonttype": "none", "svg.hashsalt": name}
-    with _for_a_page(figure), matplotlib.rc_context(settings), warnings.catch_warnings():
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
         # The reader's browser has more fonts than matplotlib.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(stream, format="svg", dpi=IMAGE_DPI, metadata=no_metadata)
-    text = stream.getvalue().decode("utf-8")
+        text = _saved(figure, format="svg", dpi=IMAGE_DPI, metadata=no_metadata).decode("utf-8")
     text = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
     # Its style would leak into the page; ids of groups repeat in every figure and are never
     # referenced.
@@ -157,28 +167,6 @@ def _share_style(group: re.Match[str]) -> str:
     return f'{group[1]} style="{styles.pop()}">{_SVG_STYLE.sub("", group[2])}'
 
 
-@contextlib.contextmanager
-def _for_a_page(figure: Figure) -> Iterator[None]:
-    """Write images with as many pixels as their data, and few points as elements.
-
-    Browsers scale such images without smoothing; points in an image could not change colour.
-    """
-    images = [i for axes in figure.axes for i in axes.images if i.get_interpolation() == "nearest"]
-    points = [line for axes in figure.axes for line in axes.lines if line.get_rasterized()]
-    is_image = sum(np.size(line.get_xdata()) for line in points) > MOST_POINTS
-    for image in images:
-        image.set_interpolation("none")
-    for line in points:
-        line.set_rasterized(is_image)
-    try:
-        yield
-    finally:
-        for image in images:
-            image.set_interpolation("nearest")
-        for line in points:
-            line.set_rasterized(True)
-
-
 def freeze_layout(figure: Figure) -> None:
     """Lay out ``figure`` once for all files that are made of it."""
     figure.draw_without_rendering()
@@ -190,7 +178,7 @@ def weights_picture(folder: RunFolder) -> Picture:
     title, mixtures = "Weight of each domain", weight_series(folder)
     if not mixtures:
         return Picture("weights", title, missing="4-mixture holds no mixture but uniform")
-    shown, count = bar_domains(mixtures), len(_weights_by_domain(mixtures))
+    shown, count = bar_domains(mixtures)
     caption = "Share of training tokens by each mixture; the dashed line is uniform."
     if any(mixture.intervals for mixture in mixtures.values()):
         caption += " Whiskers are bootstrap intervals."
@@ -214,30 +202,24 @@ def weight_series(folder: RunFolder) -> dict[str, Mixture]:
         for name, mixture in folder.mixtures.items()
         if mixture.method != BASELINE_METHOD
     }
-    order: list[str | None] = [*MODE_LABELS, None]
+    order = list(MODE_LABELS)
     names = sorted(modes, key=lambda n: order.index(modes[n]) if modes[n] in order else len(order))
     count = list(modes.values()).count
     labels = {n: MODE_LABELS.get(modes[n] or "", n) if count(modes[n]) == 1 else n for n in names}
-    labels = unique_labels(labels)
-    return {labels[name]: folder.mixtures[name] for name in names}
+    return {label: folder.mixtures[name] for name, label in unique_labels(labels).items()}
 
 
-def bar_domains(mixtures: Mapping[str, Mixture]) -> list[str]:
-    """The domains with bars, by decreasing weight in the first mixture.
+def bar_domains(mixtures: Mapping[str, Mixture]) -> tuple[list[str], int]:
+    """The domains with bars, by decreasing weight in the first mixture, and how many there are.
 
     Of more than ``MOST_BARS``, those with the largest weight in any mixture.
     """
-    weights = _weights_by_domain(mixtures)
-    largest = weights.max(axis=1).sort_values(ascending=False, kind="stable")
-    shown = weights.loc[weights.index.isin(largest.index[:MOST_BARS])]
-    return list(shown.iloc[:, 0].sort_values(ascending=False, kind="stable").index)
-
-
-def _weights_by_domain(mixtures: Mapping[str, Mixture]) -> pd.DataFrame:
-    """Weights, 0 where a mixture has none, by domain (rows) and label (columns)."""
-    names = dict.fromkeys(name for mixture in mixtures.values() for name in mixture.weights)
+    names = list(dict.fromkeys(name for mixture in mixtures.values() for name in mixture.weights))
     columns = {label: mixture.weights for label, mixture in mixtures.items()}
-    return pd.DataFrame(columns, index=list(names)).fillna(0.0)
+    weights = pd.DataFrame(columns, index=names).fillna(0.0)
+    largest = weights.max(axis=1).sort_values(ascending=False, kind="stable").index[:MOST_BARS]
+    shown = weights.loc[weights.index.isin(largest)].iloc[:, 0]
+    return list(shown.sort_values(ascending=False, kind="stable").index), len(names)
 
 
 def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
@@ -246,7 +228,7 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
     Args:
         mixtures: label -> mixture, at least one; ``bar_domains`` are shown, the largest on top.
     """
-    names, count = bar_domains(mixtures), len(_weights_by_domain(mixtures))
+    names, count = bar_domains(mixtures)
     thickness = 0.8 / len(mixtures)
     figure = new_figure(8.0, 1.6 + min(len(names) * max(0.34, 0.19 * len(mixtures)), 22.0))
     axes = figure.add_subplot()
@@ -255,21 +237,13 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
         positions = np.arange(len(names)) + (i + 0.5) * thickness - 0.4
         weights = [mixture.weights.get(name, 0.0) for name in names]
         handles.append(axes.barh(positions, weights, thickness * 0.92, color=color_of(i))[0])
-        intervals = mixture.intervals or {}
-        there = [j for j, name in enumerate(names) if name in intervals]
-        if there:
+        ends = [(mixture.intervals or {}).get(name, (np.nan, np.nan)) for name in names]
+        if mixture.intervals:
             # End to end: the weight itself may lie outside a bootstrap interval.
-            low, high = np.array([intervals[names[j]] for j in there]).T
-            x, half = (low + high) / 2, (high - low) / 2
-            axes.errorbar(
-                x,
-                positions[there],
-                xerr=half,
-                fmt="none",
-                ecolor="black",
-                elinewidth=1.1,
-                capsize=2.5,
-            )
+            low, high = np.array(ends).T
+            there, look = ~np.isnan(low), {"fmt": "none", "ecolor": "black"}
+            middle, half = ((low + high) / 2)[there], ((high - low) / 2)[there]
+            axes.errorbar(middle, positions[there], xerr=half, elinewidth=1.1, capsize=2.5, **look)
     handles.append(axes.axvline(1 / count, color=REFERENCE_COLOR, linestyle="--", linewidth=1.2))
     axes.set_yticks(range(len(names)), [shortened(n, NAME_LIMIT) for n in names], parse_math=False)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -291,60 +265,60 @@ def _coverage(coverages: set[float | None]) -> str:
 
 def affinity_picture(folder: RunFolder) -> Picture:
     """Heat map of the first mixture that has an affinity matrix."""
-    title = "Affinity of the domains"
-    for label, mixture in weight_series(folder).items():
-        if mixture.affinity is None:
-            continue
-        names = list(mixture.weights)
-        if [len(row) for row in mixture.affinity] != [len(names)] * len(names):
-            raise UserError(
-                f"the {label} mixture in 4-mixture: field affinity is not {len(names)} x "
-                f"{len(names)}, as its weights require; run tools/compute_mixture.py again"
-            )
-        affinity = np.array(mixture.affinity, dtype=np.float64)
-        description = f"Heat map of {len(names)} by {len(names)} domains."
-        if len(names) > 1:
-            rows, columns = np.triu_indices(len(names), k=1)
-            pairs = affinity[rows, columns]
-            most, least = (
-                f"{names[rows[i]]} and {names[columns[i]]} ({pairs[i]:.3g})"
-                for i in (pairs.argmax(), pairs.argmin())
-            )
-            description += f" The most similar are {most}, the least similar {least}."
-        return Picture(
-            "affinity",
-            title,
-            f"Inner products of the domains' embeddings, of the {label} mixture: red where two "
-            "domains are similar, blue where they are opposite, white where neither.",
-            description,
-            affinity_figure(affinity, names),
+    title, series = "Affinity of the domains", weight_series(folder).items()
+    label, mixture = next(((n, m) for n, m in series if m.affinity is not None), ("", None))
+    if mixture is None:
+        return Picture("affinity", title, missing="no mixture in 4-mixture has an affinity matrix")
+    names, rows = list(mixture.weights), mixture.affinity or []
+    if [len(row) for row in rows] != [len(names)] * len(names):
+        raise UserError(
+            f"the {label} mixture in 4-mixture: field affinity is not {len(names)} x "
+            f"{len(names)}, as its weights require; run tools/compute_mixture.py again"
         )
-    return Picture("affinity", title, missing="no mixture in 4-mixture has an affinity matrix")
+    affinity = np.array(rows, dtype=np.float64)
+    description = f"Heat map of {len(names)} by {len(names)} domains."
+    if len(names) > 1:
+        pairs = list(itertools.combinations(range(len(names)), 2))
+        most, least = (
+            f"{names[i]} and {names[j]} ({affinity[i, j]:.3g})"
+            for i, j in (f(pairs, key=lambda pair: affinity[pair]) for f in (max, min))
+        )
+        description += f" The most similar are {most}, the least similar {least}."
+    return Picture(
+        "affinity",
+        title,
+        f"Inner products of the domains' embeddings, of the {label} mixture: red where two "
+        "domains are similar, blue where they are opposite, white where neither.",
+        description,
+        affinity_figure(affinity, names),
+    )
 
 
 def affinity_figure(affinity: NDArray[np.float64], names: Sequence[str]) -> Figure:
     """Heat map of the domain affinity [k, k]: white is 0, red positive, blue negative.
 
     The colour scale spans the entries off the diagonal, since the diagonal is often far larger;
-    entries beyond it have the end's colour.
+    entries beyond it have the end's colour. It spans at least a tenth of the largest entry, so that
+    nearly orthogonal domains look so.
     """
-    count, span = len(names), color_span(affinity)
+    count, sizes = len(names), np.abs(affinity)
+    largest = float(sizes.max(initial=0.0))
+    off_diagonal = float(sizes[~np.eye(count, dtype=bool)].max(initial=0.0))
+    span = max(off_diagonal, 0.1 * largest) or 1.0
     side = float(np.clip(2.4 + 0.42 * count, 5.0, 14.0))
     figure = new_figure(side + 1.2, side)
     axes = figure.add_subplot()
     image = axes.imshow(affinity, cmap="RdBu_r", vmin=-span, vmax=span, interpolation="nearest")
     ticks = range(0, count, -(-count // NAMES_ON_AN_AXIS))
     labels = [shortened(names[i], NAME_LIMIT) for i in ticks]
+    turned: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
     axes.set_yticks(ticks, labels, parse_math=False)
-    axes.set_xticks(
-        ticks, labels, parse_math=False, rotation=45, ha="right", rotation_mode="anchor"
-    )
+    axes.set_xticks(ticks, labels, parse_math=False, **turned)
     axes.tick_params(length=0, labelsize=10 if count <= 30 else 7)
     axes.spines[:].set_visible(False)
     for lines in (axes.hlines, axes.vlines):
         between = np.arange(1, count) - 0.5
         lines(between, -0.5, count - 0.5, color="white", linewidth=0.8)
-    largest = np.abs(affinity).max(initial=0.0)
     form = ".2f" if 0.1 <= largest < 1000 else ".1e"
     for (row, column), value in np.ndenumerate(affinity) if count <= CELLS_WITH_NUMBERS else ():
         color, text = LIGHT_TEXT if abs(value) > 0.6 * span else DARK_TEXT, format(value, form)
@@ -356,16 +330,6 @@ def affinity_figure(affinity: NDArray[np.float64], names: Sequence[str]) -> Figu
     bar.set_label("affinity (inner product of domain embeddings)")
     bar.outline.set_visible(False)
     return figure
-
-
-def color_span(affinity: NDArray[np.float64]) -> float:
-    """Absolute value at the ends of the colour map: the largest entry off the diagonal.
-
-    At least a tenth of the largest of all, so that nearly orthogonal domains look so.
-    """
-    size = np.abs(affinity)
-    off_diagonal = size[~np.eye(len(affinity), dtype=bool)].max(initial=0.0)
-    return float(max(off_diagonal, 0.1 * size.max(initial=0.0))) or 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -406,14 +370,11 @@ def smoothing_window(curve: pd.Series[float]) -> int:
 
 def smoothed(curve: pd.Series[float]) -> pd.Series[float]:
     """Centred running mean of steps and losses; half a window is left out at each end."""
-    window = smoothing_window(curve)
-    steps, losses = (
-        np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
-        if len(curve)
-        else values
-        for values in (curve.index.to_numpy(float), curve.to_numpy(float))
-    )
-    return pd.Series(losses, steps)
+    if curve.empty:
+        return curve
+    axes, window = (curve.to_numpy(float), curve.index.to_numpy(float)), smoothing_window(curve)
+    means = (np.lib.stride_tricks.sliding_window_view(a, window).mean(axis=1) for a in axes)
+    return pd.Series(*means)
 
 
 def thinned(curve: pd.Series[float], most: int) -> pd.Series[float]:
@@ -435,28 +396,20 @@ def outline(curve: pd.Series[float], most: int) -> pd.Series[float]:
     return curve.iloc[sorted({*ranges.idxmin(), *ranges.idxmax()})]
 
 
-def panel_domains(runs: Sequence[RunCurves]) -> list[str]:
-    """The domains with a panel of losses, in the order of the metrics.
+def panel_domains(runs: Sequence[RunCurves]) -> pd.Series[float]:
+    """The domains with losses, in the order of the metrics -> range of their last losses.
 
-    Of more than ``MOST_PANELS``, those whose last losses differ most between runs, or the first.
+    That is the highest minus the lowest of the runs, in training or else on held-out text.
     """
-    names = _domains_with_losses(runs)
-    chosen = sorted(names, key=lambda name: -_last_loss_range(runs, name))[:MOST_PANELS]
-    return [name for name in names if name in set(chosen)]
-
-
-def _domains_with_losses(runs: Sequence[RunCurves]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in (*run.domains, *run.validation)))
-
-
-def _last_loss_range(runs: Sequence[RunCurves], name: str) -> float:
-    """Highest minus lowest last loss of the runs, in training or else on held-out text."""
-    for curves in ([run.domains for run in runs], [run.validation for run in runs]):
-        last = [float(smoothed(found[name]).iloc[-1]) for found in curves if name in found]
-        last = [loss for loss in last if math.isfinite(loss)]
-        if len(last) > 1:
-            return max(last) - min(last)
-    return 0.0
+    names = dict.fromkeys(name for run in runs for name in (*run.domains, *run.validation))
+    ranges = pd.Series(0.0, list(names))
+    for name in names:
+        for curves in ([run.validation for run in runs], [run.domains for run in runs]):
+            last = [float(smoothed(found[name]).iloc[-1]) for found in curves if name in found]
+            last = [loss for loss in last if math.isfinite(loss)]
+            if len(last) > 1:
+                ranges[name] = max(last) - min(last)
+    return ranges
 
 
 def loss_picture(folder: RunFolder) -> Picture:
@@ -472,15 +425,15 @@ def loss_picture(folder: RunFolder) -> Picture:
         "All domains together at the top, each domain below. Thin lines are the recorded losses, "
         "bold ones their running mean, dots losses on held-out text."
     )
-    names = _domains_with_losses(runs)
-    if len(names) > MOST_PANELS and any(_last_loss_range(runs, name) for name in names):
+    ranges = panel_domains(runs)
+    if len(ranges) > MOST_PANELS and ranges.any():
         caption += (
-            f" Panels show {MOST_PANELS} of {len(names)} domains: those whose last losses (of the "
+            f" Panels show {MOST_PANELS} of {len(ranges)} domains: those whose last losses (of the "
             "running mean) differ most between the runs."
         )
-    elif len(names) > MOST_PANELS:
-        caption += f" Panels show the first {MOST_PANELS} of {len(names)} domains."
-    count = len(panel_domains(runs))
+    elif len(ranges) > MOST_PANELS:
+        caption += f" Panels show the first {MOST_PANELS} of {len(ranges)} domains."
+    count = min(len(ranges), MOST_PANELS)
     panels = f", and a panel for each of {count} domains" if count else ""
     sentences = [f"Line chart of the training loss of {len(runs)} base runs{panels}."]
     for run in shown[:MOST_RUNS]:
@@ -493,18 +446,22 @@ def loss_picture(folder: RunFolder) -> Picture:
 
 
 def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) -> Figure:
-    """Training loss of all runs in one panel, and a small panel for each of ``panel_domains``.
+    """Training loss of all runs in one panel, and small panels of at most ``MOST_PANELS`` domains.
 
-    Thin lines are recorded losses, bold lines their running mean; dots are losses on held-out text.
-    Domain panels leave out the first tenth of the steps, which would flatten the rest.
+    Of more domains, those whose last losses differ most between runs, or the first. Thin lines are
+    recorded losses, bold lines their running mean; dots are losses on held-out text. Domain panels
+    leave out the first tenth of the steps, which would flatten the rest.
     """
-    names = panel_domains(runs)
+    ranges = panel_domains(runs)
+    chosen = ranges.sort_values(ascending=False, kind="stable").index[:MOST_PANELS]
+    names = [name for name in ranges.index if name in chosen]
     columns = min(5, max(3, round(len(names) ** 0.5)))
     rows = -(-len(names) // columns)
     figure = new_figure(9.5, 4.2 + 1.75 * rows)
     grid = figure.add_gridspec(1 + rows, columns, height_ratios=[2.0] + [1.0] * rows)
     axes = figure.add_subplot(grid[0, :])
-    handles = [_draw_curve(axes, r.total, color_of(i), _style(i)) for i, r in enumerate(runs)]
+    styles = [LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)] for i in range(len(runs))]
+    handles = [_draw_curve(axes, r.total, color_of(i), styles[i]) for i, r in enumerate(runs)]
     handles += [
         _draw_curve(axes, run.total, PROXY_COLOR, LINE_STYLES[(i + 1) % len(LINE_STYLES)])
         for i, run in enumerate(proxies)
@@ -520,12 +477,15 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
     for i, name in enumerate(names):
         panel = figure.add_subplot(grid[1 + i // columns, i % columns])
         for j, run in enumerate(runs):
-            if name in run.domains:
-                curve = _after_the_start(run.domains[name])
-                _draw_curve(panel, curve, color_of(j), _style(j), width=1.4, most=most)
-            if name in run.validation:
-                points = _after_the_start(run.validation[name])
-                panel.plot(points.index, points, "o", color=color_of(j), markersize=3.5)
+            for curves in (run.domains, run.validation):
+                if name not in curves:
+                    continue
+                curve = curves[name]
+                curve = curve[curve.index > 0.1 * curve.index.max()]
+                if curves is run.domains:
+                    _draw_curve(panel, curve, color_of(j), styles[j], width=1.4, most=most)
+                else:
+                    panel.plot(curve.index, curve, "o", color=color_of(j), markersize=3.5)
         panel.tick_params(labelsize=8)
         panel.grid(color=GRID_COLOR)
         panel.set_xlim(left=0)
@@ -538,10 +498,11 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
         figure.supxlabel(f"training step ({left_out})", fontsize=10)
     else:
         axes.set_xlabel("training step")
+    labels = [run.label for run in (*runs, *proxies)]
     if any(run.validation for run in runs):
         handles.append(Line2D([], [], color=REFERENCE_COLOR, marker="o", linestyle="none", ms=4))
-    labels = [*(run.label for run in (*runs, *proxies)), "held-out text"]
-    legend_above(figure, handles, labels[: len(handles)])
+        labels.append("held-out text")
+    legend_above(figure, handles, labels)
     return figure
 
 
@@ -563,25 +524,16 @@ def _draw_curve(
     return line
 
 
-def _after_the_start(curve: pd.Series[float]) -> pd.Series[float]:
-    return curve[curve.index > 0.1 * curve.index.max()] if len(curve) else curve
-
-
-def _style(index: int) -> str:
-    return LINE_STYLES[index // len(COLORS) % len(LINE_STYLES)]
-
-
 def sweep_picture(swept: Sequence[SweptAxis]) -> Picture:
     """A panel per hyperparameter of a sweep, at least one."""
-    return Picture(
-        "stability",
-        "Stability of the weights",
+    caption = (
         "A panel for each hyperparameter, a line for each domain: flat lines are weights that do "
-        "not depend on it. The dashed line is the centre of the sweep.",
-        f"Line charts of the weights over {len(swept)} hyperparameters. "
-        + " ".join(f"{axis.sentence}." for axis in swept),
-        sweep_figure(swept),
+        "not depend on it. The dashed line is the centre of the sweep."
     )
+    description = f"Line charts of the weights over {len(swept)} hyperparameters. "
+    description += " ".join(f"{axis.sentence}." for axis in swept)
+    figure = sweep_figure(swept)
+    return Picture("stability", "Stability of the weights", caption, description, figure)
 
 
 def sweep_figure(axes: Sequence[SweptAxis]) -> Figure:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import re
 import textwrap
+import unicodedata
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path, PurePosixPath
 
@@ -56,7 +57,6 @@ from megatron_chameleon.report.tables import (
     markdown_table,
     one_line,
     printable,
-    slug,
     terminal_table,
 )
 from megatron_chameleon.report.weights import sweep_table, swept_axes, token_tables, weight_tables
@@ -162,15 +162,15 @@ class Report:
 
     @functools.cached_property
     def names(self) -> dict[Table, str]:
-        """Table -> unique name for files and anchors, from its title."""
+        """Table -> unique name for files and anchors: its title in lower case with hyphens."""
         names: dict[Table, str] = {}
         for table in self.tables:
-            name = stem = slug(table.title) or "table"
-            number = 1
-            while name in names.values():
-                number += 1
-                name = f"{stem}-{number}"
-            names[table] = name
+            plain = unicodedata.normalize("NFKD", table.title).encode("ascii", "ignore").decode()
+            stem = re.sub("[^a-z0-9]+", "-", plain.lower()).strip("-")[:60].rstrip("-") or "table"
+            numbered = (f"{stem}-{number}" for number in itertools.count(2))
+            names[table] = next(
+                n for n in itertools.chain([stem], numbered) if n not in names.values()
+            )
         return names
 
 
@@ -191,9 +191,18 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
     Raises:
         UserError: if an artifact is missing or damaged, or if evaluations cannot be compared.
     """
-    with _collect_missing_glyphs() as missing:
+    with warnings.catch_warnings(record=True) as caught:
+        # matplotlib warns of a character that it has no font for each time that it draws it.
+        warnings.filterwarnings("always", message="Glyph .* missing from font")
         report = load_report(runs, baseline)
         files = rendered(report)
+    glyphs = [re.match(r"Glyph (\d+) .*missing from font", str(w.message)) for w in caught]
+    missing = dict.fromkeys(chr(int(found[1])) for found in glyphs if found)
+    for warning, glyph in zip(caught, glyphs, strict=True):
+        if glyph is None:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
     folder = runs[0] / REPORT if output is None else output
     write_report(folder, files)
     print("\n\n\n".join(map(terminal_table, report.tables)), end="\n\n")
@@ -215,12 +224,8 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
     """Load the report of ``runs``; arguments and errors as in :func:`make_report`."""
     if not runs:
         raise UserError("no run folder given; pass at least one")
-    by_place: dict[str, Path] = {}
-    for run in runs:
-        by_place.setdefault(os.path.realpath(run), run)
-    distinct = list(by_place.values())
+    distinct = list({os.path.realpath(run): run for run in reversed(runs)}.values())[::-1]
     folder = merge([RunFolder.load(run) for run in distinct])
-    names = folder.merged.roots.values() if folder.merged else [folder.root.resolve().name]
     comparison = compare(folder, baseline) if folder.evaluations else None
     tables: dict[str, list[Table | None]] = {}
     if comparison is None:
@@ -261,7 +266,7 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
     ]
     sections.append(_origins_section(folder, comparison, distinct))
     return Report(
-        " + ".join(names),
+        " + ".join(ending or root.resolve().name for root, ending in folder.roots.items()),
         [] if comparison is None else findings(comparison),
         [NOT_EVALUATED] if comparison is None else caveats(folder, comparison),
         [s for s in sections if s.tables or s.facts or any(p.figure for p in s.pictures)],
@@ -300,39 +305,30 @@ def _origins_section(
             f"{name} {version}" for name, version in package_versions(PACKAGES_OF_A_REPORT).items()
         ),
     }
+    labels = run_labels(folder.base_runs, folder.base_runs)
+    title, columns = "Base runs", ["step", "status"]
+    rows = [
+        (name, labels[name], run, [f"{run.step:,}", run.status])
+        for name, run in folder.base_runs.items()
+    ]
     if comparison is not None:
         title, columns = "Evaluated runs", ["evaluated at step", "checkpoint"]
         rows = [
-            [
-                run.name,
-                run.label,
-                run.run.mixture_method if run.run else MISSING,
-                f"{run.run.parameters:,}" if run.run else MISSING,
-                f"{run.run.tokens:,}" if run.run else MISSING,
-                f"{run.result.step:,}",
-                run.result.checkpoint_hash[:HASH_DIGITS],
-            ]
-            for run in comparison.runs
-        ]
-    else:
-        title, columns = "Base runs", ["step", "status"]
-        labels = run_labels(folder.base_runs, folder.base_runs)
-        rows = [
-            [
-                name,
-                labels[name],
-                run.mixture_method,
-                *(f"{count:,}" for count in (run.parameters, run.tokens, run.step)),
-                run.status,
-            ]
-            for name, run in folder.base_runs.items()
+            (e.name, e.label, e.run, [f"{e.result.step:,}", e.result.checkpoint_hash[:HASH_DIGITS]])
+            for e in comparison.runs
         ]
     header = ["run", "label", "method", "parameters", "training tokens", *columns]
+    cells = [
+        [name, label]
+        + ([run.mixture_method, f"{run.parameters:,}", f"{run.tokens:,}"] if run else [MISSING] * 3)
+        + last
+        for name, label, run, last in rows
+    ]
     return Section(
         "origins",
         "Provenance",
         "What was read, and what it was made with.",
-        [Table.of(title, header, rows)] if rows else [],
+        [Table.of(title, header, cells)] if cells else [],
         facts={what: which for what, which in facts.items() if which},
     )
 
@@ -356,23 +352,27 @@ def html_page(report: Report) -> str:
     """The page as text; equal reports give equal pages. Every name in it is escaped."""
     folder = resources.files("megatron_chameleon.report").joinpath("template")
     read = {name: folder.joinpath(name).read_text("utf-8") for name in ("style.css", "script.js")}
+
+    def finalize(value: object) -> object:
+        """Collapse white space and replace unprintable characters before text is escaped."""
+        if isinstance(value, str) and not isinstance(value, Markup):
+            return printable(re.sub(r"\s+", " ", value))
+        return f"{value:g}" if isinstance(value, float) else value
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_chameleon.report", "template"),
         autoescape=True,
-        finalize=_finalize,
+        finalize=finalize,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.tests["best"] = is_best
-    environment.tests["any_true"] = any
-    environment.filters["csv_base64"] = lambda table: base64.b64encode(
-        csv_table(table).encode("utf-8")
-    ).decode("ascii")
-    environment.filters["svg"] = lambda picture: Markup(
-        figures.svg_content(picture.figure, f"figure-{picture.name}")
-    )
+    environment.tests |= {"best": is_best, "any_true": any}
+    environment.filters |= {
+        "csv_base64": lambda table: base64.b64encode(csv_table(table).encode()).decode(),
+        "svg": lambda p: Markup(figures.svg_content(p.figure, f"figure-{p.name}")),
+    }
     digest = hashlib.sha256(read["script.js"].encode("utf-8")).digest()
     return environment.get_template("report.html.j2").render(
         report=report,
@@ -381,13 +381,6 @@ def html_page(report: Report) -> str:
         script=Markup(read["script.js"]),
         script_hash=base64.b64encode(digest).decode("ascii"),
     )
-
-
-def _finalize(value: object) -> object:
-    """Collapse white space and replace unprintable characters in text before it is escaped."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return printable(re.sub(r"\s+", " ", value))
-    return f"{value:g}" if isinstance(value, float) else value
 
 
 def markdown_page(report: Report) -> str:
@@ -416,58 +409,29 @@ def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
 
     Raises:
         UserError: if a file cannot be written (earlier ones stay), or would replace one that is not
-            of a report.
+            of a report, or if the list of an earlier report's files is damaged.
     """
-    earlier = _listed_files(folder)
+    path, earlier = folder / LIST_NAME, set()
+    if os.path.lexists(path):
+        hint = "choose another --output, or remove the folder"
+        body = read_json(path, hint)
+        names = body.get("files")
+        if set(body) != {"files"} or not isinstance(names, list):
+            raise UserError(f"{path} is not a list of a report's files; {hint}")
+        for name in filter(lambda name: isinstance(name, str), names):
+            inner = PurePosixPath(name)
+            if len(inner.parts) in (1, 2) and not inner.is_absolute() and ".." not in inner.parts:
+                earlier.add(name)
     new = [folder / name for name in files if name not in earlier]
     require_new(new, "choose another --output, or move it away")
     # If this is interrupted, the next report knows all files that are there.
-    write_json(folder / LIST_NAME, {"files": sorted({*earlier, *files})})
+    write_json(path, {"files": sorted({*earlier, *files})})
     for name, content in files.items():
         with replacing(folder / name) as temporary:
             temporary.write_bytes(content)
     for name in earlier - set(files):
         (folder / name).unlink(missing_ok=True)
-    write_json(folder / LIST_NAME, {"files": sorted(files)})
-
-
-def _listed_files(folder: Path) -> set[str]:
-    """The files of an earlier report, if there is one.
-
-    Raises:
-        UserError: if the list of them is damaged or not a report's.
-    """
-    path = folder / LIST_NAME
-    if not os.path.lexists(path):
-        return set()
-    hint = "choose another --output, or remove the folder"
-    body = read_json(path, hint)
-    names = body.get("files")
-    if set(body) != {"files"} or not isinstance(names, list):
-        raise UserError(f"{path} is not a list of a report's files; {hint}")
-    paths = {name: PurePosixPath(name) for name in names if isinstance(name, str)}
-    return {
-        name
-        for name, inner in paths.items()
-        if len(inner.parts) in (1, 2) and not inner.is_absolute() and ".." not in inner.parts
-    }
-
-
-@contextlib.contextmanager
-def _collect_missing_glyphs() -> Iterator[list[str]]:
-    """Collect the characters that matplotlib has no font for, instead of its repeated warnings."""
-    missing: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield missing
-    for warning in caught:
-        found = re.match(r"Glyph (\d+) .*missing from font", str(warning.message))
-        if found is None:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
-        elif chr(int(found[1])) not in missing:
-            missing.append(chr(int(found[1])))
+    write_json(path, {"files": sorted(files)})
 
 
 def report_stability(sweep: Sweep) -> None:

@@ -15,16 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+import pandas as pd
+
 from megatron_chameleon.artifacts import TrainingRun
-from megatron_chameleon.artifacts.downstream_result import Accuracy, DownstreamProtocol
+from megatron_chameleon.artifacts.downstream_result import Accuracy
 from megatron_chameleon.artifacts.published import PublishedColumn, published_column
 from megatron_chameleon.report.comparison import Comparison
 from megatron_chameleon.report.cost import ledger_of
-from megatron_chameleon.report.downstream import (
-    DownstreamComparison,
-    base_run_of,
-    compare_downstream,
-)
+from megatron_chameleon.report.downstream import base_run_of, compare_downstream
 from megatron_chameleon.report.run_folder import RunFolder, run_labels, same_weights
 from megatron_chameleon.report.tables import (
     MISSING,
@@ -62,33 +60,22 @@ SUM_UNIT = 5e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperColumn:
-    """A printed column: domain or task -> figure, its printed average and count.
+class PaperTable:
+    """A printed table of perplexities or of accuracies in percent.
 
-    ``better`` is the printed number of rows better than the baseline's; None where not printed.
+    Attributes:
+        caption: as printed.
+        columns: method -> its ``printed`` figures by domain or task, their printed ``average`` and,
+            where printed, in how many rows it is ``better`` than the baseline.
     """
 
-    printed: Mapping[str, float]
-    average: float
-    better: int | None = None
-
-    def average_of(self, rows: Iterable[str]) -> float:
-        """The average of these rows, at least one, recomputed."""
-        found = [self.printed[row] for row in rows]
-        return math.fsum(found) / len(found)
-
-
-@dataclasses.dataclass(frozen=True)
-class PaperTable:
-    """A printed table of perplexities or of accuracies in percent: method -> column."""
-
     caption: str
-    columns: Mapping[str, PaperColumn]
+    columns: Mapping[str, Mapping[str, Any]]
 
     @property
-    def rows(self) -> list[str]:
-        """Domains or tasks, in printed order."""
-        return list(next(iter(self.columns.values())).printed)
+    def figures(self) -> pd.DataFrame:
+        """By domain or task (rows) and method (columns)."""
+        return pd.DataFrame({method: c["printed"] for method, c in self.columns.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,16 +102,10 @@ class DataSet:
     base_gpu_hours: Mapping[str, float] = dataclasses.field(default_factory=dict)
     doge_step_ratio: float | None = None
 
-    def weight_columns(self) -> dict[str, PublishedColumn]:
+    @property
+    def columns(self) -> dict[str, PublishedColumn]:
         """Method -> printed weights, with the FLOPs to obtain them."""
         return {method: published_column(f"{self.name}/{method}") for method in self.weights}
-
-    def flops(self) -> dict[str, float]:
-        """Method -> FLOPs to obtain its weights, where printed; free methods first."""
-        columns = self.weight_columns()
-        found = {method: c.flops for method, c in columns.items() if c.flops is not None}
-        free = {method: 0.0 for method, flops in self.other_flops.items() if not flops}
-        return {**free, **found, **self.other_flops}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,48 +142,39 @@ class Setting:
         """Assumed training tokens."""
         return ASSUMED_STEPS * self.batch_size * ASSUMED_SEQ_LENGTH
 
+    @property
+    def tokens_text(self) -> str:
+        """The assumed training tokens as a product."""
+        return (
+            f"not printed; assumed to be {ASSUMED_STEPS:,} steps of {self.batch_size} x "
+            f"{ASSUMED_SEQ_LENGTH:,} = {self.tokens:,}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """Perplexities or accuracies.
 
     Attributes:
+        row: what a row stands for: a domain or a task.
         unit: the last printed decimal place.
         form: formats a figure.
         best: picks the best of several.
-        row: what a row stands for: a domain or a task.
     """
 
+    row: str
     unit: float
     form: Callable[[float], str]
     best: Callable[[list[float]], float]
-    row: str
 
-    def cells(self, figures: Iterable[float | None]) -> list[str]:
-        """One row of one side's columns, the best marked."""
-        return cells_of(figures, self.form, self.best)
-
-    def better_than(self, column: PaperColumn, baseline: PaperColumn, rows: Sequence[str]) -> int:
-        """In how many of ``rows`` the column is better than the baseline's."""
-        pairs = [(column.printed[row], baseline.printed[row]) for row in rows]
-        return sum(a != b and self.best([a, b]) == a for a, b in pairs)
+    def better(self, figures: pd.DataFrame, method: str, baseline: str) -> int:
+        """In how many rows the method is better than the baseline."""
+        gaps = figures[method] - figures[baseline]
+        return int(((gaps < 0) if self.best is min else (gaps > 0)).sum())
 
 
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of either side: figures by row, their average, and how many beat the baseline's.
-
-    ``better`` is None for the baseline itself, and without one.
-    """
-
-    label: str
-    figures: Mapping[str, float | None]
-    average: float | None
-    better: int | None
-
-
-PERPLEXITY = Kind(0.01, format_perplexity, min, "domain")
-ACCURACY = Kind(0.1, "{:.1f}".format, max, "task")
+PERPLEXITY = Kind("domain", 0.01, format_perplexity, min)
+ACCURACY = Kind("task", 0.1, "{:.1f}".format, max)
 
 
 def source() -> str:
@@ -214,19 +186,19 @@ def source() -> str:
 @functools.cache
 def paper_settings() -> Mapping[str, Setting]:
     """Name -> setting, in the order of the file."""
-    content, settings = _content(), {}
-    for name, found in content["settings"].items():
-        data_set = DataSet(name=found["data_set"], **content["data_sets"][found["data_set"]])
-        tables = {
-            kind: [
-                PaperTable(t["caption"], {m: PaperColumn(**c) for m, c in t["columns"].items()})
-                for t in found[kind]
-            ]
-            for kind in ("perplexity", "downstream")
-        }
-        changes = {"data_set": data_set, "model": content["models"][found["size"]], **tables}
-        settings[name] = Setting(**{**found, **changes})
-    return settings
+    content = _content()
+    return {
+        name: Setting(
+            **found
+            | {
+                "data_set": DataSet(found["data_set"], **content["data_sets"][found["data_set"]]),
+                "model": content["models"][found["size"]],
+                "perplexity": [PaperTable(**table) for table in found["perplexity"]],
+                "downstream": [PaperTable(**table) for table in found["downstream"]],
+            }
+        )
+        for name, found in content["settings"].items()
+    }
 
 
 @functools.cache
@@ -236,91 +208,23 @@ def _content() -> Mapping[str, Any]:
     return content
 
 
-def match_setting(
-    folder: RunFolder, comparison: Comparison | None
-) -> tuple[Setting, Mapping[str, str], list[list[str]]] | None:
-    """The paper's setting that best matches the evaluated runs; None for other domains.
-
-    Without evaluated runs it is matched to the runs with downstream results, or all base runs.
-
-    Returns:
-        The first setting with these domains and the runs' model, or else with these domains; domain
-        of the corpus -> name in the paper's columns; and the differences: aspect, these runs,
-        paper.
-    """
-    if folder.corpus is not None:
-        domains = folder.corpus.names
-    else:
-        domains = [*comparison.domains, *comparison.left_out] if comparison else []
-    candidates = [
-        (setting, names)
-        for setting in paper_settings().values()
-        if (names := paper_names(setting.data_set, domains)) is not None
-    ]
-    if not candidates:
-        return None
-    runs: list[TrainingRun | None]
-    if comparison is not None:
-        runs = [run.run for run in comparison.runs]
-    else:
-        runs = [folder.base_runs.get(base_run_of(folder, name)) for name in folder.downstream]
-        runs = runs or list(folder.base_runs.values())
-    sizes = [None if run is None else run.model.get("size") for run in runs]
-    fitting = [pair for pair in candidates if all(size == pair[0].model for size in sizes)]
-    setting, names = (fitting or candidates)[0]
-    return setting, names, _differences_of(runs, setting, is_model=bool(fitting))
-
-
 def paper_names(data_set: DataSet, domains: Iterable[str]) -> dict[str, str] | None:
     """Domain -> the paper's name of it; None unless they are all of its domains, each once."""
 
     def plain(name: str) -> str:
         return "".join(sign for sign in name.casefold() if sign.isalnum() or sign == "+")
 
-    def bare(name: str) -> str:
-        """Without the name of the data set in front."""
-        prefix = next((p for p in PREFIXES if plain(name).startswith(p)), "")
-        return plain(name).removeprefix(prefix)
-
-    column = next(iter(data_set.weight_columns().values()))
+    column = next(iter(data_set.columns.values()))
     known = {plain(name): name for name in column.printed}
     known |= {plain(own): name for own, name in column.own_names.items()}
     known |= data_set.spellings
-    found = {domain: known.get(plain(domain)) or known.get(bare(domain)) for domain in domains}
-    names = {domain: name for domain, name in found.items() if name is not None}
-    is_one_to_one = len(set(names.values())) == len(names) == len(found)
-    return names if is_one_to_one and set(names.values()) == set(column.printed) else None
-
-
-def _differences_of(
-    runs: Sequence[TrainingRun | None], setting: Setting, is_model: bool
-) -> list[list[str]]:
-    """Differences in model, tokens and initial weights, as rows: aspect, here, the paper."""
-    rows = []
-    if not is_model:
-        layers, width = setting.model["num_layers"], setting.model["hidden_size"]
-        ours = ", ".join(dict.fromkeys(map(_describe_model, runs)))
-        rows.append(["model", ours, f"{setting.size}: {layers} layers of width {width:,}"])
-    known = [run for run in runs if run is not None]
-    tokens, expected = [run.tokens for run in known], setting.tokens
-    if not all(expected / TOKEN_FACTOR <= count <= expected * TOKEN_FACTOR for count in tokens):
-        ends = dict.fromkeys((f"{min(tokens):,}", f"{max(tokens):,}"))
-        rows.append(["training tokens", " to ".join(ends), f"{expected:,} (assumed)"])
-    started = {"pretrained checkpoint" in run.provenance.inputs for run in known}
-    if not started <= {setting.fine_tuned}:
-        words = {True: "trained weights", False: "random weights"}
-        paper = "weights trained on the Pile" if setting.fine_tuned else words[False]
-        rows.append(["start", " and ".join(words[each] for each in sorted(started)), paper])
-    return rows
-
-
-def _describe_model(run: TrainingRun | None) -> str:
-    if run is None:
-        return "unknown (its run is not in 5-base)"
-    size, parameters = run.model.get("size"), f"{run.parameters:,} parameters"
-    if not isinstance(size, dict) or not {"num_layers", "hidden_size"} <= set(size):
-        return parameters
-    return f"{size['num_layers']} layers of width {size['hidden_size']:,} ({parameters})"
+    names = {}
+    for domain in domains:
+        name = plain(domain)
+        # Without the name of the data set in front.
+        prefix = next((p for p in PREFIXES if name.startswith(p)), "")
+        names[domain] = known.get(name) or known.get(name.removeprefix(prefix)) or ""
+    return names if sorted(names.values()) == sorted(column.printed) else None
 
 
 def paper_tables(
@@ -329,7 +233,8 @@ def paper_tables(
     """Each of the run's tables with the paper's columns next to its own.
 
     The setting is that of the corpus's domains (in any spelling), the model's size and, roughly,
-    the training tokens. Where only the domains match, one table lists the differences and none of
+    the training tokens; without evaluated runs, it is matched to the runs with downstream results,
+    or all base runs. Where only the domains match, one table lists the differences and none of
     the paper's figures are shown.
 
     Args:
@@ -343,22 +248,67 @@ def paper_tables(
     Raises:
         UserError: if an artifact is damaged, or downstream results cannot be compared.
     """
-    match = match_setting(folder, comparison)
-    if match is None:
+    domains = [*comparison.domains, *comparison.left_out] if comparison else []
+    if folder.corpus is not None:
+        domains = folder.corpus.names
+    candidates = [
+        (setting, names)
+        for setting in paper_settings().values()
+        if (names := paper_names(setting.data_set, domains)) is not None
+    ]
+    if not candidates:
         return []
-    setting, names, differences = match
+    runs: list[TrainingRun | None]
+    if comparison is not None:
+        runs = [run.run for run in comparison.runs]
+    else:
+        runs = [folder.base_runs.get(base_run_of(folder, name)) for name in folder.downstream]
+        runs = runs or list(folder.base_runs.values())
+    sizes = [None if run is None else run.model.get("size") for run in runs]
+    fitting = [pair for pair in candidates if all(size == pair[0].model for size in sizes)]
+    setting, names = (fitting or candidates)[0]
+    differences = _differences(runs, setting, is_model=bool(fitting))
     if differences:
         printed = [*setting.perplexity[:1], *setting.downstream[:1]]
         return [_differences_table(setting, differences, printed)]
-    if comparison is not None and comparison.baseline is not None:
-        baseline = comparison.baseline.name
-    downstream = compare_downstream(folder, baseline) if setting.downstream else None
-    return [
-        *([] if comparison is None else [_perplexity_table(setting, names, comparison)]),
-        *([] if downstream is None else [_downstream_table(setting, downstream)]),
-        _weights_table(setting.data_set, names, folder, comparison),
-        *_cost_table(setting.data_set, folder),
-    ]
+    tables = [] if comparison is None else [_perplexity_table(setting, names, comparison)]
+    if setting.downstream:
+        if comparison is not None and comparison.baseline is not None:
+            baseline = comparison.baseline.name
+        tables += _downstream_table(setting, folder, baseline)
+    tables.append(_weights_table(setting.data_set, names, folder, comparison))
+    return tables + _cost_table(setting.data_set, folder)
+
+
+def _differences(
+    runs: Sequence[TrainingRun | None], setting: Setting, is_model: bool
+) -> list[list[str]]:
+    """Differences in model, tokens and initial weights, as rows: aspect, here, the paper."""
+    rows = []
+    known = [run for run in runs if run is not None]
+    if not is_model:
+        models = {}
+        for run in runs:
+            size = {} if run is None else run.model.get("size")
+            text = "unknown (its run is not in 5-base)"
+            if run is not None:
+                text = f"{run.parameters:,} parameters"
+            if isinstance(size, dict) and {"num_layers", "hidden_size"} <= set(size):
+                text = f"{size['num_layers']} layers of width {size['hidden_size']:,} ({text})"
+            models[text] = None
+        layers, width = setting.model["num_layers"], setting.model["hidden_size"]
+        paper = f"{setting.size}: {layers} layers of width {width:,}"
+        rows.append(["model", ", ".join(models), paper])
+    tokens, expected = [run.tokens for run in known], setting.tokens
+    if not all(expected / TOKEN_FACTOR <= count <= expected * TOKEN_FACTOR for count in tokens):
+        ends = dict.fromkeys((f"{min(tokens):,}", f"{max(tokens):,}"))
+        rows.append(["training tokens", " to ".join(ends), f"{expected:,} (assumed)"])
+    started = {"pretrained checkpoint" in run.provenance.inputs for run in known}
+    if not started <= {setting.fine_tuned}:
+        words = {True: "trained weights", False: "random weights"}
+        paper = "weights trained on the Pile" if setting.fine_tuned else words[False]
+        rows.append(["start", " and ".join(words[each] for each in sorted(started)), paper])
+    return rows
 
 
 def _differences_table(
@@ -368,91 +318,74 @@ def _differences_table(
     notes = [
         f"{source()}, has {captions} for {setting.label}. The setting of these runs differs, so "
         "the paper's figures are not shown.",
-        f"The paper's training tokens are {describe_tokens(setting)}, or half to twice as many.",
+        f"The paper's training tokens are {setting.tokens_text}, or half to twice as many.",
     ]
-    return Table.of(
-        f"{TITLE}different setting", ["setting", "these runs", "the paper"], rows, (), notes
-    )
-
-
-def describe_tokens(setting: Setting) -> str:
-    """The assumed training tokens of a setting."""
-    return (
-        f"not printed; assumed to be {ASSUMED_STEPS:,} steps of {setting.batch_size} x "
-        f"{ASSUMED_SEQ_LENGTH:,} = {setting.tokens:,}"
-    )
+    header = ["setting", "these runs", "the paper"]
+    return Table.of(f"{TITLE}different setting", header, rows, (), notes)
 
 
 def _perplexity_table(setting: Setting, names: Mapping[str, str], comparison: Comparison) -> Table:
     left_out, baseline = comparison.left_out, comparison.baseline
-    columns = [
-        Column(
-            run.label,
-            comparison.perplexity[run.name].to_dict(),
-            run.result.mean_perplexity,
-            None if baseline in (None, run) else comparison.domains_better(run),
-        )
-        for run in comparison.runs
-    ]
     notes = [f"Not in any average or count here: {', '.join(left_out)}."] if left_out else []
     notes.append(
-        f"The paper's training tokens are {describe_tokens(setting)}; it does not print its "
-        "sequence length and tokenizer either. Compare columns within one side only."
+        f"The paper's training tokens are {setting.tokens_text}; it does not print its sequence "
+        "length and tokenizer either. Compare columns within one side only."
     )
+    columns = {}
+    for run in comparison.runs:
+        figures: dict[str, float | None] = comparison.perplexity[run.name].to_dict()
+        compared = baseline is not None and run is not baseline
+        better = comparison.domains_better([run], comparison.runs[:1]) if compared else None
+        columns[run.label] = (figures, run.result.mean_perplexity, better)
     rows = {name: names[name] for name in (*comparison.domains, *left_out)}
     both = [names[name] for name in comparison.domains]
     title = f"{TITLE}held-out perplexity ({setting.label})"
     label = baseline.label if baseline else None
-    return _both_sides(PERPLEXITY, setting, title, rows, both, columns, label, notes)
+    table = setting.perplexity[0]
+    return _both_sides(PERPLEXITY, setting, table, title, rows, both, columns, label, notes)
 
 
-def _downstream_table(setting: Setting, found: DownstreamComparison) -> Table:
-    table, baseline = setting.downstream[0], found.baseline
-    different = downstream_differences(found.runs[0].result.protocol)
+def _downstream_table(setting: Setting, folder: RunFolder, baseline: str | None) -> list[Table]:
+    table, found = setting.downstream[0], compare_downstream(folder, baseline)
+    if found is None:
+        return []
+    protocol, different = found.runs[0].result.protocol, []
+    if sorted(protocol.shots) != SHOTS:
+        shots = (", ".join(map(str, each)) for each in (protocol.shots, SHOTS))
+        different.append(["shots of downstream tasks", *shots])
+    if protocol.limit is not None:
+        different.append(["questions of each task", f"the first {protocol.limit:,}", "all"])
     if different:
-        return _differences_table(setting, different, [table])
-    both = [task for task in found.complete if task in table.rows]
+        return [_differences_table(setting, different, [table])]
+    both = [task for task in found.complete() if task in table.figures.index]
 
     def percent(accuracy: Accuracy | None) -> float | None:
         return None if accuracy is None else 100 * accuracy.accuracy
 
-    columns = [
-        Column(
-            run.label,
-            {task: percent(run.mean(task)) for task in found.tasks},
-            percent(run.average(both)),
-            None if baseline in (None, run) else found.tasks_better(run, both),
-        )
-        for run in found.runs
-    ]
+    columns = {}
+    for run in found.runs:
+        figures = {task: percent(run.accuracy(task)) for task in found.tasks}
+        compared = found.baseline is not None and run is not found.baseline
+        better = found.tasks_better(run, both) if compared else None
+        columns[run.label] = (figures, percent(run.average(both)), better)
     notes = [
         f"Averages and counts are over the {len(both)} tasks that all runs and the paper have.",
         "The paper does not print lm-eval's version; task definitions differ across versions.",
     ]
-    rows = dict(zip(found.tasks, found.tasks, strict=True))
+    rows = {task: task for task in found.tasks}
     title = f"{TITLE}downstream accuracy ({setting.label})"
-    label = baseline.label if baseline else None
-    return _both_sides(ACCURACY, setting, title, rows, both, columns, label, notes)
-
-
-def downstream_differences(protocol: DownstreamProtocol) -> list[list[str]]:
-    """Differences from the paper's downstream protocol, as rows."""
-    rows = []
-    if sorted(protocol.shots) != SHOTS:
-        shots = (", ".join(map(str, each)) for each in (protocol.shots, SHOTS))
-        rows.append(["shots of downstream tasks", *shots])
-    if protocol.limit is not None:
-        rows.append(["questions of each task", f"the first {protocol.limit:,}", "all"])
-    return rows
+    label = found.baseline.label if found.baseline else None
+    return [_both_sides(ACCURACY, setting, table, title, rows, both, columns, label, notes)]
 
 
 def _both_sides(
     kind: Kind,
     setting: Setting,
+    table: PaperTable,
     title: str,
     rows: Mapping[str, str],
     both: Sequence[str],
-    ours: Sequence[Column],
+    ours: Mapping[str, tuple[Mapping[str, float | None], float | None, int | None]],
     baseline: str | None,
     notes: Iterable[str],
 ) -> Table:
@@ -460,91 +393,79 @@ def _both_sides(
 
     Args:
         kind: of the figures.
-        setting: with the paper's table and baseline.
+        setting: with the paper's baseline.
+        table: the paper's.
         title: of the made table.
         rows: name -> the paper's name.
         both: the paper's names of the rows in averages and counts.
-        ours: the runs' columns.
+        ours: label -> figures by name, their average, and the count of rows that are better than
+            the baseline's (None for the baseline itself, and without one).
         baseline: label of the runs' baseline, if there is one.
         notes: after those on the paper.
     """
-    table = (setting.perplexity if kind is PERPLEXITY else setting.downstream)[0]
-    printed, paper = table.columns, method_label(setting.baseline)
-    theirs = [
-        Column(
-            f"{PAPER}{method_label(method)}",
-            column.printed,
-            column.average_of(both) if both else None,
-            None
-            if method == setting.baseline
-            else kind.better_than(column, printed[setting.baseline], both),
+    printed, paper = table.figures, LABELS[setting.baseline]
+    theirs = {}
+    for method in printed:
+        shared = printed.loc[list(both)]
+        better = kind.better(shared, method, setting.baseline)
+        theirs[f"{PAPER}{LABELS.get(method, method)}"] = (
+            printed[method].to_dict(),
+            _mean(shared[method]) if both else None,
+            None if method == setting.baseline else better,
         )
-        for method, column in printed.items()
+    sides = [list(ours.values()), list(theirs.values())]
+
+    body = [
+        [
+            name,
+            *cells_of((figures.get(name) for figures, *_ in ours.values()), kind.form, kind.best),
+            *cells_of((figures.get(row) for figures, *_ in theirs.values()), kind.form, kind.best),
+        ]
+        for name, row in rows.items()
     ]
-    sides = (ours, theirs)
-    averages = [cell for side in sides for cell in kind.cells(c.average for c in side)]
-    counts = [
-        [MISSING if c.better is None else f"{c.better} of {len(both)}" for c in side]
-        for side in sides
-    ]
-    better = f"{kind.row}s better than"
     summary = []
     if both:
-        summary.append(["average", *averages])
+        averages = [cells_of((a for _, a, _ in side), kind.form, kind.best) for side in sides]
+        counts = [
+            [MISSING if count is None else f"{count} of {len(both)}" for *_, count in side]
+            for side in sides
+        ]
+        summary.append(["average", *averages[0], *averages[1]])
+        better_than = f"{kind.row}s better than"
         if baseline == paper:
-            summary.append([f"{better} {paper}", *counts[0], *counts[1]])
+            summary.append([f"{better_than} {paper}", *counts[0], *counts[1]])
         else:
             if baseline:
-                summary.append([f"{better} {baseline}", *counts[0], *[""] * len(theirs)])
-            summary.append([f"{better} {paper} (the paper's)", *[""] * len(ours), *counts[1]])
-    note = "The paper's averages and counts are recomputed from its rows."
-    found = disagreements(kind, table, setting.baseline)
-    if found:
-        note += f" Beyond rounding, it prints other values: {'; '.join(found)}."
-    return Table.of(
-        title,
-        [kind.row, *(column.label for side in sides for column in side)],
-        [
-            [
-                name,
-                *kind.cells(column.figures.get(name) for column in ours),
-                *kind.cells(column.figures.get(row) for column in theirs),
-            ]
-            for name, row in rows.items()
-        ],
-        summary,
-        [
-            f"The paper is {source()}, '{table.caption}'. The best of each row is marked, "
-            "separately for these runs and for the paper's columns.",
-            note,
-            *notes,
-        ],
-    )
-
-
-def method_label(method: str) -> str:
-    """Heading of a method's column."""
-    return LABELS.get(method, method)
-
-
-def disagreements(kind: Kind, table: PaperTable, baseline: str) -> list[str]:
-    """Printed averages and counts that do not follow from the printed rows, beyond rounding."""
+                summary.append([f"{better_than} {baseline}", *counts[0], *[""] * len(theirs)])
+            blank = [""] * len(ours)
+            summary.append([f"{better_than} {paper} (the paper's)", *blank, *counts[1]])
+    # Printed averages and counts that do not follow from the printed rows, beyond rounding.
     found = []
     for method, column in table.columns.items():
-        average = column.average_of(table.rows)
-        if abs(average - column.average) > kind.unit + 1e-9:
+        label, average = LABELS.get(method, method), _mean(printed[method])
+        if abs(average - column["average"]) > kind.unit + 1e-9:
+            form = kind.form
             found.append(
-                f"average of {method_label(method)} {kind.form(column.average)} "
-                f"(its rows: {kind.form(average)})"
+                f"average of {label} {form(column['average'])} (its rows: {form(average)})"
             )
-        if column.better is not None:
-            better = kind.better_than(column, table.columns[baseline], table.rows)
-            if better != column.better:
-                found.append(
-                    f"{kind.row}s in which {method_label(method)} is better than "
-                    f"{method_label(baseline)} {column.better} (its rows: {better})"
-                )
-    return found
+        better = kind.better(printed, method, setting.baseline)
+        if column.get("better") not in (None, better):
+            found.append(
+                f"{kind.row}s in which {label} is better than {paper} {column['better']} "
+                f"(its rows: {better})"
+            )
+    note = "The paper's averages and counts are recomputed from its rows."
+    if found:
+        note += f" Beyond rounding, it prints other values: {'; '.join(found)}."
+    first = (
+        f"The paper is {source()}, '{table.caption}'. The best of each row is marked, separately "
+        "for these runs and for the paper's columns."
+    )
+    return Table.of(title, [kind.row, *ours, *theirs], body, summary, [first, note, *notes])
+
+
+def _mean(figures: pd.Series[float]) -> float:
+    return math.fsum(figures) / len(figures)
 
 
 def _weights_table(
@@ -554,16 +475,20 @@ def _weights_table(
 
     Without evaluated runs, those of all base runs; without these, all mixtures.
     """
-    columns = data_set.weight_columns()
-    mixtures: dict[str, Mapping[str, float]] = {}
-    for label, weights in _weights_here(folder, comparison):
-        if weights and not any(same_weights(weights, other) for other in mixtures.values()):
-            mixtures[label] = weights
-    sums = [math.fsum(weights.values()) for weights in mixtures.values()]
-    sums += [column.printed_sum for column in columns.values()]
+    found: dict[str, Mapping[str, float]] = {n: m.weights for n, m in folder.mixtures.items()}
+    if comparison is not None:
+        found = {run.label: run.run.mixture for run in comparison.runs if run.run}
+    elif folder.base_runs:
+        labels = run_labels(folder.base_runs, folder.base_runs)
+        found = {labels[name]: run.mixture for name, run in folder.base_runs.items()}
+    ours: dict[str, Mapping[str, float]] = {}
+    for label, weights in found.items():
+        if weights and not any(same_weights(weights, other) for other in ours.values()):
+            ours[label] = weights
+    theirs = {LABELS.get(method, method): c for method, c in data_set.columns.items()}
     odd = [
-        f"{method_label(method)} {column.printed_sum:.4f}"
-        for method, column in columns.items()
+        f"{label} {column.printed_sum:.4f}"
+        for label, column in theirs.items()
         if abs(column.printed_sum - 1) > SUM_UNIT
     ]
     notes = [f"The paper is {source()}; its weights are as printed."]
@@ -571,36 +496,28 @@ def _weights_table(
         notes.append(
             f"Printed weights that do not sum to 1: {', '.join(odd)}; normalize them to use."
         )
+    rows = [
+        [w.get(name, 0.0) for w in ours.values()] + [c.printed[row] for c in theirs.values()]
+        for name, row in names.items()
+    ]
+    sums = [math.fsum(weights.values()) for weights in ours.values()]
+    sums += [column.printed_sum for column in theirs.values()]
     return Table.of(
         f"{TITLE}weights ({data_set.label})",
-        ["domain", *mixtures, *(f"{PAPER}{method_label(method)}" for method in columns)],
-        [
-            [
-                name,
-                *(format_weight(weights.get(name, 0.0)) for weights in mixtures.values()),
-                *(format_weight(column.printed[paper]) for column in columns.values()),
-            ]
-            for name, paper in names.items()
-        ],
+        ["domain", *ours, *(f"{PAPER}{label}" for label in theirs)],
+        [[name, *map(format_weight, row)] for name, row in zip(names, rows, strict=True)],
         [["sum", *map(format_weight, sums)]],
         notes,
     )
 
 
-def _weights_here(
-    folder: RunFolder, comparison: Comparison | None
-) -> Iterable[tuple[str, Mapping[str, float]]]:
-    if comparison is not None:
-        return [(run.label, run.run.mixture if run.run else {}) for run in comparison.runs]
-    if folder.base_runs:
-        labels = run_labels(folder.base_runs, folder.base_runs)
-        return [(labels[name], run.mixture) for name, run in folder.base_runs.items()]
-    return [(name, mixture.weights) for name, mixture in folder.mixtures.items()]
-
-
 def _cost_table(data_set: DataSet, folder: RunFolder) -> list[Table]:
     """The cost of each mixture of the folder, and the printed cost of its method."""
-    flops, mixtures = data_set.flops(), ledger_of(folder).mixtures
+    # Free methods first.
+    flops = {method: 0.0 for method, count in data_set.other_flops.items() if not count}
+    flops |= {m: column.flops for m, column in data_set.columns.items() if column.flops is not None}
+    flops |= data_set.other_flops
+    mixtures = ledger_of(folder).mixtures
     if not flops or not mixtures:
         return []
 
@@ -611,15 +528,18 @@ def _cost_table(data_set: DataSet, folder: RunFolder) -> list[Table]:
         shown = "0" if flops[method] == 0 else format_flops(flops[method])
         return [shown, MISSING if hours is None else f"{hours:g}"]
 
-    rows, methods = [], set()
-    for name, cost in mixtures.items():
-        method = PAPER_METHODS.get(cost.mixture.method, cost.mixture.method)
-        methods.add(method)
-        rows.append([name, *cost.cells(), format_flops(cost.paper_flops), *printed(method)])
+    methods = {
+        name: PAPER_METHODS.get(cost.mixture.method, cost.mixture.method)
+        for name, cost in mixtures.items()
+    }
+    rows = [
+        [name, *cost.cells(), format_flops(cost.paper_flops), *printed(methods[name])]
+        for name, cost in mixtures.items()
+    ]
     rows += [
-        [f"{method_label(method)} (not here)", *[MISSING] * 3, *printed(method)]
+        [f"{LABELS.get(method, method)} (not here)", *[MISSING] * 3, *printed(method)]
         for method in flops
-        if method not in methods
+        if method not in methods.values()
     ]
     notes = [
         f"The paper is {source()}. It counts 6 FLOPs per parameter and token trained, 2 per token "

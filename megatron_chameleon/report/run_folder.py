@@ -63,29 +63,18 @@ SAME_WEIGHT = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
-    """Names and duplicates of merged run folders (see ``merge``).
-
-    Attributes:
-        roots: folder -> suffix of its names where they collide.
-        mixture_files: name of a mixture -> its file.
-        copies: resolved path of a duplicate artifact -> ledger entry that it duplicates.
-        uncounted: ledger entries that duplicate others under names of their own.
-    """
-
-    roots: Mapping[Path, str]
-    mixture_files: Mapping[str, Path]
-    copies: Mapping[Path, str]
-    uncounted: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
 class RunFolder:
     """The artifacts of a run folder; a stage that has not been run is None or empty.
 
     Each dictionary is sorted by name: the folder's name for training runs, the file's stem for
     mixtures and results. A base run and its evaluation have the same name. Embedding stores go by
     their path below ``root``: ``3-embeddings``, or a folder in it or in ``4-mixture``.
+
+    Attributes:
+        paths: key in the ledger, like ``5-base/name`` -> path of the artifact.
+        copies: path of an identical artifact of a merged folder -> key of the one that is listed.
+        renamed_copies: keys of identical artifacts that are listed under names of their own.
+        roots: merged folder -> suffix of its names where they collide.
     """
 
     root: Path
@@ -95,9 +84,12 @@ class RunFolder:
     mixtures: dict[str, Mixture]
     base_runs: dict[str, TrainingRun]
     evaluations: dict[str, EvaluationResult]
+    downstream: dict[str, DownstreamResult]
     sweep: Sweep | None
-    downstream: dict[str, DownstreamResult] = dataclasses.field(default_factory=dict)
-    merged: Merged | None = None
+    paths: Mapping[str, Path]
+    roots: Mapping[Path, str]
+    copies: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    renamed_copies: frozenset[str] = frozenset()
 
     @classmethod
     def load(cls, root: Path) -> RunFolder:
@@ -108,25 +100,38 @@ class RunFolder:
         """
         if not root.is_dir():
             raise UserError(f"{root} is not a folder; pass the one that holds {CORPUS} and so on")
-        results = _json_files(root / EVALUATION)
+
+        def inside(stage: str, pattern: str = "*", is_file: bool = False) -> list[Path]:
+            found = sorted((root / stage).glob(pattern))
+            return [path for path in found if (path.is_file() if is_file else path.is_dir())]
+
+        results = inside(EVALUATION, "*.json", is_file=True)
         downstream = [path for path in results if kind_of(path) == DownstreamResult.KIND]
-        perplexity = [path for path in results if path not in downstream]
-        stores = (root / EMBEDDINGS, *_folders(root / EMBEDDINGS), *_folders(root / MIXTURE))
+        stores = (root / EMBEDDINGS, *inside(EMBEDDINGS), *inside(MIXTURE))
+        paths = {
+            "proxies": {p.name: p for p in inside(PROXY) if TrainingRun.exists(p)},
+            "embeddings": {
+                p.relative_to(root).as_posix(): p for p in stores if EmbeddingStore.exists(p)
+            },
+            "mixtures": {p.stem: p for p in inside(MIXTURE, "*.json", is_file=True)},
+            "base_runs": {p.name: p for p in inside(BASE) if TrainingRun.exists(p)},
+            "evaluations": {p.stem: p for p in results if p not in downstream},
+            "downstream": {p.stem: p for p in downstream},
+        }
+        kinds: tuple[Any, ...] = (TrainingRun, EmbeddingStore, Mixture, TrainingRun)
+        kinds += (EvaluationResult, DownstreamResult)
+        artifacts: dict[str, Any] = {
+            field: {name: kind.load(path) for name, path in found.items()}
+            for kind, (field, found) in zip(kinds, paths.items(), strict=True)
+        }
         has_corpus = (root / CORPUS / "corpus.json").is_file()
         folder = cls(
-            root=root,
+            root,
             corpus=Corpus.load(root / CORPUS) if has_corpus else None,
-            proxies=_training_runs(root / PROXY),
-            embeddings={
-                path.relative_to(root).as_posix(): EmbeddingStore.load(path)
-                for path in stores
-                if EmbeddingStore.exists(path)
-            },
-            mixtures={path.stem: Mixture.load(path) for path in _json_files(root / MIXTURE)},
-            base_runs=_training_runs(root / BASE),
-            evaluations={path.stem: EvaluationResult.load(path) for path in perplexity},
             sweep=Sweep.load(root) if Sweep.exists(root) else None,
-            downstream={path.stem: DownstreamResult.load(path) for path in downstream},
+            paths={f"{_PREFIXES[f]}{n}": p for f, found in paths.items() for n, p in found.items()},
+            roots={root: ""},
+            **artifacts,
         )
         if not folder.costs():
             raise UserError(
@@ -145,48 +150,25 @@ class RunFolder:
         return {entry: cost for entry, cost in found.items() if entry not in self.uncounted}
 
     @functools.cached_property
-    def entries_by_place(self) -> Mapping[Path, str]:
-        """Resolved path of an artifact -> its key in the costs; of a link, its target's key."""
-        places = self._places
-        own = [e for e in places if self.merged is None or e not in self.merged.uncounted]
-        own.sort(key=lambda entry: places[entry].is_symlink())  # stable: targets before links
+    def entries(self) -> Mapping[Path, str]:
+        """Resolved path of an artifact -> its key in the ledger; of a link, its target's key."""
         found: dict[Path, str] = {}
-        for entry in own:
-            found.setdefault(places[entry].resolve(), entry)
-        for place, entry in self.merged.copies.items() if self.merged else ():
-            found[place] = found[places[entry].resolve()] if entry in places else entry
-        return found
+        # Stable: targets before links.
+        for entry in sorted(self.paths, key=lambda entry: self.paths[entry].is_symlink()):
+            if entry not in self.renamed_copies:
+                found.setdefault(self.paths[entry].resolve(), entry)
+        return found | {p: found[self.paths[e].resolve()] for p, e in self.copies.items()}
 
     @functools.cached_property
     def uncounted(self) -> frozenset[str]:
         """Keys of links to and copies of other artifacts, which cost nothing."""
-        copied = self.merged.uncounted if self.merged else frozenset()
-        known = self.entries_by_place
-        return copied | {e for e, place in self._places.items() if known[place.resolve()] != e}
-
-    @functools.cached_property
-    def _places(self) -> Mapping[str, Path]:
-        """Key in the costs -> path; without the results of merged folders, which have no links."""
-        fields = list(_PREFIXES) if self.merged is None else list(_PREFIXES)[:4]
-        return {
-            f"{_PREFIXES[field]}{name}": self.place(field, name)
-            for field in fields
-            for name in getattr(self, field)
-        }
-
-    def place(self, field: str, name: str) -> Path:
-        """Path of the artifact ``name`` of ``field``."""
-        if field == "mixtures":
-            file = self.root / MIXTURE / f"{name}.json"
-            return file if self.merged is None else self.merged.mixture_files[name]
-        root: Path | None = getattr(getattr(self, field)[name], "root", None)
-        return self.root / EVALUATION / f"{name}.json" if root is None else root
+        return frozenset(e for e, path in self.paths.items() if self.entries[path.resolve()] != e)
 
     def split_name(self, name: str) -> tuple[str, Path | None]:
         """A name without the suffix that ``merge`` appended, and the folder of that suffix."""
-        for root, appended in self.merged.roots.items() if self.merged else ():
-            if name.endswith(f" ({appended})"):
-                return name.removesuffix(f" ({appended})"), root
+        for root, ending in self.roots.items():
+            if ending and name.endswith(f" ({ending})"):
+                return name.removesuffix(f" ({ending})"), root
         return name, None
 
 
@@ -209,14 +191,13 @@ def require_one_corpus(folders: Sequence[RunFolder]) -> None:
                     f"(hash {first[1][:12]}), and figures of different corpora cannot be "
                     "compared; move it to a run folder of its corpus, or report it separately"
                 )
-        known = folder.corpus.domains if folder.corpus else {}
-        for name, mixture in folder.mixtures.items():
-            others = [domain for domain in mixture.weights if domain not in known]
-            if others and folder.corpus:
+        for name, mixture in folder.mixtures.items() if folder.corpus else ():
+            others = [domain for domain in mixture.weights if domain not in folder.corpus.domains]
+            if others:
                 more = f" and {len(others) - MOST_LISTED} more" if len(others) > MOST_LISTED else ""
                 raise UserError(
-                    f"{folder.place('mixtures', name)} has weights for domains that the corpus in "
-                    f"{folder.root / CORPUS} does not have: {', '.join(others[:MOST_LISTED])}"
+                    f"{folder.paths[f'{MIXTURE}/{name}']} has weights for domains that the corpus "
+                    f"in {folder.root / CORPUS} does not have: {', '.join(others[:MOST_LISTED])}"
                     f"{more}; compute it with --corpus {folder.root / CORPUS}, or move the file to "
                     "a run folder of its corpus"
                 )
@@ -227,7 +208,7 @@ def _corpus_hashes(folder: RunFolder) -> Iterator[tuple[Path, str]]:
     if folder.corpus is not None:
         yield folder.root / CORPUS, folder.corpus.hash
     for name, result in folder.evaluations.items():
-        yield folder.root / EVALUATION / f"{name}.json", result.corpus_hash
+        yield folder.paths[f"{EVALUATION}/{name}"], result.corpus_hash
     for run in folder.base_runs.values():
         data = run.provenance.options.get("data")
         by_path = isinstance(data, dict) and data.get("data_path") is not None
@@ -245,71 +226,62 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
     and counted once. ``root`` is that of the first folder.
 
     Args:
-        folders: at least one.
+        folders: at least one, with distinct roots.
 
     Raises:
         UserError: if they are not on one corpus, or hold different sweeps.
     """
-    by_place: dict[Path, RunFolder] = {}
-    for folder in folders:
-        by_place.setdefault(folder.root.resolve(), folder)
-    distinct = list(by_place.values())
-    if len(distinct) == 1:
-        return distinct[0]
-    require_one_corpus(distinct)
-    appended = _distinct_endings([folder.root for folder in distinct])
+    first, *others = folders
+    if not others:
+        return first
+    require_one_corpus(folders)
+    swept = [folder for folder in folders if folder.sweep is not None]
+    for folder in swept[1:]:
+        if not _is_same(folder.sweep, swept[0].sweep):
+            raise UserError(
+                f"{swept[0].root} and {folder.root} hold different sweeps, and a report shows one; "
+                "leave out one of the folders, or report them separately"
+            )
+    roots = dict(zip((f.root for f in folders), _distinct_endings(folders), strict=True))
     found: dict[str, dict[str, Any]] = {field: {} for field in _PREFIXES}
-    mixture_files: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     copies: dict[Path, str] = {}
-    uncounted: set[str] = set()
+    renamed_copies: set[str] = set()
     for family in _FAMILIES:
-        colliding = _colliding(distinct, family)
         sources = [
-            (field, folder, ending)
+            (field, folder, name, artifact)
             for field in family
-            for folder, ending in zip(distinct, appended, strict=True)
+            for folder in folders
+            for name, artifact in getattr(folder, field).items()
         ]
-        for field, folder, ending in sources:
-            for name, artifact in getattr(folder, field).items():
-                stem, new, known = _stem(folder, field, name), name, found[field]
-                if stem in colliding:
-                    separator = "/" if stem == EMBEDDINGS else " "
-                    new = f"{stem}{separator}({ending}){name.removeprefix(stem)}"
-                same = next((n for n, other in known.items() if _is_same(artifact, other)), None)
-                if same is not None:
-                    place = folder.place(field, name).resolve()
-                    copies.setdefault(place, f"{_PREFIXES[field]}{same}")
-                if same == new:
-                    continue
-                if same is not None:
-                    uncounted.add(f"{_PREFIXES[field]}{new}")
-                known[new] = artifact
-                if field == "mixtures":
-                    mixture_files[new] = folder.place(field, name)
+        by_name: dict[tuple[str, str], Any] = {}
+        colliding = {
+            _stem(folder, field, name)
+            for field, folder, name, artifact in sources
+            if not _is_same(by_name.setdefault((field, name), artifact), artifact)
+        }
+        for field, folder, name, artifact in sources:
+            stem, new, prefix = _stem(folder, field, name), name, _PREFIXES[field]
+            if stem in colliding:
+                separator = "/" if stem == EMBEDDINGS else " "
+                new = f"{stem}{separator}({roots[folder.root]}){name.removeprefix(stem)}"
+            same = next((n for n, a in found[field].items() if _is_same(artifact, a)), None)
+            path = folder.paths[f"{prefix}{name}"]
+            if same is not None:
+                copies.setdefault(path.resolve(), f"{prefix}{same}")
+            if same != new:
+                found[field][new], paths[f"{prefix}{new}"] = artifact, path
+                renamed_copies |= set() if same is None else {f"{prefix}{new}"}
     return RunFolder(
-        root=distinct[0].root,
-        corpus=next((folder.corpus for folder in distinct if folder.corpus is not None), None),
-        sweep=_only_sweep(distinct),
-        merged=Merged(
-            dict(zip((folder.root for folder in distinct), appended, strict=True)),
-            mixture_files,
-            copies,
-            frozenset(uncounted),
-        ),
+        first.root,
+        corpus=next((folder.corpus for folder in folders if folder.corpus is not None), None),
+        sweep=swept[0].sweep if swept else None,
+        paths=paths,
+        roots=roots,
+        copies=copies,
+        renamed_copies=frozenset(renamed_copies),
         **{field: dict(sorted(artifacts.items())) for field, artifacts in found.items()},
     )
-
-
-def _colliding(folders: Sequence[RunFolder], family: Sequence[str]) -> set[str]:
-    """Names under which two folders have different artifacts of one of these fields."""
-    first: dict[tuple[str, str], Any] = {}
-    return {
-        _stem(folder, field, name)
-        for folder in folders
-        for field in family
-        for name, artifact in getattr(folder, field).items()
-        if not _is_same(first.setdefault((field, name), artifact), artifact)
-    }
 
 
 def _stem(folder: RunFolder, field: str, name: str) -> str:
@@ -321,44 +293,18 @@ def _stem(folder: RunFolder, field: str, name: str) -> str:
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two records are equal apart from their paths."""
-
-    def without_root(record: Any) -> Any:
-        return dataclasses.replace(record, root=Path()) if hasattr(record, "root") else record
-
-    return bool(without_root(one) == without_root(other))
+    if hasattr(one, "root") and hasattr(other, "root"):
+        one = dataclasses.replace(one, root=other.root)
+    return bool(one == other)
 
 
-def _distinct_endings(roots: Sequence[Path]) -> list[str]:
-    """The shortest endings of the paths, in whole names, that are distinct."""
-    parts = [root.resolve().parts for root in roots]
-    for depth in range(1, max(map(len, parts))):
-        ends = ["/".join(names[-depth:]) for names in parts]
-        if max(Counter(ends).values()) == 1:
-            return ends
-    return [str(root.resolve()) for root in roots]
-
-
-def _only_sweep(folders: Sequence[RunFolder]) -> Sweep | None:
-    swept = [folder for folder in folders if folder.sweep is not None]
-    for folder in swept[1:]:
-        if not _is_same(folder.sweep, swept[0].sweep):
-            raise UserError(
-                f"{swept[0].root} and {folder.root} hold different sweeps, and a report shows one; "
-                "leave out one of the folders, or report them separately"
-            )
-    return swept[0].sweep if swept else None
-
-
-def _training_runs(stage: Path) -> dict[str, TrainingRun]:
-    return {p.name: TrainingRun.load(p) for p in _folders(stage) if TrainingRun.exists(p)}
-
-
-def _folders(stage: Path) -> list[Path]:
-    return sorted(path for path in stage.iterdir() if path.is_dir()) if stage.is_dir() else []
-
-
-def _json_files(stage: Path) -> list[Path]:
-    return sorted(path for path in stage.glob("*.json") if path.is_file())
+def _distinct_endings(folders: Sequence[RunFolder]) -> list[str]:
+    """The shortest endings of the folders' paths, in whole names, that are distinct."""
+    parts = [folder.root.resolve().parts for folder in folders]
+    depth = 1
+    while len({names[-depth:] for names in parts}) < len(parts):
+        depth += 1
+    return ["/".join(names[-depth:]) for names in parts]
 
 
 def same_weights(first: Mapping[str, float], second: Mapping[str, float]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import re
 import textwrap
@@ -15,7 +14,6 @@ import pandas as pd
 
 MISSING = "-"
 UNKNOWN = "unknown"
-ELLIPSIS = "…"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 NOTE_WIDTH, NAME_WIDTH = 80, 60
 SECONDS_PER_HOUR = 3600.0
@@ -24,8 +22,6 @@ _MARKDOWN_SIGNS = re.compile(r"([\\`*_\[\]<>|~&#!$])")
 # Spreadsheets evaluate a cell that starts like this, unless it is a number.
 _FORMULA = re.compile(r"[=+\-@\t\r]")
 _NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?%?|[+-]?inf|nan", re.IGNORECASE)
-# Separator of the two figures of a cell -> suffixes of their CSV headings.
-_PAIRS = {" ± ": ("", " ±"), " to ": (" from", " to")}
 
 
 class Best(str):
@@ -72,12 +68,12 @@ class Table:
     @property
     def rows(self) -> list[list[str]]:
         """The rows without the summary."""
-        return self.cells.iloc[: len(self.cells) - self.num_summary].to_numpy().tolist()
+        return self.cells.to_numpy().tolist()[: len(self.cells) - self.num_summary]
 
     @property
     def summary(self) -> list[list[str]]:
         """The summary rows."""
-        return self.cells.iloc[len(self.cells) - self.num_summary :].to_numpy().tolist()
+        return self.cells.to_numpy().tolist()[len(self.cells) - self.num_summary :]
 
     @property
     def marked(self) -> list[bool]:
@@ -102,17 +98,17 @@ def cells_of(
         values: the figures; None becomes '-'.
         form: formats a figure; errors are formatted alike, without a plus sign.
         best: ``min`` or ``max``, marks the best finite figure where there are at least two figures.
-        errors: one per figure, shown after ' ± ' where it is known.
+        errors: one per figure, shown after ' ± ' where it is not None or NaN.
     """
-    found, deviations = list(values), list(errors)
+    found = list(values)
     known = [value for value in found if value is not None]
     finite = [value for value in known if math.isfinite(value)]
     chosen = best(finite) if best and len(known) > 1 and finite else None
     texts = []
-    for i, value in enumerate(found):
-        error = deviations[i] if deviations else None
+    for value, error in zip(found, list(errors) or [None] * len(found), strict=True):
         text = MISSING if value is None else form(value)
-        text += "" if value is None or error is None else f" ± {form(error).lstrip('+')}"
+        if value is not None and error is not None and not math.isnan(error):
+            text += f" ± {form(error).lstrip('+')}"
         texts.append(Best(text) if value is not None and value == chosen else text)
     return texts
 
@@ -121,24 +117,21 @@ def terminal_table(table: Table) -> str:
     """Aligned columns under a title; '*' after the best of a row. Very long names are shortened."""
     marked = table.marked
     body = [
-        [
-            shortened(text, NAME_WIDTH)
-            if i == 0
-            else one_line(text)
-            # The blank keeps the digits of cells without a mark aligned.
-            + ("*" if is_best(text) else " " if marked[i] else "")
-            for i, text in enumerate(row)
+        # The blank keeps the digits of cells without a mark aligned.
+        [shortened(name, NAME_WIDTH)]
+        + [
+            one_line(text) + ("*" if is_best(text) else " " if mark else "")
+            for text, mark in zip(texts, marked[1:], strict=True)
         ]
-        for row in (*table.rows, *table.summary)
+        for name, *texts in (*table.rows, *table.summary)
     ]
-    columns = list(zip(*body, strict=True)) if body else [()] * len(table.header)
     headings = []
-    for title, column in zip(map(one_line, table.header), columns, strict=True):
-        room = max(map(display_width, (*column, *title.split())), default=1)
+    for i, title in enumerate(map(one_line, table.header)):
+        room = max(map(display_width, (*(row[i] for row in body), *title.split())), default=1)
         headings.append(textwrap.wrap(title, max(room, 1), break_long_words=False) or [""])
     height = max(map(len, headings))
     head = list(zip(*([""] * (height - len(lines)) + lines for lines in headings), strict=True))
-    widths = [max(map(display_width, c)) for c in zip(*head, *body, strict=True)]
+    widths = [max(map(display_width, column)) for column in zip(*head, *body, strict=True)]
     lines = []
     for row in (*head, *body):
         blanks = [" " * (width - display_width(t)) for t, width in zip(row, widths, strict=True)]
@@ -173,57 +166,42 @@ def csv_table(table: Table) -> str:
     Cells like '1.20 ± 0.03' and '0.1 to 0.2' take two columns; thousands have no comma, and missing
     values are empty.
     """
-    columns: list[tuple[str, list[str]]] = []
-    for i, (title, texts) in enumerate(zip(table.header, table.cells.to_numpy().T, strict=True)):
-        title, texts = one_line(title), [one_line(text) for text in texts]
-        columns += [(title, texts)] if i == 0 else _figure_columns(title, texts)
-    frame = pd.DataFrame(list(zip(*(texts for _, texts in columns), strict=True)), dtype=object)
-    return csv_text(frame.set_axis([title for title, _ in columns], axis=1))
+    names, *columns = table.cells.map(one_line).to_numpy().T
+    titles, texts = [one_line(table.header[0])], [names]
+    for title, column in zip(map(one_line, table.header[1:]), columns, strict=True):
+        pairs: dict[str, list[str]] = {}
+        for sign, (first, second) in {" ± ": ("", " ±"), " to ": (" from", " to")}.items():
+            split = [text.split(sign) for text in column]
+            figures = [figure for parts in split if len(parts) == 2 for figure in parts]
+            if figures and all(map(_NUMBER.fullmatch, figures)):
+                pairs[title + first] = [parts[0] for parts in split]
+                # A single figure is both ends of its range.
+                alone = 0 if sign == " to " else 1
+                pairs[title + second] = [
+                    (*parts, "")[1 if len(parts) > 1 else alone] for parts in split
+                ]
+                break
+        for heading, cells in (pairs or {title: column}).items():
+            plain = ["" if text == MISSING else text for text in cells]
+            texts.append([t.replace(",", "") if _NUMBER.fullmatch(t) else t for t in plain])
+            titles.append(heading)
+    return csv_text(pd.DataFrame(dict(enumerate(texts)), dtype=object).set_axis(titles, axis=1))
 
 
 def csv_text(frame: pd.DataFrame) -> str:
     """``frame`` as CSV; a "'" is put before text that a spreadsheet would run as a formula."""
-    stream = io.StringIO()
-    harmless = frame.map(_harmless).set_axis(list(map(_harmless, frame.columns)), axis=1)
-    harmless.to_csv(stream, index=False, lineterminator="\n")
-    return stream.getvalue()
 
+    def harmless(cell: object) -> object:
+        is_text = isinstance(cell, str) and not _NUMBER.fullmatch(cell)
+        return f"'{cell}" if is_text and _FORMULA.match(str(cell)) else cell
 
-def _figure_columns(title: str, texts: list[str]) -> list[tuple[str, list[str]]]:
-    """One column, or two where the cells hold two figures."""
-    for sign, endings in _PAIRS.items():
-        split = [text.split(sign) for text in texts]
-        pairs = [parts for parts in split if len(parts) == 2]
-        if pairs and all(_NUMBER.fullmatch(part) for parts in pairs for part in parts):
-            if sign == " to ":  # a single figure is both ends of its range
-                split = [parts * (3 - len(parts)) for parts in split]
-            return [
-                (title + ending, [_plain(parts[i]) if i < len(parts) else "" for parts in split])
-                for i, ending in enumerate(endings)
-            ]
-    return [(title, list(map(_plain, texts)))]
-
-
-def _plain(text: str) -> str:
-    if text == MISSING:
-        return ""
-    return text.replace(",", "") if _NUMBER.fullmatch(text) else text
-
-
-def _harmless(cell: object) -> object:
-    if isinstance(cell, str) and _FORMULA.match(cell) and not _NUMBER.fullmatch(cell):
-        return f"'{cell}"
-    return cell
+    named = frame.map(harmless).set_axis(list(map(harmless, frame.columns)), axis=1)
+    return named.to_csv(index=False, lineterminator="\n")
 
 
 def format_weight(weight: float) -> str:
     """A weight, to four places."""
     return f"{weight:.4f}"
-
-
-def format_score(score: float) -> str:
-    """A leverage score (below 1): four places, or four digits below 0.01."""
-    return f"{score:.4f}" if score >= 0.01 or score == 0 else f"{score:.3e}"
 
 
 def format_perplexity(perplexity: float) -> str:
@@ -236,23 +214,10 @@ def format_flops(flops: float) -> str:
     return f"{flops:.2e}" if flops else MISSING
 
 
-def format_seconds(seconds: float) -> str:
-    """Seconds to a tenth, '-' for 0."""
-    return f"{seconds:.1f}" if seconds else MISSING
-
-
 def format_hours(seconds: float) -> str:
     """Device-seconds as hours, to three digits, '-' for 0."""
     hours = seconds / SECONDS_PER_HOUR
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours else MISSING
-
-
-def format_ratio(cost: float, reference: float) -> str:
-    """A ratio like '11.6x', '-' where either is 0."""
-    if not cost or not reference:
-        return MISSING
-    ratio = cost / reference
-    return f"{ratio:.2g}x" if ratio < 0.995 else f"{ratio:.1f}x"
 
 
 def one_line(name: str) -> str:
@@ -265,19 +230,10 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else REPLACEMENT for sign in text)
 
 
-def slug(title: str) -> str:
-    """``title`` for file names and anchors: lower case, digits and hyphens, 60 at most."""
-    plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower()
-    return re.sub("[^a-z0-9]+", "-", plain).strip("-")[:60].rstrip("-")
-
-
 def shortened(name: str, limit: int) -> str:
     """At most ``limit`` characters of ``name``: its ends, where names differ most."""
-    name = one_line(name)
-    if len(name) <= limit:
-        return name
-    tail = (limit - 1) // 3
-    return name[: limit - 1 - tail] + ELLIPSIS + name[len(name) - tail :]
+    name, tail = one_line(name), (limit - 1) // 3
+    return name if len(name) <= limit else f"{name[: limit - 1 - tail]}…{name[-tail:]}"
 
 
 def unique_labels(labels: Mapping[str, str]) -> dict[str, str]:

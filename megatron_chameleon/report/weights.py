@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Mixture, Sweep, TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder, run_labels, uniform_first
-from megatron_chameleon.report.tables import MISSING, Table, format_score, format_weight
+from megatron_chameleon.report.tables import MISSING, Table, format_weight
 
 # With more groups of runs, one table shows the extremes of each.
 MOST_TABLES = 6
@@ -30,33 +30,25 @@ SWEPT_LABELS = {
 }
 
 Array = NDArray[np.float64]
+# Heading -> domain -> text.
+Columns = Mapping[str, Mapping[str, str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightColumns:
-    """A column of weights, and one of intervals where ``mixture`` has them."""
+def weight_columns(label: str, weights: Mapping[str, float], mixture: Mixture | None) -> Columns:
+    """'LABEL weight' and, where ``mixture`` has intervals, 'LABEL 95% interval'."""
+    columns = {f"{label} weight".strip(): {d: format_weight(w) for d, w in weights.items()}}
+    if mixture is not None and mixture.intervals is not None:
+        coverage = "" if mixture.confidence is None else f"{100 * mixture.confidence:g}% "
+        columns[f"{label} {coverage}interval".strip()] = {
+            domain: " to ".join(map(format_weight, ends))
+            for domain, ends in mixture.intervals.items()
+        }
+    return columns
 
-    label: str
-    weights: Mapping[str, float]
-    mixture: Mixture | None
 
-    def cells(self, domain: str) -> list[str]:
-        """The weight of ``domain`` and, where there are any, its interval; '-' for none."""
-        found = [format_weight(self.weights[domain]) if domain in self.weights else MISSING]
-        intervals = self.mixture.intervals if self.mixture else None
-        if intervals is None:
-            return found
-        ends = map(format_weight, intervals.get(domain, ()))
-        return [*found, " to ".join(ends) or MISSING]
-
-    def header(self) -> list[str]:
-        """Headings of the cells, for example 'Chameleon weight' and 'Chameleon 95% interval'."""
-        found = [f"{self.label} weight".strip()]
-        if self.mixture is None or self.mixture.intervals is None:
-            return found
-        confidence = self.mixture.confidence
-        coverage = "" if confidence is None else f"{100 * confidence:g}% "
-        return [*found, f"{self.label} {coverage}interval".strip()]
+def rows_by_domain(domains: Iterable[str], columns: Columns) -> list[list[str]]:
+    """A row of texts per domain; '-' where a column has none."""
+    return [[d, *(texts.get(d, MISSING) for texts in columns.values())] for d in domains]
 
 
 def weight_tables(folder: RunFolder) -> list[Table]:
@@ -66,29 +58,42 @@ def weight_tables(folder: RunFolder) -> list[Table]:
     pretrain = [name for name, mode in modes.items() if mode == "pretrain"]
     finetune = [name for name, mode in modes.items() if mode == "finetune"]
     for name in finetune:
+        mixture, notes = folder.mixtures[name], []
+        scores, columns = mixture.scores or {}, {}
+        columns["leverage score"] = {
+            # Four digits below 0.01.
+            domain: f"{score:.4f}" if score >= 0.01 or score == 0 else f"{score:.3e}"
+            for domain, score in scores.items()
+        }
         # Its pretraining partner is the mixture of the same name, or the only one.
         same_name = name.replace("finetune", "pretrain")
         partner = same_name if same_name in pretrain else None
         if partner is None and len(pretrain) == 1:
             (partner,) = pretrain
-        found.append(_fine_tuning_table(folder, name, partner, len(finetune) == 1))
+            notes.append(f"The pretraining weights are those of {partner}, the only ones here.")
+        if partner is not None:
+            other = folder.mixtures[partner]
+            columns |= weight_columns("pretraining", other.weights, other)
+            pair = pd.DataFrame([scores, other.scores or {}])
+            if scores and other.scores and not np.allclose(pair.iloc[0], pair.iloc[1], rtol=1e-4):
+                notes.append("The pretraining weights come from other scores than those shown.")
+        columns |= weight_columns("fine-tuning", mixture.weights, mixture)
+        title = "Weights for pretraining and fine-tuning"
+        title += f": {name}" if len(finetune) > 1 else ""
+        rows = rows_by_domain(mixture.weights, columns)
+        found.append(Table.of(title, ["domain", *columns], rows, notes=notes))
         shown |= {name, partner}
     if not folder.mixtures.keys() <= shown:
-        columns = [WeightColumns(n, m.weights, m) for n, m in folder.mixtures.items()]
-        domains = dict.fromkeys(d for m in folder.mixtures.values() for d in m.weights)
+        columns, notes, domains = {}, ["Shares of training tokens."], {}
+        for name, mixture in folder.mixtures.items():
+            columns |= weight_columns(name, mixture.weights, mixture)
+            domains |= mixture.weights
         methods = [
             f"{n}: {m.method}" for n, m in folder.mixtures.items() if m.method not in ("", n)
         ]
-        table = Table.of(
-            "Weights of each mixture",
-            ["domain", *(name for column in columns for name in column.header())],
-            [[d, *(cell for column in columns for cell in column.cells(d))] for d in domains],
-            notes=[
-                "Shares of training tokens.",
-                *([f"Methods: {', '.join(methods)}."] if methods else []),
-            ],
-        )
-        found.insert(0, table)
+        notes += [f"Methods: {', '.join(methods)}."] if methods else []
+        rows = rows_by_domain(domains, columns)
+        found.insert(0, Table.of("Weights of each mixture", ["domain", *columns], rows, (), notes))
     return found
 
 
@@ -105,124 +110,63 @@ def mode_of(name: str, mixture: Mixture) -> str | None:
     return next((mode for mode in ("pretrain", "finetune") if name.endswith(mode)), None)
 
 
-def _fine_tuning_table(folder: RunFolder, name: str, partner: str | None, is_only: bool) -> Table:
-    """Leverage scores and weights for fine-tuning, next to the pretraining weights."""
-    finetune = folder.mixtures[name]
-    scores, notes, columns = finetune.scores or {}, [], []
-    if partner is not None:
-        pretrain = folder.mixtures[partner]
-        columns.append(WeightColumns("pretraining", pretrain.weights, pretrain))
-        if partner != name.replace("finetune", "pretrain"):
-            notes.append(f"The pretraining weights are those of {partner}, the only ones here.")
-        theirs = pretrain.scores or {}
-        pairs = [(scores.get(n, np.nan), theirs.get(n, np.nan)) for n in {*scores, *theirs}]
-        ours_and_theirs = np.array(pairs).reshape(-1, 2).T
-        if scores and theirs and not np.allclose(ours_and_theirs[0], ours_and_theirs[1], rtol=1e-4):
-            notes.append("The pretraining weights come from other scores than those shown.")
-    columns.append(WeightColumns("fine-tuning", finetune.weights, finetune))
-    return Table.of(
-        "Weights for pretraining and fine-tuning" + ("" if is_only else f": {name}"),
-        ["domain", "leverage score", *(n for column in columns for n in column.header())],
-        [
-            [
-                domain,
-                format_score(scores[domain]) if domain in scores else MISSING,
-                *(cell for column in columns for cell in column.cells(domain)),
-            ]
-            for domain in finetune.weights
-        ],
-        notes=notes,
-    )
-
-
 def token_tables(folder: RunFolder) -> list[Table]:
     """Per base run and domain: target tokens, actual tokens, their difference and the epochs.
 
     Runs with the same targets share a table, in which figures that differ are ranges. With more
     than ``MOST_TABLES`` groups, one table has a row for each with its extremes.
     """
-    alike: dict[object, list[str]] = {}
+    alike: dict[object, dict[str, TrainingRun]] = {}
     for name in uniform_first(folder.base_runs):
         run = folder.base_runs[name]
         if run.domain_tokens:
             targets = tuple((domain, tokens.asked) for domain, tokens in run.domain_tokens.items())
-            alike.setdefault((run.mixture_method, targets), []).append(name)
-    labels = run_labels(folder.base_runs, (name for names in alike.values() for name in names))
-    groups = {}
-    for first, *others in alike.values():
+            alike.setdefault((run.mixture_method, targets), {})[name] = run
+    labels = run_labels(folder.base_runs, (name for runs in alike.values() for name in runs))
+    tables, extremes = [], []
+    for runs in alike.values():
+        first, *others = runs
         label = f"{first} and {len(others)} more with the same weights" if others else labels[first]
-        groups[label] = {name: folder.base_runs[name] for name in (first, *others)}
-    if len(groups) <= MOST_TABLES:
-        return [_token_table(label, runs) for label, runs in groups.items()]
-    rows = []
-    for label, runs in groups.items():
-        target, _, difference, epochs = _token_frames(runs)
-        largest, most = _extreme(difference, "{:+.2%}".format), _extreme(epochs, format_epochs)
-        rows.append([label, f"{math.fsum(target):,.0f}", largest, most])
-    header = ["run", "target tokens", "largest difference", "most epochs"]
+        tokens = {name: run.domain_tokens for name, run in runs.items()}
+        # By domain; actual tokens and epochs [k, runs]; the difference is relative to the target.
+        target = pd.Series({domain: each.asked for domain, each in tokens[first].items()})
+        actual = pd.DataFrame({n: {d: t.got for d, t in ts.items()} for n, ts in tokens.items()})
+        epochs = pd.DataFrame({n: {d: t.epochs for d, t in ts.items()} for n, ts in tokens.items()})
+        difference = actual.sub(target, axis=0).div(target.where(target != 0), axis=0)
+        whole, sums = math.fsum(target), actual.sum()
+        percent, count = "{:+.2%}".format, "{:,.0f}".format
+        columns = {
+            "target tokens": target.map(count),
+            "actual tokens": actual.apply(_range, axis=1, form=count),
+            "difference": difference.apply(_range, axis=1, form=percent),
+            "epochs": epochs.apply(_range, axis=1, form=format_epochs),
+        }
+        gaps = (sums - whole) / (whole or math.nan)
+        total = ["total", count(whole), _range(sums, count), _range(gaps, percent), ""]
+        notes = [
+            "Targets are the weights times all steps done; epochs are passes over the domain's "
+            "training tokens.",
+            *_token_notes([runs]),
+        ]
+        rows = [[domain, *(texts[domain] for texts in columns.values())] for domain in target.index]
+        title = f"Sampled tokens: {label}"
+        tables.append(Table.of(title, ["domain", *columns], rows, [total], notes))
+        most = [_extreme(difference, percent), _extreme(epochs, format_epochs)]
+        extremes.append([label, count(whole), *most])
+    if len(tables) <= MOST_TABLES:
+        return tables
     note = (
         "Per run the domain with the largest difference between actual and target tokens, and the "
         "one with the most epochs. run.json of each run has all of them."
     )
-    shown = {name: run for runs in groups.values() for name, run in runs.items()}
-    notes = [note, *_shared_rows_notes(groups.values()), *_token_notes(shown)]
-    return [Table.of("Sampled tokens", header, rows, notes=notes)]
+    header = ["run", "target tokens", "largest difference", "most epochs"]
+    notes = [note, *_token_notes(list(alike.values()))]
+    return [Table.of("Sampled tokens", header, extremes, notes=notes)]
 
 
 def format_epochs(epochs: float) -> str:
     """Epochs, to three digits."""
     return f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.3g}"
-
-
-def _token_frames(
-    runs: Mapping[str, TrainingRun],
-) -> tuple[pd.Series[float], pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Tokens by domain (rows) and run (columns).
-
-    Returns:
-        Target tokens, the same for all runs; actual tokens; actual minus target tokens, relative to
-        the target, NaN for a target of 0; and epochs.
-    """
-    tokens = {name: run.domain_tokens for name, run in runs.items()}
-    first = next(iter(tokens.values()))
-    target = pd.Series({domain: each.asked for domain, each in first.items()})
-    actual = pd.DataFrame({n: {d: t.got for d, t in ts.items()} for n, ts in tokens.items()})
-    epochs = pd.DataFrame({n: {d: t.epochs for d, t in ts.items()} for n, ts in tokens.items()})
-    difference = actual.sub(target, axis=0).div(target.where(target != 0), axis=0)
-    return target, actual, difference, epochs
-
-
-def _token_table(label: str, runs: Mapping[str, TrainingRun]) -> Table:
-    target, actual, difference, epochs = _token_frames(runs)
-    whole, sums = math.fsum(target), actual.sum()
-
-    def row(name: str, goal: float, actual: pd.Series[float], gap: pd.Series[float]) -> list[str]:
-        return [
-            name,
-            f"{goal:,.0f}",
-            _range(actual, "{:,.0f}".format),
-            _range(gap, "{:+.2%}".format),
-        ]
-
-    gaps = (sums - whole) / (whole or math.nan)
-    return Table.of(
-        f"Sampled tokens: {label}",
-        ["domain", "target tokens", "actual tokens", "difference", "epochs"],
-        [
-            [
-                *row(d, target[d], actual.loc[d], difference.loc[d]),
-                _range(epochs.loc[d], format_epochs),
-            ]
-            for d in target.index
-        ],
-        [[*row("total", whole, sums, gaps), ""]],
-        [
-            "Targets are the weights times all steps done; epochs are passes over the domain's "
-            "training tokens.",
-            *_shared_rows_notes([runs]),
-            *_token_notes(runs),
-        ],
-    )
 
 
 def _range(values: pd.Series[float], form: Callable[[float], str]) -> str:
@@ -234,34 +178,31 @@ def _range(values: pd.Series[float], form: Callable[[float], str]) -> str:
 
 def _extreme(frame: pd.DataFrame, form: Callable[[float], str]) -> str:
     """The figure farthest from 0 over all domains and runs, with its domain; '-' for none."""
-    sizes = frame.abs()
-    if sizes.isna().all(axis=None):
+    figures = frame.stack(future_stack=True).dropna()
+    if figures.empty:
         return MISSING
-    domain = sizes.max(axis=1).idxmax()
-    return f"{form(frame.loc[domain, sizes.loc[domain].idxmax()])} ({domain})"
+    place = figures.abs().idxmax()
+    return f"{form(figures[place])} ({place[0]})"
 
 
-def _shared_rows_notes(groups: Iterable[Mapping[str, TrainingRun]]) -> list[str]:
-    """Which runs share a row or table."""
-    several = "; ".join(_names(list(runs)) for runs in groups if len(runs) > 1)
-    return [f"Runs with the same weights, shown as a range: {several}."] if several else []
+def _token_notes(groups: list[dict[str, TrainingRun]]) -> list[str]:
+    """Which runs share a row or table, changed their weights, or are still training."""
 
+    def names(runs: Iterable[str]) -> str:
+        first, rest = list(runs)[:MOST_NAMES], list(runs)[MOST_NAMES:]
+        return ", ".join(first) + (f" and {len(rest)} more" if rest else "")
 
-def _token_notes(runs: Mapping[str, TrainingRun]) -> list[str]:
-    """Which runs changed their weights, or are still training."""
-    notes = []
-    changed = [name for name, run in runs.items() if len(run.mixture_phases) > 1]
-    if changed:
-        notes.append(f"The weights changed during training: {_names(changed)}.")
-    unfinished = [name for name, run in runs.items() if run.status != "finished"]
-    if unfinished:
-        notes.append(f"Training has not finished: {_names(unfinished)}.")
-    return notes
-
-
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MOST_NAMES])
-    return shown if len(names) <= MOST_NAMES else f"{shown} and {len(names) - MOST_NAMES} more"
+    runs = {name: run for group in groups for name, run in group.items()}
+    found = {
+        "Runs with the same weights, shown as a range": "; ".join(
+            names(group) for group in groups if len(group) > 1
+        ),
+        "The weights changed during training": names(
+            name for name, run in runs.items() if len(run.mixture_phases) > 1
+        ),
+        "Training has not finished": names(n for n, r in runs.items() if r.status != "finished"),
+    }
+    return [f"{what}: {which}." for what, which in found.items() if which]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -317,35 +258,32 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
     Raises:
         UserError: if a mixture cannot be read, has changed, or has other domains than the centre's.
     """
-    return [_swept_axis(sweep, name) for name in sweep.axes]
-
-
-def _swept_axis(sweep: Sweep, parameter: str) -> SweptAxis:
-    points = sweep.along(parameter)
-    mixtures = [sweep.load_mixture(point) for point in points]
-    names = tuple(sweep.load_mixture(sweep.centre).weights)
-    for point, mixture in zip(points, mixtures, strict=True):
-        if set(mixture.weights) != set(names):
-            raise UserError(
-                f"{sweep.root / sweep.FILE_NAME}: {point.mixture} has other domains than "
-                f"{sweep.centre.mixture}; run the sweep again"
-            )
-    coverages = {mixture.confidence for mixture in mixtures}
-    unknown = (np.nan, np.nan)
-    return SweptAxis(
-        label=SWEPT_LABELS.get(parameter, parameter),
-        values=tuple(
-            v if isinstance(v, str) else f"{v:,}" if isinstance(v, int) else f"{v:g}"
-            for v in sweep.axes[parameter]
-        ),
-        centre=points.index(sweep.centre),
-        names=names,
-        weights=np.array([[m.weights[name] for name in names] for m in mixtures]),
-        intervals=np.array(
-            [[(m.intervals or {}).get(name, unknown) for name in names] for m in mixtures]
-        ),
-        confidence=coverages.pop() if len(coverages) == 1 else None,
-    )
+    names, axes, unknown = tuple(sweep.load_mixture(sweep.centre).weights), [], (np.nan, np.nan)
+    for parameter, values in sweep.axes.items():
+        points = sweep.along(parameter)
+        mixtures = [sweep.load_mixture(point) for point in points]
+        for point, mixture in zip(points, mixtures, strict=True):
+            if set(mixture.weights) != set(names):
+                raise UserError(
+                    f"{sweep.root / sweep.FILE_NAME}: {point.mixture} has other domains than "
+                    f"{sweep.centre.mixture}; run the sweep again"
+                )
+        coverages = {mixture.confidence for mixture in mixtures}
+        intervals = [[(m.intervals or {}).get(n, unknown) for n in names] for m in mixtures]
+        axis = SweptAxis(
+            label=SWEPT_LABELS.get(parameter, parameter),
+            values=tuple(
+                v if isinstance(v, str) else f"{v:,}" if isinstance(v, int) else f"{v:g}"
+                for v in values
+            ),
+            centre=points.index(sweep.centre),
+            names=names,
+            weights=np.array([[m.weights[name] for name in names] for m in mixtures]),
+            intervals=np.array(intervals),
+            confidence=coverages.pop() if len(coverages) == 1 else None,
+        )
+        axes.append(axis)
+    return axes
 
 
 def sweep_table(axis: SweptAxis) -> Table:
@@ -355,16 +293,11 @@ def sweep_table(axis: SweptAxis) -> Table:
     shown = sorted(np.argsort(-largest, kind="stable")[:MOST_ROWS])
     values = [f"{v} (centre)" if i == axis.centre else v for i, v in enumerate(axis.values)]
     hidden = len(axis.names) - len(shown)
+    summary = {"largest change": changes.max(axis=1), "total variation": axis.distances}
     return Table.of(
         f"Weights over {axis.label}",
         ["domain", *values, "largest change"],
         [[axis.names[k], *map(format_weight, (*axis.weights[:, k], largest[k]))] for k in shown],
-        [
-            [name, *map(format_weight, (*figures, figures.max()))]
-            for name, figures in (
-                ("largest change", changes.max(axis=1)),
-                ("total variation", axis.distances),
-            )
-        ],
+        [[n, *map(format_weight, (*each, each.max()))] for n, each in summary.items()],
         [*([f"{hidden} other domains move by less."] if hidden else []), f"{axis.sentence}."],
     )

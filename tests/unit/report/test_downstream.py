@@ -11,7 +11,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.downstream import base_run_of, downstream_tables
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
-from tests.unit.report.downstream_samples import PROTOCOL, downstream, save, score
+from tests.unit.report.downstream_samples import downstream, save
 from tests.unit.report.report_samples import rows_of, write_run_folder
 
 UNIFORM, CHAMELEON = "uniform-seed1", "chameleon-pretrain-seed1"
@@ -89,18 +89,6 @@ def test_other_questions_are_rejected(root, changes, message):
     result = downstream({"sciq": {0: 0.5, 1: 0.7}})
     with pytest.raises(UserError, match=message):
         tables_of(root, result, dataclasses.replace(result, **changes))
-
-
-def test_other_questions_of_an_unfinished_task_are_rejected(root):
-    answered = score("sciq", {0: 0.5}, PROTOCOL.shots)
-    other = dataclasses.replace(answered.by_shots[0], requests_hash="other words")
-    changed = dataclasses.replace(answered, by_shots={0: other})
-    with pytest.raises(UserError, match="the requests of sciq differ"):
-        tables_of(
-            root,
-            downstream({"sciq": {0: 0.5, 1: 0.7}}),
-            dataclasses.replace(downstream({}), tasks={"sciq": changed}),
-        )
 
 
 def test_a_run_is_found_by_its_checkpoint_too(root):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import warnings
 from typing import cast
 
 import numpy as np
@@ -12,7 +10,6 @@ import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.container import BarContainer
-from matplotlib.image import imread
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
@@ -28,10 +25,8 @@ from megatron_chameleon.report.figures import (
     loss_figure,
     new_figure,
     outline,
-    panel_domains,
     png,
     run_curves,
-    smoothed,
     svg_content,
     weights_figure,
 )
@@ -61,16 +56,6 @@ def make_run(tmp_path, name="run", names=NAMES, seed=0) -> TrainingRun:
     run = write_training_run(tmp_path / name, Mixture.uniform(names).weights, "uniform")
     write_losses(run.root, names, [2.0 + i for i in range(len(names))], seed)
     return run
-
-
-def pixels(figure) -> np.ndarray:
-    return imread(io.BytesIO(png(figure)))[..., :3]
-
-
-def share_of(image: np.ndarray, color: str) -> float:
-    """Share of the pixels that have ``color``."""
-    wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return float(np.mean(np.all(np.abs(image - wanted) < 0.01, axis=-1)))
 
 
 def test_bars_are_as_long_as_the_weights(mixtures):
@@ -135,15 +120,6 @@ def test_curves_are_the_recorded_losses(tmp_path):
     np.testing.assert_array_equal(curves.validation["a"], [3.5])
 
 
-def test_smoothing_is_a_centred_mean(rng):
-    losses = rng.normal(size=103)
-    found = smoothed(pd.Series(losses, np.arange(103.0)))
-    expected = [losses[i : i + 4].sum() / 4 for i in range(100)]
-    np.testing.assert_allclose(found, expected)
-    np.testing.assert_allclose(found.index, np.arange(100) + 1.5)
-    np.testing.assert_array_equal(smoothed(pd.Series(losses[:20])), losses[:20])
-
-
 def test_the_loss_figure_has_a_panel_for_all_and_one_per_domain(tmp_path):
     runs = [run_curves(label, make_run(tmp_path, label, seed=i)) for i, label in enumerate("AB")]
     proxy = run_curves("proxy", make_run(tmp_path, "proxy", seed=9))
@@ -162,9 +138,6 @@ def test_the_loss_figure_has_a_panel_for_all_and_one_per_domain(tmp_path):
         np.testing.assert_array_equal(dots[1].get_ydata(), runs[1].validation[name])
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["A", "B", "proxy", "held-out text"]
-    image = pixels(figure)
-    assert share_of(image, COLORS[0]) > 1e-3
-    assert share_of(image, COLORS[1]) > 1e-3
 
 
 def test_names_are_shown_as_they_are_and_cut_where_long(tmp_path, rng):
@@ -216,33 +189,23 @@ def test_panels_are_of_the_domains_that_differ_most():
     differing = set(MANY[7:300:13])  # 23 of them
     first = curves(dict.fromkeys(MANY, 3.0))
     second = curves({name: 2.0 if name in differing else 3.0 for name in MANY})
-    shown = panel_domains([first, second])
+    figure = loss_figure([first, second])
+    shown = [panel.get_title("left") for panel in figure.axes[1:]]
     assert shown == sorted({*differing, MANY[0]})  # one place is left for the first of the others
-
-
-def mixtures_of(count):
-    """Two mixtures: the heaviest domain of the second is the lightest of the first."""
-    weights = np.arange(count, 0, -1) / (count * (count + 1) / 2)
-    first = dict(zip(MANY, weights.tolist(), strict=False))
-    second = dict.fromkeys(MANY[:count], 0.5 / (count - 1)) | {MANY[count - 1]: 0.5}
-    return {"one": Mixture(first), "two": Mixture(second)}
-
-
-def test_bars_are_of_the_largest_weights_in_any_mixture():
-    mixtures = mixtures_of(300)
-    shown = bar_domains(mixtures)
-    assert shown == [*MANY[:59], MANY[299]]
-    (axes,) = weights_figure(mixtures).axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == shown
-    dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
-    np.testing.assert_array_equal(dashed[0].get_xdata(), [1 / 300, 1 / 300])
 
 
 @pytest.mark.parametrize("count", [2, 300])
 def test_no_picture_is_too_tall(count):
     run = curves(dict.fromkeys(MANY[:count], 3.0))
     second = dataclasses.replace(run, label="second")
-    losses, weights = loss_figure([run, second]), weights_figure(mixtures_of(count))
+    # The heaviest domain of the second mixture is the lightest of the first.
+    first = dict(zip(MANY, range(count, 0, -1), strict=False))
+    mixture = Mixture({n: w / sum(first.values()) for n, w in first.items()})
+    other = Mixture(dict.fromkeys(MANY[:count], 0.5 / (count - 1)) | {MANY[count - 1]: 0.5})
+    mixtures = {"one": mixture, "two": other}
+    losses, weights = loss_figure([run, second]), weights_figure(mixtures)
+    shown = MANY[:count] if count <= 60 else [*MANY[:59], MANY[299]]
+    assert bar_domains(mixtures) == (shown, count)
     for figure in (losses, weights):
         freeze_layout(figure)
         assert 2 < figure.get_figheight() < TALLEST
@@ -256,11 +219,7 @@ def one_mixture(rng):
     return {"one": random_mixture(random_weights(NAMES, rng), "pretrain", features)}
 
 
-def svg_of(figure, name="picture"):
-    return read_html(f"<!DOCTYPE html>\n<svg>{svg_content(figure, name)}</svg>")
-
-
-def test_colours_are_the_page_s(one_mixture):
+def test_colours_are_variables_of_the_page(one_mixture):
     page = svg_content(weights_figure(one_mixture), "w")
     for name in ("--paper", "--grid", "--reference", "--series-0"):
         assert f"var({name})" in page
@@ -270,20 +229,11 @@ def test_colours_are_the_page_s(one_mixture):
     assert {color.lower() for color in COLORS} <= set(PAGE_COLORS)
 
 
-def test_a_sign_that_the_picture_s_font_lacks_is_no_warning(rng):
-    mixture = random_mixture({"日本語": 0.4, "שלום": 0.6}, "pretrain", rng.normal(size=(2, 4)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        svg = svg_of(weights_figure({"one": mixture}))
-    assert {"日本語", "שלום"} <= {node.text for node in svg.all("text")}
-
-
 @pytest.mark.parametrize(("count", "images"), [(300, 0), (5000, 1)])
 def test_many_points_are_one_image(rng, count, images):
     figure = new_figure(5, 5)
-    (points,) = figure.add_subplot().plot(*rng.normal(size=(2, count)), "ko", rasterized=True)
-    svg = svg_of(figure)
-    assert points.get_rasterized()  # in a PDF of the same figure
+    figure.add_subplot().plot(*rng.normal(size=(2, count)), "ko", rasterized=True)
+    svg = read_html(f"<!DOCTYPE html>\n<svg>{svg_content(figure, 'picture')}</svg>")
     assert len(svg.all("image")) == images
     assert len(svg.all("use")) >= (0 if images else count)
     if images:

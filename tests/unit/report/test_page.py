@@ -10,8 +10,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,12 +27,10 @@ from megatron_chameleon.report.page import (
     markdown_page,
     write_report,
 )
-from tests.unit.report.downstream_samples import downstream, save
 from tests.unit.report.html_reading import read_html
 from tests.unit.report.page_samples import HOSTILE_NAMES, write_full_folder
-from tests.unit.report.report_samples import NAMES, write_corpus, write_run_folder, write_sweep
+from tests.unit.report.report_samples import NAMES, write_run_folder, write_sweep
 
-ROOT = Path(__file__).resolve().parents[3]
 PICTURES = ["affinity", "loss", "weights"]
 PAGES = ["report.html", "report_files.json", "tables", "tables.md"]
 FILES = sorted([*PAGES, *(f"{name}.{kind}" for name in PICTURES for kind in ("png", "pdf"))])
@@ -47,17 +43,6 @@ def root(tmp_path):
 
 def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
-def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -135,48 +120,6 @@ def test_a_sweep_is_shown_where_there_is_one(root, capsys):
         make_report(root)
 
 
-def test_an_affinity_of_the_wrong_size_is_reported(root):
-    path = root / "4-mixture/chameleon-pretrain.json"
-    body = json.loads(path.read_text())
-    path.write_text(json.dumps({**body, "affinity": [[1.0, 0.0], [0.0, 1.0]]}))
-    with pytest.raises(UserError, match="affinity"):
-        make_report(root)
-    assert not (root / "7-report").exists()
-
-
-def test_the_tool_reports_a_run_folder(root):
-    done = run_python("tools/make_report.py", root, "--baseline", "chameleon-pretrain-seed1")
-    assert done.returncode == 0, done.stderr
-    assert "domains better than Chameleon" in done.stdout
-    assert files_in(root / "7-report") == FILES
-
-
-def test_the_tool_rejects_in_one_line(tmp_path):
-    write_corpus(tmp_path / "1-corpus", NAMES)
-    done = run_python("tools/make_report.py", tmp_path, "--baseline", "x")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-
-
-SECTIONS = [
-    "found",
-    "result",
-    "loss",
-    "bits-per-byte",
-    "weights",
-    "downstream",
-    "cost",
-    "curves",
-    "tokens",
-    "affinity",
-    "stability",
-    "windows",
-    "origins",
-]
-
-
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     return write_full_folder(tmp_path_factory.mktemp("page") / "<b>run & co", HOSTILE_NAMES)
@@ -197,15 +140,7 @@ def page(text):
     return read_html(text)
 
 
-def test_the_sections_come_in_order_and_the_contents_lead_to_them(page):
-    assert [node.attributes["id"] for node in page.all("section")] == SECTIONS
-    (contents,) = page.all("nav")
-    assert [link.attributes["href"] for link in contents.all("a")] == [f"#{s}" for s in SECTIONS]
-    headings = [node.all("h2")[0].text for node in page.all("section")]
-    assert [link.text for link in contents.all("a")] == headings
-
-
-def test_every_id_is_there_once_and_every_reference_has_one(page):
+def test_ids_are_unique_and_references_resolve(page):
     ids = [node.attributes["id"] for node in page.everything() if "id" in node.attributes]
     assert len(ids) == len(set(ids))
     values = [value for node in page.everything() for value in node.attributes.values()]
@@ -244,10 +179,8 @@ def test_nothing_is_fetched(page):
             assert not re.search(r"url\((?!#)", value)
 
 
-UNIFORM, CHAMELEON = "uniform-seed1", "chameleon-pretrain-seed1"
 STAGES = ("1-corpus", "2-proxy", "3-embeddings", "4-mixture", "5-base", "6-evaluation")
 # In the order of the paper's columns.
-RED_PAJAMA = ["Arxiv", "Book", "C4", "CC", "GitHub", "StackExchange", "Wikipedia"]
 EVALUATED = {"Held-out perplexity", "Held-out loss", "Bits per byte", "Evaluated runs"}
 
 
@@ -276,7 +209,7 @@ def titles(report: Report) -> list[str]:
         (["1-corpus", "2-proxy", "4-mixture", "5-base"], {"weights", "curves", "affinity"}),
     ],
 )
-def test_a_folder_gets_a_report_of_what_it_has(tmp_path, stages, there):
+def test_incomplete_folder_gets_a_report(tmp_path, stages, there):
     report = read(make_folder(tmp_path, *stages))
     assert there <= {section.name for section in report.sections}
     assert not {"result", "loss", "bits-per-byte"} & {section.name for section in report.sections}
@@ -285,31 +218,11 @@ def test_a_folder_gets_a_report_of_what_it_has(tmp_path, stages, there):
     assert report.caveats == [NOT_EVALUATED]
 
 
-def test_downstream_results_alone_are_compared_with_the_baseline_asked(tmp_path):
-    root = make_folder(tmp_path)
-    (root / "6-evaluation").mkdir()
-    for name, accuracy in ((UNIFORM, 0.5), (CHAMELEON, 0.6)):
-        save(root, name, downstream({"sciq": {0: accuracy, 1: accuracy}}))
-    for baseline in (UNIFORM, CHAMELEON):
-        report = read(root, baseline)
-        (section,) = [section for section in report.sections if section.name == "downstream"]
-        assert section.tables[0].header[1] == baseline
-    with pytest.raises(UserError, match=rf"--baseline x: .* choose from {CHAMELEON}, {UNIFORM}"):
-        read(root, "x")
-
-
-def test_a_baseline_is_rejected_where_nothing_has_a_result(tmp_path):
-    root = make_folder(tmp_path / "run", "4-mixture", "5-base")
-    with pytest.raises(UserError, match=f"--baseline {UNIFORM}: .* has no result of it"):
-        make_report(root, baseline=UNIFORM)
-    assert not (root / "7-report").exists()
-
-
 def all_files_in(folder):
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-def test_what_no_longer_belongs_is_removed_and_all_else_left(tmp_path):
+def test_files_of_an_earlier_report_are_removed_and_others_kept(tmp_path):
     folder = tmp_path / "report"
     write_report(folder, {"a.png": b"1", "tables/x.csv": b"2", "tables/y.csv": b"3"})
     (folder / "mine.csv").write_text("kept")
@@ -321,7 +234,7 @@ def test_what_no_longer_belongs_is_removed_and_all_else_left(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../kept", "/{root}/kept", "a/b/kept"])
-def test_a_list_that_was_changed_removes_nothing_elsewhere(tmp_path, name):
+def test_edited_list_removes_nothing_elsewhere(tmp_path, name):
     folder = tmp_path / "report"
     (folder / "a/b").mkdir(parents=True)
     kept = [tmp_path / "kept", folder / "a/b/kept"]
@@ -334,7 +247,7 @@ def test_a_list_that_was_changed_removes_nothing_elsewhere(tmp_path, name):
 
 
 @pytest.mark.parametrize("content", ["", '{"files": 3}', '{"mine": 1}'])
-def test_nothing_is_written_beside_a_list_that_is_no_reports(tmp_path, content):
+def test_damaged_list_is_rejected(tmp_path, content):
     (tmp_path / LIST_NAME).write_text(content)
     with pytest.raises(UserError, match=LIST_NAME):
         write_report(tmp_path, {"a.png": b"1"})
@@ -354,7 +267,7 @@ def test_a_file_of_other_origin_is_not_replaced(tmp_path):
     assert (tmp_path / "b.png").read_bytes() == b"1"
 
 
-def test_after_a_failure_the_next_report_still_knows_what_lies_there(tmp_path):
+def test_report_after_a_failure_removes_all_earlier_files(tmp_path):
     write_report(tmp_path, {"a.png": b"1"})
     (tmp_path / "tables").write_text("a file in the way")
     with pytest.raises(UserError, match="cannot write"):

@@ -73,18 +73,12 @@ def column_of(table, heading):
         (["python", "java", "c", "cpp", "golang", "ruby", "php"], "stack"),
     ],
 )
-def test_the_usual_spellings_are_known(names, data_set):
+def test_spellings_of_the_domains_are_known(names, data_set):
     sets = {s.data_set.name: s.data_set for s in paper_settings().values()}
     found = {name: paper_names(each, names) for name, each in sets.items()}
     assert [name for name, known in found.items() if known is not None] == [data_set]
-    printed = next(iter(sets[data_set].weight_columns().values())).printed
+    printed = next(iter(sets[data_set].columns.values())).printed
     assert list((found[data_set] or {}).values()) == list(printed)
-
-
-def test_the_pile_is_known_by_its_own_names():
-    data_set = paper_settings()["pile-684m"].data_set
-    own = next(iter(data_set.weight_columns().values())).own_names
-    assert paper_names(data_set, own) == own
 
 
 @pytest.mark.parametrize(
@@ -101,13 +95,13 @@ def test_other_domains_have_no_setting(tmp_path, names):
     assert tables_of(make(tmp_path / "run", names)) == []
 
 
-def test_perplexities_stand_next_to_the_papers(root):
+def test_perplexities_are_next_to_the_papers(root):
     perplexity = tables_of(root)[0]
     setting = paper_settings()["slimpajama-684m"]
     assert perplexity.header[:4] == ("domain", "Uniform", "Chameleon", "paper: Uniform")
     found = column_of(perplexity, "paper: DoGE")
-    doge = setting.perplexity[0].columns["doge"].printed
-    assert [float(found[name]) for name in SLIMPAJAMA] == list(doge.values())
+    doge = setting.perplexity[0].figures["doge"]
+    assert [float(found[name]) for name in SLIMPAJAMA] == list(doge)
     assert found["average"] == "22.32"
     assert found["domains better than Uniform"] == "4 of 7"
     result = EvaluationResult.load(root / f"6-evaluation/{UNIFORM}.json")
@@ -125,7 +119,7 @@ def test_a_domain_without_text_is_in_no_average_of_either_side(root):
     perplexity = tables_of(root)[0]
     found = column_of(perplexity, "paper: Uniform")
     assert found["c4"] == "49.00"
-    printed = paper_settings()["slimpajama-684m"].perplexity[0].columns["uniform"].printed
+    printed = paper_settings()["slimpajama-684m"].perplexity[0].figures["uniform"]
     rest = sum(value for name, value in printed.items() if name != "c4") / 6
     assert found["average"] == f"{rest:.2f}"
     assert column_of(perplexity, "paper: DoGE")["domains better than Uniform"] == "3 of 6"
@@ -152,12 +146,6 @@ def test_another_setting_shows_no_figure_of_the_paper(root, changes, aspects):
         assert figure not in terminal_table(table)
 
 
-@pytest.mark.parametrize("factor", [0.5, 2])
-def test_half_to_twice_the_tokens_are_the_same_setting(root, factor):
-    edit_runs(root, tokens=int(TOKENS * factor))
-    assert len(tables_of(root)) == 3
-
-
 def test_fine_tuning_starts_from_trained_weights(tmp_path):
     root = make(tmp_path / "run", ["fr", "de", "it", "es", "pt", "nl", "pl"])
     (table,) = tables_of(root)
@@ -177,7 +165,7 @@ def six_shots(accuracy, **changes):
     return downstream(tasks, protocol=dataclasses.replace(protocol, **changes))
 
 
-def test_accuracies_stand_next_to_the_papers(root):
+def test_accuracies_are_next_to_the_papers(root):
     save(root, f"{UNIFORM}-downstream", six_shots(0.5))
     save(root, f"{CHAMELEON}-downstream", six_shots(0.6))
     _, table, *_ = tables_of(root)
@@ -191,7 +179,7 @@ def test_accuracies_stand_next_to_the_papers(root):
 
 
 @pytest.mark.parametrize("changes", [{"shots": [0]}, {"limit": 10}])
-def test_tasks_that_were_asked_otherwise_are_not_next_to_the_papers(root, changes):
+def test_tasks_of_another_protocol_are_not_next_to_the_papers(root, changes):
     if "shots" in changes:
         result = downstream({"sciq": {0: 0.5}}, protocol=six_shots(0.5, **changes).protocol)
     else:
@@ -203,7 +191,7 @@ def test_tasks_that_were_asked_otherwise_are_not_next_to_the_papers(root, change
     assert "64.3" not in terminal_table(table)
 
 
-def test_costs_stand_next_to_the_papers_by_method(root):
+def test_costs_are_next_to_the_papers_by_method(root):
     Mixture(weights=dict.fromkeys(SLIMPAJAMA, 1 / 7), method="doge").save(
         root / "4-mixture/my-doge.json"
     )

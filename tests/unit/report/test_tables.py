@@ -130,8 +130,3 @@ def test_nothing_is_a_formula(name):
     frame = pd.DataFrame({"domain": [name]})
     for line in (*read(csv_table(table_of([name], ["1"]))), *read(csv_text(frame))):
         assert line[0] in ("domain", f"'{name}")
-
-
-@pytest.mark.parametrize("figure", ["-0.25", "+1.5", "-1e-05", "+0.20%", "-3"])
-def test_numbers_with_a_sign_stay_numbers(figure):
-    assert read(csv_table(table_of(["a"], [figure])))[1] == ["a", figure]

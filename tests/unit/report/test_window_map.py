@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from threadpoolctl import threadpool_info
 
@@ -21,7 +19,6 @@ from megatron_chameleon.report.window_map import (
     FEWEST_FOR_UMAP,
     WindowMap,
     centroids,
-    even_counts,
     named_domains,
     pca_points,
     umap_points,
@@ -103,27 +100,6 @@ def test_the_sample_is_even_seeded_and_without_repeats(tmp_path, monkeypatch):
     assert first.summary.startswith("49 of 605 windows")
     np.testing.assert_array_equal(first.points, second.points)
     assert len(np.unique(first.points, axis=0)) == 49
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 2000))
-def test_as_many_as_there_is_room_for_are_taken_evenly(counts, most):
-    taken = even_counts(counts, most)
-    assert all(1 <= took <= there for took, there in zip(taken, counts, strict=True))
-    if most >= len(counts):
-        assert sum(taken) <= most
-    share = max(taken)
-    assert all(took == min(there, share) for took, there in zip(taken, counts, strict=True))
-    more = sum(min(there, share + 1) for there in counts)
-    assert share == max(counts) or more > most
-
-
-def test_the_store_that_covers_most_is_shown(tmp_path):
-    root = write_run_folder(tmp_path / "run")
-    write_store(root / "3-embeddings", {"code": 50})
-    write_store(root / "3-embeddings/other", {"code": 10, "prose": 10})
-    found = window_map(RunFolder.load(root))
-    assert found is not None
-    assert found.store == "3-embeddings/other"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
