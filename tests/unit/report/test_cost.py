@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_chameleon.artifacts import Cost
-from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord
+from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
 from megatron_chameleon.report.cost import ledger_of, mixture_cost_table
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.ledger_samples import (
@@ -156,7 +156,9 @@ def test_a_swarm_of_two_mixtures_is_the_cost_of_each_and_once_in_the_total(root)
     work = root / "4-mixture/regmix/swarm"
     SwarmRecord(work, {}, "0", NAMES, [[0.5, 0.3, 0.2]] * 3, PROVENANCE).save()
     for number in range(3):
-        MemberRecord(number, [1], [[1.0, 2.0, 3.0]], cost=Cost(1e12, 2.0, 1.0, 2)).save(work)
+        MemberRecord(number, [1], [[1.0, 2.0, 3.0]], cost=Cost(1e12, 2.0, 1.0, 2)).save(
+            member_path(work, number)
+        )
     for name in ("regmix-code", "regmix-prose"):
         write_method(root, name, ["regmix"])
     ledger = ledger_of(RunFolder.load(root))
