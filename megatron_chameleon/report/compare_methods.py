@@ -272,7 +272,8 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         # --mixture uniform needs no file.
         uniform = Mixture.uniform(list(next(iter(folder.base_runs.values())).mixture))
         folder = dataclasses.replace(folder, mixtures={"uniform": uniform} | folder.mixtures)
-    costs, mixtures, results = ledger_of(folder).mixtures, [], {}
+    results: dict[str, EvaluationResult] = {}
+    costs, mixtures = ledger_of(folder).mixtures, []
     for name in options.mixtures:
         if name not in folder.mixtures:
             raise UserError(f"{folder.root / MIXTURE / name}.json does not exist; {HINT}")
@@ -399,6 +400,7 @@ def comparison_table(compared: MethodComparison) -> Table:
         "device_seconds": ("device-seconds for that", "{:,.1f}".format),
     }
     for unit, label in UNITS.items() if reference is not None else ():
+        assert reference is not None
         rows[f"{unit}_by_reference"] = (
             f"{label} / {reference.label}'s",
             lambda ratio: f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x",

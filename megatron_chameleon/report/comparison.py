@@ -338,7 +338,7 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     for run in comparison.others or runs:
         if run.run is not None and not any(run.has_weights_of(other) for other in mixed):
             mixed.append(run)
-    columns = {}
+    columns: dict[str, dict[str, str]] = {}
     for run in mixed:
         assert run.run is not None
         label = run.label if len(mixed) > 1 else ""

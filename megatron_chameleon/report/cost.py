@@ -151,7 +151,7 @@ def cost_tables(folder: RunFolder) -> list[Table]:
 
 def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
     """FLOPs and device-hours per mixture, including its inputs, and multiples of Chameleon's."""
-    by_method = {m.mixture.method: n for n, m in reversed(ledger.mixtures.items())}
+    by_method = {m.mixture.method: n for n, m in reversed(list(ledger.mixtures.items()))}
     reference = next((by_method[m] for m in REFERENCE_METHODS if m in by_method), None)
     by_paper = any("paper_flops" in m.mixture.parameters for m in ledger.mixtures.values())
     header = ["mixture", "FLOPs", "device-hours"]

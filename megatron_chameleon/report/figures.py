@@ -202,7 +202,7 @@ def weight_series(folder: RunFolder) -> dict[str, Mixture]:
         for name, mixture in folder.mixtures.items()
         if mixture.method != BASELINE_METHOD
     }
-    order = list(MODE_LABELS)
+    order: list[str | None] = [*MODE_LABELS]
     names = sorted(modes, key=lambda n: order.index(modes[n]) if modes[n] in order else len(order))
     count = list(modes.values()).count
     labels = {n: MODE_LABELS.get(modes[n] or "", n) if count(modes[n]) == 1 else n for n in names}
@@ -241,7 +241,8 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
         if mixture.intervals:
             # End to end: the weight itself may lie outside a bootstrap interval.
             low, high = np.array(ends).T
-            there, look = ~np.isnan(low), {"fmt": "none", "ecolor": "black"}
+            there = ~np.isnan(low)
+            look: dict[str, Any] = {"fmt": "none", "ecolor": "black"}
             middle, half = ((low + high) / 2)[there], ((high - low) / 2)[there]
             axes.errorbar(middle, positions[there], xerr=half, elinewidth=1.1, capsize=2.5, **look)
     handles.append(axes.axvline(1 / count, color=REFERENCE_COLOR, linestyle="--", linewidth=1.2))

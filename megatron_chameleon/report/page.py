@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 import jinja2
 from markupsafe import Markup
 
-from megatron_chameleon.artifacts import Provenance, Sweep
+from megatron_chameleon.artifacts import Provenance, Sweep, TrainingRun
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import package_versions
 from megatron_chameleon.errors import UserError
@@ -307,7 +307,7 @@ def _origins_section(
     }
     labels = run_labels(folder.base_runs, folder.base_runs)
     title, columns = "Base runs", ["step", "status"]
-    rows = [
+    rows: list[tuple[str, str, TrainingRun | None, list[str]]] = [
         (name, labels[name], run, [f"{run.step:,}", run.status])
         for name, run in folder.base_runs.items()
     ]

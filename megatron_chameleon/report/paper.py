@@ -287,7 +287,7 @@ def _differences(
     rows = []
     known = [run for run in runs if run is not None]
     if not is_model:
-        models = {}
+        models: dict[str, None] = {}
         for run in runs:
             size = {} if run is None else run.model.get("size")
             text = "unknown (its run is not in 5-base)"

@@ -191,9 +191,10 @@ def require_one_corpus(folders: Sequence[RunFolder]) -> None:
                     f"(hash {first[1][:12]}), and figures of different corpora cannot be "
                     "compared; move it to a run folder of its corpus, or report it separately"
                 )
-        for name, mixture in folder.mixtures.items() if folder.corpus else ():
-            others = [domain for domain in mixture.weights if domain not in folder.corpus.domains]
-            if others:
+        known = folder.corpus.domains if folder.corpus else {}
+        for name, mixture in folder.mixtures.items():
+            others = [domain for domain in mixture.weights if domain not in known]
+            if others and folder.corpus:
                 more = f" and {len(others) - MOST_LISTED} more" if len(others) > MOST_LISTED else ""
                 raise UserError(
                     f"{folder.paths[f'{MIXTURE}/{name}']} has weights for domains that the corpus "

@@ -31,7 +31,7 @@ SWEPT_LABELS = {
 
 Array = NDArray[np.float64]
 # Heading -> domain -> text.
-Columns = Mapping[str, Mapping[str, str]]
+Columns = dict[str, dict[str, str]]
 
 
 def weight_columns(label: str, weights: Mapping[str, float], mixture: Mixture | None) -> Columns:
@@ -84,14 +84,14 @@ def weight_tables(folder: RunFolder) -> list[Table]:
         found.append(Table.of(title, ["domain", *columns], rows, notes=notes))
         shown |= {name, partner}
     if not folder.mixtures.keys() <= shown:
-        columns, notes, domains = {}, ["Shares of training tokens."], {}
+        columns, notes = {}, ["Shares of training tokens."]
         for name, mixture in folder.mixtures.items():
             columns |= weight_columns(name, mixture.weights, mixture)
-            domains |= mixture.weights
         methods = [
             f"{n}: {m.method}" for n, m in folder.mixtures.items() if m.method not in ("", n)
         ]
         notes += [f"Methods: {', '.join(methods)}."] if methods else []
+        domains = dict.fromkeys(d for m in folder.mixtures.values() for d in m.weights)
         rows = rows_by_domain(domains, columns)
         found.insert(0, Table.of("Weights of each mixture", ["domain", *columns], rows, (), notes))
     return found
