@@ -49,7 +49,7 @@ _FAMILIES = (
     ("mixtures",),
     ("base_runs", "evaluations", "downstream"),
 )
-# An error message lists this many domains.
+# An error message lists at most this many domains.
 MOST_LISTED = 3
 BASELINE_METHOD = "uniform"
 # Runs of other methods are labelled by their names.
