@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,11 @@ from megatron_chameleon.artifacts.downstream_result import (
     PartSettings,
     ShotScore,
     TaskScore,
-    find_part,
-    part_path,
 )
 from megatron_chameleon.artifacts.embedding_store import DomainEmbeddings
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
+from megatron_chameleon.artifacts.record import FolderRecord
+from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord
 
 PROVENANCE = Provenance(
     command=["tool.py", "--flag", "ä ö"],
@@ -67,67 +65,30 @@ RECIPE = EmbeddingRecipe("m" * 64, 2, 128, 4096, 0, "t" * 64)
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """An artifact on disk: its file, its content, and a function to read it."""
+    """An artifact on disk: its file and its content."""
 
-    kind: str
     file: Path
     written: Any
-    load: Callable[[], Any]
+
+    def load(self) -> Any:
+        """Read the artifact."""
+        is_folder = isinstance(self.written, FolderRecord)
+        return type(self.written).load(self.written.root if is_folder else self.file)
 
 
 def write_samples(root: Path) -> dict[str, Sample]:
     """Write an artifact of each kind into ``root``: kind -> sample."""
-    corpus, run, checkpoint = corpus_in(root / "c"), run_in(root / "r"), checkpoint_in(root / "k")
     store = EmbeddingStore(
         *(root / "e", RECIPE, 8, {"a": DomainEmbeddings("a.safetensors", 3, "h", "0" * 64)}),
         *(PROVENANCE, COST),
     )
-    mixture, result, sweep = sample_mixture(), sample_result(), sample_sweep(root / "s")
-    corpus.save()
-    run.save()
-    store.save()
-    sweep.save()
-    mixture.save(root / "mixture.json")
-    result.save(root / "result.json")
-    samples = [
-        Sample("corpus", root / "c/corpus.json", corpus, lambda: Corpus.load(root / "c")),
-        Sample("training run", root / "r/run.json", run, lambda: TrainingRun.load(root / "r")),
-        Sample(
-            "checkpoint",
-            root / "k/checkpoint.json",
-            checkpoint,
-            lambda: CheckpointRecord.load(root / "k"),
-        ),
-        Sample(
-            "embedding store",
-            root / "e/store.json",
-            store,
-            lambda: EmbeddingStore.load(root / "e"),
-        ),
-        Sample(
-            "mixture", root / "mixture.json", mixture, lambda: Mixture.load(root / "mixture.json")
-        ),
-        Sample(
-            "evaluation",
-            root / "result.json",
-            result,
-            lambda: EvaluationResult.load(root / "result.json"),
-        ),
-        Sample("sweep", root / "s/sweep.json", sweep, lambda: Sweep.load(root / "s")),
-        *other_samples(root / "o"),
-    ]
-    return {sample.kind: sample for sample in samples}
-
-
-def other_samples(root: Path) -> list[Sample]:
-    """Swarms, discovered domains and downstream evaluations."""
     swarm = SwarmRecord(root, {"seed": 1}, "c" * 64, ["a", "b"], [[0.25, 0.75]], PROVENANCE)
     member = MemberRecord(12, [10, 20], [[1.5, None], [1.25, None]], None, COST)
     near = NearDocument("a", 7, 0.5, "Once ...")
-    found = DiscoveredDomain(4, {"train": 20, "valid": 2}, {"a": 1.0}, [near])
+    domain = DiscoveredDomain(4, {"train": 20, "valid": 2}, {"a": 1.0}, [near])
     discovered = DiscoveredDomains(
         *(root, 1, {2: 0.5, 3: -0.25}, 12.5, 100, "m" * 64, 2, 128, 4, 0, 1),
-        *({"cluster 0": found}, ["a"], PROVENANCE, COST),
+        *({"cluster 0": domain}, ["a"], PROVENANCE, COST),
     )
     settings = PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32", "hub")
     part = DownstreamPart(settings, "acc", "1.0", "train", "0110", 0, "r", "q", COST)
@@ -138,38 +99,18 @@ def other_samples(root: Path) -> list[Sample]:
         [Gap("race", 2, "too few documents")],
         *(PROVENANCE, COST),
     )
-    for record in (swarm, discovered):
+    samples = []
+    for record in (
+        *(corpus_in(root / "c"), run_in(root / "r"), checkpoint_in(root / "k"), store),
+        *(sample_sweep(root / "s"), swarm, discovered),
+    ):
         record.save()
-    member.save(member_path(root, 12))
-    part.save(part_path(root, "sciq", 2))
-    downstream.save(root / "downstream.json")
-    return [
-        Sample("swarm", root / "swarm.json", swarm, lambda: SwarmRecord.load(root)),
-        Sample(
-            "swarm-member",
-            member_path(root, 12),
-            member,
-            lambda: MemberRecord.load(member_path(root, 12)),
-        ),
-        Sample(
-            "discovered domains",
-            root / "discovered.json",
-            discovered,
-            lambda: DiscoveredDomains.load(root),
-        ),
-        Sample(
-            "downstream evaluation's part",
-            part_path(root, "sciq", 2),
-            part,
-            lambda: find_part(root, settings),
-        ),
-        Sample(
-            "downstream evaluation",
-            root / "downstream.json",
-            downstream,
-            lambda: DownstreamResult.load(root / "downstream.json"),
-        ),
-    ]
+        samples.append(Sample(record.root / record.FILE_NAME, record))
+    for file_record in (sample_mixture(), sample_result(), member, part, downstream):
+        path = root / "files" / f"{file_record.KIND}.json"
+        file_record.save(path)
+        samples.append(Sample(path, file_record))
+    return {sample.written.KIND: sample for sample in samples}
 
 
 def corpus_in(root: Path, names: tuple[str, ...] = ("a", "ü/.."), content: int = 7) -> Corpus:

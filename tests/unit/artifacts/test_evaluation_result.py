@@ -1,16 +1,125 @@
+"""Held-out losses: standard errors and paired differences, against direct formulas and samples."""
+
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.artifacts import DomainLoss, EvaluationResult, Protocol, require_comparable
+from megatron_chameleon.artifacts import (
+    Clusters,
+    DomainLoss,
+    EvaluationResult,
+    Protocol,
+    loss_difference,
+    mean_perplexity_difference,
+    require_comparable,
+)
+from megatron_chameleon.artifacts.evaluation_result import error_of_mean, ratio_standard_error
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import sample_result
+
+CLUSTERS = st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(1, 50)), min_size=2, max_size=20)
+
+
+def plain_error(sums: list[float], sizes: list[int]) -> float:
+    mean = sum(sums) / sum(sizes)
+    squares = sum((s - mean * n) ** 2 for s, n in zip(sums, sizes, strict=True))
+    return math.sqrt(len(sums) / (len(sums) - 1) * squares) / sum(sizes)
+
+
+@given(CLUSTERS)
+def test_standard_error_of_a_ratio(clusters):
+    sums, sizes = zip(*clusters, strict=True)
+    expected = plain_error(list(sums), list(sizes))
+    assert ratio_standard_error(sums, sizes) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_fewer_than_two_clusters_have_no_error():
+    assert ratio_standard_error([3.0], [2]) is None
+    assert ratio_standard_error([1.0, 2.0], [0, 0]) is None
+
+
+def test_standard_error_matches_the_deviation_of_sampled_means():
+    rng = np.random.default_rng(0)
+    means, errors = [], []
+    for _ in range(2000):
+        sizes = rng.integers(1, 200, 60)
+        # Tokens of one document are correlated.
+        sums = sizes * rng.normal(3.0, 0.5, 60) + rng.normal(0, 1, 60) * np.sqrt(sizes)
+        means.append(sums.sum() / sizes.sum())
+        error = ratio_standard_error(sums.tolist(), sizes.tolist())
+        assert error is not None
+        errors.append(error)
+    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.05)
+    assert np.std(means) > 3 * 1.0 / math.sqrt(60 * 100)  # of independent tokens
+
+
+def domain(losses: list[float], tokens: list[int]) -> DomainLoss:
+    mean = sum(losses) / sum(tokens)
+    return DomainLoss(mean, sum(tokens), 5.0, clusters=Clusters(losses, tokens))
+
+
+def result(domains: dict[str, DomainLoss]) -> EvaluationResult:
+    return dataclasses.replace(sample_result(), domains=domains)
+
+
+@given(CLUSTERS, st.lists(st.floats(0, 100), min_size=20, max_size=20))
+def test_paired_difference_has_the_error_of_the_differences(clusters, other):
+    losses, tokens = (list(values) for values in zip(*clusters, strict=True))
+    first, second = domain(losses, tokens), domain(other[: len(losses)], tokens)
+    found = loss_difference(first, second)
+    differences = [a - b for a, b in zip(losses, other, strict=False)]
+    assert found.value == first.loss - second.loss
+    assert found.error == pytest.approx(plain_error(differences, tokens), rel=1e-6, abs=1e-9)
+
+
+def test_error_of_a_mean_perplexity_difference_matches_samples():
+    rng = np.random.default_rng(2)
+    tokens = [10] * 50
+    found = []
+    for _ in range(1000):
+        draws = [
+            [domain((10 * rng.normal(level, 0.2, 50)).tolist(), tokens) for level in (2.0, 3.0)]
+            for _ in range(2)
+        ]
+        pair = [result(dict(zip("ab", domains, strict=True))) for domains in draws]
+        found.append(mean_perplexity_difference(*pair))
+    errors = [difference.error for difference in found]
+    assert np.std([d.value for d in found]) == pytest.approx(np.mean(errors), rel=0.1)  # type: ignore[arg-type]
+    values = [r.mean_perplexity for r in pair]
+    assert found[-1].value == values[0] - values[1]
+
+
+def test_other_text_or_overflow_gives_no_error():
+    first, second = domain([1.0, 2.0], [3, 4]), domain([1.0, 2.0], [4, 3])
+    assert loss_difference(first, second).error is None
+    assert mean_perplexity_difference(result({"a": first}), result({"a": second})).error is None
+    bare = DomainLoss(1.0, 7, 5.0)
+    assert loss_difference(first, bare).error is None
+    beyond = domain([7000.0, 7000.0], [3, 4])  # its perplexity overflows
+    assert mean_perplexity_difference(result({"a": beyond}), result({"a": first})).error is None
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=9))
+def test_errors_of_domains_are_independent(errors):
+    expected = math.sqrt(sum(e * e for e in errors)) / len(errors)
+    assert error_of_mean(errors) == pytest.approx(expected)
+    assert error_of_mean([*errors, None]) is None
+    assert error_of_mean([]) is None
+
+
+def test_bits_per_byte_use_the_bytes_of_each_document():
+    clusters = Clusters([10.0, 12.0, 9.0], [5, 5, 5], [20, 30, 25])
+    found = DomainLoss(31 / 15, 15, 5.0, 75, clusters)
+    expected = plain_error([10.0, 12.0, 9.0], [20, 30, 25]) / math.log(2)
+    assert found.bits_per_byte_error == pytest.approx(expected)
+    without_bytes = dataclasses.replace(clusters, text_bytes=None)
+    assert dataclasses.replace(found, clusters=without_bytes).bits_per_byte_error is None
 
 
 @given(st.floats(0, 1e6))
@@ -19,17 +128,13 @@ def test_perplexity_is_exp_of_the_loss_or_infinite(loss):
     assert perplexity == (math.exp(loss) if loss < 709.7 else math.inf) or 709.7 < loss < 709.8
 
 
-def test_mean_perplexity_is_over_domains():
-    domains = {"a": DomainLoss(1.0, 1_000_000, 5.0), "b": DomainLoss(3.0, 10, 5.0)}
-    result = dataclasses.replace(sample_result(), domains=domains)
-    assert result.mean_perplexity == pytest.approx((math.exp(1) + math.exp(3)) / 2)
-    assert result.mean_perplexity_error is None  # no clusters
-
-
-def test_bits_per_byte():
-    domain = DomainLoss(loss=2.0, tokens=10, unigram_loss=3.0, text_bytes=40)
-    assert domain.bits_per_byte == pytest.approx(20 / math.log(2) / 40)
-    assert DomainLoss(2.0, 10, 3.0).bits_per_byte is None
+def test_means_and_bits_per_byte():
+    domains = {"a": DomainLoss(1.0, 1_000_000, 5.0), "b": DomainLoss(3.0, 10, 5.0, text_bytes=40)}
+    mean = dataclasses.replace(sample_result(), domains=domains)
+    assert mean.mean_perplexity == pytest.approx((math.exp(1) + math.exp(3)) / 2)
+    assert mean.mean_perplexity_error is None  # no clusters
+    assert domains["b"].bits_per_byte == pytest.approx(30 / math.log(2) / 40)
+    assert domains["a"].bits_per_byte is None
 
 
 @pytest.mark.parametrize(
@@ -54,18 +159,3 @@ def test_only_results_of_one_corpus_and_protocol_are_comparable(changes, names):
         require_comparable(results)
     assert all(name in str(rejected.value) for name in ["'c'", *names])
     assert len(str(rejected.value).split("(")[-1].split(", ")) == len(names)
-
-
-@pytest.mark.parametrize("field", ["loss", "unigram_loss"])
-def test_loss_that_is_not_finite_is_rejected(tmp_path, field):
-    path = tmp_path / "result.json"
-    sample_result().save(path)
-    body = json.loads(path.read_text(encoding="utf-8"))
-    del body["checksum"]
-    body["domains"]["b"][field] = math.nan
-    path.write_text(json.dumps(body), encoding="utf-8")
-    with pytest.raises(UserError, match=rf"field domains\.b\.{field}: "):
-        EvaluationResult.load(path)
-    body["domains"]["b"][field] = 800.0
-    path.write_text(json.dumps(body), encoding="utf-8")
-    assert getattr(EvaluationResult.load(path).domains["b"], field) == 800.0

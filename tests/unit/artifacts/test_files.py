@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import signal
 import stat
 from pathlib import Path
@@ -22,6 +21,7 @@ from megatron_chameleon.artifacts.files import (
     write_json,
 )
 from megatron_chameleon.errors import UserError
+from tests.full_disk import largest_file_size
 
 
 def test_file_is_replaced_after_the_block(tmp_path):
@@ -65,14 +65,9 @@ def test_unwritable_path_is_a_user_error(tmp_path):
 def test_full_disk_leaves_the_old_file(tmp_path):
     path = tmp_path / "out.json"
     write_json(path, "old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # A file size limit fails like a full disk: in the middle of a write.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(UserError, match=f"cannot write {path}: "):
-            write_json(path, "x" * 1_000_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file_size(100_000), pytest.raises(UserError, match=f"cannot write {path}: "):
+        write_json(path, "x" * 1_000_000)
     assert path.read_text() == '"old"\n'
     assert list(tmp_path.iterdir()) == [path]
 
@@ -84,13 +79,6 @@ def test_files_follow_the_umask(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "out.json").stat().st_mode) == 0o640
-
-
-@pytest.mark.parametrize("value", [float("inf"), object(), {"deep": [float("nan")]}])
-def test_invalid_json_values_are_not_written(tmp_path, value):
-    with pytest.raises((ValueError, TypeError)):
-        write_json(tmp_path / "out.json", value)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_hash_of_files_is_that_of_their_concatenation(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.artifacts import Cost, Stopwatch
+from megatron_chameleon.artifacts import Cost
 from megatron_chameleon.artifacts.provenance import PACKAGES, provenance
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 
@@ -44,12 +44,3 @@ def test_costs_add_up_in_any_order(first, second):
     assert total.device_seconds == first.device_seconds + second.device_seconds
     assert total.num_devices == max(first.num_devices, second.num_devices)
     assert first + Cost() == first
-
-
-def test_stopwatch_counts_the_time_of_each_device():
-    stopwatch = Stopwatch()
-    while stopwatch.seconds() < 0.01:
-        pass
-    cost = stopwatch.cost(flops=7.0, num_devices=4)
-    assert 0.01 <= cost.wall_seconds <= stopwatch.seconds()
-    assert cost == Cost(7.0, 4 * cost.wall_seconds, cost.wall_seconds, 4)

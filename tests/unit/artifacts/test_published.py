@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_chameleon.artifacts.files import read_json
 from megatron_chameleon.artifacts.published import published_column, published_columns
 from megatron_chameleon.model.flops import paper_flops
-from tests.unit.json_names import check_names_are_unique
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 # Column -> what its printed figures sum to.
@@ -37,12 +37,12 @@ def names_of(recipe: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", published_columns())
-def test_a_printed_column_sums_to_what_it_sums_to_in_print(name):
+def test_printed_column_has_the_printed_sum(name):
     assert published_column(name).printed_sum == pytest.approx(SUMS.get(name, 1.0), abs=1e-9)
 
 
 @pytest.mark.parametrize("data_set", RECIPES)
-def test_its_domains_are_those_of_the_recipe_by_either_name(data_set):
+def test_domains_are_those_of_the_recipe(data_set):
     ours = names_of(RECIPES[data_set])
     columns = [c for name, c in published_columns().items() if name.startswith(f"{data_set}/")]
     assert columns
@@ -53,12 +53,12 @@ def test_its_domains_are_those_of_the_recipe_by_either_name(data_set):
 
 
 @pytest.mark.parametrize("sweep", ["size-82m", "lambda-10", "samples-4k"])
-def test_the_centre_of_each_printed_sweep_is_the_final_column(sweep):
+def test_centre_of_each_printed_sweep_is_the_final_column(sweep):
     centre = published_column(f"slimpajama/chameleon-{sweep}").printed
     assert centre == published_column("slimpajama/chameleon").printed
 
 
-def test_flops_are_there_where_the_paper_prints_them():
+def test_flops_are_those_of_the_paper():
     """In the tables of perplexities, for SlimPajama and for the Pile."""
     printed = {name for name, column in published_columns().items() if column.flops is not None}
     assert printed == {*FINAL, *PILE}
@@ -70,7 +70,7 @@ def test_flops_are_there_where_the_paper_prints_them():
         assert float(f"{by_rule:.2e}") == published_column(name).flops
 
 
-def test_some_figures_as_they_stand_in_print():
+def test_figures_equal_the_printed_tables():
     """From the tables of the paper's appendix, each from another part of the file."""
     for name, domain, weight in (
         ("slimpajama/doremi", "wikipedia", 0.236),
@@ -91,6 +91,6 @@ def test_some_figures_as_they_stand_in_print():
         assert published_column(name).printed[domain] == weight
 
 
-def test_no_weight_of_the_file_is_there_twice():
-    text = resources.files("megatron_chameleon.artifacts").joinpath("published_columns.json")
-    check_names_are_unique(text.read_text())
+def test_no_key_of_the_file_is_repeated():
+    path = resources.files("megatron_chameleon.artifacts").joinpath("published_columns.json")
+    assert read_json(Path(str(path)), "")  # raises for a repeated key
