@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -25,15 +26,11 @@ def corpus(tmp_path):
     return corpus
 
 
-def file_of(corpus, name, split, suffix):
-    return Path(f"{corpus.prefix(name, split)}{suffix}")
-
-
-def test_the_folder_or_its_file_can_be_named(corpus):
+def test_folder_or_its_file_is_loaded(corpus):
     assert Corpus.load(corpus.root) == Corpus.load(corpus.root / "corpus.json") == corpus
 
 
-def test_what_was_not_written_is_kept_and_need_not_be_told(corpus):
+def test_optional_counts_round_trip(corpus):
     counted = {"a": NotWritten(duplicates=1, held_out=2, empty=3, malformed=4)}
     dataclasses.replace(corpus, not_written=counted).save()
     assert Corpus.load(corpus.root).not_written == counted
@@ -42,36 +39,28 @@ def test_what_was_not_written_is_kept_and_need_not_be_told(corpus):
     del record["not_written"], record["checksum"]
     path.write_text(json.dumps(record))
     assert Corpus.load(corpus.root).not_written == {}
-
-
-def test_a_corpus_without_domains_is_refused(corpus):
     dataclasses.replace(corpus, domains={}).save()
     with pytest.raises(UserError, match=r"corpus\.json: field domains"):
         Corpus.load(corpus.root)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_a_missing_file_is_named(corpus, split, suffix):
-    path = file_of(corpus, "ü/..", split, suffix)
-    path.unlink()
-    with pytest.raises(UserError, match=r"is missing") as refused:
-        Corpus.load(corpus.root)
-    assert str(refused.value).startswith(str(path))
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("change", [-1, 1])
-def test_a_file_of_another_size_is_named_with_both_sizes(corpus, suffix, change):
-    path = file_of(corpus, "a", "valid", suffix)
-    size = path.stat().st_size
-    os.truncate(path, size + change)
-    with pytest.raises(UserError, match=f"{size + change} bytes .* records {size}: "):
-        Corpus.load(corpus.root)
+def test_missing_or_resized_file_is_named(corpus, suffix):
+    for name, split in (("a", "train"), ("ü/..", "valid"), ("a", "test")):
+        path = Path(f"{corpus.prefix(name, split)}{suffix}")
+        content, size = path.read_bytes(), path.stat().st_size
+        for change in (-1, 1):
+            os.truncate(path, size + change)
+            with pytest.raises(UserError, match=f"{size + change} bytes .* records {size}: "):
+                Corpus.load(corpus.root)
+        path.unlink()
+        with pytest.raises(UserError, match=f"^{re.escape(str(path))} is missing"):
+            Corpus.load(corpus.root)
+        path.write_bytes(content)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
-def test_the_expected_size_of_an_index_is_that_of_megatrons(tmp_path_factory, lengths):
+def test_expected_index_size_is_the_written_size(tmp_path_factory, lengths):
     prefix = tmp_path_factory.mktemp("split") / "split"
     writer = IndexedWriter(prefix, "uint16")
     for length in lengths:
@@ -85,21 +74,16 @@ def test_verify_reads_every_byte(corpus):
     for path in sorted(corpus.root.glob("*.bin")) + sorted(corpus.root.glob("*.idx")):
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        Corpus.load(corpus.root)  # sizes alone do not tell
+        Corpus.load(corpus.root)  # only sizes are checked
         with pytest.raises(UserError, match=r"has changed since it was written") as no:
             corpus.verify()
         assert str(no.value).startswith(str(path.with_suffix(".bin")))
         path.write_bytes(content)
 
 
-def test_the_hash_is_that_of_the_contents_wherever_they_lie(corpus, tmp_path):
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(corpus.root, moved)
-    assert Corpus.load(moved).hash == corpus.hash
-    assert corpus_in(tmp_path / "same").hash == corpus.hash
-
-
-def test_the_hash_changes_with_tokens_names_and_tokenizer(corpus, tmp_path):
+def test_hash_is_of_tokens_names_and_tokenizer(corpus, tmp_path):
+    moved = shutil.copytree(corpus.root, tmp_path / "elsewhere")
+    assert Corpus.load(moved).hash == corpus.hash == corpus_in(tmp_path / "same").hash
     other_tokens = corpus_in(tmp_path / "tokens", content=8)
     other_names = corpus_in(tmp_path / "names", names=("a", "b"))
     fewer = corpus_in(tmp_path / "fewer", names=("a",))
@@ -114,13 +98,13 @@ NASTY = ["", ".", "..", "...", "a/b", "../x", "/etc/passwd", "a b", "a_b", "a%20
          "ü", "日本語", "\n", "\0", "a\\b", "con", "~", "x" * 300, "é" * 80, "x" * 299]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["python_sources", "C4", "pile-cc", "wiki(en)", "v1.2", "a,b+c"])
-def test_plain_domain_names_are_their_own_file_names(name):
-    assert file_name_of(name) == name
+def test_plain_domain_names_are_their_own_file_names():
+    for name in ("python_sources", "C4", "pile-cc", "wiki(en)", "v1.2", "a,b+c"):
+        assert file_name_of(name) == name
 
 
 @given(st.text() | st.sampled_from(NASTY))
-def test_a_file_stays_in_its_folder_whatever_the_domain_is_called(name):
+def test_file_names_are_valid_for_any_domain(name):
     file_name = file_name_of(name)
     assert file_name
     assert "/" not in file_name
@@ -137,12 +121,3 @@ def test_a_file_stays_in_its_folder_whatever_the_domain_is_called(name):
 @example("x" * 300, file_name_of("x" * 300))
 def test_different_domains_have_different_files(first, second):
     assert (file_name_of(first) == file_name_of(second)) == (first == second)
-
-
-def test_all_nasty_names_can_be_written_side_by_side(tmp_path):
-    for name in NASTY:
-        (tmp_path / f"{file_name_of(name)}.safetensors").write_text(name)
-    assert len(list(tmp_path.iterdir())) == len(NASTY)
-    for name in NASTY:
-        read = (tmp_path / f"{file_name_of(name)}.safetensors").read_text()
-        assert read == name

@@ -52,10 +52,10 @@ def test_domains_are_those_of_the_recipe(data_set):
         assert column.own_names == renamed
 
 
-@pytest.mark.parametrize("sweep", ["size-82m", "lambda-10", "samples-4k"])
-def test_centre_of_each_printed_sweep_is_the_final_column(sweep):
-    centre = published_column(f"slimpajama/chameleon-{sweep}").printed
-    assert centre == published_column("slimpajama/chameleon").printed
+def test_centre_of_each_printed_sweep_is_the_final_column():
+    final = published_column("slimpajama/chameleon").printed
+    for sweep in ("size-82m", "lambda-10", "samples-4k"):
+        assert published_column(f"slimpajama/chameleon-{sweep}").printed == final
 
 
 def test_flops_are_those_of_the_paper():
@@ -79,13 +79,6 @@ def test_figures_equal_the_printed_tables():
         ("pile/chameleon", "pile_cc", 0.4519),
         ("wiki40b/chameleon-finetune", "polish", 0.257),
         ("stack/chameleon-finetune", "go", 0.241),
-        ("slimpajama/doge-2k", "book", 0.131),
-        ("slimpajama/chameleon-size-60m", "stackexchange", 0.152),
-        ("slimpajama/chameleon-size-124m", "c4", 0.288),
-        ("slimpajama/chameleon-size-210m", "arxiv", 0.093),
-        ("slimpajama/chameleon-lambda-1", "github", 0.097),
-        ("slimpajama/chameleon-lambda-100", "github", 0.057),
-        ("slimpajama/chameleon-samples-2k", "wikipedia", 0.093),
         ("slimpajama/chameleon-samples-8k", "cc", 0.209),
     ):
         assert published_column(name).printed[domain] == weight

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.artifacts import Cost, EvaluationResult, Mixture, MixtureWarning
+from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.files import require_new
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
@@ -171,13 +171,9 @@ def test_other_files_are_not_replaced(tmp_path):
 
 def test_record_of_the_same_kind_is_replaced(tmp_path):
     path = tmp_path / "out.json"
-    check_output(path, Mixture.KIND)
     sample_mixture().save(path)
     check_output(path, Mixture.KIND)
-    for write in (
-        lambda: check_output(path, EvaluationResult.KIND),
-        lambda: sample_result().save(path),
-    ):
+    for write in (lambda: check_output(path, "evaluation"), lambda: sample_result().save(path)):
         with pytest.raises(UserError, match="of kind 'mixture'"):
             write()
     Mixture.uniform(["a", "b"]).save(path)
@@ -247,22 +243,17 @@ def agrees(written: Any, read: Any) -> bool:
     return bool(written == read)
 
 
-def load_or_message(sample: Sample) -> Any:
-    """The record, or the message that rejects it."""
-    try:
-        return sample.load()
-    except UserError as error:
-        return str(error)
-
-
 def is_accepted(sample: Sample, mutation: str, text: str, scratch: Path) -> bool:
     """Whether the mutated file is read; it must then be read without any change."""
     sample.file.write_text(text, encoding="utf-8")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        record = load_or_message(sample)
-    if isinstance(record, str):
-        assert "\n" not in record, mutation
+        try:
+            record, message = sample.load(), ""
+        except UserError as error:
+            record, message = None, str(error)
+    assert "\n" not in message, mutation
+    if record is None:
         return False
     scratch.unlink(missing_ok=True)
     record._write(scratch)
