@@ -1,4 +1,4 @@
-"""Mutate one file of a workspace, run a real tool over it, and judge what came of it.
+"""Mutate one file of a workspace, run a tool that reads it, and classify the outcome.
 
     python -m tests.mutations.attack --cases 2000 --jobs 2 [--seed 0] [--only N]
 
@@ -19,11 +19,9 @@ result.
 from __future__ import annotations
 
 import argparse
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -39,12 +37,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from tests.mutations.mutate import mutate
 
 ROOT = Path(__file__).resolve().parents[2]
 DOMAINS = ("news", "code", "poems")
 SECONDS_PER_CASE = 240.0  # of a machine with other work; a good case takes seconds
-MEMORY_BYTES = 12 << 30  # of data: what asks for more was not refused in time
+MEMORY_BYTES = 12 << 30  # of data
 OUTCOMES = ("rejected", "unchanged", "edited", "fallback")
 
 TRAIN = (
@@ -68,12 +69,12 @@ SWEEP = (
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A tool over the workspace, and what counts as its result.
+    """A tool that reads the workspace, and its result.
 
     Attributes:
         command: the tool's file name below tools/ and its arguments.
-        result: reads it from the workspace's folder.
-        remove: what is deleted first, so that it is written by this command.
+        result: reads the result from the workspace's folder.
+        remove: folders to delete first, which the command writes.
     """
 
     command: str
@@ -83,45 +84,24 @@ class Reader:
 
 def _losses(run: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
-        lines = (folder / run / "metrics.jsonl").read_text(errors="replace").splitlines()
-        records = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
-        last = {
-            r["step"]: (r["loss"], r["domain_loss"])
-            for r in records
-            if isinstance(r, dict) and "step" in r
-        }
-        return [last.get(step) for step in (5, 6)]
+        records = {record["step"]: record for record in read_metrics(folder / run / METRICS_NAME)}
+        last = [records.get(step) for step in (5, 6)]
+        return [(record["loss"], record["domain_loss"]) if record else None for record in last]
 
     return read
 
 
-def _without_provenance(path: str) -> Callable[[Path], Any]:
+def _without_provenance(folder: Path, path: str = "new.json") -> Any:
+    varying = {"provenance", "cost", "parameters", "seconds", "checksum"}
+    return {k: v for k, v in json.loads((folder / path).read_text()).items() if k not in varying}
+
+
+def _bytes_of(pattern: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
-        body = json.loads((folder / path).read_text())
-        return {
-            k: v
-            for k, v in body.items()
-            if k not in ("provenance", "cost", "parameters", "seconds", "checksum")
-        }
+        paths = sorted(p for p in folder.glob(pattern) if p.is_file())
+        return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
 
     return read
-
-
-def _bytes_of(*patterns: str) -> Callable[[Path], Any]:
-    def read(folder: Path) -> Any:
-        paths = sorted(p for pattern in patterns for p in folder.glob(pattern) if p.is_file())
-        return {
-            str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths
-        }
-
-    return read
-
-
-def _nothing(_folder: Path) -> None:
-    return None
 
 
 READERS: dict[str, Reader] = {
@@ -152,19 +132,20 @@ READERS: dict[str, Reader] = {
     ),
     "weigh": Reader(
         f"compute_mixture.py {WEIGH} 3-embeddings --output new.json",
-        _without_provenance("new.json"),
+        _without_provenance,
     ),
-    "embed": Reader(
-        f"compute_mixture.py {WEIGH} new-store --output new.json", _without_provenance("new.json")
+    "embed": Reader(f"compute_mixture.py {WEIGH} new-store --output new.json", _without_provenance),
+    "regmix": Reader(
+        f"compute_mixture.py {SWARM}",
+        lambda folder: _without_provenance(folder, "4-mixture/regmix.json"),
     ),
-    "regmix": Reader(f"compute_mixture.py {SWARM}", _without_provenance("4-mixture/regmix.json")),
     "sweep": Reader(f"sweep_mixture.py {SWEEP}", _bytes_of("sweep/*.csv")),
     "evaluate": Reader(
         "evaluate.py perplexity --corpus 1-corpus --checkpoint 2-proxy/nano-seed1 "
         "--output new.json --max-tokens 256",
-        _without_provenance("new.json"),
+        _without_provenance,
     ),
-    "report": Reader("make_report.py .", _nothing, ("7-report",)),
+    "report": Reader("make_report.py .", lambda _folder: None, ("7-report",)),
     "export": Reader(
         "export_mixture.py --mixture 4-mixture/chameleon.json --corpus 1-corpus "
         "--format megatron-per-split --output new.txt",
@@ -188,7 +169,7 @@ READERS: dict[str, Reader] = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Files of one kind, who reads them, and whether users may edit them."""
+    """Files of one kind, their readers, and whether users may edit them."""
 
     pattern: str
     readers: tuple[str, ...]
@@ -283,7 +264,7 @@ def build_workspace(folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a tool left behind: its status (None for a hang) and its output."""
+    """Exit status of a tool (None for a hang) and its output."""
 
     status: int | None
     output: str
@@ -336,7 +317,7 @@ def _become_tool(tool: Path, arguments: Sequence[str], folder: Path, out: Path, 
 
 
 def _wait(child: int) -> int | None:
-    """The exit status of ``child``; None, and it is killed, when it takes too long."""
+    """The exit status of ``child``; None after a timeout, which kills it."""
     end = time.monotonic() + SECONDS_PER_CASE
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -351,7 +332,7 @@ def _wait(child: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """One case: what was mutated, who read it, what came of it; ``problem`` is empty if good."""
+    """Outcome of one case; ``problem`` is empty if it is good."""
 
     number: int
     kind: str
@@ -387,20 +368,11 @@ def judge(
         return "edited", ""
     if re.search(r"^warning: .*: using \S*checkpoints/\S+$", done.errors, re.MULTILINE):
         return "fallback", ""
-    return "different", _difference(found, expected)
-
-
-def _difference(found: Any, expected: Any) -> str:
-    if isinstance(found, dict) and isinstance(expected, dict):
-        names = [k for k in {*found, *expected} if found.get(k) != expected.get(k)]
-        return "; ".join(
-            f"{k}: {str(found.get(k))[:200]} for {str(expected.get(k))[:200]}" for k in names[:3]
-        )
-    return f"{str(found)[:300]} for {str(expected)[:300]}"
+    return "different", f"{str(found)[:300]} for {str(expected)[:300]}"
 
 
 def run_case(number: int, seed: int, workspace: Path, expected: dict[str, Any]) -> Verdict:
-    """Mutate a copy of ``workspace`` as ``seed`` and ``number`` say, and run a reader."""
+    """Mutate a copy of ``workspace`` by ``seed`` and ``number``, and run a reader."""
     rng = random.Random(f"{seed}-{number}")
     kind_name = list(KINDS)[number % len(KINDS)]
     kind = KINDS[kind_name]
@@ -470,24 +442,19 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="run this case alone")
+    parser.add_argument("--only", type=int, help="run only this case")
     options = parser.parse_args()
     numbers = range(options.cases) if options.only is None else [options.only]
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    failed = 0
+    verdicts = []
     for verdict in attack(numbers, options.seed, options.jobs):
-        counts[verdict.kind, verdict.outcome] += 1
+        verdicts.append(verdict)
         if verdict.outcome not in OUTCOMES:
-            failed += 1
             print(f"FAILED {dataclasses.asdict(verdict)}", flush=True)
-        if sum(counts.values()) % 100 == 0:
-            print(f"{sum(counts.values())} of {len(numbers)} cases, {failed} failed", flush=True)
-    outcomes = sorted({outcome for _, outcome in counts})
-    print(f"{'kind':22}" + "".join(f"{name:>14}" for name in outcomes))
-    for kind in KINDS:
-        print(f"{kind:22}" + "".join(f"{counts[kind, name]:14}" for name in outcomes))
-    print(f"{sum(counts.values())} cases, {failed} failed")
-    return int(failed > 0)
+        if len(verdicts) % 100 == 0:
+            print(f"{len(verdicts)} of {len(numbers)} cases", flush=True)
+    table = pd.DataFrame(map(dataclasses.asdict, verdicts))
+    print(pd.crosstab(table["kind"], table["outcome"]))
+    return int(not table["outcome"].isin(OUTCOMES).all())
 
 
 if __name__ == "__main__":

@@ -6,128 +6,57 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-FileMutation = Callable[[Path, random.Random], None]
 
 # Replacements for a JSON value. Strings beginning with RAW are written without quotes.
 RAW = "\0raw:"
 HOSTILE_VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    "12",
-    "",
-    -1,
-    0,
-    1e308,
-    10**18,
-    [],
-    {},
-    [[]],
-    {"": None},
-    "../outside",
-    "/etc/passwd",
-    "\x1b[2J\x1b]0;title\x07",
-    "\u202egnp.exe",
-    "\ud800",
-    "x" * 100_000,
-    f"{RAW}NaN",
-    f"{RAW}-Infinity",
-    f"{RAW}1e400",
-    RAW + "9" * 5000,
+    *(None, True, "12", "", -1, 0, 1e308, 10**18, [], {}, [[]], {"": None}),
+    *("../outside", "/etc/passwd", "\x1b[2J\x1b]0;title\x07", "\u202egnp.exe", "\ud800"),
+    *("x" * 100_000, f"{RAW}NaN", f"{RAW}-Infinity", f"{RAW}1e400", RAW + "9" * 5000),
     RAW + "[" * 20_000 + "]" * 20_000,
 )
 
 
-def flip_bit(path: Path, rng: random.Random) -> None:
-    """Flip one bit anywhere."""
-    data = bytearray(path.read_bytes())
-    if data:
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def zero_range(path: Path, rng: random.Random) -> None:
-    """Write zeros over up to 4096 bytes, as an unwritten block has."""
-    data = bytearray(path.read_bytes())
+def damaged(data: bytes, damage: str, rng: random.Random) -> bytes:
+    """The content ``data`` with one kind of damage somewhere."""
+    changed = bytearray(data)
     start = rng.randrange(max(len(data), 1))
-    end = min(start + rng.randint(1, 4096), len(data))
-    data[start:end] = bytes(end - start)
-    path.write_bytes(data)
+    if damage == "flip_bit" and data:
+        changed[start] ^= 1 << rng.randrange(8)
+    elif damage == "zero_range":  # as an unwritten block
+        end = min(start + rng.randint(1, 4096), len(data))
+        changed[start:end] = bytes(end - start)
+    elif damage == "scramble_range":
+        end = min(start + rng.randint(1, 64), len(data))
+        changed[start:end] = rng.randbytes(end - start)
+    elif damage == "truncate":
+        del changed[start:]
+    elif damage == "append":
+        changed += rng.randbytes(rng.randint(1, 4096))
+    elif damage == "swap_blocks":  # sums over all bytes do not change
+        size = max(min(512, len(data) // 4), 1)
+        one, other = (rng.randrange(max(len(data) - size, 1)) for _ in range(2))
+        if abs(one - other) >= size:
+            changed[one : one + size] = data[other : other + size]
+            changed[other : other + size] = data[one : one + size]
+    elif damage == "empty":
+        changed.clear()
+    return bytes(changed)
 
 
-def scramble_range(path: Path, rng: random.Random) -> None:
-    """Write random bytes over up to 64 bytes."""
-    data = bytearray(path.read_bytes())
-    start = rng.randrange(max(len(data), 1))
-    end = min(start + rng.randint(1, 64), len(data))
-    data[start:end] = rng.randbytes(end - start)
-    path.write_bytes(data)
-
-
-def truncate(path: Path, rng: random.Random) -> None:
-    """Cut the file off anywhere."""
-    os.truncate(path, rng.randrange(max(path.stat().st_size, 1)))
-
-
-def append(path: Path, rng: random.Random) -> None:
-    """Add bytes at the end."""
-    with path.open("ab") as stream:
-        stream.write(rng.randbytes(rng.randint(1, 4096)))
-
-
-def swap_blocks(path: Path, rng: random.Random) -> None:
-    """Exchange two blocks of the same size, so that sums over all bytes do not change."""
-    data = bytearray(path.read_bytes())
-    size = max(min(512, len(data) // 4), 1)
-    one, other = (rng.randrange(max(len(data) - size, 1)) for _ in range(2))
-    first, second = bytes(data[one : one + size]), bytes(data[other : other + size])
-    if abs(one - other) >= size:
-        data[one : one + size], data[other : other + size] = second, first
-    path.write_bytes(data)
-
-
-def empty(path: Path, _rng: random.Random) -> None:
-    """Leave a file of no bytes."""
-    path.write_bytes(b"")
-
-
-def delete(path: Path, _rng: random.Random) -> None:
-    """Remove the file."""
+def replace_file(path: Path, kind: str) -> None:
+    """Put something else than a file in the place of ``path``, or nothing."""
     path.unlink()
-
-
-def become_folder(path: Path, _rng: random.Random) -> None:
-    """Put a folder in the file's place."""
-    path.unlink()
-    path.mkdir()
-
-
-def become_fifo(path: Path, _rng: random.Random) -> None:
-    """Put a named pipe that nobody writes to in the file's place."""
-    path.unlink()
-    os.mkfifo(path)
-
-
-def become_device(path: Path, _rng: random.Random) -> None:
-    """Put a link to an endless device in the file's place."""
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def link_to_itself(path: Path, _rng: random.Random) -> None:
-    """Put a symbolic link to itself in the file's place."""
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def copy_of_sibling(path: Path, rng: random.Random) -> None:
-    """Replace the content by that of another file of the folder."""
-    siblings = [p for p in sorted(path.parent.iterdir()) if p.is_file() and p != path]
-    if siblings:
-        shutil.copyfile(rng.choice(siblings), path)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "link to itself":
+        path.symlink_to(path.name)
 
 
 def mutate_json(path: Path, rng: random.Random) -> None:
@@ -176,24 +105,10 @@ def _dump(value: Any) -> str:
     return text
 
 
-FILE_MUTATIONS: tuple[FileMutation, ...] = (
-    flip_bit,
-    flip_bit,
-    flip_bit,
-    zero_range,
-    scramble_range,
-    scramble_range,
-    truncate,
-    append,
-    swap_blocks,
-    empty,
-    delete,
-    become_folder,
-    become_fifo,
-    become_device,
-    link_to_itself,
-    copy_of_sibling,
-)
+DAMAGES = ("flip_bit", "flip_bit", "flip_bit", "zero_range", "scramble_range", "scramble_range")
+DAMAGES += ("truncate", "append", "swap_blocks", "empty")
+REPLACEMENTS = ("nothing", "folder", "fifo", "device", "link to itself")
+SIBLING = "copy of sibling"
 
 
 def mutate(path: Path, rng: random.Random) -> str:
@@ -201,7 +116,14 @@ def mutate(path: Path, rng: random.Random) -> str:
 
     JSON files are mutated in their structure two times out of three.
     """
-    is_json = path.suffix in (".json", ".jsonl") and rng.random() < 2 / 3
-    mutation = mutate_json if is_json else rng.choice(FILE_MUTATIONS)
-    mutation(path, rng)
-    return mutation.__name__
+    if path.suffix in (".json", ".jsonl") and rng.random() < 2 / 3:
+        mutate_json(path, rng)
+        return "json"
+    mutation = rng.choice((*DAMAGES, *REPLACEMENTS, SIBLING))
+    if mutation in DAMAGES:
+        path.write_bytes(damaged(path.read_bytes(), mutation, rng))
+    elif mutation in REPLACEMENTS:
+        replace_file(path, mutation)
+    elif siblings := [p for p in sorted(path.parent.iterdir()) if p.is_file() and p != path]:
+        shutil.copyfile(rng.choice(siblings), path)
+    return mutation

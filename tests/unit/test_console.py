@@ -1,4 +1,4 @@
-"""Tools whose output goes nowhere, or holds what a terminal would obey, as processes."""
+"""Output that cannot be written, or that contains terminal controls."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def run(program, *arguments, **settings):
     return subprocess.run(command, timeout=120, text=True, cwd=REPOSITORY, **settings)
 
 
-def abandoned():
-    """The writing end of a pipe that nobody reads."""
+def closed_pipe():
+    """The writing end of a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     return writer
@@ -53,27 +53,27 @@ def full():
 
 
 @pytest.mark.parametrize(
-    ("stdout", "prints_log", "status", "told"),
+    ("stdout", "prints_log", "status", "message"),
     [
-        (abandoned, False, 0, ""),
-        (abandoned, True, 0, "warning: "),
+        (closed_pipe, False, 0, ""),
+        (closed_pipe, True, 0, "warning: "),
         (full, False, 2, "error: "),
         (full, True, 0, "warning: "),
     ],
 )
-def test_lost_output_ends_no_work(tmp_path, stdout, prints_log, status, told):
+def test_lost_output_does_not_stop_the_tool(tmp_path, stdout, prints_log, status, message):
     descriptor = stdout()
     done = run(WORK % prints_log, tmp_path / "made", stdout=descriptor)
     os.close(descriptor)
     assert (tmp_path / "made").read_text() == "done"
     assert done.returncode == status, done.stderr
-    assert done.stderr.split("\n")[-2 if told else -1].startswith(told), done.stderr
+    assert done.stderr.split("\n")[-2 if message else -1].startswith(message), done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
 
 
 @pytest.mark.parametrize(("closed", "status"), [((1,), 2), ((2,), 0), ((0, 1, 2), 2)])
-def test_no_file_gets_the_number_of_a_closed_standard_stream(tmp_path, closed, status):
+def test_no_file_reuses_a_closed_standard_descriptor(tmp_path, closed, status):
     program = f"import os\nfor n in {closed}: os.close(n)\nos.execv({sys.executable!r}, "
     program += f"[{sys.executable!r}, '-c', {WORK % False!r}, {str(tmp_path / 'made')!r}])"
     done = run(program, stdout=subprocess.DEVNULL)
@@ -82,7 +82,7 @@ def test_no_file_gets_the_number_of_a_closed_standard_stream(tmp_path, closed, s
     assert "Traceback" not in done.stderr
 
 
-def test_lines_appear_again_once_a_full_disk_has_room(tmp_path):
+def test_output_resumes_once_a_full_disk_has_space(tmp_path):
     program = (
         "from megatron_chameleon.console import lost_output, open_output\n"
         "from tests.full_disk import largest_file_size\n"
@@ -99,9 +99,9 @@ def test_lines_appear_again_once_a_full_disk_has_room(tmp_path):
     assert (printed[0], printed[-1]) == ("before", "after")
 
 
-def test_a_training_whose_reader_leaves_trains_to_its_end(tmp_path, pretrain_options):
+def test_training_continues_after_its_reader_exits(tmp_path, pretrain_options):
     options: PretrainOptions = pretrain_options(tmp_path / "run", log_interval=1)
-    descriptor = abandoned()
+    descriptor = closed_pipe()
     done = subprocess.run(
         [sys.executable, "tools/pretrain_gpt.py", *flags(options)],
         cwd=REPOSITORY,
@@ -122,7 +122,7 @@ HOSTILE = "a\x1b[31mb\x9b2Jc\u202ed\re\udcff\x07é"
 SHOWN = r"a\x1b[31mb\x9b2Jc\u202ed\re\udcff\x07é"
 
 
-def test_what_controls_a_terminal_is_escaped():
+def test_terminal_controls_are_escaped():
     assert escaped(HOSTILE) == SHOWN
     assert escaped("tab\tline\n日本 👍🏽") == "tab\tline\n日本 👍🏽"
     bar = "\r 50%|█████| \x1b[32mfast\x1b[0m\x1b[A"
@@ -148,9 +148,9 @@ run_tool(work, DoctorOptions, [])
     done = run(program, stdout=subprocess.PIPE, env=environment)
     assert done.returncode == 2
     assert done.stdout == f"{SHOWN}\n"
-    warned, refused = done.stderr.splitlines()
+    warned, rejected = done.stderr.splitlines()
     assert warned == "warning: " + SHOWN.replace(r"\r", " ")
-    assert refused == f"error: {SHOWN}"
+    assert rejected == f"error: {SHOWN}"
 
 
 SYSTEM_ERRORS = [
@@ -163,30 +163,30 @@ SYSTEM_ERRORS = [
 ]
 
 
-def test_a_defect_that_comes_up_while_a_refusal_is_handled_keeps_its_traceback():
-    def work(_options):
+def test_system_errors_are_one_line_and_bugs_are_not(capsys):
+    for error in SYSTEM_ERRORS:
+
+        def fail(_options, error=error):
+            raise error
+
+        def fail_in_a_library(_options, error=error):
+            try:
+                raise error
+            except Exception as cause:
+                raise KeyError("of a library") from cause
+
+        for work in (fail, fail_in_a_library):
+            with pytest.raises(SystemExit) as left:
+                run_tool(work, DoctorOptions, [])
+            assert left.value.code == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith("error: ")
+
+    def fail_in_the_handler(_options):
         try:
             raise SYSTEM_ERRORS[0]
         except OSError:
             dict[str, int]()["handled"]
 
     with pytest.raises(KeyError):
-        run_tool(work, DoctorOptions, [])
-
-
-@pytest.mark.parametrize("error", SYSTEM_ERRORS, ids=str)
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_what_the_system_refuses_is_one_line(capsys, error, wrapped):
-    def work(_options):
-        if not wrapped:
-            raise error
-        try:
-            raise error
-        except Exception as cause:
-            raise KeyError("of a library") from cause
-
-    with pytest.raises(SystemExit) as left:
-        run_tool(work, DoctorOptions, [])
-    assert left.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
+        run_tool(fail_in_the_handler, DoctorOptions, [])

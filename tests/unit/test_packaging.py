@@ -43,15 +43,12 @@ def pins() -> dict[str, Requirement]:
     return {canonicalize_name(pin.name): pin for pin in found}
 
 
-def test_requirements_are_ranges(requirements):
+def test_requirements_are_ranges(requirements, pins):
     assert len(requirements) > 20
     for requirement in requirements:
         operators = {part.operator for part in requirement.specifier}
         assert operators, f"{requirement} has no lower bound"
         assert operators <= {">=", "<", "!="}, f"{requirement} is a pin"
-
-
-def test_apex_and_triton_are_not_required(requirements, pins):
     names = {canonicalize_name(requirement.name) for requirement in requirements}
     assert not names & {"apex", "nvidia-apex", "triton", "transformer-engine"}
     assert "apex" not in pins
@@ -89,17 +86,13 @@ def test_constraints_pin_what_make_installs(setup_arguments, pins):
     assert {"torch", "triton", "psutil", "matplotlib", "setuptools"} <= set(pins)
 
 
-def test_every_package_folder_is_installed(setup_arguments):
-    folders = {path.parent for path in (ROOT / "megatron_chameleon").rglob("*.py")}
+def test_every_file_is_installed(setup_arguments):
+    package = ROOT / "megatron_chameleon"
+    folders = {path.parent for path in package.rglob("*.py")}
     expected = {re.sub("/", ".", folder.relative_to(ROOT).as_posix()) for folder in folders}
     assert set(setup_arguments["packages"]) == expected
-
-
-def test_every_data_file_is_installed(setup_arguments):
-    package = ROOT / "megatron_chameleon"
     kinds = {".py", ".pyc", ".nbi", ".nbc"}  # sources and caches
     files = {p for p in package.rglob("*") if p.is_file() and p.suffix not in kinds}
     patterns = setup_arguments["package_data"]["megatron_chameleon"]
-    installed = {path for pattern in patterns for path in package.glob(pattern)}
-    assert files == installed
+    assert files == {path for pattern in patterns for path in package.glob(pattern)}
     assert any(path.suffix == ".json" for path in files)

@@ -62,7 +62,7 @@ def test_every_field_of_the_recipe_is_compared(store):
     for field, value in dataclasses.asdict(RECIPE).items():
         changed = {field: f"other {value}" if isinstance(value, str) else value + 1}
         with pytest.raises(UserError, match=rf"{field} .*--store"):
-            store.require_recipe(dataclasses.replace(RECIPE, **changed))
+            store.require_recipe(dataclasses.replace(RECIPE, **changed))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def mean_direct(hidden, lengths):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (128, 3, 64)])
-def test_it_is_the_mean_over_the_tokens(dtype, shape):
+def test_mean_over_the_tokens(dtype, shape):
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.randn(shape, generator=generator) * 4 + 1).to(dtype)
     lengths = torch.randint(1, shape[0] + 1, (shape[1],), generator=generator)
@@ -90,4 +90,4 @@ def test_lengths_or_a_mask_of_the_right_shape_are_required(states, arguments):
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     checked = interpreted("tests.unit.embedding.pooling_kernel_checks")
-    assert len(checked) == 72
+    assert len(checked) == 40

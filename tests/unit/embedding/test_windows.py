@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.corpus.indexed import open_tokens
-from megatron_chameleon.embedding.windows import Windows, draw_windows, load_windows
+from megatron_chameleon.embedding.windows import draw_windows, load_windows
 from megatron_chameleon.errors import UserError
 
 documents = st.lists(st.integers(0, 200), max_size=30)
@@ -94,16 +94,6 @@ def test_the_sample_is_uniform_and_a_function_of_the_seed():
     z = (counts - num_draws * share) / np.sqrt(num_draws * share * (1 - share))
     assert abs(z).max() < 5
     assert 0.8 < z.std() < 1.2
-
-
-@given(st.lists(st.integers(1, 50), max_size=40))
-def test_longest_first_is_a_stable_sort(window_lengths):
-    number = np.arange(len(window_lengths))
-    windows = Windows(number, 2 * number, np.array(window_lengths, dtype=np.int64))
-    ordered = windows.longest_first()
-    keys = list(zip(-ordered.length, ordered.document, strict=True))
-    assert keys == sorted(keys)
-    assert sorted(ranges_of(ordered)) == sorted(ranges_of(windows))
 
 
 def texts_of(file, windows):
