@@ -105,7 +105,14 @@ def _dump(value: Any) -> str:
     return text
 
 
-DAMAGES = ("flip_bit", "flip_bit", "flip_bit", "zero_range", "scramble_range", "scramble_range")
+DAMAGES: tuple[str, ...] = (
+    "flip_bit",
+    "flip_bit",
+    "flip_bit",
+    "zero_range",
+    "scramble_range",
+    "scramble_range",
+)
 DAMAGES += ("truncate", "append", "swap_blocks", "empty")
 REPLACEMENTS = ("nothing", "folder", "fifo", "device", "link to itself")
 SIBLING = "copy of sibling"
