@@ -14,12 +14,13 @@ shards, and the results are written to a file per shard; tokens are copied in bl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +29,8 @@ from megatron_chameleon.artifacts import SPLITS, Corpus, Domain, DomainSplit, No
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import link_or_copy, writing
 from megatron_chameleon.corpus.indexed import IndexedWriter, TokenFile, TokenType, open_tokens
-from megatron_chameleon.corpus.records import MalformedLines
-from megatron_chameleon.corpus.shards import (
-    DIGEST,
-    DIGESTS_NAME,
-    Shard,
-    domain_number,
-)
+from megatron_chameleon.corpus.readers import MalformedLines
+from megatron_chameleon.corpus.shards import DIGEST, DIGESTS_NAME, Shard, domain_number
 from megatron_chameleon.corpus.shards import TOKENS_NAME as SHARD_TOKENS_NAME
 from megatron_chameleon.corpus.staging import TOKENS_NAME
 from megatron_chameleon.corpus.tokenizer import Tokenizer
@@ -42,7 +38,17 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer
 Labels = Mapping[tuple[str, Split], NDArray[np.integer]]
 
 KEPT, DUPLICATE, HELD_OUT = 0, 1, 2
-_SPLIT_OF_RANK = np.array([0, 1, 2, 1, 2])
+# The digest of a text, the number of its document in the corpus and of its domain, its split.
+TEXT = np.dtype(
+    [
+        ("high", "u8"),
+        ("low", "u8"),
+        ("order", "i8"),
+        ("domain", "i8"),
+        ("split", "u1"),
+        ("by_source", "u1"),
+    ]
+)
 # Texts compared at a time: about 80 bytes each, temporary arrays included.
 _RANGE_TEXTS = 1 << 19
 _COPIES = 1 << 17
@@ -63,10 +69,18 @@ class CorpusWriter:
         folder: an existing, empty folder.
         domains: names.
         dtype: integer type of a token on disk.
+        on_bytes: called with the number of bytes of tokens just copied or skipped.
     """
 
-    def __init__(self, folder: Path, domains: Sequence[str], dtype: TokenType) -> None:
-        self._domains = domains
+    def __init__(
+        self,
+        folder: Path,
+        domains: Sequence[str],
+        dtype: TokenType,
+        on_bytes: Callable[[int], object],
+    ) -> None:
+        self._domains, self._on_bytes = domains, on_bytes
+        self._token_bytes = np.dtype(dtype).itemsize
         self._prefixes = [
             f"{TOKENS_NAME}/{file_name_of(domain)}-{split}"
             for domain in domains
@@ -76,16 +90,44 @@ class CorpusWriter:
         self._text_bytes = [0] * len(self._writers)
         self._waiting = 0
 
-    def add_documents(self, file: int, lengths: NDArray[np.int32], text_bytes: int) -> None:
-        """Append documents of ``lengths`` tokens and ``text_bytes`` of text in total."""
-        self._writers[file].add_lengths(lengths)
-        self._text_bytes[file] += text_bytes
-        self._make_room(lengths.nbytes)
+    def copy(
+        self,
+        files: NDArray[np.int64],
+        lengths: NDArray[np.int32],
+        text_bytes: NDArray[np.int64],
+        read: Callable[[int, int], bytes],
+        start: int,
+    ) -> None:
+        """Append documents to their files; consecutive ones of a file are copied at once.
 
-    def add_tokens(self, file: int, tokens: bytes) -> None:
-        """Append tokens of the documents of a file, in their on-disk type."""
-        self._writers[file].add_tokens(tokens)
-        self._make_room(len(tokens))
+        Args:
+            files: [num_documents] number of each document's file, -1 to leave it out.
+            lengths: [num_documents] tokens.
+            text_bytes: [num_documents] bytes of text.
+            read: returns the bytes [start, stop) of all tokens.
+            start: byte at which the documents' tokens begin.
+        """
+        if not files.size:
+            return
+        begins = np.append(0, np.flatnonzero(np.diff(files)) + 1)
+        ends = np.append(begins[1:], files.size)
+        stops = start + np.cumsum(lengths, dtype=np.int64)[ends - 1] * self._token_bytes
+        for begin, end, stop in zip(begins.tolist(), ends.tolist(), stops.tolist(), strict=True):
+            file = int(files[begin])
+            if file >= 0:
+                self._writers[file].add_lengths(lengths[begin:end])
+                self._text_bytes[file] += int(text_bytes[begin:end].sum())
+                self._waiting += lengths[begin:end].nbytes
+                for at in range(start, stop, _BLOCK_BYTES):
+                    block = read(at, min(at + _BLOCK_BYTES, stop))
+                    self._writers[file].add_tokens(block)
+                    self._waiting += len(block)
+                if self._waiting > _WAITING_BYTES:
+                    for writer in self._writers:
+                        writer.flush()
+                    self._waiting = 0
+            self._on_bytes(stop - start)
+            start = stop
 
     def finish(self) -> dict[str, Domain]:
         """Complete all files; return their records for corpus.json."""
@@ -106,13 +148,6 @@ class CorpusWriter:
         return {
             name: Domain(*splits) for name, splits in zip(self._domains, of_domain, strict=True)
         }
-
-    def _make_room(self, size: int) -> None:
-        self._waiting += size
-        if self._waiting > _WAITING_BYTES:
-            for writer in self._writers:
-                writer.flush()
-            self._waiting = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,22 +192,24 @@ def join_shards(
         left_out_folder.mkdir()
         (folder / TOKENS_NAME).mkdir()
     left_out = find_left_out(shards, domain_numbers, left_out_folder)
-    writer = CorpusWriter(folder, list(numbers), shards[0].dtype)
+    writer = CorpusWriter(folder, list(numbers), shards[0].dtype, on_bytes)
     malformed = MalformedLines()
     empty: Counter[int] = Counter()
     for number, (shard, own_numbers) in enumerate(zip(shards, domain_numbers, strict=True)):
         reasons = left_out.reasons(number)
-        first = 0
-        with (shard.root / SHARD_TOKENS_NAME).open("rb", buffering=_BLOCK_BYTES) as tokens:
+        first = start = 0
+        with (shard.root / SHARD_TOKENS_NAME).open("rb") as tokens:
             for documents in shard.document_blocks(_BLOCK_DOCUMENTS):
-                file = own_numbers[documents["domain"]] * len(SPLITS) + documents["split"]
+                files = own_numbers[documents["domain"]] * len(SPLITS) + documents["split"]
                 if reasons is not None:
                     here = reasons[first : first + documents.size]
-                    kept = here == KEPT if drop_duplicates else here != HELD_OUT
-                    file = np.where(kept, file, -1)
-                _copy(tokens, documents, file, shard.dtype, writer, on_bytes)
+                    files[here != KEPT if drop_duplicates else here == HELD_OUT] = -1
+                lengths = documents["tokens"]
+                read = functools.partial(_read_file, tokens)
+                writer.copy(files, lengths, documents["text_bytes"], read, start)
                 first += documents.size
-        malformed.add_record(shard.malformed)
+                start += int(lengths.sum(dtype=np.int64)) * np.dtype(shard.dtype).itemsize
+        malformed.add(shard.malformed)
         for domain, count in zip(own_numbers.tolist(), shard.empty, strict=True):
             empty[domain] += count
     shutil.rmtree(left_out_folder)
@@ -181,70 +218,11 @@ def join_shards(
             duplicates=left_out.duplicates[number],
             held_out=left_out.held_out[number],
             empty=empty[number],
-            malformed=malformed.by_domain[name],
+            malformed=malformed.by_domain.get(name, 0),
         )
         for name, number in numbers.items()
     }
     return Joined(writer.finish(), not_written, malformed)
-
-
-def _copy(
-    tokens: BinaryIO,
-    documents: NDArray[np.void],
-    file: NDArray[np.int64],
-    dtype: TokenType,
-    writer: CorpusWriter,
-    on_bytes: Callable[[int], object],
-) -> None:
-    """Copy documents [num_documents] to their ``file`` [num_documents], or skip them if it is -1.
-
-    Batches are sorted by domain and split: consecutive documents of one file are copied at once.
-    """
-    begins = np.append(0, np.flatnonzero(np.diff(file)) + 1)
-    sizes = np.add.reduceat(documents["tokens"], begins, dtype=np.int64) * np.dtype(dtype).itemsize
-    ends = np.append(begins[1:], file.size)
-    columns = (begins, ends, sizes, file[begins])
-    for begin, end, size, to in zip(*(each.tolist() for each in columns), strict=True):
-        if to < 0:
-            tokens.seek(size, os.SEEK_CUR)
-        else:
-            some = documents[begin:end]
-            writer.add_documents(to, some["tokens"], int(some["text_bytes"].sum()))
-            left = size
-            while left:
-                block = tokens.read(min(left, _BLOCK_BYTES))
-                assert block, "the checksum of the file was verified"
-                writer.add_tokens(to, block)
-                left -= len(block)
-        on_bytes(size)
-
-
-class Texts(NamedTuple):
-    """Columns of some texts, all [num_texts].
-
-    ``high`` and ``low`` (uint64) are the halves of the digest, ``order`` (int64) counts documents
-    through the corpus, ``domain`` (int64) is a number, ``split`` (uint8) a position in SPLITS, and
-    ``by_source`` (uint8) 1 where the source set the split.
-    """
-
-    high: NDArray[np.uint64]
-    low: NDArray[np.uint64]
-    order: NDArray[np.int64]
-    domain: NDArray[np.int64]
-    split: NDArray[np.uint8]
-    by_source: NDArray[np.uint8]
-
-    @property
-    def ranks(self) -> NDArray[np.uint8]:
-        """[num_texts] precedence of each for the split of its text.
-
-        0 is train, 1 and 2 are valid and test by hash, 3 and 4 the same set by the source.
-        """
-        return np.where(self.split > 0, self.split + 2 * self.by_source, 0).astype(np.uint8)
-
-    def take(self, where: NDArray[np.integer]) -> Texts:
-        """The texts at positions ``where``."""
-        return Texts(*(column[where] for column in self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,13 +237,31 @@ class LeftOut:
     """
 
     folder: Path
-    duplicates: Counter[int]
-    held_out: Counter[int]
+    duplicates: Counter[int] = dataclasses.field(default_factory=Counter)
+    held_out: Counter[int] = dataclasses.field(default_factory=Counter)
 
     def reasons(self, shard: int) -> NDArray[np.uint8] | None:
         """[num_documents] of a shard, on disk; None where all of its documents are kept."""
         path = self.folder / f"{shard:06d}"
-        return np.memmap(path, np.uint8, "r") if path.exists() else None
+        return np.memmap(path, np.uint8, "r+") if path.exists() else None
+
+    def add(
+        self,
+        shard: int,
+        documents: int,
+        positions: NDArray[np.integer],
+        reasons: NDArray[np.uint8],
+        domains: NDArray[np.int64],
+    ) -> None:
+        """Record ``reasons`` at ``positions`` of a shard of so many ``documents``."""
+        path = self.folder / f"{shard:06d}"
+        if not path.exists():
+            with writing(path), path.open("xb") as stream:
+                # A full disk is detected here: writing through memory would kill the process.
+                os.posix_fallocate(stream.fileno(), 0, documents)
+        np.memmap(path, np.uint8, "r+")[positions] = reasons
+        self.duplicates.update(domains[reasons == DUPLICATE].tolist())
+        self.held_out.update(domains[reasons == HELD_OUT].tolist())
 
 
 def find_left_out(
@@ -281,67 +277,60 @@ def find_left_out(
     Raises:
         UserError: if the disk is full.
     """
-    found = LeftOut(folder, Counter(), Counter())
+    found = LeftOut(folder)
     bases = np.cumsum([0, *(shard.documents for shard in shards)])
     for texts in _ranges(shards, domain_numbers, bases):
         reasons = reasons_to_leave_out(texts)
-        (left,) = np.nonzero(reasons)
-        found.duplicates.update(texts.domain[reasons == DUPLICATE].tolist())
-        found.held_out.update(texts.domain[reasons == HELD_OUT].tolist())
-        ascending = left[np.argsort(texts.order[left])]
-        order, reasons = texts.order[ascending], reasons[ascending]
-        cuts = np.searchsorted(order, bases)
+        left = np.flatnonzero(reasons)
+        left = left[np.argsort(texts["order"][left])]
+        cuts = np.searchsorted(texts["order"][left], bases)
         for number in np.flatnonzero(np.diff(cuts)).tolist():
-            here = slice(cuts[number], cuts[number + 1])
-            noted = _reasons_file(folder, number, shards[number].documents)
-            noted[order[here] - bases[number]] = reasons[here]
+            here = left[cuts[number] : cuts[number + 1]]
+            positions = texts["order"][here] - bases[number]
+            domains = texts["domain"][here]
+            found.add(number, shards[number].documents, positions, reasons[here], domains)
     # Documents that repeat a text of the same sorted run.
     for number, shard in enumerate(shards):
         for copies in shard.copy_blocks(_COPIES):
-            noted = _reasons_file(folder, number, shard.documents)
-            held_out = noted[copies["first"]] == HELD_OUT
-            noted[copies["document"]] = np.where(held_out, HELD_OUT, DUPLICATE)
+            noted = found.reasons(number)
+            is_held_out = False if noted is None else noted[copies["first"]] == HELD_OUT
+            reasons = np.where(is_held_out, HELD_OUT, np.full(copies.size, DUPLICATE, np.uint8))
             domains = domain_numbers[number][copies["domain"]]
-            found.held_out.update(domains[held_out].tolist())
-            found.duplicates.update(domains[~held_out].tolist())
+            found.add(number, shard.documents, copies["document"], reasons, domains)
     return found
 
 
-def reasons_to_leave_out(texts: Texts) -> NDArray[np.uint8]:
-    """[num_texts] KEPT, DUPLICATE or HELD_OUT, for all documents of some texts."""
-    reasons = np.full(texts.order.size, KEPT, dtype=np.uint8)
-    if not reasons.size:
-        return reasons
-    by_digest = np.argsort(texts.high, kind="stable")
-    high = texts.high[by_digest]
-    same = high[1:] == high[:-1]
+def reasons_to_leave_out(texts: NDArray[np.void]) -> NDArray[np.uint8]:
+    """[num_texts] KEPT, DUPLICATE or HELD_OUT, for all documents of some TEXT records."""
+    reasons = np.full(texts.size, KEPT, dtype=np.uint8)
+    by_digest = np.argsort(texts["high"], kind="stable")
+    same = np.diff(texts["high"][by_digest]) == 0
     # Most texts occur once: process only the others.
-    several = by_digest[np.append(same, False) | np.append(False, same)]
-    if not several.size:
+    several = by_digest[np.append(same, False) | np.append(False, same)] if same.any() else []
+    if not len(several):
         return reasons
-    some = texts.take(several)
-    by_text = np.lexsort((some.low, some.high))
-    several, some = several[by_text], some.take(by_text)
-    begins = np.append(True, (some.high[1:] != some.high[:-1]) | (some.low[1:] != some.low[:-1]))
-    text = np.cumsum(begins) - 1
-    highest = np.maximum.reduceat(some.ranks, np.flatnonzero(begins))
-    held_out = some.split != _SPLIT_OF_RANK[highest[text]]
+    several = several[np.lexsort((texts["low"][several], texts["high"][several]))]
+    some = texts[several]
+    changes = (np.diff(some["high"]) != 0) | (np.diff(some["low"]) != 0)
+    text = np.append(0, np.cumsum(changes))
+    # Precedence for the split of the text: train, valid and test by hash, valid and test of the
+    # source.
+    ranks = np.where(some["split"] > 0, some["split"] + 2 * some["by_source"], 0)
+    highest = np.maximum.reduceat(ranks, np.append(0, np.flatnonzero(changes) + 1))
+    held_out = some["split"] != np.array([0, 1, 2, 1, 2])[highest[text]]
     reasons[several[held_out]] = HELD_OUT
 
-    several, some, text = several[~held_out], some.take(np.flatnonzero(~held_out)), text[~held_out]
-    by_domain = np.lexsort((some.order, some.domain, text))
-    text, domain = text[by_domain], some.domain[by_domain]
-    again = (text[1:] == text[:-1]) & (domain[1:] == domain[:-1])
-    reasons[several[by_domain[1:][again]]] = DUPLICATE
+    several, some, text = several[~held_out], some[~held_out], text[~held_out]
+    by_domain = np.lexsort((some["order"], some["domain"], text))
+    repeats = (np.diff(text[by_domain]) == 0) & (np.diff(some["domain"][by_domain]) == 0)
+    reasons[several[by_domain[1:][repeats]]] = DUPLICATE
     return reasons
 
 
 def _ranges(
-    shards: Sequence[Shard],
-    domain_numbers: Sequence[NDArray[np.int64]],
-    bases: NDArray[np.int64],
-) -> Iterator[Texts]:
-    """All texts, one range of digests at a time."""
+    shards: Sequence[Shard], domain_numbers: Sequence[NDArray[np.int64]], bases: NDArray[np.int64]
+) -> Iterator[NDArray[np.void]]:
+    """TEXT records of all texts, one range of digests at a time."""
     count = max(1, -(-sum(sum(shard.runs) for shard in shards) // _RANGE_TEXTS))
     edges = np.array([(i << 64) // count for i in range(1, count)], dtype=np.uint64)
     runs = []  # shard, first record of a sorted run, and where the edges divide it
@@ -357,17 +346,13 @@ def _ranges(
         for number, begin, cuts in runs:
             first, last = int(cuts[i]), int(cuts[i + 1])
             records = _read_digests(shards[number], begin + first, last - first)
-            parts.append(
-                Texts(
-                    records["high"],
-                    records["low"],
-                    records["document"] + bases[number],
-                    domain_numbers[number][records["domain"]],
-                    records["split"],
-                    records["by_source"],
-                )
-            )
-        yield Texts(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+            texts = np.empty(records.size, TEXT)
+            for name in ("high", "low", "split", "by_source"):
+                texts[name] = records[name]
+            texts["order"] = records["document"] + bases[number]
+            texts["domain"] = domain_numbers[number][records["domain"]]
+            parts.append(texts)
+        yield np.concatenate(parts)
 
 
 def _read_digests(shard: Shard, first: int, count: int) -> NDArray[np.void]:
@@ -376,14 +361,8 @@ def _read_digests(shard: Shard, first: int, count: int) -> NDArray[np.void]:
         return np.frombuffer(stream.read(count * DIGEST.itemsize), DIGEST)
 
 
-def _reasons_file(folder: Path, shard: int, documents: int) -> NDArray[np.uint8]:
-    """The reasons of one shard, on disk, writeable."""
-    path = folder / f"{shard:06d}"
-    if not path.exists():
-        with writing(path), path.open("xb") as stream:
-            # A full disk is detected here: writing through memory would kill the process.
-            os.posix_fallocate(stream.fileno(), 0, documents)
-    return np.memmap(path, np.uint8, "r+")
+def _read_file(stream: BinaryIO, start: int, stop: int) -> bytes:
+    return os.pread(stream.fileno(), stop - start, start)
 
 
 # Other domains
@@ -424,27 +403,22 @@ def regroup(
         name: _linked(corpus, name, folder) for name in corpus.names if name not in divided
     }
     sizes = token_bytes(tokenizer)
-    writer = CorpusWriter(folder, names, corpus.dtype)
+    writer = CorpusWriter(folder, names, corpus.dtype, on_bytes)
     for (name, split), targets in labels.items():
-        if not len(targets):
-            continue
         tokens = open_tokens(corpus, name, split)
         text_bytes = document_bytes(tokens, sizes, corpus.domains[name].split(split).text_bytes)
         files = targets.astype(np.int64) * len(SPLITS) + SPLITS.index(split)
-        # Consecutive documents of one file are copied at once, up to a limit.
-        begins = np.flatnonzero(np.diff(files, prepend=-1))
-        begins = np.union1d(begins, np.arange(0, len(files), _BLOCK_DOCUMENTS))
-        ends = np.append(begins[1:], len(files))
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            file, lengths = int(files[begin]), np.array(tokens.lengths[begin:end])
-            writer.add_documents(file, lengths, int(text_bytes[begin:end].sum()))
-            first = int(tokens.starts[begin])
-            stop = first + int(lengths.sum(dtype=np.int64))
-            for start in range(first, stop, _BLOCK_TOKENS):
-                block = tokens.tokens[start : min(start + _BLOCK_TOKENS, stop)]
-                writer.add_tokens(file, block.tobytes())
-                on_bytes(block.nbytes)
+        for begin in range(0, len(files), _BLOCK_DOCUMENTS):
+            some = slice(begin, begin + _BLOCK_DOCUMENTS)
+            lengths, start = np.array(tokens.lengths[some]), int(tokens.pointers[begin])
+            read = functools.partial(_read_tokens, tokens)
+            writer.copy(files[some], lengths, text_bytes[some], read, start)
     return {**unchanged, **writer.finish()}
+
+
+def _read_tokens(file: TokenFile, start: int, stop: int) -> bytes:
+    size = file.dtype.itemsize
+    return file.tokens[start // size : stop // size].tobytes()
 
 
 def _linked(corpus: Corpus, name: str, folder: Path) -> Domain:
@@ -467,10 +441,16 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int32]:
     of a text. Part of a character decodes to a replacement character and counts as one byte, which
     is exact but for tokens of several bytes of one character.
     """
-    sizes = np.zeros(tokenizer.vocab_size, dtype=np.int32)
-    for token in range(tokenizer.vocab_size):
-        sizes[token] = max(0, _size(tokenizer, [token] * 2) - _size(tokenizer, [token]))
-    sizes[tokenizer.identity.eod_id] = 0
+
+    def size(ids: list[int]) -> int:
+        text = tokenizer.decode(ids)
+        return len(text.encode("utf-8", "surrogatepass")) - 2 * text.count(_REPLACEMENT)
+
+    sizes = np.array(
+        [max(0, size([token] * 2) - size([token])) for token in range(tokenizer.vocab_size)],
+        dtype=np.int32,
+    )
+    sizes[tokenizer.eod_id] = 0
     return sizes
 
 
@@ -487,31 +467,21 @@ def document_bytes(
         sizes: bytes of each token of the vocabulary.
         text_bytes: of all documents together.
     """
-    counted = np.concatenate([np.zeros(0, np.int64), *_counted(tokens, sizes)])
-    total = int(counted.sum())
+    # Bytes up to each document's end, a block of tokens at a time.
+    stops = np.cumsum(tokens.lengths, dtype=np.int64)
+    ends, total = np.zeros(len(stops), np.int64), 0
+    for first in range(0, tokens.tokens.size, _BLOCK_TOKENS):
+        running = total + np.cumsum(
+            sizes[tokens.tokens[first : first + _BLOCK_TOKENS]], dtype=np.int64
+        )
+        inside = slice(*np.searchsorted(stops, (first, first + running.size), side="right"))
+        ends[inside] = running[stops[inside] - first - 1]
+        total = int(running[-1])
     if total == 0:
-        counted, total = tokens.lengths.astype(np.int64), int(tokens.tokens.size)
+        ends, total = stops, int(tokens.tokens.size)
     if total == 0:
-        return counted
+        return ends
     # The ends are rounded rather than the differences: the last end is exact.
-    ends = np.rint(np.cumsum(counted) * (text_bytes / total)).astype(np.int64)
+    ends = np.rint(ends * (text_bytes / total)).astype(np.int64)
     ends[-1] = text_bytes
     return np.diff(ends, prepend=0)
-
-
-def _counted(tokens: TokenFile, sizes: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
-    """Bytes of the documents' tokens, a block of documents at a time."""
-    ends = np.cumsum(tokens.lengths, dtype=np.int64)
-    first = 0
-    while first < len(ends):
-        begin = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, begin + _BLOCK_TOKENS, side="right")))
-        running = np.cumsum(sizes[tokens.tokens[begin : ends[stop - 1]]], dtype=np.int64)
-        running = np.concatenate([[0], running])
-        yield np.diff(running[ends[first:stop] - begin], prepend=0)
-        first = stop
-
-
-def _size(tokenizer: Tokenizer, ids: list[int]) -> int:
-    text = tokenizer.decode(ids)
-    return len(text.encode("utf-8", "surrogatepass")) - 2 * text.count(_REPLACEMENT)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +23,7 @@ EncoderChoice = Literal["auto", "own", "gigatoken"]
 # A longer domain name is probably another field's text, and too long for a file name.
 MAX_DOMAIN_BYTES = 80
 ALL_OTHERS = "*"
+_NAMES_SHOWN = 10
 MIN_VOCABULARY = 258  # 256 bytes, the end-of-document token and a merge
 
 
@@ -33,8 +35,15 @@ def is_domain_name(name: str) -> bool:
         return False
 
 
-def _flat(groups: tuple[tuple[str, ...], ...]) -> list[str]:
+def flat(groups: tuple[tuple[str, ...], ...]) -> list[str]:
+    """The values of all uses of a flag."""
     return [text for group in groups for text in group]
+
+
+def quoted(names: Collection[str]) -> str:
+    """The first names in quotes, and the number of the others."""
+    more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
+    return ", ".join([*(f"'{name}'" for name in list(names)[:_NAMES_SHOWN]), *more])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +62,6 @@ class SourceOptions(CheckedOptions):
     max_document_bytes: LargeCount = 1 << 28
     """A longer line or row counts as malformed: it is probably a file without line ends, and would
     take several times as much memory."""
-
-    @property
-    def inputs(self) -> list[str]:
-        """The values of all uses of ``--input``."""
-        return _flat(self.input)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,29 +92,26 @@ class DomainOptions(CheckedOptions):
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other or have no effect."""
         super().__post_init__()
-        flags = {
-            "--domain-key": self.domain_key is not None,
-            "--domain-from-path": self.domain_from_path is not None,
-            "--domain-from-config": self.domain_from_config,
-        }
-        used = [flag for flag, is_used in flags.items() if is_used]
+        used = self.domain_flags
         if len(used) > 1:
             raise UserError(f"{' and '.join(used)} both set the domain; leave one of them out")
-        if self.renames and not used:
+        renames = flat(self.rename_domain)
+        if renames and not used:
             raise UserError(
-                f"--rename-domain {self.renames[0]} has no effect where every --input names its "
+                f"--rename-domain {renames[0]} has no effect where every --input names its "
                 "domain; name it as you want it there"
             )
         _ = self.path_pattern, self.rename_table  # raise for invalid values
 
     @property
-    def domain_flag(self) -> str | None:
-        """The flag from which sources get their domains, None if each ``--input`` names its own."""
-        if self.domain_key is not None:
-            return "--domain-key"
-        if self.domain_from_path is not None:
-            return "--domain-from-path"
-        return "--domain-from-config" if self.domain_from_config else None
+    def domain_flags(self) -> list[str]:
+        """The flags in use that set the domain; [] if each ``--input`` names its own."""
+        flags = {
+            "--domain-key": self.domain_key is not None,
+            "--domain-from-path": self.domain_from_path is not None,
+            "--domain-from-config": self.domain_from_config,
+        }
+        return [flag for flag, is_used in flags.items() if is_used]
 
     @functools.cached_property
     def path_pattern(self) -> re.Pattern[str] | None:
@@ -134,7 +135,7 @@ class DomainOptions(CheckedOptions):
     def rename_table(self) -> dict[str, str | None]:
         """OLD -> NEW, or None for a domain that is left out."""
         table: dict[str, str | None] = {}
-        for rename in self.renames:
+        for rename in flat(self.rename_domain):
             old, equals, new = rename.rpartition("=")
             if not equals or not old or (new and not is_domain_name(new)):
                 raise UserError(
@@ -149,20 +150,15 @@ class DomainOptions(CheckedOptions):
             table[old] = new or None
         return table
 
-    @property
-    def renames(self) -> list[str]:
-        """The values of all uses of ``--rename-domain``."""
-        return _flat(self.rename_domain)
+    def renamed(self, name: str) -> str | None:
+        """The domain for a source's ``name``; None if its text is left out."""
+        return self.rename_table.get(name, self.rename_table.get(ALL_OTHERS, name))
 
-    @property
-    def valid_inputs(self) -> list[str]:
-        """The values of all uses of ``--valid-input``."""
-        return _flat(self.valid_input)
-
-    @property
-    def test_inputs(self) -> list[str]:
-        """The values of all uses of ``--test-input``."""
-        return _flat(self.test_input)
+    def unused_renames(self, names: Collection[str]) -> str:
+        """A message with the OLD names that are not among the sources' ``names``; '' if none."""
+        unused = self.rename_table.keys() - {*names, ALL_OTHERS}
+        listed = quoted([name for name in self.rename_table if name in unused])
+        return f"--rename-domain: no domain is called {listed}" if unused else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,16 +26,15 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Domain, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
 from megatron_chameleon.artifacts.record import FileRecord
 from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.join import Joined, join_shards
-from megatron_chameleon.corpus.options import PreprocessOptions
-from megatron_chameleon.corpus.readers import DocumentReader
-from megatron_chameleon.corpus.records import MalformedLines, describe_unused
+from megatron_chameleon.corpus.options import PreprocessOptions, quoted
+from megatron_chameleon.corpus.readers import DocumentReader, MalformedLines
 from megatron_chameleon.corpus.shards import Shard, make_shard
 from megatron_chameleon.corpus.sources import Source, find_sources
 from megatron_chameleon.corpus.staging import (
@@ -71,21 +70,35 @@ def preprocess_data(options: PreprocessOptions) -> None:
     tokenizer = _load_tokenizer(options)
     sources = find_sources(options.source, options.domains)
     plan = make_plan(options, tokenizer, sources)
-    all_shards = range(len(plan.shards))
-    share = options.shard_share
-    with corpus_folder(options.output, options.overwrite, shared=share is not None) as folder:
+    total = len(plan.shards)
+    with corpus_folder(
+        options.output, options.overwrite, shared=options.shard is not None
+    ) as folder:
         existing = folder.agree(plan)
-        plan = dataclasses.replace(plan, root=existing.root)
-        run = _Run(options, plan, existing.hash, tokenizer, folder)
-        with _finished_shards_kept(run):
+        run = _Run(options, dataclasses.replace(plan, root=existing.root), existing.hash, folder)
+        try:
             found = sorted(folder.finished())
             run.check_sources(found, existing)
-            run.make_shards(all_shards if share is None else all_shards[share[0] - 1 :: share[1]])
-            if share is not None:
-                print(_summary_of_share(share, all_shards, folder.finished()))
+            if options.shard_share is not None:
+                first, step = options.shard_share
+                run.make_shards(range(total)[first - 1 :: step], tokenizer)
+                print(_summary_of_share(options.shard, step, total, folder.finished()))
                 return
-            joined = run.join(found, stopwatch)
+            run.make_shards(range(total), tokenizer)
+            joined = run.join(found, tokenizer, stopwatch)
             remote = folder.remote_staging()
+        except BaseException:
+            finished = len(folder.finished())
+            if total == 1 and options.shard is None and not folder.is_publishing:
+                folder.remove_work()  # start from scratch
+            elif finished:
+                print(
+                    f"{finished} of {total} shards are finished and kept in {folder.partial}; the "
+                    "same command resumes from there",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            raise
     corpus = Corpus.load(options.output)
     if remote:
         more = f" and {len(remote) - 1} more" if len(remote) > 1 else ""
@@ -94,7 +107,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
             f"when none of them is running, remove it by rm -r {shlex.quote(str(folder.partial))}"
         )
     print(_summary(corpus, joined.malformed))
-    reused = f"; {len(found)} of {len(plan.shards)} shards were finished before" if found else ""
+    reused = f"; {len(found)} of {total} shards were finished before" if found else ""
     print(
         f"wrote {corpus.root} in {corpus.cost.wall_seconds:.0f} s{reused}\n"
         f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus {corpus.root} "
@@ -107,66 +120,38 @@ def _load_tokenizer(options: PreprocessOptions) -> Tokenizer:
     return load_tokenizer(options.tokenizer_model, options.eod_token, pattern)
 
 
-@contextlib.contextmanager
-def _finished_shards_kept(run: _Run) -> Iterator[None]:
-    """On failure, report the finished shards; an only shard is removed, to start from scratch."""
-    try:
-        yield
-    except BaseException:
-        total, finished = len(run.plan.shards), len(run.folder.finished())
-        if total == 1 and run.options.shard is None and not run.folder.is_publishing:
-            run.folder.remove_work()
-        elif finished:
-            print(
-                f"{finished} of {total} shards are finished and kept in {run.folder.partial}; the "
-                "same command resumes from there",
-                file=sys.stderr,
-                flush=True,
-            )
-        raise
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardWork:
-    """Write shards of a plan; the task of a worker process."""
-
-    options: PreprocessOptions
-    plan: Plan
-    plan_hash: str
-    folder: CorpusFolder
-    gigatoken: bool
-
-    def __call__(self, on_bytes: OnBytes) -> Callable[[int], object]:
-        """Load the tokenizer; return the function that makes the shard of a number."""
-        tokenizer = _load_tokenizer(self.options)
-        return self.with_tokenizer(
-            with_gigatoken(tokenizer) if self.gigatoken else tokenizer, on_bytes
-        )
-
-    def with_tokenizer(
-        self, tokenizer: Tokenizer, on_bytes: Callable[[int], object]
-    ) -> Callable[[int], object]:
-        """Like :meth:`__call__`, with a loaded tokenizer."""
-
-        def make(number: int) -> None:
-            folder = self.folder.staging / f"{number:06d}"
-            with writing(folder):
-                folder.mkdir()
-            make_shard(self.options, self.plan, self.plan_hash, tokenizer, number, folder, on_bytes)
-            self.folder.put_shard(folder, number)
-
-        return make
-
-
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One run of the tool, once the plan is agreed on; ``plan`` has the sources as they are now."""
+    """One run of the tool, once the plan is agreed on; worker processes get a copy.
+
+    Attributes:
+        options: of the run.
+        plan: with the sources as they are now.
+        plan_hash: of the plan that all processes have agreed on.
+        folder: the corpus folder.
+        gigatoken: whether workers encode with gigatoken.
+    """
 
     options: PreprocessOptions
     plan: Plan
     plan_hash: str
-    tokenizer: Tokenizer
     folder: CorpusFolder
+    gigatoken: bool = False
+
+    def __call__(self, on_bytes: OnBytes) -> Callable[[int], object]:
+        """Set up a worker process: load the tokenizer; return the function that makes a shard."""
+        tokenizer = _load_tokenizer(self.options)
+        if self.gigatoken:
+            tokenizer = with_gigatoken(tokenizer)
+        return functools.partial(self.make_shard, tokenizer, on_bytes)
+
+    def make_shard(self, tokenizer: Tokenizer, on_bytes: OnBytes, number: int) -> None:
+        """Write a shard and move it to the finished ones."""
+        folder = self.folder.staging / f"{number:06d}"
+        with writing(folder):
+            folder.mkdir()
+        make_shard(self.options, self.plan, self.plan_hash, tokenizer, number, folder, on_bytes)
+        self.folder.put_shard(folder, number)
 
     def check_sources(self, finished: Sequence[int], existing: Plan) -> None:
         """Reread the chunks of ``finished`` shards whose sources were modified since.
@@ -185,9 +170,7 @@ class _Run:
             return
         total = sum(map(self.plan.shard_bytes, finished))
         with progress_bar(total, "B", "reading again") as bar:
-            reader = DocumentReader(
-                self.options.source, self.plan.sources, self.options.domains, bar.update
-            )
+            reader = self._reader(bar.update)
             for number in finished:
                 hashes = self._load(number).hashes
                 for chunk, before in zip(self.plan.shards[number], hashes, strict=True):
@@ -202,29 +185,35 @@ class _Run:
                             "from scratch"
                         )
 
-    def make_shards(self, wanted: Sequence[int]) -> None:
+    def make_shards(self, wanted: Sequence[int], tokenizer: Tokenizer) -> None:
         """Make those of the ``wanted`` shards that are missing."""
         finished = self.folder.finished()
         missing = [number for number in wanted if number not in finished]
         if not missing:
             return
+        chunks = [chunk for number in missing for chunk in self.plan.shards[number]]
+        reader = self._reader()
+        sample = (document.text for chunk in chunks for document in reader.read(chunk))
+        tokenizer = with_encoder(tokenizer, self.options.encoding.encoder, sample)
+        num_workers = self.options.workers
+        if num_workers is None:
+            is_size_unknown = any(self.plan.sources[c.source].kind == "dataset" for c in chunks)
+            num_bytes = sum(chunk.bytes for chunk in chunks)
+            worth = is_size_unknown or num_bytes >= _BYTES_WORTH_A_PROCESS
+            # Each reads and encodes concurrently, which keeps more than a core busy.
+            num_workers = max(1, len(os.sched_getaffinity(0)) - 1) if worth else 1
+        num_workers = min(num_workers, len(missing))
         total = sum(map(self.plan.shard_bytes, missing))
-        tokenizer = with_encoder(
-            self.tokenizer, self.options.encoding.encoder, self._sample(missing)
-        )
-        gigatoken = tokenizer.fast_encoder is not None
-        work = ShardWork(self.options, self.plan, self.plan_hash, self.folder, gigatoken)
         with progress_bar(total, "B", "tokenizing") as bar:
-            num_workers = self._num_workers(missing)
             if num_workers > 1:
+                work = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
                 del tokenizer  # the workers have their own and need its memory
                 work_in_processes(work, missing, num_workers, bar.update)
                 return
-            make = work.with_tokenizer(tokenizer, bar.update)
             for number in missing:
-                make(number)
+                self.make_shard(tokenizer, bar.update, number)
 
-    def join(self, found: Sequence[int], stopwatch: Stopwatch) -> Joined:
+    def join(self, found: Sequence[int], tokenizer: Tokenizer, stopwatch: Stopwatch) -> Joined:
         """Make a corpus of all shards, of which ``found`` were finished before this run."""
         shards = [self._load(number) for number in range(len(self.plan.shards))]
         joining = Stopwatch()
@@ -240,10 +229,10 @@ class _Run:
             warnings.warn(f"{joined.malformed.describe()}; they are skipped", stacklevel=2)
         if self.options.domains.domain_key is not None:  # otherwise reported with the sources
             renamed = {name for shard in shards for name in shard.renamed}
-            if unused := describe_unused(self.options.domains, renamed):
+            if unused := self.options.domains.unused_renames(renamed):
                 warnings.warn(unused, stacklevel=2)
         check_domains(joined.domains, self.plan.sources, self.options.min_tokens_per_split)
-        self.tokenizer.save(made)
+        tokenizer.save(made)
         cost = Cost(
             device_seconds=sum(shard.seconds for shard in shards) + joining.seconds(),
             wall_seconds=stopwatch.seconds() + sum(shards[number].seconds for number in found),
@@ -251,11 +240,11 @@ class _Run:
         sources_hash = _write_sources(made / SOURCES_NAME, self.plan, shards)
         # The corpus does not depend on which process or machine did which part of the work.
         options = dataclasses.replace(self.options, workers=None, shard=None)
-        inputs = {"tokenizer": self.tokenizer.sha256, "sources": sources_hash}
+        inputs = {"tokenizer": tokenizer.sha256, "sources": sources_hash}
         Corpus(
             root=made,
-            tokenizer=self.tokenizer.identity,
-            dtype=self.tokenizer.token_type,
+            tokenizer=tokenizer.identity,
+            dtype=tokenizer.token_type,
             domains=joined.domains,
             provenance=provenance(options, inputs),
             cost=cost,
@@ -264,12 +253,10 @@ class _Run:
         self.folder.publish(made)
         return joined
 
-    def _sample(self, shards: Sequence[int]) -> Iterator[str]:
-        """The texts of ``shards``."""
-        reader = DocumentReader(self.options.source, self.plan.sources, self.options.domains)
-        for number in shards:
-            for chunk in self.plan.shards[number]:
-                yield from (document.text for document in reader.read(chunk))
+    def _reader(self, on_bytes: OnBytes = lambda num_bytes: None) -> DocumentReader:
+        return DocumentReader(
+            self.options.source, self.plan.sources, self.options.domains, on_bytes
+        )
 
     def _load(self, number: int) -> Shard:
         shard = Shard.load(self.folder.shard_folder(number))
@@ -280,16 +267,6 @@ class _Run:
             )
         shard.check_files()
         return shard
-
-    def _num_workers(self, missing: Sequence[int]) -> int:
-        if self.options.workers is not None:
-            return min(self.options.workers, len(missing))
-        chunks = [chunk for number in missing for chunk in self.plan.shards[number]]
-        unknown = any(self.plan.sources[chunk.source].kind == "dataset" for chunk in chunks)
-        worth = unknown or sum(chunk.bytes for chunk in chunks) >= _BYTES_WORTH_A_PROCESS
-        # Each reads and encodes concurrently, which keeps more than a core busy.
-        spare = max(1, len(os.sched_getaffinity(0)) - 1)
-        return min(spare, len(missing)) if worth else 1
 
 
 def check_domains(
@@ -303,15 +280,15 @@ def check_domains(
     if not domains:
         raise UserError(f"there is no text in {sources[0].name}; correct --input")
     for name, domain in domains.items():
-        documents = sum(domain.split(split).documents for split in SPLITS)
+        parts = {split: domain.split(split) for split in SPLITS}
+        documents = sum(part.documents for part in parts.values())
         if documents == 0:
             names = [source.name for source in sources if source.domain in (name, None)]
             raise UserError(
                 f"domain '{name}' is empty: there is no text for it in {' or '.join(names[:3])}; "
                 "add some, or leave it out"
             )
-        for split in SPLITS:
-            part = domain.split(split)
+        for split, part in parts.items():
             if part.documents == 0:
                 raise UserError(
                     f"domain '{name}' has no document in {split}, of {documents} in all; add "
@@ -349,58 +326,61 @@ def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
     return sha256_of_json([chunk["sha256"] for read in chunks for chunk in read])
 
 
-def _summary_of_share(share: tuple[int, int], shards: range, finished: Collection[int]) -> str:
-    number, count = share
-    missing = set(shards) - set(finished)
+def _summary_of_share(
+    share: str | None, machines: int, total: int, finished: Collection[int]
+) -> str:
+    missing = set(range(total)) - set(finished)
     if not missing:
         return (
-            f"--shard {number}/{count} is done, and so are all {len(shards)} shards\n"
+            f"--shard {share} is done, and so are all {total} shards\n"
             "next: the same command without --shard joins them"
         )
-    others = [f"--shard {i}/{count}" for i in sorted({shard % count + 1 for shard in missing})]
+    others = [f"--shard {i}/{machines}" for i in sorted({n % machines + 1 for n in missing})]
     more = f" and {len(others) - _SHARES_SHOWN} more" if len(others) > _SHARES_SHOWN else ""
     return (
-        f"--shard {number}/{count} is done; {len(missing)} of all {len(shards)} shards are "
-        f"missing\nnext: the same command with {', '.join(others[:_SHARES_SHOWN])}{more}, and "
+        f"--shard {share} is done; {len(missing)} of all {total} shards are missing\n"
+        f"next: the same command with {', '.join(others[:_SHARES_SHOWN])}{more}, and "
         "without --shard in the end"
     )
 
 
 def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
-    """A table with a row per domain and the total."""
-    rows: list[tuple[str, dict[str, int]]] = []
-    for name in corpus.names:
-        parts = [corpus.domains[name].split(split) for split in SPLITS]
+    """A table with a row per domain and the total, and the documents left out."""
+    rows: dict[str, dict[str, int]] = {}
+    for name, domain in corpus.domains.items():
+        parts = {split: domain.split(split) for split in SPLITS}
         left_out = corpus.not_written[name]
-        row = {
-            "documents": sum(part.documents for part in parts),
-            **{f"{split} tokens": part.tokens for split, part in zip(SPLITS, parts, strict=True)},
-            "bytes/token": sum(part.text_bytes for part in parts),
+        rows[name] = {
+            "documents": sum(part.documents for part in parts.values()),
+            **{f"{split} tokens": part.tokens for split, part in parts.items()},
+            "bytes": sum(part.text_bytes for part in parts.values()),
             "duplicates": left_out.duplicates,
             "held out": left_out.held_out,
             "empty": left_out.empty,
             "malformed": left_out.malformed,
         }
-        rows.append((name, row))
-    total = {column: sum(row[column] for _, row in rows) for column in rows[0][1]}
-    rows.append(("total", {**total, "malformed": malformed.count}))
+    total = {
+        column: sum(row[column] for row in rows.values()) for column in next(iter(rows.values()))
+    }
+    total["malformed"] = malformed.count
     columns = [column for column in total if column != "held out" or total[column]]
-    table = [["domain", *columns]]
-    for name, row in rows:
+    table = [["domain", *("bytes/token" if column == "bytes" else column for column in columns)]]
+    for name, row in [*rows.items(), ("total", total)]:
         tokens = sum(row[f"{split} tokens"] for split in SPLITS)
-        cells = {column: f"{row[column]:,}" for column in columns}
-        cells["bytes/token"] = f"{row['bytes/token'] / tokens:.2f}"
+        cells = {**{column: f"{row[column]:,}" for column in columns}}
+        cells["bytes"] = f"{row['bytes'] / tokens:.2f}"
         table.append([name, *cells.values()])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
     lines = [
-        "  ".join(
-            [head.ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        )
-        for head, *cells in table
+        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in table
     ]
     lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([*lines, malformed.describe_unwanted()]).rstrip()
+    if malformed.unwanted:
+        lines.append(
+            f"--rename-domain leaves out {sum(malformed.unwanted.values()):,} documents, of "
+            f"{quoted(malformed.unwanted)}"
+        )
+    return "\n".join(lines)
 
 
 # Worker processes
@@ -433,9 +413,10 @@ def work_in_processes(
     workers: set[BaseProcess] = set()
     remaining, waiting = iter(numbers), set[Future[None]]()
     reported = 0
-    setup = (work, num_bytes, num_workers)
     try:
-        with ProcessPoolExecutor(num_workers, context, _start, setup) as pool:
+        with ProcessPoolExecutor(
+            num_workers, context, _start, (work, num_bytes, num_workers)
+        ) as pool:
             try:
                 while True:
                     for number in itertools.islice(remaining, 2 * num_workers - len(waiting)):
@@ -460,8 +441,18 @@ def work_in_processes(
                     worker.terminate()
                 raise
     except BrokenProcessPool:
-        # After the pool's thread has collected all exit statuses, which would race with us.
-        _raise_reason(workers)
+        # After the pool's thread has collected all exit statuses, which would race with us. After
+        # losing one worker, the pool terminates the others by SIGTERM.
+        statuses = {worker.exitcode or 0 for worker in workers} - {0, -signal.SIGTERM}
+        if not statuses:
+            raise KeyboardInterrupt from None
+        status = min(statuses)
+        if status < 0:
+            raise UserError(
+                f"a worker process was killed by {signal.Signals(-status).name}, as happens when "
+                "memory runs out: use fewer --workers, or run the same command again"
+            ) from None
+        raise RuntimeError(f"a worker process exited with status {status}") from None
 
 
 @contextlib.contextmanager
@@ -472,20 +463,6 @@ def _interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _raise_reason(workers: set[BaseProcess]) -> NoReturn:
-    # After losing one worker, the pool terminates the others by SIGTERM.
-    statuses = {worker.exitcode or 0 for worker in workers} - {0, -signal.SIGTERM}
-    if not statuses:
-        raise KeyboardInterrupt
-    status = min(statuses)
-    if status < 0:
-        raise UserError(
-            f"a worker process was killed by {signal.Signals(-status).name}, as happens when "
-            "memory runs out: use fewer --workers, or run the same command again"
-        ) from None
-    raise RuntimeError(f"a worker process exited with status {status}")
 
 
 def _start(work: Work, num_bytes: Synchronized[int], num_workers: int) -> None:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
+import operator
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+import orjson
 import zstandard
 
-from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
-from megatron_chameleon.corpus.records import (
-    Document,
-    DocumentMaker,
-    DomainNames,
-    KeyCheck,
-    Line,
-    LineTooLong,
-    MalformedLineError,
-    MalformedLines,
-    object_in,
+from megatron_chameleon.artifacts import Split
+from megatron_chameleon.corpus.options import (
+    MAX_DOMAIN_BYTES,
+    DomainOptions,
+    SourceOptions,
+    is_domain_name,
 )
 from megatron_chameleon.corpus.sources import (
     INSTALL_DATA,
@@ -57,10 +57,85 @@ _MAX_BATCH_ROWS = 4096
 # Columns are read in chunks of this size; pre-buffering would hold a whole row group in memory. A
 # request to the hub costs more than one to a disk.
 _CHUNK_BYTES = {False: 1 << 20, True: 1 << 23}
-_COLUMNS_SHOWN = 20
+
+_LINES_SHOWN = 10
+# Reading stops early if a file begins with this many lines, all without the key.
+_LINES_BEFORE_GIVING_UP = 1000
+_KEYS_SHOWN = 20
+_LONGEST_CHARACTER = 4  # bytes in UTF-8
+_MISSING = object()
+
+# A line longer than a block is gathered in a bytearray, which grows without a second copy. Of a
+# line that exceeds the limit, only the length is kept.
+Line = bytes | bytearray | int
+
+
+class Document(NamedTuple):
+    """One text; ``domain`` is empty if not requested, ``split`` None if the text's hash decides."""
+
+    domain: str
+    text: str
+    split: Split | None = None
+
+
+class MalformedLineError(ValueError):
+    """A line is not a valid document; the message is the reason.
+
+    If the line lacks a required key, ``missing`` names the key, the existing ones and the fix.
+    """
+
+    def __init__(self, reason: str, missing: str = "") -> None:
+        super().__init__(reason)
+        self.missing = missing
+
 
 # Location in the source, and a record or its error.
 _Found = tuple[str, dict[str, Any] | MalformedLineError]
+
+
+@dataclasses.dataclass
+class MalformedLines:
+    """Counts of skipped lines, in JSON types.
+
+    Attributes:
+        lines: lines read, blank ones excepted.
+        count: malformed lines among them.
+        by_domain: malformed lines by domain; '' if the line should have named the domain.
+        first: location and reason of the first ones.
+        unwanted: source's name of a domain -> documents left out by --rename-domain; they are not
+            malformed.
+    """
+
+    lines: int = 0
+    count: int = 0
+    by_domain: dict[str, int] = dataclasses.field(default_factory=dict)
+    first: list[str] = dataclasses.field(default_factory=list)
+    unwanted: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, other: MalformedLines) -> None:
+        """Add the counts of lines that come after these."""
+        self.lines += other.lines
+        self.count += other.count
+        self.first += other.first[: _LINES_SHOWN - len(self.first)]
+        for total, added in (
+            (self.by_domain, other.by_domain),
+            (self.unwanted, other.unwanted),
+        ):
+            for name, count in added.items():
+                total[name] = total.get(name, 0) + count
+
+    def describe(self) -> str:
+        """One line with the count and the first locations."""
+        more = f"; and {self.count - _LINES_SHOWN} more" if self.count > _LINES_SHOWN else ""
+        return f"{self.count} of {self.lines} lines are malformed: {'; '.join(self.first)}{more}"
+
+    def check(self, max_share: float) -> None:
+        """Raise UserError if more than ``max_share`` of the lines are malformed."""
+        if self.count > max_share * self.lines:
+            raise UserError(
+                f"{self.describe()}; this exceeds --max-malformed-share {max_share:g}: correct "
+                "them, or allow a larger share"
+            )
 
 
 class DocumentReader:
@@ -73,6 +148,7 @@ class DocumentReader:
         malformed: counts of the lines skipped so far, of all chunks.
         hashes: SHA-256 of the contents of each chunk that was read completely: of the bytes of
             JSON lines; of the documents of parquet and data sets.
+        final_names: the sources' names of domains found so far -> domain, None if left out.
 
     Args:
         options: the text to read.
@@ -94,84 +170,58 @@ class DocumentReader:
     ) -> None:
         self.malformed = MalformedLines()
         self.hashes: dict[Chunk, str] = {}
+        self.final_names: dict[str, str | None] = {}
         self.on_bytes = on_bytes
-        self._sources = sources
-        self._options = options
-        self._domain_key = None if domains is None else domains.domain_key
-        self._names = None if domains is None else DomainNames(domains)
-
-    @property
-    def renamed(self) -> set[str]:
-        """The OLD of ``--rename-domain OLD=NEW`` that have occurred so far."""
-        return set() if self._names is None else self._names.renamed
+        self._options, self._sources, self._domains = options, sources, domains
 
     def read(self, chunk: Chunk) -> Iterator[Document]:
         """The documents of ``chunk``, in the order of the source."""
         source = self._sources[chunk.source]
-        maker = DocumentMaker(
-            source.domain,
-            source.split,
-            self._options,
-            self._domain_key,
-            self._names,
-            self.malformed.unwanted,
+        parser = RecordParser(
+            source, self._options, self._domains, self.malformed, self.final_names
         )
-        keys, digest = KeyCheck(source.name), hashlib.sha256()
+        digest = hashlib.sha256()
         _check_unchanged(source)
         read = self._from_lines if source.kind == "lines" else self._from_tables
-        for documents in read(source, chunk, maker, keys, digest):
+        for documents in read(source, chunk, parser, digest):
             yield from documents
-        if (chunk.start, chunk.stop) == (0, None):
-            keys.check()  # a part of a source may lack the key
+        if (chunk.start, chunk.stop) == (0, None):  # another chunk may have the key
+            parser.check_keys()
         _check_unchanged(source)
         self.hashes[chunk] = digest.hexdigest()
 
     def _from_lines(
-        self,
-        source: Source,
-        chunk: Chunk,
-        maker: DocumentMaker,
-        keys: KeyCheck,
-        digest: hashlib._Hash,
+        self, source: Source, chunk: Chunk, parser: RecordParser, digest: hashlib._Hash
     ) -> Iterator[list[Document]]:
         def on_block(block: bytes) -> None:
             digest.update(block)
             self.on_bytes(len(block))
 
-        line_number = 1
-        for begin, lines in read_lines(
-            source.path, on_block, maker.max_bytes, chunk.start, chunk.stop
-        ):
-            if begin == 0 and not isinstance(lines[0], LineTooLong):
+        longest, number = self._options.max_document_bytes, 1
+        for begin, lines in read_lines(source.path, on_block, longest, chunk.start, chunk.stop):
+            if begin == 0 and not isinstance(lines[0], int):
                 lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
-            documents = maker.from_lines(lines)
+            documents = parser.parse_lines(lines)
             if documents is None:
-                first = None if chunk.start else line_number
-                documents = self._one_by_one(source, _records(lines, begin, first), maker, keys)
-            else:
-                self.malformed.lines += len(lines)
-                keys.found()
-            line_number += len(lines)
+                first = None if chunk.start else number
+                documents = parser.parse_each(_records(lines, begin, first))
+            number += len(lines)
             lines.clear()  # a single text may take most of the memory
             yield documents
 
     def _from_tables(
-        self,
-        source: Source,
-        chunk: Chunk,
-        maker: DocumentMaker,
-        keys: KeyCheck,
-        digest: hashlib._Hash,
+        self, source: Source, chunk: Chunk, parser: RecordParser, digest: hashlib._Hash
     ) -> Iterator[list[Document]]:
-        for first_row, batch in self._tables(source, chunk, maker.keys):
-            documents = _from_columns(batch, maker)
+        for first_row, batch in self._tables(source, chunk, parser.keys):
+            rows: list[Any]
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                rows = [_row(batch, position) for position in range(batch.num_rows)]
+            documents = parser.parse_records(rows)
             if documents is None:
-                rows = enumerate(_rows_of(batch), start=first_row)
-                found = ((f"row {row}", record) for row, record in rows)
-                documents = self._one_by_one(source, found, maker, keys)
-            else:
-                self.malformed.lines += batch.num_rows
-                keys.found()
+                found = ((f"row {row}", record) for row, record in enumerate(rows, start=first_row))
+                documents = parser.parse_each(found)
             for document in documents:
                 head = f"{len(document.domain)} {len(document.text)} "
                 digest.update(f"{head}{document.domain}{document.text}".encode())
@@ -189,29 +239,10 @@ class DocumentReader:
                 self.on_bytes(num_bytes)
             return
         for row, batch in read_dataset_shard(source):
-            leaves = columns_for(batch.schema, keys, source.name)
             names = batch.schema.names
+            leaves = columns_for(batch.schema, keys, source.name)
             columns = [leaf if leaf in names else leaf.split(".")[0] for leaf in leaves]
             yield row, batch.select(list(dict.fromkeys(columns)))
-
-    def _one_by_one(
-        self, source: Source, found: Iterable[_Found], maker: DocumentMaker, keys: KeyCheck
-    ) -> list[Document]:
-        documents = []
-        for where, record in found:
-            self.malformed.lines += 1
-            try:
-                if isinstance(record, MalformedLineError):
-                    raise record
-                document = maker.from_record(record)
-            except MalformedLineError as problem:
-                self.malformed.add(f"{source.name}:{where}", str(problem), source.domain)
-                keys.failed(problem)
-                continue
-            keys.found()
-            if document is not None:
-                documents.append(document)
-        return documents
 
 
 def _check_unchanged(source: Source) -> None:
@@ -225,16 +256,155 @@ def _check_unchanged(source: Source) -> None:
     if source.kind == "dataset" or is_remote(source.path):
         return
     size, modified_ns = size_and_time(source.path)
-    if size != source.bytes:
+    if (size, modified_ns) != (source.bytes, source.modified_ns):
         raise UserError(
-            f"{source.name} has changed while it was read: it had {source.bytes} bytes and has "
-            f"{size} now; restore it and run the same command again"
+            f"{source.name} was written to while it was read (it had {source.bytes} bytes and has "
+            f"{size} now); run the same command again when that is finished"
         )
-    if modified_ns != source.modified_ns:
-        raise UserError(
-            f"{source.name} was written to while it was read; run the same command again when "
-            "that is finished"
-        )
+
+
+# Records
+
+
+class RecordParser:
+    """Turn the records of one source into documents.
+
+    :meth:`parse` is the reference. :meth:`parse_lines` and :meth:`parse_records` convert many at
+    once, far faster, and return None where any of them is unusual: :meth:`parse_each` then
+    determines the result.
+
+    Attributes:
+        keys: flag -> key, of the values that a record must have.
+
+    Args:
+        source: its domain and split are those of all its documents, unless they are None.
+        options: the text to read.
+        domains: where records name their domains; None if domains are not requested.
+        malformed: counts lines.
+        final_names: caches the domain for each name.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        options: SourceOptions,
+        domains: DomainOptions | None,
+        malformed: MalformedLines,
+        final_names: dict[str, str | None],
+    ) -> None:
+        self._source, self._domains = source, domains
+        self._max_bytes = options.max_document_bytes
+        self._malformed, self._final_names = malformed, final_names
+        self._lines_without_key, self._missing, self._any_document = 0, "", False
+        self.keys = {"--text-key": options.text_key}
+        if domains is not None and domains.domain_key is not None and source.domain is None:
+            self.keys["--domain-key"] = domains.domain_key
+
+    def parse(self, record: dict[str, Any]) -> Document | None:
+        """The document in ``record``, None if its domain is to be left out.
+
+        Raises:
+            MalformedLineError: if there is none.
+        """
+        text, *names = (text_at(record, key, flag) for flag, key in self.keys.items())
+        if self._may_be_too_long(text) and (length := len(text.encode())) > self._max_bytes:
+            raise MalformedLineError(
+                f"has {length:,} bytes of text, more than --max-document-bytes"
+            )
+        domain: str | None = self._source.domain or ""
+        for name in names:
+            if not is_domain_name(name):
+                raise MalformedLineError(
+                    f"has {len(name.encode())} bytes of domain name at "
+                    f"'{self.keys['--domain-key']}', not 1 to {MAX_DOMAIN_BYTES}"
+                )
+            domain = self._final_name(name)
+            if domain is None:
+                self._malformed.add(MalformedLines(unwanted={name: 1}))
+        return None if domain is None else Document(domain, text, self._source.split)
+
+    def parse_each(self, found: Iterable[_Found]) -> list[Document]:
+        """The documents in records; counts the malformed ones.
+
+        Raises:
+            UserError: if the source begins with too many records without the key.
+        """
+        documents = []
+        for where, record in found:
+            self._malformed.lines += 1
+            try:
+                if isinstance(record, MalformedLineError):
+                    raise record
+                document = self.parse(record)
+            except MalformedLineError as error:
+                by_domain = {self._source.domain or "": 1}
+                first = [f"{self._source.name}:{where} {error}"]
+                self._malformed.add(MalformedLines(0, 1, by_domain, first))
+                if error.missing:
+                    self._missing = error.missing
+                    self._lines_without_key += 1
+                    if self._lines_without_key >= _LINES_BEFORE_GIVING_UP:
+                        self.check_keys()
+                continue
+            self._any_document = True
+            if document is not None:
+                documents.append(document)
+        return documents
+
+    def check_keys(self) -> None:
+        """Raise UserError if records so far lacked a key and none was a document."""
+        if self._missing and not self._any_document:
+            raise UserError(f"{self._source.name}: no line has the {self._missing}")
+
+    def parse_lines(self, lines: Sequence[Line]) -> list[Document] | None:
+        """The documents in lines of JSON, or None."""
+        loads: Callable[[Any], Any] = orjson.loads  # an int is a JSONDecodeError
+        try:
+            return self._parse_batch(map(loads, lines), len(lines))
+        except orjson.JSONDecodeError:
+            return None
+
+    def parse_records(self, records: Sequence[Any]) -> list[Document] | None:
+        """The documents in records, or None."""
+        return self._parse_batch(records, len(records))
+
+    def _parse_batch(self, records: Iterable[Any], count: int) -> list[Document] | None:
+        get_text, *get_names = map(_value_getter, self.keys.values())
+        names: list[Any] = []
+        try:
+            if get_names:
+                records = list(records)
+                names = [get_names[0](record) for record in records]
+            texts = [get_text(record) for record in records]
+        except (KeyError, TypeError, AttributeError):
+            return None
+        if not {*map(type, texts), *map(type, names)} <= {str}:
+            return None
+        if any(map(self._may_be_too_long, texts)) or not all(map(is_domain_name, set(names))):
+            return None
+        self._malformed.lines += count
+        self._any_document |= count > 0
+        split, domain = self._source.split, self._source.domain or ""
+        if not get_names:
+            return [Document(domain, text, split) for text in texts]
+        final = {name: self._final_name(name) for name in dict.fromkeys(names)}
+        if None in final.values():
+            unwanted = Counter(name for name in names if final[name] is None)
+            self._malformed.add(MalformedLines(unwanted=unwanted))
+        return [
+            Document(domain, text, split)
+            for text, name in zip(texts, names, strict=True)
+            if (domain := final[name]) is not None
+        ]
+
+    def _may_be_too_long(self, text: str) -> bool:
+        return len(text) > self._max_bytes // _LONGEST_CHARACTER
+
+    def _final_name(self, name: str) -> str | None:
+        assert self._domains is not None, "records name domains only where they are requested"
+        if name not in self._final_names:
+            self._final_names[name] = self._domains.renamed(name)
+        return self._final_names[name]
 
 
 def _records(lines: Iterable[Line], begin: int, first: int | None) -> Iterator[_Found]:
@@ -247,13 +417,108 @@ def _records(lines: Iterable[Line], begin: int, first: int | None) -> Iterator[_
     """
     for position, line in enumerate(lines):
         where = f"byte {begin}" if first is None else f"{first + position}"
-        begin += len(line) + 1
-        if not isinstance(line, LineTooLong) and not line.strip():
+        begin += 1 + (line if isinstance(line, int) else len(line))
+        if not isinstance(line, int) and not line.strip():
             continue
         try:
             yield where, object_in(line)
-        except MalformedLineError as problem:
-            yield where, problem
+        except MalformedLineError as error:
+            yield where, error
+
+
+def object_in(line: Line) -> dict[str, Any]:
+    """The JSON object in ``line``.
+
+    Raises:
+        MalformedLineError: naming the actual content.
+        UserError: if memory runs out.
+    """
+    if isinstance(line, int):
+        raise MalformedLineError(f"has {line:,} bytes, more than --max-document-bytes")
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        if "Not enough memory" in error.msg:  # whether it is malformed must not depend on that
+            raise UserError(
+                f"not enough memory to read a line of {len(line):,} bytes; use a smaller "
+                "--max-document-bytes"
+            ) from error
+        _decoded(line)  # raises if this is the reason
+        raise MalformedLineError(f"is not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(record, dict):
+        raise MalformedLineError(f"is not a JSON object but {_kind(record)}")
+    return record
+
+
+def text_at(record: dict[str, Any], key: str, flag: str) -> str:
+    """The text at ``key``, a path with dots; null is an empty text.
+
+    Raises:
+        MalformedLineError: if there is no such key, which ``flag`` requested, or the value is of
+            another type.
+    """
+    value = _value_at(record, key)
+    if value is _MISSING:
+        existing = ", ".join(_keys_of(record)[:_KEYS_SHOWN]) or "(none)"
+        raise MalformedLineError(
+            f"has no key '{key}'", f"key '{key}'; existing keys: {existing}; correct {flag}"
+        )
+    if value is None:
+        return ""
+    if isinstance(value, bytes):  # a column of a table that is not marked as text
+        return _decoded(value)
+    if not isinstance(value, str):
+        raise MalformedLineError(f"has {_kind(value)} at '{key}', not a string")
+    return value
+
+
+def _value_getter(key: str) -> Callable[[Any], Any]:
+    """A fast getter of the value at ``key`` of a regular record.
+
+    It raises KeyError, TypeError or AttributeError, or returns a non-string, for records that need
+    :func:`text_at`.
+    """
+    return functools.partial(_value_at, key=key) if "." in key else operator.itemgetter(key)
+
+
+def _decoded(value: bytes | bytearray) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as invalid:
+        raise MalformedLineError(f"is not valid UTF-8 at byte {invalid.start + 1}") from None
+
+
+def _value_at(record: dict[str, Any], key: str) -> Any:
+    """The value at ``key``: a key of that name or, if there is none, a path with dots."""
+    if key in record:
+        return record[key]
+    first, dot, rest = key.partition(".")
+    inside = _parsed(record.get(first)) if dot else None
+    return _value_at(inside, rest) if isinstance(inside, dict) else _MISSING
+
+
+def _parsed(value: Any) -> Any:
+    """An object that is written as a JSON string, parsed; any other value unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with contextlib.suppress(orjson.JSONDecodeError):
+            return orjson.loads(value)
+    return value
+
+
+def _keys_of(record: dict[str, Any], prefix: str = "") -> list[str]:
+    """Every possible key, nested ones with dots."""
+    keys = []
+    for key, value in record.items():
+        keys.append(prefix + key)
+        inside = _parsed(value)
+        if isinstance(inside, dict):
+            keys += _keys_of(inside, f"{prefix}{key}.")
+    return keys
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    return "null" if value is None else names.get(type(value), "a number")
 
 
 # JSON lines
@@ -284,20 +549,19 @@ def read_lines(
     Raises:
         UserError: if the file cannot be read, or is damaged or truncated.
     """
-    if is_compressed(path):
-        assert (start, stop) == (0, None), f"{path} is compressed: it cannot be divided"
-        blocks = _blocks(path, on_block, 0, None, _COMPRESSED_BLOCK)
-        yield from _split_lines(_decompressed(path, blocks), 0, longest)
-        return
-    begin, end = 0, None
-    if (start, stop) != (0, None):
-        with reading(path), open_source(path) as stream:
-            begin = line_start(stream, start)
-            end = None if stop is None else line_start(stream, stop)
-    yield from _split_lines(_blocks(path, on_block, begin, end, _BLOCK), begin, longest)
+    with reading(path), open_source(path) as stream:
+        if is_compressed(path):
+            assert (start, stop) == (0, None), f"{path} is compressed: it cannot be divided"
+            blocks = _blocks(stream, on_block, None, _COMPRESSED_BLOCK)
+            yield from _split_lines(_decompressed(path, blocks), 0, longest)
+            return
+        end = None if stop is None else _line_start(stream, stop)
+        begin = stream.seek(_line_start(stream, start))
+        size = None if end is None else end - begin
+        yield from _split_lines(_blocks(stream, on_block, size, _BLOCK), begin, longest)
 
 
-def line_start(stream: BinaryIO, position: int) -> int:
+def _line_start(stream: BinaryIO, position: int) -> int:
     r"""Start of the first line that begins at ``position`` or later; the end if there is none.
 
     A line begins at 0 and after every ``\n``.
@@ -314,18 +578,13 @@ def line_start(stream: BinaryIO, position: int) -> int:
 
 
 def _blocks(
-    path: str, on_block: Callable[[bytes], object], begin: int, end: int | None, size: int
+    stream: BinaryIO, on_block: Callable[[bytes], object], left: int | None, size: int
 ) -> Iterator[bytes]:
-    """The bytes [begin, end), at most ``size`` at a time."""
-    with reading(path), open_source(path) as stream:
-        position = stream.seek(begin) if begin else 0
-        while end is None or position < end:
-            block = stream.read(size if end is None else min(size, end - position))
-            if not block:
-                return
-            position += len(block)
-            on_block(block)
-            yield block
+    """The next ``left`` bytes, all if it is None, at most ``size`` at a time."""
+    while block := stream.read(size if left is None else min(size, left)):
+        left = None if left is None else left - len(block)
+        on_block(block)
+        yield block
 
 
 def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -364,37 +623,25 @@ def _split_lines(
     blocks: Iterable[bytes], begin: int, longest: int
 ) -> Iterator[tuple[int, list[Line]]]:
     kept, length = bytearray(), 0  # of the incomplete last line
-    position = begin
-
-    def add(part: bytes) -> None:
-        nonlocal kept, length
-        length += len(part)
+    end = begin
+    for block in blocks:
+        end += len(block)
+        *ended, last = block.split(b"\n")
+        if ended:
+            length += len(ended[0])
+            kept += ended[0]
+            found: list[Line] = [kept if length <= longest else length]
+            found += [line if len(line) <= longest else len(line) for line in ended[1:]]
+            first, begin = begin, end - len(last)
+            kept, length = bytearray(), 0
+            yield first, found
+        length += len(last)
         if length <= longest:
-            kept += part
+            kept += last
         else:
             kept = bytearray()
-
-    def take() -> Line:
-        nonlocal kept, length
-        line: Line = kept if length <= longest else LineTooLong(length)
-        kept, length = bytearray(), 0
-        return line
-
-    for block in blocks:
-        position += len(block)
-        first, *others = block.split(b"\n")
-        add(first)
-        if not others:
-            continue
-        last = others.pop()
-        lines: list[Line] = [take(), *others]
-        if longest < len(block):
-            lines = [line if len(line) <= longest else LineTooLong(len(line)) for line in lines]
-        yield begin, lines
-        add(last)
-        begin = position - len(last)
     if length:
-        yield begin, [take()]
+        yield begin, [kept if length <= longest else length]
 
 
 # Parquet
@@ -443,6 +690,46 @@ def read_row_groups(
                 row += batch.num_rows
 
 
+def columns_for(schema: pa.Schema, keys: Mapping[str, str], name: str) -> list[str]:
+    """The columns, or leaves of columns, that hold the values of ``keys``.
+
+    Args:
+        schema: of the table.
+        keys: flag -> key, a column or a path with dots into one.
+        name: of the table, for messages.
+
+    Raises:
+        UserError: listing the columns, if a key matches none or several.
+    """
+    import pyarrow as pa
+
+    found = []
+    for flag, key in keys.items():
+        path, *inside = [key] if key in schema.names else key.split(".")
+        if schema.names.count(path) > 1:
+            raise UserError(
+                f"{name} has {schema.names.count(path)} columns '{path}'; rename all but the one "
+                f"for {flag}"
+            )
+        field = schema.field(path) if path in schema.names else None
+        while field is not None and inside:
+            kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+            if not pa.types.is_struct(kind):
+                # Objects can be written as strings; their keys are known when they are read.
+                field = field if str(kind) in ("string", "large_string", "string_view") else None
+                break
+            index = kind.get_field_index(inside[0])
+            field = kind.field(index) if index >= 0 else None
+            path = f"{path}.{inside.pop(0)}"
+        if field is None:
+            existing = ", ".join(schema.names[:_KEYS_SHOWN]) or "(none)"
+            raise UserError(
+                f"{name} has no column '{key}'; existing columns: {existing}; correct {flag}"
+            )
+        found.append(path)
+    return found
+
+
 def _bytes_on_disk(path: str, metadata: pq.FileMetaData) -> list[int]:
     file_bytes, _ = size_and_time(path)
     sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
@@ -476,116 +763,10 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
             ) from error
 
 
-# Columns of Arrow tables
-
-
-def columns_for(schema: pa.Schema, keys: Mapping[str, str], name: str) -> list[str]:
-    """The columns, or leaves of columns, that hold the values of ``keys``.
-
-    Args:
-        schema: of the table.
-        keys: flag -> key, a column or a path with dots into one.
-        name: of the table, for messages.
-
-    Raises:
-        UserError: listing the columns, if a key matches none or several.
-    """
-    found = []
-    for flag, key in keys.items():
-        top = key if key in schema.names else key.split(".")[0]
-        if schema.names.count(top) > 1:
-            raise UserError(
-                f"{name} has {schema.names.count(top)} columns '{top}'; rename all but the one "
-                f"for {flag}"
-            )
-        column = _column_of(schema, key)
-        if column is None:
-            existing = ", ".join(list(_paths(schema))[:_COLUMNS_SHOWN]) or "(none)"
-            raise UserError(
-                f"{name} has no column '{key}'; existing columns: {existing}; correct {flag}"
-            )
-        found.append(column)
-    return found
-
-
-def _from_columns(batch: pa.RecordBatch, maker: DocumentMaker) -> list[Document] | None:
-    """The documents of a batch; None unless all columns are strings."""
+def _row(batch: pa.RecordBatch, position: int) -> dict[str, Any] | MalformedLineError:
+    """One row, or the error of a row that is not UTF-8."""
     try:
-        found = [_strings_at(batch, key) for key in maker.keys.values()]
-    except UnicodeDecodeError:
-        return None
-    columns = [column for column in found if column is not None]
-    return maker.from_strings(*columns) if len(columns) == len(found) else None
-
-
-def _strings_at(batch: pa.RecordBatch, key: str) -> list[str] | None:
-    """The strings at ``key``, null as ''; None unless it is a column of strings.
-
-    Raises:
-        UnicodeDecodeError: if one is not UTF-8.
-    """
-    import pyarrow.compute as pc
-
-    names = [key] if key in batch.schema.names else key.split(".")
-    column = batch.column(names[0])
-    for name in names[1:]:
-        if not _has_field(column.type, name):
-            return None
-        column = pc.struct_field(column, [name])
-    if not _is_string(column.type):
-        return None
-    strings: list[str | None] = column.to_pylist()
-    return ["" if string is None else string for string in strings]
-
-
-def _rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | MalformedLineError]:
-    """The rows one by one, slowly, or the error of a row that is not UTF-8."""
-    for number in range(batch.num_rows):
-        try:
-            yield batch.slice(number, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            yield MalformedLineError(f"is not valid UTF-8 at byte {error.start + 1}")
-
-
-def _column_of(schema: pa.Schema, key: str) -> str | None:
-    """The column that ``key`` is or leads into; within structs the leaf itself."""
-    if key in schema.names:
-        return key
-    first, *rest = key.split(".")
-    if first not in schema.names:
-        return None
-    path, kind = first, schema.field(first).type
-    for name in rest:
-        if _is_string(kind):
-            return path  # objects written as strings; their keys are known when they are read
-        if not _has_field(kind, name):
-            return None
-        path, kind = f"{path}.{name}", kind.field(name).type
-    return path
-
-
-def _paths(fields: Iterable[pa.Field], prefix: str = "") -> Iterator[str]:
-    for field in fields:
-        yield prefix + field.name
-        if _is_struct(field.type):
-            yield from _paths(field.type, f"{prefix}{field.name}.")
-
-
-def _has_field(kind: pa.DataType, name: str) -> bool:
-    return _is_struct(kind) and kind.get_field_index(name) >= 0
-
-
-def _is_struct(kind: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_struct(kind))
-
-
-def _is_string(kind: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(kind):
-        return _is_string(kind.value_type)
-    return bool(
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    )
+        row: dict[str, Any] = batch.slice(position, 1).to_pylist()[0]
+        return row
+    except UnicodeDecodeError as error:
+        return MalformedLineError(f"is not valid UTF-8 at byte {error.start + 1}")

@@ -32,8 +32,7 @@ from megatron_chameleon.artifacts.files import flush_to_disk, writing
 from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
 from megatron_chameleon.corpus.indexed import TokenType
 from megatron_chameleon.corpus.options import PreprocessOptions
-from megatron_chameleon.corpus.readers import DocumentReader
-from megatron_chameleon.corpus.records import Document, MalformedRecord
+from megatron_chameleon.corpus.readers import Document, DocumentReader, MalformedLines
 from megatron_chameleon.corpus.staging import Plan
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
@@ -72,7 +71,6 @@ _RUN_DOCUMENTS = 1 << 18
 _BATCH_CHARACTERS = 2_000_000
 _BATCH_DOCUMENTS = 1 << 14
 _SWITCH_SECONDS = 5e-4
-_SPLIT_NUMBERS = {name: number for number, name in enumerate(SPLITS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Shard(FolderRecord):
 
     KIND = "preprocessed shard"
     FILE_NAME = "shard.json"
-    FORMAT_VERSION = 3  # 2 had the tokens of an only shard in other files, 1 no checksums
+    FORMAT_VERSION = 4  # 3 listed pairs in malformed
     MADE_BY = "tools/preprocess_data.py writes it"
 
     plan: str
@@ -109,7 +107,7 @@ class Shard(FolderRecord):
     copies: int
     hashes: list[str]
     checksums: dict[InnerPath, str]
-    malformed: MalformedRecord
+    malformed: MalformedLines
     seconds: float
     renamed: list[str] = dataclasses.field(default_factory=list)
 
@@ -144,6 +142,12 @@ class Shard(FolderRecord):
 class ShardWriter:
     """Write the files of one shard, in bounded memory.
 
+    Attributes:
+        documents: number of documents added.
+        tokens: number of their tokens.
+        runs: number of digests in each sorted run so far.
+        copies: number of COPY records so far.
+
     Args:
         folder: an existing, empty folder.
         dtype: integer type of a token on disk.
@@ -158,7 +162,6 @@ class ShardWriter:
         self.tokens = 0
         self.runs: list[int] = []
         self.copies = 0
-        self.checksums: dict[str, str] = {}
         for name in _NAMES:
             self._append(name, b"")
 
@@ -192,13 +195,15 @@ class ShardWriter:
         if self._waiting_digests >= _RUN_DOCUMENTS:
             self._write_run()
 
-    def finish(self) -> None:
-        """Write the rest, wait until it is on disk, and compute the files' checksums."""
+    def finish(self) -> dict[str, str]:
+        """Write the rest and wait until it is on disk; return the checksum of each file."""
         self._write_run()
+        checksums = {}
         for path in (self._folder / name for name in _NAMES):
-            self.checksums[path.name] = _checksum(path)
+            checksums[path.name] = _checksum(path)
             with writing(path):
                 flush_to_disk(path)
+        return checksums
 
     def _write_run(self) -> None:
         if not self._waiting_digests:
@@ -284,41 +289,47 @@ def make_shard(
         UserError: if a source cannot be read or has changed, or the disk is full.
     """
     stopwatch = Stopwatch()
-    dtype = tokenizer.token_type
     reader = DocumentReader(options.source, plan.sources, options.domains, on_bytes)
     chunks = plan.shards[number]
     documents = (document for chunk in chunks for document in reader.read(chunk))
-    batches = _Batches(documents, options.split_shares)
-    unread = iter(batches)
-    writer = ShardWriter(folder, dtype)
-    empty: Counter[int] = Counter()  # the reading thread has its own
+    domains: dict[str, int] = {}
+    without_text, without_tokens = Counter[int](), Counter[int]()  # of the two threads
+    unread = _batches(documents, options.split_shares, domains, without_text)
+    writer = ShardWriter(folder, tokenizer.token_type)
     with quick_thread_switches(), ThreadPoolExecutor(1) as writing_thread:
         # Pipeline: one batch is read and one is written while another is encoded.
         ahead = _next_in_thread(unread)
         written = writing_thread.submit(lambda: None)
         while (batch := ahead.result()) is not None:
             ahead = _next_in_thread(unread)
-            encoded = _encode(tokenizer, batch, empty)
+            tokens, lengths = tokenizer.encode_documents(batch.texts)
+            batch.documents["tokens"] = lengths
+            kept = lengths > 1  # all have an end-of-document token
+            if not kept.all():
+                without_tokens.update(batch.documents["domain"][~kept].tolist())
+                tokens = tokens[np.repeat(kept, lengths)]
             written.result()
-            written = writing_thread.submit(writer.add, *encoded)
+            written = writing_thread.submit(
+                writer.add, tokens, batch.documents[kept], batch.digests[kept]
+            )
         written.result()
-    writer.finish()
-    empty.update(batches.empty)
+    checksums = writer.finish()
+    empty = without_text + without_tokens
     Shard(
         root=folder,
         plan=plan_hash,
-        dtype=dtype,
-        domains=list(batches.domains),
-        empty=[empty[number] for number in batches.domains.values()],
+        dtype=tokenizer.token_type,
+        domains=list(domains),
+        empty=[empty[number] for number in domains.values()],
         documents=writer.documents,
         tokens=writer.tokens,
         runs=writer.runs,
         copies=writer.copies,
         hashes=[reader.hashes[chunk] for chunk in chunks],
-        checksums=writer.checksums,
-        malformed=reader.malformed.record,
+        checksums=checksums,
+        malformed=reader.malformed,
         seconds=stopwatch.seconds(),
-        renamed=sorted(reader.renamed),
+        renamed=sorted(options.domains.rename_table.keys() & reader.final_names.keys()),
     ).save()
 
 
@@ -352,69 +363,50 @@ class _Batch(NamedTuple):
     digests: NDArray[np.uint64]
 
 
-def _encode(
-    tokenizer: Tokenizer, batch: _Batch, empty: Counter[int]
-) -> tuple[NDArray[np.integer], NDArray[np.void], NDArray[np.uint64]]:
-    """The arguments of :meth:`ShardWriter.add`; counts documents without a token in ``empty``."""
-    tokens, lengths = tokenizer.encode_documents(batch.texts)
-    documents, digests = batch.documents, batch.digests
-    documents["tokens"] = lengths
-    kept = lengths > 1  # all have an end-of-document token
-    if kept.all():
-        return tokens, documents, digests
-    empty.update(documents["domain"][~kept].tolist())
-    return tokens[np.repeat(kept, lengths)], documents[kept], digests[kept]
+def _batches(
+    documents: Iterable[Document],
+    shares: tuple[float, float, float],
+    domains: dict[str, int],
+    empty: Counter[int],
+) -> Iterator[_Batch]:
+    """Documents in batches; numbers ``domains`` and counts those without text in ``empty``."""
+    waiting: list[Document] = []
+    characters = 0
+    for document in documents:
+        if not document.text:
+            empty[domain_number(domains, document.domain)] += 1
+            continue
+        waiting.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS or len(waiting) == _BATCH_DOCUMENTS:
+            del document
+            yield _batch(waiting, shares, domains)
+            waiting, characters = [], 0
+    if waiting:
+        yield _batch(waiting, shares, domains)
 
 
-class _Batches:
-    """Group documents into batches; iterate once.
-
-    Attributes:
-        domains: name -> number, in the order of their first mention.
-        empty: documents without text, by the domain's number.
-    """
-
-    def __init__(self, documents: Iterable[Document], shares: tuple[float, float, float]) -> None:
-        self._documents = documents
-        self._shares = shares
-        self.domains: dict[str, int] = {}
-        self.empty: Counter[int] = Counter()
-
-    def __iter__(self) -> Iterator[_Batch]:
-        waiting: list[Document] = []
-        characters = 0
-        for document in self._documents:
-            if not document.text:
-                self.empty[domain_number(self.domains, document.domain)] += 1
-                continue
-            waiting.append(document)
-            characters += len(document.text)
-            if characters >= _BATCH_CHARACTERS or len(waiting) == _BATCH_DOCUMENTS:
-                del document
-                yield self._batch(waiting)
-                waiting, characters = [], 0
-        if waiting:
-            yield self._batch(waiting)
-
-    def _batch(self, waiting: list[Document]) -> _Batch:
-        names, texts, splits = zip(*waiting, strict=True)
-        heads, sizes = [], []
-        for text in texts:  # one at a time: a text may be most of the memory
-            encoded = text.encode()
-            heads.append(text_digest(encoded))
-            sizes.append(len(encoded))
-        digests = np.frombuffer(b"".join(heads), ">u8").reshape(-1, 2).astype(np.uint64)
-        documents = np.zeros(len(texts), DOCUMENT)
-        documents["text_bytes"] = sizes
-        documents["domain"] = [domain_number(self.domains, name) for name in names]
-        documents["split"] = splits_of(digests[:, 0], self._shares)
-        if any(splits):
-            own = np.array([-1 if split is None else _SPLIT_NUMBERS[split] for split in splits])
-            documents["by_source"] = own >= 0
-            documents["split"] = np.where(own >= 0, own, documents["split"])
-        order = np.lexsort((documents["split"], documents["domain"]))
-        ordered = [texts[position] for position in order.tolist()]
-        return _Batch(ordered, documents[order], digests[order])
+def _batch(
+    waiting: list[Document], shares: tuple[float, float, float], domains: dict[str, int]
+) -> _Batch:
+    names, texts, splits = zip(*waiting, strict=True)
+    heads, sizes = [], []
+    for text in texts:  # one at a time: a text may be most of the memory
+        encoded = text.encode()
+        heads.append(text_digest(encoded))
+        sizes.append(len(encoded))
+    digests = np.frombuffer(b"".join(heads), ">u8").reshape(-1, 2).astype(np.uint64)
+    documents = np.zeros(len(texts), DOCUMENT)
+    documents["text_bytes"] = sizes
+    documents["domain"] = [domain_number(domains, name) for name in names]
+    documents["split"] = splits_of(digests[:, 0], shares)
+    if any(splits):
+        own = np.array([-1 if split is None else SPLITS.index(split) for split in splits])
+        documents["by_source"] = own >= 0
+        documents["split"] = np.where(own >= 0, own, documents["split"])
+    order = np.lexsort((documents["split"], documents["domain"]))
+    ordered = [texts[position] for position in order.tolist()]
+    return _Batch(ordered, documents[order], digests[order])
 
 
 def text_digest(text: bytes) -> bytes:

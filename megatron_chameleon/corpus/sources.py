@@ -15,7 +15,7 @@ import stat
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from megatron_chameleon.artifacts import Split
@@ -23,9 +23,10 @@ from megatron_chameleon.corpus.options import (
     MAX_DOMAIN_BYTES,
     DomainOptions,
     SourceOptions,
+    flat,
     is_domain_name,
+    quoted,
 )
-from megatron_chameleon.corpus.records import DomainNames, describe_left_out, describe_unused
 from megatron_chameleon.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ _SPLITS: dict[str, Split] = {
 }
 _HELD_OUT_WORDS = {"validation", "valid", "val", "test"}
 _BATCH_ROWS = 256
+_HUB_SECONDS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,45 +123,63 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
         UserError: for an input without readable files, a source without a domain, and an option
             without effect.
     """
-    if not options.inputs:
+    inputs = flat(options.input)
+    if not inputs:
         raise UserError("--input is empty; pass files, folders or globs")
     if domains is None:
         return _with_unique_names(
-            dataclasses.replace(source, domain=named)
-            for named, source in _named_sources("--input", options.inputs, None)
+            dataclasses.replace(source, domain=name)
+            for name, source in _named_sources("--input", inputs, None)
             if source.split in (None, "train")
         )
-    names, left_out, any_unnamed = DomainNames(domains), Counter[str](), False
-    sources = []
     all_inputs: list[tuple[str, list[str], Split | None]] = [
-        ("--input", options.inputs, None),
-        ("--valid-input", domains.valid_inputs, "valid"),
-        ("--test-input", domains.test_inputs, "test"),
+        ("--input", inputs, None),
+        ("--valid-input", flat(domains.valid_input), "valid"),
+        ("--test-input", flat(domains.test_input), "test"),
     ]
-    for flag, inputs, split in all_inputs:
-        for named, source in _named_sources(flag, inputs, split):
-            domain = named
-            if named is None:
+    sources: list[Source] = []
+    found: set[str] = set()
+    left_out: Counter[str] = Counter()
+    any_unnamed = False
+    for flag, values, split in all_inputs:
+        for name, source in _named_sources(flag, values, split):
+            domain = name
+            if name is None:
                 any_unnamed = True
-                found = _domain_of(source, domains, flag)
-                domain = found and names.final(found)
-                if found and domain is None:
-                    left_out[found] += 1
-                    continue
+                original = _domain_of(source, domains, flag)
+                if original is not None:
+                    found.add(original)
+                    domain = domains.renamed(original)
+                    if domain is None:
+                        left_out[original] += 1
+                        continue
             sources.append(dataclasses.replace(source, domain=domain))
-    if domains.domain_flag is not None and not any_unnamed:
+    if domains.domain_flags and not any_unnamed:
         raise UserError(
-            f"{domains.domain_flag} has no effect: every --input names its domain; leave out one "
-            "or the other"
+            f"{domains.domain_flags[0]} has no effect: every --input names its domain; leave out "
+            "one or the other"
         )
     if left_out:
-        warnings.warn(describe_left_out(left_out, "files"), stacklevel=2)
-    unused = describe_unused(domains, names.renamed)
+        warnings.warn(
+            f"--rename-domain leaves out {left_out.total():,} files, of {quoted(left_out)}",
+            stacklevel=2,
+        )
+    unused = domains.unused_renames(found)
     if unused and domains.domain_key is None:  # with a key it is known when all was read
         warnings.warn(unused, stacklevel=2)
     if not sources:
         raise UserError("--rename-domain leaves out all of --input; correct it")
-    return _with_unique_names(_with_own_splits(sources))
+    # Assign all of --input to train for domains with valid and test sources of their own. With a
+    # domain key, this is assumed of all domains.
+    own: defaultdict[str | None, set[Split]] = defaultdict(set)
+    for source in sources:
+        if source.split is not None:
+            own[source.domain].add(source.split)
+    for number, source in enumerate(sources):
+        if source.split in (None, "train"):
+            train: Split | None = "train" if {"valid", "test"} <= own[source.domain] else None
+            sources[number] = dataclasses.replace(source, split=train)
+    return _with_unique_names(sources)
 
 
 def _named_sources(
@@ -178,7 +198,7 @@ def _named_sources(
         if path.startswith(DATASET_PREFIX):
             sources = _dataset_sources(path, flag, split)
         else:
-            sources = [_file_source(str(file), split) for file in find_files(path, flag)]
+            sources = [_file_source(file, split) for file in find_files(path, flag)]
         for source in sources:
             yield name if is_named else None, source
 
@@ -210,24 +230,6 @@ def _domain_of(source: Source, domains: DomainOptions, flag: str) -> str | None:
             "key in its lines"
         )
     return config
-
-
-def _with_own_splits(sources: list[Source]) -> list[Source]:
-    """Assign all of ``--input`` to train for domains with valid and test sources of their own.
-
-    With a domain key, this is assumed of all domains.
-    """
-    own: defaultdict[str | None, set[Split]] = defaultdict(set)
-    for source in sources:
-        if source.split is not None:
-            own[source.domain].add(source.split)
-
-    def split_of(source: Source) -> Split | None:
-        if source.split not in (None, "train"):
-            return source.split
-        return "train" if {"valid", "test"} <= own[source.domain] else None
-
-    return [dataclasses.replace(source, split=split_of(source)) for source in sources]
 
 
 def _with_unique_names(sources: Iterable[Source]) -> list[Source]:
@@ -269,7 +271,7 @@ def is_compressed(path: str) -> bool:
     return PurePosixPath(path).suffix in COMPRESSED_SUFFIXES
 
 
-def find_files(pattern: str, flag: str) -> list[Path]:
+def find_files(pattern: str, flag: str) -> list[str]:
     """The files at ``pattern``: a file, those of a folder at any depth, or the matches of a glob.
 
     Hidden files are skipped, and links to folders are followed once.
@@ -277,48 +279,43 @@ def find_files(pattern: str, flag: str) -> list[Path]:
     Raises:
         UserError: if there is none, or one of another format is named; ``flag`` named it.
     """
-    path = Path(pattern).expanduser()
+    path = str(Path(pattern).expanduser())
     # A name that exists is never a pattern, whatever brackets it has.
-    exists = os.path.lexists(path)
-    matches = [path] if exists else [Path(m) for m in sorted(glob.glob(str(path), recursive=True))]
+    matches = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
     if not matches:
         raise UserError(f"{flag} {pattern}: no such file or folder, and no match; check the path")
-    files: list[Path] = []
+    files: list[str] = []
     for match in matches:
-        if match.is_dir():
-            inside = sorted(_walk(match))
-            inside = [file for file in inside if kind_of_file(str(file), FOLDER_SUFFIXES)]
-            _warn_if_splits(match, inside, flag)
+        if os.path.isdir(match):
+            in_order = sorted(_walk(match), key=PurePath)
+            inside = [file for file in in_order if kind_of_file(file, FOLDER_SUFFIXES)]
             files += inside
-        elif kind_of_file(str(match)) is None:
+            words = {word for file in inside for word in _words(os.path.relpath(file, match))}
+            held_out = sorted(words & _HELD_OUT_WORDS)
+            if "train" in words and held_out:
+                warnings.warn(
+                    f"{flag} {match}: files are named after the splits train and "
+                    f"{', '.join(held_out)}, which are treated alike; pass the others by "
+                    f"--valid-input and --test-input, or all as {DATASET_PREFIX}{match}",
+                    stacklevel=4,
+                )
+        elif kind_of_file(match) is None:
             raise UserError(f"{flag} {match}: unsupported format; {_FORMATS}")
         else:
             files.append(match)
-    for file in files:
-        try:
-            str(file).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError(f"{flag} {str(file)!a}: file name is not UTF-8; rename it") from error
     if not files:
         raise UserError(f"{flag} {pattern}: no file of a supported format; {_FORMATS}")
+    for file in files:
+        if any("\ud800" <= character <= "\udfff" for character in file):
+            raise UserError(f"{flag} {file!a}: file name is not UTF-8; rename it")
     return files
 
 
-def _warn_if_splits(folder: Path, files: list[Path], flag: str) -> None:
-    """Warn if a folder mixes files named after train and held-out splits."""
-    names = [str(file.relative_to(folder)).lower() for file in files]
-    words = {word for name in names for word in re.findall("[a-z]+", name)}
-    held_out = sorted(words & _HELD_OUT_WORDS)
-    if "train" in words and held_out:
-        warnings.warn(
-            f"{flag} {folder}: files are named after the splits train and {', '.join(held_out)}, "
-            "which are treated alike; pass the others by --valid-input and --test-input, or all as "
-            f"{DATASET_PREFIX}{folder}",
-            stacklevel=5,
-        )
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z]+", name.lower())
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: str) -> Iterator[str]:
     def fail(error: OSError) -> None:  # skipping the folder would lose text silently
         raise UserError(
             f"cannot read the folder {error.filename}: {error.strerror or error}; correct its "
@@ -332,7 +329,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             continue
         seen.add(os.path.realpath(root))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(root, name) for name in files if not name.startswith("."))
+        yield from (os.path.join(root, name) for name in files if not name.startswith("."))
 
 
 def is_remote(path: str) -> bool:
@@ -448,58 +445,68 @@ def read_dataset_shard(source: Source) -> Iterator[tuple[int, pa.RecordBatch]]:
                 row += batch.num_rows
 
 
-def _dataset_sources(text: str, flag: str, split: Split | None) -> list[Source]:
-    """The sources of a data set, by config, split and file; only those for ``split`` if not None.
+def _dataset_sources(text: str, flag: str, wanted: Split | None) -> list[Source]:
+    """The sources of a data set, by config, split and file; only those for ``wanted`` if not None.
 
     Raises:
         UserError: if the data set, config or split does not exist, or cannot be reached.
     """
     name = DatasetName.parse(text)
-    configs = [name.config]
-    if name.config == ALL_CONFIGS:
-        with _dataset_errors(name):
-            import datasets
-
-            configs = list(datasets.get_dataset_config_names(name.path, revision=name.revision))
     found: list[Source] = []
-    for config in configs:
-        found += _config_sources(dataclasses.replace(name, config=config), split)
+    with _dataset_errors(name):
+        import datasets
+
+        is_folder = name.path.startswith(("/", ".")) or os.path.isdir(name.path)
+        if not is_folder and not datasets.config.HF_HUB_OFFLINE:
+            _require_hub(name)
+        configs = [name.config]
+        if name.config == ALL_CONFIGS:
+            configs = datasets.get_dataset_config_names(name.path, revision=name.revision)
+        for config in configs:
+            builder = datasets.load_dataset_builder(name.path, config, revision=name.revision)
+            files = builder.config.data_files or {}
+            # The commit in the addresses of the files, so that every machine reads the same.
+            addresses = (str(file) for part in files.values() for file in part)
+            at = next((file for file in addresses if is_remote(file) and "@" in file), None)
+            revision = at.partition("@")[2].partition("/")[0] if at else name.revision
+            exact = dataclasses.replace(name, config=builder.config.name, revision=revision)
+            if _is_read_by_us(builder):
+                by_split: dict[str, Sequence[Any]] = {str(k): list(v) for k, v in files.items()}
+            else:
+                streams = _streams(exact)
+                by_split = {split: [None] * streams[split].num_shards for split in streams}
+            for split, role in _splits_of(exact, list(by_split)).items():
+                if wanted is None or role in (None, wanted):
+                    dataset = str(dataclasses.replace(exact, split=split))
+                    found += _split_sources(dataset, by_split[split], wanted or role)
     if not found:
         raise UserError(f"{flag} {text}: no such split; name one as {text}#SPLIT")
     return found
 
 
-def _config_sources(name: DatasetName, wanted: Split | None) -> Iterator[Source]:
-    with _dataset_errors(name):
-        import datasets
-
-        builder = datasets.load_dataset_builder(name.path, name.config, revision=name.revision)
-        files = builder.config.data_files
-        revision = _revision(files) or name.revision
-        name = dataclasses.replace(name, config=builder.config.name, revision=revision)
-        if _is_read_by_us(builder):
-            by_split: dict[str, Sequence[Any]] = {str(k): list(v) for k, v in files.items()}
-        else:
-            streams = _streams(name)
-            by_split = {split: [None] * streams[split].num_shards for split in streams}
-    for split, role in _splits_of(name, list(by_split)).items():
-        if wanted is not None and role not in (None, wanted):
+def _split_sources(
+    dataset: str, files: Sequence[str | None], split: Split | None
+) -> Iterator[Source]:
+    for shard, file in enumerate(files):
+        if file is not None:
+            yield dataclasses.replace(_file_source(file, split), dataset=dataset)
             continue
-        dataset, parts = str(dataclasses.replace(name, split=split)), by_split[split]
-        for shard, file in enumerate(parts):
-            if file is not None:
-                source = _file_source(file, wanted or role)
-                yield dataclasses.replace(source, dataset=dataset)
-            else:
-                yield Source(
-                    name=f"{dataset} ({shard + 1} of {len(parts)})",
-                    kind="dataset",
-                    path=dataset,
-                    split=wanted or role,
-                    dataset=dataset,
-                    shard=shard,
-                    num_shards=len(parts),
-                )
+        name = f"{dataset} ({shard + 1} of {len(files)})"
+        source = Source(name, "dataset", dataset, split=split, dataset=dataset)
+        yield dataclasses.replace(source, shard=shard, num_shards=len(files))
+
+
+def _require_hub(name: DatasetName) -> None:
+    """Try one request: ``datasets`` would retry for half a minute without a network."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception as error:  # of httpx or requests, depending on the release
+        raise UserError(
+            f"{name}: cannot reach {constants.ENDPOINT} ({one_line(error)}); check the network, "
+            "download the data set and pass its folder, or use a cached one by HF_HUB_OFFLINE=1"
+        ) from error
 
 
 def _splits_of(name: DatasetName, existing: list[str]) -> dict[str, Split | None]:
@@ -538,14 +545,6 @@ def _streams(name: DatasetName) -> dict[str, IterableDataset]:
     return {str(split): stream for split, stream in streams.items()}
 
 
-def _revision(files: Any) -> str | None:
-    """The commit in the addresses of the files, so that every machine reads the same."""
-    for file in (file for part in (files or {}).values() for file in part):
-        if is_remote(str(file)) and "@" in str(file):
-            return str(file).partition("@")[2].partition("/")[0]
-    return None
-
-
 @contextlib.contextmanager
 def _dataset_errors(name: DatasetName) -> Iterator[None]:
     """Convert errors of ``datasets`` into a one-line UserError with a hint."""
@@ -574,6 +573,4 @@ def _hint(error: Exception) -> str:
         return "correct the name, or log in with 'hf auth login' if it is private"
     if "Config name is missing" in message:
         return f"add :CONFIG, or :{ALL_CONFIGS} for all of them"
-    if isinstance(error, ConnectionError):
-        return "check the network, or download the data set and pass its folder"
     return "correct it"

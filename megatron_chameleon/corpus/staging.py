@@ -37,14 +37,15 @@ from megatron_chameleon.artifacts.files import (
     sha256_of_json,
     writing,
 )
-from megatron_chameleon.artifacts.provenance import package_versions
-from megatron_chameleon.artifacts.record import FolderRecord, json_values, require_kind
+from megatron_chameleon.artifacts.provenance import package_versions, plain_options
+from megatron_chameleon.artifacts.record import FolderRecord, require_kind
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import row_group_bytes
 from megatron_chameleon.corpus.sources import Chunk, Source
 from megatron_chameleon.corpus.tokenizer import FILE_NAMES as TOKENIZER_NAMES
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.ranges import flag_of
 
 PARTIAL_NAME = ".partial"
 TOKENS_NAME = "tokens"
@@ -109,15 +110,14 @@ class Plan(FolderRecord):
         Modification times are not compared: a file that was copied or touched is still the same.
         """
         now, then = self._compared(), existing._compared()
-        for what in {**now, **then}:
-            new, old = now.get(what, "absent"), then.get(what, "absent")
-            if new != old:
-                change = f"{what} is {new} and was {old}"
-                break
-        else:
-            if list(now) == list(then) and self.shards == existing.shards:
-                return None
-            change = "the order or the row groups of --input have changed"
+        if list(now.items()) == list(then.items()) and self.shards == existing.shards:
+            return None
+        changes = (
+            f"{what} is {now.get(what, 'absent')} and was {then.get(what, 'absent')}"
+            for what in {**now, **then}
+            if now.get(what) != then.get(what)
+        )
+        change = next(changes, "the order or the row groups of --input have changed")
         return (
             f"{change} when the work in {existing.root} was started; restore it, or remove "
             f"{existing.root} to start from scratch"
@@ -125,13 +125,15 @@ class Plan(FolderRecord):
 
     def _compared(self) -> dict[str, str]:
         """Everything that determines the shards, by name for messages."""
-        flags = {f"--{name.replace('_', '-')}": repr(value) for name, value in self.options.items()}
-        sources = {
-            source.name: f"{source.bytes} bytes of domain {source.domain}, split {source.split}"
-            for source in self.sources
+        return {
+            **{flag_of(name): repr(value) for name, value in self.options.items()},
+            "the hash of --tokenizer-model": self.tokenizer,
+            **self.versions,
+            **{
+                source.name: f"{source.bytes} bytes of domain {source.domain}, split {source.split}"
+                for source in self.sources
+            },
         }
-        tokenizer = {"the hash of --tokenizer-model": self.tokenizer}
-        return {**flags, **tokenizer, **self.versions, **sources}
 
 
 def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequence[Source]) -> Plan:
@@ -146,8 +148,8 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
             f"--shard-bytes {options.shard_bytes} makes {shards_at_least} shards; use a larger one"
         )
     compared = {
-        **json_values(options.source),
-        **json_values(options.domains),
+        **plain_options(options.source),
+        **plain_options(options.domains),
         "eod_token": options.eod_token,
         "split": options.split,
         "shard_bytes": options.shard_bytes,
@@ -205,19 +207,22 @@ def _chunks(number: int, source: Source, target_bytes: int) -> Iterator[Chunk]:
         yield Chunk(number, start, stop, stop_byte - start_byte)
 
 
+@dataclasses.dataclass(frozen=True)
 class CorpusFolder:
     """The folder ``root``, locked by this process; :func:`corpus_folder` opens one.
 
     Attributes:
         root: the corpus folder.
-        partial: its folder of unfinished work.
         staging: staging directory of this process.
     """
 
-    def __init__(self, root: Path, staging: Path) -> None:
-        self.root = root
-        self.partial = root / PARTIAL_NAME
-        self.staging = staging
+    root: Path
+    staging: Path
+
+    @property
+    def partial(self) -> Path:
+        """The folder of unfinished work."""
+        return self.root / PARTIAL_NAME
 
     def agree(self, plan: Plan) -> Plan:
         """Write ``plan`` if there is none; return the plan that all processes here work by.
@@ -248,8 +253,7 @@ class CorpusFolder:
 
     def finished(self) -> set[int]:
         """Numbers of the finished shards."""
-        folder = self.partial / _SHARDS_NAME
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        names = (path.name for path in (self.partial / _SHARDS_NAME).glob("*"))
         return {int(name) for name in names if name.isdecimal()}
 
     def put_shard(self, written: Path, number: int) -> None:
@@ -279,8 +283,7 @@ class CorpusFolder:
         with writing(self.root):
             flush_all_to_disk(files)
             require_kind(self.root / Corpus.FILE_NAME, Corpus.KIND)
-            (self.root / Corpus.FILE_NAME).unlink(missing_ok=True)
-            for old in own_files(self.root):
+            for old in (self.root / Corpus.FILE_NAME, *own_files(self.root)):
                 old.unlink(missing_ok=True)
             published = self.staging / _PUBLISHED_NAME
             published.write_text(sha256_of_files(made / Corpus.FILE_NAME))
@@ -293,8 +296,8 @@ class CorpusFolder:
 
     def remove_published_work(self) -> None:
         """Remove the shards of a published corpus whose run was killed before removing them."""
-        published, corpus = self.partial / _PUBLISHED_NAME, self.root / Corpus.FILE_NAME
-        exist = published.exists() and corpus.exists()
+        corpus, published = self.root / Corpus.FILE_NAME, self.partial / _PUBLISHED_NAME
+        exist = corpus.exists() and published.exists()
         if exist and published.read_text() == sha256_of_files(corpus):
             self.remove_work()
 
@@ -341,7 +344,15 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
     """
     is_new = not root.exists()
     partial = root / PARTIAL_NAME
-    with _locked(root, shared):
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+    with _opened(root) as descriptor:
+        # The lock is on the folder itself, so that no file is left, and ends with the process.
+        if _try_lock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX) is False:
+            raise UserError(
+                f"another process is writing a corpus into {root}; wait for it, or choose "
+                "another --output"
+            )
         try:
             with staging_directory(partial / _STAGING_NAME) as staging:
                 folder = CorpusFolder(root, staging)
@@ -357,7 +368,13 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
                     require_new(own_files(root), "choose another --output")
                 yield folder
         finally:
-            _remove_if_unused(partial)
+            with contextlib.suppress(OSError):  # a folder is not empty, or another process began
+                (partial / _STAGING_NAME).rmdir()
+                (partial / _SHARDS_NAME).mkdir(exist_ok=True)
+                (partial / _SHARDS_NAME).rmdir()
+                for name in (Plan.FILE_NAME, _PUBLISHED_NAME):
+                    (partial / name).unlink(missing_ok=True)
+                partial.rmdir()
             if is_new:
                 with contextlib.suppress(OSError):  # it is not empty
                     root.rmdir()
@@ -388,34 +405,31 @@ def _is_from_here(name: str) -> bool:
 
 def _new_directory(folder: Path) -> tuple[Path, int]:
     """A new directory, and the descriptor that holds its lock."""
-    problem: OSError = FileExistsError(errno.EEXIST, "no name was free", str(folder))
     for _ in range(_ATTEMPTS):
         directory = folder / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        try:
+        # Another process may have found the folder empty, and removed it.
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.iterdir():
-                if _is_from_here(left.name):
-                    _remove_if_deserted(left)
+            for left in filter(lambda path: _is_from_here(path.name), folder.iterdir()):
+                with contextlib.suppress(FileNotFoundError), _opened(left) as descriptor:
+                    if _try_lock(descriptor, fcntl.LOCK_EX):
+                        shutil.rmtree(left, ignore_errors=True)
             directory.mkdir()
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        except (FileNotFoundError, FileExistsError) as error:
-            problem = error  # another process has found the folder empty, and removed it
-            continue
-        # Before it was locked, another process may have removed it as deserted.
-        if _try_lock(descriptor, fcntl.LOCK_EX) is not False and directory.exists():
-            return directory, descriptor
-        os.close(descriptor)
-    raise problem
-
-
-def _remove_if_deserted(directory: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            if _try_lock(descriptor, fcntl.LOCK_EX):
-                shutil.rmtree(directory, ignore_errors=True)
-        finally:
+            # Before it was locked, another process may have removed it as stale.
+            if _try_lock(descriptor, fcntl.LOCK_EX) is not False and directory.exists():
+                return directory, descriptor
             os.close(descriptor)
+    raise FileExistsError(errno.EEXIST, "no name was free", str(folder))
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _try_lock(descriptor: int, kind: int) -> bool | None:
@@ -427,38 +441,3 @@ def _try_lock(descriptor: int, kind: int) -> bool | None:
     except OSError:
         return None
     return True
-
-
-@contextlib.contextmanager
-def _locked(root: Path, shared: bool) -> Iterator[None]:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {root}: {error.strerror or error}; choose another --output"
-        ) from error
-    try:
-        # The lock is on the folder itself, so that no file is left, and ends with the process.
-        if _try_lock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX) is False:
-            raise UserError(
-                f"another process is writing a corpus into {root}; wait for it, or choose "
-                "another --output"
-            )
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove_if_unused(partial: Path) -> None:
-    """Remove the plan and empty folders if no shard is finished and no process works here."""
-    try:
-        (partial / _STAGING_NAME).rmdir()
-        (partial / _SHARDS_NAME).mkdir(exist_ok=True)
-        (partial / _SHARDS_NAME).rmdir()
-    except OSError:
-        return  # one of them is not empty
-    for name in (Plan.FILE_NAME, _PUBLISHED_NAME):
-        (partial / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # another process has started from scratch
-        partial.rmdir()

@@ -33,7 +33,7 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
-from megatron_chameleon.corpus.records import MalformedLineError, object_in, text_at
+from megatron_chameleon.corpus.readers import MalformedLineError, object_in, text_at
 from megatron_chameleon.corpus.sources import size_and_time
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.embed import (

@@ -21,7 +21,7 @@ from megatron_chameleon.corpus.join import (
     DUPLICATE,
     HELD_OUT,
     KEPT,
-    Texts,
+    TEXT,
     document_bytes,
     find_left_out,
     join_shards,
@@ -29,7 +29,7 @@ from megatron_chameleon.corpus.join import (
     regroup,
     token_bytes,
 )
-from megatron_chameleon.corpus.records import MalformedRecord
+from megatron_chameleon.corpus.readers import MalformedLines
 from megatron_chameleon.corpus.shards import (
     COPIES_NAME,
     DIGEST,
@@ -56,7 +56,7 @@ KEYS = ("high", "low", "domain", "split", "by_source")
 
 def finished(folder, writer, domains, empty=()):
     """The shard that ``writer`` has written to ``folder``, saved and loaded."""
-    writer.finish()
+    checksums = writer.finish()
     shard = Shard(
         root=folder,
         plan="0" * 64,
@@ -68,8 +68,8 @@ def finished(folder, writer, domains, empty=()):
         runs=writer.runs,
         copies=writer.copies,
         hashes=[],
-        checksums=writer.checksums,
-        malformed=MalformedRecord(0, 0, [], [], []),
+        checksums=checksums,
+        malformed=MalformedLines(),
         seconds=0.0,
     )
     shard.save()
@@ -198,35 +198,28 @@ def test_a_full_disk_is_a_user_error(tmp_path, name):
 def texts_of(rows):
     rows = [(*row, 0)[:5] for row in rows]
     high, low, domain, split, by_source = zip(*rows, strict=True) if rows else ([],) * 5
-    order = np.arange(len(rows))
-    return Texts(
-        np.array(high, np.uint64),
-        np.array(low, np.uint64),
-        order,
-        np.array(domain, np.int64),
-        np.array(split, np.uint8),
-        np.array(by_source, np.uint8),
-    )
+    columns = (high, low, range(len(rows)), domain, split, by_source)
+    return np.array(list(zip(*columns, strict=True)), TEXT)
 
 
 def reasons_reference(texts):
     """The reasons, one text after another."""
     of_each_text: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for high, low, split, is_given in zip(
-        texts.high, texts.low, texts.split, texts.by_source, strict=True
+        *(texts[name] for name in ("high", "low", "split", "by_source")), strict=True
     ):
         of_each_text.setdefault((high, low), []).append((split, is_given))
-    reasons = [KEPT] * texts.order.size
+    reasons = [KEPT] * texts.size
     seen = set()
-    for i in np.argsort(texts.order):
-        text = (texts.high[i], texts.low[i])
+    for i in np.argsort(texts["order"]):
+        text = (texts["high"][i], texts["low"][i])
         given_splits = [split for split, is_given in of_each_text[text] if is_given and split > 0]
-        if texts.split[i] != max(given_splits or [split for split, _ in of_each_text[text]]):
+        if texts["split"][i] != max(given_splits or [split for split, _ in of_each_text[text]]):
             reasons[i] = HELD_OUT
-        elif (text, texts.domain[i]) in seen:
+        elif (text, texts["domain"][i]) in seen:
             reasons[i] = DUPLICATE
         else:
-            seen.add((text, texts.domain[i]))
+            seen.add((text, texts["domain"][i]))
     return reasons
 
 
@@ -253,7 +246,7 @@ def test_reasons_match_the_reference(rows, random):
     texts = texts_of(rows)
     order = list(range(len(rows)))
     random.shuffle(order)
-    shuffled = texts.take(np.array(order, dtype=np.int64))
+    shuffled = texts[np.array(order, dtype=np.int64)]
     assert reasons_to_leave_out(shuffled).tolist() == reasons_reference(shuffled)
 
 
@@ -313,7 +306,7 @@ def test_memory_holds_one_range_however_often_a_text_occurs(tmp_path, monkeypatc
     sizes = []
 
     def counting(texts):
-        sizes.append(texts.order.size)
+        sizes.append(texts.size)
         return reasons_to_leave_out(texts)
 
     monkeypatch.setattr(join, "reasons_to_leave_out", counting)

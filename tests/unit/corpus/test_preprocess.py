@@ -84,7 +84,7 @@ def test_a_corpus_holds_each_document_once_in_order(options, texts, sentencepiec
 
 def test_sources_are_recorded_with_their_hashes(options):
     corpus = made(dataclasses.replace(options, shard_bytes=10**9))
-    paths = [Path(text[2:]) for text in options.source.inputs]
+    paths = [Path(text[2:]) for text in options.source.input[0]]
     hashes = [sha256_of_files(path) for path in paths]
     assert corpus.provenance.inputs["tokenizer"] == corpus.tokenizer.sha256
     assert corpus.provenance.inputs["sources"] == sha256_of_json(hashes)

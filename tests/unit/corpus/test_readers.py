@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -24,18 +23,19 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_chameleon.corpus import readers, records
+from megatron_chameleon.corpus import readers
 from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
-from megatron_chameleon.corpus.readers import DocumentReader, read_lines, row_group_bytes
-from megatron_chameleon.corpus.records import (
+from megatron_chameleon.corpus.readers import (
     Document,
-    DocumentMaker,
-    DomainNames,
-    LineTooLong,
+    DocumentReader,
     MalformedLineError,
+    MalformedLines,
+    RecordParser,
     object_in,
+    read_lines,
+    row_group_bytes,
 )
-from megatron_chameleon.corpus.sources import Chunk, find_sources
+from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.errors import UserError
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
@@ -73,8 +73,8 @@ def lines_of(path, start=0, stop=None, on_block=lambda block: None, longest=NO_L
     found = []
     for begin, several in read_lines(str(path), on_block, longest, start, stop):
         for line in several:
-            found.append((begin, len(line) if isinstance(line, LineTooLong) else bytes(line)))
-            begin += len(line) + 1
+            found.append((begin, line if isinstance(line, int) else bytes(line)))
+            begin += 1 + (line if isinstance(line, int) else len(line))
     return found
 
 
@@ -213,7 +213,7 @@ def test_a_missing_key_is_reported_with_the_existing_ones(jsonl, monkeypatch):
     path = jsonl("a.jsonl", records_)
     with pytest.raises(UserError, match=r"meta\.id, more, more\.deep, more\.deep\.er; .*text-key"):
         read(path)
-    monkeypatch.setattr(records, "LINES_BEFORE_GIVING_UP", 3)
+    monkeypatch.setattr(readers, "_LINES_BEFORE_GIVING_UP", 3)
     with pytest.raises(UserError, match="no line has the key 'text'"):
         read(jsonl("a.jsonl", [*records_, "never reached"]))
 
@@ -295,24 +295,24 @@ def test_batches_of_lines_match_the_reference(several, domain, domain_key):
         domain_key=domain_key, rename_domain=(("A=a", "B=") if domain_key else (),)
     )
     lines = [orjson.dumps(record) for record in several]
-    counts: list[Counter[str]] = [Counter(), Counter()]
+    counts = [MalformedLines(), MalformedLines()]
+    source = Source("a", "lines", "a", domain, "train")
     reference, fast = (
-        DocumentMaker(domain, "train", SourceOptions(()), domain_key, DomainNames(options), count)
-        for count in counts
+        RecordParser(source, SourceOptions(()), options, count, {}) for count in counts
     )
     expected, malformed = [], 0
     for line in lines:
         try:
-            expected.append(reference.from_record(object_in(line)))
+            expected.append(reference.parse(object_in(line)))
         except MalformedLineError:
             malformed += 1
-    found = fast.from_lines(lines)
+    found = fast.parse_lines(lines)
     if found is None:  # left to the reference
         assert malformed or any(not isinstance(record.get("text"), str) for record in several)
         return
     assert malformed == 0
     assert found == [document for document in expected if document is not None]
-    assert counts[0] == counts[1]
+    assert counts[0].unwanted == counts[1].unwanted
 
 
 def test_hashes_and_progress(jsonl):

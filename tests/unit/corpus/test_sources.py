@@ -20,8 +20,7 @@ import pytest
 
 from megatron_chameleon.artifacts import Split
 from megatron_chameleon.corpus.options import MAX_DOMAIN_BYTES, DomainOptions, SourceOptions
-from megatron_chameleon.corpus.readers import DocumentReader
-from megatron_chameleon.corpus.records import Document
+from megatron_chameleon.corpus.readers import Document, DocumentReader
 from megatron_chameleon.corpus.sources import Chunk, DatasetName, Source, find_sources
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.small_hub import COMMIT, serve

@@ -500,7 +500,7 @@ def test_training_gives_the_same_file_in_another_process(options):
     assert load_tokenizer(options.output, EOD).vocab_size == 500
     with pytest.raises(UserError, match="--overwrite"):
         train_tokenizer(options)
-    command = [sys.executable, "tools/train_tokenizer.py", "--input", *options.source.inputs]
+    command = [sys.executable, "tools/train_tokenizer.py", "--input", *options.source.input[0]]
     command += ["--output", str(options.output), "--vocab-size", "500", "--overwrite"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": "3"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
