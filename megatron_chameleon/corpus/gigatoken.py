@@ -14,7 +14,6 @@ import itertools
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,15 @@ import orjson
 import psutil
 from numpy.typing import NDArray
 
-from megatron_chameleon.corpus.encoders import PATTERNS, Encoder, is_panic
 from megatron_chameleon.corpus.options import EncoderChoice
-from megatron_chameleon.corpus.tokenizer import Tokenizer, TokenizerFile
+from megatron_chameleon.corpus.tokenizer import (
+    PATTERNS,
+    Encoder,
+    Tokenizer,
+    TokenizerFile,
+    is_panic,
+)
 from megatron_chameleon.errors import UserError
-
-Encode = Callable[[bytes], NDArray[np.uint32]]
 
 _SAMPLE_CHARACTERS = 1 << 20
 # Sampled from the start and the middle of each text.
@@ -43,23 +45,19 @@ _CHECK_MEMORY_EVERY = 1 << 24
 # Ends a document for gigatoken. No proper prefix of it is a suffix, so text before it cannot
 # complete a match; a text that contains it is encoded by the tokenizer's library.
 _END = "\x1f\x00end of document\x00"
-_END_BYTES = _END.encode()
 
 # tiktoken pattern -> gigatoken's name.
-_SCHEMES = MappingProxyType(
-    {
-        PATTERNS["gpt2"]: "gpt2",
-        PATTERNS["cl100k_base"]: "gpt4",
-        PATTERNS["o200k_base"]: "o200k",
-        PATTERNS["llama3"]: "olmo3",
-    }
-)
+_SCHEMES = {
+    PATTERNS["gpt2"]: "gpt2",
+    PATTERNS["cl100k_base"]: "gpt4",
+    PATTERNS["o200k_base"]: "o200k",
+    PATTERNS["llama3"]: "olmo3",
+}
 
 _MAX_SPECIAL_TOKENS = 300
 _UNKNOWN, _STABLE, _UNSTABLE = 0, 1, 2
 # U+0378 is the first undefined character.
 _ALL_STABLE_BELOW = 0x378
-_NUM_CHARACTERS = 0x110000
 # New pictographs are added each year, but never as letters or digits.
 _PICTOGRAPHS = range(0x1F300, 0x1FB00)
 # Letters, digits, marks and spaces since release 14, for a Python whose own tables are newer.
@@ -71,14 +69,10 @@ A7D2 A7D4 A7DA-A7F1 AB6C-AB6D 105C0-105F3 107BB-107BF 10940-10959 10D40-10D85 10
 18CD6-18CFF 18D09-191D2 1B123-1B132 1B155 1B168 1CCF0-1CCF9 1D127-1D128 1D250-1D2D3 1D6A6
 1DF1F-1DFFF 1E030-1E08F 1E4D0-1E6FF 2B739-2B73F 2B81E 2CEA2-2CEAD 2EBF0-2EE5D 31350-3FC3F
 """
-
-
-def _ranges(text: str) -> tuple[range, ...]:
-    ends = [[int(end, 16) for end in part.split("-")] for part in text.split()]
-    return tuple(range(pair[0], pair[-1] + 1) for pair in ends)
-
-
-_NEW_RANGES = _ranges(_NEW)
+_NEW_RANGES = [
+    range(int(first, 16), int(last or first, 16) + 1)
+    for first, _, last in (part.partition("-") for part in _NEW.split())
+]
 
 
 class StableCharacters:
@@ -93,7 +87,7 @@ class StableCharacters:
     """
 
     def __init__(self) -> None:
-        self._known: NDArray[np.uint8] = np.zeros(_NUM_CHARACTERS, dtype=np.uint8)
+        self._known: NDArray[np.uint8] = np.zeros(0x110000, dtype=np.uint8)
 
     def all_in(self, text: str) -> bool:
         """Whether all characters of ``text`` are stable."""
@@ -101,12 +95,9 @@ class StableCharacters:
             return True
         characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
         high = characters[characters >= _ALL_STABLE_BELOW]
-        known = self._known[high]
-        if not known.all():
-            for number in np.unique(high[known == _UNKNOWN]).tolist():
-                self._known[number] = _STABLE if is_stable(chr(number)) else _UNSTABLE
-            known = self._known[high]
-        return not bool((known == _UNSTABLE).any())
+        for number in np.unique(high[self._known[high] == _UNKNOWN]).tolist():
+            self._known[number] = _STABLE if is_stable(chr(number)) else _UNSTABLE
+        return not (self._known[high] == _UNSTABLE).any()
 
 
 def is_stable(character: str) -> bool:
@@ -114,9 +105,9 @@ def is_stable(character: str) -> bool:
     number = ord(character)
     if number in _PICTOGRAPHS:
         return True
-    if any(number in some for some in _NEW_RANGES):
-        return False
-    return unicodedata.category(character) != "Cn"
+    return unicodedata.category(character) != "Cn" and not any(
+        number in some for some in _NEW_RANGES
+    )
 
 
 class CannotEncodeError(Exception):
@@ -136,13 +127,10 @@ class GigatokenEncoder:
     """
 
     def __init__(self, file: TokenizerFile, own: Encoder, eod_id: int) -> None:
-        self._file = file
-        self._own = own
-        self._eod_id = eod_id
+        self._file, self._own, self._eod_id = file, own, eod_id
         self._stable = StableCharacters()
         self._process = psutil.Process()
-        self._since_comparison = 0
-        self._since_memory_check = 0
+        self._since_comparison = self._since_memory_check = 0
         self._load()
 
     def encode_documents(
@@ -187,18 +175,15 @@ class GigatokenEncoder:
 
         ``by_own`` is called last, so that another thread can compute its result meanwhile.
         """
-        taken = [number for number, text in enumerate(texts) if self._supports(text)]
-        tokens = self._encode([texts[number] for number in taken])
-        expected = by_own()
+        supported = [self._supports(text) for text in texts]
+        tokens = self._encode(list(itertools.compress(texts, supported)))
+        expected = itertools.compress(zip(texts, by_own(), strict=True), supported)
         start = 0
-        for number in taken:
-            end = start + expected[number].size
-            if not (
-                np.array_equal(tokens[start:end], expected[number])
-                and np.array_equal(tokens[end : end + 1], [self._eod_id])
-            ):
-                return texts[number]
-            start = end + 1
+        for text, ids in expected:
+            stop = start + ids.size + 1
+            if not np.array_equal(tokens[start:stop], [*ids, self._eod_id]):
+                return text
+            start = stop
         return None
 
     def _supports(self, text: str) -> bool:
@@ -207,7 +192,7 @@ class GigatokenEncoder:
     def _encode(self, texts: Sequence[str]) -> NDArray[np.uint32]:
         """Token ids of all texts, with the end-of-document token after each."""
         try:
-            return self._gigatoken(_END_BYTES.join([*map(str.encode, texts), b""]))
+            return self._gigatoken(_END.encode().join([*map(str.encode, texts), b""]))
         except BaseException as error:
             if not is_panic(error):
                 raise
@@ -244,7 +229,7 @@ class GigatokenEncoder:
         self._loaded_bytes = self._process.memory_info().rss
 
 
-def gigatoken_for(file: TokenizerFile, eod_id: int) -> Encode:
+def gigatoken_for(file: TokenizerFile, eod_id: int) -> Callable[[bytes], NDArray[np.uint32]]:
     """Gigatoken's function from UTF-8 to token ids, for the tokenizer ``file``.
 
     The file's special tokens are removed, since gigatoken would recognize them in text; the only
@@ -253,14 +238,23 @@ def gigatoken_for(file: TokenizerFile, eod_id: int) -> Encode:
     Raises:
         CannotEncodeError: if the package is missing or does not support the tokenizer.
     """
+    scheme = _SCHEMES.get(file.pattern or "")
+    if file.kind == "tiktoken" and scheme is None:
+        raise CannotEncodeError("gigatoken does not support the --tiktoken-pattern")
     try:
         import gigatoken
+
+        if file.kind == "tiktoken":
+            tokenizer = gigatoken.Tokenizer.from_tiktoken(file.path, scheme, {_END: eod_id})
+        else:
+            json: str | bytes = file.content
+            if file.kind == "sentencepiece":  # gigatoken.Tokenizer would add the special tokens
+                from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+
+                json = sentencepiece_to_tokenizer_json(file.content)
+            tokenizer = gigatoken.Tokenizer.from_json(_with_one_special_token(json, eod_id))
     except ImportError:
         raise CannotEncodeError("the gigatoken package is not installed") from None
-    try:
-        tokenizer = _gigatoken(gigatoken, file, eod_id)
-    except CannotEncodeError:
-        raise
     except BaseException as error:  # no common base class
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
@@ -278,23 +272,8 @@ def gigatoken_for(file: TokenizerFile, eod_id: int) -> Encode:
     return encode
 
 
-def _gigatoken(gigatoken: Any, file: TokenizerFile, eod_id: int) -> Any:
-    if file.kind == "tokenizers":
-        return gigatoken.Tokenizer.from_json(_with_one_special_token(file.content, eod_id))
-    if file.kind == "sentencepiece":
-        # gigatoken.Tokenizer would add the special tokens.
-        from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
-
-        content = sentencepiece_to_tokenizer_json(file.content)
-        return gigatoken.Tokenizer.from_json(_with_one_special_token(content, eod_id))
-    scheme = _SCHEMES.get(file.pattern or "")
-    if scheme is None:
-        raise CannotEncodeError("gigatoken does not support the --tiktoken-pattern")
-    return gigatoken.Tokenizer.from_tiktoken(file.path, scheme, {_END: eod_id})
-
-
 def _with_one_special_token(tokenizer_json: str | bytes, eod_id: int) -> bytes:
-    content = orjson.loads(tokenizer_json)
+    content: dict[str, Any] = orjson.loads(tokenizer_json)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content["added_tokens"] = [
         *(token for token in content.get("added_tokens") or [] if not token["special"]),
@@ -331,31 +310,25 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
     Raises:
         UserError: if ``choice`` is gigatoken and it cannot be used.
     """
-    fast_encoder = None
-    if choice != "own":
-        try:
-            fast_encoder = _compared_encoder(tokenizer, texts)
-        except CannotEncodeError as error:
-            if choice == "gigatoken":
-                raise UserError(f"--encoder gigatoken: {error}; use --encoder own") from error
-            kind = tokenizer.encoder.kind
-            warnings.warn(f"{error}: using {kind}, which is slower", stacklevel=2)
-    return dataclasses.replace(tokenizer, fast_encoder=fast_encoder)
-
-
-def _compared_encoder(tokenizer: Tokenizer, texts: Iterable[str]) -> GigatokenEncoder:
+    if choice == "own":
+        return dataclasses.replace(tokenizer, fast_encoder=None)
     own = tokenizer.encoder
     sample = [*difficult_texts(own.special_tokens()), *_sample(texts)]
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        by_own = pool.submit(own.encode_batch, sample)
-        fast_encoder = GigatokenEncoder(tokenizer.file, own, tokenizer.eod_id)
-        try:
-            differing = fast_encoder.first_difference(sample, by_own.result)
-        except UserError as error:
-            raise CannotEncodeError(str(error)) from error
-    if differing is not None:
-        raise CannotEncodeError(f"gigatoken and {own.kind} encode {differing[:40]!r} differently")
-    return fast_encoder
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            by_own = pool.submit(own.encode_batch, sample)
+            fast = GigatokenEncoder(tokenizer.file, own, tokenizer.eod_id)
+            differing = fast.first_difference(sample, by_own.result)
+        if differing is not None:
+            raise CannotEncodeError(
+                f"gigatoken and {own.kind} encode {differing[:40]!r} differently"
+            )
+    except (CannotEncodeError, UserError) as error:
+        if choice == "gigatoken":
+            raise UserError(f"--encoder gigatoken: {error}; use --encoder own") from error
+        warnings.warn(f"{error}: using {own.kind}, which is slower", stacklevel=2)
+        return dataclasses.replace(tokenizer, fast_encoder=None)
+    return dataclasses.replace(tokenizer, fast_encoder=fast)
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:
@@ -377,8 +350,7 @@ def difficult_texts(special_tokens: Iterable[str]) -> list[str]:
     """
     spaces = [" ", "\n", "\t", "\r\n", " \n", "\n ", "\u00a0", "\u3000", "\u2028", "\v\f\x85"]
     runs = [space * count for space in spaces for count in (1, 2, 3, 300)]
-    names = itertools.islice(special_tokens, _MAX_SPECIAL_TOKENS)
-    special = [text for name in names for text in (name, f"a{name} b")]
+    names = list(itertools.islice(special_tokens, _MAX_SPECIAL_TOKENS))
     characters = [
         *range(0x100, 0x800, 17),
         *range(0x800, 0xD800, 611),
@@ -403,5 +375,5 @@ def difficult_texts(special_tokens: Iterable[str]) -> list[str]:
         "a" * 5_000,
         "ab" * 2_000 + "1" * 1_000 + "=" * 1_000 + "世" * 1_000 + "😀" * 300,
         "word " * 500 + "\n" * 300 + " word" * 500,
-        *special,
+        *[text for name in names for text in (name, f"a{name} b")],
     ]

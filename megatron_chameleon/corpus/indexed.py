@@ -67,45 +67,6 @@ def token_type(vocab_size: int) -> TokenType:
 # Writing
 
 
-class BlockHasher:
-    """Hash a stream of bytes block by block."""
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
-        self._filled = 0
-        self._finished = bytearray()
-
-    def update(self, content: bytes | bytearray | memoryview) -> None:
-        """Append bytes to the stream."""
-        view = memoryview(content).cast("B")
-        first = 0
-        while first < len(view):
-            part = view[first : first + BLOCK_BYTES - self._filled]
-            self._hash.update(part)
-            self._filled += len(part)
-            first += len(part)
-            if self._filled == BLOCK_BYTES:
-                self.end_block()
-
-    def end_block(self) -> None:
-        """End the current block, if it holds any bytes."""
-        if self._filled:
-            self._finished += self._hash.intdigest().to_bytes(8, "little")
-            self._hash.reset()
-            self._filled = 0
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that the next :meth:`take` returns."""
-        return len(self._finished)
-
-    def take(self) -> bytes:
-        """Return the checksums of the blocks finished since the last call."""
-        taken = bytes(self._finished)
-        self._finished = bytearray()
-        return taken
-
-
 class IndexedWriter:
     """Write one pair of .bin/.idx files and their checksums; each document is one sequence.
 
@@ -118,27 +79,27 @@ class IndexedWriter:
         block_checksums: hex SHA-256 of the .xxh3 file, valid after :meth:`finish`.
 
     Args:
-        prefix: path of the files, without suffix; the .bin must not exist.
+        prefix: path of the files, without suffix; they must not exist.
         dtype: integer type of a token on disk.
     """
 
     def __init__(self, prefix: Path, dtype: TokenType) -> None:
-        self._bin_path = prefix.with_name(prefix.name + ".bin")
-        self._idx_path = prefix.with_name(prefix.name + ".idx")
-        self._checksums_path = prefix.with_name(prefix.name + ".xxh3")
+        self._bin_path, self._idx_path, self._checksums_path = (
+            prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".xxh3")
+        )
         self._type = dtype
         self._dtype = np.dtype(dtype)
-        self._tokens = bytearray()
-        self._lengths = bytearray()
-        self._digest = hashlib.sha256()
-        self._blocks = BlockHasher()
-        self._checksums_digest = hashlib.sha256()
-        self._checksums_mode: Literal["wb", "ab"] = "wb"
-        self._index_begun = False
+        self._tokens, self._lengths, self._checksums = bytearray(), bytearray(), bytearray()
+        self._digest, self._checksums_digest = hashlib.sha256(), hashlib.sha256()
+        self._block, self._block_bytes = xxhash.xxh3_64(), 0
         self.documents = 0
         self.tokens = 0
-        with writing(self._bin_path), self._bin_path.open("xb"):
-            pass  # an existing file may be a hard link to another corpus's tokens
+        for path in (self._bin_path, self._idx_path, self._checksums_path):
+            # An existing file may be a hard link to another corpus's tokens.
+            with writing(path), path.open("xb") as stream:
+                if path is self._idx_path:
+                    # Blank until the end: an unfinished file never passes for an index.
+                    stream.write(bytes(HEADER.size))
 
     @property
     def waiting_bytes(self) -> int:
@@ -173,14 +134,10 @@ class IndexedWriter:
             UserError: if the disk is full.
         """
         if self._tokens:
+            self._hash(self._tokens)
             _append(self._bin_path, self._tokens)
-            self._digest.update(self._tokens)
-            self._blocks.update(self._tokens)
             self._tokens = bytearray()
-            if self._blocks.waiting_bytes >= _BUFFER_BYTES:
-                self._write_checksums()
         if self._lengths:
-            self._begin_index()
             _append(self._idx_path, self._lengths)
             self._lengths = bytearray()
 
@@ -191,18 +148,16 @@ class IndexedWriter:
             UserError: if the disk is full.
         """
         self.flush()
-        self._begin_index()
+        self._end_block()
         with writing(self._idx_path), self._idx_path.open("r+b") as stream:
             self._write_pointers_and_boundaries(stream)
             stream.seek(0)
             code = TYPE_CODES[self._type]
             stream.write(HEADER.pack(MAGIC, VERSION, code, self.documents, self.documents + 1))
-        self._blocks.end_block()
-        with self._idx_path.open("rb") as stream:
+            stream.seek(0)
             while block := stream.read(_BUFFER_BYTES):
-                self._digest.update(block)
-                self._blocks.update(block)
-        self._blocks.end_block()
+                self._hash(block)
+        self._end_block()
         self._write_checksums()
         return self._digest.hexdigest()
 
@@ -211,19 +166,29 @@ class IndexedWriter:
         """Hex SHA-256 of the .xxh3 file."""
         return self._checksums_digest.hexdigest()
 
-    def _write_checksums(self) -> None:
-        checksums = self._blocks.take()
-        self._checksums_digest.update(checksums)
-        path = self._checksums_path
-        with writing(path), path.open(self._checksums_mode) as stream:
-            stream.write(checksums)
-        self._checksums_mode = "ab"
+    def _hash(self, content: bytes | bytearray) -> None:
+        self._digest.update(content)
+        left = memoryview(content)
+        while left:
+            part = left[: BLOCK_BYTES - self._block_bytes]
+            left = left[len(part) :]
+            self._block.update(part)
+            self._block_bytes += len(part)
+            if self._block_bytes == BLOCK_BYTES:
+                self._end_block()
+        if len(self._checksums) >= _BUFFER_BYTES:
+            self._write_checksums()
 
-    def _begin_index(self) -> None:
-        # The header stays blank until the end: an unfinished file never passes for an index.
-        if not self._index_begun:
-            _append(self._idx_path, bytes(HEADER.size))
-            self._index_begun = True
+    def _end_block(self) -> None:
+        if self._block_bytes:
+            self._checksums += self._block.intdigest().to_bytes(8, "little")
+            self._block.reset()
+            self._block_bytes = 0
+
+    def _write_checksums(self) -> None:
+        _append(self._checksums_path, self._checksums)
+        self._checksums_digest.update(self._checksums)
+        self._checksums = bytearray()
 
     def _write_pointers_and_boundaries(self, stream: BinaryIO) -> None:
         """Complete the index from the lengths that are in the file."""
@@ -480,9 +445,36 @@ def open_token_file(
     """
     idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     content, bin_content = _map(idx_path), _map(bin_path)
-    dtype, num_sequences = _check_header(idx_path, content, expected)
-    after_lengths = HEADER.size + 4 * num_sequences
+    if content.size < HEADER.size:
+        raise _damaged(idx_path, f"it ends after {content.size} bytes, within the header")
+    header = HEADER.unpack(content[: HEADER.size].tobytes())
+    magic, version, code, num_sequences, num_boundaries = header
+    if (magic, version) != (MAGIC, VERSION) or code not in _TOKEN_TYPES:
+        raise _damaged(
+            idx_path,
+            f"its magic, version and token type are {header[:3]}; {MAGIC!r}, {VERSION} and one of "
+            f"{_TOKEN_TYPES} are known",
+        )
+    dtype = np.dtype(_TOKEN_TYPES[code])
+    after_lengths = HEADER.size + 4 * num_sequences  # Python's integers: no overflow
     after_pointers = after_lengths + 8 * num_sequences
+    if not num_boundaries or content.size != after_pointers + 8 * num_boundaries:
+        raise _damaged(
+            idx_path,
+            f"it holds {content.size} bytes, which do not fit its {num_sequences} sequences and "
+            f"{num_boundaries} document boundaries",
+        )
+    if expected is not None:
+        for field, found, recorded in (
+            ("token type", dtype.name, expected.dtype),
+            ("number of sequences", num_sequences, expected.documents),
+            ("number of tokens", bin_content.size // dtype.itemsize, expected.tokens),
+        ):
+            if found != recorded:
+                raise UserError(
+                    f"{idx_path} does not match corpus.json: its {field} is {found}, not "
+                    f"{recorded}; {_HINT}"
+                )
     lengths = content[HEADER.size : after_lengths].view("<i4")
     pointers = content[after_lengths:after_pointers].view("<i8")
     boundaries = content[after_pointers:].view("<i8")
@@ -493,14 +485,11 @@ def open_token_file(
             "one of them is truncated or of other text; restore both or preprocess again"
         )
     _check_boundaries(idx_path, boundaries, num_sequences, one_each=expected is not None)
-    tokens = bin_content.view(dtype)
-    if expected and expected.tokens != tokens.size:
-        raise _unexpected(idx_path, "number of tokens", tokens.size, expected.tokens)
     checksums = None
     if expected and expected.block_checksums is not None:
         checksums = _open_checksums(Path(f"{prefix}.xxh3"), bin_content, content)
-    checked = BlockTokens(bin_path, tokens, checksums, vocab_size)
-    return TokenFile(prefix, checked, lengths, pointers, boundaries)
+    tokens = BlockTokens(bin_path, bin_content.view(dtype), checksums, vocab_size)
+    return TokenFile(prefix, tokens, lengths, pointers, boundaries)
 
 
 def open_tokens(corpus: Corpus, name: str, split: Split) -> TokenFile:
@@ -563,37 +552,6 @@ def _check_block(path: Path, content: NDArray[np.integer], block: int, checksum:
         )
 
 
-def _check_header(
-    path: Path, content: NDArray[np.uint8], expected: ExpectedTokens | None
-) -> tuple[np.dtype[np.integer], int]:
-    """Return token type and number of sequences of an .idx whose size fits its header."""
-    if content.size < HEADER.size:
-        raise _damaged(path, f"it ends after {content.size} of the header's {HEADER.size} bytes")
-    magic, version, code, sequences, boundaries = HEADER.unpack(content[: HEADER.size].tobytes())
-    if magic != MAGIC:
-        raise _damaged(path, f"its magic is {magic!r}, not {MAGIC!r}")
-    if version != VERSION:
-        raise _damaged(path, f"its version is {version}, not {VERSION}")
-    if code not in _TOKEN_TYPES:
-        codes = ", ".join(f"{known} ({name})" for known, name in _TOKEN_TYPES.items())
-        raise _damaged(path, f"its token type is {code}, none of the integers {codes}")
-    dtype = np.dtype(_TOKEN_TYPES[code])
-    if expected and dtype != np.dtype(expected.dtype):
-        raise _unexpected(path, "token type", dtype.name, expected.dtype)
-    if expected and sequences != expected.documents:
-        raise _unexpected(path, "number of sequences", sequences, expected.documents)
-    if not boundaries:
-        raise _damaged(path, "its number of document boundaries is 0; there is always one")
-    size = HEADER.size + (4 + 8) * sequences + 8 * boundaries  # Python's integers: no overflow
-    if content.size != size:
-        raise _damaged(
-            path,
-            f"it holds {content.size} bytes, its number of sequences ({sequences}) and of "
-            f"document boundaries ({boundaries}) require {size}",
-        )
-    return dtype, sequences
-
-
 def _check_sequences(
     path: Path,
     lengths: NDArray[np.int32],
@@ -604,21 +562,16 @@ def _check_sequences(
     """Return the bytes of all sequences, which follow each other without gaps."""
     size = 0
     for first in range(0, len(lengths), _CHECK_BLOCK):
-        block = lengths[first : first + _CHECK_BLOCK].astype(np.int64)
-        if block.min() < 0:
-            place = int(np.argmax(block < 0))
-            raise _damaged(path, f"its length {first + place} is {block[place]}, below 0")
-        block *= token_bytes
-        ends = np.cumsum(block)
-        ends += size
+        block = lengths[first : first + _CHECK_BLOCK].astype(np.int64) * token_bytes
+        ends = size + np.cumsum(block)
         begins = pointers[first : first + _CHECK_BLOCK].copy()  # aligned, which halves the time
-        wrong = begins + block != ends
+        wrong = (block < 0) | (begins + block != ends)
         if wrong.any():
             place = int(np.argmax(wrong))
             raise _damaged(
                 path,
-                f"its pointer {first + place} is {begins[place]}, where the lengths before it add "
-                f"up to {ends[place] - block[place]} bytes",
+                f"sequence {first + place} begins at byte {begins[place]} and has {block[place]}, "
+                f"where those before it end at {ends[place] - block[place]}",
             )
         size = int(ends[-1])
         if size > bin_bytes:  # reported by the caller; the sum could overflow further on
@@ -630,29 +583,17 @@ def _check_boundaries(
     path: Path, boundaries: NDArray[np.int64], num_sequences: int, *, one_each: bool
 ) -> None:
     """Boundaries rise from 0 to the number of sequences, in steps of 1 if ``one_each``."""
-    if boundaries[0] != 0 or boundaries[-1] != num_sequences:
-        raise _damaged(
-            path,
-            f"its document boundaries go from {boundaries[0]} to {boundaries[-1]}, not from 0 to "
-            f"{num_sequences}",
-        )
+    if (boundaries[0], boundaries[-1]) != (0, num_sequences):
+        problem = f"go from {boundaries[0]} to {boundaries[-1]}, not from 0 to {num_sequences}"
+        raise _damaged(path, f"its document boundaries {problem}")
     for first in range(0, len(boundaries) - 1, _CHECK_BLOCK):
         block = boundaries[first : first + _CHECK_BLOCK + 1].copy()
         wrong = np.diff(block) != 1 if one_each else block[1:] < block[:-1]
         if wrong.any():
             place = int(np.argmax(wrong))
-            raise _damaged(
-                path,
-                f"its document boundary {first + place + 1} is {block[place + 1]} after "
-                f"{block[place]}, which is not {'1 more' if one_each else 'as much or more'}",
-            )
+            problem = f"is {block[place + 1]} after {block[place]}"
+            raise _damaged(path, f"its document boundary {first + place + 1} {problem}")
 
 
 def _damaged(path: Path, problem: str) -> UserError:
     return UserError(f"{path} is damaged or not a Megatron index: {problem}; {_HINT}")
-
-
-def _unexpected(path: Path, field: str, found: object, expected: object) -> UserError:
-    return UserError(
-        f"{path} does not match corpus.json: its {field} is {found}, not {expected}; {_HINT}"
-    )

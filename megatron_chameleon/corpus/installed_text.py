@@ -17,9 +17,8 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import orjson
 
@@ -30,13 +29,10 @@ from megatron_chameleon.errors import UserError
 MIN_DOMAINS = 6
 SUMMARY_FILE = "gathered.json"
 
-# Not pinned (pip comes with the interpreter), or this project.
-SKIPPED_FOLDERS = ("__pycache__", "pip", "pip-*", "megatron_chameleon*", "__editable__*")
-
 
 @dataclasses.dataclass(frozen=True)
 class DomainSource:
-    """The files of a domain: paths relative to site-packages, as shell patterns.
+    """The files of a domain: shell patterns, separated by spaces, of paths in site-packages.
 
     In a pattern ``*`` also matches ``/``. ``read`` turns the text of a file into a document, or
     into None if it has none.
@@ -44,24 +40,21 @@ class DomainSource:
 
     name: str
     what: str
-    patterns: tuple[str, ...]
-    excluded: tuple[str, ...] = ()
+    patterns: str
+    excluded: str = ""
     read: Callable[[str], str | None] = str
-
-
-class Document(NamedTuple):
-    """One line of a domain's file; ``source`` is the path relative to site-packages."""
-
-    text: str
-    source: str
 
 
 @dataclasses.dataclass(frozen=True)
 class DomainText:
-    """The text of a domain. ``num_bytes`` counts the UTF-8 bytes of its documents."""
+    """The text of a domain: documents by path relative to site-packages.
+
+    ``num_bytes`` counts the UTF-8 bytes of its documents; ``packages`` are those they come from, by
+    decreasing size.
+    """
 
     domain: DomainSource
-    documents: tuple[Document, ...]
+    documents: dict[str, str]
     num_bytes: int
     packages: tuple[str, ...]
 
@@ -81,59 +74,39 @@ def docstrings(source: str) -> str | None:
     return "\n\n".join(inspect.cleandoc(text) for _line, text in sorted(found)) or None
 
 
+# Not pinned (pip comes with the interpreter), or this project.
+_SKIPPED = "__pycache__ pip pip-* megatron_chameleon* __editable__*"
 # Their docstrings are long reference pages. Their code is in no domain, so that no text is in two.
-REFERENCE_PACKAGES = ("matplotlib", "mpmath", "networkx", "numpy", "scipy", "sympy")
-HEADERS = (".h", ".hpp", ".hh", ".cuh", ".inl")
-CUDA_HEADERS = ("triton/*", "nvidia/*")
-
+_REFERENCE = "matplotlib/*.py mpmath/*.py networkx/*.py numpy/*.py scipy/*.py sympy/*.py"
+_HEADERS = (".h", ".hpp", ".hh", ".cuh", ".inl")
+_CUDA = ("triton/*", "nvidia/*")
+_CPP_HEADERS = " ".join(f"*{ending}" for ending in _HEADERS)
+_CUDA_HEADERS = " ".join(f"{folder}{ending}" for folder in _CUDA for ending in _HEADERS)
+_LICENCES = (
+    "*.dist-info/METADATA *.dist-info/*LICEN[CS]E* *.dist-info/licenses/* */NOTICE* *.md *.rst"
+)
+_TESTS = "*/test_*.py */tests/*.py */test/*.py */testing/*.py"
+_TABLES = "*.afm *.csv *.dat *.tab *.tsv"
+_RANDOM_NUMBERS = "numpy/random/*"  # nothing to learn
 # In order of preference: the first that have enough text are kept. A file belongs to the first
 # domain it matches.
 DOMAINS = (
+    DomainSource("test_suites", "Python tests that packages ship", _TESTS),
     DomainSource(
-        "test_suites",
-        "Python tests that packages ship",
-        ("*/test_*.py", "*/tests/*.py", "*/test/*.py", "*/testing/*.py"),
+        "reference_prose", "docstrings of scientific libraries", _REFERENCE, read=docstrings
+    ),
+    DomainSource("python_source", "library modules in Python", "*.py"),
+    DomainSource("cpp_headers", "C++ headers of torch and others", _CPP_HEADERS, " ".join(_CUDA)),
+    DomainSource("type_stubs", "Python type stubs", "*.pyi"),
+    DomainSource(
+        "licences_and_readmes", "licence texts, notices and package descriptions", _LICENCES
     ),
     DomainSource(
-        "reference_prose",
-        "docstrings of scientific libraries",
-        tuple(f"{package}/*.py" for package in REFERENCE_PACKAGES),
-        read=docstrings,
+        "number_tables", "font metrics, reference values, measurements", _TABLES, _RANDOM_NUMBERS
     ),
-    DomainSource("python_source", "library modules in Python", ("*.py",)),
-    DomainSource(
-        "cpp_headers",
-        "C++ headers of torch and others",
-        tuple(f"*{ending}" for ending in HEADERS),
-        excluded=CUDA_HEADERS,
-    ),
-    DomainSource("type_stubs", "Python type stubs", ("*.pyi",)),
-    DomainSource(
-        "licences_and_readmes",
-        "licence texts, notices and package descriptions",
-        (
-            "*.dist-info/METADATA",
-            "*.dist-info/*LICEN[CS]E*",
-            "*.dist-info/licenses/*",
-            "*/NOTICE*",
-            "*.md",
-            "*.rst",
-        ),
-    ),
-    DomainSource(
-        "number_tables",
-        "font metrics, reference values, measurements",
-        ("*.afm", "*.csv", "*.dat", "*.tab", "*.tsv"),
-        # Random numbers: nothing to learn.
-        excluded=("numpy/random/*",),
-    ),
-    DomainSource(
-        "cuda_headers",
-        "headers of CUDA's interfaces",
-        tuple(f"{folder}{ending}" for folder in CUDA_HEADERS for ending in HEADERS),
-    ),
-    DomainSource("cython_source", "Cython modules", ("*.pyx", "*.pxd", "*.pxi", "*.pyx.in")),
-    DomainSource("c_source", "sources in C and C++", ("*.c", "*.cc", "*.cpp", "*.cu")),
+    DomainSource("cuda_headers", "headers of CUDA's interfaces", _CUDA_HEADERS),
+    DomainSource("cython_source", "Cython modules", "*.pyx *.pxd *.pxi *.pyx.in"),
+    DomainSource("c_source", "sources in C and C++", "*.c *.cc *.cpp *.cu"),
 )
 
 
@@ -147,7 +120,8 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
         UserError: if fewer than six domains (or ``num_domains``) have enough text, or the folder
             holds files of other origin.
     """
-    earlier = _earlier_files(options.output_dir)
+    folder = options.output_dir
+    earlier = _earlier_files(folder)
     files = list_files(options.roots or default_roots())
     by_domain = assign_domains(files, DOMAINS)
     gathered: list[DomainText] = []
@@ -156,8 +130,9 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     for domain in DOMAINS:
         if len(gathered) == options.num_domains:
             break
-        paths = {source: files[source] for source in by_domain[domain.name]}
-        found = collect(domain, paths, options, seen)
+        found = _collect(
+            domain, {name: files[name] for name in by_domain[domain.name]}, options, seen
+        )
         has_enough = (
             found.num_bytes >= options.min_bytes_per_domain
             and len(found.documents) >= options.min_documents_per_domain
@@ -166,22 +141,30 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     needed = min(MIN_DOMAINS, options.num_domains)
     if len(gathered) < needed:
         sizes = ", ".join(
-            f"{text.domain.name} {text.num_bytes / 1e6:.1f} MB in {len(text.documents)} documents"
-            for text in [*gathered, *too_small]
+            f"{each.domain.name} {each.num_bytes / 1e6:.1f} MB in {len(each.documents)} documents"
+            for each in [*gathered, *too_small]
         )
         raise UserError(
             f"{len(gathered)} of the {needed} domains that are needed have "
             f"{options.min_bytes_per_domain / 1e6:g} MB and {options.min_documents_per_domain} "
             f"documents: {sizes}; lower --min-bytes-per-domain, or add folders with --roots"
         )
+    summaries = []
     for found in gathered:
-        path = options.output_dir / f"{found.domain.name}.jsonl"
-        with replacing(path) as temporary, temporary.open("wb") as stream:
-            for document in found.documents:
-                stream.write(orjson.dumps(document._asdict(), option=orjson.OPT_APPEND_NEWLINE))
-    _write_summary(gathered, options)
-    for name in earlier - {f"{found.domain.name}.jsonl" for found in gathered}:
-        (options.output_dir / name).unlink(missing_ok=True)
+        file = f"{found.domain.name}.jsonl"
+        with replacing(folder / file) as temporary, temporary.open("wb") as stream:
+            for source, text in found.documents.items():
+                line = {"text": text, "source": source}
+                stream.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        summary = {"name": found.domain.name, "what": found.domain.what, "file": file}
+        counts = {"documents": len(found.documents), "bytes": found.num_bytes}
+        summaries.append({**summary, **counts, "packages": found.packages})
+        earlier.discard(file)
+    limits = dataclasses.asdict(options)
+    del limits["output_dir"], limits["roots"]
+    write_json(folder / SUMMARY_FILE, {"domains": summaries, "limits": limits})
+    for name in earlier - {SUMMARY_FILE}:
+        (folder / name).unlink(missing_ok=True)
     return gathered
 
 
@@ -198,7 +181,7 @@ def list_files(roots: Iterable[Path]) -> dict[str, Path]:
         UserError: if a root is not a folder.
     """
     found: dict[str, Path] = {}
-    skipped = _any_of(SKIPPED_FOLDERS)
+    skipped = _any_of(_SKIPPED)
     for root in roots:
         if not root.is_dir():
             raise UserError(f"--roots {root} is not a folder; pass a site-packages folder")
@@ -222,94 +205,65 @@ def assign_domains(sources: Iterable[str], domains: Iterable[DomainSource]) -> d
     return assigned
 
 
-def collect(
+def _collect(
     domain: DomainSource, paths: dict[str, Path], options: GatherOptions, seen: set[bytes]
 ) -> DomainText:
-    """Documents for one domain, up to its limit of bytes, sorted by source.
+    """Documents for one domain, up to its limit of bytes; their digests are added to ``seen``.
 
     Files are read in the order of a hash of their relative path, so that a domain that is truncated
-    still has some text of every package. The texts' digests are added to ``seen``.
+    still has some text of every package.
     """
-    documents: list[Document] = []
+    documents: dict[str, str] = {}
     packages: Counter[str] = Counter()
     for source in sorted(paths, key=lambda source: hashlib.sha256(source.encode()).digest()):
-        text = _read_document(paths[source], domain.read, options)
-        if text is None:
+        try:
+            text = paths[source].read_text(encoding="utf-8")
+        except UnicodeDecodeError:
             continue
-        size = len(text.encode())
-        if packages.total() + size > options.max_bytes_per_domain:
+        content = b"" if "\0" in text else (domain.read(text) or "").strip().encode()
+        limit = options.max_document_bytes
+        if len(content) > limit:  # keep whole lines
+            content = content[: content.rfind(b"\n", 0, limit + 1) + 1].rstrip()
+        text = content.decode()
+        if len(text) < options.min_document_characters:
+            continue
+        if packages.total() + len(content) > options.max_bytes_per_domain:
             break
-        digest = hashlib.sha256(text.encode()).digest()
-        if digest in seen:
-            continue
-        seen.add(digest)
-        documents.append(Document(text, source))
-        # 'numpy' for 'numpy/linalg/...' and for 'numpy-2.4.6.dist-info/METADATA'
-        packages[source.split("/", 1)[0].split("-", 1)[0].removesuffix(".py")] += size
-    documents.sort(key=lambda document: document.source)
+        digest = hashlib.sha256(content).digest()
+        if digest not in seen:
+            seen.add(digest)
+            documents[source] = text
+            # 'numpy' for 'numpy/linalg/...' and for 'numpy-2.4.6.dist-info/METADATA'
+            package = source.split("/", 1)[0].split("-", 1)[0].removesuffix(".py")
+            packages[package] += len(content)
     names = tuple(name for name, _size in packages.most_common())
-    return DomainText(domain, tuple(documents), packages.total(), names)
+    return DomainText(domain, dict(sorted(documents.items())), packages.total(), names)
 
 
-def _read_document(
-    path: Path, read: Callable[[str], str | None], options: GatherOptions
-) -> str | None:
-    """The document in a file, or None if it is too short or not text (UTF-8 without NUL)."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return None
-    document = None if "\0" in text else read(text)
-    if document is None:
-        return None
-    document = _truncated(document.strip(), options.max_document_bytes)
-    return document if len(document) >= options.min_document_characters else None
-
-
-def _truncated(text: str, max_bytes: int) -> str:
-    """The longest prefix of whole lines of ``text`` that fits; '' for one long line."""
-    encoded = text.encode()
-    if len(encoded) <= max_bytes:
-        return text
-    return encoded[: encoded.rfind(b"\n", 0, max_bytes + 1) + 1].decode().rstrip()
-
-
-def _write_summary(gathered: Iterable[DomainText], options: GatherOptions) -> None:
-    """Write gathered.json: the domains in order of preference, and the limits."""
-    limits = dataclasses.asdict(options)
-    del limits["output_dir"], limits["roots"]
-    domains = [
-        {
-            "name": found.domain.name,
-            "what": found.domain.what,
-            "file": f"{found.domain.name}.jsonl",
-            "documents": len(found.documents),
-            "bytes": found.num_bytes,
-            "packages": found.packages,
-        }
+def format_table(gathered: Sequence[DomainText]) -> str:
+    """Format the table: domain, documents, MB (10^6 bytes) and origin."""
+    rows = [
+        (
+            found.domain.name,
+            len(found.documents),
+            found.num_bytes,
+            f"{found.domain.what} ({', '.join(found.packages[:3])}"
+            f"{', ...' if len(found.packages) > 3 else ''})",
+        )
         for found in gathered
     ]
-    write_json(options.output_dir / SUMMARY_FILE, {"domains": domains, "limits": limits})
-
-
-def format_table(gathered: Iterable[DomainText]) -> str:
-    """Format the table: domain, documents, MB (10^6 bytes) and origin."""
-    gathered = list(gathered)
+    rows.append(("total", sum(row[1] for row in rows), sum(row[2] for row in rows), ""))
     lines = [f"{'domain':22}{'documents':>10}{'MB':>7}  what, and where from"]
-    for found in gathered:
-        more = ", ..." if len(found.packages) > 3 else ""
-        origin = f"{found.domain.what} ({', '.join(found.packages[:3])}{more})"
-        size = f"{found.num_bytes / 1e6:.1f}"
-        lines.append(f"{found.domain.name:22}{len(found.documents):>10,}{size:>7}  {origin}")
-    documents = sum(len(found.documents) for found in gathered)
-    total = sum(found.num_bytes for found in gathered) / 1e6
-    lines.append(f"{'total':22}{documents:>10,}{total:>7.1f}")
+    lines += [
+        f"{name:22}{documents:>10,}{size / 1e6:>7.1f}  {origin}".rstrip()
+        for name, documents, size, origin in rows
+    ]
     return "\n".join(lines)
 
 
-def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+def _any_of(patterns: str) -> re.Pattern[str]:
     """One expression for all patterns; for none, one that matches nothing."""
-    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)")
+    return re.compile("|".join(map(fnmatch.translate, patterns.split())) or "(?!)")
 
 
 def _earlier_files(folder: Path) -> set[str]:
@@ -323,11 +277,12 @@ def _earlier_files(folder: Path) -> set[str]:
     if not folder.is_dir():
         raise UserError(f"--output-dir {folder} is a file; pass a folder")
     names = {path.name for path in folder.iterdir()}
-    known = {f"{domain.name}.jsonl" for domain in DOMAINS} | {SUMMARY_FILE}
+    known = [f"{domain.name}.jsonl" for domain in DOMAINS] + [SUMMARY_FILE]
     # A killed run may leave a temporary file.
-    for name in sorted(names - known):
-        if not (name.endswith(".tmp") and any(name.startswith(f".{file}.") for file in known)):
+    own = _any_of(" ".join([*known, *(f".{name}.*.tmp" for name in known)]))
+    for name in sorted(names):
+        if not own.match(name):
             raise UserError(
                 f"--output-dir {folder} has files of other origin ({name}); pass a new folder"
             )
-    return names - {SUMMARY_FILE}
+    return names

@@ -30,7 +30,16 @@ from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import link_or_copy, writing
 from megatron_chameleon.corpus.indexed import IndexedWriter, TokenFile, TokenType, open_tokens
 from megatron_chameleon.corpus.readers import MalformedLines
-from megatron_chameleon.corpus.shards import DIGEST, DIGESTS_NAME, Shard, domain_number
+from megatron_chameleon.corpus.shards import (
+    COPIES_NAME,
+    COPY,
+    DIGEST,
+    DIGESTS_NAME,
+    DOCUMENT,
+    DOCUMENTS_NAME,
+    Shard,
+    domain_number,
+)
 from megatron_chameleon.corpus.shards import TOKENS_NAME as SHARD_TOKENS_NAME
 from megatron_chameleon.corpus.staging import TOKENS_NAME
 from megatron_chameleon.corpus.tokenizer import Tokenizer
@@ -199,7 +208,7 @@ def join_shards(
         reasons = left_out.reasons(number)
         first = start = 0
         with (shard.root / SHARD_TOKENS_NAME).open("rb") as tokens:
-            for documents in shard.document_blocks(_BLOCK_DOCUMENTS):
+            for documents in shard.blocks(DOCUMENTS_NAME, DOCUMENT, _BLOCK_DOCUMENTS):
                 files = own_numbers[documents["domain"]] * len(SPLITS) + documents["split"]
                 if reasons is not None:
                     here = reasons[first : first + documents.size]
@@ -291,7 +300,7 @@ def find_left_out(
             found.add(number, shards[number].documents, positions, reasons[here], domains)
     # Documents that repeat a text of the same sorted run.
     for number, shard in enumerate(shards):
-        for copies in shard.copy_blocks(_COPIES):
+        for copies in shard.blocks(COPIES_NAME, COPY, _COPIES):
             noted = found.reasons(number)
             is_held_out = False if noted is None else noted[copies["first"]] == HELD_OUT
             reasons = np.where(is_held_out, HELD_OUT, np.full(copies.size, DUPLICATE, np.uint8))

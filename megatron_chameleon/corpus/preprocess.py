@@ -6,10 +6,8 @@ number of processes and machines, and survive a killed run; joining copies their
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import multiprocessing
 import os
 import shlex
@@ -18,12 +16,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
-from concurrent.futures import wait as wait_for_futures
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
@@ -55,8 +49,6 @@ _SECONDS_BETWEEN_REPORTS = 0.2
 
 OnBytes = Callable[[int], object]
 Work = Callable[[OnBytes], Callable[[int], object]]
-# Set once in each worker process, by _start.
-_get_task: Callable[[], Callable[[int], object]]
 
 
 def preprocess_data(options: PreprocessOptions) -> None:
@@ -82,7 +74,14 @@ def preprocess_data(options: PreprocessOptions) -> None:
             if options.shard_share is not None:
                 first, step = options.shard_share
                 run.make_shards(range(total)[first - 1 :: step], tokenizer)
-                print(_summary_of_share(options.shard, step, total, folder.finished()))
+                missing = sorted({n % step + 1 for n in set(range(total)) - folder.finished()})
+                others = [f"--shard {i}/{step}" for i in missing[:_SHARES_SHOWN]]
+                others += ["..."] if len(missing) > _SHARES_SHOWN else []
+                print(
+                    f"--shard {options.shard} is done\nnext: the same command "
+                    + (f"with {', '.join(others)}, then " if others else "")
+                    + f"without --shard, which joins all {total} shards"
+                )
                 return
             run.make_shards(range(total), tokenizer)
             joined = run.join(found, tokenizer, stopwatch)
@@ -281,18 +280,13 @@ def check_domains(
         raise UserError(f"there is no text in {sources[0].name}; correct --input")
     for name, domain in domains.items():
         parts = {split: domain.split(split) for split in SPLITS}
-        documents = sum(part.documents for part in parts.values())
-        if documents == 0:
-            names = [source.name for source in sources if source.domain in (name, None)]
-            raise UserError(
-                f"domain '{name}' is empty: there is no text for it in {' or '.join(names[:3])}; "
-                "add some, or leave it out"
-            )
         for split, part in parts.items():
             if part.documents == 0:
+                documents = sum(part.documents for part in parts.values())
+                names = [source.name for source in sources if source.domain in (name, None)]
                 raise UserError(
-                    f"domain '{name}' has no document in {split}, of {documents} in all; add "
-                    "documents, or change --split"
+                    f"domain '{name}' has no document in {split}, and {documents} in all, from "
+                    f"{' or '.join(names[:3])}; add documents, or change --split"
                 )
             if part.tokens < min_tokens:
                 raise UserError(
@@ -324,24 +318,6 @@ def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
     ]
     _SourcesRead(sources).save(path)
     return sha256_of_json([chunk["sha256"] for read in chunks for chunk in read])
-
-
-def _summary_of_share(
-    share: str | None, machines: int, total: int, finished: Collection[int]
-) -> str:
-    missing = set(range(total)) - set(finished)
-    if not missing:
-        return (
-            f"--shard {share} is done, and so are all {total} shards\n"
-            "next: the same command without --shard joins them"
-        )
-    others = [f"--shard {i}/{machines}" for i in sorted({n % machines + 1 for n in missing})]
-    more = f" and {len(others) - _SHARES_SHOWN} more" if len(others) > _SHARES_SHOWN else ""
-    return (
-        f"--shard {share} is done; {len(missing)} of all {total} shards are missing\n"
-        f"next: the same command with {', '.join(others[:_SHARES_SHOWN])}{more}, and "
-        "without --shard in the end"
-    )
 
 
 def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
@@ -408,89 +384,82 @@ def work_in_processes(
     # A new interpreter each: a forked copy could inherit locks that our threads hold.
     context = multiprocessing.get_context("spawn")
     num_workers = min(num_workers, len(numbers))
-    num_bytes = context.Value("q")
-    others = set(multiprocessing.active_children())
-    workers: set[BaseProcess] = set()
-    remaining, waiting = iter(numbers), set[Future[None]]()
+    num_bytes, taken = context.Value("q"), context.Value("q")
+    received, errors = context.Pipe(duplex=False)
+    arguments = (work, numbers, num_workers, num_bytes, taken, errors)
+    workers = [context.Process(target=_work, args=arguments) for _ in range(num_workers)]
     reported = 0
     try:
-        with ProcessPoolExecutor(
-            num_workers, context, _start, (work, num_bytes, num_workers)
-        ) as pool:
-            try:
-                while True:
-                    for number in itertools.islice(remaining, 2 * num_workers - len(waiting)):
-                        with _interrupts_blocked():  # this may start a process
-                            waiting.add(pool.submit(_run, number))
-                            # Listed now: processes that have ended are omitted.
-                            workers |= set(multiprocessing.active_children()) - others
-                    if not waiting:
-                        return
-                    done, waiting = wait_for_futures(
-                        waiting, _SECONDS_BETWEEN_REPORTS, return_when=FIRST_COMPLETED
+        # Processes that are started while Ctrl-C is blocked never receive it; this one ends them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for worker in workers:
+                worker.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        running = list(workers)
+        while running:
+            sentinels = [worker.sentinel for worker in running]
+            ended = wait([received, *sentinels], _SECONDS_BETWEEN_REPORTS)
+            total = num_bytes.get_obj().value  # a killed worker may hold the lock
+            on_bytes(total - reported)
+            reported = total
+            if received in ended:
+                raise received.recv()
+            for worker in [worker for worker in running if worker.sentinel in ended]:
+                running.remove(worker)
+                worker.join()
+                status = worker.exitcode or 0
+                if status == -signal.SIGTERM:
+                    raise KeyboardInterrupt
+                if status < 0:
+                    raise UserError(
+                        f"a worker process was killed by {signal.Signals(-status).name}, as "
+                        "happens when memory runs out: use fewer --workers, or run the same "
+                        "command again"
                     )
-                    total = num_bytes.get_obj().value  # a killed worker may hold the lock
-                    on_bytes(total - reported)
-                    reported = total
-                    for future in done:
-                        future.result()
-            except BrokenProcessPool:
-                raise
-            except BaseException:
-                for worker in workers:
-                    worker.terminate()
-                raise
-    except BrokenProcessPool:
-        # After the pool's thread has collected all exit statuses, which would race with us. After
-        # losing one worker, the pool terminates the others by SIGTERM.
-        statuses = {worker.exitcode or 0 for worker in workers} - {0, -signal.SIGTERM}
-        if not statuses:
-            raise KeyboardInterrupt from None
-        status = min(statuses)
-        if status < 0:
-            raise UserError(
-                f"a worker process was killed by {signal.Signals(-status).name}, as happens when "
-                "memory runs out: use fewer --workers, or run the same command again"
-            ) from None
-        raise RuntimeError(f"a worker process exited with status {status}") from None
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Delay Ctrl-C; processes that are started here never receive it: their parent ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
+                if status:
+                    raise RuntimeError(f"a worker process exited with status {status}")
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for worker in workers:
+            if worker.pid is not None:
+                worker.terminate()
+                worker.join()
 
 
-def _start(work: Work, num_bytes: Synchronized[int], num_workers: int) -> None:
-    """Set up a worker process."""
-    global _get_task
+def _work(
+    work: Work,
+    numbers: Sequence[int],
+    num_workers: int,
+    num_bytes: Synchronized[int],
+    taken: Synchronized[int],
+    errors: Connection,
+) -> None:
+    """Process the next of ``numbers`` until all are taken."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # For libraries that would use all cores.
     threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     warnings.simplefilter("ignore")  # the parent process has warned
 
-    def on_bytes(count: int) -> None:
-        with num_bytes.get_lock():
-            num_bytes.value += count
+    def add(counter: Synchronized[int], count: int) -> int:
+        with counter.get_lock():
+            counter.value += count
+            return counter.value
 
-    _get_task = functools.cache(lambda: work(on_bytes))
-
-
-def _run(number: int) -> None:
     try:
-        _get_task()(number)
-    except UserError:
-        raise
+        task = work(functools.partial(add, num_bytes))
+        while (position := add(taken, 1) - 1) < len(numbers):
+            task(numbers[position])
     except BaseException as error:
-        refusal = system_error_message(error)
-        if refusal:
-            raise UserError(f"{refusal}; fix that and run the same command again") from None
-        raise RuntimeError(f"a worker process failed:\n{traceback.format_exc()}") from None
+        problem: Exception = RuntimeError(f"a worker process failed:\n{traceback.format_exc()}")
+        if isinstance(error, UserError):
+            problem = error
+        elif message := system_error_message(error):
+            problem = UserError(f"{message}; fix that and run the same command again")
+        with taken.get_lock():
+            errors.send(problem)
+        sys.exit(1)
 
 
 def _exit_with_parent() -> None:

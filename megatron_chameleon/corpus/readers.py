@@ -232,17 +232,31 @@ class DocumentReader:
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The number of the first row, from 1, and rows with the columns of ``keys``."""
         if source.kind == "parquet":
-            for row, batch, num_bytes in read_row_groups(
-                source.path, keys, chunk.start, chunk.stop
-            ):
-                yield row, batch
-                self.on_bytes(num_bytes)
+            yield from self._row_groups(source.path, chunk.start, chunk.stop, keys)
             return
         for row, batch in read_dataset_shard(source):
             names = batch.schema.names
             leaves = columns_for(batch.schema, keys, source.name)
             columns = [leaf if leaf in names else leaf.split(".")[0] for leaf in leaves]
             yield row, batch.select(list(dict.fromkeys(columns)))
+
+    def _row_groups(
+        self, path: str, start: int, stop: int | None, keys: Mapping[str, str]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Rows of the row groups [start, stop) of a parquet file."""
+        with _opened(path) as file:
+            # Statistics of columns are not read: where they are damaged, pyarrow ends the process.
+            metadata, sizes = file.metadata, _bytes_on_disk(path, file.metadata)
+            columns = columns_for(file.schema_arrow, keys, path)
+            row = 1 + sum(metadata.row_group(group).num_rows for group in range(start))
+            for group in range(start, metadata.num_row_groups if stop is None else stop):
+                num_rows = metadata.row_group(group).num_rows
+                rows = _BATCH_BYTES * num_rows // max(1, metadata.row_group(group).total_byte_size)
+                rows = min(max(1, rows), _MAX_BATCH_ROWS)
+                for batch in file.iter_batches(rows, [group], columns, use_threads=False):
+                    yield row, batch
+                    row += batch.num_rows
+                self.on_bytes(sizes[group])
 
 
 def _check_unchanged(source: Source) -> None:
@@ -392,9 +406,9 @@ class RecordParser:
             unwanted = Counter(name for name in names if final[name] is None)
             self._malformed.add(MalformedLines(unwanted=unwanted))
         return [
-            Document(domain, text, split)
+            Document(final_name, text, split)
             for text, name in zip(texts, names, strict=True)
-            if (domain := final[name]) is not None
+            if (final_name := final[name]) is not None
         ]
 
     def _may_be_too_long(self, text: str) -> bool:
@@ -655,39 +669,6 @@ def row_group_bytes(path: str) -> list[int]:
     """
     with _opened(path) as file:
         return _bytes_on_disk(path, file.metadata)
-
-
-def read_row_groups(
-    path: str, keys: Mapping[str, str], start: int = 0, stop: int | None = None
-) -> Iterator[tuple[int, pa.RecordBatch, int]]:
-    """Rows of the row groups [start, stop), with only the columns of ``keys``.
-
-    Args:
-        path: a file, here or on the hub.
-        keys: flag -> key, a column or a path with dots into one.
-        start: the first row group.
-        stop: the first that is not read; None reads to the end.
-
-    Yields:
-        The number in the file of the batch's first row, from 1; the batch; and, with the last batch
-        of a row group, its approximate bytes on disk, otherwise 0.
-
-    Raises:
-        UserError: if the file cannot be read, is not parquet, is damaged, or lacks a column.
-    """
-    with _opened(path) as file:
-        # Statistics of columns are not read: where they are damaged, pyarrow ends the process.
-        metadata, sizes = file.metadata, _bytes_on_disk(path, file.metadata)
-        columns = columns_for(file.schema_arrow, keys, path)
-        row = 1 + sum(metadata.row_group(group).num_rows for group in range(start))
-        for group in range(start, metadata.num_row_groups if stop is None else stop):
-            left = num_rows = metadata.row_group(group).num_rows
-            rows = _BATCH_BYTES * num_rows // max(1, metadata.row_group(group).total_byte_size)
-            rows = min(max(1, rows), _MAX_BATCH_ROWS)
-            for batch in file.iter_batches(rows, [group], columns, use_threads=False):
-                left -= batch.num_rows
-                yield row, batch, 0 if left else sizes[group]
-                row += batch.num_rows
 
 
 def columns_for(schema: pa.Schema, keys: Mapping[str, str], name: str) -> list[str]:

@@ -130,13 +130,11 @@ class Shard(FolderRecord):
                     "command again"
                 )
 
-    def document_blocks(self, size: int) -> Iterator[NDArray[np.void]]:
-        """The DOCUMENT records, at most ``size`` at a time."""
-        return _blocks(self.root / DOCUMENTS_NAME, DOCUMENT, size)
-
-    def copy_blocks(self, size: int) -> Iterator[NDArray[np.void]]:
-        """The COPY records, at most ``size`` at a time."""
-        return _blocks(self.root / COPIES_NAME, COPY, size)
+    def blocks(self, name: str, dtype: np.dtype[np.void], size: int) -> Iterator[NDArray[np.void]]:
+        """The records in the file ``name``, at most ``size`` at a time."""
+        with (self.root / name).open("rb") as stream:
+            while block := stream.read(size * dtype.itemsize):
+                yield np.frombuffer(block, dtype)
 
 
 class ShardWriter:
@@ -296,7 +294,13 @@ def make_shard(
     without_text, without_tokens = Counter[int](), Counter[int]()  # of the two threads
     unread = _batches(documents, options.split_shares, domains, without_text)
     writer = ShardWriter(folder, tokenizer.token_type)
-    with quick_thread_switches(), ThreadPoolExecutor(1) as writing_thread:
+    switch_interval = sys.getswitchinterval()
+    # An encoder releases the GIL and reacquires it after its batch while the reader is parsing.
+    # Python's default of 5 ms would be a tenth of the time of a batch.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.setswitchinterval, switch_interval)
+        writing_thread = stack.enter_context(ThreadPoolExecutor(1))
         # Pipeline: one batch is read and one is written while another is encoded.
         ahead = _next_in_thread(unread)
         written = writing_thread.submit(lambda: None)
@@ -430,27 +434,6 @@ def splits_of(heads: NDArray[np.uint64], shares: tuple[float, float, float]) -> 
     return np.searchsorted([train_end, valid_end], positions, side="right").astype(np.uint8)
 
 
-@contextlib.contextmanager
-def quick_thread_switches() -> Iterator[None]:
-    """Lower the GIL's switch interval to half a millisecond.
-
-    An encoder releases the GIL and reacquires it after its batch while the reader is parsing.
-    Python's default of 5 ms would be a tenth of the time of a batch.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 def _checksum(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-
-def _blocks(path: Path, dtype: np.dtype[np.void], size: int) -> Iterator[NDArray[np.void]]:
-    with path.open("rb") as stream:
-        while block := stream.read(size * dtype.itemsize):
-            yield np.frombuffer(block, dtype)

@@ -557,20 +557,8 @@ def _dataset_errors(name: DatasetName) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # from many libraries, without a common base class
-        raise UserError(f"{name}: {one_line(error).rstrip('.')}; {_hint(error)}") from error
-
-
-def _hint(error: Exception) -> str:
-    message = str(error)
-    if "scripts are no longer supported" in message or "trust_remote_code" in message:
-        return (
-            "use the hub's copy NAME@refs/convert/parquet, if it exists, or download the text and "
-            "pass the files"
-        )
-    if "is a gated dataset" in message or "must be authenticated" in message:
-        return "request access on its page, then log in with 'hf auth login' or set HF_TOKEN"
-    if "cannot be accessed" in message:
-        return "correct the name, or log in with 'hf auth login' if it is private"
-    if "Config name is missing" in message:
-        return f"add :CONFIG, or :{ALL_CONFIGS} for all of them"
-    return "correct it"
+        raise UserError(
+            f"{name}: {one_line(error).rstrip('.')}; correct the name, add :CONFIG (or "
+            f":{ALL_CONFIGS} for all of them), log in with 'hf auth login' if it is gated or "
+            "private, or use the hub's copy NAME@refs/convert/parquet of one with a script"
+        ) from error

@@ -283,7 +283,7 @@ class CorpusFolder:
         with writing(self.root):
             flush_all_to_disk(files)
             require_kind(self.root / Corpus.FILE_NAME, Corpus.KIND)
-            for old in (self.root / Corpus.FILE_NAME, *own_files(self.root)):
+            for old in (self.root / Corpus.FILE_NAME, *_own_files(self.root)):
                 old.unlink(missing_ok=True)
             published = self.staging / _PUBLISHED_NAME
             published.write_text(sha256_of_files(made / Corpus.FILE_NAME))
@@ -321,7 +321,7 @@ class CorpusFolder:
         shutil.rmtree(self.staging / "joined", ignore_errors=True)
 
 
-def own_files(root: Path) -> list[Path]:
+def _own_files(root: Path) -> list[Path]:
     """Files in ``root`` that have the names of a corpus's files, corpus.json excepted."""
     return [path for pattern in _OWN_FILES for path in root.glob(pattern)]
 
@@ -365,7 +365,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
                     )
                 require_kind(root / Corpus.FILE_NAME, Corpus.KIND)
                 if not has_corpus and not (partial / Plan.FILE_NAME).exists():
-                    require_new(own_files(root), "choose another --output")
+                    require_new(_own_files(root), "choose another --output")
                 yield folder
         finally:
             with contextlib.suppress(OSError):  # a folder is not empty, or another process began

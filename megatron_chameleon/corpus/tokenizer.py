@@ -1,46 +1,46 @@
-"""A tokenizer: its file in any of the supported formats, its identity, and encoding documents."""
+"""Tokenizers: their files in every supported format, and encoding documents.
+
+A tiktoken file contains neither the pattern that splits text into words nor the special tokens.
+Both are built in for the published files; other files need ``--tiktoken-pattern``.
+"""
 
 from __future__ import annotations
 
+import base64
+import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
+import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-import orjson
+import sentencepiece
+import tokenizers
 from numpy.typing import NDArray
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_chameleon.artifacts import Corpus, TokenizerIdentity
 from megatron_chameleon.artifacts.corpus import tokenizer_hash
 from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.corpus.encoders import (
-    Encoder,
-    JsonEncoder,
-    SentencePieceEncoder,
-    TiktokenEncoder,
-    TokenizerKind,
-    is_tiktoken,
-    pattern_and_special_tokens,
-)
 from megatron_chameleon.corpus.indexed import TokenType, token_type
 from megatron_chameleon.errors import UserError
 
+TokenizerKind = Literal["tokenizers", "sentencepiece", "tiktoken"]
+
 # Name of the file inside a corpus.
-FILE_NAMES: Mapping[TokenizerKind, str] = MappingProxyType(
-    {
-        "tokenizers": "tokenizer.json",
-        "sentencepiece": "tokenizer.model",
-        "tiktoken": "tokenizer.tiktoken",
-    }
-)
+FILE_NAMES: Mapping[TokenizerKind, str] = {
+    "tokenizers": "tokenizer.json",
+    "sentencepiece": "tokenizer.model",
+    "tiktoken": "tokenizer.tiktoken",
+}
 # File names searched in a folder.
 _IN_A_FOLDER = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
 # GPT-2's vocabulary -> its merges: as transformers (and, with a prefix, Megatron-LM) and as the
@@ -59,10 +59,316 @@ _WINDOW = 4096
 # several spaces, and after a line.
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")
 _PLACES = (_BETWEEN_WORDS, re.compile(r"(?= \S)"), re.compile(r"(?<=\S\n)(?=\S)"))
-# Of long texts; the libraries need many times their size.
-_CHARACTERS_AT_ONCE = 2_000_000
+# The libraries need many times their size.
+_PARTS_AT_ONCE = 4
 # Tokens of some texts, each followed by the end-of-document token, and their lengths, int64.
 _Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
+
+# tiktoken
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SPACE = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Pre-tokenization regular expressions by encoding name.
+PATTERNS: Mapping[str, str] = {
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cl100k_base": _WORDS + r"|\s+$" + _SPACE,
+    "o200k_base": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACE
+    ),
+    # Like cl100k_base except for white space at the end of the text.
+    "llama3": _WORDS + _SPACE,
+}
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?(?:\n|\Z)")
+_EOD = "<|endoftext|>"
+
+
+class PublishedFile(NamedTuple):
+    """A published tiktoken file: the name of its pattern, and its special tokens."""
+
+    pattern: str
+    special_tokens: Mapping[str, int]
+
+
+_GPT2_SPECIAL_TOKENS = {_EOD: 50_256}
+_CL100K_SPECIAL_TOKENS = {
+    _EOD: 100_257,
+    "<|fim_prefix|>": 100_258,
+    "<|fim_middle|>": 100_259,
+    "<|fim_suffix|>": 100_260,
+    "<|endofprompt|>": 100_276,
+}
+_O200K_SPECIAL_TOKENS = {_EOD: 199_999, "<|endofprompt|>": 200_018}
+# Llama 3 has 256; those whose names differ between its releases are unnamed.
+_LLAMA3_NAMES = {0: "begin_of_text", 1: "end_of_text", 9: "eot_id"}
+_LLAMA3_NAMES |= {6: "start_header_id", 7: "end_header_id"}
+_LLAMA3_SPECIAL_TOKENS = {
+    f"<|{_LLAMA3_NAMES.get(i, f'unnamed_{i}')}|>": 128_000 + i for i in range(256)
+}
+# By the SHA-256 of the file: r50k_base (GPT-2), p50k_base, cl100k_base, o200k_base, Llama 3's
+# tokenizer.model.
+PUBLISHED = {
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": PublishedFile(
+        "gpt2", _GPT2_SPECIAL_TOKENS
+    ),
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": PublishedFile(
+        "gpt2", _GPT2_SPECIAL_TOKENS
+    ),
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": PublishedFile(
+        "cl100k_base", _CL100K_SPECIAL_TOKENS
+    ),
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": PublishedFile(
+        "o200k_base", _O200K_SPECIAL_TOKENS
+    ),
+    "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": PublishedFile(
+        "llama3", _LLAMA3_SPECIAL_TOKENS
+    ),
+}
+
+
+# Encoders
+
+
+class JsonEncoder:
+    """A tokenizer.json of the ``tokenizers`` library.
+
+    Args:
+        path: of the file, for messages.
+        content: of the file.
+
+    Raises:
+        UserError: if the file is not a tokenizer.json.
+    """
+
+    kind: TokenizerKind = "tokenizers"
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises nothing narrower
+            raise _unreadable(path, "tokenizer.json of the tokenizers library", error) from error
+        # Ignore the file's truncation and padding.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        # Ids may have gaps.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of the token with this name; None if there is none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def special_tokens(self) -> list[str]:
+        """Names of the tokens that do not represent text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [token.content for _, token in sorted(added.items()) if token.special]
+
+
+class SentencePieceEncoder:
+    """A SentencePiece .model.
+
+    Args:
+        path: of the file, for messages.
+        content: of the file.
+
+    Raises:
+        UserError: if the file is not a SentencePiece model.
+    """
+
+    kind: TokenizerKind = "sentencepiece"
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        try:
+            self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (OSError, RuntimeError) as error:
+            raise _unreadable(path, "SentencePiece model", error) from error
+        self.vocab_size = len(self._model)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
+        encoded = self._model.encode(list(texts), out_type=int, num_threads=_num_threads())
+        return [np.array(ids, dtype=np.uint32) for ids in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return str(self._model.decode(list(ids)))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of the token with this name; None if there is none."""
+        found = int(self._model.piece_to_id(token))  # the unknown token's if there is none
+        return found if self._model.id_to_piece(found) == token else None
+
+    def special_tokens(self) -> list[str]:
+        """Names of the tokens that do not represent text."""
+        ids = range(self.vocab_size)
+        return [self._model.id_to_piece(i) for i in ids if self._model.is_control(i)]
+
+
+class TiktokenEncoder:
+    """A tiktoken file with its pattern and its special tokens.
+
+    Args:
+        path: of the file, for messages.
+        content: of the file.
+        pattern: a regular expression.
+        special_tokens: name -> id.
+
+    Raises:
+        UserError: if the file is not a tiktoken file, the pattern is not a regular expression, or
+            the tiktoken package is missing.
+    """
+
+    kind: TokenizerKind = "tiktoken"
+
+    def __init__(
+        self, path: Path, content: bytes, pattern: str, special_tokens: Mapping[str, int]
+    ) -> None:
+        self._ranks = read_ranks(path, content)
+        self._special = dict(special_tokens)
+        self.vocab_size = 1 + max(*self._ranks.values(), *special_tokens.values())
+        try:
+            import tiktoken
+        except ImportError:
+            raise UserError(
+                f"{path} is a tiktoken file, which needs the package tiktoken: pip install tiktoken"
+            ) from None
+        try:
+            self._encoding = tiktoken.Encoding(
+                path.name,
+                pat_str=pattern,
+                mergeable_ranks=self._ranks,
+                special_tokens=self._special,
+            )
+        except ValueError as error:
+            raise UserError(
+                f"--tiktoken-pattern {pattern}: rejected by tiktoken "
+                f"({' '.join(str(error).split())}); use {', '.join(PATTERNS)} or another regular "
+                "expression"
+            ) from error
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
+        if len(texts) == 1:
+            return [self._encode(texts[0])]
+        with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
+            return list(pool.map(self._encode, texts))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return str(self._encoding.decode(list(ids)))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of the token with this name; None if there is none."""
+        return self._special.get(token, self._ranks.get(token.encode("utf-8")))
+
+    def special_tokens(self) -> list[str]:
+        """Names of the tokens that do not represent text."""
+        return sorted(self._special, key=lambda token: self._special[token])
+
+    def _encode(self, text: str) -> NDArray[np.uint32]:
+        try:
+            return np.array(self._encoding.encode_ordinary(text), dtype=np.uint32)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise UserError(
+                f"tiktoken fails on a text of {len(text)} characters that begins {text[:40]!r} "
+                f"({error}); leave it out, or use a simpler --tiktoken-pattern"
+            ) from None
+
+
+# Special tokens are never recognized in text: '<|endoftext|>' in a document is encoded as plain
+# text, so no text can end a document.
+Encoder = JsonEncoder | SentencePieceEncoder | TiktokenEncoder
+
+
+def is_tiktoken(content: bytes) -> bool:
+    """Whether ``content`` starts like a tiktoken file."""
+    return _TIKTOKEN_LINE.match(content) is not None
+
+
+def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    """Read a tiktoken file: byte string -> rank (token id).
+
+    Raises:
+        UserError: if a line is not a base64 string and its rank, a byte has no rank, or two byte
+            strings share one.
+    """
+    try:
+        pairs = (line.split() for line in content.splitlines() if line.strip())
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        raise _unreadable(path, "tiktoken file", error) from error
+    missing = [value for value in range(256) if bytes([value]) not in ranks]
+    if missing:
+        raise _unreadable(path, "tiktoken file", f"the byte {missing[0]} has no rank")
+    if len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
+        raise _unreadable(path, "tiktoken file", "two byte strings have the same rank")
+    return ranks
+
+
+def pattern_and_special_tokens(
+    path: Path, content: bytes, wanted: str | None, eod_token: str
+) -> tuple[str, dict[str, int]]:
+    """Pre-tokenization regular expression and special tokens of a tiktoken file.
+
+    Args:
+        path: of the file, for messages.
+        content: of the file.
+        wanted: one of PATTERNS, a regular expression, or None for that of a published file.
+        eod_token: the only special token of an unknown file; its id is the next free one.
+
+    Raises:
+        UserError: if the pattern is unknown and was not passed.
+    """
+    known = PUBLISHED.get(hashlib.sha256(content).hexdigest())
+    name = wanted or (known.pattern if known else None)
+    if name is None:
+        raise UserError(
+            f"{path} has no pattern to split text into words with: pass --tiktoken-pattern "
+            f"{', '.join(PATTERNS)} or a regular expression"
+        )
+    if known:
+        special = dict(known.special_tokens)
+    else:
+        special = {eod_token: 1 + max(read_ranks(path, content).values())}
+    return PATTERNS.get(name, name), special
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether ``error`` is a Rust panic, which is neither an Exception nor importable."""
+    return type(error).__name__ == "PanicException"
+
+
+def _num_threads() -> int:
+    """Number of encoding threads: RAYON_NUM_THREADS, or all cores of this process.
+
+    The Rust libraries follow that variable; worker processes set it.
+    """
+    requested = os.environ.get("RAYON_NUM_THREADS", "")
+    if requested.isdecimal() and int(requested):
+        return int(requested)
+    return len(os.sched_getaffinity(0))
+
+
+def _unreadable(path: Path, what: str, error: object) -> UserError:
+    reason = " ".join(str(error).split())
+    return UserError(f"{path} is not a {what} ({reason}); tools/train_tokenizer.py makes one")
+
+
+# Files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +427,7 @@ def read_tokenizer_file(path: Path, tiktoken_pattern: str | None, eod_token: str
     Raises:
         UserError: if there is none, its format is unknown, or its pattern is not known.
     """
-    file = find_tokenizer_file(path)
-    kind, content = _kind_and_content(file)
+    file, kind, content = _read(path)
     if kind == "tiktoken":
         pattern, special = pattern_and_special_tokens(file, content, tiktoken_pattern, eod_token)
         return TokenizerFile(file, kind, content, pattern, special)
@@ -135,21 +440,16 @@ def read_tokenizer_file(path: Path, tiktoken_pattern: str | None, eod_token: str
 
 def recorded_tokenizer_file(path: Path, identity: TokenizerIdentity) -> TokenizerFile:
     """The tokenizer at ``path``, with the pattern and special tokens that a corpus has recorded."""
-    file = find_tokenizer_file(path)
-    kind, content = _kind_and_content(file)
-    return TokenizerFile(file, kind, content, identity.pattern, identity.special_tokens)
+    return TokenizerFile(*_read(path), identity.pattern, identity.special_tokens)
 
 
-def find_tokenizer_file(path: Path) -> Path:
-    """``path`` itself, or the one tokenizer in it if it is a folder.
-
-    Raises:
-        UserError: if there is none, or more than one.
-    """
+def _read(path: Path) -> tuple[Path, TokenizerKind, bytes]:
+    """The one tokenizer at ``path``, its library, and the content that a corpus keeps."""
+    file = path
     if path.is_dir():
-        inside = [file for name in _IN_A_FOLDER for file in sorted(path.glob(name))]
+        inside = [found for name in _IN_A_FOLDER for found in sorted(path.glob(name))]
         if len(inside) > 1:
-            names = ", ".join(file.name for file in inside)
+            names = ", ".join(found.name for found in inside)
             raise UserError(f"{path} holds more than one tokenizer ({names}); name one file")
         # A tokenizer.json next to a pair of GPT-2 files was made from them.
         found = inside[0] if inside else vocab_file_in(path)
@@ -158,28 +458,22 @@ def find_tokenizer_file(path: Path) -> Path:
                 f"{path} holds no tokenizer: none of {', '.join(_IN_A_FOLDER)}, and no vocab.json "
                 "with its merges.txt; name a file"
             )
-        return found
-    if not path.is_file():
+        file = found
+    if not file.is_file():
         raise UserError(f"{path} does not exist; tools/train_tokenizer.py makes a tokenizer")
-    return path
-
-
-def _kind_and_content(file: Path) -> tuple[TokenizerKind, bytes]:
-    """The library of a file, and the content that a corpus keeps."""
     if file.name.endswith(tuple(_GPT2_NAMES)):
-        return "tokenizers", tokenizer_json_of(file)
+        return file, "tokenizers", tokenizer_json_of(file)
     content = file.read_bytes()
     if file.suffix == ".json":
-        return "tokenizers", content
+        return file, "tokenizers", content
     # Llama 3's is called tokenizer.model too.
     if file.suffix == ".tiktoken" or is_tiktoken(content):
-        return "tiktoken", content
+        return file, "tiktoken", content
     if file.suffix == ".model":
-        return "sentencepiece", content
+        return file, "sentencepiece", content
     raise UserError(
         f"{file}: a tokenizer must be a tokenizer.json, a vocab.json with its merges.txt, a "
-        "tiktoken file or a SentencePiece .model; tools/train_tokenizer.py makes the first or the "
-        "last"
+        "tiktoken file or a SentencePiece .model; tools/train_tokenizer.py makes one"
     )
 
 
@@ -204,11 +498,19 @@ def tokenizer_json_of(vocab_file: Path) -> bytes:
         UserError: if the merges are missing, or the files do not make a byte-level BPE.
     """
     ending = next(name for name in _GPT2_NAMES if vocab_file.name.endswith(name))
-    merges_file = vocab_file.with_name(vocab_file.name.removesuffix(ending) + _GPT2_NAMES[ending])
+    merges_file = Path(f"{vocab_file}".removesuffix(ending) + _GPT2_NAMES[ending])
     if not merges_file.is_file():
         raise UserError(f"{merges_file} is missing; {vocab_file} needs its merges")
-    vocab = _read_vocab(vocab_file)
-    merges = _read_merges(merges_file, vocab_file, vocab)
+    try:
+        vocab, merges = BPE.read_file(str(vocab_file), str(merges_file))
+        BPE(vocab, merges)
+        if missing := sorted(set(ByteLevel.alphabet()) - vocab.keys()):
+            raise ValueError(f"there is no entry for {len(missing)} of the 256 bytes")
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(
+            f"{vocab_file} and {merges_file.name} are not those of a byte-level BPE, as GPT-2's "
+            f"are ({' '.join(str(error).split())})"
+        ) from error
     made = {left + right for left, right in merges}.union(ByteLevel.alphabet())
     ordered = sorted(vocab.items(), key=lambda entry: entry[1])
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -217,8 +519,8 @@ def tokenizer_json_of(vocab_file: Path) -> bytes:
         for token, number in ordered
         if token not in made
     ]
-    by_bytes: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
-    by_bytes |= {"trim_offsets": True, "use_regex": True}
+    byte_flags = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    by_bytes = {"type": "ByteLevel", **byte_flags}
     content = {
         "version": "1.0",
         "truncation": None,
@@ -241,41 +543,6 @@ def tokenizer_json_of(vocab_file: Path) -> bytes:
         },
     }
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
-
-
-def _read_vocab(path: Path) -> dict[str, int]:
-    try:
-        vocab = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON ({error}); use GPT-2's vocabulary") from error
-    if not isinstance(vocab, dict) or not all(type(number) is int for number in vocab.values()):
-        raise UserError(f"{path} does not map tokens to ids, as GPT-2's vocabulary does")
-    missing = [char for char in sorted(ByteLevel.alphabet()) if char not in vocab]
-    if missing:
-        raise UserError(
-            f"{path} has no entry for {len(missing)} of the 256 bytes ({missing[0]!r} for one): "
-            "it is not of a byte-level BPE, as GPT-2's is"
-        )
-    return vocab
-
-
-def _read_merges(path: Path, vocab_file: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error}); use GPT-2's merges") from error
-    merges = []
-    for number, line in enumerate(lines, start=1):
-        # Only on the first line: there are merges that begin with '#'.
-        if not line.strip() or (number == 1 and line.startswith("#version")):
-            continue
-        pair = line.split()
-        if len(pair) != 2 or not vocab.keys() >= {*pair, "".join(pair)}:
-            raise UserError(
-                f"{path}:{number} is not a merge of two entries of {vocab_file} into a third"
-            )
-        merges.append((pair[0], pair[1]))
-    return merges
 
 
 class FastEncoder(Protocol):
@@ -383,16 +650,20 @@ class Tokenizer:
 
     def _encode_in_parts(self, texts: Sequence[str]) -> _Encoded:
         """Encode the parts of long texts, and remove the end-of-document tokens within texts."""
-        parts_of = [list(parts(text, self._drops_space)) for text in texts]
-        groups = _groups(itertools.chain.from_iterable(parts_of))
-        encoded = [self._encode(group) for group in groups]
-        tokens = np.concatenate([tokens for tokens, _ in encoded])
-        lengths = np.concatenate([lengths for _, lengths in encoded])
-        counts = np.array(list(map(len, parts_of)))
-        is_inner = np.ones(lengths.size, dtype=bool)
-        is_inner[np.cumsum(counts) - 1] = False
-        tokens = np.delete(tokens, np.cumsum(lengths)[is_inner] - 1)
-        return tokens, np.add.reduceat(lengths - is_inner, np.cumsum(counts) - counts)
+        encoded: list[_Encoded] = []
+        for is_long, group in itertools.groupby(texts, lambda text: len(text) > LONGEST_PART):
+            if not is_long:
+                encoded.append(self._encode(list(group)))
+                continue
+            for text in group:
+                some = list(parts(text, self._drops_space))
+                steps = range(0, len(some), _PARTS_AT_ONCE)
+                tokens, lengths = _joined(
+                    [self._encode(some[i : i + _PARTS_AT_ONCE]) for i in steps]
+                )
+                tokens = np.delete(tokens, np.cumsum(lengths)[:-1] - 1)
+                encoded.append((tokens, np.array([tokens.size])))
+        return _joined(encoded)
 
     @functools.cached_property
     def _drops_space(self) -> bool:
@@ -416,33 +687,24 @@ def parts(text: str, drop_space: bool, longest: int = LONGEST_PART) -> Iterator[
     """
     start = 0
     while len(text) - start > longest:
-        end = start + longest
-        cut, pattern = _last_place(text, max(start + 1, end - _WINDOW), end)
+        cut = end = start + longest
+        dropped = 0
+        for pattern in _PLACES:
+            places = [
+                place.start()
+                for place in pattern.finditer(text, max(start + 1, end - _WINDOW), end)
+            ]
+            if places:
+                cut, dropped = places[-1], int(drop_space and pattern is _BETWEEN_WORDS)
+                break
         yield text[start:cut]
-        start = cut + (1 if drop_space and pattern is _BETWEEN_WORDS else 0)
+        start = cut + dropped
     yield text[start:]
 
 
-def _last_place(text: str, start: int, end: int) -> tuple[int, re.Pattern[str] | None]:
-    for pattern in _PLACES:
-        places = [place.start() for place in pattern.finditer(text, start, end)]
-        if places:
-            return places[-1], pattern
-    return end, None
-
-
-def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in lists of at least two million characters; the last may have fewer."""
-    group: list[str] = []
-    characters = 0
-    for text in texts:
-        group.append(text)
-        characters += len(text)
-        if characters >= _CHARACTERS_AT_ONCE:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
+def _joined(encoded: Sequence[_Encoded]) -> _Encoded:
+    tokens, lengths = zip(*encoded, strict=True)
+    return np.concatenate(tokens), np.concatenate(lengths)
 
 
 def _check_lengths(lengths: NDArray[np.int64]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import sentencepiece
 import tokenizers
@@ -12,13 +12,12 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from tqdm import tqdm
 
 from megatron_chameleon.artifacts.files import replacing, require_new
 from megatron_chameleon.corpus.options import TrainTokenizerOptions
 from megatron_chameleon.corpus.readers import DocumentReader
 from megatron_chameleon.corpus.sources import Chunk, find_sources
-from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
 
@@ -27,8 +26,6 @@ from megatron_chameleon.progress import progress_bar
 _SENTENCEPIECE_THREADS = 4
 _LONGEST_LINE = 1 << 20
 
-Train = Callable[[Iterator[str], int, str], bytes]
-
 
 def train_tokenizer(options: TrainTokenizerOptions) -> None:
     """Train a tokenizer on the documents of ``options.source`` and write it.
@@ -36,37 +33,42 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     Raises:
         UserError: if the text cannot be read or is too small for the vocabulary.
     """
-    train = byte_level_bpe if options.output.suffix == ".json" else sentencepiece_bpe
+    output, vocab_size = options.output, options.vocab_size
+    train = byte_level_bpe if output.suffix == ".json" else sentencepiece_bpe
     if not options.overwrite:
-        require_new([options.output], "choose another --output or pass --overwrite")
-    model = _train_on_documents(train, options)
-    with replacing(options.output) as temporary:
-        temporary.write_bytes(model)
-    _report(load_tokenizer(options.output, options.eod_token), options)
-
-
-def _train_on_documents(train: Train, options: TrainTokenizerOptions) -> bytes:
+        require_new([output], "choose another --output or pass --overwrite")
     sources = find_sources(options.source)
-    total = sum(source.bytes for source in sources)
-    with progress_bar(total, "B", "reading") as bar:
+    with progress_bar(sum(source.bytes for source in sources), "B", "reading") as bar:
         reader = DocumentReader(options.source, sources, on_bytes=bar.update)
-        texts = _texts(reader, len(sources), bar)
-        model = train(texts, options.vocab_size, options.eod_token)
+
+        def texts() -> Iterator[str]:
+            any_text = False
+            for number in range(len(sources)):
+                for document in reader.read(Chunk(number)):
+                    any_text = any_text or bool(document.text)
+                    yield document.text
+            if not any_text:
+                raise UserError("--input holds no text to train on")
+            bar.set_description("merging")
+
+        model = train(texts(), vocab_size, options.eod_token)
     reader.malformed.check(options.source.max_malformed_share)
     if reader.malformed.count:
         warnings.warn(f"{reader.malformed.describe()}; they are skipped", stacklevel=2)
-    return model
-
-
-def _texts(reader: DocumentReader, num_sources: int, bar: tqdm) -> Iterator[str]:
-    any_text = False
-    for number in range(num_sources):
-        for document in reader.read(Chunk(number)):
-            any_text = any_text or bool(document.text)
-            yield document.text
-    if not any_text:
-        raise UserError("--input holds no text to train on")
-    bar.set_description("merging")
+    with replacing(output) as temporary:
+        temporary.write_bytes(model)
+    tokenizer = load_tokenizer(output, options.eod_token)
+    if tokenizer.vocab_size < vocab_size:
+        warnings.warn(
+            f"the text is too small for {vocab_size} entries: the vocabulary has "
+            f"{tokenizer.vocab_size}",
+            stacklevel=2,
+        )
+    print(
+        f"{output}: {tokenizer.vocab_size} entries, sha256 {tokenizer.sha256[:12]}\n"
+        f"next: python tools/preprocess_data.py --tokenizer-model {output} --input NAME=PATH ... "
+        "--output CORPUS"
+    )
 
 
 def byte_level_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> bytes:
@@ -113,17 +115,3 @@ def sentencepiece_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> 
             f"{' '.join(str(error).split())}"
         ) from error
     return model.getvalue()
-
-
-def _report(tokenizer: Tokenizer, options: TrainTokenizerOptions) -> None:
-    if tokenizer.vocab_size < options.vocab_size:
-        warnings.warn(
-            f"the text is too small for {options.vocab_size} entries: "
-            f"the vocabulary has {tokenizer.vocab_size}",
-            stacklevel=2,
-        )
-    print(f"{options.output}: {tokenizer.vocab_size} entries, sha256 {tokenizer.sha256[:12]}")
-    print(
-        f"next: python tools/preprocess_data.py --tokenizer-model {options.output} "
-        "--input NAME=PATH ... --output CORPUS"
-    )

@@ -17,10 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_chameleon.corpus import gigatoken, preprocess
-from megatron_chameleon.corpus.encoders import PATTERNS
 from megatron_chameleon.corpus.gigatoken import (
     GigatokenEncoder,
-    StableCharacters,
     difficult_texts,
     gigatoken_for,
     is_stable,
@@ -28,7 +26,7 @@ from megatron_chameleon.corpus.gigatoken import (
     with_gigatoken,
 )
 from megatron_chameleon.corpus.options import EncoderOptions, PreprocessOptions
-from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.tokenizer import PATTERNS, load_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.corpus_making import files_of, made
 from tests.unit.corpus.corpus_making import given as given_inputs
@@ -162,15 +160,6 @@ def disagreeing(tokenizer_json):
     return dataclasses.replace(tokenizer, file=file)
 
 
-def test_it_is_not_used_where_it_disagrees(disagreeing, texts, monkeypatch):
-    with pytest.warns(UserWarning, match="differently"):
-        assert with_encoder(disagreeing, "auto", texts(5)).fast_encoder is None
-    monkeypatch.setattr(gigatoken, "difficult_texts", lambda special_tokens: [])
-    assert with_encoder(disagreeing, "auto", texts(5)).fast_encoder is not None
-    with pytest.warns(UserWarning, match="'here is a Q' differently"):
-        assert with_encoder(disagreeing, "auto", [*texts(5), "here is a Q"]).fast_encoder is None
-
-
 def test_a_corpus_on_which_they_disagree_is_that_of_the_own_library(
     disagreeing, monkeypatch, tmp_path
 ):
@@ -223,28 +212,7 @@ def test_its_memory_is_released_when_it_has_grown(json_tokenizer, monkeypatch):
     assert_same(fast.encode_documents(["abc def " * 20]), before)
 
 
-def test_a_panic_is_a_user_error(json_tokenizer, monkeypatch):
-    class PanicException(BaseException):
-        pass
-
-    def panic(text):
-        raise PanicException("index out of bounds")
-
-    fast = with_gigatoken(json_tokenizer)
-    monkeypatch.setattr(fast.fast_encoder, "_gigatoken", panic)
-    with pytest.raises(UserError, match="--encoder own"):
-        fast.encode_documents(["abc"])
-
-
 # Characters that some releases of Unicode do not define
-
-
-@given(st.lists(st.text(max_size=20), max_size=8))
-@settings(max_examples=100, deadline=None)
-def test_stable_texts_consist_of_stable_characters(texts):
-    stable = StableCharacters()
-    for text in [*texts, *texts]:  # results are cached
-        assert stable.all_in(text) == all(map(is_stable, text))
 
 
 def test_two_releases_of_unicode_agree_on_stable_characters(monkeypatch):

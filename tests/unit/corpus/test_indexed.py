@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import os
 import random
-import resource
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +17,7 @@ import torch
 import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
@@ -30,7 +27,6 @@ from megatron_chameleon.corpus import indexed
 from megatron_chameleon.corpus.indexed import (
     HEADER,
     TYPE_CODES,
-    BlockHasher,
     ExpectedTokens,
     IndexedWriter,
     TokenFile,
@@ -189,29 +185,7 @@ def test_what_megatrons_builder_writes_is_read(dtype, documents):
         assert_holds(open_token_file(build(prefix, dtype, documents)), dtype, documents)
 
 
-def test_parts_of_a_sequence_are_those_of_megatrons_reader(tmp_path):
-    prefix = write(tmp_path / "a")
-    ours, theirs = open_token_file(prefix), IndexedDataset(str(prefix))
-    for sequence, length in enumerate(LENGTHS):
-        for offset in range(length + 1):
-            for count in (None, *range(length - offset + 1)):
-                found = ours.get(sequence, offset, count)
-                assert found.tolist() == theirs.get(sequence, offset, count).tolist()
-    for wrong in [(4, 0, None), (-1, 0, None), (0, 4, None), (0, 1, 3), (0, -1, 1), (0, 2, -1)]:
-        with pytest.raises(IndexError):
-            ours.get(*wrong)
-
-
-def test_an_open_file_is_read_only(tmp_path):
-    file = open_token_file(write(tmp_path / "a"))
-    for array in (file.tokens[:], file.lengths, file.pointers, file.document_boundaries):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 1
-        with pytest.raises(ValueError, match="WRITEABLE"):
-            array.setflags(write=True)
-
-
-# Damage: what is done to the bytes of one of the files.
+# Damage: a change of the bytes of one of the files.
 Damage = tuple[str, Callable[[bytes], bytes]]
 
 
@@ -274,63 +248,6 @@ def test_damage_that_is_not_found_changes_no_token(damage):
         assert (file.tokens[:] < 0).any() or sequences(file) == DOCUMENTS
 
 
-@pytest.mark.parametrize("expected", [EXPECTED, None], ids=["expected", "unknown"])
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_truncated_file_is_rejected(tmp_path, suffix, expected):
-    prefix = write(tmp_path / "a")
-    content = with_suffix(prefix, suffix).read_bytes()
-    for size in range(len(content)):
-        with_suffix(prefix, suffix).write_bytes(content[:size])
-        assert is_rejected(prefix, expected), size
-
-
-ALL_ONES = b"\xff" * 8
-
-
-AT_COUNTS, AT_LENGTHS = 18, HEADER.size
-
-
-AT_POINTERS = AT_LENGTHS + 4 * len(DOCUMENTS)
-
-
-AT_BOUNDARIES = AT_POINTERS + 8 * len(DOCUMENTS)
-
-
-DAMAGES = {
-    "magic": (0, b"XX"),
-    "version": (9, b"\x07"),
-    "type": (17, b"\x63"),
-    "all sequences": (AT_COUNTS, ALL_ONES),
-    "half of them": (AT_COUNTS + 7, b"\x80"),
-    "all boundaries": (AT_COUNTS + 8, ALL_ONES),
-    # 2 sequences take as much room as 3 boundaries.
-    "others in their room": (AT_COUNTS, struct.pack("<QQ", 6, 2)),
-    "no boundaries": (AT_COUNTS, struct.pack("<QQ", 4, 0)),
-    "length below 0": (AT_LENGTHS + 8, b"\xfe\xff\xff\xff"),
-    "a length": (AT_LENGTHS, b"\x04"),
-    "last length": (AT_LENGTHS + 12, b"\x02"),
-    "longest length": (AT_LENGTHS + 12, b"\xff\xff\xff\x7f"),
-    "pointer": (AT_POINTERS + 8, b"\x07"),
-    "pointer below 0": (AT_POINTERS, ALL_ONES),
-    "far pointer": (AT_POINTERS + 31, b"\x7f"),
-    "first boundary": (AT_BOUNDARIES, b"\x01"),
-    "last boundary": (AT_BOUNDARIES + 32, b"\x05"),
-    "boundary that falls": (AT_BOUNDARIES + 8, b"\x03"),
-}
-
-
-@pytest.mark.parametrize(("place", "bytes_"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_index_is_rejected(tmp_path, monkeypatch, place, bytes_):
-    prefix = write(tmp_path / "a")
-    content = bytearray(with_suffix(prefix, ".idx").read_bytes())
-    content[place : place + len(bytes_)] = bytes_
-    for block in (1, 2, 3, 1 << 15):  # sequences checked at a time
-        monkeypatch.setattr(indexed, "_CHECK_BLOCK", block)
-        assert sequences(open_token_file(write(tmp_path / f"whole-{block}"), EXPECTED)) == DOCUMENTS
-        with_suffix(prefix, ".idx").write_bytes(content)
-        assert is_rejected(prefix, None)
-
-
 @pytest.mark.parametrize("change", [{"dtype": "int32"}, {"documents": 5}, {"tokens": 10}])
 def test_files_that_differ_from_the_record_are_rejected(tmp_path, change):
     with pytest.raises(UserError, match=r"a\.idx does not match corpus\.json"):
@@ -387,35 +304,6 @@ def corpus(tmp_path):
         return rng.integers(0, 250, int(rng.integers(500, 2000)))
 
     return write_small_corpus(tmp_path / "corpus", document=document)
-
-
-def test_a_split_without_tokens_can_be_opened(corpus):
-    for suffix in (".bin", ".idx"):
-        with_suffix(corpus.prefix("news", "test"), suffix).unlink()
-    write(corpus.prefix("news", "test"), [])
-    empty = dataclasses.replace(
-        corpus.domains["news"].test, documents=0, tokens=0, block_checksums=None
-    )
-    news = dataclasses.replace(corpus.domains["news"], test=empty)
-    file = open_tokens(dataclasses.replace(corpus, domains={"news": news}), "news", "test")
-    assert len(file) == file.tokens.size == file.starts.size == 0
-
-
-@given(st.lists(st.integers(0, 2 * BLOCK_BYTES + 9), max_size=4), st.booleans())
-def test_block_hashes_do_not_depend_on_how_the_stream_is_split(sizes, ended):
-    content = random.Random(0).randbytes(sum(sizes))
-    hasher, first = BlockHasher(), 0
-    for size in sizes:
-        hasher.update(content[first : first + size])
-        first += size
-    found = hasher.take()
-    hasher.end_block()
-    found += hasher.take()
-    expected = [
-        xxhash.xxh3_64_intdigest(content[i : i + BLOCK_BYTES])
-        for i in range(0, len(content), BLOCK_BYTES)
-    ]
-    assert np.frombuffer(found, "<u8").tolist() == expected
 
 
 @pytest.mark.parametrize("permutation", ["megatron", "epoch", "feistel"])
@@ -515,16 +403,6 @@ def write_bytes(path: Path, content: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 16_384, 16_385, 100_000])
-def test_a_map_is_the_bytes_of_the_file(tmp_path, size):
-    content = np.random.default_rng(size).bytes(size)
-    mapped = map_file(write_bytes(tmp_path / "a", content))
-    assert mapped.dtype == np.uint8
-    assert mapped.tobytes() == content
-    with pytest.raises(ValueError, match="WRITEABLE"):
-        mapped.setflags(write=True)
-
-
 def test_maps_keep_no_file_open_and_are_unmapped_with_their_last_view(tmp_path):
     paths = [write_bytes(tmp_path / f"{i}.bin", bytes([i]) * 20_000) for i in range(200)]
     before = len(os.listdir("/proc/self/fd"))
@@ -539,26 +417,3 @@ def test_maps_keep_no_file_open_and_are_unmapped_with_their_last_view(tmp_path):
     assert view.tolist() == [7]
     del view
     assert str(paths[7]) not in Path("/proc/self/maps").read_text()
-
-
-def test_small_files_are_read_instead_of_mapped(tmp_path):
-    paths = [write_bytes(tmp_path / f"{i}.bin", bytes([i]) * 100) for i in range(200)]
-    before = len(Path("/proc/self/maps").read_text().splitlines())
-    maps = [map_file(path) for path in paths]
-    assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 100
-    assert [mapped[0] for mapped in maps] == list(range(200))
-
-
-def test_a_map_that_does_not_fit_is_an_error(tmp_path):
-    path, size = write_bytes(tmp_path / "a", b""), 1 << 32
-    os.truncate(path, size)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (used + size // 2, before[1]))
-        with pytest.raises(OSError, match="Cannot map 4294967296 bytes") as raised:
-            map_file(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    assert raised.value.errno == errno.ENOMEM
-    assert map_file(path).size == size

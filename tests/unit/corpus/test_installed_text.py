@@ -13,7 +13,6 @@ from megatron_chameleon.corpus.installed_text import (
     DOMAINS,
     SUMMARY_FILE,
     assign_domains,
-    docstrings,
     gather_installed_text,
     list_files,
 )
@@ -85,17 +84,6 @@ def test_each_domain_gets_its_own_files_and_their_text(site, options):
                 assert row["text"] == (site / row["source"]).read_text(encoding="utf-8").strip()
 
 
-def test_docstrings_come_in_the_order_of_the_file():
-    source = (
-        '"""One."""\nclass A:\n    """Two.\n\n    Left.\n        Right.\n    """\n'
-        '    def f(self):\n        """Three."""\n        x = "no docstring"\n'
-        'async def g():\n    """Four."""\n'
-    )
-    assert docstrings(source) == "One.\n\nTwo.\n\nLeft.\n    Right.\n\nThree.\n\nFour."
-    assert docstrings("x = 1") is None
-    assert docstrings("def broken(:") is None
-
-
 def test_the_same_packages_give_the_same_bytes(options, tmp_path):
     gather_installed_text(options)
     again = dataclasses.replace(options, output_dir=tmp_path / "again")
@@ -111,7 +99,7 @@ def test_exact_duplicates_are_dropped_within_and_across_domains(site, options):
     for source in ("pack0/copy_a.py", "pack1/copy_b.py", "pack2/copy.pyi", "pack0/copy.csv"):
         write(site, source, text)
     gathered = gather_installed_text(options)
-    texts = [document.text for found in gathered for document in found.documents]
+    texts = [text for found in gathered for text in found.documents.values()]
     assert texts.count(text) == 1
     assert len(texts) == len(set(texts)) == 12 * 7 + 1
 
@@ -128,27 +116,6 @@ def test_what_is_no_text_or_too_short_is_left_out(site, options):
     sources = {row["source"] for row in read_domain(options, "python_source")}
     assert "pack0/long_enough.py" in sources
     assert len(sources) == 12 + 1
-
-
-def test_long_files_are_cut_at_a_line(site, options):
-    text = words(8, lines=400)
-    write(site, "pack0/long.py", text)
-    options = dataclasses.replace(options, max_document_bytes=2_000)
-    gather_installed_text(options)
-    (cut,) = [r for r in read_domain(options, "python_source") if r["source"] == "pack0/long.py"]
-    assert text.startswith(cut["text"] + "\n")
-    assert 1_900 < len(cut["text"].encode()) <= 2_000
-
-
-def test_no_domain_takes_more_than_its_share_and_every_package_keeps_a_bit(site, options):
-    for index in range(300):
-        write(site, f"pack{index % 3}/more_{index}.py", words(9_000 + index))
-    options = dataclasses.replace(options, max_bytes_per_domain=60_000)
-    gathered = gather_installed_text(options)
-    assert max(found.num_bytes for found in gathered) <= 60_000
-    (python,) = [found for found in gathered if found.domain.name == "python_source"]
-    assert python.num_bytes > 55_000
-    assert set(python.packages) == {"pack0", "pack1", "pack2"}
 
 
 def test_a_domain_that_is_too_small_is_replaced_by_the_next(site, options):

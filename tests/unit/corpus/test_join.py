@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
@@ -31,20 +30,14 @@ from megatron_chameleon.corpus.join import (
 )
 from megatron_chameleon.corpus.readers import MalformedLines
 from megatron_chameleon.corpus.shards import (
-    COPIES_NAME,
-    DIGEST,
-    DIGESTS_NAME,
     DOCUMENT,
     DOCUMENTS_NAME,
-    TOKENS_NAME,
     Shard,
     ShardWriter,
-    sorted_digests,
     splits_of,
     text_digest,
 )
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
-from megatron_chameleon.errors import UserError
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 TRAIN, VALID, TEST = range(3)
@@ -114,84 +107,6 @@ def test_the_splits_follow_the_shares_and_never_change():
 # Shards
 
 
-@given(st.lists(few_values, min_size=1, max_size=40))
-def test_the_first_document_of_each_text_domain_and_split_is_kept(texts):
-    records = np.zeros(len(texts), DIGEST)
-    records["document"] = np.arange(len(texts))
-    for name, values in zip(KEYS, zip(*texts, strict=True), strict=True):
-        records[name] = values
-    unique, copies = sorted_digests(records)
-
-    first: dict[tuple[int, ...], int] = {}
-    for number, text in enumerate(texts):
-        first.setdefault(text, number)
-    assert [record[list(KEYS)].tolist() for record in unique] == sorted(first)
-    assert unique["document"].tolist() == [number for _, number in sorted(first.items())]
-    found = {int(copy["document"]): (int(copy["first"]), int(copy["domain"])) for copy in copies}
-    assert found == {
-        number: (first[text], text[2]) for number, text in enumerate(texts) if first[text] != number
-    }
-
-
-@pytest.fixture
-def shard(tmp_path, monkeypatch):
-    """A shard of 100 documents in sorted runs of 21, and its tokens and lengths."""
-    monkeypatch.setattr(shards, "_RUN_DOCUMENTS", 20)
-    rng = np.random.default_rng(1)
-    (tmp_path / "shard").mkdir()
-    writer = ShardWriter(tmp_path / "shard", "uint16")
-    tokens, lengths = [], []
-    for begin in range(0, 100, 7):
-        documents = np.zeros(min(7, 100 - begin), DOCUMENT)
-        documents["tokens"] = rng.integers(1, 30, documents.size)
-        tokens.append(rng.integers(0, 60_000, int(documents["tokens"].sum())))
-        lengths += documents["tokens"].tolist()
-        digests = rng.integers(0, 2**63, (documents.size, 2)).astype(np.uint64)
-        writer.add(tokens[-1], documents, digests)
-    return finished(tmp_path / "shard", writer, ["a"], [0]), np.concatenate(tokens), lengths
-
-
-def test_a_shard_is_read_as_it_was_written(shard):
-    read, tokens, lengths = shard
-    read.check_files()
-    np.testing.assert_array_equal(np.fromfile(read.root / TOKENS_NAME, np.uint16), tokens)
-    blocks = list(read.document_blocks(33))
-    assert [block.size for block in blocks] == [33, 33, 33, 1]
-    assert np.concatenate(blocks)["tokens"].tolist() == lengths
-    assert read.runs == [21, 21, 21, 21, 16]
-    digests = np.fromfile(read.root / DIGESTS_NAME, DIGEST)
-    for run in np.split(digests, np.cumsum(read.runs)[:-1]):
-        assert (np.diff(run["high"].astype(object)) > 0).all()
-
-
-@pytest.mark.parametrize("name", [TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME])
-def test_a_damaged_shard_is_rejected(shard, name):
-    path = shard[0].root / name
-    content = path.read_bytes()
-    for damaged in (content + b"x", content[:-1] + b"\x01x"[: len(content) and 1], None):
-        if damaged is None:
-            path.unlink()
-        elif damaged == content:
-            continue
-        else:
-            path.write_bytes(damaged)
-        with pytest.raises(UserError, match=name):
-            shard[0].check_files()
-
-
-@pytest.mark.parametrize("name", [TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME])
-def test_a_full_disk_is_a_user_error(tmp_path, name):
-    os.symlink("/dev/full", tmp_path / name)
-    writer = ShardWriter(tmp_path, "uint16")
-
-    def write():
-        writer.add(np.arange(5), np.zeros(5, DOCUMENT), np.zeros((5, 2), np.uint64))
-        writer.finish()
-
-    with pytest.raises(UserError, match=name):
-        write()
-
-
 # Duplicates and held-out text
 
 
@@ -221,33 +136,6 @@ def reasons_reference(texts):
         else:
             seen.add((text, texts["domain"][i]))
     return reasons
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([(1, 1, 0, TRAIN), (2, 1, 0, TRAIN), (1, 1, 0, TRAIN)], [KEPT, KEPT, DUPLICATE]),
-        ([(1, 1, 0, TRAIN), (1, 2, 0, TRAIN), (1, 1, 1, TRAIN)], [KEPT] * 3),
-        ([(1, 1, 0, TRAIN), (1, 1, 1, TEST)], [HELD_OUT, KEPT]),
-        ([(1, 1, 0, VALID), (1, 1, 0, TRAIN)], [KEPT, HELD_OUT]),
-        ([(1, 1, 0, VALID), (1, 1, 1, TEST)], [HELD_OUT, KEPT]),
-        # A split of the source precedes one by the hash.
-        ([(1, 1, 0, VALID, BY_SOURCE), (1, 1, 1, TEST)], [KEPT, HELD_OUT]),
-        ([(1, 1, 0, VALID, BY_SOURCE), (1, 1, 1, TEST, BY_SOURCE)], [HELD_OUT, KEPT]),
-        ([(1, 1, 0, TRAIN, BY_SOURCE), (1, 1, 1, TEST)], [HELD_OUT, KEPT]),
-    ],
-)
-def test_reasons_to_leave_out(rows, expected):
-    assert reasons_to_leave_out(texts_of(rows)).tolist() == expected
-
-
-@given(st.lists(few_values, max_size=60), st.randoms())
-def test_reasons_match_the_reference(rows, random):
-    texts = texts_of(rows)
-    order = list(range(len(rows)))
-    random.shuffle(order)
-    shuffled = texts[np.array(order, dtype=np.int64)]
-    assert reasons_to_leave_out(shuffled).tolist() == reasons_reference(shuffled)
 
 
 def shards_of(folder, rows_of_each):
@@ -347,7 +235,7 @@ def expected_of(shards, name, split):
     """Tokens and lengths of one split of a domain, one document after another."""
     tokens, lengths, text_bytes = [], [], 0
     for shard in shards:
-        (documents,) = shard.document_blocks(NUM_DOCUMENTS)
+        (documents,) = shard.blocks(DOCUMENTS_NAME, DOCUMENT, NUM_DOCUMENTS)
         ends = np.cumsum(documents["tokens"])
         all_tokens = np.fromfile(shard.root / "tokens.bin", np.uint16)
         for document, end in zip(documents, ends, strict=True):
@@ -492,10 +380,3 @@ def test_document_bytes_are_close_to_those_of_the_text(kind, request, texts):
     found = document_bytes(encoded(tokenizer, some), token_bytes(tokenizer), sum(expected))
     assert found.sum() == sum(expected)
     np.testing.assert_allclose(found, expected, atol=4, rtol=0.02)
-
-
-def test_tokens_without_text_share_the_bytes_evenly(tokenizer_json):
-    tokens = encoded(load_tokenizer(tokenizer_json, "<|endoftext|>"), ["ab", "abcdef"])
-    found = document_bytes(tokens, np.zeros(10_000, np.int32), 100)
-    assert found.sum() == 100
-    np.testing.assert_allclose(found, 100 * tokens.lengths / tokens.lengths.sum(), atol=1)

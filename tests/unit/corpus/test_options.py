@@ -49,26 +49,6 @@ def test_values_out_of_range_are_rejected(changes):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_document_bytes": 0},
-        *({"max_malformed_share": share} for share in (-0.1, 1.1, float("nan"))),
-    ],
-)
-def test_limits_of_a_source_out_of_range_are_rejected(changes):
-    (name,) = changes
-    with pytest.raises(UserError, match=f"--{name.replace('_', '-')}"):
-        SourceOptions((("a.jsonl",),), **changes)
-
-
-def test_every_shard_belongs_to_one_share():
-    assert options().shard_share is None
-    shares = [options(shard=f"{i}/3").shard_share for i in (1, 2, 3)]
-    chosen = [number for share in shares if share for number in range(8)[share[0] - 1 :: share[1]]]
-    assert sorted(chosen) == list(range(8))
-
-
-@pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"rename_domain": ["a=b"]}, "--rename-domain a=b has no effect"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import random
 import subprocess
@@ -33,7 +32,6 @@ from megatron_chameleon.corpus.readers import (
     RecordParser,
     object_in,
     read_lines,
-    row_group_bytes,
 )
 from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.errors import UserError
@@ -218,14 +216,6 @@ def test_a_missing_key_is_reported_with_the_existing_ones(jsonl, monkeypatch):
         read(jsonl("a.jsonl", [*records_, "never reached"]))
 
 
-def test_domain_names_are_checked(jsonl):
-    wrong = ["long " * 50, "", None, 7]
-    lines = [{"text": "t", "set": name} for name in ["web", *wrong]]
-    reader, found = read(jsonl("a.jsonl", lines), by_key("set"))
-    assert found == [Document("web", "t")]
-    assert reader.malformed.count == len(wrong)
-
-
 @pytest.mark.parametrize("odd_line", [[], [b"{"]])
 def test_domains_are_renamed_or_left_out_and_counted(jsonl, odd_line):
     lines = [{"text": str(i), "set": name} for i, name in enumerate("ABCDAB")]
@@ -315,16 +305,6 @@ def test_batches_of_lines_match_the_reference(several, domain, domain_key):
     assert counts[0].unwanted == counts[1].unwanted
 
 
-def test_hashes_and_progress(jsonl):
-    path = jsonl("a.jsonl", ["word " * 1000] * 300)
-    counted: list[int] = []
-    reader, (source,) = reader_of(path)
-    reader.on_bytes = counted.append
-    list(reader.read(Chunk(0)))
-    assert sum(counted) == source.bytes == path.stat().st_size
-    assert reader.hashes == {Chunk(0): hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
 @pytest.mark.parametrize("change", [b"shorter", b"longer" * 1000, None])
 def test_a_file_that_changes_while_it_is_read_is_rejected(jsonl, change):
     path = jsonl("a.jsonl", ["word " * 100] * 5000)
@@ -403,26 +383,6 @@ def test_a_very_long_line_takes_a_small_multiple_of_its_size(tmp_path, suffix):
     assert peak < 22e6
 
 
-def test_a_long_document_is_held_once(jsonl):
-    size = 20_000_000
-    reader, _ = reader_of(jsonl("a.jsonl", ["one", "x" * size, "two"]))
-    held = []
-    tracemalloc.start()
-    for _ in reader.read(Chunk(0)):
-        held.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert size < max(held) < 1.2 * size
-
-
-def test_too_little_memory_for_a_line_is_an_error(jsonl, monkeypatch):
-    def fail(line):
-        raise orjson.JSONDecodeError("Not enough memory to allocate buffer for parsing", "", 0)
-
-    monkeypatch.setattr(orjson, "loads", fail)
-    with pytest.raises(UserError, match="--max-document-bytes"):
-        read(jsonl("a.jsonl", ["one"]))
-
-
 # Parquet
 
 
@@ -491,16 +451,6 @@ def test_null_too_long_and_invalid_texts(write):
     assert "row 1 has a list" in reader.malformed.describe()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int32(), pa.string())],
-)
-def test_text_may_have_any_string_type(write, kind):
-    array = pa.array(["größe", "b", "b"])
-    column = array.dictionary_encode() if pa.types.is_dictionary(kind) else array.cast(kind)
-    assert texts_of(read(write(pa.table({"text": column})))[1]) == ["größe", "b", "b"]
-
-
 def test_ambiguous_and_missing_columns_are_rejected(write):
     path = write(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]))
     for key, problem in (("text", "2 columns 'text'"), ("other", "existing columns: text")):
@@ -521,20 +471,6 @@ def test_only_the_required_columns_are_read(write):
     for key in ("meta.big", "other"):
         with pytest.raises(UserError, match="is damaged"):
             read(path, text_key=key)
-
-
-def test_truncated_parquet_is_rejected(write):
-    path = write(some_rows(500))
-    whole = path.read_bytes()
-    for length in (0, 3, 8, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        for function in (read, lambda path: row_group_bytes(str(path))):
-            with pytest.raises(UserError, match=r"a\.parquet is damaged or truncated: ") as raised:
-                function(path)
-            assert "\n" not in str(raised.value)
-    path.write_bytes(whole.replace(b"url", b"\xff\xfe\xfd"))  # the name of a column
-    with pytest.raises(UserError, match=r"a\.parquet is damaged"):
-        read(path)
 
 
 FUZZ = """

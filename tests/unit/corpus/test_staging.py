@@ -182,27 +182,6 @@ def test_files_of_other_origin_are_not_replaced(tmp_path, name, overwrite):
     assert left_in(tmp_path) == [name]
 
 
-@pytest.mark.parametrize("content", ["mine", '{"kind": "mixture"}'])
-def test_a_corpus_json_of_other_origin_is_not_replaced(tmp_path, content):
-    (tmp_path / "corpus.json").write_text(content)
-    with pytest.raises(UserError, match=r"corpus\.json"):
-        write_corpus(tmp_path, ["tokenizer.json"], overwrite=True)
-    assert left_in(tmp_path) == ["corpus.json"]
-
-
-def test_files_appear_when_they_are_published(tmp_path):
-    root = tmp_path / "deep" / "corpus"
-    with corpus_folder(root, overwrite=False, shared=False) as folder:
-        folder.agree(PLAN)
-        put_shard(folder, 0)
-        for name in ("tokenizer.json", "tokens/a-train.bin", "corpus.json"):
-            write(folder.staging / "corpus", name)
-        assert {path.parts[len(root.parts)] for path in root.rglob("*")} == {".partial"}
-        folder.publish(folder.staging / "corpus")
-    assert left_in(root) == ["corpus.json", "tokenizer.json", "tokens/a-train.bin"]
-    assert not (root / ".partial").exists()
-
-
 @pytest.mark.parametrize("error", [UserError, RuntimeError, KeyboardInterrupt])
 def test_a_failed_run_leaves_its_finished_shards_alone(tmp_path, error):
     with pytest.raises(error):
@@ -223,15 +202,6 @@ def test_a_failed_run_leaves_its_finished_shards_alone(tmp_path, error):
     with corpus_folder(tmp_path, overwrite=False, shared=False) as folder:
         assert folder.agree(PLAN) == dataclasses.replace(PLAN, root=folder.partial)
         assert folder.finished() == {0, 1}
-
-
-def test_the_first_of_two_identical_shards_stays(tmp_path):
-    with corpus_folder(tmp_path, overwrite=False, shared=True) as folder:
-        put_shard(folder, 3, "first")
-        put_shard(folder, 3, "second")
-        assert (folder.shard_folder(3) / "shard.json").read_text() == "first"
-        assert folder.finished() == {3}
-        assert not list(folder.staging.iterdir())
 
 
 def test_a_corpus_is_replaced_only_with_overwrite(tmp_path):
