@@ -12,7 +12,6 @@ import numpy as np
 import orjson
 import pytest
 import regex  # type: ignore[import-untyped]
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,17 +135,6 @@ def test_without_the_package_the_own_library_is_used(json_tokenizer, texts, monk
     ):
         with pytest.raises(UserError, match="--encoder own"):
             function()
-
-
-def test_an_unsupported_tokenizer_uses_the_own_library(tmp_path, texts):
-    words = {word: i for i, word in enumerate([EOD, "[UNK]", *" ".join(texts(20)).split()])}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    plain.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path, EOD)
-    with pytest.warns(UserWarning, match="does not support"):
-        chosen = with_encoder(tokenizer, "auto", texts(20))
-    assert_same(chosen.encode_documents(texts(20)), tokenizer.encode_documents(texts(20)))
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from megatron_chameleon.blend import BlendedTokens, MixtureSchedule
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.corpus import indexed
 from megatron_chameleon.corpus.indexed import (
-    HEADER,
     TYPE_CODES,
     ExpectedTokens,
     IndexedWriter,
@@ -154,16 +153,6 @@ def test_a_full_disk_is_a_user_error(tmp_path, suffix):
     writer.add(np.arange(10))
     with pytest.raises(UserError, match=f"a{suffix}"):
         writer.finish()
-
-
-def test_an_unfinished_index_has_no_header_and_no_file_stays_open(tmp_path):
-    open_before = len(os.listdir("/proc/self/fd"))
-    writers = [IndexedWriter(tmp_path / f"{i}", "uint16") for i in range(20)]
-    for writer in writers:
-        writer.add(np.arange(1000))
-        writer.flush()
-    assert len(os.listdir("/proc/self/fd")) == open_before
-    assert (tmp_path / "0.idx").read_bytes()[: HEADER.size] == bytes(HEADER.size)
 
 
 def test_an_existing_file_is_never_written_to(tmp_path):

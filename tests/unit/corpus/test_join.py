@@ -104,9 +104,6 @@ def test_the_splits_follow_the_shares_and_never_change():
     assert split_all(digests, (0.34, 0.33, 0.33)) == ["test", "train", "valid", "test", "train"]
 
 
-# Shards
-
-
 # Duplicates and held-out text
 
 

@@ -8,7 +8,6 @@ from megatron_chameleon.corpus.options import (
     DomainOptions,
     PreprocessOptions,
     SourceOptions,
-    TrainTokenizerOptions,
 )
 from megatron_chameleon.errors import UserError
 
@@ -67,10 +66,3 @@ def test_domain_options_that_contradict_each_other_are_rejected(changes, problem
         changes = {**changes, "rename_domain": (tuple(changes["rename_domain"]),)}
     with pytest.raises(UserError, match=problem):
         DomainOptions(**changes)
-
-
-def test_a_vocabulary_without_room_and_an_unknown_suffix_are_rejected():
-    with pytest.raises(UserError, match="at least 258"):
-        TrainTokenizerOptions(SOURCE, Path("a.json"), vocab_size=257)
-    with pytest.raises(UserError, match=r"must end in \.json"):
-        TrainTokenizerOptions(SOURCE, Path("a.txt"))

@@ -152,28 +152,6 @@ def test_documents_without_text_or_tokens_are_counted(
     assert corpus.not_written["a"].empty == 6
 
 
-def test_any_domain_name_makes_a_file_name(options, jsonl, texts):
-    names = ["c/c++ code", "..", "日本語", "a%2Fb", "a b", "a_b"]
-    records = [{"text": text, "set": name} for name in names for text in texts(300)]
-    source = given(jsonl("names.jsonl", records))
-    corpus = made(dataclasses.replace(options, source=source, domains=BY_SET))
-    assert corpus.names == names
-    inside = [path.parent for path in options.output.parent.rglob("*.bin")]
-    assert set(inside) == {corpus.root / "tokens"}
-    assert len(inside) == len(names) * len(SPLITS)
-
-
-def test_renamed_domains_that_never_occur_give_a_warning(options, jsonl, texts):
-    records = [{"text": text, "set": name} for name in "ab" for text in texts(300)]
-    source = given(jsonl("names.jsonl", records))
-    domains = DomainOptions(
-        domain_key="set", rename_domain=(("a=one", "A=one", "B="), ("*=rest", "c=d"))
-    )
-    with pytest.warns(UserWarning, match="'A', 'B', 'c'$"):
-        corpus = made(dataclasses.replace(options, source=source, domains=domains))
-    assert corpus.names == ["one", "rest"]
-
-
 def test_malformed_lines_of_all_shards_count_together(options, jsonl, texts, capsys):
     lines = [*texts(150, 1), b"{", *texts(150, 2), b"[]", *texts(100, 3)]
     source = given(f"a={jsonl('a.jsonl', lines)}", max_malformed_share=0.004)
@@ -328,35 +306,6 @@ def test_a_full_disk_while_joining_keeps_all_shards(options, tmp_path, capsys):
     assert f"{total} of {total} shards were finished before" in capsys.readouterr().out
 
 
-def test_a_full_disk_while_a_shard_is_made_keeps_the_finished_ones(options, tmp_path, capsys):
-    larger = dataclasses.replace(options, shard_bytes=9000)
-    expected = made(dataclasses.replace(larger, output=tmp_path / "expected"))
-
-    def fail():
-        with pytest.raises(UserError, match=r"tokens\.bin"), largest_file_size(5000):
-            preprocess_data(larger)
-
-    fail()
-    assert not larger.output.exists()
-    preprocess_data(dataclasses.replace(larger, shard="2/3"))
-    before = left_in(larger.output)
-    fail()
-    assert left_in(larger.output) == before
-    assert_same(made(larger), expected)
-    assert "shards were finished before" in capsys.readouterr().out
-
-
-def test_finished_shards_are_not_made_again(options, capsys):
-    preprocess_data(dataclasses.replace(options, shard="1/2"))
-    folder = options.output / ".partial" / "shards"
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    preprocess_data(dataclasses.replace(options, shard="1/2"))
-    preprocess_data(dataclasses.replace(options, shard="2/2"))
-    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert {path: after[path] for path in before} == before
-    assert len(after) > len(before)
-
-
 @pytest.mark.parametrize("shard", [None, "2/3"])
 @pytest.mark.parametrize("change", ["size", "content", None])
 def test_a_source_that_changed_since_a_shard_was_made(options, tmp_path, change, shard):
@@ -383,15 +332,6 @@ def test_a_source_that_changed_since_a_shard_was_made(options, tmp_path, change,
             preprocess_data(again)
 
 
-def test_an_old_corpus_stays_until_its_replacement_is_complete(options, jsonl, texts):
-    first = made(options)
-    source = given(f"c={jsonl('c.jsonl', texts(300, 3))}")
-    other = dataclasses.replace(options, source=source, overwrite=True)
-    preprocess_data(dataclasses.replace(other, shard="1/2"))
-    assert Corpus.load(options.output).hash == first.hash
-    assert made(other).names == ["c"]
-
-
 def test_damaged_shards_and_those_of_other_plans_are_rejected(options, tmp_path):
     preprocess_data(dataclasses.replace(options, shard="1/2"))
     shard = options.output / ".partial" / "shards" / "000002"
@@ -409,16 +349,3 @@ def test_damaged_shards_and_those_of_other_plans_are_rejected(options, tmp_path)
         preprocess_data(options)
     shutil.rmtree(shard)
     assert_same(made(options), made(dataclasses.replace(options, output=tmp_path / "new")))
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_unfinished_work_of_other_machines_is_reported(options, count, capsys):
-    directories = options.output / ".partial" / "staging"
-    for number in range(count):
-        (directories / f"elsewhere-{number}" / "000000").mkdir(parents=True)
-    host = os.uname().nodename
-    (directories / f"{host}-1-0123abcd").mkdir(parents=True)  # of this machine: is removed
-    preprocess_data(options)
-    assert ("(elsewhere-0 and 2 more)" in capsys.readouterr().out) == (count > 0)
-    assert (options.output / ".partial").exists() == (count > 0)
-    Corpus.load(options.output).verify()

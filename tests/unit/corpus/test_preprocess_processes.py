@@ -170,14 +170,10 @@ def test_the_command_makes_a_corpus_without_importing_torch(command, jsonl, text
     errors = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip()]
     assert {line.split(":")[0] for line in errors} == {"tokenizing", "joining"}  # progress alone
 
-
-def test_a_mistake_is_one_line_with_status_2(command, jsonl, tmp_path):
-    done = run(command("--input", f"a={jsonl('a.jsonl', [b'{'] * 3)}"))
+    done = run(command("--overwrite", "--input", f"a={jsonl('a.jsonl', [b'{'] * 3)}"))
     assert done.returncode == 2
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
+    assert len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "corpus").exists()
 
 
 @pytest.mark.parametrize(("how", "workers"), [(signal.SIGKILL, 2), (signal.SIGINT, 2)])

@@ -102,33 +102,6 @@ def test_lines_of_plain_and_compressed_files(tmp_path, monkeypatch, suffix, bloc
     assert lines_of(path) == []
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    data=st.lists(st.sampled_from([b"\n", b"\r\n", b"a", "é😀".encode(), b"word " * 5])).map(
-        b"".join
-    ),
-    edges=st.sets(st.integers(1, 60)),
-    block_size=st.integers(1, 70),
-)
-def test_chunks_neither_share_nor_lose_a_line(data, edges, block_size):
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(readers, "_BLOCK", block_size)
-        monkeypatch.setattr(readers, "_COMPRESSED_BLOCK", block_size)
-        path = Path(folder, "a.jsonl")
-        path.write_bytes(data)
-        for start, stop in pairwise([0, *sorted(edges), None]):
-            expected = [
-                (begin, line)
-                for begin, line in lines_reference(data)
-                if start <= begin and (stop is None or begin < stop)
-            ]
-            seen: list[bytes] = []
-            assert lines_of(path, start, stop, seen.append) == expected
-            begin = expected[0][0] if expected else 0
-            length = sum(len(line) + 1 for _, line in expected)
-            assert b"".join(seen) == data[begin : begin + length]
-
-
 @pytest.mark.parametrize("longest", [0, 4, 5, 30])
 @pytest.mark.parametrize("block_size", [1, 7, 1000])
 def test_too_long_lines_are_measured_but_not_kept(tmp_path, monkeypatch, longest, block_size):
@@ -161,16 +134,6 @@ def test_damaged_and_truncated_files_are_rejected(tmp_path, suffix):
         except UserError:
             rejected += 1
     assert rejected > len(whole) // 7 * 0.9
-
-
-@pytest.mark.parametrize("zeros", [1, 511, 1 << 20])
-def test_zeros_that_pad_a_gz_file_are_skipped(tmp_path, zeros):
-    path, member = tmp_path / "a.jsonl.gz", gzip.compress(b"one\n")
-    path.write_bytes(member + bytes(zeros) + member + bytes(zeros))
-    assert lines_of(path) == lines_reference(b"one\none\n")
-    path.write_bytes(bytes(zeros) + member)
-    with pytest.raises(UserError, match="is damaged"):
-        lines_of(path)
 
 
 # Documents
@@ -449,13 +412,6 @@ def test_null_too_long_and_invalid_texts(write):
         assert "row 2 is not valid UTF-8 at byte 1" in reader.malformed.describe()
     reader, _ = read(write([{"text": ["a", "list"]}]))
     assert "row 1 has a list" in reader.malformed.describe()
-
-
-def test_ambiguous_and_missing_columns_are_rejected(write):
-    path = write(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]))
-    for key, problem in (("text", "2 columns 'text'"), ("other", "existing columns: text")):
-        with pytest.raises(UserError, match=problem):
-            read(path, text_key=key)
 
 
 def test_only_the_required_columns_are_read(write):

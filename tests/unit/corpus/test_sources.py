@@ -248,24 +248,6 @@ def test_configs_can_be_domains_with_their_own_splits(tmp_path, own_cache):
     assert read(f"hf:{root}:en")[1] == expected("", "en", "train", 2, "train")
 
 
-def test_splits_can_be_selected_for_any_role(tmp_path, own_cache):
-    root = write_dataset(tmp_path / "set", {"en": {"train": 1, "extra": 1, "validation": 1}})
-    options = DomainOptions(
-        valid_input=((f"a=hf:{root}:en#extra",),), test_input=((f"a=hf:{root}:en#validation",),)
-    )
-    assert read(f"a=hf:{root}:en#train", domains=options)[1] == [
-        *expected("a", "en", "train", 1, "train"),
-        *expected("a", "en", "extra", 1, "valid"),
-        *expected("a", "en", "validation", 1, "test"),
-    ]
-    options = DomainOptions(valid_input=((f"a=hf:{root}:en",),))
-    with pytest.warns(UserWarning, match="extra"):
-        _, found = read(f"a=hf:{root}:en#train", domains=options)
-    assert found[3:] == expected("a", "en", "validation", 1, "valid")
-    with pytest.warns(UserWarning, match="extra"), pytest.raises(UserError, match="--test-input"):
-        find(f"a=hf:{root}:en#train", test_input=[f"a=hf:{root}:en"])
-
-
 def test_files_of_data_sets_are_read_like_files_and_other_formats_streamed(tmp_path, own_cache):
     root = tmp_path / "lines"
     root.mkdir()

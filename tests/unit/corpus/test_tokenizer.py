@@ -9,7 +9,6 @@ import inspect
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -137,21 +136,6 @@ def test_long_and_short_texts_keep_their_order(tokenizer_json):
     assert [ids.count(tokenizer.eod_id) for ids in together] == [1] * len(texts)
 
 
-def test_a_document_of_too_many_tokens_is_rejected(tokenizer_json):
-    class Endless:
-        """Encodes a text as 2^31 times the same token, in no memory."""
-
-        def encode_documents(self, texts):
-            return None
-
-        def encode_batch(self, texts):
-            return [np.broadcast_to(np.uint32(7), 2**31) for _ in texts]
-
-    tokenizer = dataclasses.replace(load_tokenizer(tokenizer_json, EOD), fast_encoder=Endless())
-    with pytest.raises(UserError, match="2147483649"):
-        tokenizer.encode_documents(["a"])
-
-
 def test_ids_beyond_16_bits_are_kept(tokenizer_json, tmp_path):
     path = write_tiktoken(tokenizer_json, tmp_path / "big.tiktoken")
     path.write_bytes(path.read_bytes() + b"YWJjZGVmZ2g= 70000\n")
@@ -172,26 +156,6 @@ def test_a_corpus_records_what_its_file_does_not_contain(path, tmp_path):
     other = dataclasses.replace(tokenizer.identity, pattern=r"\S+")
     assert recorded_tokenizer_file(copy, other).sha256 != tokenizer.sha256
     assert load_tokenizer(copy.parent, EOD, tokenizer.identity.pattern).path == copy
-
-
-def test_a_folder_must_hold_one_tokenizer(tmp_path, tokenizer_json, sentencepiece_model):
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        load_tokenizer(tmp_path, EOD)
-    shutil.copy(tokenizer_json, tmp_path)
-    write_gpt2_files(tokenizer_json, tmp_path)
-    assert load_tokenizer(tmp_path, EOD).path.name == "tokenizer.json"
-    shutil.copy(sentencepiece_model, tmp_path)
-    with pytest.raises(UserError, match="more than one"):
-        load_tokenizer(tmp_path, EOD)
-
-
-def test_a_missing_end_of_document_token_is_reported_with_candidates(path):
-    if path.suffix == ".tiktoken":  # an unknown file has the requested one
-        assert load_tokenizer(path, "<eod>", "gpt2").eod_id == 399
-        return
-    candidate = r"</s>" if path.suffix == ".model" else r"<\|endoftext\|>"
-    with pytest.raises(UserError, match=rf"{candidate}.*--eod-token"):
-        load_tokenizer(path, "<eod>")
 
 
 # Parts of long texts
@@ -225,18 +189,6 @@ SPACES = st.sampled_from(
 LONG_TEXTS = st.lists(st.tuples(WORDS, SPACES, WORDS, st.just(" ")), max_size=30).map(
     lambda found: "".join(part for group in found for part in group)
 )
-
-
-@given(st.text(alphabet="ab \n", max_size=300), st.booleans())
-@settings(max_examples=100, deadline=None)
-def test_parts_are_the_text_and_none_is_longer(text, drop_space):
-    cut = list(parts(text, drop_space, LONGEST))
-    assert max(map(len, cut)) <= LONGEST
-    assert len(cut) == 1 or all(cut)
-    if drop_space:
-        assert "".join(cut).replace(" ", "") == text.replace(" ", "")
-    else:
-        assert "".join(cut) == text
 
 
 @pytest.fixture(scope="module")
@@ -373,15 +325,6 @@ def test_gpt2_files_may_have_other_names_and_orders(vocab_file, tokenizer_json, 
         tokenizer_json_of(first_release)
 
 
-def test_entries_that_no_merge_makes_are_special_tokens(vocab_file):
-    change_vocab(vocab_file, lambda vocab: vocab.update({"<pad>": len(vocab)}))
-    encoder = load_tokenizer(vocab_file, EOD).encoder
-    assert encoder.special_tokens() == [EOD, "<pad>"]
-    ids = encoder.encode_batch([f"<pad> {EOD}"])[0]
-    assert encoder.token_id(EOD) not in ids
-    assert encoder.token_id("<pad>") not in ids
-
-
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
@@ -420,18 +363,3 @@ def test_training_gives_the_same_file_in_another_process(options):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": "3"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     assert options.output.read_bytes() == first
-
-
-def test_too_little_text_is_reported(options, jsonl):
-    short = SourceOptions(((str(jsonl("short.jsonl", ["ab ab ab"])),),))
-    options = dataclasses.replace(options, source=short)
-    if options.output.suffix == ".json":
-        with pytest.warns(UserWarning, match="too small for 500 entries"):
-            train_tokenizer(options)
-    else:
-        with pytest.raises(UserError, match="--vocab-size 500"):
-            train_tokenizer(options)
-    empty = SourceOptions(((str(jsonl("empty.jsonl", ["", ""])),),))
-    options = dataclasses.replace(options, source=empty, overwrite=True)
-    with pytest.raises(UserError, match="no text to train on"):
-        train_tokenizer(options)
