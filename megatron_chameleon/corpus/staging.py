@@ -37,8 +37,8 @@ from megatron_chameleon.artifacts.files import (
     sha256_of_json,
     writing,
 )
-from megatron_chameleon.artifacts.provenance import package_versions, plain_options
-from megatron_chameleon.artifacts.record import FolderRecord, require_kind
+from megatron_chameleon.artifacts.provenance import package_versions
+from megatron_chameleon.artifacts.record import FolderRecord, json_values, require_kind
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import row_group_bytes
 from megatron_chameleon.corpus.sources import Chunk, Source
@@ -148,8 +148,8 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
             f"--shard-bytes {options.shard_bytes} makes {shards_at_least} shards; use a larger one"
         )
     compared = {
-        **plain_options(options.source),
-        **plain_options(options.domains),
+        **json_values(options.source),
+        **json_values(options.domains),
         "eod_token": options.eod_token,
         "split": options.split,
         "shard_bytes": options.shard_bytes,
