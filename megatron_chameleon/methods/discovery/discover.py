@@ -329,15 +329,7 @@ def _preview(plan: DiscoverPlan, domain: str, document: int, tokenizer: Tokenize
     tokens = open_tokens(plan.corpus, domain, "train").get(document)
     # The last one ends the document.
     text = tokenizer.decode(tokens[:-1][:_PREVIEW_TOKENS].tolist())
-    return visible(text[:PREVIEW_CHARACTERS])
-
-
-def visible(text: str) -> str:
-    r"""``text`` on one line: unprintable characters and backslashes as in \n or \x1b."""
-    return "".join(
-        sign if sign.isprintable() and sign != "\\" else sign.encode("unicode_escape").decode()
-        for sign in text
-    )
+    return repr(text[:PREVIEW_CHARACTERS])[1:-1]  # on one line
 
 
 def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:

@@ -29,20 +29,16 @@ class KnownWeights:
     Attributes:
         source: their origin for messages.
         weights: name -> weight.
+        fields: of :class:`AssignedWeights`: parameters, inputs and costs.
         aliases: another name that a corpus may use for a domain -> its name in ``weights``.
-        parameters: for the mixture.
-        inputs: name of the file read -> its hash.
-        paper_flops: FLOPs by the formulas of Chameleon's tables, if known.
-        cost: total cost of obtaining them, if known.
+        printed_sum: sum of the weights of a printed column.
     """
 
     source: str
     weights: Mapping[str, float]
+    fields: dict[str, Any]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    paper_flops: float | None = None
-    cost: Cost | None = None
+    printed_sum: float | None = None
 
 
 def compute_manual(options: ManualOptions) -> None:
@@ -56,20 +52,15 @@ def compute_manual(options: ManualOptions) -> None:
         if total <= 0:
             raise UserError(f"{known.source}: no weight above 0 for any of {format_names(names)}")
         notes = []
-        if "printed_sum" in known.parameters:
-            notes.append(f"divided by the sum printed, {known.parameters['printed_sum']:.4g}")
+        if known.printed_sum is not None:
+            notes.append(f"the printed weights sum to {known.printed_sum:.4g}: divided by it")
         if total < 1.0 - 1e-9:
             notes.append(f"dropped {1.0 - total:.4f} of the weight")
         if without := [name for name in names if name not in weights]:
             notes.append(f"weight 0 for {format_names(without)}, not in {known.source}")
+        known.fields["parameters"]["rename"] = options.renames
         return AssignedWeights(
-            kept / total,
-            heading=f"Weights from {known.source}",
-            parameters={**known.parameters, "rename": options.renames},
-            inputs=known.inputs,
-            closing=notes,
-            paper_flops=known.paper_flops,
-            inherited=known.cost,
+            kept / total, f"Weights from {known.source}", closing=notes, **known.fields
         )
 
     run_training_free("manual", options, assign)
@@ -83,30 +74,31 @@ def read_weights(options: ManualOptions) -> KnownWeights:
     """
     if options.published is not None:
         column = published_column(options.published)
+        parameters = {
+            "published": options.published,
+            "source": f"{column.source}, table '{column.table}'",
+            "printed": dict(column.printed),
+            "printed_sum": column.printed_sum,
+        }
         return KnownWeights(
             source=f"--published {options.published}",
             weights=column.printed,
+            fields={"parameters": parameters, "paper_flops": column.flops},
             aliases=column.own_names,
-            parameters={
-                "published": options.published,
-                "source": f"{column.source}, table '{column.table}'",
-                "printed": dict(column.printed),
-                "printed_sum": column.printed_sum,
-            },
-            paper_flops=column.flops,
+            printed_sum=column.printed_sum,
         )
     assert options.weights is not None
     path = Path(options.weights)
     if path.suffix == ".json":
         return _read_mixture(path, options.output)
-    parameters, inputs = {}, {}
+    fields: dict[str, Any] = {"parameters": {}}
     if path.suffix == ".csv":
         source = str(path)
         try:
             with path.open(encoding="utf-8-sig", newline="") as stream:
                 rows = list(csv.DictReader(stream, skipinitialspace=True))
             pairs = [(row["domain"] or "", row["weight"] or "") for row in rows]
-            parameters, inputs = {"file": source}, {"csv": sha256_of_files(path)}
+            fields = {"parameters": {"file": source}, "inputs": {"csv": sha256_of_files(path)}}
         except KeyError:
             raise UserError(f"{path}: must have the columns domain and weight") from None
         except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -129,7 +121,7 @@ def read_weights(options: ManualOptions) -> KnownWeights:
             raise UserError(f"{source}: weight '{number}' of '{name}' is not a number") from None
     if not weights:
         raise UserError(f"{source}: no domain is named")
-    return KnownWeights(source, weights, parameters=parameters, inputs=inputs)
+    return KnownWeights(source, weights, fields)
 
 
 def _read_mixture(path: Path, output: Path) -> KnownWeights:
@@ -158,14 +150,13 @@ def _read_mixture(path: Path, output: Path) -> KnownWeights:
         cost = Cost(float(recorded["flops"]), float(recorded["device_seconds"]))
     elif not (by_hash or old.get("made_from") or old.get("unknown_costs")):
         cost = mixture.cost
-    return KnownWeights(
-        source=str(path),
-        weights=mixture.weights,
-        parameters=parameters,
-        inputs={"given mixture": mixture.hash},
-        paper_flops=old.get("paper_flops"),
-        cost=cost,
-    )
+    fields = {
+        "parameters": parameters,
+        "inputs": {"given mixture": mixture.hash},
+        "paper_flops": old.get("paper_flops"),
+        "inherited": cost,
+    }
+    return KnownWeights(str(path), mixture.weights, fields)
 
 
 def match_domains(
@@ -213,8 +204,8 @@ def match_domains(
             f"corpus's name, or --rename {unknown[0]}= to drop it"
         )
     # Printed columns rarely sum to 1, and the notes report it: no warning.
-    printed_sum = known.parameters.get("printed_sum", 1.0)
-    shares = {name: weight / printed_sum for name, weight in known.weights.items()}
+    total = known.printed_sum or 1.0
+    shares = {name: weight / total for name, weight in known.weights.items()}
     weights: dict[str, float] = {}
     for name, weight in normalized(shares, known.source).items():
         if new := table[name]:

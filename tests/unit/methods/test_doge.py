@@ -255,14 +255,11 @@ def test_unsettled_or_collapsed_weights_are_warned_of(
     ("changes", "problem"),
     [
         ({"target": "prose"}, "--target prose"),
-        ({"target": " , "}, "--target"),
         ({"target": "news,code"}, "--target news,code"),
         ({"train_on_target": True}, "--train-on-target"),
         ({"rule": DogeRule(doge_mu=1e-310)}, "--doge-mu"),
         ({"rule": DogeRule(doge_dw_min=9.0)}, "--doge-dw-min"),
-        ({"max_epochs": 1.0}, "--token-budget"),
         ({"target": "poems", "token_budget": 19_100, "max_epochs": 1.0}, "--max-epochs 1"),
-        ({"model_size": "huge"}, "huge"),
         ({"global_batch_size": 5}, "--global-batch-size 5"),
         ({"output": Path("mixture")}, "--output mixture"),
         ({"output": Path("/dev/null/doge.json")}, "/dev/null"),
@@ -281,18 +278,12 @@ def known_document(number: int, rng: np.random.Generator):
     return (rng.integers(20) + np.arange(400)) % 20
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory):
+def test_learnable_domains_gain_over_noise(tmp_path):
     names = ("walk", "walk again", "noise")
-    return write_small_corpus(tmp_path_factory.mktemp("known"), names, document=known_document)
-
-
-@pytest.mark.parametrize("target", [None, "walk again"])
-def test_learnable_domains_gain_over_noise(known, tmp_path, target):
+    known = write_small_corpus(tmp_path / "corpus", names, document=known_document)
     given = doge_options(
         known,
         tmp_path / "doge.json",
-        target=target,
         train_iters=40,
         global_batch_size=12,
         micro_batch_size=4,
@@ -303,12 +294,8 @@ def test_learnable_domains_gain_over_noise(known, tmp_path, target):
     )
     compute_doge(given)
     weights = Mixture.load(given.output).weights
-    if target is None:
-        assert weights["walk"] == pytest.approx(weights["walk again"], rel=0.2)
-        assert min(weights["walk"], weights["walk again"]) > 1.5 * weights["noise"]
-    else:
-        assert weights[target] == 0.0
-        assert weights["walk"] > 2 * weights["noise"]
+    assert weights["walk"] == pytest.approx(weights["walk again"], rel=0.2)
+    assert min(weights["walk"], weights["walk again"]) > 1.5 * weights["noise"]
 
 
 NAMES = ["a", "b", "c", "d"]

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import torch
 from megatron_chameleon.artifacts import CheckpointRecord, Mixture, MixtureWarning, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import HookState, find_checkpoint, step_folder
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
-from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doremi import METHOD
 from megatron_chameleon.methods.doremi import compute as compute_module
@@ -26,7 +25,6 @@ from megatron_chameleon.methods.doremi.hook import ExcessLossReweighting
 from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.mixture.doremi import RECIPES
-from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.training.hook import GlobalBatch
 from megatron_chameleon.training.memory import training_setup
 from megatron_chameleon.training.options import OptimizerOptions
@@ -122,15 +120,6 @@ def test_the_mixture_is_the_mean_over_the_proxys_steps(found, corpus, finished_r
     assert mixture.provenance.inputs["corpus"] == corpus.hash
 
 
-def test_every_logged_step_follows_the_update_rule(found):
-    alpha = np.full(3, 1 / 3)
-    for line in hook_lines(found):
-        excess = np.array(list(line["excess"].values()))
-        alpha = alpha * np.exp(0.1 * excess)
-        alpha = 0.999 * alpha / alpha.sum() + 0.001 / 3
-        np.testing.assert_allclose(list(line["weights"].values()), alpha, rtol=1e-12)
-
-
 class Checked(ExcessLossReweighting):
     """Compares each step with a loop over tokens, and the reference with an evaluated model."""
 
@@ -139,6 +128,13 @@ class Checked(ExcessLossReweighting):
     def __init__(self, plan, layout, reference, recipe):
         super().__init__(plan, layout, reference, recipe)
         self.reader = open_reader(reference.checkpoint, layout)
+
+    def prepare(self):
+        super().prepare()
+        (model,) = self._passes.model
+        held = sum(part.numel() * part.element_size() for part in model.parameters())
+        setup = training_setup(self._plan.options, self._plan.shape, 1)
+        assert self.extra_bytes(setup, 0, 3) == {"the reference": held}
 
     def clipped(self, excess):
         ceiling = math.inf if self._recipe.ceiling is None else self._recipe.ceiling
@@ -207,23 +203,6 @@ def test_excess_losses_and_the_loss_equal_a_loop_over_tokens(options, monkeypatc
         assert mixture.weights["code"] == pytest.approx(np.mean(weights))
 
 
-def test_a_proxy_equal_to_its_reference_keeps_the_weights(options, monkeypatch, finished_run):
-    """All excess losses are zero, and the learning rate is negligible."""
-    optimizer = OptimizerOptions(lr=1e-30, min_lr=0.0, lr_warmup_iters=0)
-    given = options(proxy={"optimizer": optimizer, "train_iters": 3})
-    checkpoint = find_checkpoint(finished_run)
-
-    def from_reference(*arguments):
-        plan = plan_doremi(*arguments)
-        run = dataclasses.replace(plan.proxy.options, pretrained_checkpoint=checkpoint)
-        return dataclasses.replace(plan, proxy=dataclasses.replace(plan.proxy, options=run))
-
-    monkeypatch.setattr(compute_module, "plan_doremi", from_reference)
-    compute_doremi(given)
-    assert Mixture.load(given.output).weights == pytest.approx(dict.fromkeys(DOMAINS, 1 / 3))
-    assert max(hook_lines(given.output)[-1]["excess"].values()) < 1e-6
-
-
 def test_the_cost_is_that_of_two_runs_and_two_forward_passes(found, finished_run):
     mixture, proxy = Mixture.load(found), proxy_of(found)
     made_from = [found.parent / path for path in mixture.parameters["made_from"]]
@@ -261,13 +240,6 @@ def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpu
     layers = sum(12 * size["num_layers"] * size["hidden_size"] ** 2 for size in sizes)
     assert mixture.parameters["paper_flops"] == 6 * proxy.tokens * layers
     assert mixture.parameters["made_from"] == ["doremi/reference", "doremi/proxy"]
-    # The forward pass of the reference counts with its own shape.
-    shapes = [
-        shape_of(CheckpointRecord.load(step_folder(run.root, 4))) for run in (reference, proxy)
-    ]
-    forward = [forward_flops(shape, proxy.tokens, 32) for shape in shapes]
-    assert reference.cost.flops == pytest.approx(3 * forward[0])
-    assert proxy.cost.flops == pytest.approx(4 * forward[1] + forward[0])
 
 
 def constructed_document(number: int, rng: np.random.Generator):
@@ -297,28 +269,6 @@ def test_a_reference_that_does_not_fit_is_an_error(options, monkeypatch):
     assert not (given.output.with_suffix("") / "proxy").exists()
 
 
-class Counting(ExcessLossReweighting):
-    """Compares the memory of the reference with the predicted one."""
-
-    counted: ClassVar[list] = []
-
-    def prepare(self):
-        super().prepare()
-        assert self._passes is not None
-        (model,) = self._passes.model
-        held = sum(part.numel() * part.element_size() for part in model.parameters())
-        setup = training_setup(self._plan.options, self._plan.shape, 1)
-        Counting.counted.append((held, self.extra_bytes(setup, 0, 3)))
-
-
-def test_the_memory_of_the_reference_is_counted(options, monkeypatch):
-    monkeypatch.setattr(compute_module, "ExcessLossReweighting", Counting)
-    monkeypatch.setattr(Counting, "counted", [])
-    compute_doremi(options(proxy={"train_iters": 3}))
-    ((held, bytes_by_name),) = Counting.counted
-    assert bytes_by_name == {"the reference": held}
-
-
 def test_a_skipped_step_is_undone(options, monkeypatch):
     given = options()
     before_steps(monkeypatch, {4: poison(torch.nan)})
@@ -345,10 +295,10 @@ def scale_losses(monkeypatch, factor, *, of_reference):
     monkeypatch.setattr(GlobalBatch, "token_losses", losses)
 
 
-@pytest.mark.parametrize(("factor", "ceiling"), [(math.nan, None), (math.inf, 0.3)])
-def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch, factor, ceiling):
-    scale_losses(monkeypatch, factor, of_reference=False)
-    given = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=ceiling))
+def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch):
+    """Even if clipping would hide them."""
+    scale_losses(monkeypatch, math.inf, of_reference=False)
+    given = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=0.3))
     compute_doremi(given)
     lines = hook_lines(given.output)
     assert lines[2] == lines[1]
