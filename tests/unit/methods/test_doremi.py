@@ -131,6 +131,7 @@ class Checked(ExcessLossReweighting):
 
     def prepare(self):
         super().prepare()
+        assert self._passes is not None
         (model,) = self._passes.model
         held = sum(part.numel() * part.element_size() for part in model.parameters())
         setup = training_setup(self._plan.options, self._plan.shape, 1)
