@@ -74,15 +74,25 @@ def bootstrap_weights(
         DegenerateScoreWarning: once, with the number of resamples in which ``weight_fn`` warned.
     """
     windows = _checked_windows(window_vectors)
-    _check_settings(num_resamples, seed, confidence)
-    weights = np.empty((num_resamples, len(windows)))
-    num_degenerate = 0
-    done = 0
-    for means in _resampled_means(windows, num_resamples, seed):
-        for embeddings in means:
-            weights[done], degenerate = _call_weight_fn(weight_fn, embeddings)
-            num_degenerate += degenerate
-            done += 1
+    if num_resamples < 2:
+        raise ValueError(f"num_resamples is {num_resamples}: an interval needs at least 2")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}: it must not be negative")
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence is {confidence}: it must lie between 0 and 1, such as 0.95")
+    rows, num_degenerate = [], 0
+    for embeddings in _resampled_means(windows, num_resamples, seed):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DegenerateScoreWarning)
+            rows.append(weight_fn(embeddings))
+        degenerate = [each for each in caught if each.category is DegenerateScoreWarning]
+        num_degenerate += bool(degenerate)
+        for each in caught:
+            if each not in degenerate:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    weights = np.array(rows)
+    if weights.shape != (num_resamples, len(windows)):
+        raise ValueError("weight_fn must map embeddings [k, h] to weights [k]")
     if num_degenerate:
         warnings.warn(
             f"leverage scores were clipped in {num_degenerate} of {num_resamples} "
@@ -106,64 +116,36 @@ def resampled_means_direct(
     windows = _checked_windows(window_vectors)
     means = np.empty((num_resamples, len(windows), windows[0].shape[1]))
     for domain, vectors in enumerate(windows):
-        generator = _generator(seed, domain)
+        generator = np.random.default_rng([seed, domain])
         for resample in range(num_resamples):
-            drawn = generator.integers(len(vectors), size=len(vectors))
-            means[resample, domain] = np.asarray(vectors[drawn], dtype=np.float64).mean(axis=0)
+            sampled = generator.integers(len(vectors), size=len(vectors))
+            means[resample, domain] = np.asarray(vectors[sampled], dtype=np.float64).mean(axis=0)
     return means
 
 
 def _resampled_means(
     windows: list[npt.NDArray[np.floating]], num_resamples: int, seed: int
 ) -> Iterator[Array]:
-    """Blocks [r, k, h] of resampled domain means, num_resamples in all.
+    """Resampled domain means [k, h], num_resamples times.
 
-    The mean of n sampled windows is counts @ windows / n, a matrix product per domain in place of
-    a copy of the windows per resample.
+    The mean of n sampled windows is counts @ windows / n, a matrix product per domain and block of
+    resamples in place of a copy of the windows per resample.
     """
     num_domains, width = len(windows), windows[0].shape[1]
     largest = max(num_domains * width, max(len(vectors) for vectors in windows))
     block = max(1, BLOCK_VALUES // largest)
-    generators = [_generator(seed, domain) for domain in range(num_domains)]
+    generators = [np.random.default_rng([seed, domain]) for domain in range(num_domains)]
     for start in range(0, num_resamples, block):
         size = min(block, num_resamples - start)
         means = np.empty((size, num_domains, width))
         for domain, vectors in enumerate(windows):
-            counts = _draw_counts(generators[domain], len(vectors), size)
-            means[:, domain] = counts @ vectors / len(vectors)
-        yield means
-
-
-def _draw_counts(generator: np.random.Generator, num_windows: int, num_resamples: int) -> Array:
-    """[num_resamples, num_windows] counts of each window; each row sums to num_windows."""
-    counts = np.empty((num_resamples, num_windows))
-    for row in counts:
-        drawn = generator.integers(num_windows, size=num_windows)
-        row[:] = np.bincount(drawn, minlength=num_windows)
-    return counts
-
-
-def _generator(seed: int, domain: int) -> np.random.Generator:
-    return np.random.default_rng([seed, domain])
-
-
-def _call_weight_fn(weight_fn: Callable[[Array], Array], embeddings: Array) -> tuple[Array, bool]:
-    """Weights of one resample, and whether it was degenerate; other warnings pass through."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DegenerateScoreWarning)
-        weights = weight_fn(embeddings)
-    if np.shape(weights) != embeddings.shape[:1]:
-        raise ValueError(
-            f"weight_fn gave shape {np.shape(weights)} for {len(embeddings)} domains: "
-            "it must map embeddings [k, h] to weights [k]"
-        )
-    degenerate = False
-    for entry in caught:
-        if issubclass(entry.category, DegenerateScoreWarning):
-            degenerate = True
-        else:
-            warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)
-    return weights, degenerate
+            count = len(vectors)
+            counts = np.empty((size, count))
+            for row in counts:
+                sampled = generators[domain].integers(count, size=count)
+                row[:] = np.bincount(sampled, minlength=count)
+            means[:, domain] = counts @ vectors / count
+        yield from means
 
 
 def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArray[np.floating]]:
@@ -172,24 +154,14 @@ def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArra
         raise ValueError("window_vectors is empty: pass one array of windows per domain")
     windows: list[npt.NDArray[np.floating]] = []
     for domain, vectors in enumerate(window_vectors):
-        checked = as_matrix(vectors, f"window_vectors[{domain}]", "window")
-        width = windows[0].shape[1] if windows else checked.shape[1]
-        if checked.shape[1] != width:
-            raise ValueError(
-                f"window_vectors[{domain}] has {checked.shape[1]} features but window_vectors[0] "
-                f"has {width}: embed all domains with one proxy and layer"
-            )
+        width = as_matrix(vectors, f"window_vectors[{domain}]", "window").shape[1]
         windows.append(np.asarray(vectors))
+        if width != windows[0].shape[1]:
+            raise ValueError(
+                f"window_vectors[{domain}] has {width} features but window_vectors[0] has "
+                f"{windows[0].shape[1]}: embed all domains with one proxy and layer"
+            )
     return windows
-
-
-def _check_settings(num_resamples: int, seed: int, confidence: float) -> None:
-    if num_resamples < 2:
-        raise ValueError(f"num_resamples is {num_resamples}: an interval needs at least 2")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}: it must not be negative")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence is {confidence}: it must lie between 0 and 1, such as 0.95")
 
 
 # Values kept for the bootstrap, over all domains: 1 GiB in float32. 80 domains of 4096 windows,
@@ -235,8 +207,8 @@ def grouped_windows(
         return vectors
     order = np.random.default_rng([seed, len(vectors)]).permutation(len(vectors))
     count = len(vectors) // size
-    drawn = vectors[order[: count * size]].reshape(count, size, -1)
-    means = drawn.mean(axis=1, dtype=np.float64)
+    groups = vectors[order[: count * size]].reshape(count, size, -1)
+    means = groups.mean(axis=1, dtype=np.float64)
     means += vectors.mean(axis=0, dtype=np.float64) - means.mean(axis=0)
     return means.astype(np.float32)
 
@@ -258,10 +230,8 @@ def outweighing_probability(
     Returns:
         [n] float64; 1 minus that with ``one`` and ``other`` exchanged.
     """
-    weights = resampled.weights
-    difference = (
-        weights[:, np.asarray(one, dtype=np.intp)] - weights[:, np.asarray(other, dtype=np.intp)]
-    )
+    first, second = (resampled.weights[:, np.asarray(each, dtype=int)] for each in (one, other))
+    difference = first - second
     likely: Array = (difference > 0).mean(axis=0) + (difference == 0).mean(axis=0) / 2
     return likely
 

@@ -50,29 +50,23 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> CappedWeights
     if not (most >= 0).all():  # or NaN
         raise ValueError("caps must be >= 0")
     wanted = wanted / wanted.sum()
-    found = _scaled(wanted, most)
+    found = wanted
+    if not (wanted <= most).all():
+        present = np.flatnonzero(wanted)
+        if most[present].sum() < 1.0 - ROUNDING:
+            raise ValueError(
+                f"the caps of the domains with a weight sum to {most[present].sum():.6g}, less "
+                "than 1: raise them"
+            )
+        order = present[np.argsort(most[present] / wanted[present], kind="stable")]
+        # With the first n domains at their caps, s is the rest over the sum of the others' weights.
+        left = 1.0 - np.concatenate([[0.0], np.cumsum(most[order])[:-1]])
+        others = np.cumsum(wanted[order][::-1])[::-1]
+        fits = left / others * wanted[order] <= most[order]
+        found = np.minimum(most, 1.0) * (wanted > 0)
+        if fits.any():
+            first = int(fits.argmax())
+            free = order[first:]
+            found[free] = wanted[free] * (left[first] / others[first])
     binding = np.flatnonzero((wanted > 0) & (found == most))
     return CappedWeights(found, tuple(binding.tolist()))
-
-
-def _scaled(wanted: Array, most: Array) -> Array:
-    """min(c, s p) [k] with the s for which it sums to 1."""
-    if (wanted <= most).all():
-        return wanted
-    present = np.flatnonzero(wanted)
-    if most[present].sum() < 1.0 - ROUNDING:
-        raise ValueError(
-            f"the caps of the domains with a weight sum to {most[present].sum():.6g}, less than 1: "
-            "raise them"
-        )
-    order = present[np.argsort(most[present] / wanted[present], kind="stable")]
-    # With the first n domains at their caps, s is the rest over the sum of the others' weights.
-    left = 1.0 - np.concatenate([[0.0], np.cumsum(most[order])[:-1]])
-    others = np.cumsum(wanted[order][::-1])[::-1]
-    fits = left / others * wanted[order] <= most[order]
-    result = np.minimum(most, 1.0) * (wanted > 0)
-    if fits.any():
-        first = int(fits.argmax())
-        free = order[first:]
-        result[free] = wanted[free] * (left[first] / others[first])
-    return result

@@ -19,7 +19,7 @@ from megatron_chameleon.mixture.target import scaled_prior
 from megatron_chameleon.mixture.weights import (
     SCORE_FLOOR,
     check_score_limits,
-    degenerate_positions,
+    clip_scores,
     domain_weights,
 )
 
@@ -86,7 +86,6 @@ class Recipe:
 
         With S normalised, 1 / (k S) / tau = 1 / S / (k tau) and k S / tau = S / (tau / k).
         """
-        check_mode(mode)
         pretrain = mode == "pretrain"
         temperature = self.temperature_pretrain if pretrain else self.temperature_finetune
         if not self.temperature_relative:
@@ -250,37 +249,34 @@ def chameleon_weights(
     num_domains = len(features)
     ridge = settings.effective_ridge(float(squared_norms(features).sum()) / num_domains)
     eta = None if prior is None else scaled_prior(prior, num_domains)
-    scores = _scores(features if eta is None else np.sqrt(eta)[:, None] * features, ridge)
+    scaled = features if eta is None else np.sqrt(eta)[:, None] * features
+    # The two forms are equal; the smaller matrix is factored.
+    if scaled.shape[1] < num_domains:
+        scores = feature_ridge_leverage(scaled, ridge)
+    else:
+        scores = leverage_scores(gram_matrix(scaled), ridge)
     temperature = settings.effective_temperature(mode, num_domains)
+    floor, ceiling = settings.score_floor, settings.score_ceiling
     weights = domain_weights(
         scores,
         mode,
         temperature,
         settings.normalize,
         prior=eta,
-        score_floor=settings.score_floor,
-        score_ceiling=settings.score_ceiling,
+        score_floor=floor,
+        score_ceiling=ceiling,
     )
-    limits = (settings.score_floor, settings.score_ceiling)
     return WeightResult(
         weights=weights,
         scores=scores,
         features=features,
         effective_ridge=ridge,
         effective_temperature=temperature,
-        degenerate=degenerate_positions(scores, mode, *limits, eta),
+        degenerate=clip_scores(scores, mode, floor, ceiling, eta)[1],
         mode=mode,
         recipe=settings,
         prior=eta,
     )
-
-
-def _scores(features: Array, ridge: float) -> Array:
-    """Ridge leverage scores of [k, h]. The two forms are equal; the smaller matrix is factored."""
-    num_domains, num_features = features.shape
-    if num_features < num_domains:
-        return feature_ridge_leverage(features, ridge)
-    return leverage_scores(gram_matrix(features), ridge)
 
 
 def chameleon_weight_fn(

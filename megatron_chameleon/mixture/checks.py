@@ -25,14 +25,10 @@ def as_matrix(values: npt.ArrayLike, argument: str, row: str) -> Array:
     ``argument`` and ``row`` name the array and one of its rows in messages.
     """
     matrix = np.asarray(values, dtype=np.float64)
-    if matrix.ndim != 2:
+    if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(
-            f"{argument} must have 2 dimensions, one row per {row}, "
-            f"but has shape {matrix.shape}: reshape it to [rows, features]"
-        )
-    if matrix.shape[0] == 0 or matrix.shape[1] == 0:
-        raise ValueError(
-            f"{argument} of shape {matrix.shape} is empty: pass at least one {row} with one feature"
+            f"{argument} has shape {matrix.shape}: must be [rows, features], with at least one "
+            f"{row} and one feature"
         )
     finite_rows = np.isfinite(matrix).all(axis=1)
     if not finite_rows.all():
@@ -51,52 +47,32 @@ def as_embeddings(embeddings: npt.ArrayLike) -> Array:
 def as_affinity(affinity: npt.ArrayLike) -> Array:
     """Return an affinity matrix as an exactly symmetric float64 array [k, k].
 
-    Differences between the two triangles of the size of rounding are averaged away. That the
-    matrix is a Gram matrix is checked on its 2 x 2 minors, which costs k^2 and not k^3.
+    Differences between the two triangles of the size of rounding are averaged away. A Gram matrix
+    has |K_ij|^2 <= K_ii K_jj (Cauchy-Schwarz); checking only these 2 x 2 minors costs k^2, not k^3.
     """
     matrix = as_matrix(affinity, "affinity", "domain")
+    fix = "build it with affinity_matrix(embeddings, center=...)"
     if matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(
-            f"affinity must be square, but has shape {matrix.shape}: "
-            "build it with affinity_matrix(embeddings, center=...)"
-        )
-    matrix = _symmetric(matrix)
-    _check_gram(matrix)
-    return matrix
-
-
-def _symmetric(matrix: Array) -> Array:
-    difference = np.abs(matrix - matrix.T)
-    largest = float(difference.max())
-    if largest == 0.0:
-        return matrix
-    if largest > AFFINITY_TOLERANCE * float(np.abs(matrix).max()):
-        i, j = divmod(int(difference.argmax()), matrix.shape[0])
+        raise ValueError(f"affinity must be square, but has shape {matrix.shape}: {fix}")
+    slack = AFFINITY_TOLERANCE * float(np.abs(matrix).max())
+    asymmetry = np.abs(matrix - matrix.T)
+    if asymmetry.max() > slack:
+        i, j = divmod(int(asymmetry.argmax()), len(matrix))
         raise ValueError(
             f"affinity is not symmetric: entry [{i}, {j}] is {matrix[i, j]:.6g} but "
-            f"[{j}, {i}] is {matrix[j, i]:.6g}: build it with affinity_matrix(embeddings, ...)"
+            f"[{j}, {i}] is {matrix[j, i]:.6g}: {fix}"
         )
-    return (matrix + matrix.T) / 2
-
-
-def _check_gram(matrix: Array) -> None:
-    """Raise unless every |K_ij|^2 <= K_ii K_jj, which inner products obey (Cauchy-Schwarz)."""
-    diagonal = np.diagonal(matrix)
-    slack = AFFINITY_TOLERANCE * float(np.abs(matrix).max())
-    if float(diagonal.min()) < -slack:
-        bad = int(diagonal.argmin())
-        raise ValueError(
-            f"affinity entry [{bad}, {bad}] is {diagonal[bad]:.6g}, but a squared norm is not "
-            "negative: build it with affinity_matrix(embeddings, ...)"
-        )
-    norms = np.sqrt(np.maximum(diagonal, 0.0))
+    if asymmetry.any():
+        matrix = (matrix + matrix.T) / 2
+    norms = np.sqrt(np.maximum(np.diagonal(matrix), 0.0))
     excess = np.abs(matrix) - np.outer(norms, norms)
-    if float(excess.max()) > slack:
-        i, j = divmod(int(excess.argmax()), matrix.shape[0])
+    if excess.max() > slack:
+        i, j = divmod(int(excess.argmax()), len(matrix))
         raise ValueError(
-            f"affinity entry [{i}, {j}] is larger than the norms of domains {i} and {j} allow, so "
-            "these are not inner products: build it with affinity_matrix(embeddings, ...)"
+            f"affinity entry [{i}, {j}] is {matrix[i, j]:.6g}, which the squared norms on the "
+            f"diagonal do not allow, so these are not inner products: {fix}"
         )
+    return matrix
 
 
 def as_scores(scores: npt.ArrayLike) -> Array:
@@ -110,21 +86,12 @@ def as_scores(scores: npt.ArrayLike) -> Array:
             f"scores must be a vector with one entry per domain, but has shape {vector.shape}: "
             "pass leverage_scores(affinity, ridge)"
         )
-    finite = np.isfinite(vector)
-    if not finite.all():
+    low = -AFFINITY_TOLERANCE * np.fmax.reduce(np.abs(vector))
+    valid = (vector >= low) & (vector <= np.finfo(np.float64).max / vector.size)  # NaN is neither
+    if not valid.all():
+        bad = int(valid.argmin())
         raise ValueError(
-            f"scores entry {int(np.argmin(finite))} is NaN or infinite: "
-            "recompute the embeddings of that domain"
-        )
-    if float(vector.max()) > np.finfo(np.float64).max / vector.size:
-        raise ValueError(
-            f"scores entry {int(vector.argmax())} is {vector.max():.6g}, too large to add up, but "
-            "a leverage score is at most 1: pass leverage_scores(affinity, ridge)"
-        )
-    if float(vector.min()) < -AFFINITY_TOLERANCE * float(np.abs(vector).max()):
-        bad = int(vector.argmin())
-        raise ValueError(
-            f"scores entry {bad} is {vector[bad]:.6g}, but a leverage score is not negative: "
+            f"scores entry {bad} is {vector[bad]:.6g}, but a leverage score lies between 0 and 1: "
             "pass leverage_scores(affinity, ridge)"
         )
     return np.maximum(vector, 0.0)

@@ -117,31 +117,23 @@ class DogeState:
         Raises:
             ValueError: if a product is not finite.
         """
-        known = self._products_known(products, present, recipe.max_norm)
+        if not np.isfinite(products).all():
+            raise ValueError("products must be finite: skip the step")
+        factors = clip_factors(products, recipe.max_norm)
+        known, pairs = self.products.copy(), np.ix_(present, present)
+        known[pairs] = (products * factors[:, None] * factors)[pairs]
         alignment = alignments(known, roles)
         limited = np.clip(alignment[list(roles.train)], recipe.dw_min, recipe.dw_max)
         gains = learning_rate * limited
         log_weights = exponentiated_step(self.log_weights, gains, 1.0 / recipe.mu, recipe.eps)
-        return self._moved_to(log_weights, known, alignment)
-
-    def _products_known(self, products: Array, present: Sequence[int], max_norm: float) -> Array:
-        """[k, k] products of clipped gradients; the last known ones for absent domains."""
-        if not np.isfinite(products).all():
-            raise ValueError("products must be finite: skip the step")
-        factors = clip_factors(products, max_norm)
-        return merged_products(self.products, products * factors[:, None] * factors, present)
-
-    def _moved_to(self, log_weights: Array, products: Array, alignment: Array) -> DogeState:
-        """The state with new weights, and with one more step in the means."""
-        new = dataclasses.replace(
-            self, log_weights=log_weights, products=products, alignment=alignment
-        )
         counted = self.counted + 1
+        new = dataclasses.replace(
+            self, log_weights=log_weights, products=known, alignment=alignment, counted=counted
+        )
         return dataclasses.replace(
             new,
             mean=self.mean + (new.weights - self.mean) / counted,
             mean_alignment=self.mean_alignment + (alignment - self.mean_alignment) / counted,
-            counted=counted,
             moved=self.moved + total_variation(self.weights, new.weights),
         )
 
@@ -158,14 +150,6 @@ def clip_factors(products: Array, max_norm: float) -> Array:
     if max_norm > 0:
         np.divide(max_norm, norms, out=factors, where=norms > max_norm)
     return factors
-
-
-def merged_products(last: Array, new: Array, present: Sequence[int]) -> Array:
-    """``new`` [k, k] for pairs of present domains, ``last`` for the others."""
-    known = last.copy()
-    pairs = np.ix_(present, present)
-    known[pairs] = new[pairs]
-    return known
 
 
 def alignments(products: Array, roles: Roles) -> Array:
@@ -200,11 +184,10 @@ def gradient_weights(
         roles: of the domains.
     """
     weights = np.zeros(len(factors))
-    found = [(row, domain) for row, domain in enumerate(roles.train) if domain in set(present)]
-    if not found:
-        return weights
-    rows, domains = map(list, zip(*found, strict=True))
-    logs = state.log_weights[rows]
-    shares = np.exp(logs - logs.max())
-    weights[domains] = shares / shares.sum() * factors[domains]
+    rows = [row for row, domain in enumerate(roles.train) if domain in present]
+    if rows:
+        domains = [roles.train[row] for row in rows]
+        logs = state.log_weights[rows]
+        shares = np.exp(logs - logs.max())
+        weights[domains] = shares / shares.sum() * factors[domains]
     return weights

@@ -42,14 +42,6 @@ def quality_of(predicted: Array, losses: Array) -> FitQuality:
     )
 
 
-def target_quality(predicted: Array, losses: Array, shares: Array) -> FitQuality:
-    """The quality of the one weighted sum by ``shares`` [m] of ``predicted`` and ``losses`` [n, m].
-
-    It does not follow from the errors of single losses, which may cancel in the sum.
-    """
-    return quality_of((predicted @ shares)[:, None], (losses @ shares)[:, None])
-
-
 def rank_correlations(one: Array, other: Array) -> Array:
     """Spearman's rank correlation of each column of [n, m] with its like; NaN for a constant."""
     ranks = [rankdata(values, axis=0) for values in (one, other)]
@@ -101,17 +93,12 @@ def fit_linear(mixtures: Array, losses: Array) -> Predict:
     The weights sum to 1, so the constant is one of their combinations: the solution is the one of
     smallest norm.
     """
-    solution = np.linalg.lstsq(_with_constant(mixtures), losses, rcond=None)[0]
 
-    def predict(others: Array) -> Array:
-        predicted: Array = _with_constant(others) @ solution
-        return predicted
+    def design(rows: Array) -> Array:
+        return np.column_stack([rows, np.ones(len(rows))])
 
-    return predict
-
-
-def _with_constant(mixtures: Array) -> Array:
-    return np.column_stack([mixtures, np.ones(len(mixtures))])
+    solution = np.linalg.lstsq(design(mixtures), losses, rcond=None)[0]
+    return lambda others: design(others) @ solution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,24 +124,17 @@ def reach_of(weights: Array, trained: Array) -> Reach:
     """Distance of ``weights`` [k] from the mixtures ``trained`` [n, k]."""
     distances = np.abs(trained - weights).sum(axis=1) / 2
     tolerance = 1e-9
-    outside = (weights > trained.max(axis=0) + tolerance) | (
-        weights < trained.min(axis=0) - tolerance
-    )
+    above = weights > trained.max(axis=0) + tolerance
+    below = weights < trained.min(axis=0) - tolerance
+    # Between each trained mixture and the nearest other one; 0 for a single one.
+    neighbours = np.zeros(len(trained))
+    if len(trained) > 1:
+        for number, row in enumerate(trained):
+            others = np.delete(trained, number, axis=0)
+            neighbours[number] = (np.abs(others - row).sum(axis=1) / 2).min()
     return Reach(
         nearest=int(distances.argmin()),
         distance=float(distances.min()),
-        usual=float(np.quantile(_distances_between_neighbours(trained), USUAL_SHARE)),
-        outside=tuple(np.flatnonzero(outside).tolist()),
+        usual=float(np.quantile(neighbours, USUAL_SHARE)),
+        outside=tuple(np.flatnonzero(above | below).tolist()),
     )
-
-
-def _distances_between_neighbours(trained: Array) -> Array:
-    """[n] total variation between each mixture and the nearest other one; 0 for a single one."""
-    if len(trained) < 2:
-        return np.zeros(1)
-    found = np.empty(len(trained))
-    for number, row in enumerate(trained):
-        distances = np.abs(trained - row).sum(axis=1) / 2
-        distances[number] = np.inf
-        found[number] = distances.min()
-    return found

@@ -10,6 +10,8 @@ appendix of the paper prints this without the factor k, which Definition and tex
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import numpy.typing as npt
 from scipy import linalg
@@ -40,18 +42,27 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
     """
     kernel = as_affinity(affinity)
     shift = kernel.shape[0] * check_positive(ridge, "ridge")
-    if float(np.trace(kernel)) > CHOLESKY_LIMIT * shift:
-        return _spectral_scores(kernel, shift)
-    try:
-        factor = linalg.cho_factor(_shifted(kernel, shift), lower=True, overwrite_a=True)
-    except linalg.LinAlgError:
-        # Only a K with an eigenvalue below -k * ridge gets here; the spectral form reports it.
-        return _spectral_scores(kernel, shift)
-    # Row i of the product sums K_ij (A^-1)_ij: an all-zero row of K scores exactly 0, which
-    # 1 - k * ridge * (A^-1)_ii would not give.
-    solved = linalg.cho_solve(factor, kernel)
-    scores: Array = np.clip(np.diagonal(solved), 0.0, 1.0)
-    return scores
+    if float(np.trace(kernel)) <= CHOLESKY_LIMIT * shift:
+        # Only a K with an eigenvalue below -k * ridge has no factor; the spectral form reports it.
+        with contextlib.suppress(linalg.LinAlgError):
+            factor = linalg.cho_factor(_shifted(kernel, shift), lower=True, overwrite_a=True)
+            # Row i of the product sums K_ij (A^-1)_ij: an all-zero row of K scores exactly 0, which
+            # 1 - k * ridge * (A^-1)_ii would not give.
+            solved = linalg.cho_solve(factor, kernel)
+            scores: Array = np.clip(np.diagonal(solved), 0.0, 1.0)
+            return scores
+    eigenvalues, eigenvectors = linalg.eigh(kernel)
+    tolerance = kernel.shape[0] * np.finfo(np.float64).eps * float(np.abs(eigenvalues).max())
+    # Rounding alone keeps eigenvalues above -tolerance; a factor of 1e4 is left for K's own error.
+    if float(eigenvalues[0]) < -1e4 * tolerance:
+        raise ValueError(
+            f"affinity has the eigenvalue {float(eigenvalues[0]):.6g}, but inner products have "
+            "none below 0: build it with affinity_matrix(embeddings, ...)"
+        )
+    # Eigenvalues within rounding of zero are the null space: at a small ridge they would otherwise
+    # count as whole dimensions.
+    eigenvalues[eigenvalues <= tolerance] = 0.0
+    return _weighted_leverage(eigenvectors, eigenvalues, shift)
 
 
 def leverage_scores_direct(affinity: npt.ArrayLike, ridge: float) -> Array:
@@ -63,12 +74,10 @@ def leverage_scores_direct(affinity: npt.ArrayLike, ridge: float) -> Array:
     kernel = as_affinity(affinity)
     num_domains = kernel.shape[0]
     shifted = kernel + num_domains * check_positive(ridge, "ridge") * np.eye(num_domains)
-    scores = np.empty(num_domains)
-    for i in range(num_domains):
-        unit = np.zeros(num_domains)
-        unit[i] = 1.0
-        scores[i] = kernel[i] @ np.linalg.solve(shifted, unit)
-    return scores
+    units = np.eye(num_domains)
+    return np.array(
+        [row @ np.linalg.solve(shifted, unit) for row, unit in zip(kernel, units, strict=True)]
+    )
 
 
 def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
@@ -104,21 +113,6 @@ def _shifted(matrix: Array, shift: float) -> Array:
     shifted = matrix.copy()
     shifted.flat[:: matrix.shape[0] + 1] += shift
     return shifted
-
-
-def _spectral_scores(kernel: Array, shift: float) -> Array:
-    eigenvalues, eigenvectors = linalg.eigh(kernel)
-    tolerance = kernel.shape[0] * np.finfo(np.float64).eps * float(np.abs(eigenvalues).max())
-    # Rounding alone keeps eigenvalues above -tolerance; a factor of 1e4 is left for K's own error.
-    if float(eigenvalues[0]) < -1e4 * tolerance:
-        raise ValueError(
-            f"affinity has the eigenvalue {float(eigenvalues[0]):.6g}, but inner products have "
-            "none below 0: build it with affinity_matrix(embeddings, ...)"
-        )
-    # Eigenvalues within rounding of zero are the null space: at a small ridge they would otherwise
-    # count as whole dimensions.
-    eigenvalues[eigenvalues <= tolerance] = 0.0
-    return _weighted_leverage(eigenvectors, eigenvalues, shift)
 
 
 def _weighted_leverage(vectors: Array, eigenvalues: Array, shift: float) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from scipy.optimize import minimize, minimize_scalar
@@ -81,13 +81,13 @@ def fit_mixing_laws(
     Raises:
         ValueError: for a loss that is not finite and > 0, which no law has.
     """
-    _check_positive_losses(losses)
+    if not (np.isfinite(losses).all() and (losses > 0).all()):
+        raise ValueError("losses must be finite and above 0")
     found = []
     for column in losses.T:
-        starts = _starts(mixtures, column, settings)
-        found.append(min((_descend(mixtures, column, settings, s) for s in starts), key=_value)[0])
+        found.append(_best_descent(_starts(mixtures, column, settings), mixtures, column, settings))
         on_fit()
-    return _laws_of(np.array(found))
+    return _laws_of(found)
 
 
 def refit_mixing_laws(
@@ -112,12 +112,13 @@ def refit_mixing_laws(
         on_fit: called after each of the m fits.
     """
     few = dataclasses.replace(settings, num_starts=min(settings.num_starts, COLD_STARTS))
+    known = np.column_stack([np.log(laws.constant), np.log(laws.scale), laws.exponents])
     found = []
-    for column, known in zip(losses.T, _parameters_of(laws), strict=True):
-        starts = [*_starts(mixtures, column, few), known]
-        found.append(min((_descend(mixtures, column, settings, s) for s in starts), key=_value)[0])
+    for column, start in zip(losses.T, known, strict=True):
+        starts = [*_starts(mixtures, column, few), start]
+        found.append(_best_descent(starts, mixtures, column, settings))
         on_fit()
-    return _laws_of(np.array(found))
+    return _laws_of(found)
 
 
 def penalised_huber(
@@ -147,11 +148,6 @@ def penalised_huber(
     return float(value), gradient
 
 
-def _check_positive_losses(losses: Array) -> None:
-    if not (np.isfinite(losses).all() and (losses > 0).all()):
-        raise ValueError("losses must be finite and above 0")
-
-
 def _starts(mixtures: Array, losses: Array, settings: LawSettings) -> Iterator[Array]:
     """Starting points [k + 2]: laws with constants from low to just below the smallest loss.
 
@@ -173,36 +169,33 @@ def _starts(mixtures: Array, losses: Array, settings: LawSettings) -> Iterator[A
         yield np.concatenate([[np.log(constant)], solution])
 
 
-def _descend(
-    mixtures: Array, losses: Array, settings: LawSettings, start: Array
-) -> tuple[Array, float]:
-    """The parameters [k + 2] that L-BFGS reaches from ``start``, and the objective there."""
+def _best_descent(
+    starts: Iterable[Array], mixtures: Array, losses: Array, settings: LawSettings
+) -> Array:
+    """The best parameters [k + 2] that L-BFGS reaches from ``starts``."""
     most = (LOG_BOUNDS[0], float(np.log(losses.max())))
     bounds = [most, LOG_BOUNDS, *[EXPONENT_BOUNDS] * mixtures.shape[1]]
     low, high = np.array(bounds).T
-    found = minimize(
-        penalised_huber,
-        np.clip(start, low, high),
-        args=(mixtures, losses, settings),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=bounds,
-        options={"maxiter": MAX_LAW_STEPS, "ftol": 1e-12, "gtol": 1e-8},
-    )
-    return found.x, float(found.fun)
+    found = [
+        minimize(
+            penalised_huber,
+            np.clip(start, low, high),
+            args=(mixtures, losses, settings),
+            jac=True,
+            method="L-BFGS-B",
+            bounds=bounds,
+            options={"maxiter": MAX_LAW_STEPS, "ftol": 1e-12, "gtol": 1e-8},
+        )
+        for start in starts
+    ]
+    best: Array = min(found, key=lambda each: float(each.fun)).x
+    return best
 
 
-def _value(found: tuple[Array, float]) -> float:
-    return found[1]
-
-
-def _laws_of(parameters: Array) -> MixingLaws:
-    """Laws from ``parameters`` [m, k + 2]."""
+def _laws_of(found: list[Array]) -> MixingLaws:
+    """Laws from m parameter vectors [k + 2]."""
+    parameters = np.array(found)
     return MixingLaws(np.exp(parameters[:, 0]), np.exp(parameters[:, 1]), parameters[:, 2:])
-
-
-def _parameters_of(laws: MixingLaws) -> Array:
-    return np.column_stack([np.log(laws.constant), np.log(laws.scale), laws.exponents])
 
 
 MAX_GRID_POINTS = 100_000
@@ -248,15 +241,41 @@ def law_optimum(
     slack = 1e-9
     if not ((start >= low - slack).all() and (start <= high + slack).all()):
         raise ValueError("start must lie between low and high")
+
+    def value(weights: Array) -> float:
+        return float(laws.predict(weights[None])[0] @ shares)
+
     steps = grid_steps(len(low))
-    best = _best_on_grid(laws, shares, steps, low, high)
-    begin = start if best is None else best
-    found = _descent(laws, shares, low, high, begin)
+    begin, least = start, math.inf
+    for block in simplex_grid(len(low), steps):
+        inside = block[((block >= low) & (block <= high)).all(axis=1)]
+        if len(inside):
+            targets = laws.predict(inside) @ shares
+            position = int(targets.argmin())
+            if targets[position] < least:
+                begin, least = inside[position], float(targets[position])
+    found = minimize(
+        value,
+        begin,
+        jac=lambda weights: laws.gradient(weights, shares),
+        method="SLSQP",
+        bounds=list(zip(low, high, strict=True)),
+        constraints={
+            "type": "eq",
+            "fun": lambda weights: weights.sum() - 1.0,
+            "jac": lambda weights: np.ones_like(weights),
+        },
+        options={"maxiter": MAX_DESCENT_STEPS, "ftol": TOLERANCE},
+    )
+    weights = np.clip(found.x, low, high)
+    weights /= weights.sum()
+    if value(weights) > value(begin):  # by rounding, or an unsuccessful descent
+        weights = begin
     return LawOptimum(
-        weights=found,
-        predicted=_target(laws, shares, found),
+        weights=weights,
+        predicted=value(weights),
         grid_weights=begin,
-        grid_predicted=_target(laws, shares, begin),
+        grid_predicted=value(begin),
         grid_steps=steps,
     )
 
@@ -283,48 +302,6 @@ def simplex_grid(num_domains: int, steps: int, block: int = 4096) -> Iterator[Ar
             [np.full(len(bars), -1), bars, np.full(len(bars), steps + num_domains - 1)]
         )
         yield (np.diff(edges, axis=1) - 1) / steps
-
-
-def _best_on_grid(
-    laws: MixingLaws, shares: Array, steps: int, low: Array, high: Array
-) -> Array | None:
-    """The best point of the grid within the bounds; None if there is none."""
-    best, least = None, math.inf
-    for block in simplex_grid(len(low), steps):
-        inside = block[((block >= low) & (block <= high)).all(axis=1)]
-        if len(inside) == 0:
-            continue
-        targets = laws.predict(inside) @ shares
-        position = int(targets.argmin())
-        if targets[position] < least:
-            best, least = inside[position], float(targets[position])
-    return best
-
-
-def _descent(laws: MixingLaws, shares: Array, low: Array, high: Array, start: Array) -> Array:
-    """Sequential least squares (SLSQP) over the simplex within the bounds."""
-    found = minimize(
-        lambda weights: _target(laws, shares, weights),
-        start,
-        jac=lambda weights: laws.gradient(weights, shares),
-        method="SLSQP",
-        bounds=list(zip(low, high, strict=True)),
-        constraints={
-            "type": "eq",
-            "fun": lambda weights: weights.sum() - 1.0,
-            "jac": lambda weights: np.ones_like(weights),
-        },
-        options={"maxiter": MAX_DESCENT_STEPS, "ftol": TOLERANCE},
-    )
-    weights = np.clip(found.x, low, high)
-    weights /= weights.sum()
-    # Never worse than the start, after rounding or an unsuccessful descent.
-    better = _target(laws, shares, weights) <= _target(laws, shares, start)
-    return weights if better else start
-
-
-def _target(laws: MixingLaws, shares: Array, weights: Array) -> float:
-    return float(laws.predict(weights[None])[0] @ shares)
 
 
 EXPONENTS = (0.02, 3.0)

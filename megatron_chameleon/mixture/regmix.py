@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +14,6 @@ import numpy.typing as npt
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
 from megatron_chameleon.mixture.sampling import check_prior
-
-if TYPE_CHECKING:
-    from lightgbm import Booster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +63,6 @@ def fit_trees(
     Raises:
         ImportError, OSError: if LightGBM is not installed, or its library cannot be loaded.
     """
-    boosters = []
-    for column in losses.T:
-        boosters.append(_boosted(mixtures, column, settings))
-        on_fit()
-
-    def predict(others: Array) -> Array:
-        predicted = np.empty((len(others), len(boosters)))
-        for column, booster in enumerate(boosters):
-            predicted[:, column] = booster.predict(others)
-        return predicted
-
-    return predict
-
-
-def _boosted(mixtures: Array, losses: Array, settings: TreeSettings) -> Booster:
     import lightgbm
 
     parameters = {
@@ -93,8 +74,19 @@ def _boosted(mixtures: Array, losses: Array, settings: TreeSettings) -> Booster:
         "force_row_wise": True,  # else chosen by timing, which may differ between runs
         "verbosity": -1,
     }
-    data = lightgbm.Dataset(mixtures, losses, params={"verbosity": -1})
-    return lightgbm.train(parameters, data, num_boost_round=settings.num_trees)
+    boosters = []
+    for column in losses.T:
+        data = lightgbm.Dataset(mixtures, column, params={"verbosity": -1})
+        boosters.append(lightgbm.train(parameters, data, num_boost_round=settings.num_trees))
+        on_fit()
+
+    def predict(others: Array) -> Array:
+        predicted = np.empty((len(others), len(boosters)))
+        for column, booster in enumerate(boosters):
+            predicted[:, column] = booster.predict(others)
+        return predicted
+
+    return predict
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,7 +135,11 @@ def sampled_optimum(
     present = np.flatnonzero(shares)
     sampled = np.zeros((num_draws, shares.size))
     sampled[:, present] = np.random.default_rng(seed).dirichlet(shares[present], size=num_draws)
-    predicted = _in_blocks(objective, sampled, on_draws)
+    predicted = np.empty(num_draws)
+    for first in range(0, num_draws, 1000):  # in blocks, to report progress
+        block = slice(first, first + 1000)
+        predicted[block] = objective(sampled[block])
+        on_draws(len(predicted[block]))
     chosen = np.argsort(predicted, kind="stable")[:num_best]
     best = sampled[chosen]
     low, high = np.quantile(best, [0.05, 0.95], axis=0)
@@ -155,15 +151,3 @@ def sampled_optimum(
         predicted_best=float(predicted[chosen].mean()),
         predicted_all=float(predicted.mean()),
     )
-
-
-def _in_blocks(
-    objective: Callable[[Array], Array], sampled: Array, on_draws: Callable[[int], object]
-) -> Array:
-    """``objective`` of ``sampled``, a thousand rows at a time, to report progress."""
-    parts = []
-    for first in range(0, len(sampled), 1000):
-        block = sampled[first : first + 1000]
-        parts.append(objective(block))
-        on_draws(len(block))
-    return np.concatenate(parts)

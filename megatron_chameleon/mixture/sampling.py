@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.spatial import cKDTree
 
-from megatron_chameleon.mixture.checks import Array, check_positive
+from megatron_chameleon.mixture.checks import Array
 
 # Mixtures chosen together, from the samples of their block and those left over by earlier blocks.
 BLOCK = 32
@@ -38,6 +38,20 @@ class SamplingRule:
     frequent mixtures (a single domain) are not chosen more often."""
     near_duplicate: float = 1e-5
     """Mixtures within this L1 distance are duplicates."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value out of range."""
+        if not 0 <= self.prior_exponent < math.inf:
+            raise ValueError(f"prior exponent {self.prior_exponent}: must be finite and >= 0")
+        if not 0 < self.min_strength <= self.max_strength < math.inf:
+            raise ValueError(
+                f"min_strength {self.min_strength:g}, max_strength {self.max_strength:g}: must be "
+                "> 0 and finite, the first not above the second"
+            )
+        if not 0 < self.smallest_weight <= 1:
+            raise ValueError(f"smallest_weight {self.smallest_weight}: must be > 0 and <= 1")
+        if not self.max_upweighting >= 1:
+            raise ValueError(f"max_upweighting {self.max_upweighting}: must be >= 1")
 
 
 REGMIX_SAMPLING = SamplingRule()
@@ -66,7 +80,8 @@ def sample_mixtures(
         ValueError: for arguments out of range, or fewer than ``count`` distinct mixtures.
     """
     shares = check_prior(prior)
-    _check_rule(rule, count)
+    if count < 1:
+        raise ValueError(f"count is {count}: must be >= 1")
     present = np.flatnonzero(shares)
     chosen = left = np.empty((0, present.size))
     num_blocks, rejected = -(-count // BLOCK), 0
@@ -77,7 +92,11 @@ def sample_mixtures(
         rejected += len(sampled) - len(allowed)
         found = drop_near_duplicates(quantize(allowed, rule.smallest_weight), rule.near_duplicate)
         known = np.concatenate([chosen, left])
-        left = np.concatenate([left, _not_near(found, known, rule.near_duplicate)])
+        if len(known) and len(found):
+            beyond = np.nextafter(rule.near_duplicate, np.inf)  # the bound itself is not searched
+            nearest, _ = cKDTree(known).query(found, p=1, distance_upper_bound=beyond)
+            found = found[np.isinf(nearest)]
+        left = np.concatenate([left, found])
         left = left[rng.permutation(len(left))]
         chosen, left = np.concatenate([chosen, left[:BLOCK]]), left[BLOCK:]
     if len(chosen) < count:
@@ -92,15 +111,6 @@ def sample_mixtures(
     return mixtures
 
 
-def _not_near(mixtures: Array, known: Array, distance: float) -> Array:
-    """The rows of ``mixtures`` whose L1 distance to each of ``known`` is above ``distance``."""
-    if not len(known) or not len(mixtures):
-        return mixtures
-    beyond = np.nextafter(distance, np.inf)  # the bound itself is not searched
-    nearest, _ = cKDTree(known).query(mixtures, p=1, distance_upper_bound=beyond)
-    return mixtures[np.isinf(nearest)]
-
-
 def check_prior(prior: npt.ArrayLike) -> Array:
     """``prior`` [k] scaled to sum to 1. Raises ValueError for an invalid vector."""
     shares = np.asarray(prior, dtype=np.float64)
@@ -110,24 +120,6 @@ def check_prior(prior: npt.ArrayLike) -> Array:
         raise ValueError("prior must be finite, >= 0 and not all zero")
     scaled: Array = shares / shares.sum()
     return scaled
-
-
-def _check_rule(rule: SamplingRule, count: int) -> None:
-    if count < 1:
-        raise ValueError(f"count is {count}: must be >= 1")
-    if rule.prior_exponent < 0 or not math.isfinite(rule.prior_exponent):
-        raise ValueError(f"prior exponent {rule.prior_exponent}: must be finite and >= 0")
-    check_positive(rule.min_strength, "min_strength")
-    check_positive(rule.max_strength, "max_strength")
-    if rule.min_strength > rule.max_strength:
-        raise ValueError(
-            f"min_strength {rule.min_strength:g} is above max_strength {rule.max_strength:g}: "
-            "swap them"
-        )
-    if not 0 < rule.smallest_weight <= 1:
-        raise ValueError(f"smallest_weight {rule.smallest_weight}: must be > 0 and <= 1")
-    if not rule.max_upweighting >= 1:
-        raise ValueError(f"max_upweighting {rule.max_upweighting}: must be >= 1")
 
 
 def _dirichlet_samples(

@@ -66,25 +66,28 @@ def domain_weights(
     check_mode(mode)
     tau = check_positive(temperature, "temperature")
     check_score_limits(score_floor, score_ceiling)
-    degenerate = degenerate_positions(vector, mode, score_floor, score_ceiling, prior)
-    ratios, mean = _per_prior(vector, mode, prior), float(vector.mean())
+    limited, degenerate = clip_scores(vector, mode, score_floor, score_ceiling, prior)
     if degenerate:
-        message = _describe(ratios, mean, degenerate, score_floor, score_ceiling)
-        warnings.warn(message, DegenerateScoreWarning, stacklevel=2)
-    limited = _limited(ratios, mean, mode, score_floor, score_ceiling)
+        more = len(degenerate) - MAX_POSITIONS_SHOWN
+        shown = ", ".join(map(str, degenerate[:MAX_POSITIONS_SHOWN]))
+        warnings.warn(
+            f"leverage scores at position {shown}{f' and {more} more' if more > 0 else ''} are "
+            f"below {score_floor:g} or above {score_ceiling:g} times the mean score (a domain at "
+            "the mean of all, a near-duplicate of it, or one unlike any other): they are clipped "
+            "and their weights are bounds; inspect these domains, or change the temperature or "
+            "the score limits",
+            DegenerateScoreWarning,
+            stacklevel=2,
+        )
     if normalize:
         # Divided by the sum before the limits: afterwards one huge outlier, held at the ceiling,
         # would lift all others and so undo the ceiling. A mean of 0, that of denormal scores too,
         # has made all scores equal.
-        limited = limited / float((vector if mean > 0.0 else limited).sum())
-    return softmax(1.0 / limited if mode == "pretrain" else limited, tau)
-
-
-def softmax(logits: Array, temperature: float) -> Array:
-    """exp(z / tau) over its sum for finite logits [k], shifted by the largest before dividing."""
+        limited = limited / float((vector if vector.mean() > 0.0 else limited).sum())
+    logits = 1.0 / limited if mode == "pretrain" else limited
     with np.errstate(over="ignore", under="ignore"):
         # A tiny tau turns a difference into -inf, whose exponential is the right 0.
-        unnormalized = np.exp((logits - logits.max()) / temperature)
+        unnormalized = np.exp((logits - logits.max()) / tau)
     weights: Array = unnormalized / unnormalized.sum()
     return weights
 
@@ -97,76 +100,31 @@ def check_score_limits(score_floor: float, score_ceiling: float) -> None:
         raise ValueError(f"score_ceiling is {score_ceiling!r}: it must be above 1 (inf for none)")
 
 
-def degenerate_positions(
+def clip_scores(
     scores: Array,
     mode: Mode,
     score_floor: float,
     score_ceiling: float,
     prior: Array | None = None,
-) -> tuple[int, ...]:
-    """Positions of the scores [k] that ``domain_weights`` clips and warns about.
+) -> tuple[Array, tuple[int, ...]]:
+    """Clip the scores [k] as ``domain_weights`` does.
 
-    A single domain has weight 1 for any score, so it is never degenerate.
+    Returns:
+        What is inverted in pretraining, S / eta, or S in fine-tuning or without a prior, clipped;
+        and the positions that were. A single domain has weight 1 for any score, so it is never
+        one of them.
     """
-    if scores.size == 1:
-        return ()
     mean = float(scores.mean())
-    ratios = _per_prior(scores, mode, prior)
-    outside = ratios > score_ceiling * mean if mean > 0.0 else np.ones(scores.size, dtype=bool)
-    if mode == "pretrain":
-        outside |= ratios < _lowest(mean, score_floor)
-    return tuple(int(i) for i in np.flatnonzero(outside))
-
-
-def _per_prior(scores: Array, mode: Mode, prior: Array | None) -> Array:
-    """S / eta, which is inverted in pretraining; S in fine-tuning or without a prior."""
-    return scores if prior is None or mode == "finetune" else scores / prior
-
-
-def _lowest(mean: float, score_floor: float) -> float:
-    # Never below the smallest normal float, whose inverse is still finite.
-    return max(score_floor * mean, float(np.finfo(np.float64).tiny))
-
-
-def _limited(
-    ratios: Array, mean: float, mode: Mode, score_floor: float, score_ceiling: float
-) -> Array:
     if mean == 0.0:
-        return np.ones_like(ratios)
-    lowest = _lowest(mean, score_floor) if mode == "pretrain" else 0.0
-    return np.clip(ratios, lowest, max(score_ceiling * mean, lowest))
-
-
-def _describe(
-    scores: Array,
-    mean: float,
-    positions: tuple[int, ...],
-    score_floor: float,
-    score_ceiling: float,
-) -> str:
-    low = [i for i in positions if scores[i] <= mean]
-    high = [i for i in positions if scores[i] > mean]
-    parts = []
-    if low:
-        parts.append(
-            f"below {score_floor:g} of the mean score at position {_listed(low)} "
-            "(a domain at the mean of all, or a near-duplicate of it)"
-        )
-    if high:
-        parts.append(
-            f"above {score_ceiling:g} times the mean score at position {_listed(high)} "
-            "(a domain unlike any other)"
-        )
-    return (
-        f"leverage scores are {' and '.join(parts)}: they are clipped and their weights are "
-        "bounds; inspect these domains, or change the temperature or the score limits"
-    )
-
-
-def _listed(positions: list[int]) -> str:
-    more = len(positions) - MAX_POSITIONS_SHOWN
-    shown = ", ".join(str(i) for i in positions[:MAX_POSITIONS_SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown
+        limited, clipped = np.ones_like(scores), np.ones(scores.size, dtype=bool)
+    else:
+        ratios = scores if prior is None or mode == "finetune" else scores / prior
+        # Never below the smallest normal float, whose inverse is still finite.
+        lowest = max(score_floor * mean, float(np.finfo(np.float64).tiny))
+        lowest = lowest if mode == "pretrain" else 0.0
+        limited = np.clip(ratios, lowest, max(score_ceiling * mean, lowest))
+        clipped = limited != ratios
+    return limited, tuple(np.flatnonzero(clipped).tolist()) if scores.size > 1 else ()
 
 
 def placed_weights(weights: npt.ArrayLike, before: npt.ArrayLike, is_old: npt.ArrayLike) -> Array:

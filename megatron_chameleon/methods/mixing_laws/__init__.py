@@ -122,9 +122,9 @@ class MixingLawsOptions(FitOptions):
 
 def compute(options: MixingLawsOptions) -> int | None:
     """Train the proxies, fit the laws and write the mixture."""
-    from megatron_chameleon.methods.mixing_laws.compute import compute_mixing_laws
+    from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit
 
-    return None if compute_mixing_laws(options) else STOPPED_STATUS
+    return None if MixingLawsFit(options).compute() else STOPPED_STATUS
 
 
 METHOD = Method(

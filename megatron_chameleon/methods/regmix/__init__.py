@@ -60,9 +60,9 @@ class RegmixOptions(FitOptions):
 
 def compute(options: RegmixOptions) -> int | None:
     """Train the proxies, fit their losses and write the mixture."""
-    from megatron_chameleon.methods.regmix.compute import compute_regmix
+    from megatron_chameleon.methods.regmix.compute import Regmix
 
-    return None if compute_regmix(options) else STOPPED_STATUS
+    return None if Regmix(options).compute() else STOPPED_STATUS
 
 
 METHOD = Method(

@@ -1,13 +1,18 @@
-"""Methods that fit losses over mixtures: get runs, fit them, cross-validate, write the mixture."""
+"""Fit losses over mixtures: obtain runs, fit and cross-validate them, and write the best mixture.
+
+The runs are the members of swarms, or tables of existing runs (--ratios, --metrics).
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -19,10 +24,11 @@ from megatron_chameleon.artifacts import (
     Stopwatch,
     provenance,
 )
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, matched, read_mixture_runs
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.domains import format_names
+from megatron_chameleon.methods.domains import format_names, parse_share
 from megatron_chameleon.methods.output import (
     align_columns,
     epoch_limit,
@@ -31,16 +37,7 @@ from megatron_chameleon.methods.output import (
 )
 from megatron_chameleon.methods.proxy import resolve_work_dir
 from megatron_chameleon.methods.swarm.options import FitOptions, SwarmOptions
-from megatron_chameleon.methods.swarm.runs import (
-    FitRuns,
-    check_target,
-    existing_runs,
-    sampled_mixtures,
-    target_shares,
-    token_shares,
-    warn_mixed_scales,
-    warn_rare_domains,
-)
+from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import (
     FitQuality,
@@ -49,14 +46,45 @@ from megatron_chameleon.mixture.fit_quality import (
     held_out_predictions,
     quality_of,
     reach_of,
-    target_quality,
 )
+from megatron_chameleon.mixture.sampling import SamplingRule, sample_mixtures
 from megatron_chameleon.model.flops import PaperSettings, paper_flops
 from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
 MAX_METRICS = 40
+# Fewer runs with text of a domain say little about it.
+MIN_RUNS_PER_DOMAIN = 5
+# Losses of one model on several domains differ by less than this factor.
+MAX_METRIC_RATIO = 5.0
+# Held-out tokens of a domain: one to predict, and one before it.
+MIN_HELD_OUT_TOKENS = 2
 Options = TypeVar("Options", bound=FitOptions)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FitRuns:
+    """Runs over the domains of the corpus, and their origin.
+
+    Attributes:
+        table: without runs that diverged; its domains are the corpus's.
+        origin: lines for the user.
+        parameters: of the origin, for the mixture's file.
+        inputs: name of each file read -> its hash.
+        cost: of the runs; zero if unknown.
+        made_from: folders of their swarms.
+        unknown_costs: description of each part without a known cost.
+        paper_flops: FLOPs as Chameleon's tables count them; None for existing runs.
+    """
+
+    table: MixtureRuns
+    origin: str
+    parameters: dict[str, object]
+    inputs: dict[str, str]
+    cost: Cost
+    made_from: tuple[Path, ...] = ()
+    unknown_costs: tuple[str, ...] = ()
+    paper_flops: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,66 +111,166 @@ class Fitted:
     closing: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class FitMethod(Generic[Options]):
-    """What differs between the methods.
+class FitMethod(abc.ABC, Generic[Options]):
+    """A method that fits the losses of runs; :meth:`compute` is its ``--method``."""
 
-    Attributes:
-        name: value of ``--method``.
-        check: raises UserError for options that only fail later.
-        check_number_of_runs: raises UserError for too few runs.
-        train: trains swarms and returns their runs; None after a stop request. Every rank calls it.
-        fit: the mixture for shares [m] of the losses of the runs.
-        folds: positions held out together in each fold of cross-validation, for a number of runs.
-    """
+    name: ClassVar[str]
 
-    name: str
-    check: Callable[[Options], None]
-    check_number_of_runs: Callable[[Options, int], None]
-    train: Callable[[Options, Corpus], FitRuns | None]
-    fit: Callable[[Options, Corpus, MixtureRuns, Array], Fitted]
-    folds: Callable[[Options, int], list[Array]]
+    def __init__(self, options: Options) -> None:
+        self.options, self.corpus = options, Corpus.load(options.corpus)
+
+    @abc.abstractmethod
+    def check_number_of_runs(self, count: int) -> None:
+        """Raise UserError for too few runs to fit."""
+
+    @abc.abstractmethod
+    def train(self) -> FitRuns | None:
+        """Train swarms; None after a stop request. Every rank calls this."""
+
+    @abc.abstractmethod
+    def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
+        """Fit the runs, and find the best mixture for shares [m] of their losses."""
+
+    @abc.abstractmethod
+    def folds(self, count: int) -> list[Array]:
+        """Positions of ``count`` runs to hold out together, for each fold of cross-validation."""
+
+    def compute(self) -> bool:
+        """Train or read the runs, fit them, write the mixture. Every rank calls this.
+
+        Returns:
+            Whether there is a mixture, the same on every rank; False after a stop request.
+
+        Raises:
+            UserError: for a mistake in the options or in the files that they name; as far as
+                possible before training.
+        """
+        options, corpus = self.options, self.corpus
+        is_main = int(os.environ.get("RANK", "0")) == 0
+        if len(corpus.names) < 2:
+            raise UserError(f"{corpus.root} has one domain and nothing to weigh; add another")
+        epoch_limit(options, corpus, corpus.names).check()
+        check_output(options.output, Mixture.KIND)
+        if options.ratios is not None and options.metrics is not None:
+            if is_main:
+                runs = existing_runs(options.ratios, options.metrics, corpus)
+                warn_mixed_scales(options.target, runs.table, str(options.metrics))
+                self.fit_and_write(runs)
+            return True
+        check_target(options.target, corpus)
+        self.check_number_of_runs(options.num_proxies)
+        trained = self.train()
+        if trained is not None and is_main:
+            self.fit_and_write(trained)
+        return trained is not None
+
+    @property
+    def work_dir(self) -> Path:
+        """Folder of the swarms."""
+        return resolve_work_dir(self.options.output, self.options.work_dir)
+
+    def swarm_paper_flops(self, options: SwarmOptions) -> float:
+        """FLOPs of a swarm as Chameleon's tables count them."""
+        tokens = options.train_iters * options.global_batch_size * options.seq_length
+        settings = PaperSettings(
+            model_size=options.model_size,
+            trained_tokens=tokens,
+            num_proxies=self.options.num_proxies,
+        )
+        return paper_flops(self.name, settings)
+
+    def fit_and_write(self, runs: FitRuns) -> None:
+        """Fit the runs, cross-validate the fit and a linear one, and write the mixture."""
+        stopwatch, options, table = Stopwatch(), self.options, runs.table
+        names, count = list(self.corpus.names), len(runs.table.keys)
+        self.check_number_of_runs(count)
+        shares = target_shares(options.target, table.metrics)
+        fitted = self.fit(table, shares)
+        folds = self.folds(count)
+        total = len(folds) * len(table.metrics)
+        with progress_bar(total, " fits", "cross-validating", delay=SECONDS_WITHOUT_BAR) as bar:
+            held_out, linear = (
+                held_out_predictions(fit, table.mixtures, table.losses, folds)
+                for fit in (lambda x, y: fitted.refit(x, y, bar.update), fit_linear)
+            )
+        one_by_one = len(folds) == count
+        procedure = "leave one out" if one_by_one else f"{len(folds)}-fold cross-validation"
+        quality = CrossValidation.of(held_out, linear, table.losses, shares, procedure)
+        fields = epoch_limit(options, self.corpus, names).mixture_fields(fitted.weights)
+        weights = np.array([fields["weights"][name] for name in names])
+        predicted = fitted.predict(weights[None])[0]
+        reach = reach_of(weights, table.mixtures)
+        outside = [names[position] for position in reach.outside]
+        nearest = table.keys[reach.nearest]
+        if reach.extrapolates:
+            where = f"; no run had such weights of {format_names(outside)}" if outside else ""
+            warnings.warn(
+                "the mixture is far from the trained ones: it differs from the nearest run, "
+                f"{nearest}, in {reach.distance:.0%} of the tokens{where}; its predicted losses "
+                "are extrapolated",
+                MixtureWarning,
+                stacklevel=2,
+            )
+        spent = stopwatch.cost()
+        folder = options.output.parent
+        costs: dict[str, Any] = {
+            "made_from": [os.path.relpath(swarm, folder) for swarm in runs.made_from]
+        }
+        if runs.paper_flops is not None:
+            costs["paper_flops"] = runs.paper_flops
+        if runs.unknown_costs:
+            cost = spent
+            costs["unknown_costs"] = list(runs.unknown_costs)
+            of_what = f"the fit alone (unknown: {format_names(runs.unknown_costs)})"
+        else:
+            cost, of_what = runs.cost + spent, "all"
+            costs["total_cost"] = {"flops": cost.flops, "device_seconds": cost.device_seconds}
+        mixture = Mixture(
+            method=self.name,
+            parameters={
+                **fitted.parameters,
+                "target_shares": _by_name(table.metrics, shares),
+                "predicted_losses": _by_name(table.metrics, predicted),
+                "fit": quality.parameters(table.metrics),
+                "reach": {
+                    "nearest_run": nearest,
+                    "distance": reach.distance,
+                    "usual_distance": reach.usual,
+                    "outside_range": outside,
+                    "extrapolates": reach.extrapolates,
+                },
+                **costs,
+                **runs.parameters,
+            },
+            provenance=provenance(options, {"corpus": self.corpus.hash, **runs.inputs}),
+            cost=spent,
+            **fields,
+        )
+        write_and_print(
+            mixture,
+            options,
+            f"{fitted.heading}\nfitted to {runs.origin}",
+            *fitted.closing,
+            *quality.lines(table.metrics, shares, fitted.remedy),
+            f"predicted target {float(predicted @ shares):.4f}, best of the runs "
+            f"{float((table.losses @ shares).min()):.4f}; distance to the nearest run, {nearest}: "
+            f"{format_weight(reach.distance)} of the tokens (between runs: "
+            f"{format_weight(reach.usual)})",
+            f"cost of {of_what}: {cost.flops:.2e} FLOPs, {cost.device_seconds:,.1f} device seconds",
+        )
 
 
-def compute_fit(method: FitMethod[Options], options: Options) -> bool:
-    """Train or read the runs, fit them, write the mixture. Every rank calls this.
-
-    Returns:
-        Whether there is a mixture, the same on every rank; False after a stop request.
+def token_shares(corpus: Corpus) -> Array:
+    """[k] share of each domain in the training tokens.
 
     Raises:
-        UserError: for a mistake in the options or in the files that they name.
+        UserError: if there are none.
     """
-    corpus = Corpus.load(options.corpus)
-    check_fit(method, options, corpus)
-    if options.ratios is not None and options.metrics is not None:
-        if is_first_rank():
-            runs = existing_runs(options.ratios, options.metrics, corpus)
-            warn_mixed_scales(options.target, runs.runs, str(options.metrics))
-            fit_and_write(method, options, corpus, runs)
-        return True
-    trained = method.train(options, corpus)
-    if trained is not None and is_first_rank():
-        fit_and_write(method, options, corpus, trained)
-    return trained is not None
-
-
-def is_first_rank() -> bool:
-    """Whether this is rank 0, also outside of process groups."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def check_fit(method: FitMethod[Options], options: Options, corpus: Corpus) -> None:
-    """Raise UserError for what would otherwise fail only after the proxies have been trained."""
-    if len(corpus.names) < 2:
-        raise UserError(f"{corpus.root} has one domain and nothing to weigh; add another")
-    method.check(options)
-    epoch_limit(options, corpus, corpus.names).check()
-    check_output(options.output, Mixture.KIND)
-    if options.ratios is None:
-        resolve_work_dir(options.output, options.work_dir)
-        check_target(options.target, corpus)
-        method.check_number_of_runs(options, options.num_proxies)
+    tokens = np.array(list(corpus.train_tokens.values()), np.float64)
+    if tokens.sum() <= 0:
+        raise UserError(f"{corpus.root} has no training tokens; preprocess text into it")
+    shares: Array = tokens / tokens.sum()
+    return shares
 
 
 def mixtures_to_train(options: FitOptions, corpus: Corpus) -> Array:
@@ -151,54 +279,211 @@ def mixtures_to_train(options: FitOptions, corpus: Corpus) -> Array:
     Raises:
         UserError: if the options do not allow as many.
     """
-    count = options.num_proxies
-    mixtures = sampled_mixtures(options.sampling, count, corpus)
-    if is_first_rank():
-        present = np.flatnonzero(token_shares(corpus))
+    count, shares = options.num_proxies, token_shares(corpus)
+    rule = dict(vars(options.sampling))
+    seed = rule.pop("mixture_seed")
+    try:
+        mixtures = sample_mixtures(shares, count, seed, SamplingRule(**rule))
+    except ValueError as error:
+        raise UserError(f"--num-proxies {count} and the mixture sampling flags: {error}") from error
+    if int(os.environ.get("RANK", "0")) == 0:
+        present = np.flatnonzero(shares)
         warn_rare_domains(
             [corpus.names[position] for position in present],
             mixtures[:, present],
             f"the mixtures of {count} proxies",
-            "lower --smallest-weight, or raise --max-upweighting or --num-proxies",
+            "; lower --smallest-weight, or raise --max-upweighting or --num-proxies",
         )
     return mixtures
 
 
-def swarm_paper_flops(method: str, options: SwarmOptions, num_proxies: int) -> float:
-    """FLOPs of a swarm as Chameleon's tables count them for ``method``."""
-    tokens = options.train_iters * options.global_batch_size * options.seq_length
-    settings = PaperSettings(
-        model_size=options.model_size, trained_tokens=tokens, num_proxies=num_proxies
-    )
-    return paper_flops(method, settings)
+def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
+    """Runs from the user's tables, mapped to the domains of ``corpus``.
 
+    Metrics that match a domain get its name; others, such as tasks, keep theirs. Renamed columns
+    are reported.
 
-def fit_and_write(
-    method: FitMethod[Options], options: Options, corpus: Corpus, runs: FitRuns
-) -> None:
-    """Fit the runs, cross-validate the fit and a linear one, and write the mixture, on one rank."""
-    stopwatch, table = Stopwatch(), runs.runs
-    method.check_number_of_runs(options, len(table.keys))
-    shares = target_shares(options.target, table.metrics)
-    fitted = method.fit(options, corpus, table, shares)
-    folds = method.folds(options, len(table.keys))
-    total = len(folds) * len(table.metrics)
-    with progress_bar(total, " fits", "cross-validating", delay=SECONDS_WITHOUT_BAR) as bar:
-        held_out = held_out_predictions(
-            lambda mixtures, losses: fitted.refit(mixtures, losses, bar.update),
-            table.mixtures,
-            table.losses,
-            folds,
+    Raises:
+        UserError: for tables that cannot be read, or a domain that the corpus does not have.
+    """
+    read = read_mixture_runs(ratios, metrics)
+    names = matched(read.domains, corpus.names)
+    unknown = [name for name in read.domains if name not in names]
+    if unknown:
+        raise UserError(
+            f"{ratios}: unknown domain '{unknown[0]}'; {corpus.root} has "
+            f"{format_names(corpus.names)}: rename the column"
         )
-    linear = held_out_predictions(fit_linear, table.mixtures, table.losses, folds)
-    quality = cross_validated(
-        held_out,
-        linear,
-        table.losses,
-        shares,
-        "leave one out" if len(folds) == len(table.keys) else f"{len(folds)}-fold cross-validation",
+    mixtures = np.zeros((len(read.keys), len(corpus.names)))
+    mixtures[:, [corpus.names.index(names[name]) for name in read.domains]] = read.mixtures
+    warn_rare_domains(corpus.names, mixtures, str(ratios))
+    matches = matched(read.metrics, corpus.names)
+    table = dataclasses.replace(
+        read,
+        domains=list(corpus.names),
+        mixtures=mixtures,
+        metrics=[matches.get(metric, metric) for metric in read.metrics],
     )
-    _write(method.name, fitted, shares, quality, options, corpus, runs, stopwatch)
+    pairs = {
+        "ratios": zip(read.domain_columns, map(names.__getitem__, read.domains), strict=True),
+        "metrics": zip(read.metric_columns, table.metrics, strict=True),
+    }
+    renamed = {key: {old: new for old, new in each if old != new} for key, each in pairs.items()}
+    origin = [f"{len(read.keys)} runs of {ratios} and {metrics}"]
+    for path, columns in zip((ratios, metrics), renamed.values(), strict=True):
+        if columns:
+            changes = [f"{column} -> {name}" for column, name in columns.items()]
+            origin.append(f"columns of {path}: {format_names(changes)}")
+    return FitRuns(
+        table,
+        "\n".join(origin),
+        parameters={
+            "runs": len(read.keys),
+            "ratios": str(ratios),
+            "metrics": str(metrics),
+            "renamed_columns": renamed,
+        },
+        inputs={"ratios": sha256_of_files(ratios), "metrics": sha256_of_files(metrics)},
+        cost=Cost(),
+        unknown_costs=(f"the runs of {ratios}",),
+    )
+
+
+def swarm_runs(
+    result: SwarmResult, losses: Array, folders: Sequence[Path], paper_flops: float
+) -> FitRuns:
+    """The members of a swarm that did not diverge.
+
+    Domains without held-out text have no loss and are no metric.
+
+    Args:
+        result: of the swarm.
+        losses: [n, k] to fit: measured after some step, or extrapolated.
+        folders: of the swarm, or of several on the same mixtures, whose results it joins.
+        paper_flops: their FLOPs as Chameleon's tables count them.
+
+    Raises:
+        UserError: if all members diverged, or no domain has held-out text.
+    """
+    count = len(result.mixtures)
+    kept = np.setdiff1d(np.arange(count), result.diverged)
+    if not len(kept):
+        raise UserError(
+            f"all {count} proxies diverged; lower --lr or raise --lr-warmup-iters, and choose "
+            "another --work-dir"
+        )
+    if result.diverged:
+        warnings.warn(
+            f"{len(result.diverged)} of {count} proxies diverged and are left out of the fit: "
+            f"{format_names([str(number) for number in result.diverged])}",
+            MixtureWarning,
+            stacklevel=2,
+        )
+    origin = f"{len(kept)} proxies of {' and '.join(map(str, folders))}"
+    warn_rare_domains(result.domains, result.mixtures[kept], origin)
+    measured = np.any(np.isfinite(losses[kept]), axis=0)
+    table = MixtureRuns(
+        keys=[str(number) for number in kept],
+        domains=list(result.domains),
+        mixtures=result.mixtures[kept],
+        metrics=[name for name, has in zip(result.domains, measured, strict=True) if has],
+        losses=losses[kept][:, measured],
+    )
+    parameters: dict[str, object] = {
+        "runs": len(kept),
+        "swarm": [str(folder) for folder in folders],
+        "diverged": [int(number) for number in result.diverged],
+    }
+    return FitRuns(
+        table,
+        origin,
+        parameters,
+        inputs={},
+        cost=result.cost,
+        made_from=tuple(folders),
+        paper_flops=paper_flops,
+    )
+
+
+def warn_rare_domains(
+    domains: Sequence[str], mixtures: Array, where: str, remedy: str = ""
+) -> None:
+    """Warn of domains with text in none or few of the runs.
+
+    Args:
+        domains: k names.
+        mixtures: [n, k] of the runs.
+        where: origin of the runs.
+        remedy: how to get more of them, as the end of the message.
+    """
+    counts = dict(zip(domains, (mixtures > 0).sum(axis=0).tolist(), strict=True))
+    few = min(MIN_RUNS_PER_DOMAIN, len(mixtures))
+    problems = []
+    if without := [name for name, count in counts.items() if not count]:
+        problems.append(f"no run has text of {format_names(without)}, which get weight 0")
+    if scarce := [name for name, count in counts.items() if 0 < count < few]:
+        problems.append(f"fewer than {few} runs have text of {format_names(scarce)}")
+    if problems:
+        warnings.warn(f"{where}: {'; '.join(problems)}{remedy}", MixtureWarning, stacklevel=3)
+
+
+def target_shares(target: str | None, metrics: Sequence[str]) -> Array:
+    """Share [m] of each metric in the target, summing to 1; uniform without ``--target``.
+
+    Raises:
+        UserError: for an unknown or repeated name, or a share that is not finite and > 0.
+    """
+    if target is None:
+        return np.full(len(metrics), 1.0 / len(metrics))
+    shares = np.zeros(len(metrics))
+    for item in filter(None, map(str.strip, target.split(","))):
+        wanted, share = parse_share(item, target, metrics)
+        name = matched([wanted], metrics).get(wanted)
+        if name is None or shares[metrics.index(name)]:
+            problem = f"unknown loss '{wanted}'" if name is None else f"'{name}' is repeated"
+            raise UserError(f"--target {target}: {problem}; there are {format_names(metrics)}")
+        shares[metrics.index(name)] = share
+    if not shares.any():
+        raise UserError(f"--target {target}: empty; choose from {format_names(metrics)}")
+    return shares / shares.sum()
+
+
+def check_target(target: str | None, corpus: Corpus) -> None:
+    """Raise UserError for a target that is unknown or has no held-out text in ``corpus``."""
+    shares = dict(zip(corpus.names, target_shares(target, corpus.names), strict=True))
+    measured = [
+        name
+        for name, domain in corpus.domains.items()
+        if domain.valid.tokens >= MIN_HELD_OUT_TOKENS
+    ]
+    unmeasured = [name for name, share in shares.items() if share and name not in measured]
+    if not measured or (target is not None and unmeasured):
+        raise UserError(
+            f"'{unmeasured[0]}' of {corpus.root} has no held-out text to measure proxies on; "
+            f"preprocess it again with --split, or choose --target from {format_names(measured)}"
+        )
+
+
+def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> None:
+    """Warn of a target that averages metrics of very different scales, such as accuracies.
+
+    Explicit shares are taken as intended.
+    """
+    if target is not None and "=" in target:
+        return
+    used = np.flatnonzero(target_shares(target, table.metrics))
+    scales = np.median(np.abs(table.losses[:, used]), axis=0)
+    small, large = int(scales.argmin()), int(scales.argmax())
+    if scales[large] < MAX_METRIC_RATIO * scales[small] or not scales[large]:
+        return
+    low, high = (f"{table.metrics[used[at]]} (about {scales[at]:.3g})" for at in (small, large))
+    warnings.warn(
+        f"{where}: the target averages metrics of very different scales, from {low} to {high}, so "
+        "the large ones dominate, and all are minimized, accuracies too; pass --target, as a,b or "
+        "weighted a=2,b=1",
+        MixtureWarning,
+        stacklevel=3,
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,55 +494,65 @@ class CrossValidation:
     rises, and the rest of their mean is noise.
 
     Attributes:
-        fit: per loss [m].
-        linear: per loss [m], of the linear fit.
-        fit_of_target: of the one weighted sum that is minimized.
-        linear_of_target: of the linear fit.
+        fit: per loss [m], and last of the target, the one weighted sum that is minimized.
+        linear: the same of the linear fit.
         procedure: how runs were held out.
     """
 
     fit: FitQuality
     linear: FitQuality
-    fit_of_target: FitQuality
-    linear_of_target: FitQuality
     procedure: str
+
+    @classmethod
+    def of(
+        cls, fit: Array, linear: Array, losses: Array, shares: Array, procedure: str
+    ) -> CrossValidation:
+        """Compare predictions [n, m] of held-out runs with their ``losses`` [n, m]."""
+        fit, linear, losses = (
+            np.column_stack([values, values @ shares]) for values in (fit, linear, losses)
+        )
+        return cls(quality_of(fit, losses), quality_of(linear, losses), procedure)
 
     @property
     def verdict(self) -> str | None:
         """What is wrong with the fit, if its error of the target is not the smallest."""
-        error = self.fit_of_target.mae[0]
-        if error >= self.fit_of_target.spread[0]:
+        error = self.fit.mae[-1]
+        if error >= self.fit.spread[-1]:
             return "the fit predicts the target no better than a constant: the mixture is arbitrary"
-        if error > self.linear_of_target.mae[0]:
+        if error > self.linear.mae[-1]:
             return "a linear fit predicts the target better: the mixture is uncertain"
         return None
 
     def parameters(self, metrics: Sequence[str]) -> dict[str, Any]:
         """The figures for the mixture's file."""
-        fit, linear = self.fit_of_target, self.linear_of_target
+        figures = {
+            "spearman": self.fit.spearman,
+            "mae": self.fit.mae,
+            "mae_of_a_constant": self.fit.spread,
+            "linear_spearman": self.linear.spearman,
+            "linear_mae": self.linear.mae,
+        }
         return {
             "measured_by": self.procedure,
-            "target": {
-                "spearman": _plain(fit.spearman[0]),
-                "mae": float(fit.mae[0]),
-                "mae_of_a_constant": float(fit.spread[0]),
-                "linear_spearman": _plain(linear.spearman[0]),
-                "linear_mae": float(linear.mae[0]),
-            },
-            "spearman": _by_name(metrics, self.fit.spearman),
-            "mae": _by_name(metrics, self.fit.mae),
-            "mae_of_a_constant": _by_name(metrics, self.fit.spread),
-            "linear_spearman": _by_name(metrics, self.linear.spearman),
-            "linear_mae": _by_name(metrics, self.linear.mae),
+            "target": _by_name(list(figures), [values[-1] for values in figures.values()]),
+            **{name: _by_name(metrics, values[:-1]) for name, values in figures.items()},
         }
 
     def lines(self, metrics: Sequence[str], shares: Array, remedy: str) -> list[str]:
         """A table with a row per loss and one for the target, and the verdict on a poor fit."""
+
+        def cells(name: str, at: int) -> list[str]:
+            cells = [name]
+            for quality in (self.fit, self.linear):
+                rank = quality.spearman[at]
+                cells += ["constant" if math.isnan(rank) else f"{rank:.3f}"]
+                cells += [f"{quality.mae[at]:.4f}"]
+            return [*cells, f"{self.fit.spread[at]:.4f}"]
+
+        shown = [name + "*" * bool(share) for name, share in zip(metrics, shares, strict=True)]
         rows = [["loss", "Spearman", "error", "linear: Spearman", "error", "error of a constant"]]
-        for at, metric in enumerate(metrics[:MAX_METRICS]):
-            name = metric + ("*" if shares[at] else "")
-            rows.append([name, *_cells(self.fit, self.linear, at)])
-        rows.append(["target", *_cells(self.fit_of_target, self.linear_of_target, 0)])
+        rows += [cells(name, at) for at, name in enumerate(shown[:MAX_METRICS])]
+        rows.append(cells("target", -1))
         heading = f"error on held-out runs ({self.procedure}; * is in the target):"
         lines = [heading, *align_columns(rows)]
         if len(metrics) > MAX_METRICS:
@@ -265,123 +560,7 @@ class CrossValidation:
         return lines if self.verdict is None else [*lines, f"{self.verdict}; {remedy}"]
 
 
-def cross_validated(
-    fit: Array, linear: Array, losses: Array, shares: Array, procedure: str
-) -> CrossValidation:
-    """Compare predictions of held-out runs with their losses; all [n, m].
-
-    Args:
-        fit: predictions of the fit.
-        linear: predictions of a linear fit.
-        losses: measured.
-        shares: [m] of the losses in the target.
-        procedure: how runs were held out.
-    """
-    return CrossValidation(
-        fit=quality_of(fit, losses),
-        linear=quality_of(linear, losses),
-        fit_of_target=target_quality(fit, losses, shares),
-        linear_of_target=target_quality(linear, losses, shares),
-        procedure=procedure,
-    )
-
-
-def _cells(fit: FitQuality, linear: FitQuality, at: int) -> list[str]:
-    return [
-        *(_correlation(fit.spearman[at]), f"{fit.mae[at]:.4f}"),
-        *(_correlation(linear.spearman[at]), f"{linear.mae[at]:.4f}"),
-        f"{fit.spread[at]:.4f}",
-    ]
-
-
-def _correlation(value: float) -> str:
-    return "constant" if math.isnan(value) else f"{value:.3f}"
-
-
-def _by_name(names: Sequence[str], values: Array) -> dict[str, float | None]:
-    return {name: _plain(value) for name, value in zip(names, values.tolist(), strict=True)}
-
-
-def _plain(value: float) -> float | None:
-    """JSON has no NaN: None."""
-    return None if math.isnan(value) else float(value)
-
-
-def _write(
-    method: str,
-    fitted: Fitted,
-    shares: Array,
-    quality: CrossValidation,
-    options: FitOptions,
-    corpus: Corpus,
-    runs: FitRuns,
-    stopwatch: Stopwatch,
-) -> None:
-    """Write and print the mixture; warn if it lies far from the runs."""
-    names, table = list(corpus.names), runs.runs
-    fields = epoch_limit(options, corpus, names).mixture_fields(fitted.weights)
-    weights = np.array([fields["weights"][name] for name in names])
-    predicted = fitted.predict(weights[None])[0]
-    reach = reach_of(weights, table.mixtures)
-    outside = [names[position] for position in reach.outside]
-    nearest = table.keys[reach.nearest]
-    spent = stopwatch.cost()
-    mixture = Mixture(
-        method=method,
-        parameters={
-            **fitted.parameters,
-            "target_shares": _by_name(table.metrics, shares),
-            "predicted_losses": _by_name(table.metrics, predicted),
-            "fit": quality.parameters(table.metrics),
-            "reach": {
-                "nearest_run": nearest,
-                "distance": reach.distance,
-                "usual_distance": reach.usual,
-                "outside_range": outside,
-                "extrapolates": reach.extrapolates,
-            },
-            **_cost_parameters(options, runs, runs.cost + spent),
-            **runs.parameters,
-        },
-        provenance=provenance(options, {"corpus": corpus.hash, **runs.inputs}),
-        cost=spent,
-        **fields,
-    )
-    if reach.extrapolates:
-        where = f"; no run had such weights of {format_names(outside)}" if outside else ""
-        warnings.warn(
-            f"the mixture is far from the trained ones: it differs from the nearest run, {nearest},"
-            f" in {reach.distance:.0%} of the tokens{where}; its predicted losses are extrapolated",
-            MixtureWarning,
-            stacklevel=2,
-        )
-    cost, of_what = runs.cost + spent, "all"
-    if runs.unknown_costs:
-        cost = spent
-        of_what = f"the fit alone (unknown: {format_names(list(runs.unknown_costs))})"
-    write_and_print(
-        mixture,
-        options,
-        f"{fitted.heading}\nfitted to {runs.origin}",
-        *fitted.closing,
-        *quality.lines(table.metrics, shares, fitted.remedy),
-        f"predicted target {float(predicted @ shares):.4f}, best of the runs "
-        f"{float((table.losses @ shares).min()):.4f}; distance to the nearest run, {nearest}: "
-        f"{format_weight(reach.distance)} of the tokens (between runs: "
-        f"{format_weight(reach.usual)})",
-        f"cost of {of_what}: {cost.flops:.2e} FLOPs, {cost.device_seconds:,.1f} device seconds",
-    )
-
-
-def _cost_parameters(options: FitOptions, runs: FitRuns, total: Cost) -> dict[str, Any]:
-    """What the report's ledger needs; a total only if all of its parts are known."""
-    folder = options.output.parent
-    costs: dict[str, Any] = {
-        "made_from": [os.path.relpath(swarm, folder) for swarm in runs.made_from]
-    }
-    if runs.paper_flops is not None:
-        costs["paper_flops"] = runs.paper_flops
-    if runs.unknown_costs:
-        return {**costs, "unknown_costs": list(runs.unknown_costs)}
-    sums = {"flops": total.flops, "device_seconds": total.device_seconds}
-    return {**costs, "total_cost": sums}
+def _by_name(names: Sequence[str], values: Array | list[float]) -> dict[str, float | None]:
+    """Name -> value; None for NaN, which JSON does not have."""
+    pairs = zip(names, values, strict=True)
+    return {name: None if math.isnan(value) else float(value) for name, value in pairs}

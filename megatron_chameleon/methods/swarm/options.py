@@ -108,8 +108,8 @@ class SwarmOptions(CheckedOptions):
     @property
     def optimizer(self) -> OptimizerOptions:
         """Optimizer options of a member's run; a constant rate is a cosine between equals."""
-        names = [field.name for field in dataclasses.fields(OptimizerOptions)]
-        values = {name: getattr(self, name) for name in names}
+        fields = dataclasses.fields(OptimizerOptions)
+        values = {field.name: getattr(self, field.name) for field in fields}
         if self.lr_decay_style == "constant":
             values["min_lr"] = self.lr
         return OptimizerOptions(**values)

@@ -7,7 +7,7 @@ and numbers of windows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_chameleon.artifacts import (
@@ -21,30 +21,60 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
     provenance,
 )
-from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.proxy import forward_only
-from megatron_chameleon.methods.sweep.methods import METHODS, Values
-from megatron_chameleon.methods.sweep.options import AxisOptions, MethodName, SweepOptions
+from megatron_chameleon.methods.chameleon.compute import compute_mixture, embedding_recipe
+from megatron_chameleon.methods.chameleon.options import ChameleonOptions
+from megatron_chameleon.methods.doge.compute import MU, compute_doge, plan_doge
+from megatron_chameleon.methods.doge.compute import recipe_of as doge_recipe
+from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
+from megatron_chameleon.methods.domains import require_training_tokens
+from megatron_chameleon.methods.doremi.compute import compute_doremi, plan_doremi
+from megatron_chameleon.methods.doremi.compute import recipe_of as doremi_recipe
+from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
+from megatron_chameleon.methods.proxy import PROXY, forward_only, train_proxy, training_options
+from megatron_chameleon.methods.sweep.options import SweepOptions
+from megatron_chameleon.mixture.doge import DogeRecipe
+from megatron_chameleon.mixture.doremi import DoremiRecipe
+from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.training.checkpointing import check_run_folder
+from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.stopping import StopRequests
 
+Values = dict[str, KnobValue]
+"""Hyperparameter -> value. It has the name of the option that sets its value at the centre."""
 _FORMATS = {
     "model_size": "{}",
     "train_iters": "{:,} steps",
     "num_windows": "{:,} windows",
     "ridge": "ridge {:g}",
 }
+# Folders of a sweep. The mixtures have a subfolder, since the report offers those in 4-mixture for
+# training.
+PROXIES, STORES, MIXTURES = "2-proxy", "3-embeddings", "4-mixture/sweep"
+RULE_DIGITS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepPlan:
-    """The validated sweep; points are computed in this order."""
+class Point:
+    """One mixture of a sweep; points share the artifacts that do not differ.
 
-    axes: dict[str, list[KnobValue]]
-    points: list[Values]
-    provenance: Provenance
+    Attributes:
+        values: hyperparameters.
+        mixture: file of the mixture.
+        made_from: folders of the runs and stores that it is computed from.
+        check: raises UserError for an error that would end the computation.
+        compute: writes the mixture; False after a stop signal. Called on every rank.
+    """
+
+    values: Values
+    mixture: Path
+    made_from: tuple[Path, ...]
+    check: Callable[[], object]
+    compute: Callable[[StopRequests], bool]
 
 
 def sweep_mixture(options: SweepOptions) -> Sweep | None:
@@ -59,49 +89,65 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
         UserError: for a mistake in the options or in what they name, before any training; later,
             as training or embedding does.
     """
-    method, stops = METHODS[options.method], StopRequests(options.proxy.stopping)
-    parallel = forward_only(options.proxy.parallel)
+    stops, parallel = StopRequests(options.proxy.stopping), forward_only(options.proxy.parallel)
     with distributed(parallel, seed=0) as layout:
-        plan, is_main = from_main(lambda: plan_sweep(options)), layout.is_main
-    for number, values in enumerate(plan.points, start=1):
-        if is_main:
-            print(f"\npoint {number} of {len(plan.points)}: {format_values(values)}")
-        if not method.compute(options, values, stops):
-            if is_main:
-                print(f"stopped in point {number} of {len(plan.points)}; run again to resume")
+        axes, every = from_main(lambda: plan_sweep(options))
+        made_by = from_main(
+            lambda: provenance(options, {"corpus": Corpus.load(options.corpus).hash})
+        )
+    points = [point_of(options, values) for values in every]
+    for number, point in enumerate(points, start=1):
+        if layout.is_main:
+            print(f"\npoint {number} of {len(points)}: {format_values(point.values)}")
+        if not point.compute(stops):
+            if layout.is_main:
+                print(f"stopped in point {number} of {len(points)}; run again to resume")
             return None
+
+    def write() -> Sweep:
+        root, cost, rows = options.output, Cost(), []
+        for point in points:
+            mixture = Mixture.load(point.mixture)
+            cost += mixture.cost
+            path, *inputs = (
+                each.relative_to(root).as_posix() for each in (point.mixture, *point.made_from)
+            )
+            rows.append(SweepPoint(point.values, path, mixture.hash, inputs))
+        spent = Cost()  # each folder counts once
+        for folder in dict.fromkeys(folder for point in points for folder in point.made_from):
+            kind = TrainingRun if TrainingRun.exists(folder) else EmbeddingStore
+            spent += kind.load(folder).cost
+        sweep = Sweep(root, options.method, axes, rows, made_by, cost + spent)
+        sweep.save()
+        return sweep
+
     with distributed(parallel, seed=0):
-        return from_main(lambda: _write_sweep(options, plan))
+        return from_main(write)
 
 
-def plan_sweep(options: SweepOptions) -> SweepPlan:
-    """Validate the options and what they name at every point. Writes nothing.
+def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[KnobValue]], list[Values]]:
+    """The axes and the points, validated with all that they name. Writes nothing.
+
+    Returns:
+        Hyperparameter -> its distinct values in order, with the centre's, for those to vary; and
+        the centre, then the other points axis by axis, without duplicates.
 
     Raises:
         UserError: for the first mistake found.
     """
-    method = METHODS[options.method]
-    centre = method.centre(options)
-    axes = axes_of(options.axes, centre, options.method)
-    points = points_of(axes, centre)
-    for values in points:
-        try:
-            method.check(options, values)
-        except UserError as error:
-            raise UserError(f"point '{format_values(values)}': {error}") from error
-    inputs = {"corpus": Corpus.load(options.corpus).hash}
-    return SweepPlan(axes, points, provenance(options, inputs))
-
-
-def axes_of(options: AxisOptions, centre: Values, method: MethodName) -> dict[str, list[KnobValue]]:
-    """Hyperparameter -> its distinct values in order, with the centre's, for those to vary.
-
-    Raises:
-        UserError: if there is nothing to vary, or ``centre`` lacks the hyperparameter.
-    """
-    axes = {}
-    for field in dataclasses.fields(options):
-        values, name = getattr(options, field.name), field.name.removeprefix("sweep_")
+    axes, method = dict[str, list[KnobValue]](), options.method
+    centre: Values = {
+        "model_size": options.proxy.model_size,
+        "train_iters": options.proxy.train_iters,
+    }
+    if method == "chameleon":
+        centre["num_windows"] = options.extraction.num_windows
+        recipe = options.weighting.resolve()
+        if not recipe.ridge_relative:
+            centre["ridge"] = recipe.ridge
+    fields = dataclasses.fields(options.axes)
+    for field in fields:
+        values, name = getattr(options.axes, field.name), field.name.removeprefix("sweep_")
         if values is None:
             continue
         if name not in centre:
@@ -112,22 +158,17 @@ def axes_of(options: AxisOptions, centre: Values, method: MethodName) -> dict[st
             )
         axes[name] = _sorted_values(name, [centre[name], *values])
     if not axes:
-        flags = (f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))
+        flags = (f"--{field.name.replace('_', '-')}" for field in fields)
         raise UserError(f"nothing to vary: pass at least one of {', '.join(flags)}")
-    return axes
-
-
-def points_of(axes: dict[str, list[KnobValue]], centre: Values) -> list[Values]:
-    """The centre, then the other points axis by axis, without duplicates."""
     points = [centre]
-    for name, values in axes.items():
-        points += [{**centre, name: value} for value in values if value != centre[name]]
-    return points
-
-
-def format_values(values: Values) -> str:
-    """A point for a message: '82m, 2,000 steps, 4,096 windows, ridge 10'."""
-    return ", ".join(form.format(values[name]) for name, form in _FORMATS.items() if name in values)
+    for name, each in axes.items():
+        points += [{**centre, name: value} for value in each if value != centre[name]]
+    for point in points:
+        try:
+            point_of(options, point).check()
+        except UserError as error:
+            raise UserError(f"point '{format_values(point)}': {error}") from error
+    return axes, points
 
 
 def _sorted_values(name: str, values: Sequence[KnobValue]) -> list[KnobValue]:
@@ -140,28 +181,93 @@ def _sorted_values(name: str, values: Sequence[KnobValue]) -> list[KnobValue]:
     return sorted(distinct, key=float)
 
 
-def _write_sweep(options: SweepOptions, plan: SweepPlan) -> Sweep:
-    """Write sweep.json from the artifacts of all points, on one rank."""
-    method, root = METHODS[options.method], options.output
-    points, cost = [], Cost()
-    folders: dict[Path, None] = {}  # each counts once, in the order of first use
-    for values in plan.points:
-        files = method.files(options, values)
-        mixture = Mixture.load(files.mixture)
-        cost += mixture.cost
-        folders |= dict.fromkeys(files.made_from)
-        points.append(
-            SweepPoint(
-                knobs=values,
-                mixture=files.mixture.relative_to(root).as_posix(),
-                mixture_hash=mixture.hash,
-                made_from=[folder.relative_to(root).as_posix() for folder in files.made_from],
-            )
+def format_values(values: Values) -> str:
+    """A point for a message: '82m, 2,000 steps, 4,096 windows, ridge 10'."""
+    return ", ".join(form.format(values[name]) for name, form in _FORMATS.items() if name in values)
+
+
+def point_of(options: SweepOptions, values: Values) -> Point:
+    """A point of the sweep: its files, and how to compute them.
+
+    The proxy without a hook, Chameleon's and DoReMi's reference, is trained on a uniform mixture,
+    so that sweeps of both methods in one folder share it.
+    """
+    proxy = dataclasses.replace(
+        options.proxy,
+        model_size=str(values["model_size"]),
+        train_iters=int(values["train_iters"]),
+    )
+    name = f"{proxy.model_size}-{proxy.train_iters}steps-seed{proxy.seed}"
+    plain = training_options(proxy, options.corpus, options.output / PROXIES / name)
+    if options.method == "chameleon":
+        return _chameleon_point(options, values, plain)
+    rule: DogeRecipe | DoremiRecipe
+    default: DogeRecipe | DoremiRecipe
+    if options.method == "doge":
+        rule, default = doge_recipe(options.doge, MU), doge_recipe(DogeRule(), MU)
+    else:
+        rule, default = doremi_recipe(options.doremi), doremi_recipe(DoremiRule())
+    name = f"{options.method}-{name}"
+    if rule != default:  # so that sweeps of several rules can share a folder
+        name = f"{name}-{sha256_of_json(dataclasses.asdict(rule))[:RULE_DIGITS]}"
+    mixture, work_dir = options.output / MIXTURES / f"{name}.json", options.output / PROXIES / name
+    shared = {"corpus": options.corpus, "output": mixture, "work_dir": work_dir, "proxy": proxy}
+    if options.method == "doge":
+        doge = DogeOptions(rule=options.doge, **shared)
+        return Point(
+            values,
+            mixture,
+            (work_dir / PROXY,),
+            check=lambda: plan_doge(doge),
+            compute=lambda stops: compute_doge(doge, stops),
         )
-    spent = Cost()
-    for folder in folders:
-        kind = TrainingRun if TrainingRun.exists(folder) else EmbeddingStore
-        spent += kind.load(folder).cost
-    sweep = Sweep(root, options.method, plan.axes, points, plan.provenance, cost + spent)
-    sweep.save()
-    return sweep
+    doremi = DoremiOptions(rule=options.doremi, **shared)
+    return Point(
+        values,
+        mixture,
+        (plain.run_dir, work_dir / PROXY),
+        check=lambda: plan_doremi(doremi, plain),
+        compute=lambda stops: compute_doremi(doremi, stops, plain),
+    )
+
+
+def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions) -> Point:
+    """A proxy, its embeddings, and the weights computed from them."""
+    windows, weighting = int(values["num_windows"]), options.weighting
+    name = f"{run.run_dir.name}-{windows}windows"
+    store, name = options.output / STORES / name, f"chameleon-{options.mode}-{name}"
+    if "ridge" in values:
+        weighting = dataclasses.replace(weighting, ridge=float(values["ridge"]))
+        name = f"{name}-ridge{values['ridge']:g}"
+    mixture = options.output / MIXTURES / f"{name}.json"
+    method = ChameleonOptions(
+        corpus=options.corpus,
+        checkpoint=run.run_dir,
+        output=mixture,
+        mode=options.mode,
+        store=store,
+        extraction=dataclasses.replace(options.extraction, num_windows=windows),
+        weighting=weighting,
+        parallel=forward_only(run.parallel),
+    )
+
+    def check() -> None:
+        plan, corpus = plan_training(run), Corpus.load(options.corpus)
+        check_run_folder(plan)
+        weighting.resolve()
+        recipe = embedding_recipe(method.extraction, plan.shape, "", corpus.tokenizer.sha256)
+        check_model_layout(plan.shape.size, method.parallel, recipe.window_length)
+        if EmbeddingStore.exists(store):
+            stored = EmbeddingStore.load(store)
+            # The hash of the proxy is known once it is trained.
+            model_hash = stored.recipe.model_hash
+            stored.require_recipe(dataclasses.replace(recipe, model_hash=model_hash))
+        require_training_tokens(corpus, corpus.names, "to embed")
+
+    def compute(stops: StopRequests) -> bool:
+        finished = train_proxy(run, stops, name="Chameleon's proxy")
+        if finished:  # a signal ends the process while embedding; embedded domains are kept
+            compute_mixture(method)
+        return finished
+
+    return Point(values, mixture, (run.run_dir, store), check, compute)

@@ -10,10 +10,8 @@ from megatron_chameleon.mixture.fit_quality import (
     fit_linear,
     folds_of,
     held_out_predictions,
-    quality_of,
     rank_correlations,
     reach_of,
-    target_quality,
 )
 
 
@@ -22,18 +20,6 @@ def test_rank_correlations_are_spearmans():
     one, other = rng.integers(0, 8, (30, 4)).astype(float), rng.normal(size=(30, 4))
     expected = [spearmanr(a, b).statistic for a, b in zip(one.T, other.T, strict=True)]
     np.testing.assert_allclose(rank_correlations(one, other), expected, atol=1e-12)
-
-
-def test_a_target_is_judged_by_its_own_sum():
-    losses = np.array([[1.0, 3.0], [2.0, 2.0], [3.0, 1.5]])
-    predicted = np.array([[1.0, 3.5], [2.5, 2.0], [3.0, 1.0]])
-    quality = target_quality(predicted, losses, np.array([0.5, 0.5]))
-    assert quality.mae.tolist() == pytest.approx([0.25])  # 2.25, 2.25, 2 of 2, 2, 2.25
-    assert quality.spread.tolist() == pytest.approx([0.25 / 3])
-    np.testing.assert_array_equal(
-        target_quality(predicted, losses, np.array([0.0, 1.0])).mae,
-        quality_of(predicted, losses).mae[1:],
-    )
 
 
 def test_folds_hold_every_run_once():

