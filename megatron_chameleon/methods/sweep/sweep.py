@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_chameleon.artifacts import (
     Corpus,
@@ -211,7 +212,12 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     if rule != default:  # so that sweeps of several rules can share a folder
         name = f"{name}-{sha256_of_json(dataclasses.asdict(rule))[:RULE_DIGITS]}"
     mixture, work_dir = options.output / MIXTURES / f"{name}.json", options.output / PROXIES / name
-    shared = {"corpus": options.corpus, "output": mixture, "work_dir": work_dir, "proxy": proxy}
+    shared: dict[str, Any] = {
+        "corpus": options.corpus,
+        "output": mixture,
+        "work_dir": work_dir,
+        "proxy": proxy,
+    }
     if options.method == "doge":
         doge = DogeOptions(rule=options.doge, **shared)
         return Point(

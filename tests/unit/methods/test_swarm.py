@@ -255,9 +255,9 @@ def test_the_loss_that_counts_is_weighted_by_the_mixture(losses, expected):
 def test_concurrency_follows_from_memory_and_cores(monkeypatch):
     shape = ModelShape(model_size("1m"), 50_257, 2048)
     options, gpu = SwarmOptions(), torch.device("cuda")
+    memory = 80 * 10**9
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (memory, memory))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)), raising=False)
-    memory = 80 * 10**9
     size, count = concurrency(options, shape, gpu, 512)
     assert size == 8
     assert 2 <= count <= 8

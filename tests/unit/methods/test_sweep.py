@@ -9,6 +9,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -319,7 +320,7 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
 
 def test_each_rule_has_its_own_proxies(hooked):
     """The first two are the default rule, whose files have no digest."""
-    rules = {
+    rules: dict[str, list[Any]] = {
         "doge": [DogeRule(), DogeRule(0.01), DogeRule(0.3), DogeRule(0.3, doge_eps=0.1)],
         "doremi": [DoremiRule(), DoremiRule(doremi_eta=1.0), DoremiRule("fork")],
     }

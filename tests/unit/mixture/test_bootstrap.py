@@ -84,11 +84,10 @@ def test_weights_are_the_same_wherever_the_vectors_lie(offset):
 
 
 def test_intervals_cover_the_weights_of_the_whole_population():
-    mode, recipe = "pretrain", "reference"
     rng = np.random.default_rng(9)
     centers = rng.normal(size=(5, 16)) * 2
-    truth = chameleon_weights(centers, mode, recipe).weights
-    weight_fn = chameleon_weight_fn(mode, recipe)
+    truth = chameleon_weights(centers, "pretrain").weights
+    weight_fn = chameleon_weight_fn("pretrain")
     covered = []
     for trial in range(30):
         windows = [center + rng.normal(size=(120, 16)) for center in centers]

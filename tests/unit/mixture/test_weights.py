@@ -109,12 +109,13 @@ def test_invalid_scores_are_rejected(scores, message):
 
 
 def test_settings_out_of_range_are_rejected():
-    for temperature, limits, name in (
+    cases: list[tuple[float, dict[str, Any], str]] = [
         (np.nan, {}, "temperature"),
         (0.0, {}, "temperature"),
         (5.0, {"score_floor": np.nan}, "score_floor"),
         (5.0, {"score_ceiling": 1.0}, "score_ceiling"),
-    ):
+    ]
+    for temperature, limits, name in cases:
         with pytest.raises(ValueError, match=name):
             domain_weights([0.5, 0.4], "pretrain", temperature, True, **limits)
 
