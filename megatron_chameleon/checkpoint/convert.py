@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 
 from megatron_chameleon.artifacts import Corpus, find_checkpoint, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
@@ -34,7 +34,7 @@ from megatron_chameleon.corpus.tokenizer import (
 )
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.huggingface import Tensors, config_of_shape, to_huggingface
+from megatron_chameleon.model.huggingface import config_of_shape, to_huggingface
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout, distributed
 from megatron_chameleon.parallel.options import ParallelOptions
@@ -43,7 +43,6 @@ STARTED_FROM = "Hugging Face folder"
 """Name of the input in a converted checkpoint's provenance that holds the hash of its weights."""
 
 DEFAULT_EOD_TOKEN = "<|endoftext|>"
-TokenizerOptions = ToHuggingFaceOptions | TokenizerChoice
 
 
 def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
@@ -53,19 +52,24 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
         UserError: for invalid options or inputs, or weights that ``--dtype`` cannot represent.
             Nothing is then written.
     """
-    output = _absolute(options.output)
+    output = options.output.absolute()
     check_output(output, CONFIG_NAME, overwrite=options.overwrite)
-    _check_shard_size(options.max_shard_size)
     record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     shape = shape_of(record)
     tokenizer = find_tokenizer(options, record)
-    _check_vocabulary(tokenizer, shape, f"{record.root}/{record.FILE_NAME}")
+    _check_vocabulary(tokenizer, shape, f"{record.root}/{CheckpointRecord.FILE_NAME}")
     dtype = getattr(torch, options.dtype)
-    with distributed(ParallelOptions(), seed=0) as layout:
-        _require_one_rank(layout)
+    with _one_rank() as layout:
         reader = open_reader(record, layout)
         tensors = to_huggingface(dict(reader.model.named_parameters()), shape)
-        tensors = _in_dtype(tensors, dtype, record.root)
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to("cpu", dtype)
+            if not torch.isfinite(tensors[name]).all():
+                raise UserError(
+                    f"{record.root}: tensor {name} has values that are not finite in {dtype}; pass "
+                    "--dtype float32 or bfloat16, or an earlier checkpoint if the model has "
+                    "diverged"
+                )
         write_folder(
             output,
             config_of_shape(shape, dtype, tokenizer.eod_id),
@@ -74,9 +78,11 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
             provenance(options, {"checkpoint": record.hash}),
             options.max_shard_size,
         )
+    kind = tokenizer.file.kind
     print(
         f"{_describe(shape)}, step {record.step} of {record.root}\n"
-        f"written to {options.output} in {options.dtype}, {_about_tokenizer(tokenizer)}\n"
+        f"written to {options.output} in {options.dtype}, with its {tokenizer.file.name}"
+        f"{'' if kind == 'tokenizers' else f' (not for AutoTokenizer, but the {kind} package)'}\n"
         f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')"
     )
 
@@ -87,21 +93,19 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     Raises:
         UserError: for invalid options or inputs. Nothing is then written.
     """
-    output = _absolute(options.output)
+    output = options.output.absolute()
     check_output(output, CheckpointRecord.FILE_NAME, overwrite=options.overwrite)
     found = HuggingFaceWeights.find(options.model, allow_pickle=options.allow_pickle)
     tokenizer_path = options.tokenizer_model or options.model
     tokenizer = load_tokenizer(tokenizer_path, options.eod_token, options.tiktoken_pattern)
     _check_vocabulary(tokenizer, found.shape, str(found.config_file))
     weights = dataclasses.replace(found, vocab_size=tokenizer.vocab_size)
-    shape = weights.shape
-    with distributed(ParallelOptions(), seed=0) as layout:
-        _require_one_rank(layout)
-        model = build_model(shape, layout, seed=0)
+    with _one_rank() as layout:
+        model = build_model(weights.shape, layout, seed=0)
         weights.load([model])
         record = CheckpointRecord(
             root=output,
-            model=dataclasses.asdict(shape),
+            model=dataclasses.asdict(weights.shape),
             step=0,
             samples=0,
             domain_samples={},
@@ -117,7 +121,7 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
         save_checkpoint(model_state([model]), record)
     print(
         *weights.left_out,
-        f"{_describe(shape)}, from {options.model}\n"
+        f"{_describe(weights.shape)}, from {options.model}\n"
         f"written to {options.output}, a checkpoint of step 0\n"
         f"next: preprocess a corpus for it with tools/preprocess_data.py --tokenizer-model "
         f"{tokenizer_path}",
@@ -125,7 +129,7 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     )
 
 
-def find_tokenizer(options: TokenizerOptions, record: CheckpointRecord) -> Tokenizer:
+def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokenizer:
     """Open the tokenizer of the checkpoint's training data.
 
     Its location is taken from ``options``, or from the options recorded in the checkpoint: those of
@@ -134,11 +138,7 @@ def find_tokenizer(options: TokenizerOptions, record: CheckpointRecord) -> Token
     Raises:
         UserError: if it cannot be found, or is not the one the checkpoint was trained with.
     """
-    recorded = record.provenance.options
-    if not recorded.get("corpus"):  # a corpus records what else there is to know
-        recorded = recorded.get("data") or recorded
-    place = recorded_tokenizer(record)
-    path = options.tokenizer_model or place
+    path = options.tokenizer_model or recorded_tokenizer(record)
     if path is None or not (options.tokenizer_model or path.exists()):
         problem = f"is no longer at {path}" if path else "is not recorded"
         raise UserError(
@@ -146,26 +146,20 @@ def find_tokenizer(options: TokenizerOptions, record: CheckpointRecord) -> Token
             "it, with --tokenizer-model"
         )
     if Corpus.exists(path):
-        for flag, value in (
-            ("--tiktoken-pattern", options.tiktoken_pattern),
-            ("--eod-token", options.eod_token),
-        ):
-            if value is not None:
-                raise UserError(
-                    f"{flag} {value}: recorded in the corpus {path}; leave the option out, or pass "
-                    "a tokenizer file with --tokenizer-model"
-                )
+        options.reject_changed(("tiktoken_pattern", "eod_token"), f"the corpus {path} records it")
         tokenizer = corpus_tokenizer(Corpus.load(path))
     else:
+        recorded = record.provenance.options
+        if not recorded.get("corpus"):  # a corpus records what else there is to know
+            recorded = recorded.get("data") or recorded
         eod_token = options.eod_token or recorded.get("eod_token")
         if eod_token is None:
             eod_token = DEFAULT_EOD_TOKEN
-            if place:
-                warnings.warn(
-                    f"{record.root} does not record its end-of-document token: assuming "
-                    f"{eod_token}; pass --eod-token, or the corpus with --tokenizer-model",
-                    stacklevel=2,
-                )
+            warnings.warn(
+                f"{record.root} does not record its end-of-document token: assuming {eod_token}; "
+                "pass --eod-token, or the corpus with --tokenizer-model",
+                stacklevel=2,
+            )
         pattern = options.tiktoken_pattern or recorded.get("tiktoken_pattern")
         tokenizer = load_tokenizer(path, eod_token, pattern)
     if tokenizer.sha256 != record.tokenizer_hash:
@@ -190,23 +184,6 @@ def recorded_tokenizer(record: CheckpointRecord) -> Path | None:
     return Path(place) if Path(place).exists() and not from_start.exists() else from_start
 
 
-def _in_dtype(tensors: Tensors, dtype: torch.dtype, where: Path) -> Tensors:
-    """Convert to ``dtype`` on the CPU. Raises UserError for values that are not finite in it."""
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise UserError(
-                f"{where}: tensor {name} has values that are not finite: the model has diverged; "
-                "convert an earlier checkpoint"
-            )
-        tensors[name] = tensor.to("cpu", dtype)
-        if not torch.isfinite(tensors[name]).all():
-            raise UserError(
-                f"{where}: tensor {name} has values up to {tensor.abs().max():g}, too large for "
-                f"{dtype}; pass --dtype bfloat16 or float32"
-            )
-    return tensors
-
-
 def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, where: str) -> None:
     if tokenizer.vocab_size > shape.vocab_size:
         raise UserError(
@@ -215,38 +192,19 @@ def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, where: str) -> No
         )
 
 
-def _check_shard_size(size: str) -> None:
-    try:
-        split_torch_state_dict_into_shards({}, max_shard_size=size)
-        if float(size.strip()[:-2]) <= 0:  # before the unit
-            raise ValueError("must be above 0")
-    except (ValueError, OverflowError) as error:
-        raise UserError(f"--max-shard-size {size}: {error}; pass a size such as 5GB") from error
-
-
-def _require_one_rank(layout: Layout) -> None:
-    if layout.world_size > 1:
-        raise UserError(
-            "tools/convert_checkpoint.py runs on one rank, whatever layout wrote the checkpoint; "
-            "start it with python, not with torchrun"
-        )
-
-
-def _absolute(folder: Path) -> Path:
-    return Path(os.path.abspath(folder))
+@contextlib.contextmanager
+def _one_rank() -> Iterator[Layout]:
+    with distributed(ParallelOptions(), seed=0) as layout:
+        if layout.world_size > 1:
+            raise UserError(
+                "tools/convert_checkpoint.py runs on one rank, whatever layout wrote the "
+                "checkpoint; start it with python, not with torchrun"
+            )
+        yield layout
 
 
 def _describe(shape: ModelShape) -> str:
     return (
         f"GPT-2 of {shape.size.num_layers} layers, {shape.num_parameters:,} parameters, "
         f"vocabulary {shape.vocab_size}, {shape.max_sequence_length} positions, {shape.activation}"
-    )
-
-
-def _about_tokenizer(tokenizer: Tokenizer) -> str:
-    if tokenizer.file.kind == "tokenizers":
-        return "with its tokenizer.json"
-    return (
-        f"with its {tokenizer.file.name}, which AutoTokenizer cannot read: encode with the "
-        f"{tokenizer.file.kind} package"
     )

@@ -31,7 +31,7 @@ from megatron_chameleon.artifacts.files import (
     writing,
 )
 from megatron_chameleon.corpus.tokenizer import Tokenizer
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.model.huggingface import (
     GPT2Config,
@@ -104,19 +104,13 @@ class HuggingFaceWeights:
     @property
     def left_out(self) -> list[str]:
         """Descriptions of what is not loaded, one line each."""
-        lines = []
-        rows = self.config.vocab_size - self.vocab_size
-        if rows:
-            lines.append(
-                f"the last {rows} of its {self.config.vocab_size} embedding rows are left out: the "
-                f"tokenizer has {self.vocab_size} tokens"
-            )
-        if self.config.largest_dropout:
-            lines.append(
-                f"its dropout of {self.config.largest_dropout:g} is left out: models here train "
-                "without"
-            )
-        return lines
+        rows, dropout = self.config.vocab_size - self.vocab_size, self.config.largest_dropout
+        lines = [
+            f"the last {rows} of its {self.config.vocab_size} embedding rows are left out: the "
+            f"tokenizer has {self.vocab_size} tokens",
+            f"its dropout of {dropout:g} is left out: models here train without",
+        ]
+        return [line for line, applies in zip(lines, (rows, dropout), strict=True) if applies]
 
     def hash(self) -> str:
         """Hex SHA-256 of the files of config and weights."""
@@ -199,24 +193,31 @@ def check_output(folder: Path, marker: str, *, overwrite: bool) -> None:
         return
     if not folder.is_dir() or folder.is_symlink():
         raise UserError(f"--output {folder} is not a folder; choose a new one")
-    if not any(folder.iterdir()):
-        return
-    if not (folder / marker).is_file():
+    if (folder / marker).is_file():
+        if not overwrite:
+            raise UserError(
+                f"--output {folder} already holds a {marker}; choose another folder, or pass "
+                "--overwrite to replace the whole folder"
+            )
+    elif any(folder.iterdir()):
         raise UserError(
             f"--output {folder} holds other files and no {marker}; choose a new folder, since the "
             "whole folder would be replaced"
         )
-    if not overwrite:
-        raise UserError(
-            f"--output {folder} already holds a {marker}; choose another folder, or pass "
-            "--overwrite to replace the whole folder"
-        )
 
 
 def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
+    """The weights in ``folder``: one file, or the shards listed in its index."""
     for name in (_SAFETENSORS, _PICKLED):
-        found = _weight_files(folder, name)
-        if not found:
+        index = folder / (name + _INDEX_SUFFIX)
+        if (folder / name).is_file():
+            names = [name]
+        elif index.is_file():
+            weight_map = read_json(index, "get the folder again").get("weight_map")
+            names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+            if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
+                raise UserError(f"{index}: field weight_map: expected tensor names and file names")
+        else:
             continue
         if name == _PICKLED and not allow_pickle:
             raise UserError(
@@ -224,25 +225,12 @@ def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
                 f"get it with {_SAFETENSORS}, or convert its tensors to a checkpoint with "
                 "tools/convert_checkpoint.py from-huggingface --allow-pickle"
             )
-        return found
+        files = [folder / name for name in names]
+        missing = next((path for path in files if not path.is_file()), None)
+        if missing:
+            raise UserError(f"{missing} is missing, but listed in {index}; get the folder again")
+        return files
     raise UserError(f"{folder} holds no weights: it has no {_SAFETENSORS}")
-
-
-def _weight_files(folder: Path, name: str) -> list[Path]:
-    """The file ``name`` in ``folder``, or the shards listed in its index, or nothing."""
-    index = folder / (name + _INDEX_SUFFIX)
-    if (folder / name).is_file():
-        return [folder / name]
-    if not index.is_file():
-        return []
-    weight_map = read_json(index, "get the folder again").get("weight_map")
-    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-    if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
-        raise UserError(f"{index}: field weight_map: expected tensor names and file names")
-    for path in (folder / shard for shard in names):
-        if not path.is_file():
-            raise UserError(f"{path} is missing, but listed in {index}; get the folder again")
-    return [folder / shard for shard in names]
 
 
 def _read_safetensors(path: Path) -> Tensors:
@@ -264,8 +252,7 @@ def _read_pickled(path: Path) -> Tensors:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return UserError(f"cannot read {path} ({reason}): it is damaged; get it again")
+    return UserError(f"cannot read {path} ({first_line(error)}): it is damaged; get it again")
 
 
 def _tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:

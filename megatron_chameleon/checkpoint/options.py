@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Literal
 
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.ranges import CheckedOptions
 
 
@@ -24,32 +26,26 @@ class TokenizerChoice(CheckedOptions):
     checkpoint, else <|endoftext|>. A corpus records its own."""
 
 
-WeightsDtype = Literal["float32", "bfloat16", "float16"]
-
-
 @dataclasses.dataclass(frozen=True)
-class ToHuggingFaceOptions(CheckedOptions):
+class ToHuggingFaceOptions(TokenizerChoice):
     """Write a checkpoint of any layout as a Hugging Face GPT-2 folder."""
 
     checkpoint: Path
     """A run folder (its latest checkpoint) or one checkpoint folder."""
     output: Path
     """The folder to write: config.json, weights in safetensors, and the tokenizer."""
-    dtype: WeightsDtype = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the weights; only float32 is lossless."""
     max_shard_size: str = "5GB"
     """Larger weights are sharded into several files."""
-    tokenizer_model: Path | None = None
-    """The tokenizer that the model was trained with, or a corpus made with it; default:
-    that of the checkpoint's training or conversion."""
-    tiktoken_pattern: str | None = None
-    """How a tiktoken file splits text into words, as in tools/preprocess_data.py; default:
-    that of the checkpoint. A corpus records its own."""
-    eod_token: str | None = None
-    """The tokenizer's end-of-document token; default: that of the
-    checkpoint, else <|endoftext|>. A corpus records its own."""
     overwrite: bool = False
     """Replace the model that the output folder already holds."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGTkmgt][Bb]", self.max_shard_size):
+            raise UserError(f"--max-shard-size {self.max_shard_size}: pass a size such as 5GB")
 
 
 @dataclasses.dataclass(frozen=True)
