@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.model.gpt import build_model
@@ -100,47 +98,3 @@ class PickledCode:
 
     def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, (str(self.trace),)
-
-
-_GET_LAYOUT = b"ctorch.serialization\n_get_layout\n"
-
-
-def index_of_two_readings(index: Metadata, name: str, entry: object) -> bytes:
-    """A pickle of ``index`` that names ``entry`` "x_extra_state" when first read, then ``name``.
-
-    It changes the cache of the function that looks up layouts.
-    """
-
-    def looking_up(layouts: dict[str, Any]) -> bytes:
-        known = {"torch.strided": torch.strided}
-        return _GET_LAYOUT + _part({"cache": {**known, **layouts}}) + pickle.BUILD + pickle.POP
-
-    called = _GET_LAYOUT + _part("a") + pickle.TUPLE1 + pickle.REDUCE
-    rest = dict(vars(index))
-    entries = rest.pop("state_dict_metadata")
-    made = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)" + pickle.NEWOBJ
-    fields = _part(rest) + _part("state_dict_metadata") + _part(entries)
-    fields += called + _part(entry) + pickle.SETITEM + pickle.SETITEM
-    # With __setstate__ set, the first of these is ignored when the pickle is read again.
-    later = _part({"cache": {"torch.strided": torch.strided, "a": name}, "__setstate__": _CALLED})
-    return (
-        pickle.PROTO
-        + b"\x02"
-        + looking_up({"a": "x_extra_state"})
-        + made
-        + fields
-        + pickle.BUILD
-        + _GET_LAYOUT
-        + later
-        + pickle.BUILD
-        + pickle.POP
-        + pickle.STOP
-    )
-
-
-_CALLED = MetadataIndex  # an allowed class that takes anything
-
-
-def _part(value: object) -> bytes:
-    """Opcodes that push ``value`` onto the stack of a pickle."""
-    return pickle.dumps(value, protocol=2)[2:-1]

@@ -7,7 +7,6 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,14 +21,18 @@ from megatron_chameleon.checkpoint.convert import (
     find_tokenizer,
 )
 from megatron_chameleon.checkpoint.load import shape_of
-from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
+from megatron_chameleon.checkpoint.options import (
+    FromHuggingFaceOptions,
+    ToHuggingFaceOptions,
+    TokenizerChoice,
+)
 from megatron_chameleon.corpus.gigatoken import difficult_texts
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
-from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe, sentencepiece_bpe
+from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import word_tokenizer, write_small_corpus
 from tests.unit.checkpoint.samples import TEXTS, VOCAB_SIZE, tensors_in
-from tests.unit.corpus.tokenizer_samples import EOD, write_gpt2_files, write_tiktoken
+from tests.unit.corpus.tokenizer_samples import EOD, write_tiktoken
 
 
 def test_transformers_encodes_alike(exported, made):
@@ -43,44 +46,28 @@ def test_transformers_encodes_alike(exported, made):
         assert theirs.decode(ids) == ours.decode(ids.tolist())
 
 
-def test_gpt2s_pair_of_tokenizer_files_is_a_tokenizer(folder, tmp_path):
-    write_gpt2_files(folder / "tokenizer.json", folder)
-    (folder / "tokenizer.json").unlink()
-    convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "checkpoint"))
-    record = CheckpointRecord.load(tmp_path / "checkpoint")
-    assert record.tokenizer_hash == load_tokenizer(folder, EOD).sha256
-    convert_to_huggingface(ToHuggingFaceOptions(record.root, tmp_path / "back"))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    ours = load_tokenizer(folder, EOD)
-    for text in TEXTS:
-        assert theirs(text)["input_ids"] == ours.encoder.encode_batch([text])[0].tolist()
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
-def test_other_tokenizers_are_copied(folder, tmp_path, kind, capsys):
-    given = tmp_path / ("t.model" if kind == "sentencepiece" else "t.tiktoken")
-    if kind == "sentencepiece":
-        given.write_bytes(sentencepiece_bpe(iter(TEXTS), VOCAB_SIZE, EOD))
-    else:
-        write_tiktoken(folder / "tokenizer.json", given)
-    asked = {"tokenizer_model": given}
-    if kind == "tiktoken":
-        asked["tiktoken_pattern"] = "gpt2"
-    convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "checkpoint", **asked))
-    capsys.readouterr()
+def test_a_tiktoken_file_is_copied(folder, tmp_path):
+    given = tmp_path / "t.tiktoken"
+    write_tiktoken(folder / "tokenizer.json", given)
+    options = FromHuggingFaceOptions(
+        folder, tmp_path / "checkpoint", tokenizer_model=given, tiktoken_pattern="gpt2"
+    )
+    convert_from_huggingface(options)
     convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
-    assert "AutoTokenizer" in capsys.readouterr().out
     (copy,) = (tmp_path / "back").glob("tokenizer.*")
     assert copy.read_bytes() == given.read_bytes()
     assert not (tmp_path / "back" / "tokenizer_config.json").exists()
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_rejected(folder, tmp_path):
-    given = tmp_path / "large.json"
-    given.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE + 1, EOD))
-    options = FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=given)
+def test_the_tokenizer_of_another_model_is_rejected(converted, folder, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE + 1, EOD))
     with pytest.raises(UserError, match="--tokenizer-model"):
-        convert_from_huggingface(options)
+        convert_from_huggingface(
+            FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=other)
+        )
+    with pytest.raises(UserError, match="--tokenizer-model"):
+        find_tokenizer(TokenizerChoice(tokenizer_model=other), converted)
 
 
 def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
@@ -97,14 +84,6 @@ def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
     assert torch.equal(tensors_in(tmp_path / "back")["transformer.wte.weight"], expected)
 
 
-def test_the_tokenizer_of_another_model_is_rejected(converted, tmp_path):
-    given = tmp_path / "other.json"
-    given.write_bytes(byte_level_bpe(iter(TEXTS[:9]), 280, EOD))
-    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=given)
-    with pytest.raises(UserError, match="--tokenizer-model"):
-        find_tokenizer(options, converted)
-
-
 def made_with(record, **options):
     """The record, as if made with these options."""
     made_by = dataclasses.replace(record.provenance, options=options)
@@ -112,26 +91,25 @@ def made_with(record, **options):
 
 
 def test_a_missing_tokenizer_has_to_be_passed(converted, made, tmp_path):
-    record = made_with(converted, model=str(tmp_path / "gone"))
-    options = ToHuggingFaceOptions(converted.root, tmp_path / "out")
+    record = made_with(converted, model=str(tmp_path / "gone"), eod_token=EOD)
     with pytest.raises(UserError, match="--tokenizer-model"):
-        find_tokenizer(options, record)
-    given = dataclasses.replace(options, tokenizer_model=made / "tokenizer.json")
+        find_tokenizer(TokenizerChoice(), record)
+    given = TokenizerChoice(tokenizer_model=made / "tokenizer.json")
     assert find_tokenizer(given, record).sha256 == record.tokenizer_hash
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_a_corpus_names_its_tokenizer(converted, tmp_path, is_given):
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_a_corpus_names_its_tokenizer(converted, tmp_path, is_passed):
     file = word_tokenizer(tmp_path / "tokenizer.json")
     corpus = write_small_corpus(tmp_path, tokenizer_hash=sha256_of_files(file))
     record = dataclasses.replace(converted, tokenizer_hash=corpus.tokenizer.sha256)
-    record = made_with(record, **({} if is_given else {"corpus": str(corpus.root)}))
-    given = corpus.root if is_given else None
-    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=given)
-    assert find_tokenizer(options, record).identity == corpus.tokenizer
-    another = dataclasses.replace(record, tokenizer_hash="0" * 64)
+    record = made_with(record, **({} if is_passed else {"corpus": str(corpus.root)}))
+    choice = TokenizerChoice(tokenizer_model=corpus.root if is_passed else None)
+    assert find_tokenizer(choice, record).identity == corpus.tokenizer
     with pytest.raises(UserError, match="--tokenizer-model"):
-        find_tokenizer(options, another)
+        find_tokenizer(choice, dataclasses.replace(record, tokenizer_hash="0" * 64))
+    with pytest.raises(UserError, match="--eod-token gpt2"):
+        find_tokenizer(dataclasses.replace(choice, eod_token="gpt2"), record)
 
 
 def test_an_unrecorded_eod_token_is_assumed_with_a_warning(converted, made, tmp_path):
@@ -164,18 +142,14 @@ def test_the_eod_token_is_the_recorded_one(ended_otherwise, tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(back).eos_token == EOD
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_the_tokenizer_and_eod_token_of_megatrons_data_are_found(
-    converted, ended_otherwise, tmp_path, is_given
-):
-    record = dataclasses.replace(
-        converted, tokenizer_hash=load_tokenizer(ended_otherwise, "</s>").sha256
-    )
+def test_the_tokenizer_and_eod_token_of_megatrons_data_are_found(converted, ended_otherwise):
+    sha256 = load_tokenizer(ended_otherwise, "</s>").sha256
     data = {"tokenizer_model": str(ended_otherwise), "eod_token": "</s>"}
-    record = made_with(record, corpus=None, data=data)
-    given = ended_otherwise if is_given else None
-    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=given)
-    assert find_tokenizer(options, record).eod_id == VOCAB_SIZE - 1
+    record = made_with(
+        dataclasses.replace(converted, tokenizer_hash=sha256), corpus=None, data=data
+    )
+    for choice in (TokenizerChoice(), TokenizerChoice(tokenizer_model=ended_otherwise)):
+        assert find_tokenizer(choice, record).eod_id == VOCAB_SIZE - 1
 
 
 @pytest.mark.parametrize("by", ["model", "corpus"])
@@ -198,17 +172,3 @@ def test_a_relative_path_is_resolved_from_the_run(converted, tmp_path, monkeypat
         find_tokenizer(options, record)
     monkeypatch.chdir(tmp_path / "moved")  # everything was moved
     assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256
-
-
-@pytest.mark.parametrize("option", ["tiktoken_pattern", "eod_token"])
-@pytest.mark.parametrize("is_given", [False, True])
-def test_options_that_a_corpus_records_are_rejected(converted, tmp_path, option, is_given):
-    corpus = write_small_corpus(tmp_path).root
-    record = made_with(converted, corpus=str(corpus))
-    options = ToHuggingFaceOptions(
-        converted.root, tmp_path / "out", tokenizer_model=corpus if is_given else None
-    )
-    given: dict[str, Any] = {option: "gpt2"}
-    options = dataclasses.replace(options, **given)
-    with pytest.raises(UserError, match=f"--{option.replace('_', '-')} gpt2"):
-        find_tokenizer(options, record)

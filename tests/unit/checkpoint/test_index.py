@@ -29,7 +29,6 @@ from megatron_chameleon.model.gpt import build_model
 from tests.unit.checkpoint.samples import (
     SHAPE,
     PickledCode,
-    index_of_two_readings,
     record_at,
     train,
     trainer_of,
@@ -170,36 +169,6 @@ def test_only_tensors_are_read_whatever_the_index_declares(one_rank, record, tmp
     assert not trace.exists()
 
 
-@pytest.fixture
-def kept_layouts():
-    """Restores what the pickle of two readings changes."""
-    changed = vars(torch.serialization._get_layout)
-    before = {**changed, "cache": dict(changed["cache"])}
-    yield
-    changed.clear()
-    changed.update(before)
-
-
-def test_an_index_that_reads_differently_the_second_time_is_rejected(
-    one_rank, record, tmp_path, kept_layouts
-):
-    trace, path = tmp_path / "ran", record.root / INDEX_NAME
-    replace_value(record, NAME, PickledCode(trace), entry_of_bytes())
-    with path.open("rb") as stream:
-        index = pickle.load(stream)
-    entry = index.state_dict_metadata.pop(NAME)
-    path.write_bytes(index_of_two_readings(index, NAME, entry))
-    model = build_model(SHAPE, one_rank, seed=0)
-    with pytest.raises(UserError, match=r"it changes a function"):
-        load_weights(record, [model])
-    assert not trace.exists()
-    # What would have been run otherwise, though the first reading has nothing wrong in it:
-    assert NAME not in pickle.loads(path.read_bytes()).state_dict_metadata
-    with contextlib.suppress(Exception, CheckpointException):
-        dist_checkpointing.load(weights_wanted(model), str(record.root))
-    assert trace.exists()
-
-
 METADATA = b"ctorch.distributed.checkpoint.metadata\n"
 FILLED = METADATA + b"BytesStorageMetadata\n)\x81}X\x04\x00\x00\x00sizeK\x01sb"
 
@@ -227,13 +196,6 @@ def test_a_pickle_can_only_fill_new_records(tmp_path, opcodes, problem):
     (tmp_path / INDEX_NAME).write_bytes(b"\x80\x02" + opcodes)
     with pytest.raises(UserError, match=problem):
         read_index(tmp_path)
-
-
-def test_reading_an_index_leaves_torch_as_it_was(record, kept_layouts):
-    cache = vars(torch.serialization._get_layout)["cache"]
-    cache.clear()
-    read_index(record.root)
-    assert not cache
 
 
 def test_a_truncated_tensor_file_is_an_error(one_rank, record):

@@ -13,17 +13,12 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.optim.adamw import adamw
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.optimizer_fixes import (
-    create_zero_state,
     gather_with_padding,
-    load_into_own_steps,
-    prepare_for_loading,
 )
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import training_state
@@ -37,87 +32,6 @@ from megatron_chameleon.training.optimizer import (
 )
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.unit.checkpoint.samples import OPTIONS, SHAPE, record_at, train
-
-ONE_LAYER = ModelShape(ModelSize(1, 2, 16, 32), vocab_size=50, max_sequence_length=8)
-
-
-@pytest.fixture
-def optimizer(one_rank):
-    """A new distributed optimizer: it has no state before its first step."""
-    layout = dataclasses.replace(one_rank, use_distributed_optimizer=True)
-    model = data_parallel([build_model(ONE_LAYER, layout, seed=1)], layout, bf16=False)
-    (part,) = build_optimizer(model, OptimizerOptions(), layout, bf16=False).chained_optimizers
-    assert not part.optimizer.state
-    return part
-
-
-def shards(optimizer):
-    return [p for group in optimizer.optimizer.param_groups for p in group["params"]]
-
-
-def main_parameter(optimizer, model_parameter):
-    group, order = optimizer.model_param_group_index_map[model_parameter]
-    return optimizer.optimizer.param_groups[group]["params"][order]
-
-
-def loaded_tensors(shard, generator):
-    return {
-        name: torch.randn(shard.shape, generator=generator)
-        for name in ("param", "exp_avg", "exp_avg_sq")
-    }
-
-
-def test_the_zero_state_is_that_of_step_0(optimizer):
-    create_zero_state(optimizer)
-    assert len(optimizer.optimizer.state) == len(shards(optimizer)) > 10
-    for shard in shards(optimizer):
-        state = optimizer.optimizer.state[shard]
-        assert float(state["step"]) == 0.0
-        for moment in (state["exp_avg"], state["exp_avg_sq"]):
-            assert moment.shape == shard.shape
-            assert not moment.any()
-
-
-def test_loaded_tensors_are_written_and_each_parameter_has_its_own_step(optimizer):
-    create_zero_state(optimizer)
-    shared_by_all = torch.tensor(7.0)  # as megatron leaves it
-    for shard in shards(optimizer):
-        optimizer.optimizer.state[shard]["step"] = shared_by_all
-    load_into_own_steps(optimizer)
-    generator = torch.Generator().manual_seed(0)
-    for model_parameter in optimizer.model_param_group_index_map:
-        shard = main_parameter(optimizer, model_parameter)
-        tensors = loaded_tensors(shard, generator)
-        optimizer._set_main_param_and_optimizer_states(model_parameter, tensors)
-        state = optimizer.optimizer.state[shard]
-        assert torch.equal(shard, tensors["param"])
-        assert torch.equal(state["exp_avg"], tensors["exp_avg"])
-        assert torch.equal(state["exp_avg_sq"], tensors["exp_avg_sq"])
-        state["step"] += 1
-    steps = [optimizer.optimizer.state[shard]["step"] for shard in shards(optimizer)]
-    assert [float(step) for step in steps] == [8.0] * len(steps)
-    assert float(shared_by_all) == 7.0
-
-
-def test_megatrons_own_loading_fails(optimizer):
-    """Should this fail after an update of megatron-core, the fix has become unnecessary."""
-    create_zero_state(optimizer)
-    model_parameter, *_ = optimizer.model_param_group_index_map
-    shard = main_parameter(optimizer, model_parameter)
-    tensors = loaded_tensors(shard, torch.Generator())
-    with pytest.raises(RuntimeError, match="modified inplace with grad mode enabled"):
-        optimizer._set_main_param_and_optimizer_states(model_parameter, tensors)
-    with torch.no_grad(), pytest.raises(KeyError, match="step"):
-        optimizer._set_main_param_and_optimizer_states(model_parameter, tensors)
-
-
-def test_one_optimizer_is_fixed_and_not_the_class(optimizer):
-    method = DistributedOptimizer._set_main_param_and_optimizer_states
-    prepare_for_loading(optimizer)
-    assert "_set_main_param_and_optimizer_states" in vars(optimizer)
-    assert DistributedOptimizer._set_main_param_and_optimizer_states is method
-    assert len(optimizer.optimizer.state) == len(shards(optimizer))
-
 
 # Padding between the buckets of a gradient buffer.
 
@@ -170,30 +84,6 @@ def test_with_the_fix_every_parameter_is_in_its_place(bucketed):
     gather_with_padding(bucketed)
     gather_with_padding(bucketed)  # the same as once
     assert misplaced(bucketed) == 0
-
-
-def test_the_fix_takes_no_second_copy(bucketed):
-    """The gathered state is allocated once, padding included."""
-    gather_with_padding(bucketed)
-    sizes = [(b.numel_unpadded, b.numel) for b in bucketed.buffers]
-    with LargeAllocations(min(numel for _, numel in sizes)) as made:
-        bucketed.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
-    assert made.count == 3 * len(sizes)
-    assert [(b.numel_unpadded, b.numel) for b in bucketed.buffers] == sizes
-
-
-class LargeAllocations(TorchDispatchMode):
-    """Counts operations that make a tensor of at least so many elements."""
-
-    def __init__(self, elements):
-        super().__init__()
-        self.elements, self.count = elements, 0
-
-    def __torch_dispatch__(self, function, _types, arguments=(), more=None):
-        made = function(*arguments, **(more or {}))
-        if function in (torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default):
-            self.count += made.numel() >= self.elements
-        return made
 
 
 # Checkpoints between torch's AdamW and one with the state of Transformer Engine's.
