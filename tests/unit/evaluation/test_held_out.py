@@ -14,7 +14,6 @@ from megatron_chameleon.artifacts import Protocol
 from megatron_chameleon.evaluation.held_out import (
     HeldOutText,
     ScoredWindows,
-    choose_windows,
     cut_windows,
     held_out_text,
     spread_evenly,
@@ -106,18 +105,6 @@ def test_every_token_is_scored_once_from_the_context_that_the_protocol_says(
         assert found == expected
 
 
-@given(DOCUMENTS, protocols())
-def test_positions_match_the_labels(documents, protocol):
-    text = held_out_text(token_file(documents), protocol, EOD)
-    if text is None:
-        return
-    count = len(text.windows)
-    _, labels, is_scored, positions = text.arrays(0, count)
-    assert np.array_equal(text.stream[positions[is_scored]], labels[is_scored])
-    in_blocks = [np.concatenate(each) for each in zip(*text.scored_blocks(), strict=True)]
-    assert np.array_equal(in_blocks, [positions[is_scored], labels[is_scored]])
-
-
 @given(DOCUMENTS, protocols(), st.integers(1, 60))
 def test_limit_drops_whole_windows(documents, protocol, more):
     limited = dataclasses.replace(protocol, max_tokens=protocol.window_length + more)
@@ -141,21 +128,3 @@ def test_text_with_nothing_to_score_is_none():
     assert held_out_text(token_file([[EOD], [EOD], []]), inside, EOD) is None
     assert held_out_text(token_file([[EOD], [EOD]]), without_ends, EOD) is None
     assert held_out_text(token_file([[EOD], [EOD]]), packed, EOD) is not None
-
-
-@given(st.integers(42, 400), st.integers(1, 40), st.integers(0, 5))
-def test_limited_packed_windows_are_complete_distinct_and_spread(length, window_length, more):
-    stream = np.arange(length, dtype=np.uint16)
-    max_tokens = window_length * (1 + more) + window_length // 2
-    text = choose_windows(stream, window_length, max_tokens)
-    ((_, labels),) = text.scored_blocks()
-    assert len(set(labels.tolist())) == len(labels) == text.num_predictions <= max_tokens
-    if length - 1 > max_tokens:
-        assert text.num_predictions == window_length * (1 + more)
-        assert labels[0] == 1
-        if more:  # the last window is as near to the end as a whole one can be
-            assert labels[-1] > length - 1 - window_length
-        gaps = np.diff(text.windows.begin) // window_length
-        assert not len(gaps) or gaps.max() - gaps.min() <= 1
-    else:
-        assert labels.tolist() == stream[1:].tolist()

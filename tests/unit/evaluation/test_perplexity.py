@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import (
@@ -29,13 +24,12 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text, reading_flops
+from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text
 from megatron_chameleon.evaluation.perplexity import (
     ClusterMap,
     cluster_losses,
     evaluate_perplexities,
     evaluate_perplexity,
-    scored_text,
 )
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.model.gpt import build_model
@@ -45,11 +39,9 @@ from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.small_corpus import word_tokenizer, write_small_corpus
 from tests.unit.evaluation.plain_protocol import (
-    DOCUMENTS,
     EOD,
     Prediction,
     predictions,
-    protocols,
     token_file,
 )
 from tests.unit.poison import poison_checkpoint
@@ -153,35 +145,50 @@ def test_bits_per_byte_use_the_bytes_of_the_text(
 
 def test_unigram_model_is_fitted_to_the_training_text(evaluate, corpus):
     vocab_size = corpus.tokenizer.vocab_size
-    for name, domain in evaluate().domains.items():
+    for name, domain in evaluate(max_tokens=64).domains.items():
         training = open_tokens(corpus, name, "train").tokens[:].tolist()
-        labels = open_tokens(corpus, name, "test").tokens[:].tolist()[1:]
+        text = choose_windows(open_tokens(corpus, name, "test").tokens, 32, max_tokens=64)
+        ((_, labels),) = text.scored_blocks()
         expected = [
             -math.log((training.count(label) + 1) / (len(training) + vocab_size))
-            for label in labels
+            for label in labels.tolist()
         ]
         assert domain.unigram_loss == pytest.approx(sum(expected) / len(labels), rel=1e-9)
 
 
-def test_result_records_inputs_protocol_and_cost(evaluate, corpus, finished_run, tmp_path):
-    result = evaluate(output=tmp_path / "deeper" / "r.json", max_tokens=64)
-    assert EvaluationResult.load(tmp_path / "deeper" / "r.json") == result
+def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
+    perplexity_options, finished_run, tmp_path, monkeypatch
+):
+    opened: list[int] = []
+
+    def recorded_open(record, layout):
+        opened.append(record.step)
+        return open_reader(record, layout)
+
+    monkeypatch.setattr("megatron_chameleon.evaluation.perplexity.open_reader", recorded_open)
+    last = dataclasses.replace(perplexity_options, overwrite=False, max_tokens=64)
+    step = finished_run / "checkpoints" / "step-00000003"
+    earlier = dataclasses.replace(
+        last, checkpoint=step, output=tmp_path / "deeper" / "earlier.json"
+    )
+    first = evaluate_perplexity(earlier)
+    results = evaluate_perplexities([earlier, last])
+    assert opened == [3, 6]
+    assert results[0] == first
+    assert results == [EvaluationResult.load(each.output) for each in (earlier, last)]
     record = CheckpointRecord.load(find_checkpoint(finished_run))
-    assert result.checkpoint == str(record.root)
-    assert result.checkpoint_hash == record.hash
-    assert result.corpus_hash == corpus.hash
-    assert result.provenance.inputs == {"corpus": corpus.hash, "checkpoint": record.hash}
-    assert result.step == 6
-    assert result.protocol == Protocol("test", 32, max_tokens=64)
-    assert result.cost.flops == forward_flops(shape_of(record), 3 * 64, 32)
-
-
-def test_earlier_checkpoint_and_other_split(evaluate, finished_run, corpus):
-    result = evaluate(checkpoint=finished_run / "checkpoints" / "step-00000003", split="valid")
-    assert result.step == 3
-    assert {d.tokens for d in result.domains.values()} == {
-        domain.valid.tokens - 1 for domain in corpus.domains.values()
-    }
+    assert (results[1].checkpoint, results[1].checkpoint_hash) == (str(record.root), record.hash)
+    assert results[1].protocol == Protocol("test", 32, max_tokens=64)
+    assert results[1].cost.flops == forward_flops(shape_of(record), 3 * 64, 32)
+    for changes in ({"max_tokens": 96}, {"checkpoint": step}, {"overwrite": True}):
+        before = len(opened)
+        found = evaluate_perplexity(dataclasses.replace(last, **changes))
+        assert len(opened) == before + 1
+        assert EvaluationResult.load(last.output) == found
+    wrong = dataclasses.replace(last, overwrite=True, overlap=32)
+    with pytest.raises(UserError, match="--overlap 32"):
+        evaluate_perplexities([dataclasses.replace(last, overwrite=True), wrong])
+    assert len(opened) == 5
 
 
 @pytest.mark.parametrize(
@@ -189,12 +196,10 @@ def test_earlier_checkpoint_and_other_split(evaluate, finished_run, corpus):
     [
         ({"window_length": 33}, "--window-length 33"),
         ({"max_tokens": 31}, "--max-tokens 31"),
-        ({"overlap": 32}, "--overlap 32"),
         ({"overlap": -1}, "--overlap -1: "),
         ({"first_token": "after-eod"}, "--first-token after-eod"),
         ({"evaluation_batch_size": 0}, "--evaluation-batch-size 0: "),
         ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),
-        ({"corpus": Path("nowhere")}, r"nowhere/corpus\.json does not exist"),
         ({"parallel": ParallelOptions(2)}, r"1 rank\(s\) cannot be laid out as tensor 2"),
     ],
 )
@@ -244,13 +249,6 @@ def test_domain_with_nothing_to_predict_is_left_out(evaluate, tmp_path, capsys):
     assert EvaluationResult.load(tmp_path / "result.json") == result
 
 
-def test_corpus_with_nothing_to_predict_is_rejected(evaluate, tmp_path):
-    corpus = without_test_text(tmp_path / "corpus", ["news", "code", "poems"])
-    with pytest.raises(UserError, match="test split"):
-        evaluate(corpus=corpus.root)
-    assert not (tmp_path / "result.json").exists()
-
-
 def test_diverged_model_is_rejected(evaluate, trained_run, tmp_path):
     poison_checkpoint(find_checkpoint(trained_run), "decoder.layers.1.mlp.linear_fc2.bias")
     with pytest.raises(UserError, match="'news' is nan"):
@@ -258,121 +256,7 @@ def test_diverged_model_is_rejected(evaluate, trained_run, tmp_path):
     assert not (tmp_path / "result.json").exists()
 
 
-@pytest.fixture
-def two_checkpoints(perplexity_options, finished_run, tmp_path):
-    """The evaluation of an earlier checkpoint of the finished run, and that of its last one."""
-    earlier = dataclasses.replace(
-        perplexity_options,
-        checkpoint=finished_run / "checkpoints" / "step-00000003",
-        output=tmp_path / "earlier.json",
-    )
-    return [earlier, perplexity_options]
-
-
-def test_several_checkpoints_equal_each_alone(two_checkpoints, capsys):
-    found = evaluate_perplexities(two_checkpoints)
-    printed = capsys.readouterr().out
-    assert [result.step for result in found] == [3, 6]
-    for options, result in zip(two_checkpoints, found, strict=True):
-        assert EvaluationResult.load(options.output) == result
-        assert f"written to {options.output}; " in printed
-        alone = evaluate_perplexity(options)
-        assert result.domains == alone.domains
-        assert result.provenance.options == alone.provenance.options
-        assert result.provenance.inputs == alone.provenance.inputs
-        assert result.cost.flops == alone.cost.flops
-
-
-@pytest.fixture
-def opened_steps(monkeypatch):
-    """Steps of the checkpoints opened so far."""
-    opened: list[int] = []
-
-    def recorded_open(record, layout):
-        opened.append(record.step)
-        return open_reader(record, layout)
-
-    monkeypatch.setattr("megatron_chameleon.evaluation.perplexity.open_reader", recorded_open)
-    return opened
-
-
-def test_interrupted_command_resumes(two_checkpoints, opened_steps, capsys):
-    resumed = [dataclasses.replace(options, overwrite=False) for options in two_checkpoints]
-    first = evaluate_perplexity(resumed[0])
-    again = evaluate_perplexities(resumed)
-    assert opened_steps == [3, 6]
-    assert again[0] == first
-    assert "--overwrite" in capsys.readouterr().out
-    evaluate_perplexities(two_checkpoints)
-    assert opened_steps == [3, 6, 3, 6]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"max_tokens": 64}, {"checkpoint": "earlier"}, {"corpus": "other"}],
-)
-def test_result_of_other_inputs_is_replaced(
-    evaluate, finished_run, tmp_path, opened_steps, changes
-):
-    evaluate()
-    places = {
-        "earlier": finished_run / "checkpoints" / "step-00000003",
-        "other": write_small_corpus(tmp_path / "other", seed=1).root,
-    }
-    changes = {key: places.get(value, value) for key, value in changes.items()}
-    found = evaluate(overwrite=False, **changes)
-    assert len(opened_steps) == 2
-    assert EvaluationResult.load(tmp_path / "result.json") == found
-
-
-@pytest.mark.parametrize(
-    ("output", "problem"),
-    [
-        ("folder", "folder is a folder"),
-        ("mixture.json", r"mixture\.json .*'mixture'"),
-        ("mixture.json/result.json", r"mixture\.json cannot be written to; choose another folder"),
-    ],
-)
-def test_unwritable_output_is_rejected_before_the_first_evaluation(
-    two_checkpoints, tmp_path, opened_steps, output, problem
-):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "mixture.json").write_text(json.dumps({"kind": "mixture"}))
-    first, last = two_checkpoints
-    with pytest.raises(UserError, match=problem):
-        evaluate_perplexities([first, dataclasses.replace(last, output=tmp_path / output)])
-    assert opened_steps == []
-    assert json.loads((tmp_path / "mixture.json").read_text()) == {"kind": "mixture"}
-
-
 SHAPE = ModelShape(model_size("nano"), vocab_size=250, max_sequence_length=32)
-
-
-@dataclasses.dataclass
-class LabelReader:
-    """In place of a model: the loss of a token is a number that stands for it alone."""
-
-    data_rank: int = 0
-    data_size: int = 1
-    has_result: bool = True
-
-    @property
-    def layout(self) -> Any:
-        return SimpleNamespace(
-            data_rank=self.data_rank,
-            data_size=self.data_size,
-            tensor_size=2,
-            sequence_parallel=False,
-            device=torch.device("cpu"),
-            is_last_stage=self.has_result,
-        )
-
-    def token_losses(self, tokens, labels):
-        return torch.sqrt(labels.float() + 2) if self.has_result else None
-
-    def sum_over_ranks(self, values, *, has_result):
-        assert has_result == self.has_result
-        return values
 
 
 def sums_of(reader, tokens, text, batch_size):
@@ -382,31 +266,6 @@ def sums_of(reader, tokens, text, batch_size):
         sums = cluster_losses(reader, text, ClusterMap.of(tokens, text), batch_size, progress)
     assert sum(updates) == text.num_predictions  # the bar ends where it should
     return sums
-
-
-@given(DOCUMENTS, protocols(), st.integers(1, 7), st.integers(1, 4))
-def test_losses_are_summed_by_document_on_any_number_of_ranks(
-    documents, protocol, batch_size, data_size
-):
-    tokens = token_file(documents)
-    text = held_out_text(tokens, protocol, EOD)
-    if text is None:
-        return
-    parts = [
-        sums_of(LabelReader(rank, data_size), tokens, text, batch_size) for rank in range(data_size)
-    ]
-    expected = np.zeros(len(documents))
-    for one in predictions(documents, protocol):
-        expected[one.document] += np.sqrt(np.float32(one.label + 2))
-    found = np.sum(parts, axis=0)
-    assert found[found > 0] == pytest.approx(expected[expected > 0], rel=1e-12)
-
-
-def test_flops_depend_on_the_windows_lengths():
-    text = choose_windows(np.zeros(2 * 16 + 5 + 1, np.uint16), 16, overlap=0)
-    expected = 2 * forward_flops(SHAPE, 16, 16) + forward_flops(SHAPE, 5, 5)
-    assert reading_flops(SHAPE, text) == expected
-    assert expected != forward_flops(SHAPE, 37, 16)
 
 
 @pytest.fixture(scope="module")
@@ -449,99 +308,16 @@ def test_losses_of_a_model_equal_those_of_each_token_alone(reader, protocol):
         assert found[found > 0] == pytest.approx(expected[expected > 0], abs=2e-5)
 
 
-@given(DOCUMENTS, protocols())
-def test_each_scored_document_is_a_cluster(documents, protocol):
-    tokens = token_file(documents)
-    text = held_out_text(tokens, protocol, EOD)
-    scored = [one.document for one in predictions(documents, protocol)]
-    if text is None:
-        return
-    clusters = ClusterMap.of(tokens, text)
-    found = [c for positions, _ in text.scored_blocks() for c in clusters.at(positions).tolist()]
-    # The same numbers for the same documents, in their order.
-    order = {document: i for i, document in enumerate(sorted(set(scored)))}
-    renumbered = {cluster: i for i, cluster in enumerate(sorted(set(found)))}
-    assert [renumbered[place] for place in found] == [order[document] for document in scored]
-    assert all(0 <= place < clusters.count for place in found)
-
-
-@pytest.mark.parametrize("documents", [MAX_CLUSTERS, 1000])
-def test_neighbours_of_many_documents_share_a_cluster(documents):
+@pytest.mark.parametrize("documents", [20, MAX_CLUSTERS, 1000])
+def test_clusters_are_scored_documents_or_neighbours_of_many(documents):
     tokens = token_file([[1, 2, EOD]] * documents)
-    text = choose_windows(tokens.tokens, 7)
-    clusters = ClusterMap.of(tokens, text)
-    assert clusters.count == MAX_CLUSTERS
-    found = clusters.at(np.arange(3 * documents))
-    assert np.all(np.diff(found) >= 0)
-    counts = np.bincount(found) // 3
-    assert len(counts) == MAX_CLUSTERS
-    assert counts.max() - counts.min() <= 1
-
-
-def test_documents_left_out_are_in_no_cluster():
-    tokens = token_file([[1] * 9 + [EOD]] * 20)
-    text = choose_windows(tokens.tokens, 10, max_tokens=40)
+    text = choose_windows(tokens.tokens, 7, max_tokens=None if documents > 20 else 14)
     clusters = ClusterMap.of(tokens, text)
     ((positions, _),) = text.scored_blocks()
-    documents = np.unique(positions // 10)
-    assert clusters.count == len(documents) < 20
-    assert np.unique(clusters.at(positions)).tolist() == list(range(clusters.count))
-
-
-@pytest.fixture(scope="module")
-def sized_corpus(tmp_path_factory):
-    """A small sized_corpus whose text has twice the bytes that its tokens decode to."""
-    root = tmp_path_factory.mktemp("bytes")
-    tokenizer = word_tokenizer(root / "tokenizer.json")
-    corpus = write_small_corpus(root, tokenizer_hash=sha256_of_files(tokenizer))
-    sizes = token_bytes_of(corpus)
-    domains = {
-        name: dataclasses.replace(
-            domain,
-            test=dataclasses.replace(
-                domain.test,
-                text_bytes=2 * int(sizes[open_tokens(corpus, name, "test").tokens[:]].sum()),
-            ),
-        )
-        for name, domain in corpus.domains.items()
-    }
-    dataclasses.replace(corpus, domains=domains).save()
-    return Corpus.load(root)
-
-
-def token_bytes_of(corpus: Corpus) -> np.ndarray:
-    """Each token is a number in digits, with a space; the end-of-document token is nothing."""
-    sizes = [len(str(token)) + 1 for token in range(corpus.tokenizer.vocab_size)]
-    sizes[corpus.tokenizer.eod_id] = 0
-    return np.array(sizes, np.int32)
-
-
-@pytest.mark.parametrize("max_tokens", [None, 64])
-def test_tokens_and_bytes_are_counted_by_cluster(sized_corpus, max_tokens):
-    tokens = open_tokens(sized_corpus, "code", "test")
-    text = choose_windows(tokens.tokens, 16, max_tokens)
-    clusters, sizes = ClusterMap.of(tokens, text), token_bytes_of(sized_corpus)
-    counted, text_bytes, _ = scored_text(sized_corpus, "code", "test", text, clusters, sizes)
-    expected_tokens, expected_bytes = np.zeros(clusters.count), np.zeros(clusters.count)
-    for position in np.concatenate([positions for positions, _ in text.scored_blocks()]):
-        cluster = clusters.at(np.array([position]))[0]
-        expected_tokens[cluster] += 1
-        expected_bytes[cluster] += 2 * sizes[tokens.tokens[position]]
-    assert counted.tolist() == expected_tokens.tolist()
-    assert text_bytes is not None
-    assert np.abs(text_bytes - expected_bytes).max() <= 1
-    assert text_bytes.sum() == round(expected_bytes.sum())
-
-
-@pytest.mark.parametrize("cause", ["no tokenizer", "no bytes"])
-def test_unknown_bytes_are_none(sized_corpus, cause):
-    tokens = open_tokens(sized_corpus, "news", "test")
-    text = choose_windows(tokens.tokens, 16)
-    sizes = None if cause == "no tokenizer" else token_bytes_of(sized_corpus)
-    if cause == "no bytes":
-        domain = sized_corpus.domains["news"]
-        unknown = dataclasses.replace(domain.test, text_bytes=0)
-        domains = {**sized_corpus.domains, "news": dataclasses.replace(domain, test=unknown)}
-        sized_corpus = dataclasses.replace(sized_corpus, domains=domains)
-    clusters = ClusterMap.of(tokens, text)
-    assert scored_text(sized_corpus, "news", "test", text, clusters, sizes)[1] is None
+    scored = len(np.unique(positions // 3))
+    assert clusters.count == min(scored, MAX_CLUSTERS)
+    found = clusters.at(positions)
+    assert np.all(np.diff(found) >= 0)
+    counts = np.bincount(found)
+    assert len(counts) == clusters.count
+    assert documents == 20 or counts.max() - counts.min() <= 3

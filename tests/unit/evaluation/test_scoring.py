@@ -20,12 +20,10 @@ from megatron_chameleon.evaluation.scoring import (
     Packing,
     Question,
     Scorer,
-    batch_flops,
     batch_tensors,
     pack,
     score_labels,
 )
-from megatron_chameleon.model.flops import head_forward_flops
 from tests.text_checkpoint import POSITIONS
 
 TOLERANCE = 1e-4
@@ -152,18 +150,6 @@ def test_scores_equal_those_of_each_question_alone(scorer, questions, expected, 
     assert answers.num_truncated == sum(length > POSITIONS + 1 for length in lengths) > 0
 
 
-def test_is_greedy(reader, scorer):
-    context = [5, 6, 7]
-    greedy: list[int] = []
-    for _ in range(4):
-        tokens = torch.tensor([context + greedy])
-        logits = reader.model(tokens, torch.arange(tokens.size(1))[None], None)
-        greedy.append(int(logits[0, -1].argmax()))
-    wrong = [*greedy[:3], (greedy[3] + 1) % 100]
-    asked = [question(context, greedy), question(context, wrong), question(context, greedy[:2])]
-    assert scorer(1).score(asked).is_greedy.tolist() == [True, False, True]
-
-
 def test_sharing_prefixes_saves_flops_and_keeps_scores(scorer, questions, monkeypatch):
     shared = scorer(8).score(questions)
 
@@ -174,23 +160,6 @@ def test_sharing_prefixes_saves_flops_and_keeps_scores(scorer, questions, monkey
     alone = scorer(8).score(questions)
     np.testing.assert_allclose(shared.log_likelihoods, alone.log_likelihoods, atol=TOLERANCE)
     assert shared.flops < alone.flops / 2
-
-
-def test_flops(reader, scorer):
-    size = reader.shape.size
-    context = list(range(10))
-    (row,) = pack(
-        [np.array([*context, 20], np.int32), np.array([*context, 30], np.int32)],
-        [2, 2],
-        Packing(longest=100, token_work=1.0, pair_work=0.0),
-    )
-    h, f, width = size.hidden_size, size.ffn_hidden_size, 12
-    layer = width * (8 * h * h + 4 * h * f) + 4 * h * width**2
-    places = 3  # the end of the context, and one of each answer
-    expected = size.num_layers * layer + places * head_forward_flops(reader.shape)
-    assert batch_flops(reader.shape, [row], width) == expected
-    asked = [question(context, [20, 1]), question(context, [30, 1])]
-    assert scorer(1).score(asked).flops == expected
 
 
 def test_diverged_model_is_rejected(reader, scorer):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import socket
-import threading
 
 import datasets
 import pytest
@@ -35,51 +33,6 @@ def point_to(monkeypatch):
 
     yield point
     close_session()
-
-
-@pytest.fixture
-def silent_port():
-    """A server that accepts connections and never answers."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        yield listening.getsockname()[1]
-
-
-@pytest.fixture
-def requested():
-    """Paths requested from the answering hub."""
-    return []
-
-
-@pytest.fixture
-def answering_port(requested):
-    """A server that answers every request with 404."""
-
-    class Nothing(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            requested.append(self.path)
-            self.send_error(404)
-
-        def log_message(self, *_arguments):
-            """Log nothing."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield server.server_port
-        server.shutdown()
-
-
-def test_hub_that_answers_is_used(point_to, answering_port, requested):
-    point_to(answering_port)
-    assert TaskLibrary(["sciq"], None).hub_problem == ""
-    assert len(requested) == 1
-
-
-def test_silent_hub_is_reported(point_to, silent_port):
-    point_to(silent_port)
-    problem = TaskLibrary(["sciq"], None).hub_problem
-    assert f"http://127.0.0.1:{silent_port} does not answer" in problem
 
 
 def test_unreachable_hub_makes_tasks_unavailable(point_to, monkeypatch, tmp_path):
