@@ -102,7 +102,8 @@ def test_tasks_that_cannot_be_evaluated_leave_gaps(options, task_data, tmp_path,
         ("winogrande", None),
     ]
     assert str(data / "winogrande") in result.gaps[1].reason
-    assert (result.tasks["sciq"].by_shots.keys(), result.tasks["sciq"].mean) == ({0}, None)
+    assert list(result.tasks["sciq"].by_shots) == [0]
+    assert result.tasks["sciq"].mean is None
     assert "mean of 0 of 2 tasks" in capsys.readouterr().out
     lines = path.read_text().splitlines()
     lines[3] = json.dumps({**json.loads(lines[3]), "correct_answer": "a lamp " * 300})
