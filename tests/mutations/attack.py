@@ -23,16 +23,17 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import random
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -273,61 +274,33 @@ class Done:
 
 def run_tool(command: str, folder: Path) -> Done:
     """Run ``tools/COMMAND`` in ``folder``, in a fork of this process, which has imported all."""
-    import shlex
-
-    name, *arguments = shlex.split(command)
     with tempfile.TemporaryDirectory() as logs:
         out, err = Path(logs, "out"), Path(logs, "err")
-        child = os.fork()
-        if child == 0:
-            _become_tool(ROOT / "tools" / name, arguments, folder, out, err)
-        status = _wait(child)
+        child = multiprocessing.get_context("fork").Process(
+            target=_become_tool, args=(shlex.split(command), folder, out, err)
+        )
+        child.start()
+        child.join(SECONDS_PER_CASE)
+        status = child.exitcode
+        if status is None and child.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.join()
         return Done(status, out.read_text(errors="replace"), err.read_text(errors="replace"))
 
 
-def _become_tool(tool: Path, arguments: Sequence[str], folder: Path, out: Path, err: Path) -> None:
-    status = 1
-    try:
-        os.setsid()
-        for descriptor, path, flags in (
-            (0, Path(os.devnull), os.O_RDONLY),
-            (1, out, 577),
-            (2, err, 577),
-        ):
-            os.dup2(os.open(path, flags, 0o600), descriptor)
-        # pytest has put its own streams in their place.
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-        os.chdir(folder)
-        sys.argv = [str(tool), *arguments]
-        sys.path.insert(0, str(tool.parent))
-        runpy.run_path(str(tool), run_name="__main__")
-        status = 0
-    except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else int(left.code is not None)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def _wait(child: int) -> int | None:
-    """The exit status of ``child``; None after a timeout, which kills it."""
-    end = time.monotonic() + SECONDS_PER_CASE
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+def _become_tool(command: Sequence[str], folder: Path, out: Path, err: Path) -> None:
+    os.setsid()
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    # pytest has replaced the streams.
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    os.chdir(folder)
+    tool = ROOT / "tools" / command[0]
+    sys.argv = [str(tool), *command[1:]]
+    sys.path.insert(0, str(tool.parent))
+    runpy.run_path(str(tool), run_name="__main__")
 
 
 @dataclasses.dataclass(frozen=True)
