@@ -33,8 +33,8 @@ def select_domains(selection: str | None, corpus: Corpus, flag: str = "--domains
         raise UserError(
             f"{flag} {selection}: {problem}; {corpus.root} has {format_names(corpus.names)}"
         )
-    wanted = set(selected)
-    return [name for name in corpus.names if name in wanted]
+    chosen = set(selected)
+    return [name for name in corpus.names if name in chosen]
 
 
 def require_training_tokens(corpus: Corpus, names: Iterable[str], purpose: str) -> None:

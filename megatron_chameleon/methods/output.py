@@ -118,7 +118,7 @@ class AssignedWeights:
     """Weights of a training-free method, before the epoch limit.
 
     Attributes:
-        weights: [k] float64, summing to 1, in the order of the given domains.
+        weights: [k] float64, summing to 1, in the order of the selected domains.
         heading: the line above the table.
         parameters: the method's settings, for the mixture.
         inputs: name -> hash of each artifact read besides the corpus.

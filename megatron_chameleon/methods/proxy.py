@@ -278,7 +278,7 @@ def write_mean_weights(
     logged = [
         (line["step"], line["hook"]["weights"])
         for line in runs[-1].metrics()
-        if line.get("hook", {}).get("weights", {}).keys() == mean.keys()
+        if ((line.get("hook") or {}).get("weights") or {}).keys() == mean.keys()
     ]
     stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
     shown = logged[::-stride][::-1]  # includes the last step

@@ -69,7 +69,7 @@ class RecipeOptions(CheckedOptions):
     """Desired half width of the intervals, for the printed estimate of the windows needed."""
 
     def resolve(self) -> Recipe:
-        """The named recipe with the given hyperparameters in place of its own.
+        """The named recipe with user-supplied hyperparameters.
 
         Raises:
             UserError: for a combination that no recipe can have.

@@ -244,13 +244,13 @@ def spread_windows(document_lengths: NDArray[np.integer], window_length: int, mo
         most: windows per document.
     """
     lengths = np.asarray(document_lengths, dtype=np.int64)
-    pieces = -(-lengths // window_length)
-    taken = np.minimum(pieces, most)
+    num_windows = -(-lengths // window_length)
+    taken = np.minimum(num_windows, most)
     document = np.repeat(np.arange(len(lengths)), taken)
     number = np.arange(len(document)) - np.repeat(np.cumsum(taken) - taken, taken)
-    part = (2 * number + 1) * pieces[document] // (2 * taken[document])
-    start = lengths[document] * part // pieces[document]
-    end = lengths[document] * (part + 1) // pieces[document]
+    part = (2 * number + 1) * num_windows[document] // (2 * taken[document])
+    start = lengths[document] * part // num_windows[document]
+    end = lengths[document] * (part + 1) // num_windows[document]
     return Windows(document, start, end - start)
 
 

@@ -11,12 +11,7 @@ import dataclasses
 from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.doge.hook import (
-    GradientAlignment,
-    parse_state,
-    settings_of,
-    weights_by_name,
-)
+from megatron_chameleon.methods.doge.hook import GradientAlignment
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
 from megatron_chameleon.methods.domains import select_domains
 from megatron_chameleon.methods.output import epoch_limit
@@ -113,7 +108,7 @@ def plan_doge(options: DogeOptions) -> DogePlan:
     proxy_run = training_options(options.proxy, options.corpus, folder / PROXY)
     proxy = HookedProxy("DoGE", GradientAlignment, proxy_run)
     training_plan = plan_training(proxy_run)
-    proxy.check_saved(training_plan, lambda state: parse_state(state, corpus.names, recipe, roles))
+    proxy.check_saved(training_plan, GradientAlignment(corpus.names, recipe, roles).load_state_dict)
     return DogePlan(options, corpus, recipe, roles, proxy, training_plan.shape)
 
 
@@ -163,7 +158,9 @@ def _write_mixture(plan: DogePlan) -> None:
     """Write the mean weights of the finished proxy and print them, on one rank."""
     stopwatch, names, roles, recipe = Stopwatch(), plan.corpus.names, plan.roles, plan.recipe
     run, proxy_hash, saved = plan.proxy.finished()
-    state = parse_state(saved, names, recipe, roles)
+    hook = GradientAlignment(names, recipe, roles)
+    hook.load_state_dict(saved)
+    logged, steps = hook.metrics(), hook.state.counted
     target = "all domains"
     if plan.options.target is not None:
         trained = "trained on" if plan.options.train_on_target else "not trained on"
@@ -171,11 +168,11 @@ def _write_mixture(plan: DogePlan) -> None:
     size = plan.shape.size
     write_mean_weights(
         WeightPath(
-            last=weights_by_name(names, roles, state.weights),
-            mean=weights_by_name(names, roles, state.mean),
-            moved=state.moved,
-            steps=state.counted,
-            averaged=state.counted,
+            last=logged["weights"],
+            mean=logged["mean_weights"],
+            moved=logged["moved"],
+            steps=steps,
+            averaged=steps,
         ),
         [run],
         plan.options,
@@ -183,13 +180,13 @@ def _write_mixture(plan: DogePlan) -> None:
         stopwatch,
         method="doge",
         settings={
-            **settings_of(names, recipe, roles),
+            **hook.settings,
             "proxy": {
                 "model_size": name_of(size),
                 "train_iters": plan.proxy.options.train_iters,
             },
         },
-        scores=dict(zip(names, state.mean_alignment.tolist(), strict=True)),
+        scores=dict(zip(names, hook.state.mean_alignment.tolist(), strict=True)),
         inputs={"proxy": proxy_hash},
         paper_flops=paper_flops("doge", PaperSettings(model_size=size, trained_tokens=run.tokens)),
         heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights of "

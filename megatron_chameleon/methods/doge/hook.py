@@ -41,7 +41,13 @@ class GradientAlignment(TrainingHook):
     def __init__(self, names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> None:
         super().__init__()
         self._names, self._recipe, self._roles = list(names), recipe, roles
-        self._state = DogeState.first(len(names), roles)
+        self.state = DogeState.first(len(names), roles)
+        # What a state depends on besides the options of the run, as JSON values.
+        self.settings: dict[str, Any] = {
+            "rule": dataclasses.asdict(recipe),
+            "trained_on": [names[position] for position in roles.train],
+            "target_domains": [names[position] for position in roles.target],
+        }
 
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
         """Update the weights by the gradients' inner products, and weigh the gradients by them.
@@ -53,56 +59,33 @@ class GradientAlignment(TrainingHook):
         present, factors = gradients.present, np.ones(len(self._names))
         if np.isfinite(products).all():
             factors = clip_factors(products, self._recipe.max_norm)
-            self._state = self._state.after(
+            self.state = self.state.after(
                 products, present, gradients.learning_rate, self._recipe, self._roles
             )
-        return torch.from_numpy(gradient_weights(self._state, factors, present, self._roles))
+        return torch.from_numpy(gradient_weights(self.state, factors, present, self._roles))
 
     def metrics(self) -> dict[str, Any]:
         """Weights after the last step, their mean, and each domain's alignment."""
-        state = self._state
         return {
-            "weights": weights_by_name(self._names, self._roles, state.weights),
-            "mean_weights": weights_by_name(self._names, self._roles, state.mean),
-            "alignment": dict(zip(self._names, state.alignment.tolist(), strict=True)),
-            "moved": state.moved,
+            "weights": self._by_name(self.state.weights),
+            "mean_weights": self._by_name(self.state.mean),
+            "alignment": dict(zip(self._names, self.state.alignment.tolist(), strict=True)),
+            "moved": self.state.moved,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the weights, and the rule and roles that produced it."""
-        return save_state(self._state, settings_of(self._names, self._recipe, self._roles))
+        return save_state(self.state, self.settings)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``.
 
         Raises:
-            UserError: if it is of another rule or target, or damaged.
+            UserError: if it is of another rule, target or number of domains, or damaged.
         """
-        self._state = parse_state(state, self._names, self._recipe, self._roles)
+        self.state = load_state(state, self.state, self.settings)
 
-
-def weights_by_name(names: Sequence[str], roles: Roles, weights: Array) -> dict[str, float]:
-    """Domain -> weight, 0 for domains that are not trained on."""
-    trained = dict(zip(roles.train, weights.tolist(), strict=True))
-    return {name: trained.get(position, 0.0) for position, name in enumerate(names)}
-
-
-def settings_of(names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> dict[str, Any]:
-    """The settings that a state depends on besides those of the run, as JSON values."""
-    return {
-        "rule": dataclasses.asdict(recipe),
-        "trained_on": [names[position] for position in roles.train],
-        "target_domains": [names[position] for position in roles.target],
-    }
-
-
-def parse_state(
-    state: dict[str, Any], names: Sequence[str], recipe: DogeRecipe, roles: Roles
-) -> DogeState:
-    """Validate and convert the result of :meth:`GradientAlignment.state_dict`.
-
-    Raises:
-        UserError: if it is of another rule, other roles or another number of domains, or damaged.
-    """
-    first = DogeState.first(len(names), roles)
-    return load_state(state, first, settings_of(names, recipe, roles))
+    def _by_name(self, weights: Array) -> dict[str, float]:
+        """Domain -> weight, 0 for domains that are not trained on."""
+        trained = dict(zip(self._roles.train, weights.tolist(), strict=True))
+        return {name: trained.get(position, 0.0) for position, name in enumerate(self._names)}

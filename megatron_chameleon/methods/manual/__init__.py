@@ -7,7 +7,7 @@ from megatron_chameleon.methods.method import Method
 
 
 def run(options: ManualOptions) -> None:
-    """Write the given weights."""
+    """Write known weights as a mixture."""
     from megatron_chameleon.methods.manual.compute import compute_manual
 
     compute_manual(options)

@@ -42,7 +42,7 @@ class KnownWeights:
 
 
 def compute_manual(options: ManualOptions) -> None:
-    """Write the given weights."""
+    """Write known weights as a mixture."""
 
     def assign(corpus: Corpus, names: list[str]) -> AssignedWeights:
         known = read_weights(options)

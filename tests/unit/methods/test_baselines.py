@@ -44,11 +44,11 @@ def compute(options):
     """``compute(name, **changes)``: the mixture on disk."""
 
     def run(name, **changes):
-        given = options(name, **changes)
-        METHODS[name].compute(given)
+        run_options = options(name, **changes)
+        METHODS[name].compute(run_options)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # its weights sum to 1
-            return Mixture.load(given.output)
+            return Mixture.load(run_options.output)
 
     return run
 

@@ -132,9 +132,9 @@ def discover(options):
     """``discover(**changes)``: run the tool and load the corpus that it wrote."""
 
     def run(**changes):
-        given = options(**changes)
-        discover_domains(given)
-        found = Corpus.load(given.output)
+        run_options = options(**changes)
+        discover_domains(run_options)
+        found = Corpus.load(run_options.output)
         found.verify()
         return found
 

@@ -281,7 +281,7 @@ def known_document(number: int, rng: np.random.Generator):
 def test_learnable_domains_gain_over_noise(tmp_path):
     names = ("walk", "walk again", "noise")
     known = write_small_corpus(tmp_path / "corpus", names, document=known_document)
-    given = doge_options(
+    run_options = doge_options(
         known,
         tmp_path / "doge.json",
         train_iters=40,
@@ -292,8 +292,8 @@ def test_learnable_domains_gain_over_noise(tmp_path):
         optimizer=OptimizerOptions(lr=3e-3, min_lr=1e-3, lr_warmup_iters=2),
         rule=DogeRule(doge_mu=0.05),
     )
-    compute_doge(given)
-    weights = Mixture.load(given.output).weights
+    compute_doge(run_options)
+    weights = Mixture.load(run_options.output).weights
     assert weights["walk"] == pytest.approx(weights["walk again"], rel=0.2)
     assert min(weights["walk"], weights["walk again"]) > 1.5 * weights["noise"]
 

@@ -57,8 +57,8 @@ def options(corpus, finished_run, tmp_path):
     """``options(name, proxy, **changes)``: with a finished reference."""
 
     def make(name="doremi", proxy=None, **changes) -> DoremiOptions:
-        given = {"corpus": corpus.root, "reference": finished_run, **changes}
-        return doremi_options(tmp_path / "4-mixture" / f"{name}.json", proxy, **given)
+        run_options = {"corpus": corpus.root, "reference": finished_run, **changes}
+        return doremi_options(tmp_path / "4-mixture" / f"{name}.json", proxy, **run_options)
 
     return make
 
@@ -191,16 +191,16 @@ def test_excess_losses_and_the_loss_equal_a_loop_over_tokens(options, monkeypatc
     for name, value in (("steps", 0), ("apart", 0.0), ("highest", 0.0)):
         monkeypatch.setattr(Checked, name, value)
     boundaries = DocumentBoundaryOptions(eod_mask_loss=masked)
-    given = options(rule=rule, proxy={"train_iters": 3, "boundaries": boundaries})
-    assert compute_doremi(given)
+    run_options = options(rule=rule, proxy={"train_iters": 3, "boundaries": boundaries})
+    assert compute_doremi(run_options)
     assert Checked.steps == 3
     assert Checked.apart > 1e-3  # the variants differ,
     assert Checked.highest > 0.3  # and the ceiling has an effect
     if rule.doremi_variant == "fork":
-        mixture = Mixture.load(given.output)
+        mixture = Mixture.load(run_options.output)
         assert (mixture.parameters["eta"], mixture.parameters["eps"]) == (0.1, 0.0)
         assert mixture.parameters["steps_averaged"] == 3
-        weights = [line["weights"]["code"] for line in hook_lines(given.output)]
+        weights = [line["weights"]["code"] for line in hook_lines(run_options.output)]
         assert mixture.weights["code"] == pytest.approx(np.mean(weights))
 
 
@@ -220,14 +220,14 @@ def test_the_cost_is_that_of_two_runs_and_two_forward_passes(found, finished_run
 
 
 def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpus):
-    given = options(
+    run_options = options(
         reference=None,
         reference_mixture="natural",
         reference_model_size="tiny",
         proxy={"train_iters": 4},
     )
-    METHOD.compute(given)
-    folder = given.output.with_suffix("")
+    METHOD.compute(run_options)
+    folder = run_options.output.with_suffix("")
     reference, proxy = (TrainingRun.load(folder / name) for name in ("reference", "proxy"))
     assert (reference.status, proxy.status) == ("finished", "finished")
     total = sum(corpus.train_tokens.values())
@@ -236,7 +236,7 @@ def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpu
     assert proxy.mixture == pytest.approx(dict.fromkeys(DOMAINS, 1 / 3))
     sizes = [run.model["size"] for run in (reference, proxy)]
     assert [size["hidden_size"] for size in sizes] == [128, 64]
-    mixture = Mixture.load(given.output)
+    mixture = Mixture.load(run_options.output)
     assert mixture.parameters["reference"]["model_size"] == "tiny"
     layers = sum(12 * size["num_layers"] * size["hidden_size"] ** 2 for size in sizes)
     assert mixture.parameters["paper_flops"] == 6 * proxy.tokens * layers
@@ -254,9 +254,9 @@ def test_learnable_domains_gain_over_noise_and_copies_stay_equal(tmp_path):
     names = ("learnable", "noise", "copy")
     corpus = write_small_corpus(tmp_path / "corpus", names, document=constructed_document)
     proxy = {"train_iters": 30, "log_interval": 10, "save_interval": 30}
-    given = doremi_options(tmp_path / "doremi.json", proxy, corpus=corpus.root)
-    compute_doremi(given)
-    weights = Mixture.load(given.output).weights
+    run_options = doremi_options(tmp_path / "doremi.json", proxy, corpus=corpus.root)
+    compute_doremi(run_options)
+    weights = Mixture.load(run_options.output).weights
     assert weights["noise"] < 0.15
     assert weights["learnable"] > 0.4
     assert weights["copy"] == pytest.approx(weights["learnable"], abs=0.05)
@@ -264,25 +264,25 @@ def test_learnable_domains_gain_over_noise_and_copies_stay_equal(tmp_path):
 
 def test_a_reference_that_does_not_fit_is_an_error(options, monkeypatch):
     monkeypatch.setattr(hook_module, "build_model_chunks", run_out)
-    given = options()
+    run_options = options()
     with pytest.raises(UserError, match=r"^DoReMi's proxy: out of memory: .*, the reference 0\.0"):
-        compute_doremi(given)
-    assert not (given.output.with_suffix("") / "proxy").exists()
+        compute_doremi(run_options)
+    assert not (run_options.output.with_suffix("") / "proxy").exists()
 
 
 def test_a_skipped_step_is_undone(options, monkeypatch):
-    given = options()
+    run_options = options()
     before_steps(monkeypatch, {4: poison(torch.nan)})
-    compute_doremi(given)
-    lines = hook_lines(given.output)
+    compute_doremi(run_options)
+    lines = hook_lines(run_options.output)
     assert lines[3] == lines[2]
     assert lines[4]["weights"] != lines[3]["weights"]
-    assert state_of(given.output)["counted"] == 1 + STEPS - 1
+    assert state_of(run_options.output)["counted"] == 1 + STEPS - 1
     path = np.array([[1 / 3] * 3, *(list(line["weights"].values()) for line in lines)])
     moves = np.abs(np.diff(path, axis=0)).sum(1) / 2
-    per_step = Mixture.load(given.output).parameters["moved_per_step"]
+    per_step = Mixture.load(run_options.output).parameters["moved_per_step"]
     assert per_step == pytest.approx(moves.sum() / (STEPS - 1))
-    assert proxy_of(given.output).skipped_steps == 1
+    assert proxy_of(run_options.output).skipped_steps == 1
 
 
 def scale_losses(monkeypatch, factor, *, of_reference):
@@ -299,11 +299,11 @@ def scale_losses(monkeypatch, factor, *, of_reference):
 def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch):
     """Even if clipping would hide them."""
     scale_losses(monkeypatch, math.inf, of_reference=False)
-    given = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=0.3))
-    compute_doremi(given)
-    lines = hook_lines(given.output)
+    run_options = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=0.3))
+    compute_doremi(run_options)
+    lines = hook_lines(run_options.output)
     assert lines[2] == lines[1]
-    assert state_of(given.output)["counted"] == STEPS
+    assert state_of(run_options.output)["counted"] == STEPS
 
 
 @pytest.mark.parametrize(("factor", "variant"), [(math.nan, "original"), (math.inf, "fork")])
@@ -406,28 +406,28 @@ def test_a_reference_trained_on_other_data_is_warned_of(
 
 @pytest.mark.parametrize("which", ["proxy", "reference"])
 def test_a_killed_run_resumes_with_the_same_result(options, found, monkeypatch, which):
-    """The reference trained here equals the one given otherwise."""
-    given = options(**({"reference": None} if which == "reference" else {}))
+    """The reference trained here equals the user-supplied one."""
+    run_options = options(**({"reference": None} if which == "reference" else {}))
     with monkeypatch.context() as patched:
         before_steps(patched, {5: kill})
         with pytest.raises(RuntimeError, match="killed"):
-            compute_doremi(given)
-    assert not given.output.exists()
-    assert (given.output.with_suffix("") / "proxy").exists() is (which == "proxy")
-    assert compute_doremi(given)
-    assert hook_lines(given.output) == hook_lines(found)
+            compute_doremi(run_options)
+    assert not run_options.output.exists()
+    assert (run_options.output.with_suffix("") / "proxy").exists() is (which == "proxy")
+    assert compute_doremi(run_options)
+    assert hook_lines(run_options.output) == hook_lines(found)
     if which == "proxy":
-        assert state_of(given.output) == state_of(found)
-    assert Mixture.load(given.output).weights == Mixture.load(found).weights
+        assert state_of(run_options.output) == state_of(found)
+    assert Mixture.load(run_options.output).weights == Mixture.load(found).weights
 
 
 def test_a_finished_proxy_is_reused(options, half_done, found, monkeypatch):
     monkeypatch.setattr(hook_module, "build_model_chunks", run_out)  # no reference is built
     before = (half_done / "proxy" / "metrics.jsonl").stat().st_mtime_ns
-    given = options()
-    assert compute_doremi(given)
+    run_options = options()
+    assert compute_doremi(run_options)
     assert (half_done / "proxy" / "metrics.jsonl").stat().st_mtime_ns == before
-    assert Mixture.load(given.output).weights == Mixture.load(found).weights
+    assert Mixture.load(run_options.output).weights == Mixture.load(found).weights
 
 
 @pytest.mark.parametrize(
@@ -470,11 +470,11 @@ def test_the_launcher_computes_the_mixture_of_the_paper(tmp_path):
     launched = Launcher(tmp_path)("baselines/doremi", "--", "--doremi-eps", "0.01")
     assert launched.status == 0, launched.errors
     (call,) = launched.calls
-    given = call.options
-    assert (call.program, type(given)) == ("torchrun", DoremiOptions)
-    assert (given.proxy.model_size, given.reference_mixture) == ("82m", None)
-    assert (given.rule.doremi_variant, given.rule.doremi_eps) == ("original", 0.01)
-    assert given.output == Path("runs/slimpajama/4-mixture/doremi.json")
-    assert (given.proxy.train_iters, given.proxy.global_batch_size) == (10_000, 128)
-    assert (given.proxy.optimizer.lr, given.proxy.optimizer.min_lr) == (5e-4, 1e-4)
-    assert (recipe_of(DoremiRule()), given.proxy.bf16) == (RECIPES["original"], True)
+    run_options = call.options
+    assert (call.program, type(run_options)) == ("torchrun", DoremiOptions)
+    assert (run_options.proxy.model_size, run_options.reference_mixture) == ("82m", None)
+    assert (run_options.rule.doremi_variant, run_options.rule.doremi_eps) == ("original", 0.01)
+    assert run_options.output == Path("runs/slimpajama/4-mixture/doremi.json")
+    assert (run_options.proxy.train_iters, run_options.proxy.global_batch_size) == (10_000, 128)
+    assert (run_options.proxy.optimizer.lr, run_options.proxy.optimizer.min_lr) == (5e-4, 1e-4)
+    assert (recipe_of(DoremiRule()), run_options.proxy.bf16) == (RECIPES["original"], True)
