@@ -2,8 +2,6 @@
 
 from megatron_chameleon.mixture.affinity import (
     affinity_matrix,
-    center_embeddings,
-    correlations,
     nearest_rows,
 )
 from megatron_chameleon.mixture.bootstrap import (
@@ -14,7 +12,6 @@ from megatron_chameleon.mixture.bootstrap import (
     is_one_hot,
     is_within_noise_of_uniform,
     outweighing_probability,
-    resampled_means_direct,
     windows_needed,
 )
 from megatron_chameleon.mixture.caps import CappedWeights, capped_weights
@@ -29,9 +26,7 @@ from megatron_chameleon.mixture.chameleon import (
 )
 from megatron_chameleon.mixture.checks import Mode
 from megatron_chameleon.mixture.leverage import (
-    feature_ridge_leverage,
     leverage_scores,
-    leverage_scores_direct,
 )
 from megatron_chameleon.mixture.target import similarity_shares, target_prior
 from megatron_chameleon.mixture.weights import (
@@ -52,22 +47,17 @@ __all__ = [
     "affinity_matrix",
     "bootstrap_weights",
     "capped_weights",
-    "center_embeddings",
     "chameleon_weight_fn",
     "chameleon_weights",
-    "correlations",
     "domain_weights",
-    "feature_ridge_leverage",
     "group_size",
     "grouped_windows",
     "is_one_hot",
     "is_within_noise_of_uniform",
     "leverage_scores",
-    "leverage_scores_direct",
     "nearest_rows",
     "outweighing_probability",
     "placed_weights",
-    "resampled_means_direct",
     "resolve_recipe",
     "similarity_shares",
     "target_prior",

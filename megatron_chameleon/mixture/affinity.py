@@ -98,13 +98,6 @@ def unit_rows(features: Array) -> Array:
     return units
 
 
-def correlations(features: Array) -> Array:
-    """Cosines [k, k] between the rows of ``features`` [k, h], in [-1, 1]; 0 for a row of zeros."""
-    units = unit_rows(features)
-    cosines: Array = np.clip(units @ units.T, -1.0, 1.0)
-    return cosines
-
-
 def nearest_rows(
     features: Array, count: int, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, Array]:

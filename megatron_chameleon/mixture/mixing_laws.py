@@ -69,56 +69,39 @@ def fit_mixing_laws(
     losses: Array,
     settings: LawSettings,
     on_fit: Callable[[], object] = lambda: None,
+    near: MixingLaws | None = None,
 ) -> MixingLaws:
     """Fit the laws by penalised Huber loss; the best of several starting points.
+
+    With ``near``, laws of all runs of which these are a subset, the points are those laws and
+    ``COLD_STARTS`` others. Leaving out a few runs moves the laws little, so this takes a fraction
+    of the time. Starting from ``near`` alone would leak the held-out runs where the others and the
+    ridge do not determine the fit: with as many unknowns as runs and no ridge, laws fitted to noise
+    seemed to predict it.
 
     Args:
         mixtures: [n, k] rows that sum to 1.
         losses: [n, m], > 0.
         settings: of the fit.
         on_fit: called after each of the m fits.
+        near: m laws to start from.
 
     Raises:
         ValueError: for a loss that is not finite and > 0, which no law has.
     """
     if not (np.isfinite(losses).all() and (losses > 0).all()):
         raise ValueError("losses must be finite and above 0")
+    num_starts, known = settings.num_starts, np.empty((0, len(losses.T), mixtures.shape[1] + 2))
+    if near is not None:
+        num_starts = min(num_starts, COLD_STARTS)
+        known = np.column_stack([np.log(near.constant), np.log(near.scale), near.exponents])[None]
     found = []
-    for column in losses.T:
-        found.append(_best_descent(_starts(mixtures, column, settings), mixtures, column, settings))
-        on_fit()
-    return _laws_of(found)
-
-
-def refit_mixing_laws(
-    laws: MixingLaws,
-    mixtures: Array,
-    losses: Array,
-    settings: LawSettings,
-    on_fit: Callable[[], object] = lambda: None,
-) -> MixingLaws:
-    """Fit laws to a subset of the runs, from ``laws`` and a few other starting points.
-
-    Leaving out a few runs moves the laws little, so this takes a fraction of the time of
-    :func:`fit_mixing_laws`. Starting from ``laws`` alone would leak the held-out runs where the
-    others and the ridge do not determine the fit: with as many unknowns as runs and no ridge, laws
-    fitted to noise seemed to predict it.
-
-    Args:
-        laws: fitted to all runs.
-        mixtures: [n, k] of the subset.
-        losses: [n, m].
-        settings: of the fit.
-        on_fit: called after each of the m fits.
-    """
-    few = dataclasses.replace(settings, num_starts=min(settings.num_starts, COLD_STARTS))
-    known = np.column_stack([np.log(laws.constant), np.log(laws.scale), laws.exponents])
-    found = []
-    for column, start in zip(losses.T, known, strict=True):
-        starts = [*_starts(mixtures, column, few), start]
+    for number, column in enumerate(losses.T):
+        starts = [*_starts(mixtures, column, num_starts, settings.seed), *known[:, number]]
         found.append(_best_descent(starts, mixtures, column, settings))
         on_fit()
-    return _laws_of(found)
+    parameters = np.array(found)
+    return MixingLaws(np.exp(parameters[:, 0]), np.exp(parameters[:, 1]), parameters[:, 2:])
 
 
 def penalised_huber(
@@ -148,19 +131,19 @@ def penalised_huber(
     return float(value), gradient
 
 
-def _starts(mixtures: Array, losses: Array, settings: LawSettings) -> Iterator[Array]:
+def _starts(mixtures: Array, losses: Array, count: int, seed: int) -> Iterator[Array]:
     """Starting points [k + 2]: laws with constants from low to just below the smallest loss.
 
     For fixed c, log(L - c) = log k + t r is linear, and its ridge solution is near the optimum for
     that c. So the points lie along the one direction in which the problem is not convex; the second
     half of them is perturbed.
     """
-    rng = np.random.default_rng(settings.seed)
+    rng = np.random.default_rng(seed)
     design = np.column_stack([np.ones(len(losses)), mixtures])
     penalty = np.diag([1e-6, *[1e-2] * mixtures.shape[1]])
-    smooth = -(-settings.num_starts // 2)
+    smooth = -(-count // 2)
     fractions = np.linspace(0.05, 0.95, smooth)
-    for number in range(settings.num_starts):
+    for number in range(count):
         constant = fractions[number % smooth] * losses.min()
         logs = np.log(losses - constant)
         solution = np.linalg.solve(design.T @ design + penalty, design.T @ logs)
@@ -190,12 +173,6 @@ def _best_descent(
     ]
     best: Array = min(found, key=lambda each: float(each.fun)).x
     return best
-
-
-def _laws_of(found: list[Array]) -> MixingLaws:
-    """Laws from m parameter vectors [k + 2]."""
-    parameters = np.array(found)
-    return MixingLaws(np.exp(parameters[:, 0]), np.exp(parameters[:, 1]), parameters[:, 2:])
 
 
 MAX_GRID_POINTS = 100_000

@@ -37,7 +37,6 @@ from megatron_chameleon.mixture.mixing_laws import (
     fit_mixing_laws,
     fit_power_laws,
     law_optimum,
-    refit_mixing_laws,
 )
 from megatron_chameleon.progress import progress_bar
 
@@ -114,7 +113,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
         optimum = law_optimum(laws, shares, low, high, start=np.mean(table.mixtures, axis=0))
 
         def refit(mixtures: Array, losses: Array, on_fit: Callable[[], object]) -> Predict:
-            return refit_mixing_laws(laws, mixtures, losses, settings, on_fit).predict
+            return fit_mixing_laws(mixtures, losses, settings, on_fit, near=laws).predict
 
         return Fitted(
             heading=f"Data Mixing Laws: {len(table.metrics)} laws over {len(domains)} domains, "

@@ -22,7 +22,6 @@ from megatron_chameleon.mixture.mixing_laws import (
     fit_power_laws,
     law_optimum,
     penalised_huber,
-    refit_mixing_laws,
     simplex_grid,
 )
 from tests.unit.mixture.public_results import public_results
@@ -106,7 +105,7 @@ def test_leaving_one_out_does_not_make_a_law_of_noise_look_good():
     settings = LawSettings(ridge=0.0)
     laws = fit_mixing_laws(mixtures, losses, settings)
     held_out = held_out_predictions(
-        lambda x, y: refit_mixing_laws(laws, x, y, settings).predict,
+        lambda x, y: fit_mixing_laws(x, y, settings, near=laws).predict,
         mixtures,
         losses,
         folds_of(10, 10, 0),
@@ -195,10 +194,22 @@ def random_laws(rng, num_losses, num_domains):
     )
 
 
-def optimum(laws, shares, low=0.0, high=1.0):
+def optimum(laws, shares):
     domains = laws.exponents.shape[1]
-    least, most = np.zeros(domains) + low, np.zeros(domains) + high
+    least, most = np.zeros(domains), np.ones(domains)
     return law_optimum(laws, shares, least, most, start=np.full(domains, 1 / domains))
+
+
+def test_bounds_between_the_points_of_the_grid_still_give_a_mixture():
+    laws, shares = random_laws(np.random.default_rng(0), 2, 40), np.array([1.0, 0.0])
+    low, high, start = np.full(40, 0.02), np.full(40, 0.04), np.full(40, 1 / 40)
+    found = law_optimum(laws, shares, low, high, start)
+    assert found.weights.sum() == pytest.approx(1)
+    assert (found.weights >= low - 1e-9).all()
+    assert (found.weights <= high + 1e-9).all()
+    assert found.predicted < laws.predict(start[None])[0] @ shares
+    with pytest.raises(ValueError, match="start"):
+        law_optimum(laws, shares, np.full(40, 0.03), high, start)
 
 
 @pytest.mark.parametrize("domains", [1, 4])
@@ -238,13 +249,3 @@ def test_the_optimum_of_many_domains_is_stationary(seed):
     used = found.weights > 1e-6
     assert np.ptp(slopes[used]) < 1e-3
     assert (slopes[~used] > slopes[used].min() - 1e-3).all()
-
-
-def test_bounds_between_the_points_of_the_grid_still_give_a_mixture():
-    laws = random_laws(np.random.default_rng(0), 2, 40)
-    low, high = np.full(40, 0.02), np.full(40, 0.04)
-    found = optimum(laws, np.array([1.0, 0.0]), low, high)
-    assert found.weights.sum() == pytest.approx(1)
-    assert (found.weights >= low - 1e-9).all()
-    with pytest.raises(ValueError, match="start"):
-        optimum(laws, np.array([1.0, 0.0]), np.full(40, 0.03), high)

@@ -34,7 +34,7 @@ def test_more_mixtures_begin_with_the_fewer(fewer, more):
     np.testing.assert_array_equal(sampled(count=fewer), sampled(count=more)[:fewer])
 
 
-def test_a_mixture_that_comes_up_again_and_again_is_there_once():
+def test_mixtures_are_distinct():
     mixtures = sampled(count=100, prior=np.ones(3), smallest_weight=0.05)
     assert len(np.unique(mixtures, axis=0)) == 100
     near = sampled(count=300, smallest_weight=1e-3, near_duplicate=0.02)

@@ -56,15 +56,7 @@ def test_a_domain_at_the_mean_warns_and_takes_the_limit(normalize, at_the_mean):
     np.testing.assert_allclose(weights, [0, 1, 0], atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["pretrain", "finetune"])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_all_scores_zero_warns_and_is_uniform(mode, normalize):
-    with pytest.warns(DegenerateScoreWarning):
-        weights = domain_weights(np.zeros(4), mode, 0.2, normalize)
-    np.testing.assert_array_equal(weights, np.full(4, 0.25))
-
-
-def test_no_warning_where_nothing_is_held():
+def test_no_warning_if_nothing_is_clipped():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # Small scores throughout are a matter of scale, not of a domain at the mean.
