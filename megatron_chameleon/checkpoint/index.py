@@ -88,7 +88,7 @@ class _IndexUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it references {module}.{name}")
 
     def load_build(self) -> None:
         """Set the state of a newly made record, and of nothing else."""

@@ -217,9 +217,9 @@ def _content_errors(folder: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: BaseException) -> UserError:
-    asked = re.search(r"GLOBAL (\S+)", str(error))
-    if asked:
-        reason = f"it asks for {asked[1]}"
+    referenced = re.search(r"GLOBAL (\S+)", str(error))
+    if referenced:
+        reason = f"it references {referenced[1]}"
     elif "weights_only" in str(error):  # torch's advice is to load the file without it
         reason = "it holds more than tensors and plain values"
     else:

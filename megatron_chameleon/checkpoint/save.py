@@ -172,7 +172,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path
     ) -> AsyncRequest:
-        """Plan the save, with results handed over in memory.
+        """Plan the save, with results passed in memory.
 
         megatron takes its results queue from a module variable. Without one, it starts a process of
         270 MB in every rank, which survives the rank.
@@ -197,7 +197,11 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
             return staged
 
         def finalize() -> None:
-            results = ranks.gather_object(_result_of(writer))
+            result = RankResult()  # of a rank with nothing to write
+            if writer.write_buckets:
+                killed = RankResult(error="the process that writes was killed")
+                result = writer.results_queue.get() or killed
+            results = ranks.gather_object(result)
             staged.clear()
             from_main(lambda: self._complete(writer, index, results))
 
@@ -214,27 +218,19 @@ class Handover:
     """Pass one value of any size from a forked process to its parent.
 
     The memory is anonymous and shared. A pipe would block the writer until it is read, and a queue
-    of ``multiprocessing`` needs a thread or process of its own. A value put by the parent itself
-    stays in the parent.
+    of ``multiprocessing`` needs a thread or process of its own.
     """
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._value: Any = None
         self._memory = os.fdopen(os.memfd_create("handover"), "w+b")
 
     def put(self, value: Any) -> None:
         """Pass ``value``; the parent reads it once this process has ended."""
-        if os.getpid() == self._pid:
-            self._value = value
-            return
         pickle.dump(value, self._memory)
         self._memory.flush()
 
     def get(self) -> Any:
         """Return the value; None if none was put, or the process was killed while putting it."""
-        if self._value is not None:
-            return self._value
         self._memory.seek(0)
         try:
             return pickle.load(self._memory)
@@ -252,28 +248,31 @@ class _WriteAndHash:
         self._transforms = transforms
 
     def __call__(self, rank: int, buckets: list[Any], handover: Handover) -> None:
-        """Write, then pass on (megatron's results, hashes) or the error message."""
-        outcome: tuple[dict[int, Any], Files] | str
+        """Write, then pass on a RankResult."""
         is_collecting = gc.isenabled()
         gc.disable()  # in a fork, collecting the parent's CUDA objects would be an error
         try:
             with ThreadPoolExecutor(len(buckets)) as pool:  # a thread for each file
                 written = list(pool.map(self._write, range(len(buckets)), buckets))
-            outcome = dict(enumerate(result for result, _ in written)), dict(f for _, f in written)
+            result = RankResult(
+                [each for results, _ in written for each in results], dict(f for _, f in written)
+            )
         except Exception as error:
-            outcome = _reason(error)
+            result = RankResult(error=_reason(error))
         finally:
             if is_collecting:
                 gc.enable()
-        handover.put(outcome)
+        handover.put(result)
 
-    def _write(self, number: int, bucket: Any) -> tuple[Any, tuple[str, CheckpointFile]]:
+    def _write(
+        self, number: int, bucket: Any
+    ) -> tuple[list[WriteResult], tuple[str, CheckpointFile]]:
         """Write one file with the function that megatron runs in a process, and hash it."""
         done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        begun: queue.Queue[int] = queue.Queue()  # megatron counts its processes with it
-        begun.put(number)
+        counted: queue.Queue[int] = queue.Queue()  # megatron counts its processes with it
+        counted.put(number)
         FileSystemWriterAsync.write_preloaded_data(
-            self._transforms, number, bucket, done, begun, use_fsync=True
+            self._transforms, number, bucket, done, counted, use_fsync=True
         )
         _, result = done.get_nowait()
         if isinstance(result, Exception):
@@ -288,22 +287,3 @@ def _reason(error: BaseException) -> str:
     if "inline_container" in str(error):  # from torch's archive, about its own source
         return "a file could not be written completely, as on a full disk"
     return first_line(error)
-
-
-def _result_of(writer: FileSystemWriterAsync) -> RankResult:
-    """Collect this rank's result, once its writing has ended."""
-    if not writer.write_buckets:
-        return RankResult()
-    outcome = writer.results_queue.get()
-    if outcome is None:
-        return RankResult(error="the process that writes was killed")
-    if isinstance(outcome, str):
-        return RankResult(error=outcome)
-    results, files = outcome
-    # megatron checks them for completeness.
-    writer.results_queue = queue.SimpleQueue()
-    writer.results_queue.put(results)
-    checked = writer.retrieve_write_results()
-    if isinstance(checked, tuple):  # an exception and where it was raised
-        return RankResult(error=_reason(checked[0].__cause__ or checked[0]))
-    return RankResult(checked, files)

@@ -53,13 +53,13 @@ class ScorerLM(TemplateLM):
         self.reset("")
 
     def reset(self, description: str) -> None:
-        """Start to count anew, before another task."""
+        """Reset the counts and the digest, before another task."""
         self.num_truncated, self.flops, self.digest = 0, 0.0, hashlib.sha256()
         self.description = description
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token: stands for an empty context, and ends a generation."""
+        """The end-of-document token: replaces an empty context, and ends a generation."""
         return self.scorer.eod_id
 
     @property

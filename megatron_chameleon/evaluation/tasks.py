@@ -154,7 +154,7 @@ class TaskLibrary:
 
     @functools.cached_property
     def hub_problem(self) -> str:
-        """Why the hub does not answer; empty if it does, or is not to be asked."""
+        """Why the hub does not answer; empty if it does, or under HF_HUB_OFFLINE."""
         if constants.HF_HUB_OFFLINE:
             return ""
         for _ in range(HUB_ATTEMPTS):

@@ -47,15 +47,15 @@ def test_transformers_encodes_alike(exported, made):
 
 
 def test_a_tiktoken_file_is_copied(folder, tmp_path):
-    given = tmp_path / "t.tiktoken"
-    write_tiktoken(folder / "tokenizer.json", given)
+    path = tmp_path / "t.tiktoken"
+    write_tiktoken(folder / "tokenizer.json", path)
     options = FromHuggingFaceOptions(
-        folder, tmp_path / "checkpoint", tokenizer_model=given, tiktoken_pattern="gpt2"
+        folder, tmp_path / "checkpoint", tokenizer_model=path, tiktoken_pattern="gpt2"
     )
     convert_from_huggingface(options)
     convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
     (copy,) = (tmp_path / "back").glob("tokenizer.*")
-    assert copy.read_bytes() == given.read_bytes()
+    assert copy.read_bytes() == path.read_bytes()
     assert not (tmp_path / "back" / "tokenizer_config.json").exists()
 
 
@@ -72,9 +72,9 @@ def test_the_tokenizer_of_another_model_is_rejected(converted, folder, tmp_path)
 
 def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
     """Many public models have a round number of rows."""
-    given = tmp_path / "small.json"
-    given.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 20, EOD))
-    options = FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=given)
+    path = tmp_path / "small.json"
+    path.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 20, EOD))
+    options = FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=path)
     convert_from_huggingface(options)
     assert "the last 20 of its 300 embedding rows" in capsys.readouterr().out
     shape = shape_of(CheckpointRecord.load(tmp_path / "checkpoint"))
@@ -94,8 +94,8 @@ def test_a_missing_tokenizer_has_to_be_passed(converted, made, tmp_path):
     record = made_with(converted, model=str(tmp_path / "gone"), eod_token=EOD)
     with pytest.raises(UserError, match="--tokenizer-model"):
         find_tokenizer(TokenizerChoice(), record)
-    given = TokenizerChoice(tokenizer_model=made / "tokenizer.json")
-    assert find_tokenizer(given, record).sha256 == record.tokenizer_hash
+    choice = TokenizerChoice(tokenizer_model=made / "tokenizer.json")
+    assert find_tokenizer(choice, record).sha256 == record.tokenizer_hash
 
 
 @pytest.mark.parametrize("is_passed", [False, True])
@@ -137,8 +137,8 @@ def test_the_eod_token_is_the_recorded_one(ended_otherwise, tmp_path):
     convert_to_huggingface(ToHuggingFaceOptions(checkpoint, back))
     assert json.loads((back / "config.json").read_text())["eos_token_id"] == VOCAB_SIZE - 1
     assert transformers.AutoTokenizer.from_pretrained(back).eos_token == "</s>"
-    given = ToHuggingFaceOptions(checkpoint, back, eod_token=EOD, overwrite=True)
-    convert_to_huggingface(given)
+    options = ToHuggingFaceOptions(checkpoint, back, eod_token=EOD, overwrite=True)
+    convert_to_huggingface(options)
     assert transformers.AutoTokenizer.from_pretrained(back).eos_token == EOD
 
 
@@ -160,15 +160,15 @@ def test_a_relative_path_is_resolved_from_the_run(converted, tmp_path, monkeypat
     file = word_tokenizer(there / "corpus" / "tokenizer.json")
     corpus = write_small_corpus(there / "corpus", tokenizer_hash=sha256_of_files(file))
     record = dataclasses.replace(converted, tokenizer_hash=corpus.tokenizer.sha256)
-    given = Path(os.path.relpath(corpus.root if by == "corpus" else file, there))
+    path = Path(os.path.relpath(corpus.root if by == "corpus" else file, there))
     monkeypatch.chdir(there)
     made_by = provenance(ToHuggingFaceOptions(Path("run"), Path("out")), {})
-    record = made_with(dataclasses.replace(record, provenance=made_by), **{by: str(given)})
+    record = made_with(dataclasses.replace(record, provenance=made_by), **{by: str(path)})
     monkeypatch.chdir(here)
     options = ToHuggingFaceOptions(converted.root, tmp_path / "out", eod_token=None)
     assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256
     there.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=str(there / given)):
+    with pytest.raises(UserError, match=str(there / path)):
         find_tokenizer(options, record)
     monkeypatch.chdir(tmp_path / "moved")  # everything was moved
     assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256

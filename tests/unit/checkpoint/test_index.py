@@ -188,8 +188,8 @@ FILLED = METADATA + b"BytesStorageMetadata\n)\x81}X\x04\x00\x00\x00sizeK\x01sb"
             METADATA + b"BytesStorageMetadata\n)\x81}X\x0c\x00\x00\x00__setstate__K\x01sb.",
             "does not have",
         ),
-        (b"ctorch\nload\n.", "it asks for torch.load"),
-        (b"ctorch\n_utils\n.", "it asks for torch._utils"),
+        (b"ctorch\nload\n.", "it references torch.load"),
+        (b"ctorch\n_utils\n.", "it references torch._utils"),
     ],
 )
 def test_a_pickle_can_only_fill_new_records(tmp_path, opcodes, problem):
@@ -220,11 +220,11 @@ def test_torch_only_loads_weights_and_the_index_is_read_once(one_rank, tmp_path,
     trainer = trainer_of(one_rank)
     train(trainer, 1, 1)
     save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
-    asked = []
+    weights_only = []
     real = torch.load
 
     def recorded(*arguments, **options):
-        asked.append(options.get("weights_only", True))
+        weights_only.append(options.get("weights_only", True))
         return real(*arguments, **options)
 
     def read_and_remove(folder):
@@ -236,5 +236,5 @@ def test_torch_only_loads_weights_and_the_index_is_read_once(one_rank, tmp_path,
     monkeypatch.setattr("megatron_chameleon.checkpoint.load.read_index", read_and_remove)
     record = CheckpointRecord.load(tmp_path / "step")
     load(record, *(trainer if load is load_training else trainer[:1]))
-    assert len(asked) > 10
-    assert all(asked)
+    assert len(weights_only) > 10
+    assert all(weights_only)

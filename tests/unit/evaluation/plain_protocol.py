@@ -1,4 +1,4 @@
-"""What a protocol predicts, the slow way: token by token, each with the tokens it is given."""
+"""Plain enumeration of what a protocol predicts: token by token, each with its context."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOCUMENTS = st.lists(
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One scored token: what the model is given, the token, its document."""
+    """A scored token, its context and its document."""
 
     context: tuple[int, ...]
     label: int
@@ -64,16 +64,16 @@ def predictions(
 ) -> list[Prediction]:
     """All that is scored, in the order of the text."""
     found = []
-    for stretch in stretches(documents, protocol, eod):
+    for tokens_in_range in ranges_of(documents, protocol, eod):
         before = [eod] if protocol.first_token == "after-eod" else []
-        found += list(slid_over(before, stretch, protocol))
+        found += list(windows_over(before, tokens_in_range, protocol))
     return [one for one in found if protocol.end_of_document or one.label != eod]
 
 
-def stretches(
+def ranges_of(
     documents: Sequence[Sequence[int]], protocol: Protocol, eod: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Stretches of (token, its document) that windows do not run across."""
+    """Ranges of (token, its document) that windows do not run across."""
     each = [[(token, d) for token in document] for d, document in enumerate(documents)]
     if protocol.packing == "packed":
         yield [pair for document in each for pair in document]
@@ -83,15 +83,15 @@ def stretches(
         yield document[:-1] if ends else document
 
 
-def slid_over(
-    before: list[int], stretch: list[tuple[int, int]], protocol: Protocol
+def windows_over(
+    before: list[int], tokens_in_range: list[tuple[int, int]], protocol: Protocol
 ) -> Iterator[Prediction]:
-    """Windows slid over one stretch; ``before`` is what its first token is predicted from."""
-    given = [*before, *(token for token, _ in stretch)]
-    labels = stretch[1 - len(before) :]
+    """Windows over one range; ``before`` is the context of its first token."""
+    context = [*before, *(token for token, _ in tokens_in_range)]
+    labels = tokens_in_range[1 - len(before) :]
     start = done = 0
     while done < len(labels):
         end = min(start + protocol.window_length, len(labels))
         for place in range(done, end):
-            yield Prediction(tuple(given[start : place + 1]), *labels[place])
+            yield Prediction(tuple(context[start : place + 1]), *labels[place])
         done, start = end, end - protocol.overlap

@@ -72,7 +72,7 @@ def test_chosen_windows_fit_the_limit_and_are_spread(sizes, window, more):
 
 
 def scored(text: HeldOutText, batch_size: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(what the model is given, label) of everything that the batches of ``text`` score."""
+    """(context, label) of everything that the batches of ``text`` score."""
     for first, last, width in batches(text, batch_size):
         tokens, labels, mask = text.batch(first, last, width)
         assert tokens.shape == labels.shape == mask.shape == (last - first, width)

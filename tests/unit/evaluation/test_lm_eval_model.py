@@ -64,8 +64,8 @@ def test_generated_texts_equal_the_exported_models(ours, theirs):
     settings = [
         {"until": [stop], "max_gen_toks": number} for stop, number in ((".", 12), ("a", 40))
     ]
-    asked = [(context, each) for context in CONTEXTS for each in settings]
-    requests = instances("generate_until", *asked)
+    requested = [(context, each) for context in CONTEXTS for each in settings]
+    requests = instances("generate_until", *requested)
     found, expected = (model.generate_until(requests) for model in (ours, theirs))
     assert found == expected
     assert len(set(found)) > 3
@@ -94,16 +94,16 @@ TEXTS = st.text(alphabet="ab é.\n", max_size=8)
 
 @given(pairs=st.lists(st.tuples(TEXTS, TEXTS.filter(bool)), min_size=1, max_size=4))
 def test_batch_encoding_equals_lm_evals(ours, pairs):
-    asked = []
+    requested = []
 
     def score(questions, _description):
-        asked.extend(questions)
+        requested.extend(questions)
         return Answers(np.zeros(len(questions)), np.zeros(len(questions), bool), 0, 0.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours.scorer, "score", score)
         ours.loglikelihood(instances("loglikelihood", *pairs))
-    for (context, continuation), question in zip(pairs, asked, strict=True):
+    for (context, continuation), question in zip(pairs, requested, strict=True):
         before, after = [ours.eot_token_id], ours.tok_encode(context + continuation)
         if context.strip():
             before, after = ours._encode_pair(context, continuation)

@@ -113,7 +113,7 @@ def test_loss_and_standard_error_equal_a_plain_loop(
     assert domain.perplexity_error == pytest.approx(domain.perplexity * math.sqrt(variance))
 
 
-@pytest.mark.parametrize("place", ["in the corpus", "where the checkpoint says"])
+@pytest.mark.parametrize("place", ["in the corpus", "recorded in the checkpoint"])
 def test_bits_per_byte_use_the_bytes_of_the_text(
     evaluate, corpus, trained_run, tmp_path, capsys, place
 ):
@@ -124,7 +124,7 @@ def test_bits_per_byte_use_the_bytes_of_the_text(
     identity = dataclasses.replace(corpus.tokenizer, sha256=sha256_of_files(own))
     dataclasses.replace(corpus, root=root, tokenizer=identity).save()
     record = CheckpointRecord.load(find_checkpoint(trained_run))
-    if place == "where the checkpoint says":
+    if place == "recorded in the checkpoint":
         (tmp_path / "elsewhere").mkdir()
         own.rename(tmp_path / "elsewhere" / "tokenizer.json")
     options = {"corpus": str(tmp_path / "elsewhere")}

@@ -110,14 +110,16 @@ def questions(reader):
     def draw(length):
         return rng.integers(0, reader.shape.vocab_size, length).tolist()
 
-    asked = []
+    questions = []
     for length in (1, 5, 40, 41, 120, POSITIONS - 3, POSITIONS + 30):
         context = draw(length)
-        asked += [question(context, draw(int(rng.integers(1, 12)))) for _ in range(4)]
-        asked += [question(context, [token]) for token in draw(3)]  # of one token, as letters are
-        asked += [question([*context[:-1], 7], draw(3))]  # another context with its beginning
-    asked += [asked[0], question(draw(9), []), question(draw(2), draw(POSITIONS))]
-    return [asked[number] for number in rng.permutation(len(asked))]
+        questions += [question(context, draw(int(rng.integers(1, 12)))) for _ in range(4)]
+        questions += [
+            question(context, [token]) for token in draw(3)
+        ]  # of one token, as letters are
+        questions += [question([*context[:-1], 7], draw(3))]  # another context with its beginning
+    questions += [questions[0], question(draw(9), []), question(draw(2), draw(POSITIONS))]
+    return [questions[number] for number in rng.permutation(len(questions))]
 
 
 def reference_score(reader, question):
