@@ -74,9 +74,6 @@ SHORTER_PROXIES, SHORTER_SUFFIX = ("doremi", "doge"), "-2k"
 MAY_DIFFER = {"run_dir", "mixture", "seed", "micro_batch_size", "compile_layers", "parallel"}
 MAY_DIFFER |= {"dry_first_step", "log_interval", "save_interval", "overwrite", "checkpointing"}
 MAY_DIFFER |= {"stopping", "validation", "logging", "profiling"}
-# On the axis, mixtures without cost are this many times left of the cheapest, those of unknown cost
-# as far right of the most expensive, each a step apart.
-FREE_GAP, FREE_STEP = 10.0, 1.3
 PAGE_TITLE = "Methods compared"
 
 Array = NDArray[np.float64]
@@ -515,55 +512,32 @@ def notes(compared: MethodComparison) -> list[str]:
 def cost_figure(compared: MethodComparison) -> Figure:
     """Average perplexity against FLOPs: a dot for each base model, a bar at each mixture's mean.
 
-    The axis of FLOPs is logarithmic, with a place on the left for mixtures without cost and one on
-    the right for those of unknown cost.
+    The axis of FLOPs is logarithmic, and linear near 0 for mixtures without cost; those of unknown
+    cost are right of the most expensive.
     """
     figure = figures.new_figure(8.0, 4.8)
     axes = figure.add_subplot()
     # None becomes NaN.
     flops = np.array([found["flops"] for found in compared.details.values()], dtype=np.float64)
-    places = places_of(flops)
+    costs = flops[flops > 0] if (flops > 0).any() else np.ones(1)
+    places = np.nan_to_num(flops, nan=10 * costs.max())
     handles = []
     for i, averages in enumerate(compared.averages):
         color, marker = figures.color_of(i), "o" if i < len(figures.COLORS) else "s"
         x = np.full(len(averages), places[i])
         handles += axes.plot(x, averages, marker, color=color, ms=4.5, ls="none")
         axes.plot(places[i], averages.mean(), "_", color=color, ms=20, mew=2)
-    axes.set_xscale("log")
-    ticks = ticks_of(flops, places)
-    axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("FLOPs to obtain the mixture")
+    axes.set_xscale("symlog", linthresh=costs.min() / 10, linscale=0.3)
+    axes.margins(x=0.1)
+    right = "; right of the line: unknown" if np.isnan(flops).any() else ""
+    if right:
+        axes.axvline(3 * costs.max(), color=figures.REFERENCE_COLOR, ls="--", linewidth=0.9)
+    axes.set_xlabel(f"FLOPs to obtain the mixture{right}")
     axes.set_ylabel("average held-out perplexity")
     axes.grid(color=figures.GRID_COLOR)
     figures.tidy(axes)
     figures.legend_above(figure, handles, [each.label for each in compared.mixtures])
     return figure
-
-
-def places_of(flops: Array) -> Array:
-    """Positions on the axis: mixtures of 0 FLOPs on the left, of unknown (NaN) on the right."""
-    is_free, is_unknown = flops == 0, np.isnan(flops)
-    costs = flops[flops > 0] if (flops > 0).any() else np.array([FREE_GAP])
-    places = flops.copy()
-    places[is_free] = costs.min() / FREE_GAP / FREE_STEP ** np.arange(is_free.sum())[::-1]
-    places[is_unknown] = costs.max() * FREE_GAP * FREE_STEP ** np.arange(is_unknown.sum())
-    return places
-
-
-def ticks_of(flops: Array, places: Array) -> dict[float, str]:
-    """Position -> label of the ticks: round numbers, and "none" and "unknown"."""
-    costs = flops[flops > 0]
-    ticks = {}
-    for word, those in (("none", flops == 0), ("unknown", np.isnan(flops))):
-        if those.any():
-            ticks[float(np.exp(np.log(places[those]).mean()))] = word
-    if costs.size:
-        exponents = np.arange(np.floor(np.log10(costs.min())), np.ceil(np.log10(costs.max())) + 1)
-        steps = (1, 2, 5) if len(exponents) < 4 else (1,)
-        rounds = [step * 10**exponent for exponent in exponents for step in steps]
-        ticks |= {x: f"{x:.0e}" for x in rounds if costs.min() / 2 <= x <= costs.max() * 2}
-    return ticks
 
 
 def _write_record(compared: MethodComparison, path: Path, page: str) -> None:

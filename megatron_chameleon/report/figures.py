@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import math
 import re
 import warnings
@@ -33,7 +32,7 @@ from megatron_chameleon.report.run_folder import (
     run_labels,
     uniform_first,
 )
-from megatron_chameleon.report.tables import display_width, format_weight, shortened, unique_labels
+from megatron_chameleon.report.tables import display_width, shortened, unique_labels
 from megatron_chameleon.report.weights import SweptAxis, mode_of
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -54,7 +53,6 @@ PAGE_COLORS = {
 MOST_POINTS = 3000
 IMAGE_DPI = 200
 _SVG_NUMBER = re.compile(r"-?\d+\.\d+")
-_SVG_STYLE = re.compile(r' style="([^"]*)"')
 # Text on a coloured cell, the same in light and dark pages.
 DARK_TEXT, LIGHT_TEXT = "#111111", "#FDFDFD"
 DPI = 130
@@ -66,15 +64,11 @@ LEGEND_ROWS, LEGEND_ROW_HEIGHT = 3, 0.21
 CELLS_WITH_NUMBERS, NAMES_ON_AN_AXIS = 12, 60
 # Domains with a panel of losses, and with bars.
 MOST_PANELS, MOST_BARS = 24, 60
-# Points shown per curve (minimum, maximum), and of all panels together.
-CURVE_POINTS, ALL_CURVE_POINTS = (60, 800), 12_000
 # A curve of this many independent points can be followed by eye.
 SMOOTH_POINTS = 25
 # Domains of a sweep, or of a map of windows, that have a colour and marker of their own.
 MOST_NAMED = 3 * len(COLORS)
 MODE_LABELS = {"pretrain": "pretraining", "finetune": "fine-tuning"}
-# A description lists this many domains, and runs.
-MOST_DESCRIBED, MOST_RUNS = 3, 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,13 +79,11 @@ class Picture:
         name: of its files, without suffix.
         title: a few words.
         caption: how to read the figure, in sentences.
-        description: text alternative with the main numbers.
     """
 
     name: str
     title: str
     caption: str = ""
-    description: str = ""
     figure: Figure | None = None
     missing: str = ""
 
@@ -130,7 +122,8 @@ def svg_content(figure: Figure, name: str) -> str:
         image.set_interpolation("none")
     for line in points:
         line.set_rasterized(are_many)
-    settings = {"svg.fonttype": "none", "svg.hashsalt": name}
+    # Points of a long curve that would be closer than a pixel are left out.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify_threshold": 1.0}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         # The reader's browser has more fonts than matplotlib.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
@@ -141,7 +134,6 @@ def svg_content(figure: Figure, name: str) -> str:
     text = re.sub(r"<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r"<[a-zA-Z][^>]*>", lambda found: _restyled(found[0]), text)
-    text = re.sub(r"(<g[^>]*)>(\s*(?:<use [^>]*/>\s*)+</g>)", _share_style, text)
     return re.sub(r"\n\s*", "\n", text)
 
 
@@ -159,14 +151,6 @@ def _restyled(tag: str) -> str:
     return re.sub(r"\s+", " ", tag).replace("xlink:href", "href").replace(" L ", " ")
 
 
-def _share_style(group: re.Match[str]) -> str:
-    """Write the common style of all markers once, on their group."""
-    styles = set(_SVG_STYLE.findall(group[2]))
-    if len(styles) != 1:
-        return group[0]
-    return f'{group[1]} style="{styles.pop()}">{_SVG_STYLE.sub("", group[2])}'
-
-
 def freeze_layout(figure: Figure) -> None:
     """Lay out ``figure`` once for all files that are made of it."""
     figure.draw_without_rendering()
@@ -178,7 +162,7 @@ def weights_picture(folder: RunFolder) -> Picture:
     title, mixtures = "Weight of each domain", weight_series(folder)
     if not mixtures:
         return Picture("weights", title, missing="4-mixture holds no mixture but uniform")
-    shown, count = bar_domains(mixtures)
+    count = bar_domains(mixtures)[1]
     caption = "Share of training tokens by each mixture; the dashed line is uniform."
     if any(mixture.intervals for mixture in mixtures.values()):
         caption += " Whiskers are bootstrap intervals."
@@ -187,12 +171,7 @@ def weights_picture(folder: RunFolder) -> Picture:
             f" Of {count} domains the {MOST_BARS} with the largest weights in any mixture are "
             f"shown; the table also has the other {count - MOST_BARS}."
         )
-    sentences = [f"Bar chart of the weights of {len(shown)} domains."]
-    for label, mixture in mixtures.items():
-        ranked = sorted(mixture.weights.items(), key=lambda item: -item[1])
-        *top, last = [f"{n} {format_weight(w)}" for n, w in (*ranked[:MOST_DESCRIBED], ranked[-1])]
-        sentences.append(f"{label}: the largest are {', '.join(top)}; the smallest is {last}.")
-    return Picture("weights", title, caption, " ".join(sentences), weights_figure(mixtures))
+    return Picture("weights", title, caption, weights_figure(mixtures))
 
 
 def weight_series(folder: RunFolder) -> dict[str, Mixture]:
@@ -277,20 +256,11 @@ def affinity_picture(folder: RunFolder) -> Picture:
             f"{len(names)}, as its weights require; run tools/compute_mixture.py again"
         )
     affinity = np.array(rows, dtype=np.float64)
-    description = f"Heat map of {len(names)} by {len(names)} domains."
-    if len(names) > 1:
-        pairs = list(itertools.combinations(range(len(names)), 2))
-        most, least = (
-            f"{names[i]} and {names[j]} ({affinity[i, j]:.3g})"
-            for i, j in (f(pairs, key=lambda pair: affinity[pair]) for f in (max, min))
-        )
-        description += f" The most similar are {most}, the least similar {least}."
     return Picture(
         "affinity",
         title,
         f"Inner products of the domains' embeddings, of the {label} mixture: red where two "
         "domains are similar, blue where they are opposite, white where neither.",
-        description,
         affinity_figure(affinity, names),
     )
 
@@ -378,25 +348,6 @@ def smoothed(curve: pd.Series[float]) -> pd.Series[float]:
     return pd.Series(*means)
 
 
-def thinned(curve: pd.Series[float], most: int) -> pd.Series[float]:
-    """At most ``most`` evenly spaced points, including the first and the last."""
-    if len(curve) <= most:
-        return curve
-    return curve.iloc[np.linspace(0, len(curve) - 1, most).round().astype(np.int64)]
-
-
-def outline(curve: pd.Series[float], most: int) -> pd.Series[float]:
-    """At most ``most`` points: the lowest and highest of each of many ranges of steps.
-
-    Plotted as a line, it looks like the full curve.
-    """
-    if len(curve) <= most:
-        return curve
-    losses = curve.reset_index(drop=True)
-    ranges = losses.groupby(np.arange(len(losses)) * (most // 2) // len(losses))
-    return curve.iloc[sorted({*ranges.idxmin(), *ranges.idxmax()})]
-
-
 def panel_domains(runs: Sequence[RunCurves]) -> pd.Series[float]:
     """The domains with losses, in the order of the metrics -> range of their last losses.
 
@@ -419,8 +370,7 @@ def loss_picture(folder: RunFolder) -> Picture:
     labels = run_labels(folder.base_runs, folder.base_runs)
     runs = [run_curves(labels[n], folder.base_runs[n]) for n in uniform_first(folder.base_runs)]
     proxies = [run_curves(f"proxy {name}", run) for name, run in folder.proxies.items()]
-    shown = [run for run in (*runs, *proxies) if len(run.total)]
-    if not shown:
+    if not any(len(run.total) for run in (*runs, *proxies)):
         return Picture("loss", title, missing="no training run has metrics")
     caption = (
         "All domains together at the top, each domain below. Thin lines are the recorded losses, "
@@ -434,16 +384,7 @@ def loss_picture(folder: RunFolder) -> Picture:
         )
     elif len(ranges) > MOST_PANELS:
         caption += f" Panels show the first {MOST_PANELS} of {len(ranges)} domains."
-    count = min(len(ranges), MOST_PANELS)
-    panels = f", and a panel for each of {count} domains" if count else ""
-    sentences = [f"Line chart of the training loss of {len(runs)} base runs{panels}."]
-    for run in shown[:MOST_RUNS]:
-        curve = smoothed(run.total)
-        first, last = (f"{curve.iloc[i]:.2f} at step {curve.index[i]:,.0f}" for i in (0, -1))
-        sentences.append(f"{run.label} goes from {first} to {last}.")
-    if len(shown) > MOST_RUNS:
-        sentences.append(f"{len(shown) - MOST_RUNS} more runs are shown.")
-    return Picture("loss", title, caption, " ".join(sentences), loss_figure(runs, proxies))
+    return Picture("loss", title, caption, loss_figure(runs, proxies))
 
 
 def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) -> Figure:
@@ -474,7 +415,6 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
     axes.margins(x=0.01)
     axes.set_ylabel("loss (nats per token)")
     tidy(axes)
-    most = int(np.clip(ALL_CURVE_POINTS // (len(names) * len(runs) or 1), *CURVE_POINTS))
     for i, name in enumerate(names):
         panel = figure.add_subplot(grid[1 + i // columns, i % columns])
         for j, run in enumerate(runs):
@@ -484,7 +424,7 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
                 curve = curves[name]
                 curve = curve[curve.index > 0.1 * curve.index.max()]
                 if curves is run.domains:
-                    _draw_curve(panel, curve, color_of(j), styles[j], width=1.4, most=most)
+                    _draw_curve(panel, curve, color_of(j), styles[j], width=1.4)
                 else:
                     panel.plot(curve.index, curve, "o", color=color_of(j), markersize=3.5)
         panel.tick_params(labelsize=8)
@@ -508,18 +448,12 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
 
 
 def _draw_curve(
-    axes: Axes,
-    curve: pd.Series[float],
-    color: str,
-    style: str,
-    width: float = 1.8,
-    most: int = CURVE_POINTS[1],
+    axes: Axes, curve: pd.Series[float], color: str, style: str, width: float = 1.8
 ) -> Line2D:
     """Draw the curve thin and its running mean bold; return the bold line."""
-    bold = thinned(smoothed(curve), most // 2)
+    bold = smoothed(curve)
     if smoothing_window(curve) > 1:
-        thin = outline(curve, most)
-        axes.plot(thin.index, thin, color=color, linewidth=0.6, alpha=0.35)
+        axes.plot(curve.index, curve, color=color, linewidth=0.6, alpha=0.35)
     marker = "o" if len(curve) == 1 else None
     (line,) = axes.plot(bold.index, bold, color=color, ls=style, linewidth=width, marker=marker)
     return line
@@ -531,10 +465,8 @@ def sweep_picture(swept: Sequence[SweptAxis]) -> Picture:
         "A panel for each hyperparameter, a line for each domain: flat lines are weights that do "
         "not depend on it. The dashed line is the centre of the sweep."
     )
-    description = f"Line charts of the weights over {len(swept)} hyperparameters. "
-    description += " ".join(f"{axis.sentence}." for axis in swept)
     figure = sweep_figure(swept)
-    return Picture("stability", "Stability of the weights", caption, description, figure)
+    return Picture("stability", "Stability of the weights", caption, figure)
 
 
 def sweep_figure(axes: Sequence[SweptAxis]) -> Figure:

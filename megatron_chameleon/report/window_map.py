@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import EmbeddingStore
 from megatron_chameleon.report import figures
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import shortened
@@ -40,37 +39,25 @@ class WindowMap:
         points: [n, 2] float32; only distances between them are meaningful.
         domains: [n] index into ``names``, int64.
         names: of the domains, in the order of the store; each has a point.
-        available: windows in the store.
-        store: its path below the run folder.
-        explained: share of the variance along each direction of PCA; None for UMAP (McInnes et al.
-            2018).
+        summary: caption with the windows shown and the projection.
     """
 
     points: Array
     domains: NDArray[np.int64]
     names: tuple[str, ...]
-    available: int
-    store: str
-    explained: tuple[float, float] | None = None
+    summary: str
 
     @property
-    def summary(self) -> str:
-        """Caption: windows shown and projection method."""
-        shown = len(self.points)
-        windows = f"{shown:,}" if shown == self.available else f"{shown:,} of {self.available:,}"
-        if self.explained is not None:
-            first, second = (f"{100 * share:.0f}%" for share in self.explained)
-            how = f"PCA, {first} and {second} of the variance"
-        else:
-            how = f"UMAP, {NEIGHBOURS} neighbours, seed {SEED}"
-        return f"{windows} windows of {self.store} by {how}; the axes have no meaning"
+    def centroids(self) -> NDArray[np.float64]:
+        """Mean of the points of each domain, [k, 2] float64."""
+        return pd.DataFrame(self.points.astype(np.float64)).groupby(self.domains).mean().to_numpy()
 
 
 def window_map(folder: RunFolder) -> WindowMap | None:
     """Windows of the embedding store with the most domains, in two dimensions.
 
-    UMAP where umap-learn is installed and there are 200 windows, PCA otherwise. Equal stores give
-    equal maps on one machine; UMAP's differ between machines.
+    UMAP (McInnes et al. 2018) where umap-learn is installed and there are 200 windows, PCA
+    otherwise. Equal stores give equal maps on one machine; UMAP's differ between machines.
 
     Args:
         folder: of the run; None is returned if none of its stores has three windows.
@@ -88,21 +75,28 @@ def window_map(folder: RunFolder) -> WindowMap | None:
     name = max(enough, key=lambda name: sizes[name])
     store = folder.embeddings[name]
     counts = {domain: entry.windows for domain, entry in store.domains.items() if entry.windows}
-    vectors, domains = _sample(store, counts)
-    points, explained = umap_points(vectors) if len(vectors) >= FEWEST_FOR_UMAP else None, None
+    # As evenly as the counts allow, and at least one of each.
+    fitting = bisect.bisect_right(
+        range(1, max(counts.values()) + 1),
+        MOST_WINDOWS,
+        key=lambda most: sum(min(count, most) for count in counts.values()),
+    )
+    taken = [min(count, max(fitting, 1)) for count in counts.values()]
+    sampled = []
+    for number, (domain, count) in enumerate(zip(counts, taken, strict=True)):
+        rng = np.random.default_rng([SEED, number])
+        rows = np.sort(rng.choice(counts[domain], count, replace=False))
+        sampled.append(store.vectors(domain)[rows])
+    vectors, how = np.concatenate(sampled), f"UMAP, {NEIGHBOURS} neighbours, seed {SEED}"
+    points = umap_points(vectors) if len(vectors) >= FEWEST_FOR_UMAP else None
     if points is None:
-        points, explained = pca_points(vectors)
-    return WindowMap(points, domains, tuple(counts), sum(counts.values()), name, explained)
-
-
-def even_counts(counts: list[int], most: int) -> list[int]:
-    """How many of each of ``counts`` to take: as evenly as they allow, ``most`` in all.
-
-    At least one of each, even if these are more than ``most``.
-    """
-    candidates = range(1, max(counts) + 1)
-    fitting = bisect.bisect_right(candidates, most, key=lambda n: sum(min(c, n) for c in counts))
-    return [min(count, max(fitting, 1)) for count in counts]
+        points, shares = pca_points(vectors)
+        how = "PCA, {:.0f}% and {:.0f}% of the variance".format(*(100 * share for share in shares))
+    shown, available = len(vectors), sum(counts.values())
+    windows = f"{shown:,}" if shown == available else f"{shown:,} of {available:,}"
+    summary = f"{windows} windows of {name} by {how}; the axes have no meaning"
+    domains = np.repeat(np.arange(len(counts), dtype=np.int64), taken)
+    return WindowMap(points, domains, tuple(counts), summary)
 
 
 def pca_points(vectors: Array) -> tuple[Array, tuple[float, float]]:
@@ -141,38 +135,15 @@ def umap_points(vectors: Array) -> Array | None:
     return np.asarray(found, dtype=np.float32)
 
 
-def _sample(store: EmbeddingStore, counts: dict[str, int]) -> tuple[Array, NDArray[np.int64]]:
-    """Vectors [n, h] of a seeded sample without replacement, and their domains [n]."""
-    taken = even_counts(list(counts.values()), MOST_WINDOWS)
-    sampled = []
-    for number, (domain, count) in enumerate(zip(counts, taken, strict=True)):
-        rng = np.random.default_rng([SEED, number])
-        rows = np.sort(rng.choice(counts[domain], count, replace=False))
-        sampled.append(store.vectors(domain)[rows])
-    return np.concatenate(sampled), np.repeat(np.arange(len(counts), dtype=np.int64), taken)
-
-
 def windows_picture(folder: RunFolder) -> figures.Picture:
     """A point for each window of text."""
     title, found = "Map of window embeddings", window_map(folder)
     if found is None:
         return figures.Picture("windows", title, missing="no embedding store has windows to show")
-    names = found.names
-    description = f"Scatter plot of {len(found.points):,} windows of {len(names)} domains."
-    if len(names) > 1:
-        centres = centroids(found)
-        rows, columns = np.triu_indices(len(names), k=1)
-        distances = np.linalg.norm(centres[rows] - centres[columns], axis=1)
-        near, far = (
-            f"{names[rows[i]]} and {names[columns[i]]}"
-            for i in (distances.argmin(), distances.argmax())
-        )
-        description += f" On average {near} are closest to each other, {far} farthest apart."
     return figures.Picture(
         "windows",
         title,
         f"A point for each window of text, near others with similar embeddings: {found.summary}.",
-        description,
         window_map_figure(found),
     )
 
@@ -222,16 +193,10 @@ def named_domains(found: WindowMap) -> list[int]:
     count = len(found.names)
     if count <= figures.MOST_NAMED:
         return list(range(count))
-    centres = centroids(found)
+    centres = found.centroids
     chosen = [int(np.linalg.norm(centres - centres.mean(axis=0), axis=1).argmax())]
     nearest = np.full(count, np.inf)
     while len(chosen) < figures.MOST_NAMED:
         nearest = np.minimum(nearest, np.linalg.norm(centres - centres[chosen[-1]], axis=1))
         chosen.append(int(nearest.argmax()))
     return sorted(chosen)
-
-
-def centroids(found: WindowMap) -> NDArray[np.float64]:
-    """Mean of the points of each domain, [k, 2] float64."""
-    points = pd.DataFrame(found.points.astype(np.float64))
-    return points.groupby(found.domains).mean().to_numpy()

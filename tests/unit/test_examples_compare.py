@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -95,12 +94,6 @@ def test_jobs_start_after_those_they_depend_on(launch):
     assert "(11 of 11)" in launched.said
 
 
-def test_number_of_ranks_and_jobs(launch):
-    launched = small(launch, JOBS_AT_ONCE="1", NPROC="2", METHODS="uniform natural")
-    assert {call.ranks.nproc_per_node for call in launched.calls[:-1] if call.ranks} == {"2"}
-    assert launched.training()
-
-
 def test_same_command_resumes_and_adds(launch, tmp_path):
     assert small(launch).status == 0
     assert kinds(small(launch)) == [CompareMethodsOptions]
@@ -135,13 +128,6 @@ def test_failed_job_holds_back_only_its_dependents(launch):
     assert small(launch, **choices).status == 0
 
 
-def test_stopped_method_has_not_failed(launch):
-    launched = small(launch, METHODS="uniform natural", FAILS="natural.json", FAILS_WITH="75")
-    assert (launched.status, launched.errors) == (0, "")
-    assert "stopped: natural" in launched.said
-    assert CompareMethodsOptions not in kinds(launched)
-
-
 @pytest.mark.parametrize(
     ("tool", "fails", "message"),
     [
@@ -165,22 +151,6 @@ def test_job_ended_by_the_time_limit_has_not_failed(launch, tool, fails, message
     assert launched.status == (1 if message.startswith("failed") else 0)
 
 
-def test_nothing_starts_after_the_time_limit(launch):
-    launched = papers(launch, METHODS="uniform natural", STOP_AT="1000000000")
-    assert (launched.status, launched.calls) == (0, [])
-    assert "stopped: uniform" in launched.said
-
-
-def test_record_and_baseline_are_passed_on(launch):
-    choices = {"RECORD": "benchmarks/mini.json", "SEEDS": "4 5 6", "METHODS": "natural unimax"}
-    launched = small(launch, BASELINE="natural", **choices)
-    options = launched.calls[-1].options
-    assert (options.record, options.baseline) == (Path("benchmarks/mini.json"), "natural")
-    assert "SEEDS=4\\ 5\\ 6" in options.command
-    assert options.command.endswith("bash examples/compare_methods.sh")
-    assert options.wall_seconds is not None
-
-
 def test_paper_setting(launch):
     launched = papers(launch)
     methods, (proxy,), bases = started(launched)
@@ -201,23 +171,11 @@ def test_paper_setting(launch):
     larger = papers(launch, BASE="1.2b", METHODS="uniform doremi")
     methods, proxies, bases = started(larger)
     assert (methods, proxies) == ({}, [])
-    assert {run.model_size for run in bases} == {"1.2b"}
     names = {f"{name}-1.2b-seed{seed}" for name in ("uniform", "doremi") for seed in (1, 2, 3)}
     assert {run.run_dir.name for run in bases} == names
-    assert larger.calls[-1].options.run_suffix == "-1.2b"
-
-
-def test_proxies_of_2000_steps(launch):
-    launched = papers(launch, VARIANT="2k")
-    methods, _, _ = started(launched)
-    for name in ("doremi-2k", "doge-2k"):
-        assert (methods[name].proxy.train_iters, methods[name].proxy.model_size) == (2000, "82m")
-    compared = launched.calls[-1].options
+    # Shorter proxies have names of their own.
+    compared = papers(launch, VARIANT="2k").calls[-1].options
     assert compared.mixtures == ("uniform", "chameleon", "doremi-2k", "doge-2k")
-    assert compared.name == "compare_methods-2k"
-    methods, (proxy,), _ = started(small(launch, METHODS="chameleon doremi doremi-2k uniform"))
-    steps = {name: methods[name].proxy.train_iters for name in ("doremi", "doremi-2k")}
-    assert steps["doremi-2k"] == proxy.train_iters < steps["doremi"]
 
 
 @pytest.mark.parametrize(
@@ -226,14 +184,9 @@ def test_proxies_of_2000_steps(launch):
         ({"SIZE": "huge"}, "SIZE=huge"),
         ({"VARIANT": "5k"}, "VARIANT=5k"),
         ({"SIZE": "paper", "CORPUS": "lost"}, "lost"),
-        ({"SIZE": "tiny", "CORPUS": "lost"}, "make quickstart"),
         ({"SIZE": "paper", "BASE": "2b"}, "SIZE=2b"),
         ({"SEEDS": "1 2"}, "--seeds 1 2"),
-        ({"SEEDS": "1 1 2"}, "--seeds 1 1 2"),
         ({"SEEDS": "1 2 x"}, "SEEDS"),
-        ({"METHODS": "uniform"}, "--mixtures uniform"),
-        ({"METHODS": "uniform doge doge"}, "--mixtures uniform doge doge"),
-        ({"METHODS": "doremi chameleon"}, "--baseline uniform"),
         ({"BASELINE": "regmix"}, "BASELINE"),
         ({"METHODS": "uniform regmax"}, "regmax"),
         ({"SIZE": "paper", "METHODS": "uniform regmix-2k"}, "regmix-2k"),
@@ -243,25 +196,6 @@ def test_mistakes_are_rejected_before_any_work(launch, tmp_path, choices, named)
     common = {"SIZE": "mini", "CORPUS": CORPUS, "RUN": "run", "METHODS": "uniform doge"}
     assert named in rejected(launch(NAME, **common | choices))
     assert not (tmp_path / "run").exists()
-
-
-def test_existing_mixture_needs_no_method(launch, tmp_path):
-    path = tmp_path / RUN / "4-mixture/mine.json"
-    path.parent.mkdir(parents=True)
-    path.write_text('  "weights": {\n    "a": 0.5\n  }\n')
-    methods, _, bases = started(small(launch, METHODS="uniform mine"))
-    assert set(methods) == {"uniform"}
-    assert sum(run.run_dir.name.startswith("mine-seed") for run in bases) == 3
-
-
-def test_method_without_a_launcher_is_rejected(launch, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(EXAMPLES, copy / "examples")
-    (copy / "tools").symlink_to(EXAMPLES.parent / "tools")
-    (copy / "examples/baselines/natural.sh").unlink()
-    script = str(copy / f"examples/{NAME}")
-    assert "natural.sh" in rejected(launch(script, SIZE="paper", METHODS="uniform natural"))
-    assert launch(script, SIZE="paper", METHODS="uniform unimax").status == 0
 
 
 def test_sigterm_ends_the_running_jobs(tmp_path):
@@ -284,11 +218,3 @@ def test_sigterm_ends_the_running_jobs(tmp_path):
         assert process.wait(timeout=60) == 130
     assert len(children) == 2
     assert not any(Path(f"/proc/{child}").exists() for child in children)
-
-
-def test_mini_uses_the_corpus_of_the_quickstart():
-    recipe = (EXAMPLES / "data/installed_text.sh").read_text()
-    quickstart = (EXAMPLES / "quickstart.sh").read_text()
-    for setting in ("3500000", "--vocab-size 8192", "--split 80,10,10", "20000"):
-        assert setting in recipe
-        assert setting in quickstart

@@ -24,11 +24,9 @@ from megatron_chameleon.report.compare_methods import (
     comparison_table,
     load_comparison,
     paired_difference,
-    places_of,
     require_choice,
     require_evaluations,
     spread_of,
-    ticks_of,
 )
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import RunFolder
@@ -209,17 +207,6 @@ def test_incomplete_cost_is_unknown_and_has_no_ratio(root):
     doremi = json.loads((root / "7-report/table.json").read_text())["mixtures"]["doremi"]
     assert (doremi["flops"], doremi["flops_by_reference"]) == (None, None)
     assert doremi["cost_missing"] == ["lost"]
-
-
-def test_free_mixtures_are_left_of_all_others():
-    flops = np.array([0.0, 3e12, 0.0, 4e13])
-    places = places_of(flops)
-    assert list(places[[1, 3]]) == [3e12, 4e13]
-    assert places[0] < places[2] < 3e12
-    ticks = ticks_of(flops, places)
-    assert [text for x, text in ticks.items() if x < 1e12] == ["none"]
-    assert {"5e+12", "1e+13"} < set(ticks.values())
-    assert list(ticks_of(np.zeros(2), places_of(np.zeros(2))).values()) == ["none"]
 
 
 METHODS = ("uniform", "doremi", "regmix")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from megatron_chameleon.artifacts import (
     Clusters,
     DomainLoss,
     EvaluationResult,
-    Mixture,
     TrainingRun,
 )
 from megatron_chameleon.errors import UserError
@@ -23,7 +21,6 @@ from megatron_chameleon.report.comparison import (
     bits_per_byte_table,
     compare,
     loss_table,
-    seed_groups,
     seed_table,
     verdicts,
 )
@@ -32,7 +29,6 @@ from megatron_chameleon.report.tables import is_best
 from tests.unit.report.report_samples import (
     NAMES,
     PROTOCOL,
-    columns,
     edit_evaluation,
     evaluation,
     perplexity_of,
@@ -56,36 +52,6 @@ def edit_run(root, name, **changes):
     dataclasses.replace(run, **changes).save()
 
 
-def test_the_main_table_has_the_numbers_of_the_artifacts(root):
-    found = columns(perplexity_of(RunFolder.load(root)))
-    assert list(found) == [
-        "domain",
-        "weight",
-        "95% interval",
-        "unigram perplexity",
-        "perplexity Uniform",
-        "perplexity Chameleon",
-    ]
-    mixture = Mixture.load(root / "4-mixture/chameleon-pretrain.json")
-    results = [
-        EvaluationResult.load(root / f"6-evaluation/{name}.json")
-        for name in ("uniform-seed1", CHAMELEON)
-    ]
-    assert mixture.intervals is not None
-    for i, name in enumerate(NAMES):
-        low, high = mixture.intervals[name]
-        assert found["domain"][i] == name
-        assert float(found["weight"][i]) == pytest.approx(mixture.weights[name], abs=5e-5)
-        assert [float(end) for end in found["95% interval"][i].split(" to ")] == pytest.approx(
-            [low, high], abs=5e-5
-        )
-        for heading, result in zip(list(found)[-2:], results, strict=True):
-            expected = math.e ** result.domains[name].loss
-            assert float(found[heading][i]) == pytest.approx(expected, abs=5e-3)
-        unigram = math.e ** results[0].domains[name].unigram_loss
-        assert float(found["unigram perplexity"][i]) == pytest.approx(unigram, abs=5e-3)
-
-
 def test_averages_and_counts_are_over_domains(root):
     edit_evaluation(root, "uniform-seed1", domains=evaluation(NAMES, [1.0, 2.0, 3.0]).domains)
     edit_evaluation(root, CHAMELEON, domains=evaluation(NAMES, [0.9, 2.1, 3.0]).domains)
@@ -107,18 +73,6 @@ def test_averages_and_counts_are_over_domains(root):
     )
 
 
-def test_an_infinite_perplexity_is_not_the_best_and_has_no_ratio(root):
-    edit_evaluation(root, "uniform-seed1", domains=evaluation(NAMES, [800.0, 2.0, 800.0]).domains)
-    edit_evaluation(root, CHAMELEON, domains=evaluation(NAMES, [800.0, 900.0, 3.0]).domains)
-    table = perplexity_of(RunFolder.load(root))
-    marks = [[is_best(cell) for cell in row[-2:]] for row in (*table.rows, table.summary[0])]
-    assert marks == [[False, False], [True, False], [False, True], [False, False]]
-    assert table.notes[-1] == (
-        "Chameleon has an average perplexity of inf, Uniform of inf; "
-        "Chameleon is lower in 1 of 3 domains."
-    )
-
-
 def test_intervals_of_a_recomputed_mixture_are_not_shown(root, rng):
     random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4))).save(
         root / "4-mixture/chameleon-pretrain.json"
@@ -126,22 +80,6 @@ def test_intervals_of_a_recomputed_mixture_are_not_shown(root, rng):
     table = perplexity_of(RunFolder.load(root))
     assert not any("interval" in heading for heading in table.header)
     assert any("4-mixture/chameleon-pretrain.json has changed" in note for note in table.notes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"parameters": 2_000_000}, "'parameters': Uniform 1,000,000, Chameleon 2,000,000"),
-        ({"tokens": 5}, "'training tokens'"),
-        ({"status": "interrupted"}, r"not finished: Chameleon \(interrupted\)"),
-    ],
-)
-def test_differences_between_runs_are_noted(root, changes, message):
-    assert len(perplexity_of(RunFolder.load(root)).notes) == 2
-    edit_run(root, CHAMELEON, **changes)
-    notes = perplexity_of(RunFolder.load(root)).notes
-    assert len(notes) == 3
-    assert re.search(message, notes[1])
 
 
 @pytest.mark.parametrize(
@@ -255,19 +193,6 @@ def seeded(run_of):
         figures = [p - 3, p + 3, p]
         runs.append(run_of(f"chameleon-seed{seed}", figures, SKEWED, "chameleon-pretrain"))
     return Comparison(tuple(runs), runs[0])
-
-
-def test_runs_of_one_method_are_one_group_in_the_order_of_seeds(run_of):
-    names = ["uniform-seed10", "uniform-seed9", "uniform"]
-    runs = [run_of(name, [9, 9, 9]) for name in names]
-    runs += [run_of("uniform-seed2", [9, 9, 9], SKEWED), run_of("other-seed9", [9, 9, 9])]
-    found = [[r.name for r in group.runs] for group in seed_groups(Comparison(tuple(runs), None))]
-    assert found == [
-        ["uniform-seed9", "uniform-seed10"],
-        ["uniform"],
-        ["uniform-seed2"],
-        ["other-seed9"],
-    ]
 
 
 def test_seeds_are_reported_by_mean_and_deviation_and_paired(seeded):

@@ -166,13 +166,3 @@ def test_a_swarm_of_two_mixtures_is_the_cost_of_each_and_once_in_the_total(root)
     for name in ("regmix-code", "regmix-prose"):
         assert ledger.mixtures[name].cost.flops == 3e12
     assert ledger.total.flops == pytest.approx(before.flops + 3e12)
-
-
-def test_a_mixture_with_a_part_of_unknown_cost_has_no_ratio(root):
-    write_method(root, "regmix", [], unknown_costs=["the runs of ratios.csv"])
-    write_method(root, "copy", ["regmix.json"])
-    folder = RunFolder.load(root)
-    table = mixture_cost_table(ledger_of(folder), folder)
-    for name in ("regmix", "copy"):
-        assert rows_of(table)[name] == ["unknown", "unknown", "-", "-"]
-        assert note_of(root, name).endswith("not counted: the runs of ratios.csv.")

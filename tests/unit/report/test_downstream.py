@@ -8,7 +8,7 @@ import pytest
 
 from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol, Gap
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.downstream import base_run_of, downstream_tables
+from megatron_chameleon.report.downstream import downstream_tables
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
 from tests.unit.report.downstream_samples import downstream, save
@@ -89,15 +89,3 @@ def test_other_questions_are_rejected(root, changes, message):
     result = downstream({"sciq": {0: 0.5, 1: 0.7}})
     with pytest.raises(UserError, match=message):
         tables_of(root, result, dataclasses.replace(result, **changes))
-
-
-def test_a_run_is_found_by_its_checkpoint_too(root):
-    result = downstream({"sciq": {0: 0.5, 1: 0.7}}, checkpoint_hash="deadbeef")
-    save(root, "tasks", result)
-    folder = RunFolder.load(root)
-    assert base_run_of(folder, "tasks") == "tasks"
-    evaluated = dataclasses.replace(folder.evaluations[UNIFORM], checkpoint_hash="deadbeef")
-    evaluated.save(root / f"6-evaluation/{UNIFORM}.json")
-    folder = RunFolder.load(root)
-    assert base_run_of(folder, "tasks") == UNIFORM
-    assert downstream_tables(folder)[0].header == ("task", "Uniform")

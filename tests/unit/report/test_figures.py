@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
-from matplotlib.container import BarContainer
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
@@ -24,7 +23,6 @@ from megatron_chameleon.report.figures import (
     freeze_layout,
     loss_figure,
     new_figure,
-    outline,
     png,
     run_curves,
     svg_content,
@@ -56,21 +54,6 @@ def make_run(tmp_path, name="run", names=NAMES, seed=0) -> TrainingRun:
     run = write_training_run(tmp_path / name, Mixture.uniform(names).weights, "uniform")
     write_losses(run.root, names, [2.0 + i for i in range(len(names))], seed)
     return run
-
-
-def test_bars_are_as_long_as_the_weights(mixtures):
-    figure = weights_figure(mixtures)
-    (axes,) = figure.axes
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    order = sorted(NAMES, key=lambda name: -mixtures["pretraining"].weights[name])
-    assert labels == order
-    bars = [group for group in axes.containers if isinstance(group, BarContainer)]
-    drawn = [[bar.get_width() for bar in group] for group in bars]
-    assert drawn == [[mixture.weights[name] for name in order] for mixture in mixtures.values()]
-    # The first mixture's bar lies above the second's, both around the name's tick.
-    ticks = np.arange(len(NAMES))
-    tops, bottoms = (np.array([bar.get_y() for bar in group]) for group in bars)
-    assert np.all((ticks - 0.5 < tops) & (tops < bottoms) & (bottoms < ticks + 0.5))
 
 
 def test_whiskers_are_the_intervals_even_if_the_weight_is_outside(mixtures):
@@ -157,20 +140,6 @@ def test_names_are_shown_as_they_are_and_cut_where_long(tmp_path, rng):
     assert losses.legends[0].get_texts()[0].get_text() == "_$r$"
 
 
-@pytest.fixture
-def curve(rng):
-    return pd.Series(rng.normal(3.0, 0.5, 10_000), np.arange(1.0, 10_001.0))
-
-
-def test_the_outline_keeps_every_peak_that_would_be_seen(curve):
-    found = outline(curve, 200)
-    assert 150 < len(found) <= 200
-    assert found.index.is_monotonic_increasing
-    pd.testing.assert_series_equal(found, curve[found.index])
-    for part in np.split(curve.to_numpy(), 100):
-        assert {part.min(), part.max()} <= set(found)
-
-
 MANY = [f"domain {i:03d}" for i in range(300)]
 TALLEST = 60  # inches
 
@@ -183,15 +152,6 @@ def curves(last, validation=None):
         for found in (last, validation or {})
     )
     return RunCurves("run", pd.Series(steps, steps), training, held_out)
-
-
-def test_panels_are_of_the_domains_that_differ_most():
-    differing = set(MANY[7:300:13])  # 23 of them
-    first = curves(dict.fromkeys(MANY, 3.0))
-    second = curves({name: 2.0 if name in differing else 3.0 for name in MANY})
-    figure = loss_figure([first, second])
-    shown = [panel.get_title("left") for panel in figure.axes[1:]]
-    assert shown == sorted({*differing, MANY[0]})  # one place is left for the first of the others
 
 
 @pytest.mark.parametrize("count", [2, 300])

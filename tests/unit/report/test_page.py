@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.page import (
     LIST_NAME,
@@ -29,7 +28,7 @@ from megatron_chameleon.report.page import (
 )
 from tests.unit.report.html_reading import read_html
 from tests.unit.report.page_samples import HOSTILE_NAMES, write_full_folder
-from tests.unit.report.report_samples import NAMES, write_run_folder, write_sweep
+from tests.unit.report.report_samples import NAMES, write_run_folder
 
 PICTURES = ["affinity", "loss", "weights"]
 PAGES = ["report.html", "report_files.json", "tables", "tables.md"]
@@ -103,21 +102,6 @@ def test_a_report_is_replaced_and_a_picture_without_data_removed(root, capsys):
     assert "affinity.png" in before
     assert "affinity.png" not in after
     assert "left out: no mixture in 4-mixture" in capsys.readouterr().out
-
-
-def test_a_sweep_is_shown_where_there_is_one(root, capsys):
-    mixtures = [Mixture.uniform(NAMES), Mixture(dict(zip(NAMES, (0.5, 0.3, 0.2), strict=True)))]
-    write_sweep(root, {"ridge": mixtures})
-    report = make_report(root)
-    assert files_in(report) == sorted([*FILES, "stability.pdf", "stability.png"])
-    text = (report / "tables.md").read_text(encoding="utf-8")
-    assert "## Weights over ridge" in text
-    assert "| a\\|b\\_\\<x\\> | 0.3333 | 0.3000 | 0.0333 |" in text
-    assert "![Stability of the weights](stability.png)" in text
-    assert "Weights over ridge" in capsys.readouterr().out
-    mixtures[1].save(root / "4-mixture/sweep/ridge-1.json")
-    with pytest.raises(UserError, match=r"ridge-1\.json has changed since"):
-        make_report(root)
 
 
 @pytest.fixture(scope="module")

@@ -146,18 +146,6 @@ def test_another_setting_shows_no_figure_of_the_paper(root, changes, aspects):
         assert figure not in terminal_table(table)
 
 
-def test_fine_tuning_starts_from_trained_weights(tmp_path):
-    root = make(tmp_path / "run", ["fr", "de", "it", "es", "pt", "nl", "pl"])
-    (table,) = tables_of(root)
-    assert rows_of(table) == {"start": ["random weights", "weights trained on the Pile"]}
-    run = TrainingRun.load(root / "5-base" / UNIFORM)
-    inputs = {"pretrained checkpoint": "hash"}
-    edit_runs(root, provenance=dataclasses.replace(run.provenance, inputs=inputs))
-    perplexity, weights = tables_of(root)
-    assert column_of(perplexity, "paper: Uniform")["average"] == "9.39"
-    assert column_of(weights, "paper: Chameleon (fine-tuning)")["pl"] == "0.2570"
-
-
 def six_shots(accuracy, **changes):
     shots = list(range(6))
     protocol = DownstreamProtocol("0.4.13", shots, None, 1234, "float32")
@@ -176,19 +164,6 @@ def test_accuracies_are_next_to_the_papers(root):
     assert paper["average"] == f"{(64.3 + 61.9) / 2:.1f}"
     assert paper["tasks better than Uniform"] == "2 of 2"
     assert column_of(table, "Chameleon")["tasks better than Uniform"] == "2 of 2"
-
-
-@pytest.mark.parametrize("changes", [{"shots": [0]}, {"limit": 10}])
-def test_tasks_of_another_protocol_are_not_next_to_the_papers(root, changes):
-    if "shots" in changes:
-        result = downstream({"sciq": {0: 0.5}}, protocol=six_shots(0.5, **changes).protocol)
-    else:
-        result = six_shots(0.5, **changes)
-    save(root, f"{UNIFORM}-downstream", result)
-    _, table, *_ = tables_of(root)
-    assert table.title == "Next to the paper: different setting"
-    assert table.header == ("setting", "these runs", "the paper")
-    assert "64.3" not in terminal_table(table)
 
 
 def test_costs_are_next_to_the_papers_by_method(root):

@@ -9,17 +9,13 @@ import shutil
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import Corpus, Cost, EvaluationResult, Mixture, TrainingRun
+from megatron_chameleon.artifacts import Corpus, Cost, Mixture, TrainingRun
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.comparison import bits_per_byte_table, compare, loss_table
+from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.cost import ledger_of
-from megatron_chameleon.report.downstream import downstream_tables
 from megatron_chameleon.report.run_folder import RunFolder, merge
-from tests.unit.report.downstream_samples import downstream, save
 from tests.unit.report.report_samples import (
     NAMES,
-    edit_evaluation,
-    perplexity_of,
     random_mixture,
     random_weights,
     write_run_folder,
@@ -140,19 +136,6 @@ def test_mixtures_of_one_name_are_read_from_their_folders(roots):
     assert not any(mixture.missing for name, mixture in ledger.mixtures.items() if "doge" in name)
 
 
-def test_downstream_results_stay_with_their_runs(roots):
-    change_cost(roots[1] / f"5-base/{UNIFORM}/run.json", 999.0)
-    for root in roots:
-        save(root, f"{UNIFORM}-downstream", downstream({"sciq": {0: 0.5, 1: 0.7}}))
-    both = merged(roots)
-    assert list(both.downstream) == [
-        f"{UNIFORM} (run-a)-downstream",
-        f"{UNIFORM} (run-b)-downstream",
-    ]
-    table = downstream_tables(both)[0]
-    assert table.header[1:] == (f"{UNIFORM} (run-a)", f"{UNIFORM} (run-b)")
-
-
 def test_another_corpus_is_rejected_with_both_hashes(tmp_path, roots):
     other = write_run_folder(tmp_path / "run-c", ["x", "y"])
     hashes = [Corpus.load(root / "1-corpus").hash[:12] for root in (roots[0], other)]
@@ -206,30 +189,3 @@ def test_runs_of_another_corpus_are_rejected_though_not_evaluated(root, has_corp
     known = "1-corpus" if has_corpus else f"6-evaluation/{UNIFORM}.json"
     assert f"{root / '5-base' / CHAMELEON} is of another corpus" in str(rejected.value)
     assert str(root / known) in str(rejected.value)
-
-
-def test_a_domain_without_held_out_text_is_a_row_of_dashes(root):
-    for name in RUNS:
-        result = EvaluationResult.load(root / f"6-evaluation/{name}.json")
-        domains = {n: dataclasses.replace(d, text_bytes=2000) for n, d in result.domains.items()}
-        domains.pop("prose")
-        edit_evaluation(root, name, domains=domains, left_out=["prose"])
-    folder = RunFolder.load(root)
-    comparison = compare(folder)
-    bits = bits_per_byte_table(comparison)
-    assert bits is not None
-    tables = [perplexity_of(folder), loss_table(comparison), bits]
-    for table in tables:
-        assert [row[0] for row in table.rows] == NAMES
-        assert len({len(row) for row in (table.header, *table.rows, *table.summary)}) == 1
-    weight, interval, *others = (cell for cell in tables[0].rows[-1][1:])
-    assert float(weight) == pytest.approx(folder.base_runs[CHAMELEON].mixture["prose"], abs=5e-5)
-    assert " to " in interval
-    assert set(others) == {"-"}
-    assert set(tables[1].rows[-1][1:]) == {"-"}
-    assert set(tables[2].rows[-1][1:]) == {"-"}
-    assert "Nothing to predict, and not in the average: prose." in tables[0].notes
-    # The average is that of the others.
-    first = comparison.runs[0].result
-    assert tables[0].summary[0][-2] == f"{first.mean_perplexity:.2f}"
-    assert tables[0].summary[1][-1].endswith("of 2")

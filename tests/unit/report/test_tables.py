@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 from megatron_chameleon.report.tables import (
-    NAME_WIDTH,
     Best,
     Table,
     csv_table,
@@ -49,18 +48,6 @@ def test_terminal_columns_end_at_the_same_place():
     shifts = [display_width(line) - len(line) for line in body]
     ends = [[p + shift for p in ps] for ps, shift in zip(points, shifts, strict=True)]
     assert ends[0] == ends[1] == ends[2]
-
-
-def test_a_very_long_name_is_shortened_in_the_terminal_alone():
-    name = "crawl " + "n" * 200 + " 2024"
-    long = table(rows=((name, "1.25", "1" * 80),))
-    lines = terminal_table(long).splitlines()
-    (row,) = [line for line in lines if "1.25" in line]
-    assert row.index("1.25") < NAME_WIDTH + 20
-    assert row.startswith("crawl nnn")
-    assert "n 2024 " in row
-    assert row.endswith("1" * 80)
-    assert name in markdown_table(long)
 
 
 def test_markdown_has_the_same_content():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import DrawnTokens, Mixture
-from megatron_chameleon.report.figures import sweep_figure
 from megatron_chameleon.report.page import report_stability
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.weights import (
@@ -20,8 +19,6 @@ from megatron_chameleon.report.weights import (
 from tests.unit.report.report_samples import (
     NAMES,
     columns,
-    random_mixture,
-    random_weights,
     rows_of,
     write_run_folder,
     write_sweep,
@@ -32,11 +29,6 @@ ALL = "Weights of each mixture"
 FINE_TUNING = "Weights for pretraining and fine-tuning"
 
 
-def all_weights(folder):
-    (table,) = [table for table in weight_tables(folder) if table.title == ALL]
-    return table
-
-
 def fine_tuning_tables(folder):
     return [table for table in weight_tables(folder) if table.title.startswith(FINE_TUNING)]
 
@@ -44,35 +36,6 @@ def fine_tuning_tables(folder):
 @pytest.fixture
 def root(tmp_path):
     return write_run_folder(tmp_path / "run")
-
-
-def add_mixture(root, rng, name, mode, **changes):
-    mixture = random_mixture(random_weights(NAMES, rng), mode, rng.normal(size=(3, 4)), **changes)
-    mixture.save(root / f"4-mixture/{name}.json")
-    return mixture
-
-
-def test_a_domain_that_a_mixture_does_not_have_has_no_weight(root):
-    Mixture({"code": 1.0, "prose": 0.0}, method="manual").save(root / "4-mixture/part.json")
-    table = all_weights(RunFolder.load(root))
-    assert table is not None
-    found = columns(table)
-    by_domain = dict(zip(found["domain"], found["part weight"], strict=True))
-    assert by_domain == {"code": "1.0000", "prose": "0.0000", "a|b_<x>": "-"}
-
-
-def test_tables_of_several_mixtures_for_fine_tuning_have_their_names(root, rng):
-    scaled = add_mixture(root, rng, "scaled-finetune", "finetune")
-    partner = add_mixture(root, rng, "scaled-pretrain", "pretrain")
-    tables = fine_tuning_tables(RunFolder.load(root))
-    assert [table.title for table in tables] == [
-        f"{FINE_TUNING}: chameleon-finetune",
-        f"{FINE_TUNING}: scaled-finetune",
-    ]
-    for heading, mixture in (("pretraining", partner), ("fine-tuning", scaled)):
-        found = columns(tables[1])[f"{heading} weight"]
-        assert found == tuple(f"{mixture.weights[name]:.4f}" for name in NAMES)
-    assert not any("the only ones" in note for table in tables for note in table.notes)
 
 
 def test_fine_tuning_weights_are_next_to_the_pretraining_weights(root):
@@ -210,21 +173,6 @@ def test_of_many_domains_those_that_move_are_listed(tmp_path):
     assert len(table.rows) == MOST_ROWS
     assert table.rows[-1][0] == names[-1]
     assert table.notes[0] == "5 other domains move by less."
-
-
-def test_a_line_goes_through_the_weights_of_each_domain(paper):
-    axes = swept_axes(paper)
-    figure = sweep_figure(axes)
-    for panel, axis in zip(figure.axes, axes, strict=True):
-        lines = [line for line in panel.lines if line.get_linestyle() != "--"]
-        drawn = np.array([line.get_ydata() for line in lines])
-        np.testing.assert_array_equal(drawn, axis.weights.T)
-        assert [text.get_text() for text in panel.get_xticklabels()] == list(axis.values)
-        assert panel.get_xlabel() == axis.label
-        assert f"total variation {axis.distances.max():.3f}" in panel.get_title(loc="left")
-    assert figure.axes[0].get_ylabel() == "weight (share of training tokens)"
-    assert len({line.get_color() for line in figure.axes[0].lines[:7]}) == 7
-    assert "95% bootstrap intervals" in figure.get_supxlabel()
 
 
 def test_stability_report_has_figures_tables_and_cost(paper, capsys):
