@@ -43,10 +43,12 @@ SHARE, SHARE_LOW, OFFSET, OFFSET_LOW, CHILDREN = range(5)
 class BlendOrder:
     """Domains of the samples of a run, or of one phase of it, by fixed weights.
 
-    Each domain's count stays within 2 samples of its share of the samples so far, and as a rule
-    within 1.2. When weights change, the next phase corrects each domain's deficit, except for
-    domains whose weight drops to nearly 0; if many do so at every change, deviations of up to 5
-    samples have been observed for the others.
+    Each domain's count stays within 1.25 samples of its share of the samples so far. When weights
+    change, the next phase corrects each domain's deficit, except for domains whose weight drops to
+    nearly 0: deviations stay below 2 samples for moderate changes, and up to 5 have been observed
+    for extreme ones. No order that does not know future weights can bound them by a constant: if
+    each change halts the domain just sampled, the last of n domains falls 1/2 + ... + 1/n behind
+    (the cup game, Bender et al. 2019, "Achieving optimal backlog in multi-processor cup games").
 
     Args:
         weights: [num_domains], not negative, scaled here to sum to 1. A domain is never sampled if

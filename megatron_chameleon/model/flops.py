@@ -151,27 +151,3 @@ def paper_flops(method: str, settings: PaperSettings | None = None) -> float:
     trained = TRAININGS.get(method, 1) * settings.num_proxies * settings.trained_tokens
     per_parameter = TRAINING * trained + FORWARD * settings.embedded_tokens
     return float(paper_parameters(settings.model_size)) * per_parameter
-
-
-def counted_flops(
-    method: str, settings: PaperSettings, shape: ModelShape, seq_length: int, window_length: int
-) -> float:
-    """FLOPs of the same settings counted from shapes: a lower bound of the recorded cost.
-
-    DoReMi's reference reads every token that the proxy is trained on; domains' gradients cost no
-    more than their sum; windows are embedded by the first half of the layers. With the real 82M
-    proxy, DoReMi takes 11.6 times as much as Chameleon, and DoGE 5.0 times.
-
-    Args:
-        method: as ``--method``.
-        settings: numbers of tokens and proxies.
-        shape: of one proxy; replaces ``settings.model_size``.
-        seq_length: tokens of a sample.
-        window_length: tokens of an embedded window.
-    """
-    tokens = settings.num_proxies * settings.trained_tokens
-    spent = TRAININGS.get(method, 1) * training_flops(shape, tokens, seq_length)
-    if method == "doremi":
-        spent += forward_flops(shape, tokens, seq_length)
-    layer = shape.size.num_layers // 2
-    return spent + embedding_flops(shape, layer, settings.embedded_tokens, window_length)

@@ -104,25 +104,21 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
         UserError: with the degrees that divide it.
     """
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    if size.num_attention_heads % tensor:
-        raise UserError(
-            f"--tensor-model-parallel-size {tensor} does not divide {size.num_attention_heads} "
-            f"attention heads; {_divisors(size.num_attention_heads)} do"
-        )
-    if size.num_layers % pipeline:
-        raise UserError(
-            f"--pipeline-model-parallel-size {pipeline} does not divide {size.num_layers} layers; "
-            f"{_divisors(size.num_layers)} do"
-        )
     training = options.for_training()
-    virtual = training.num_virtual_stages_per_pipeline_rank
-    if size.num_layers // pipeline % virtual:
-        raise UserError(
-            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the "
-            f"{size.num_layers // pipeline} layers of a pipeline stage; "
-            f"{_divisors(size.num_layers // pipeline)} do"
-        )
-    training.recompute.check_layers(size.num_layers // pipeline // virtual)
+    virtual, stage_layers = (
+        training.num_virtual_stages_per_pipeline_rank,
+        size.num_layers // pipeline,
+    )
+    for degree, number, what in (
+        ("tensor-model-parallel-size", size.num_attention_heads, "attention heads"),
+        ("pipeline-model-parallel-size", size.num_layers, "layers"),
+        ("num-virtual-stages-per-pipeline-rank", stage_layers, "layers of a pipeline stage"),
+    ):
+        value = getattr(training, degree.replace("-", "_"))
+        if number % value:
+            divisors = ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+            raise UserError(f"--{degree} {value} does not divide {number} {what}; {divisors} do")
+    training.recompute.check_layers(stage_layers // virtual)
     if options.sequence_parallel and seq_length % tensor:
         raise UserError(
             f"--sequence-parallel: sequences of {seq_length} tokens are not a multiple of "
@@ -140,13 +136,25 @@ def transformer_config(
     shape: ModelShape,
     layout: Layout,
     *,
-    bf16: bool,
+    bf16: bool = False,
     per_token_loss: bool = False,
     recompute: RecomputeOptions | None = None,
     deterministic: bool = False,
     gradient_accumulation_fusion: bool = False,
 ) -> TransformerConfig:
-    """Return megatron's config of the model. It needs neither Transformer Engine nor Apex."""
+    """Return megatron's config of the model. It needs neither Transformer Engine nor Apex.
+
+    Args:
+        shape: of the whole model.
+        layout: this rank's.
+        bf16: compute in bfloat16.
+        per_token_loss: weight all unmasked tokens of a step equally. Otherwise micro-batches are
+            weighted equally, which differs only with masked tokens.
+        recompute: activations that the backward pass recomputes; default: none.
+        deterministic: select megatron's deterministic implementations.
+        gradient_accumulation_fusion: accumulate into gradient buffers within the matrix product, by
+            Apex's kernel; the chunks have to be wrapped for data parallelism.
+    """
     dtype = torch.bfloat16 if bf16 else torch.float32
     interleaved = layout.virtual_size > 1
     return TransformerConfig(
@@ -187,28 +195,15 @@ def transformer_config(
 
 
 def build_model(
-    shape: ModelShape,
-    layout: Layout,
-    seed: int,
-    *,
-    bf16: bool = False,
-    per_token_loss: bool = False,
+    shape: ModelShape, layout: Layout, seed: int, **settings: Any
 ) -> GPTModel | Float16Module:
     """Build this rank's part of a model without interleaving; see :func:`build_model_chunks`."""
-    (model,) = build_model_chunks(shape, layout, seed, bf16=bf16, per_token_loss=per_token_loss)
+    (model,) = build_model_chunks(shape, layout, seed, **settings)
     return model
 
 
 def build_model_chunks(
-    shape: ModelShape,
-    layout: Layout,
-    seed: int,
-    *,
-    bf16: bool = False,
-    per_token_loss: bool = False,
-    recompute: RecomputeOptions | None = None,
-    deterministic: bool = False,
-    gradient_accumulation_fusion: bool = False,
+    shape: ModelShape, layout: Layout, seed: int, **settings: Any
 ) -> list[GPTModel | Float16Module]:
     """Build this rank's chunks of the model, with initial weights, on its device.
 
@@ -218,50 +213,41 @@ def build_model_chunks(
         shape: of the whole model.
         layout: this rank's.
         seed: of the initial weights.
-        bf16: compute in bfloat16.
-        per_token_loss: weight all unmasked tokens of a step equally. Otherwise micro-batches are
-            weighted equally, which differs only with masked tokens.
-        recompute: activations that the backward pass recomputes; default: none.
-        deterministic: select megatron's deterministic implementations.
-        gradient_accumulation_fusion: accumulate into gradient buffers within the matrix product, by
-            Apex's kernel; the chunks have to be wrapped for data parallelism.
+        settings: options of :func:`transformer_config`.
     """
-    config = transformer_config(
-        shape,
-        layout,
-        bf16=bf16,
-        per_token_loss=per_token_loss,
-        recompute=recompute,
-        deterministic=deterministic,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-    )
-    return [
-        _build_chunk(config, shape, layout, seed, virtual_stage)
-        for virtual_stage in range(layout.virtual_size)
-    ]
-
-
-def _build_chunk(
-    config: TransformerConfig, shape: ModelShape, layout: Layout, seed: int, virtual_stage: int
-) -> GPTModel | Float16Module:
-    last_chunk = virtual_stage == layout.virtual_size - 1
-    # megatron takes None for a pipeline that is not interleaved.
-    vp_stage = virtual_stage if layout.virtual_size > 1 else None
-    model = GPT(
-        config=config,
-        transformer_layer_spec=_block_spec(config, vp_stage),
-        vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor_size),
-        real_vocab_size=shape.vocab_size,
-        max_sequence_length=shape.max_sequence_length,
-        pre_process=layout.is_first_stage and virtual_stage == 0,
-        post_process=layout.is_last_stage and last_chunk,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="learned_absolute",
-        vp_stage=vp_stage,
-    )
-    initialize_weights(model, shape, seed)
-    model.to(layout.device)
-    return Float16Module(config, model) if config.bf16 else model
+    config = transformer_config(shape, layout, **settings)
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = SequenceParallelLayerNorm
+    layer.submodules.pre_mlp_layernorm = SequenceParallelLayerNorm
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp
+    attention.core_attention = SDPACoreAttention
+    attention.linear_qkv = mlp.submodules.linear_fc1 = TraceableColumnParallelLinear
+    attention.linear_proj = mlp.submodules.linear_fc2 = GroupedRowParallelLinear
+    if config.recompute_granularity == "selective":
+        mlp.module = RecomputedMLP
+    chunks: list[GPTModel | Float16Module] = []
+    for stage in range(layout.virtual_size):
+        # megatron takes None for a pipeline that is not interleaved.
+        vp_stage = stage if layout.virtual_size > 1 else None
+        model = GPT(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[layer] * get_num_layers_to_build(config, vp_stage),
+                layer_norm=SequenceParallelLayerNorm,
+            ),
+            vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor_size),
+            real_vocab_size=shape.vocab_size,
+            max_sequence_length=shape.max_sequence_length,
+            pre_process=layout.is_first_stage and stage == 0,
+            post_process=layout.is_last_stage and stage == layout.virtual_size - 1,
+            share_embeddings_and_output_weights=True,
+            position_embedding_type="learned_absolute",
+            vp_stage=vp_stage,
+        )
+        initialize_weights(model, shape, seed)
+        model.to(layout.device)
+        chunks.append(Float16Module(config, model) if config.bf16 else model)
+    return chunks
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
@@ -270,25 +256,3 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
     while not isinstance(inner, GPTModel):
         inner = inner.module
     return inner
-
-
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec()
-    layer.submodules.input_layernorm = SequenceParallelLayerNorm
-    layer.submodules.pre_mlp_layernorm = SequenceParallelLayerNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = SDPACoreAttention
-    attention.linear_qkv = TraceableColumnParallelLinear
-    attention.linear_proj = GroupedRowParallelLinear
-    layer.submodules.mlp.submodules.linear_fc1 = TraceableColumnParallelLinear
-    if config.recompute_granularity == "selective":
-        layer.submodules.mlp.module = RecomputedMLP
-    layer.submodules.mlp.submodules.linear_fc2 = GroupedRowParallelLinear
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage),
-        layer_norm=SequenceParallelLayerNorm,
-    )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

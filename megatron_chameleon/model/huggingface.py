@@ -247,14 +247,21 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
         )
     found = {name: tensor for name, tensor in found.items() if not _MASK.fullmatch(name)}
     head = found.pop(_TIED_HEAD, None)
-    shapes = huggingface_shapes(shape)
     checked = {}
-    for name, expected in shapes.items():
+    for name, expected in huggingface_shapes(shape).items():
         plain = name.removeprefix(_PREFIX)
         if plain not in found:
             raise UserError(f"{where} holds no tensor {name}, which its config.json requires")
-        checked[name] = found.pop(plain)
-        _check_tensor(checked[name], expected, f"{where}: tensor {name}")
+        tensor = checked[name] = found.pop(plain)
+        problem = None
+        if tuple(tensor.shape) != expected:
+            problem = f"is {list(tensor.shape)}, its config.json asks for {list(expected)}"
+        elif not tensor.is_floating_point():
+            problem = f"is {tensor.dtype}: quantized weights are not supported"
+        elif not torch.isfinite(tensor).all():
+            problem = "has NaN or infinite values; use another copy or model"
+        if problem:
+            raise UserError(f"{where}: tensor {name} {problem}")
     if found:
         raise UserError(
             f"{where} holds {len(found)} tensor(s) that its config.json does not have, such as "
@@ -270,26 +277,14 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
 def huggingface_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Map Hugging Face's names to shapes."""
     h, f = shape.size.hidden_size, shape.size.ffn_hidden_size
-    wide = {"attn.c_attn": (h, 3 * h), "attn.c_proj": (h, h)}
-    wide |= {"mlp.c_fc": (h, f), "mlp.c_proj": (f, h)}
-    whole = {"wte": (shape.vocab_size, h), "wpe": (shape.max_sequence_length, h)}
+    matrices = {"c_attn": (h, 3 * h), "attn.c_proj": (h, h), "c_fc": (h, f), "mlp.c_proj": (f, h)}
+    matrices |= {"wte": (shape.vocab_size, h), "wpe": (shape.max_sequence_length, h)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in huggingface_names(shape).values():
-        part, kind = name.removeprefix(_PREFIX).rsplit(".", 1)
-        matrix = whole.get(part) or wide.get(re.sub(r"h\.\d+\.", "", part)) or (h,)
-        shapes[name] = matrix if kind == "weight" else matrix[-1:]
+        module, kind = name.rsplit(".", 1)
+        whole = next((size for end, size in matrices.items() if module.endswith(end)), (h,))
+        shapes[name] = whole if kind == "weight" else whole[-1:]
     return shapes
-
-
-def _check_tensor(tensor: torch.Tensor, expected: tuple[int, ...], where: str) -> None:
-    if tuple(tensor.shape) != expected:
-        raise UserError(
-            f"{where} is {list(tensor.shape)}, its config.json asks for {list(expected)}"
-        )
-    if not tensor.is_floating_point():
-        raise UserError(f"{where} is {tensor.dtype}: quantized weights are not supported")
-    if not torch.isfinite(tensor).all():
-        raise UserError(f"{where} has NaN or infinite values; use another copy or model")
 
 
 def _is_stored_transposed(ours: str, tensor: torch.Tensor) -> bool:

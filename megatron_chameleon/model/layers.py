@@ -82,9 +82,8 @@ class SDPACoreAttention(MegatronModule):
         assert attention_bias is None, "an attention bias is not supported here"
         assert packed_seq_params is None, "packed sequences need Transformer Engine"
         padding = -query.size(-1) % self.head_dim_multiple
-        q, k, v = (  # [b, n, s, d]
-            _padded(heads, padding).permute(1, 2, 0, 3) for heads in (query, key, value)
-        )
+        # [b, n, s, d]; appended zeros change no score.
+        q, k, v = (pad(t, (0, padding)).permute(1, 2, 0, 3) for t in (query, key, value))
         mask_type = attn_mask_type or self.attn_mask_type
         if attention_mask is None:
             assert mask_type in (AttnMaskType.causal, AttnMaskType.no_mask), mask_type
@@ -113,11 +112,6 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         dtype: of the queries.
     """
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
-
-
-def _padded(heads: torch.Tensor, padding: int) -> torch.Tensor:
-    """Append zeros to each head; they change no score."""
-    return pad(heads, (0, padding)) if padding else heads
 
 
 class SequenceParallelLayerNorm(torch.nn.LayerNorm):

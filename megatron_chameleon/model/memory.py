@@ -19,7 +19,7 @@ import dataclasses
 
 from megatron_chameleon.model.cross_entropy import CHUNK_ON_CPU
 from megatron_chameleon.model.gpt import padded_vocab_size
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
@@ -109,8 +109,23 @@ class RankMemory:
 
 def estimate_memory(setup: TrainingSetup) -> list[RankMemory]:
     """Estimate the memory of one rank of every pipeline stage."""
-    stages = range(setup.parallel.pipeline_model_parallel_size)
-    return [_stage_memory(setup, stage) for stage in stages]
+    memories = []
+    for stage in range(setup.parallel.pipeline_model_parallel_size):
+        count, own = stage_parameters(setup, stage), optimized_parameters(setup, stage)
+        kept, logits, working = max(_moments_of_a_step(setup, stage), key=sum)
+        memories.append(
+            RankMemory(
+                stage=stage,
+                parameters=count * setup.element_bytes,
+                gradients=count * FLOAT32_BYTES,
+                main_weights=own * FLOAT32_BYTES if setup.bf16 else 0,
+                moments=2 * own * FLOAT32_BYTES,
+                activations=kept,
+                logits=logits,
+                working=working,
+            )
+        )
+    return memories
 
 
 def fullest_stage(setup: TrainingSetup) -> RankMemory:
@@ -122,12 +137,14 @@ def stage_parameters(setup: TrainingSetup, stage: int) -> int:
     """Count the parameters on one rank of a pipeline stage."""
     parallel, size = setup.parallel, setup.shape.size
     pipeline = parallel.pipeline_model_parallel_size
-    tensor = parallel.tensor_model_parallel_size
-    count = size.num_layers // pipeline * layer_parameters_of_rank(size, tensor)
+    h, f = size.hidden_size, size.ffn_hidden_size
+    # Norms and two biases are whole on every rank.
+    sharded = (4 * h * h + 3 * h + 2 * h * f + f) // parallel.tensor_model_parallel_size
+    count = size.num_layers // pipeline * (sharded + 2 * h + 4 * h)
     if stage == 0:
-        count += setup.embedding_elements + setup.shape.max_sequence_length * size.hidden_size
+        count += setup.embedding_elements + setup.shape.max_sequence_length * h
     if stage == pipeline - 1:
-        count += 2 * size.hidden_size  # the final layer norm
+        count += 2 * h  # the final layer norm
         count += setup.embedding_elements if pipeline > 1 else 0  # a copy of the tied embedding
     return count
 
@@ -136,13 +153,6 @@ def optimized_parameters(setup: TrainingSetup, stage: int) -> int:
     """Count the parameters whose optimizer state lies on one rank of a pipeline stage."""
     shards = setup.data_parallel_size if setup.parallel.use_distributed_optimizer else 1
     return -(-stage_parameters(setup, stage) // shards)
-
-
-def layer_parameters_of_rank(size: ModelSize, tensor: int) -> int:
-    """Count a layer's parameters on one of ``tensor`` ranks; norms and two biases are whole."""
-    h, f = size.hidden_size, size.ffn_hidden_size
-    sharded = 4 * h * h + 3 * h + 2 * h * f + f
-    return sharded // tensor + 2 * h + 4 * h
 
 
 def chunks_in_flight(setup: TrainingSetup, stage: int) -> int:
@@ -158,57 +168,30 @@ def chunks_in_flight(setup: TrainingSetup, stage: int) -> int:
     return min(warm_up + 1, setup.num_microbatches * virtual)
 
 
-def layer_bytes(setup: TrainingSetup) -> int:
-    """Bytes that a layer keeps of one micro-batch, unless it is fully recomputed."""
-    size, tensor = setup.shape.size, setup.parallel.tensor_model_parallel_size
-    attention = 4 * setup.tokens * size.hidden_size // tensor * setup.element_bytes
-    log_sum_exp = setup.tokens * size.num_attention_heads // tensor * FLOAT32_BYTES
-    selective = setup.parallel.recompute.recompute_granularity == "selective"
-    mlp = 0 if selective else _inside_mlp_bytes(setup)
-    return 4 * setup.residual_bytes + attention + log_sum_exp + mlp
-
-
-def _stage_memory(setup: TrainingSetup, stage: int) -> RankMemory:
-    count = stage_parameters(setup, stage)
-    own = optimized_parameters(setup, stage)
-    kept, logits, working = max(_moments_of_a_step(setup, stage), key=sum)
-    return RankMemory(
-        stage=stage,
-        parameters=count * setup.element_bytes,
-        gradients=count * FLOAT32_BYTES,
-        main_weights=own * FLOAT32_BYTES if setup.bf16 else 0,
-        moments=2 * own * FLOAT32_BYTES,
-        activations=kept,
-        logits=logits,
-        working=working,
-    )
-
-
-def _inside_mlp_bytes(setup: TrainingSetup) -> int:
-    """Bytes of both sides of the activation."""
-    width = setup.shape.size.ffn_hidden_size // setup.parallel.tensor_model_parallel_size
-    return 2 * setup.tokens * width * setup.element_bytes
-
-
 def _chunk_bytes(setup: TrainingSetup) -> tuple[int, int]:
     """Bytes that a chunk keeps of a micro-batch, and bytes recomputed of it at a time."""
-    parallel, recompute = setup.parallel, setup.parallel.recompute
-    layers = (
-        setup.shape.size.num_layers
-        // parallel.pipeline_model_parallel_size
-        // parallel.num_virtual_stages_per_pipeline_rank
-    )
-    whole, inputs = layer_bytes(setup), setup.residual_bytes
+    parallel, recompute, size = setup.parallel, setup.parallel.recompute, setup.shape.size
+    tensor = parallel.tensor_model_parallel_size
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
+    layers = size.num_layers // parallel.pipeline_model_parallel_size // virtual
+    inputs = setup.residual_bytes
+    attention = 4 * setup.tokens * size.hidden_size // tensor * setup.element_bytes
+    log_sum_exp = setup.tokens * size.num_attention_heads // tensor * FLOAT32_BYTES
+    # Both sides of the activation.
+    mlp = 2 * setup.tokens * (size.ffn_hidden_size // tensor) * setup.element_bytes
+    layer = 4 * inputs + attention + log_sum_exp
     # Interleaved stages also keep sent outputs.
-    sent = inputs if parallel.num_virtual_stages_per_pipeline_rank > 1 else 0
-    if recompute.recompute_granularity != "full":
-        selective = recompute.recompute_granularity == "selective"
-        return layers * whole + sent, _inside_mlp_bytes(setup) if selective else 0
+    sent = inputs if virtual > 1 else 0
+    if recompute.recompute_granularity == "selective":
+        return layers * layer + sent, mlp
+    layer += mlp
+    if recompute.recompute_granularity is None:
+        return layers * layer + sent, 0
     unit = recompute.unit
     if recompute.recompute_method == "block":
-        kept = unit * inputs + (layers - unit) * whole
-        return kept + sent, whole if layers == unit else 0
-    return layers // unit * inputs + sent, unit * whole
+        kept = unit * inputs + (layers - unit) * layer
+        return kept + sent, layer if layers == unit else 0
+    return layers // unit * inputs + sent, unit * layer
 
 
 def _moments_of_a_step(setup: TrainingSetup, stage: int) -> list[tuple[int, int, int]]:
@@ -234,18 +217,12 @@ def _moments_of_a_step(setup: TrainingSetup, stage: int) -> list[tuple[int, int,
     if stage == pipeline - 1:
         logits = setup.embedding_elements // size.hidden_size * setup.tokens * element
         head = 2 * setup.residual_bytes  # into and out of the final layer norm
+        # The loss in float32 on the CPU; a GPU's kernel needs no memory. For float32 logits it is
+        # the differences of one chunk; otherwise also the chunk and, if there is one, the previous.
+        elements = logits // element
+        copies = (3 if elements > CHUNK_ON_CPU else 2) if setup.bf16 else 1
+        loss = copies * FLOAT32_BYTES * min(CHUNK_ON_CPU, elements)
         # The loss, and then the backward pass of the output layer.
-        for working in (_loss_chunk_bytes(setup, logits), hidden + embedding):
+        for working in (loss, hidden + embedding):
             moments.append((kept + head, logits, buffers + working))
     return moments
-
-
-def _loss_chunk_bytes(setup: TrainingSetup, logits: int) -> int:
-    """Float32 working memory of the loss on the CPU; a GPU's kernel needs none.
-
-    For float32 logits it is the differences of one chunk; otherwise also the chunk and, if there is
-    one, the chunk before it.
-    """
-    elements = logits // setup.element_bytes
-    copies = (3 if elements > CHUNK_ON_CPU else 2) if setup.bf16 else 1
-    return copies * FLOAT32_BYTES * min(CHUNK_ON_CPU, elements)

@@ -57,7 +57,11 @@ class Reader:
             mine = [block for block in chunk.decoder.layers if block.layer_number <= layer]
             if not mine:
                 return None  # this stage starts after that layer and receives nothing
-            hidden = self._embed(tokens) if chunk.pre_process else self._receive(tokens.shape)
+            if chunk.pre_process:
+                positions = _positions(tokens)
+                hidden = self.model.embedding(input_ids=tokens, position_ids=positions)
+            else:
+                hidden = self._receive(tokens.shape)
             for block in mine:
                 hidden, _ = block(hidden_states=hidden, attention_mask=None)
             if mine[-1].layer_number == layer:
@@ -75,7 +79,7 @@ class Reader:
         assert not self.later_chunks, "only training interleaves its stages"
         if not self.layout.is_first_stage:
             self.model.set_input_tensor(self._receive(tokens.shape))
-        output = self.model(tokens, self._positions(tokens), None, labels=labels)
+        output = self.model(tokens, _positions(tokens), None, labels=labels)
         if self.layout.is_last_stage:
             return output.detach().float()
         self._send(output)
@@ -102,9 +106,8 @@ class Reader:
             hidden = self.model.embedding(input_ids=tokens, position_ids=positions)
         else:
             self.model.set_input_tensor(self._receive(tokens.shape))
-        mask = hidden_from
-        if mask is not None:
-            mask = additive_mask(mask, self.model.config.params_dtype)
+        dtype = self.model.config.params_dtype
+        mask = None if hidden_from is None else additive_mask(hidden_from, dtype)
         hidden = self.model.decoder(hidden_states=hidden, attention_mask=mask)
         if self.layout.is_last_stage:
             return self._whole(hidden)
@@ -116,12 +119,6 @@ class Reader:
         if self.layout.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
         return hidden.detach()  # megatron's layers mark their output as requiring gradients
-
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model.embedding(input_ids=tokens, position_ids=self._positions(tokens))
-
-    def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
 
     def _receive(self, tokens_shape: torch.Size) -> torch.Tensor:
         batch, length = tokens_shape
@@ -163,6 +160,10 @@ class Reader:
         return values
 
 
+def _positions(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+
+
 def length_multiple(layout: Layout) -> int:
     """The multiple that sequence lengths are padded to, for sequence parallelism and kernels.
 
@@ -184,13 +185,11 @@ def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> 
     Raises:
         UserError: if the model has no such layer.
     """
+    num_layers = shape.size.num_layers
     if layer is None:
-        return max(1, shape.size.num_layers // 2)
-    if not 1 <= layer <= shape.size.num_layers:
-        raise UserError(
-            f"{flag} {layer}: the model has layers 1 to {shape.size.num_layers}; "
-            f"the middle is {max(1, shape.size.num_layers // 2)}"
-        )
+        return max(1, num_layers // 2)
+    if not 1 <= layer <= num_layers:
+        raise UserError(f"{flag} {layer}: the model has layers 1 to {num_layers}")
     return layer
 
 

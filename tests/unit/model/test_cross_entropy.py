@@ -50,13 +50,6 @@ def test_losses_and_gradients_are_torchs(vocab_size, chunk, monkeypatch):
         assert_as_near(mine, reference, right)
 
 
-def test_it_is_as_accurate_as_torchs_float32():
-    """At a real vocabulary."""
-    given = *case((64,), 50_304, 50_257), 50_257
-    for mine, reference, right in zip(ours(*given), torchs(*given), expected(*given), strict=True):
-        assert_as_near(mine, reference, right, factor=2)
-
-
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 1e4])
 def test_bf16_logits_give_float32_losses_and_bf16_gradients(spread):
     logits, labels, of_losses = case(dtype=torch.bfloat16, spread=spread)
@@ -80,14 +73,6 @@ def test_padding_may_hold_anything_and_gets_no_gradient():
         assert torch.equal(losses, clean[0])
         assert torch.equal(gradient[..., :37], clean[1][..., :37])
         assert (gradient[..., 37:] == 0).all()
-
-
-def test_the_gradient_overwrites_the_logits():
-    logits, labels, of_losses = case()
-    made = logits.clone().requires_grad_() * 1
-    losses = chunked_cross_entropy(made, labels, 37)
-    (gradient,) = torch.autograd.grad(losses, made, of_losses)
-    assert gradient.data_ptr() == made.data_ptr()
 
 
 def test_a_retained_graph_leaves_the_logits_alone():
@@ -139,16 +124,6 @@ def test_the_batch_is_never_whole_in_float32():
     with LargestFloat32() as torchs_makes:  # the measure sees what it should
         cross_entropy(logits.float(), labels)
     assert torchs_makes.elements == logits.numel()
-
-
-def test_without_gradients_the_logits_are_unchanged():
-    logits, labels, _ = case()
-    before = logits.clone()
-    with torch.no_grad():
-        losses = chunked_cross_entropy(logits, labels, 37)
-    assert torch.equal(logits, before)
-    right = cross_entropy(before[..., :37].flatten(0, 1), labels.flatten(), reduction="none")
-    torch.testing.assert_close(losses.flatten(), right)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 20, 33, 40])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
-from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
 
@@ -16,7 +14,7 @@ from megatron_chameleon.model import compiled_layers, gpt
 from megatron_chameleon.model.compiled_layers import check_compile, compile_layers
 from megatron_chameleon.model.gpt import build_model, padded_vocab_size, unwrap
 from megatron_chameleon.model.initialization import INIT_STD, global_name, initialize_weights
-from megatron_chameleon.model.sizes import SIZES, ModelShape, ModelSize, model_size
+from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 
 SMALL = ModelSize(num_layers=2, num_attention_heads=4, hidden_size=32, ffn_hidden_size=48)
@@ -53,7 +51,7 @@ def _unfilled(monkeypatch):
 
 
 @pytest.mark.usefixtures("_unfilled")
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ["nano", "684m", "1.2b"])
 def test_the_model_has_the_parameters_of_its_shape(one_rank, name):
     shape = ModelShape(model_size(name), vocab_size=50_257, max_sequence_length=1024)
     model = build_model(shape, one_rank, seed=0)
@@ -92,26 +90,6 @@ def test_padding_is_left_out_of_the_loss(one_rank, tokens):
     assert (rows.grad[:VOCAB_SIZE] != 0).any(dim=1).all()
 
 
-def test_the_loss_and_its_gradient_are_megatrons(one_rank, tokens):
-    """Compared with the one that megatron uses for a sharded vocabulary."""
-    model = build_model(ModelShape(SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
-    generator = torch.Generator().manual_seed(0)
-    drawn = 5 * torch.randn(LENGTH, 3, 256, generator=generator)  # [s, b, v]
-    drawn[..., VOCAB_SIZE:] = torch.finfo(torch.float32).min  # padding, as megatron has none
-    results = []
-    for loss_of in (model.compute_language_model_loss, megatrons_loss(model)):
-        logits = drawn.clone().requires_grad_()
-        losses = loss_of(tokens[:, 1:].contiguous(), logits * 1.0)
-        (gradient,) = torch.autograd.grad((losses * torch.arange(LENGTH)).sum(), logits)
-        results.append((losses, gradient))
-    for ours, megatrons in zip(*results, strict=True):
-        torch.testing.assert_close(ours, megatrons, atol=2e-5, rtol=1e-5)
-
-
-def megatrons_loss(model):
-    return functools.partial(LanguageModule.compute_language_model_loss, model)
-
-
 def test_a_later_token_changes_no_earlier_loss(one_rank, tokens):
     model = build_model(ModelShape(SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
     changed = tokens.clone()
@@ -120,12 +98,6 @@ def test_a_later_token_changes_no_earlier_loss(one_rank, tokens):
     # Token 13 is the label of position 12 and the input of position 13.
     assert torch.equal(before[:, :12], after[:, :12])
     assert (before[:, 12:] != after[:, 12:]).all()
-
-
-def test_the_output_layer_is_the_embedding(one_rank):
-    model = build_model(ModelShape(SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
-    assert model.shared_embedding_or_output_weight() is model.embedding.word_embeddings.weight
-    assert model.output_layer.weight is None
 
 
 def test_bf16_computes_near_fp32_from_the_same_weights(one_rank, tokens):
@@ -286,9 +258,3 @@ def test_the_papers_sizes(name):
     assert count / 1e6 == pytest.approx(millions, rel=0.015)
     if name == "124m":  # the public GPT-2
         assert count == 124_439_808
-
-
-def test_an_unknown_size_lists_the_names():
-    with pytest.raises(UserError) as error:
-        model_size("83m")
-    assert all(known in str(error.value) for known in SIZES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -12,11 +11,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_chameleon.model.gpt import build_model, build_model_chunks, transformer_config
+from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.layers import (
     SDPACoreAttention,
     SequenceParallelLayerNorm,
-    additive_mask,
 )
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.options import RecomputeOptions
@@ -87,12 +85,6 @@ def test_causal_attention_is_the_direct_formula(groups):
     assert_direct(result, (q, k, v), causal_mask())
 
 
-def test_the_mask_type_of_the_call_overrides_the_constructors():
-    q, k, v = heads(2)
-    result = attention_of(AttnMaskType.causal)(q, k, v, None, attn_mask_type=AttnMaskType.no_mask)
-    assert_direct(result, (q, k, v), torch.zeros_like(causal_mask()))
-
-
 @pytest.mark.parametrize("shape", [(BATCH, HEADS), (BATCH, 1), (1, 1)])
 @pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.arbitrary])
 def test_an_explicit_mask_replaces_the_causal_one(shape, mask_type):
@@ -102,45 +94,11 @@ def test_an_explicit_mask_replaces_the_causal_one(shape, mask_type):
     assert_direct(result, (q, k, v), mask.expand(BATCH, HEADS, LENGTH, LENGTH))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_additive_mask_gives_the_bits_of_the_boolean_one(dtype):
-    mask, results = random_mask(BATCH, 1), []
-    for given in (mask, additive_mask(mask, dtype)):
-        inputs = [part.requires_grad_() for part in heads(1, dtype=dtype)]
-        context = attention_of()(*inputs, given)
-        results.append((context, *torch.autograd.grad(context.float().square().sum(), inputs)))
-    for boolean, additive in zip(*results, strict=True):
-        assert torch.equal(boolean, additive)
-
-
-def test_another_scale_is_used():
-    q, k, v = heads(4)
-    result = attention_of(softmax_scale=0.7)(q, k, v, None)
-    assert_direct(result, (q, k, v), causal_mask(), scale=0.7)
-
-
 def test_bf16_stays_bf16():
     q, k, v = heads(5, dtype=torch.bfloat16)
     result = attention_of()(q, k, v, None)
     assert result.dtype == torch.bfloat16
     assert_direct(result, (q, k, v), causal_mask())
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda qkv: attention_of()(*qkv, None, attention_bias=torch.zeros(LENGTH, LENGTH)),
-        lambda qkv: attention_of()(*qkv, None, packed_seq_params=object()),
-        lambda qkv: attention_of(AttnMaskType.padding)(*qkv, None),
-        lambda _: attention_of(config=config_of(attention_dropout=0.1)),
-        lambda _: attention_of(attention_dropout=0.1),
-        lambda _: attention_of(config=config_of(window_size=(4, 0))),
-        lambda _: attention_of(config=config_of(softmax_type="off-by-one")),
-    ],
-)
-def test_unsupported_settings_are_assertion_errors(use):
-    with pytest.raises(AssertionError):
-        use(heads(6))
 
 
 @pytest.mark.parametrize("mask", [None, random_mask(BATCH, 1)], ids=["causal", "given"])
@@ -199,15 +157,6 @@ def test_layer_norm_is_the_formula_and_marks_its_parameters(eps, sequence_parall
 
 SIZE = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=32, ffn_hidden_size=48)
 SHAPE = ModelShape(SIZE, vocab_size=100, max_sequence_length=16)
-
-
-def test_every_norm_of_the_model_is_of_this_kind(one_rank):
-    model = build_model(SHAPE, one_rank, seed=0)
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
-    assert len(norms) == 2 * SHAPE.size.num_layers + 1
-    assert all(isinstance(norm, SequenceParallelLayerNorm) for norm in norms)
-    layout = dataclasses.replace(one_rank, sequence_parallel=True, tensor_size=2)
-    assert transformer_config(SHAPE, layout, bf16=False).sequence_parallel
 
 
 def gradients(layout, recompute):

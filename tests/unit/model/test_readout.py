@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.readout import Reader, check_layer, check_window, length_multiple
+from megatron_chameleon.model.readout import Reader, check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape, model_size
 
 SHAPE = ModelShape(model_size("nano"), vocab_size=250, max_sequence_length=32)
@@ -29,20 +27,6 @@ def tokens(request):
 
 def positions_of(tokens):
     return torch.arange(tokens.size(1)).expand_as(tokens)
-
-
-@pytest.mark.parametrize(
-    ("sequence_parallel", "device", "multiple"),
-    [(False, "cpu", 1), (True, "cpu", 3), (False, "cuda", 64), (True, "cuda", 192)],
-)
-def test_sequences_fit_the_layout_and_the_kernels(one_rank, sequence_parallel, device, multiple):
-    layout = dataclasses.replace(
-        one_rank,
-        tensor_size=3,
-        sequence_parallel=sequence_parallel,
-        device=torch.device(device),
-    )
-    assert length_multiple(layout) == multiple
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3, 4])
@@ -91,12 +75,6 @@ def test_token_losses_are_minus_the_log_of_the_models_probabilities(reader, toke
     assert losses.dtype == torch.float32
     assert not losses.requires_grad
     torch.testing.assert_close(losses.double(), -probabilities.log(), atol=1e-5, rtol=0)
-
-
-def test_only_ranks_with_a_result_are_summed(reader):
-    values = torch.tensor([1.0, 2.0])
-    assert reader.sum_over_ranks(values.clone(), has_result=True).tolist() == [1.0, 2.0]
-    assert reader.sum_over_ranks(values.clone(), has_result=False).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("name", "middle"), [("60m", 1), ("82m", 3)])
