@@ -110,8 +110,8 @@ def is_stable(character: str) -> bool:
     )
 
 
-class CannotEncodeError(Exception):
-    """Why gigatoken cannot be used with a tokenizer."""
+class CannotEncodeError(UserError):
+    """Gigatoken cannot be used with a tokenizer."""
 
 
 class GigatokenEncoder:
@@ -288,12 +288,9 @@ def with_gigatoken(tokenizer: Tokenizer) -> Tokenizer:
     """``tokenizer`` with gigatoken, without comparing them.
 
     Raises:
-        UserError: if the package is missing or does not support the tokenizer.
+        CannotEncodeError: if the package is missing or does not support the tokenizer.
     """
-    try:
-        fast_encoder = GigatokenEncoder(tokenizer.file, tokenizer.encoder, tokenizer.eod_id)
-    except CannotEncodeError as error:
-        raise UserError(f"{error}; use --encoder own") from error
+    fast_encoder = GigatokenEncoder(tokenizer.file, tokenizer.encoder, tokenizer.eod_id)
     return dataclasses.replace(tokenizer, fast_encoder=fast_encoder)
 
 
@@ -323,7 +320,7 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
             raise CannotEncodeError(
                 f"gigatoken and {own.kind} encode {differing[:40]!r} differently"
             )
-    except (CannotEncodeError, UserError) as error:
+    except UserError as error:
         if choice == "gigatoken":
             raise UserError(f"--encoder gigatoken: {error}; use --encoder own") from error
         warnings.warn(f"{error}: using {own.kind}, which is slower", stacklevel=2)

@@ -224,8 +224,6 @@ class _Run:
         with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
             joined = join_shards(shards, first_domains, made, drop, bar.update)
         joined.malformed.check(self.options.source.max_malformed_share)
-        if joined.malformed.count:
-            warnings.warn(f"{joined.malformed.describe()}; they are skipped", stacklevel=2)
         if self.options.domains.domain_key is not None:  # otherwise reported with the sources
             renamed = {name for shard in shards for name in shard.renamed}
             if unused := self.options.domains.unused_renames(renamed):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import operator
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,12 +131,14 @@ class MalformedLines:
         return f"{self.count} of {self.lines} lines are malformed: {'; '.join(self.first)}{more}"
 
     def check(self, max_share: float) -> None:
-        """Raise UserError if more than ``max_share`` of the lines are malformed."""
+        """Warn about malformed lines; raise UserError if they exceed ``max_share`` of all lines."""
         if self.count > max_share * self.lines:
             raise UserError(
                 f"{self.describe()}; this exceeds --max-malformed-share {max_share:g}: correct "
                 "them, or allow a larger share"
             )
+        if self.count:
+            warnings.warn(f"{self.describe()}; they are skipped", stacklevel=3)
 
 
 class DocumentReader:
@@ -201,7 +204,8 @@ class DocumentReader:
         for begin, lines in read_lines(source.path, on_block, longest, chunk.start, chunk.stop):
             if begin == 0 and not isinstance(lines[0], int):
                 lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
-            documents = parser.parse_lines(lines)
+            loads: Callable[[Any], Any] = orjson.loads  # an int is a JSONDecodeError
+            documents = parser.parse_batch(map(loads, lines))
             if documents is None:
                 first = None if chunk.start else number
                 documents = parser.parse_each(_records(lines, begin, first))
@@ -218,7 +222,7 @@ class DocumentReader:
                 rows = batch.to_pylist()
             except UnicodeDecodeError:
                 rows = [_row(batch, position) for position in range(batch.num_rows)]
-            documents = parser.parse_records(rows)
+            documents = parser.parse_batch(rows)
             if documents is None:
                 found = ((f"row {row}", record) for row, record in enumerate(rows, start=first_row))
                 documents = parser.parse_each(found)
@@ -283,9 +287,8 @@ def _check_unchanged(source: Source) -> None:
 class RecordParser:
     """Turn the records of one source into documents.
 
-    :meth:`parse` is the reference. :meth:`parse_lines` and :meth:`parse_records` convert many at
-    once, far faster, and return None where any of them is unusual: :meth:`parse_each` then
-    determines the result.
+    :meth:`parse` is the reference. :meth:`parse_batch` converts many records at once, far faster,
+    and returns None where any of them is unusual: :meth:`parse_each` then determines the result.
 
     Attributes:
         keys: flag -> key, of the values that a record must have.
@@ -370,19 +373,8 @@ class RecordParser:
         if self._missing and not self._any_document:
             raise UserError(f"{self._source.name}: no line has the {self._missing}")
 
-    def parse_lines(self, lines: Sequence[Line]) -> list[Document] | None:
-        """The documents in lines of JSON, or None."""
-        loads: Callable[[Any], Any] = orjson.loads  # an int is a JSONDecodeError
-        try:
-            return self._parse_batch(map(loads, lines), len(lines))
-        except orjson.JSONDecodeError:
-            return None
-
-    def parse_records(self, records: Sequence[Any]) -> list[Document] | None:
-        """The documents in records, or None."""
-        return self._parse_batch(records, len(records))
-
-    def _parse_batch(self, records: Iterable[Any], count: int) -> list[Document] | None:
+    def parse_batch(self, records: Iterable[Any]) -> list[Document] | None:
+        """The documents in regular records, which may raise JSONDecodeError; None otherwise."""
         get_text, *get_names = map(_value_getter, self.keys.values())
         names: list[Any] = []
         try:
@@ -390,14 +382,14 @@ class RecordParser:
                 records = list(records)
                 names = [get_names[0](record) for record in records]
             texts = [get_text(record) for record in records]
-        except (KeyError, TypeError, AttributeError):
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
             return None
         if not {*map(type, texts), *map(type, names)} <= {str}:
             return None
         if any(map(self._may_be_too_long, texts)) or not all(map(is_domain_name, set(names))):
             return None
-        self._malformed.lines += count
-        self._any_document |= count > 0
+        self._malformed.lines += len(texts)
+        self._any_document |= bool(texts)
         split, domain = self._source.split, self._source.domain or ""
         if not get_names:
             return [Document(domain, text, split) for text in texts]

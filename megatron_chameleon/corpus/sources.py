@@ -128,8 +128,8 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
         raise UserError("--input is empty; pass files, folders or globs")
     if domains is None:
         return _with_unique_names(
-            dataclasses.replace(source, domain=name)
-            for name, source in _named_sources("--input", inputs, None)
+            source
+            for source in _named_sources("--input", inputs, None)
             if source.split in (None, "train")
         )
     all_inputs: list[tuple[str, list[str], Split | None]] = [
@@ -138,31 +138,28 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
         ("--test-input", flat(domains.test_input), "test"),
     ]
     sources: list[Source] = []
-    found: set[str] = set()
-    left_out: Counter[str] = Counter()
+    found: Counter[str] = Counter()
     any_unnamed = False
     for flag, values, split in all_inputs:
-        for name, source in _named_sources(flag, values, split):
-            domain = name
-            if name is None:
+        for source in _named_sources(flag, values, split):
+            if source.domain is None:
                 any_unnamed = True
                 original = _domain_of(source, domains, flag)
                 if original is not None:
-                    found.add(original)
-                    domain = domains.renamed(original)
-                    if domain is None:
-                        left_out[original] += 1
+                    found[original] += 1
+                    source = dataclasses.replace(source, domain=domains.renamed(original))
+                    if source.domain is None:
                         continue
-            sources.append(dataclasses.replace(source, domain=domain))
+            sources.append(source)
     if domains.domain_flags and not any_unnamed:
         raise UserError(
             f"{domains.domain_flags[0]} has no effect: every --input names its domain; leave out "
             "one or the other"
         )
-    if left_out:
+    if left_out := [name for name in found if domains.renamed(name) is None]:
+        num_files = sum(found[name] for name in left_out)
         warnings.warn(
-            f"--rename-domain leaves out {left_out.total():,} files, of {quoted(left_out)}",
-            stacklevel=2,
+            f"--rename-domain leaves out {num_files:,} files, of {quoted(left_out)}", stacklevel=2
         )
     unused = domains.unused_renames(found)
     if unused and domains.domain_key is None:  # with a key it is known when all was read
@@ -182,10 +179,8 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
     return _with_unique_names(sources)
 
 
-def _named_sources(
-    flag: str, inputs: Iterable[str], split: Split | None
-) -> Iterator[tuple[str | None, Source]]:
-    """NAME of NAME=PATH or None, and each source; all for ``split`` if it is not None."""
+def _named_sources(flag: str, inputs: Iterable[str], split: Split | None) -> Iterator[Source]:
+    """The sources, with the domain of NAME=PATH; all for ``split`` if it is not None."""
     for value in inputs:
         # A path may hold '=' itself, after its first '/'.
         name, equals, pattern = value.partition("=")
@@ -200,7 +195,7 @@ def _named_sources(
         else:
             sources = [_file_source(file, split) for file in find_files(path, flag)]
         for source in sources:
-            yield name if is_named else None, source
+            yield dataclasses.replace(source, domain=name if is_named else None)
 
 
 def _file_source(path: str, split: Split | None) -> Source:

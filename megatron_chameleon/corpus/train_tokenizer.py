@@ -53,8 +53,6 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
 
         model = train(texts(), vocab_size, options.eod_token)
     reader.malformed.check(options.source.max_malformed_share)
-    if reader.malformed.count:
-        warnings.warn(f"{reader.malformed.describe()}; they are skipped", stacklevel=2)
     with replacing(output) as temporary:
         temporary.write_bytes(model)
     tokenizer = load_tokenizer(output, options.eod_token)

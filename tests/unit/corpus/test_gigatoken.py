@@ -129,12 +129,10 @@ def test_without_the_package_the_own_library_is_used(json_tokenizer, texts, monk
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     with pytest.warns(UserWarning, match="not installed"):
         assert with_encoder(json_tokenizer, "auto", texts(5)).fast_encoder is None
-    for function in (
-        lambda: with_encoder(json_tokenizer, "gigatoken", texts(5)),
-        lambda: with_gigatoken(json_tokenizer),
-    ):
-        with pytest.raises(UserError, match="--encoder own"):
-            function()
+    with pytest.raises(UserError, match=r"not installed.*--encoder own"):
+        with_encoder(json_tokenizer, "gigatoken", texts(5))
+    with pytest.raises(UserError, match="not installed"):
+        with_gigatoken(json_tokenizer)
 
 
 @pytest.fixture

@@ -270,9 +270,7 @@ echo '7;cluster'
 SRUN = '#!/usr/bin/env bash\necho "cores: $SRUN_CPUS_PER_TASK"\nexec "$@"\n'
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    """Call the launcher where 'sbatch', 'srun' and 'python' are as on a cluster."""
+def test_an_array_makes_the_shards_and_a_job_joins_them(tmp_path, jsonl, texts, tokenizer_json):
     programs = tmp_path / "bin"
     programs.mkdir()
     python = f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n'
@@ -285,24 +283,14 @@ def cluster(tmp_path):
         "CALLS": str(tmp_path / "calls"),
         "PRINTED": str(tmp_path / "printed"),
     }
-
-    def call(*arguments):
-        launch = ["bash", str(LAUNCHER), *map(str, arguments)]
-        return subprocess.run(launch, env=environment, capture_output=True, text=True)
-
-    return call
-
-
-def test_an_array_makes_the_shards_and_a_job_joins_them(
-    cluster, tmp_path, jsonl, texts, tokenizer_json
-):
-    path = jsonl("a.jsonl", texts(300))
-    arguments = ["--input", f"a={path}", "--output", tmp_path / "corpus", "--shard-bytes", 4000]
-    done = cluster(2, *arguments, "--tokenizer-model", tokenizer_json, "--split", "60,20,20")
+    options = ["--input", f"a={jsonl('a.jsonl', texts(300))}", "--output", f"{tmp_path}/corpus"]
+    options += ["--tokenizer-model", f"{tokenizer_json}", "--split", "60,20,20"]
+    launch = ["bash", str(LAUNCHER), "2", *options, "--shard-bytes", "4000"]
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True)
     printed = (tmp_path / "printed").read_text()
     assert done.returncode == 0, done.stderr + printed
     array, join = (tmp_path / "calls").read_text().splitlines()
-    assert array.startswith(f"--parsable --array=1-2 {LAUNCHER} --input a={path}")
+    assert array.startswith(f"--parsable --array=1-2 {LAUNCHER} --input a=")
     assert join.startswith("--parsable --dependency=afterok:7 --kill-on-invalid-dep=yes ")
     assert printed.count("cores: 16\n") == 3
     assert Corpus.load(tmp_path / "corpus").names == ["a"]

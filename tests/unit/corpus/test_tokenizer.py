@@ -136,14 +136,6 @@ def test_long_and_short_texts_keep_their_order(tokenizer_json):
     assert [ids.count(tokenizer.eod_id) for ids in together] == [1] * len(texts)
 
 
-def test_ids_beyond_16_bits_are_kept(tokenizer_json, tmp_path):
-    path = write_tiktoken(tokenizer_json, tmp_path / "big.tiktoken")
-    path.write_bytes(path.read_bytes() + b"YWJjZGVmZ2g= 70000\n")
-    tokenizer = load_tokenizer(path, EOD, "gpt2")
-    assert tokenizer.token_type == "int32"
-    assert documents(tokenizer, ["abcdefgh"]) == [[70_000, 70_001]]
-
-
 def test_a_corpus_records_what_its_file_does_not_contain(path, tmp_path):
     tokenizer = load(path)
     (tmp_path / "corpus").mkdir()
