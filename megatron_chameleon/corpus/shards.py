@@ -95,7 +95,7 @@ class Shard(FolderRecord):
     KIND = "preprocessed shard"
     FILE_NAME = "shard.json"
     FORMAT_VERSION = 4  # 3 listed pairs in malformed
-    MADE_BY = "tools/preprocess_data.py writes it"
+    MADE_BY = "remove the folder, and run tools/preprocess_data.py again"
 
     plan: str
     dtype: TokenType
