@@ -137,8 +137,8 @@ class _Run:
     folder: CorpusFolder
     gigatoken: bool = False
 
-    def __call__(self, on_bytes: OnBytes) -> Callable[[int], object]:
-        """Set up a worker process: load the tokenizer; return the function that makes a shard."""
+    def shard_maker(self, on_bytes: OnBytes) -> Callable[[int], object]:
+        """Load the tokenizer, in a worker process; return the function that makes a shard."""
         tokenizer = _load_tokenizer(self.options)
         if self.gigatoken:
             tokenizer = with_gigatoken(tokenizer)
@@ -205,9 +205,9 @@ class _Run:
         total = sum(map(self.plan.shard_bytes, missing))
         with progress_bar(total, "B", "tokenizing") as bar:
             if num_workers > 1:
-                work = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
+                run = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
                 del tokenizer  # the workers have their own and need its memory
-                work_in_processes(work, missing, num_workers, bar.update)
+                work_in_processes(run.shard_maker, missing, num_workers, bar.update)
                 return
             for number in missing:
                 self.make_shard(tokenizer, bar.update, number)
