@@ -72,14 +72,8 @@ def masked_mean(
         return plain_masked_mean(states, mask.t(), norm).float()
     from megatron_chameleon.embedding.pooling_kernels import launch_masked_mean
 
-    return launch_masked_mean(
-        states if states.stride(2) == 1 else states.contiguous(),
-        counts,
-        mask,
-        None if norm is None else norm.weight.contiguous(),
-        None if norm is None else norm.bias.contiguous(),
-        0.0 if norm is None else norm.epsilon,
-    )
+    states = states if states.stride(2) == 1 else states.contiguous()
+    return launch_masked_mean(states, counts, mask, norm)
 
 
 def plain_masked_mean(

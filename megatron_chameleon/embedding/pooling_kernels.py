@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_chameleon.embedding.pooling import FinalNorm
+
 CHUNK = 128
 """Positions that one program sums."""
 # Elements in a program's registers; a fused layer norm needs whole rows, a plain sum does not.
@@ -109,9 +111,7 @@ def launch_masked_mean(
     hidden_states: torch.Tensor,
     counts: torch.Tensor,
     mask: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    epsilon: float,
+    norm: FinalNorm | None,
 ) -> torch.Tensor:
     """The masked mean [b, h], float32, of ``hidden_states``; see ``pooling.masked_mean``.
 
@@ -119,19 +119,16 @@ def launch_masked_mean(
         hidden_states: [s, b, h] with stride 1 in h.
         counts: [b] int64, number of valid positions.
         mask: [b, s] bool, contiguous; None if the leading positions are valid.
-        weight: [h] of the layer norm; None without one.
-        bias: [h] of the layer norm; None without one.
-        epsilon: of the layer norm.
+        norm: applied to the hidden states first.
     """
     length, rows, width = hidden_states.shape
     assert hidden_states.stride(2) == 1
-    normalize = weight is not None
     chunks = max(1, triton.cdiv(length, CHUNK))
     sums = hidden_states.new_empty((chunks, rows, width), dtype=torch.float32)
     means = hidden_states.new_empty((rows, width), dtype=torch.float32)
     if means.numel() == 0:
         return means
-    tile_rows, columns = tile(width, normalize)
+    tile_rows, columns = tile(width, norm is not None)
     chunk_sums_kernel[(triton.cdiv(width, columns), chunks, rows)](
         hidden_states,
         counts,
@@ -141,9 +138,9 @@ def launch_masked_mean(
         width,
         hidden_states.stride(0),
         hidden_states.stride(1),
-        epsilon,
+        norm.epsilon if norm else 0.0,
         HAS_MASK=mask is not None,
-        NORMALIZE=normalize,
+        NORMALIZE=norm is not None,
         CHUNK=CHUNK,
         ROWS=tile_rows,
         COLUMNS=columns,
@@ -152,13 +149,13 @@ def launch_masked_mean(
     add_chunks_kernel[(triton.cdiv(width, ADDING_TILE), rows)](
         sums,
         counts,
-        sums if weight is None else weight,
-        sums if bias is None else bias,
+        norm.weight.contiguous() if norm else sums,
+        norm.bias.contiguous() if norm else sums,
         means,
         chunks,
         width,
         HAS_MASK=mask is not None,
-        NORMALIZE=normalize,
+        NORMALIZE=norm is not None,
         CHUNK=CHUNK,
         COLUMNS=ADDING_TILE,
         num_warps=WARPS,
