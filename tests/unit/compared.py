@@ -1,4 +1,4 @@
-"""examples/compare_methods.sh started without training: its programs leave results at once."""
+"""Run examples/compare_methods.sh with programs that write results without training."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.unit.launched import RECORDER, Launched, Launcher
 NAME = "compare_methods"
 METHODS = ["uniform", "natural", "unimax", "chameleon", "doremi", "doge", "regmix", "mixing-laws"]
 CORPUS = "runs/quickstart/1-corpus"
-# Two of them do not write into each other's line.
+# Concurrent programs write whole lines.
 ONE_AT_A_TIME = '#!/usr/bin/env bash\nexec 9>> "$CALLS.lock"\nflock 9\n'
-# Leaves what the real one would leave: a mixture of weights by its name (UniMax's are uniform's), a
-# finished run, a result. Given FAILS, the command that writes below that name fails, with
-# the status FAILS_WITH.
+# Writes the outputs of the real program: a mixture whose weights depend on its name (UniMax's are
+# uniform's), a finished run, a result. The command that writes to a path with $FAILS in it fails
+# with status $FAILS_WITH.
 WORKER = """
 while (($#)); do
   case $1 in
@@ -35,8 +35,8 @@ while (($#)); do
   shift
 done
 """
-# The choice is checked by the real tool. An evaluation is good unless it says otherwise; the real
-# check of evaluations is called in tests/launchers.
+# The real tool checks the choice. An evaluation is valid unless it contains "of other weights";
+# tests/launchers calls the real check of evaluations.
 CHECKS = f"""#!/usr/bin/env bash
 case " $* " in
   *" --check choice "*) exec {sys.executable} "$@" ;;
@@ -49,7 +49,7 @@ esac
 
 
 class Workers(Launcher):
-    """A launcher whose programs leave results, so that what waits for them goes on."""
+    """A launcher whose programs write results, on which later stages depend."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

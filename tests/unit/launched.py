@@ -1,7 +1,7 @@
-"""Launchers of examples/ started without training: what they would start, by the real parsers.
+"""Run the launchers of examples/ with stand-ins for torchrun and python, and parse their commands.
 
-A ``torchrun`` and a ``python`` that only write down their arguments stand in for the real ones; the
-arguments are then read by the parsers of the real ones. tests/launchers runs the real ones.
+The stand-ins record their arguments, which the parsers of the real programs then read.
+tests/launchers runs the real programs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Call:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Call:
-        """From the program and its arguments, by the real parsers."""
+        """Parse the program and its arguments with the real parsers."""
         program, *arguments = words
         ranks = None
         if program == "torchrun":
@@ -74,7 +74,7 @@ class Call:
 
 
 class Launched:
-    """What came of a launcher: its status, what it said, and what it started."""
+    """Exit status, output and recorded commands of a launcher."""
 
     def __init__(self, done: subprocess.CompletedProcess[str], calls: Path) -> None:
         self.status, self.said, self.errors = done.returncode, done.stdout, done.stderr
@@ -86,7 +86,7 @@ class Launched:
 
 
 class Launcher:
-    """Starts launchers in an empty folder with the stand-ins in the PATH."""
+    """Runs launchers in an empty folder with the stand-ins in the PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.programs, self.calls = folder, folder / "bin", folder / "calls"
@@ -96,7 +96,7 @@ class Launcher:
             (self.programs / name).chmod(0o755)
 
     def __call__(self, name: str, *arguments: str, **environment: str) -> Launched:
-        """Run examples/NAME.sh with these choices in the environment and no others."""
+        """Run examples/NAME.sh with only these choices in the environment."""
         kept = {key: value for key, value in os.environ.items() if key not in CHOICES + NODES}
         path = f"{self.programs}:{os.environ['PATH']}"
         self.calls.unlink(missing_ok=True)
@@ -111,7 +111,7 @@ class Launcher:
 
 
 def write_everything(folder: Path) -> None:
-    """Make every corpus, mixture and run that launchers look for by default, all of them empty."""
+    """Create every corpus, mixture and run that launchers use by default, all empty."""
     for name in ("slimpajama", "pile", "wiki40b", "stack", "quickstart"):
         (folder / f"runs/{name}/1-corpus").mkdir(parents=True)
         (folder / f"runs/{name}/1-corpus/corpus.json").touch()

@@ -15,7 +15,7 @@ from megatron_chameleon.parallel.options import ParallelOptions
 
 
 def poison_checkpoint(folder: Path, parameter: str) -> None:
-    """Write the checkpoint in ``folder`` anew with NaN in one parameter, and only its weights."""
+    """Rewrite the checkpoint in ``folder``, weights only, with NaN in one parameter."""
     record = CheckpointRecord.load(folder)
     with distributed(ParallelOptions(), seed=0) as layout:
         reader = open_reader(record, layout)

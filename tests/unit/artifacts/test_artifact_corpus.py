@@ -94,7 +94,7 @@ def test_hash_is_of_tokens_names_and_tokenizer(corpus, tmp_path):
     assert corpus.domain_hash("a") == other_names.domain_hash("a") != other_tokens.domain_hash("a")
 
 
-NASTY = ["", ".", "..", "...", "a/b", "../x", "/etc/passwd", "a b", "a_b", "a%20b", "%", "%2E", "-",
+HOSTILE = ["", ".", "..", "...", "a/b", "../x", "/etc/passwd", "a b", "a_b", "a%20b", "%", "%2E", "-",
          "ü", "日本語", "\n", "\0", "a\\b", "con", "~", "x" * 300, "é" * 80, "x" * 299]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_plain_domain_names_are_their_own_file_names():
         assert file_name_of(name) == name
 
 
-@given(st.text() | st.sampled_from(NASTY))
+@given(st.text() | st.sampled_from(HOSTILE))
 def test_file_names_are_valid_for_any_domain(name):
     file_name = file_name_of(name)
     assert file_name
@@ -114,7 +114,7 @@ def test_file_names_are_valid_for_any_domain(name):
     assert len(file_name) <= 255 - len(".safetensors")
 
 
-@given(st.text() | st.sampled_from(NASTY), st.text() | st.sampled_from(NASTY))
+@given(st.text() | st.sampled_from(HOSTILE), st.text() | st.sampled_from(HOSTILE))
 @example("a b", "a_b")
 @example("", "%")
 @example(".a", "%2Ea")

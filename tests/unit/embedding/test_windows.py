@@ -46,7 +46,7 @@ def test_all_windows_cover_every_token_once_in_nearly_equal_parts(document_lengt
 
 
 @given(documents, lengths, st.integers(1, 300), st.integers(0, 5))
-def test_a_sample_is_distinct_and_has_the_requested_size(
+def test_sample_is_distinct_and_has_the_requested_size(
     document_lengths, window_length, num_windows, seed
 ):
     every = ranges_of(all_windows(document_lengths, window_length))
@@ -58,7 +58,7 @@ def test_a_sample_is_distinct_and_has_the_requested_size(
 
 
 @given(documents, lengths)
-def test_across_documents_the_text_is_covered_like_one_document(document_lengths, window_length):
+def test_windows_across_documents_cover_the_text_like_one_document(document_lengths, window_length):
     sizes = np.array(document_lengths, dtype=np.int32)
     windows = draw_windows(sizes, window_length, 10**9, 0, "a", cross_documents=True)
     whole = all_windows([sum(document_lengths)], window_length)
@@ -76,7 +76,7 @@ def draw(seed, num_windows=50):
     return ranges_of(draw_windows(LENGTHS, 32, num_windows, seed, "a"))
 
 
-def test_the_sample_is_uniform_and_a_function_of_the_seed():
+def test_sample_is_uniform_and_a_function_of_the_seed():
     np.random.seed(5)
     first, after = draw(3), np.random.random()
     np.random.seed(6)
