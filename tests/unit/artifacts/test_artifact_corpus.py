@@ -94,8 +94,8 @@ def test_hash_is_of_tokens_names_and_tokenizer(corpus, tmp_path):
     assert corpus.domain_hash("a") == other_names.domain_hash("a") != other_tokens.domain_hash("a")
 
 
-HOSTILE = ["", ".", "..", "...", "a/b", "../x", "/etc/passwd", "a b", "a_b", "a%20b", "%", "%2E", "-",
-         "ü", "日本語", "\n", "\0", "a\\b", "con", "~", "x" * 300, "é" * 80, "x" * 299]  # fmt: skip
+HOSTILE = ["", ".", "..", "...", "a/b", "../x", "/etc/passwd", "a b", "a_b", "a%20b", "%", "%2E"]
+HOSTILE += ["-", "ü", "日本語", "\n", "\0", "a\\b", "con", "~", "x" * 300, "é" * 80, "x" * 299]
 
 
 def test_plain_domain_names_are_their_own_file_names():

@@ -53,16 +53,14 @@ def test_accuracy_and_its_error_equal_lm_eval_s(values):
     assert Accuracy.of(values[:1]) == Accuracy(values[0], None)
 
 
-def mean_of(*means):
-    tasks = {str(n): dataclasses.replace(COMPLETE, mean=mean) for n, mean in enumerate(means)}
-    return dataclasses.replace(RESULT, tasks=tasks | {"race": PARTIAL}).mean
-
-
 def test_mean_is_over_complete_tasks_with_independent_errors():
+    def mean_of(*means):
+        tasks = {str(n): dataclasses.replace(COMPLETE, mean=mean) for n, mean in enumerate(means)}
+        return dataclasses.replace(RESULT, tasks=tasks | {"race": PARTIAL}).mean
+
     assert mean_of() is None
-    expected = (0.6, math.hypot(0.06, 0.08) / 2)
     found = mean_of(Accuracy(0.5, 0.06), Accuracy(0.7, 0.08))
-    assert dataclasses.astuple(found) == pytest.approx(expected)
+    assert dataclasses.astuple(found) == pytest.approx((0.6, math.hypot(0.06, 0.08) / 2))
     assert mean_of(Accuracy(1.0, None)) == Accuracy(1.0, None)
 
 

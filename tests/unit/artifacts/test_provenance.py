@@ -5,17 +5,11 @@ import json
 import sys
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from megatron_chameleon.artifacts import Cost
 from megatron_chameleon.artifacts.provenance import PACKAGES, provenance
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 
 OPTIONS = PreprocessOptions(SourceOptions((("a=x", "b=y"),)), Path("out"), Path("tok"))
-costs = st.builds(
-    Cost, st.floats(0, 1e24), st.floats(0, 1e9), st.floats(0, 1e9), st.integers(1, 4096)
-)
 
 
 def test_provenance_records_command_options_inputs_and_versions(monkeypatch):
@@ -37,10 +31,7 @@ def test_commit_is_none_without_git(monkeypatch, tmp_path):
     assert provenance(OPTIONS, {}).git_commit is None
 
 
-@given(costs, costs)
-def test_costs_add_up_in_any_order(first, second):
-    total = first + second
-    assert total == second + first
-    assert total.device_seconds == first.device_seconds + second.device_seconds
-    assert total.num_devices == max(first.num_devices, second.num_devices)
+def test_costs_add_up():
+    first, second = Cost(1.0, 2.0, 3.0, 4), Cost(10.0, 20.0, 30.0, 2)
+    assert first + second == second + first == Cost(11.0, 22.0, 33.0, 4)
     assert first + Cost() == first

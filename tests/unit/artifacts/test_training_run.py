@@ -64,10 +64,12 @@ def test_damaged_lines_are_skipped_with_one_warning(path):
     assert path.read_bytes() == b"".join(kept)
 
 
-@pytest.mark.parametrize(("step", "kept"), [(0, 0), (3, 1), (4, 2), (99, 4)])
-def test_records_after_a_step_are_dropped(path, step, kept):
-    keep_metrics_until(path, step)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == RECORDS[:kept]
+def test_records_after_a_step_are_dropped(path):
+    content = path.read_text()
+    for step, kept in ((0, 0), (3, 1), (4, 2), (99, 4)):
+        path.write_text(content)
+        keep_metrics_until(path, step)
+        assert list(read_metrics(path)) == RECORDS[:kept]
 
 
 def test_truncated_last_line_is_dropped_on_resume(path):
