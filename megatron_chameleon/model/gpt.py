@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,9 +38,10 @@ from megatron_chameleon.parallel.options import ParallelOptions, RecomputeOption
 VOCABULARY_MULTIPLE = 128
 """The embedding's rows are padded to a multiple of this, for aligned matrix products."""
 
-ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
-    {"gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}
-)
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+}
 
 
 class GPT(GPTModel):

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -32,27 +31,23 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _POSITIONS = "embedding.position_embeddings.weight"
 _TIED_HEAD = "lm_head.weight"
 _PREFIX = "transformer."
-_LAYER_PARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "input_layernorm": "ln_1",
-        "self_attention.linear_qkv": "attn.c_attn",
-        "self_attention.linear_proj": "attn.c_proj",
-        "pre_mlp_layernorm": "ln_2",
-        "mlp.linear_fc1": "mlp.c_fc",
-        "mlp.linear_fc2": "mlp.c_proj",
-    }
-)
+_LAYER_PARTS = {
+    "input_layernorm": "ln_1",
+    "self_attention.linear_qkv": "attn.c_attn",
+    "self_attention.linear_proj": "attn.c_proj",
+    "pre_mlp_layernorm": "ln_2",
+    "mlp.linear_fc1": "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
+}
 # The causal mask, stored as tensors in older folders.
 _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        "gelu": "gelu",
-        "gelu_python": "gelu",
-        "gelu_new": "gelu_tanh",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "gelu_fast": "gelu_tanh",
-    }
-)
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +93,8 @@ def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
         field = ".".join(str(part) for part in first["loc"][:1]) or "(the whole file)"
         raise _unfit(where, field, body.get(field), first["msg"]) from error
     if config.activation_function not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise _unfit(
-            where, "activation_function", config.activation_function, f"not one of {known}"
-        )
+        reason = f"not one of {', '.join(_ACTIVATIONS)}"
+        raise _unfit(where, "activation_function", config.activation_function, reason)
     if config.layer_norm_epsilon != LAYER_NORM_EPSILON:
         reason = f"only {LAYER_NORM_EPSILON:g} is supported"
         raise _unfit(where, "layer_norm_epsilon", config.layer_norm_epsilon, reason)

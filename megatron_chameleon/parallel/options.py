@@ -90,6 +90,8 @@ class ParallelOptions(CheckedOptions):
 
     def for_training(self) -> TrainingParallelOptions:
         """Return these options with the defaults of those that only training has."""
+        if isinstance(self, TrainingParallelOptions):
+            return self
         return TrainingParallelOptions(**dataclasses.asdict(self))
 
 
@@ -120,10 +122,6 @@ class TrainingParallelOptions(ParallelOptions):
             raise UserError("--overlap-param-gather needs --use-distributed-optimizer; pass both")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise UserError("--overlap-param-gather needs --overlap-grad-reduce; pass both")
-
-    def for_training(self) -> TrainingParallelOptions:
-        """Return these options."""
-        return self
 
     def check_microbatches(self, num_microbatches: int) -> None:
         """Raise UserError if the interleaved schedule cannot run that many micro-batches a step."""
