@@ -140,10 +140,11 @@ def _read(path: Path) -> pd.DataFrame:
     header = [] if rows.empty else [str(name) for name in rows.iloc[0]]
     if len(rows) < 2 or all(map(is_key, header)):
         raise UserError(f"{path} holds no runs: expected a header and a row per run")
-    if repeated := [name for name in header if header.count(name) > 1]:
-        raise UserError(f"{path}: column '{repeated[0]}' is repeated; remove one")
     names = [name.strip().lower() if is_key(name) else name for name in header]
-    return rows[1:].fillna("").set_axis(["" if n == "unnamed: 0" else n for n in names], axis=1)
+    names = ["" if name == "unnamed: 0" else name for name in names]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{path}: column '{repeated[0]}' is repeated; remove one")
+    return rows[1:].fillna("").set_axis(names, axis=1)
 
 
 def _by_run(path: Path, table: pd.DataFrame, key: str) -> pd.DataFrame:

@@ -139,6 +139,7 @@ def test_shares_rounded_to_three_digits_are_divided_by_their_sum(read):
         (None, REGMIX_METRICS + "1,4,5\n", r"metrics.csv: run '1' is repeated"),
         (REGMIX_RATIOS + "4,0.5,0.25,0.25\n", None, r"Expected 3 fields in line 5, saw 4"),
         (REGMIX_RATIOS.replace("pile_cc", "arxiv"), None, r"'train_the_pile_arxiv' is repeated"),
+        (REGMIX_RATIOS.replace("train_the_pile_arxiv", "Index"), None, r"'index' is repeated"),
         (REGMIX_RATIOS.replace("index", "number"), None, r"share no column"),
         (OLMIX_RATIOS.replace("a1", "x").replace("b2", "y"), OLMIX_METRICS, r"no run in common"),
         ("index,train_a\n", None, r"ratios.csv holds no runs"),
