@@ -41,10 +41,8 @@ from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 TRAIN, VALID, TEST = range(3)
-BY_SOURCE = 1
 # High half, low half, domain, split, by_source; few values, so that all kinds of equality occur.
 few_values = st.tuples(*(st.integers(0, high) for high in (3, 1, 2, 2, 1)))
-KEYS = ("high", "low", "domain", "split", "by_source")
 
 
 def finished(folder, writer, domains, empty=()):

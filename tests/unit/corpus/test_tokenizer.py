@@ -296,12 +296,6 @@ def vocab_file(tokenizer_json, tmp_path):
     return write_gpt2_files(tokenizer_json, tmp_path)
 
 
-def change_vocab(path, change):
-    vocab = json.loads(path.read_text())
-    change(vocab)
-    path.write_text(json.dumps(vocab))
-
-
 def test_gpt2_files_may_have_other_names_and_orders(vocab_file, tokenizer_json, tmp_path):
     """As transformers, Megatron-LM and the first release call them."""
     expected = tokenizer_json_of(vocab_file)
