@@ -7,7 +7,6 @@ import errno
 import multiprocessing
 import os
 import re
-import signal
 from pathlib import Path
 
 import psutil
@@ -226,20 +225,3 @@ def test_a_value_of_any_size_is_read_after_its_process_ended(value):
     handover = Handover()
     assert in_a_fork(handover.put, value) == 0
     assert handover.get() == value
-
-
-def put_half_and_die(handover):
-    handover.put("a" * 1000)
-    os.ftruncate(handover._memory.fileno(), 500)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die(_handover):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("act", [die, put_half_and_die])
-def test_a_killed_process_hands_over_nothing(act):
-    handover = Handover()
-    assert in_a_fork(act, handover) == -signal.SIGKILL
-    assert handover.get() is None

@@ -173,21 +173,6 @@ def test_failure_of_the_model_is_not_a_gap(options, monkeypatch):
         evaluate_downstream(options)
 
 
-@pytest.mark.parametrize(("task", "field"), [("race", "article"), ("lambada_openai", "text")])
-def test_document_is_no_example_of_its_own_question(task, field, task_data):
-    loaded = TaskLibrary([task], task_data).load(task)
-    assert loaded.shots_from == "test, the question's own document left out"
-    loaded.set_shots(5, seed=0)
-    loaded.task.build_all_requests(rank=0, world_size=1)
-    contexts = {request.doc_id: request.args[0] for request in loaded.task.instances}
-    assert len(contexts) == DOCUMENTS
-    # The last word is what LAMBADA asks for.
-    texts = [document[field].rsplit(" ", 1)[0] for document in loaded.task.eval_docs]
-    for doc_id, context in contexts.items():
-        assert context.count(texts[doc_id]) == 1
-        assert sum(text in context for text in texts) == 1 + 5
-
-
 @pytest.fixture
 def environment(monkeypatch, tmp_path):
     """Processes without a hub and with an empty cache."""

@@ -105,20 +105,6 @@ def test_every_token_is_scored_once_from_the_context_that_the_protocol_says(
         assert found == expected
 
 
-@given(DOCUMENTS, protocols(), st.integers(1, 60))
-def test_limit_drops_whole_windows(documents, protocol, more):
-    limited = dataclasses.replace(protocol, max_tokens=protocol.window_length + more)
-    text = held_out_text(token_file(documents), limited, EOD)
-    if text is None:
-        return
-    assert text.num_predictions <= limited.max_tokens
-    left = [(one.context, one.label) for one in predictions(documents, protocol)]
-    found = list(scored(text.longest_first(), 3))
-    assert len(found) <= text.num_predictions
-    for one in found:
-        left.remove(one)
-
-
 def test_text_with_nothing_to_score_is_none():
     packed = Protocol("test", 4)
     inside = Protocol("test", 4, packing="documents")

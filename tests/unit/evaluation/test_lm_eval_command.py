@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import lm_eval.__main__
 import pytest
 from lm_eval.api.instance import Instance
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation import downstream
 from megatron_chameleon.evaluation.lm_eval_model import CheckpointLM
 
 
@@ -41,14 +39,3 @@ def test_checkpoint_is_opened_from_model_args(model_args):
 def test_invalid_model_args_are_rejected(model_args, changes, message):
     with pytest.raises(UserError, match=message):
         CheckpointLM.create_from_arg_obj({**model_args, **changes})
-
-
-def test_user_error_exits_with_status_2(monkeypatch, capsys):
-    def refuse():
-        raise UserError("what is wrong; what to do")
-
-    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", refuse)
-    with pytest.raises(SystemExit) as left:
-        downstream.main()
-    assert left.value.code == 2
-    assert capsys.readouterr().err == "error: what is wrong; what to do\n"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -14,7 +12,7 @@ from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
-from megatron_chameleon.evaluation.scoring import Answers, Prompt, Scorer
+from megatron_chameleon.evaluation.scoring import Prompt, Scorer
 from tests.fixtures.task_data import Words
 from tests.text_checkpoint import EOD_TOKEN
 
@@ -87,28 +85,6 @@ def test_sampling_task_is_rejected(ours):
     settings = {"until": [], "do_sample": True, "temperature": 0.7}
     with pytest.raises(UserError, match="do_sample"):
         ours.generate_until(instances("generate_until", ("A", settings)))
-
-
-TEXTS = st.text(alphabet="ab é.\n", max_size=8)
-
-
-@given(pairs=st.lists(st.tuples(TEXTS, TEXTS.filter(bool)), min_size=1, max_size=4))
-def test_batch_encoding_equals_lm_evals(ours, pairs):
-    requested = []
-
-    def score(questions, _description):
-        requested.extend(questions)
-        return Answers(np.zeros(len(questions)), np.zeros(len(questions), bool), 0, 0.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ours.scorer, "score", score)
-        ours.loglikelihood(instances("loglikelihood", *pairs))
-    for (context, continuation), question in zip(pairs, requested, strict=True):
-        before, after = [ours.eot_token_id], ours.tok_encode(context + continuation)
-        if context.strip():
-            before, after = ours._encode_pair(context, continuation)
-        assert question.context.tolist() == before
-        assert question.continuation.tolist() == after
 
 
 def test_flops_are_counted_and_requests_hashed(ours):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatron_chameleon.cli import parse_options
@@ -11,15 +9,6 @@ from megatron_chameleon.evaluation.options import PerplexityOptions, PerplexityT
 
 def parse(line: str) -> list[PerplexityOptions]:
     return parse_options(PerplexityToolOptions, ["--corpus", "c", *line.split()]).one_by_one()
-
-
-def test_one_checkpoint_with_default_protocol():
-    (found,) = parse("--checkpoint run --output r.json --split valid --max-tokens 7")
-    checkpoint, output = Path("run"), Path("r.json")
-    assert found == PerplexityOptions(
-        corpus=Path("c"), checkpoint=checkpoint, output=output, split="valid", max_tokens=7
-    )
-    assert (found.packing, found.overlap, found.score_end_of_document) == ("packed", 0, True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tqdm import tqdm
 
 from megatron_chameleon.artifacts import (
     CheckpointRecord,
@@ -24,17 +23,13 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.held_out import choose_windows, held_out_text
+from megatron_chameleon.evaluation.held_out import choose_windows
 from megatron_chameleon.evaluation.perplexity import (
     ClusterMap,
-    cluster_losses,
     evaluate_perplexities,
     evaluate_perplexity,
 )
 from megatron_chameleon.model.flops import forward_flops
-from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.readout import Reader
-from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.small_corpus import word_tokenizer, write_small_corpus
@@ -80,7 +75,7 @@ def in_windows(scored):
     ("changes", "protocol"),
     [
         ({}, Protocol("test", 32)),
-        ({"overlap": 24}, Protocol("test", 32, overlap=24)),
+        ({"overlap": 24, "evaluation_batch_size": 1}, Protocol("test", 32, overlap=24)),
         (
             {"packing": "documents"},
             Protocol("test", 32, packing="documents", first_token="after-eod"),
@@ -92,6 +87,7 @@ def in_windows(scored):
                 "first_token": "not-scored",
                 "score_end_of_document": False,
                 "window_length": 20,
+                "evaluation_batch_size": 3,
             },
             Protocol("test", 20, packing="documents", end_of_document=False, overlap=7),
         ),
@@ -221,7 +217,7 @@ def without_test_text(root, names, left=0):
     domains = dict(corpus.domains)
     for name in names:
         prefix = corpus.prefix(name, "test")
-        for suffix in (".bin", ".idx"):
+        for suffix in (".bin", ".idx", ".xxh3"):
             Path(f"{prefix}{suffix}").unlink()
         writer = IndexedWriter(prefix, corpus.dtype)
         for _ in range(left):
@@ -247,6 +243,9 @@ def test_domain_with_nothing_to_predict_is_left_out(evaluate, tmp_path, capsys):
     )
     assert "not in the average: code" in capsys.readouterr().out
     assert EvaluationResult.load(tmp_path / "result.json") == result
+    nothing = without_test_text(tmp_path / "nothing", ["news", "code", "poems"])
+    with pytest.raises(UserError, match="test split"):
+        evaluate(corpus=nothing.root)
 
 
 def test_diverged_model_is_rejected(evaluate, trained_run, tmp_path):
@@ -254,58 +253,6 @@ def test_diverged_model_is_rejected(evaluate, trained_run, tmp_path):
     with pytest.raises(UserError, match="'news' is nan"):
         evaluate(checkpoint=trained_run)
     assert not (tmp_path / "result.json").exists()
-
-
-SHAPE = ModelShape(model_size("nano"), vocab_size=250, max_sequence_length=32)
-
-
-def sums_of(reader, tokens, text, batch_size):
-    with tqdm(total=text.num_predictions, disable=True) as progress:
-        updates: list[int] = []
-        progress.update = updates.append
-        sums = cluster_losses(reader, text, ClusterMap.of(tokens, text), batch_size, progress)
-    assert sum(updates) == text.num_predictions  # the bar ends where it should
-    return sums
-
-
-@pytest.fixture(scope="module")
-def reader(one_rank):
-    model = build_model(SHAPE, one_rank, seed=3)
-    model.eval()
-    return Reader(model, SHAPE, one_rank)
-
-
-def loss_of(reader: Reader, context: tuple[int, ...], label: int) -> float:
-    """Of one token, by the logits of its own context alone, its softmax in float64."""
-    tokens = torch.tensor([context])
-    with torch.no_grad():
-        logits = reader.model(tokens, torch.arange(len(context))[None], None)
-    return -float(logits[0, -1, : SHAPE.vocab_size].double().log_softmax(-1)[label])
-
-
-PROTOCOLS = [
-    Protocol("test", 32),
-    Protocol("test", 13, overlap=5),
-    Protocol("test", 16, packing="documents", overlap=15),
-    Protocol("test", 9, packing="documents", overlap=4, first_token="after-eod"),
-    Protocol("test", 32, packing="documents", end_of_document=False, first_token="after-eod"),
-]
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda p: f"{p.packing}-{p.window_length}")
-def test_losses_of_a_model_equal_those_of_each_token_alone(reader, protocol):
-    rng = np.random.default_rng(protocol.window_length)
-    lengths = (1, 50, 2, 0, 33, 7)
-    documents = [[*rng.integers(10, 250, n - 1).tolist(), EOD] if n else [] for n in lengths]
-    expected = np.zeros(len(documents))
-    for one in predictions(documents, protocol):
-        expected[one.document] += loss_of(reader, one.context, one.label)
-    tokens = token_file(documents)
-    text = held_out_text(tokens, protocol, EOD)
-    assert text is not None
-    for batch_size in (1, 3, 64):
-        found = sums_of(reader, tokens, text, batch_size)
-        assert found[found > 0] == pytest.approx(expected[expected > 0], abs=2e-5)
 
 
 @pytest.mark.parametrize("documents", [20, MAX_CLUSTERS, 1000])
