@@ -156,7 +156,7 @@ class Kind:
     """Perplexities or accuracies.
 
     Attributes:
-        row: what a row stands for: a domain or a task.
+        row: noun for a row: domain or task.
         unit: the last printed decimal place.
         form: formats a figure.
         best: picks the best of several.

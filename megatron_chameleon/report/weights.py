@@ -133,7 +133,7 @@ def token_tables(folder: RunFolder) -> list[Table]:
         actual = pd.DataFrame({n: {d: t.got for d, t in ts.items()} for n, ts in tokens.items()})
         epochs = pd.DataFrame({n: {d: t.epochs for d, t in ts.items()} for n, ts in tokens.items()})
         difference = actual.sub(target, axis=0).div(target.where(target != 0), axis=0)
-        whole, sums = math.fsum(target), actual.sum()
+        goal, sums = math.fsum(target), actual.sum()
         percent, count = "{:+.2%}".format, "{:,.0f}".format
         columns = {
             "target tokens": target.map(count),
@@ -141,8 +141,8 @@ def token_tables(folder: RunFolder) -> list[Table]:
             "difference": difference.apply(_range, axis=1, form=percent),
             "epochs": epochs.apply(_range, axis=1, form=format_epochs),
         }
-        gaps = (sums - whole) / (whole or math.nan)
-        total = ["total", count(whole), _range(sums, count), _range(gaps, percent), ""]
+        gaps = (sums - goal) / (goal or math.nan)
+        total = ["total", count(goal), _range(sums, count), _range(gaps, percent), ""]
         notes = [
             "Targets are the weights times all steps done; epochs are passes over the domain's "
             "training tokens.",
@@ -152,7 +152,7 @@ def token_tables(folder: RunFolder) -> list[Table]:
         title = f"Sampled tokens: {label}"
         tables.append(Table.of(title, ["domain", *columns], rows, [total], notes))
         most = [_extreme(difference, percent), _extreme(epochs, format_epochs)]
-        extremes.append([label, count(whole), *most])
+        extremes.append([label, count(goal), *most])
     if len(tables) <= MOST_TABLES:
         return tables
     note = (

@@ -18,7 +18,7 @@ ALLOWED = {
     "mixture": {"numpy", "scipy"},
     "report": {
         *(f"{PACKAGE}.artifacts", f"{PACKAGE}.errors", f"{PACKAGE}.ranges"),
-        *("jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "tyro", "umap"),
+        *("jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "scipy", "tyro", "umap"),
         "threadpoolctl",
     },
 }

@@ -224,22 +224,22 @@ def edit_evaluation(root: Path, name: str, **changes: Any) -> None:
 
 
 def write_sweep(root: Path, mixtures: dict[str, list[Mixture]], **changes: Any) -> Sweep:
-    """A sweep of the knobs of ``mixtures`` at 1, 2, ...; in the centre all are at 1."""
+    """A sweep of the hyperparameters of ``mixtures`` at 1, 2, ...; in the centre all are at 1."""
     centre: dict[str, KnobValue] = dict.fromkeys(mixtures, 1)
     points: dict[str, SweepPoint] = {}
-    for knob, along in mixtures.items():
+    for parameter, along in mixtures.items():
         for value, mixture in enumerate(along, start=1):
-            knobs = {**centre, knob: value}
-            if knobs == centre and points:
+            values = {**centre, parameter: value}
+            if values == centre and points:
                 continue
-            file = f"4-mixture/sweep/{knob}-{value}.json"
+            file = f"4-mixture/sweep/{parameter}-{value}.json"
             mixture.save(root / file)
             read = Mixture.load(root / file).hash  # of weights that were divided by their sum
-            points[file] = SweepPoint(knobs, file, read, ["2-proxy/tiny-seed1"])
+            points[file] = SweepPoint(values, file, read, ["2-proxy/tiny-seed1"])
     sweep = Sweep(
         root=root,
         method="chameleon",
-        axes={knob: list(range(1, len(along) + 1)) for knob, along in mixtures.items()},
+        axes={parameter: list(range(1, len(along) + 1)) for parameter, along in mixtures.items()},
         points=list(points.values()),
         provenance=PROVENANCE,
         cost=Cost(3e12, 7200.0, 3600.0, 2),

@@ -1,4 +1,4 @@
-"""Comparing methods with paired seeds: statistics, tables, files, and what is rejected."""
+"""Comparing methods with paired seeds: statistics, tables, files and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluated runs compared: perplexity, loss, bits per byte, seeds, labels and what is rejected."""
+"""Evaluated runs compared: perplexity, loss, bits per byte, seeds, and errors."""
 
 from __future__ import annotations
 

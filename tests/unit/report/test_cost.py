@@ -1,4 +1,4 @@
-"""The ledger counts what a mixture was made from, and nothing twice."""
+"""The ledger: costs of each mixture's inputs, each artifact counted once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's files and page: complete, reproducible, and harmless whatever things are called."""
+"""The report's files and page: complete, reproducible, and safe with hostile names."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def mixture_of(weights: dict[str, float]) -> Mixture:
 
 @pytest.fixture
 def paper(tmp_path):
-    """Ridges 10, 1 and 100 as the values 1, 2 and 3 of a sweep, and a knob that does nothing."""
+    """Ridges 10, 1 and 100 as values 1, 2 and 3 of a sweep, and an axis without effect."""
     columns = [mixture_of({n: w[i] for n, w in SLIMPAJAMA.items()}) for i in (1, 0, 2)]
     return write_sweep(tmp_path / "run", {"ridge": columns, "layer": columns[:1] * 2})
 
