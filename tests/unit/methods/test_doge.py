@@ -32,7 +32,7 @@ from megatron_chameleon.training.domain_gradients import GradientRows
 from megatron_chameleon.training.options import GuardOptions, OptimizerOptions
 from tests.small_corpus import DOMAINS, EOD, write_small_corpus
 from tests.unit.training.bad_steps import before_steps, poison, run_out
-from tests.unit.training.test_training_hook import (
+from tests.unit.training.test_hook import (
     NUM_DOMAINS,
     RATE,
     build_passes,

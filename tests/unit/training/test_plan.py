@@ -20,11 +20,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.training.memory import check_host_memory
 from megatron_chameleon.training.options import (
-    GuardOptions,
-    LoggingOptions,
-    OptimizerOptions,
     PretrainOptions,
-    ValidationOptions,
 )
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
@@ -119,15 +115,6 @@ def test_a_plan_of_a_data_path(plan, data_path, tmp_path):
     assert changed.schedule.phases == phases
 
 
-def test_sizes_as_weights_may_mean_many_epochs(plan, data_path):
-    made = plan(**data_path("NEWS CODE"), train_iters=400)
-    with pytest.warns(MixtureWarning) as repeated:
-        warn_of_repeats(made, made.schedule)
-    epochs = f"{made.num_samples / sum(made.schedule.weights_at(0)):.0f}."
-    assert len(repeated) == 2
-    assert all(epochs in str(warning.message) for warning in repeated)
-
-
 @pytest.mark.parametrize("given", ["NEWS", "NEWS CODE", "NEWS SMALL"])
 def test_data_sets_shorter_than_a_sequence_are_an_error(plan, data_path, tmp_path, given):
     """Megatron would drop them, as it gives them a weight of 0."""
@@ -220,27 +207,6 @@ def test_a_mistake_ends_with_status_2_and_writes_nothing(
     (line,) = capsys.readouterr().err.splitlines()
     assert any(word in line for word in re.split(r"[ =]", flags) if not word.isdecimal())
     assert set(tmp_path.iterdir()) == before
-
-
-def test_options_with_an_effect_are_accepted(plan, monkeypatch):
-    plan(guards=GuardOptions(spike_factor=6.0, spike_window=9))
-    plan(validation=ValidationOptions(eval_interval=6, eval_iters=1))
-    plan(validation=ValidationOptions(eval_interval=0))
-    plan(optimizer=OptimizerOptions(lr=1e-4, min_lr=1e-4, lr_warmup_iters=5))
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    plan(logging=LoggingOptions(wandb_exp_name="x"))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"corpus": Path("run")}, {"pretrained_checkpoint": Path("run")}, {"mixture": "run/m"}],
-)
-def test_overwrite_deletes_nothing_that_the_run_reads(plan, tmp_path, monkeypatch, change):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--overwrite"):
-        plan(overwrite=True, **change)
-    with pytest.raises(UserError, match="does not exist"):  # of a folder above the run's
-        plan(overwrite=True, corpus=Path())
 
 
 def test_a_run_too_large_for_the_machine_is_rejected(pretrain_options, tmp_path, one_rank):

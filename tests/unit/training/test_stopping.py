@@ -61,9 +61,3 @@ def test_time_is_up_after_so_many_minutes(monkeypatch):
     assert reasons(stops) == []
     now[0] = 130.0
     assert reasons(stops) == ["--exit-duration-in-mins"]
-
-
-def test_without_a_limit_time_is_never_up(monkeypatch):
-    stops = StopRequests(StoppingOptions())
-    monkeypatch.setattr(time, "monotonic", lambda: 1e12)
-    assert reasons(stops) == []

@@ -86,21 +86,6 @@ def write_late(monkeypatch, run_dir, logged):
     monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(write))
 
 
-def test_what_is_written_beside_training_is_what_it_was_at_its_step(
-    options_for, finished_run, tmp_path, monkeypatch
-):
-    """The writing begins two steps later, when every tensor of the model has changed."""
-    run_dir = tmp_path / "run"
-    write_late(monkeypatch, run_dir, logged=5)
-    before_step(monkeypatch, 6, lambda: monkeypatch.undo())
-    pretrain(options_for(checkpointing=ASYNC))
-    assert hash_of(run_dir, 3) == hash_of(finished_run, 3)
-    assert hash_of(run_dir, 6) == hash_of(finished_run, 6)
-    assert {s: v for s, v in losses_of(run_dir).items() if s == 3} == {
-        3: losses_of(finished_run)[3]
-    }
-
-
 def test_until_it_is_complete_the_checkpoint_before_is_the_latest(options_for, monkeypatch):
     run_dir, found = run_to_step_2(options_for), []
     write_late(monkeypatch, run_dir, logged=5)
@@ -139,18 +124,6 @@ def test_the_last_few_are_kept(options_for, tmp_path, async_save):
     assert find_checkpoint(tmp_path / "run").name == "step-00000006"
 
 
-def test_all_are_kept_for_0(options_for, tmp_path):
-    pretrain(
-        options_for(save_interval=1, checkpointing=CheckpointingOptions(keep_last_checkpoints=0))
-    )
-    assert len(checkpoint_folders(tmp_path / "run")) == 6
-
-
-def test_a_number_below_0_is_refused(options_for):
-    with pytest.raises(UserError, match="--keep-last-checkpoints -1: "):
-        pretrain(options_for(checkpointing=CheckpointingOptions(keep_last_checkpoints=-1)))
-
-
 @pytest.fixture
 def fill_disk(monkeypatch, capsys):  # capsys: what is printed goes to no file
     """``fill_disk(size, first, until)``: in the next run, files cannot grow beyond ``size`` bytes
@@ -185,19 +158,6 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     assert names_in(run_dir) == ["latest", "step-00000002", "step-00000006"]
     assert hash_of(run_dir, 6) == hash_of(finished_run, 6)
     assert list(losses_of(run_dir)) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_folder_that_cannot_be_written_costs_no_more(options_for, tmp_path, monkeypatch):
-    """A file in the place of the folder: to the superuser every folder can be written."""
-    folder = tmp_path / "run" / FOLDER_NAME
-    before_step(monkeypatch, 2, folder.touch)
-    told = r"Not a directory\); .* the last checkpoint is None"
-    with (
-        pytest.warns(CheckpointWarning, match=told),
-        pytest.raises(UserError, match="Not a directory"),
-    ):
-        pretrain(options_for())
-    assert [failed.step for failed in TrainingRun.load(tmp_path / "run").failed_saves] == [3]
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training.domain_gradients import (
-    Split,
     micro_batches_by_domain,
     split_samples,
 )
@@ -140,26 +137,6 @@ def test_an_onlooker_sees_every_loss_and_changes_none(passes, micro_batches, one
     assert hook.tokens[2] == 0
 
 
-def test_another_model_can_be_asked_for_its_losses(passes, micro_batches, one_rank):
-    other = build_model(SHAPE, one_rank, seed=1, per_token_loss=True)
-    reference = Passes([other], passes.shape, NUM_DOMAINS)
-
-    class Comparer(TrainingHook):
-        def loss_weights(self, batch):
-            self.excess = [
-                mine - theirs
-                for mine, theirs in zip(
-                    batch.token_losses(), batch.token_losses(reference), strict=True
-                )
-            ]
-
-    hook = Comparer()
-    run(hook, passes, micro_batches, one_rank)
-    for batch, excess in zip(micro_batches, hook.excess, strict=True):
-        theirs = other(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        torch.testing.assert_close(excess, (losses_of(passes, batch) - theirs).detach())
-
-
 @pytest.mark.parametrize("per_token", [True, False])
 def test_losses_count_by_the_weight_of_their_domain(micro_batches, one_rank, per_token):
     weights = [0.5, 2.0, 7.0, 0.0]
@@ -199,19 +176,6 @@ def test_gradients_of_domains_are_those_of_their_mean_losses(passes, micro_batch
     torch.testing.assert_close(found, combined, atol=1e-6, rtol=1e-4)
 
 
-def test_weighted_by_their_tokens_they_add_up_to_the_plain_gradient(
-    passes, micro_batches, one_rank
-):
-    hook = TrainingHook()
-    hook.combines_gradients = True
-    sums, found = run(hook, passes, micro_batches, one_rank)
-    for chunk in passes.model:
-        chunk.zero_grad_buffer()
-    plain = passes.forward_backward(iter(micro_batches))
-    torch.testing.assert_close(found, gradient(passes), atol=1e-7, rtol=1e-4)
-    torch.testing.assert_close(sums, plain)
-
-
 def test_samples_that_fill_up_are_counted_as_cost(passes, micro_batches, one_rank):
     """On one stage nothing has to be filled up."""
     hook = Combiner([1.0] * NUM_DOMAINS)
@@ -226,27 +190,6 @@ def test_samples_that_fill_up_are_counted_as_cost(passes, micro_batches, one_ran
     hooked.forward_backward(iter(micro_batches), step=0, learning_rate=RATE)
     # Domains 0, 1 and 3 have two, three and one samples: one fills up the second one's.
     assert hook.flops == training_flops(SHAPE, 16, 16)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "split"),
-    [
-        ((8, 8), Split(1, 8, 8)),
-        ((9, 8), Split(2, 5, 9)),
-        ((3, 8), Split(1, 3, 3)),
-        ((0, 8), Split(1, 1, 1)),
-        # Stages send each other micro-batches of one shape,
-        ((9, 8, 2), Split(2, 5, 10)),
-        ((17, 8, 2), Split(3, 6, 18)),
-        ((0, 8, 2), Split(1, 1, 1)),
-        # and interleaved ones take turns over as many as there are stages.
-        ((9, 8, 4, 4), Split(4, 3, 12)),
-        ((8, 8, 2, 2), Split(2, 4, 8)),
-        ((0, 8, 2, 2), Split(2, 1, 2)),
-    ],
-)
-def test_samples_are_cut_into_few_micro_batches_of_about_one_size(arguments, split):
-    assert split_samples(*arguments) == split
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
@@ -267,40 +210,6 @@ def test_micro_batches_by_domain_have_them_all_and_no_others(micro_batches, pipe
         assert 1 <= min(sizes) <= max(sizes) <= ROWS
     # The micro-batches that were given keep their masks.
     assert all(batch["loss_mask"].any() for batch in micro_batches)
-
-
-def test_without_losses_the_gradient_is_zero(passes, micro_batches, one_rank):
-    for batch in micro_batches:
-        batch["loss_mask"][:] = 0.0
-    hook = Combiner([1.0] * NUM_DOMAINS)
-    _, found = run(hook, passes, micro_batches, one_rank)
-    assert hook.present == []
-    assert not hook.products.any()
-    assert not found.any()
-
-
-def test_a_domain_without_losses_costs_nothing_and_saves_nothing(passes, micro_batches, one_rank):
-    for batch in micro_batches:
-        batch["loss_mask"][batch["domain"] == 1] = 0.0
-    hook = Combiner([1.0] * NUM_DOMAINS)
-    sums, _ = run(hook, passes, micro_batches, one_rank)
-    assert hook.present == [0, 3]
-    assert hook.flops == 0
-    assert sums[:, 2].tolist() == [2 * 16, 3 * 16, 0, 1 * 16]
-
-
-@pytest.mark.parametrize("hook", [Onlooker(), Combiner([1.0] * NUM_DOMAINS)])
-def test_sums_are_of_the_last_stage_alone(one_rank, micro_batches, hook):
-    """As the first of two stages, whose schedule gives no output."""
-
-    class NotTheLast(Passes):
-        def forward_backward(self, *arguments, **more):
-            return torch.zeros_like(super().forward_backward(*arguments, **more))
-
-    passes = build_passes(one_rank, per_token=True)
-    first = NotTheLast(passes.model, passes.shape, NUM_DOMAINS)
-    sums, _ = run(hook, first, micro_batches, dataclasses.replace(one_rank, pipeline_size=2))
-    assert not sums.any()
 
 
 def test_gradients_of_domains_are_read_from_the_device_once(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.checkpoint.state import random_states
@@ -147,25 +146,11 @@ def test_the_fewest_micro_batches_fill_the_pipeline(pretrain_options, pipeline, 
         assert chunks_in_flight(fewest, 0) < chunks_in_flight(setup, 0)
 
 
-def test_a_run_that_begins_with_it_has_the_same_losses(pretrain_options, finished_run, tmp_path):
-    pretrain(pretrain_options(tmp_path / "run", dry_first_step="on"))
-    with_it, without = (TrainingRun.load(run).metrics() for run in (tmp_path / "run", finished_run))
-    for one, other in zip(with_it, without, strict=True):
-        for field in ("loss", "domain_loss", "grad_norm", "domain_tokens", "lr"):
-            assert one[field] == other[field]
-
-
-def test_a_run_without_it_does_none(pretrain_options, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_random_batches", run_out)
-    pretrain(pretrain_options(tmp_path / "run", train_iters=3))
-    assert TrainingRun.load(tmp_path / "run").status == "finished"
-
-
 @pytest.mark.parametrize(
     ("where", "name", "parallel", "number"),
     [
         (optimizer, "data_parallel", TrainingParallelOptions(), 1),  # makes the gradients
-        (step, "mean_loss", TrainingParallelOptions(), 1),
+        (step, "micro_batch_loss", TrainingParallelOptions(), 1),
         (torch, "zeros_like", TrainingParallelOptions(), 1),  # makes the moments
         (layers, "prepare_input_tensors_for_wgrad_compute", SHARDED, 2),
     ],
@@ -200,7 +185,7 @@ def test_out_of_memory_leaves_a_run_that_is_continued_as_it_was(
 ):
     shutil.rmtree(step_folder(trained_run, 6))
     before = (trained_run / "run.json").read_bytes()
-    monkeypatch.setattr(step, "mean_loss", run_out)
+    monkeypatch.setattr(step, "micro_batch_loss", run_out)
     with pytest.raises(UserError, match=r"out of memory: .* or --"):
         pretrain(pretrain_options(trained_run, dry_first_step="on"))
     assert (trained_run / "run.json").read_bytes() == before

@@ -12,7 +12,6 @@ import sys
 
 import pytest
 
-from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import run_folder
 from megatron_chameleon.training.run_folder import LOCK_NAME
@@ -124,15 +123,6 @@ def test_a_job_killed_before_its_first_record_leaves_the_old_run(trained_run, mo
     assert contents(trained_run) == before
 
 
-def test_a_job_killed_while_it_puts_the_old_run_back_does_so_the_next_time(trained_run):
-    before = contents(trained_run)
-    killed_while_beginning(trained_run)
-    killed_while_beginning(trained_run, moves=2)
-    with run_folder._locked_folder(trained_run):
-        pass
-    assert contents(trained_run) == before
-
-
 def test_a_job_killed_after_its_first_record_leaves_the_new_run(trained_run):
     killed_while_beginning(trained_run, begun=True)
     with run_folder._locked_folder(trained_run):
@@ -152,20 +142,6 @@ def test_a_disk_that_is_full_when_the_new_run_begins_brings_the_old_one_back(
     ):
         pretrain(pretrain_options(trained_run, overwrite=True))
     assert contents(trained_run) == before
-
-
-def test_a_folder_behind_a_link_is_overwritten_where_it_lies(
-    pretrain_options, trained_run, tmp_path
-):
-    link = tmp_path / "link"
-    link.symlink_to(trained_run)
-    (trained_run / "notes.txt").write_text("of the old run")
-    pretrain(pretrain_options(link, overwrite=True, train_iters=3))
-    assert link.is_symlink()
-    assert TrainingRun.load(trained_run).step == 3
-    assert not (trained_run / "notes.txt").exists()
-    hidden = [path.name for path in trained_run.iterdir() if path.name.startswith(".")]
-    assert hidden == []
 
 
 def test_a_rest_that_cannot_be_deleted_is_named_and_the_run_stays_where_it_is(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +14,7 @@ from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.options import OptimizerOptions, PretrainOptions
+from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.step import BatchShape, Passes, train_step
 
 VOCAB_SIZE, LENGTH, NUM_DOMAINS = 100, 24, 3
@@ -91,16 +90,6 @@ def test_an_earlier_document_counts_unless_the_attention_mask_is_reset(
     assert (losses[0] == losses[1]) == (not looks_back)
 
 
-def test_with_the_mask_reset_a_document_still_sees_all_of_itself(one_rank):
-    before, one, other, rest = documents(9, 10, 10, 6)
-    other[2:] = one[2:]  # only its first two tokens differ
-    losses = [
-        loss_of(one_rank, torch.cat([before, doc, rest]), slice(11, 18), OWN_TEXT)
-        for doc in (one, other)
-    ]
-    assert abs(losses[0] - losses[1]) > NOTICEABLE
-
-
 @pytest.mark.parametrize(
     ("options", "place_matters"), [(PLAIN, True), (OWN_TEXT, True), (OWN_POSITIONS, False)], ids=str
 )
@@ -174,16 +163,6 @@ def test_masked_ends_count_neither_in_the_gradient_nor_in_the_sums(one_rank, opt
         torch.testing.assert_close(found[name].main_grad, gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_micro_batches_do_not_change_the_gradient_of_unequal_parts(one_rank):
-    parts = masked_micro_batches()
-    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    split, of_parts = step_on(one_rank, parts, per_token_loss=True)
-    joined, of_whole = step_on(one_rank, [whole], per_token_loss=True)
-    torch.testing.assert_close(of_parts.domain_sums, of_whole.domain_sums, atol=1e-4, rtol=0)
-    for one, other in zip(split.parameters(), joined.parameters(), strict=True):
-        torch.testing.assert_close(one.main_grad, other.main_grad, atol=1e-6, rtol=1e-5)
-
-
 def test_a_step_with_nothing_to_learn_moves_nothing_and_is_no_nan(one_rank):
     model, result = step_on(one_rank, masked_micro_batches()[2:], per_token_loss=True)
     assert result.grad_norm == 0.0
@@ -192,39 +171,3 @@ def test_a_step_with_nothing_to_learn_moves_nothing_and_is_no_nan(one_rank):
     for parameter, before in zip(model.parameters(), start.parameters(), strict=True):
         assert torch.equal(parameter.main_grad, torch.zeros_like(parameter))
         torch.testing.assert_close(parameter, before, atol=1e-9, rtol=0)
-
-
-def test_without_ends_the_loss_num_tokens_is_the_loss_by_micro_batches(one_rank):
-    batches = [batch_of(windows_with_ends((), (), seed=seed), MASKED_LOSS) for seed in range(3)]
-    by_token, one = step_on(one_rank, batches, per_token_loss=True)
-    by_batch, other = step_on(one_rank, batches, per_token_loss=False)
-    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
-    assert torch.equal(one.domain_sums, other.domain_sums)
-    num_tokens = sum(batch["tokens"].numel() for batch in batches)
-    for first, second in zip(by_token.parameters(), by_batch.parameters(), strict=True):
-        # The same float32 sum over all tokens, scaled before it or after.
-        rounding = torch.finfo(torch.float32).eps * num_tokens**0.5 * second.main_grad.abs().max()
-        torch.testing.assert_close(
-            first.main_grad, second.main_grad, atol=float(rounding), rtol=0.0
-        )
-
-
-def test_the_flags_are_megatrons():
-    from megatron_chameleon.cli import parse_options
-
-    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    for name in names:
-        flag = "--" + name.replace("_", "-")
-        options = parse_options(PretrainOptions, ["--corpus", "c", "--run-dir", "r", flag])
-        assert dataclasses.asdict(options.boundaries) == {other: other == name for other in names}
-
-
-def test_the_masked_text_is_one_in_which_an_error_would_show(one_rank):
-    """A mean of micro-batch means is far from the mean over tokens."""
-    model = build_model(SHAPE, one_rank, seed=0)
-    means, total, count = [], 0.0, 0
-    for batch in masked_micro_batches()[:2]:
-        losses, counted = losses_direct(model, batch)
-        means.append(losses[counted].mean().item())
-        total, count = total + losses[counted].sum().item(), count + int(counted.sum())
-    assert not math.isclose(sum(means) / len(means), total / count, rel_tol=1e-4)

@@ -19,7 +19,6 @@ from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training import trainer
 from megatron_chameleon.training.checkpointing import find_progress
-from megatron_chameleon.training.loggers import RunLog
 from megatron_chameleon.training.options import (
     GuardOptions,
     ProfilingOptions,
@@ -95,20 +94,6 @@ def test_too_many_in_a_row_end_the_run_at_a_checkpoint_from_before_them(
     assert TrainingRun.load(run_dir).skipped_steps == 0
 
 
-def test_no_checkpoint_is_written_among_skipped_steps(pretrain_options, tmp_path, monkeypatch):
-    run_dir = tmp_path / "run"
-    before_steps(monkeypatch, {3: poison(torch.nan)})
-    pretrain(pretrain_options(run_dir, train_iters=5))
-    assert TrainingRun.load(run_dir).checkpoints == [
-        "checkpoints/step-00000004",
-        "checkpoints/step-00000005",
-    ]
-    record = CheckpointRecord.load(step_folder(run_dir, 4))
-    assert (record.guard["skipped"], record.guard["updates"]) == (1, 3)
-    assert len(record.guard["loss"]) == 3
-    assert sum(record.domain_tokens.values()) == 4 * TOKENS_PER_STEP
-
-
 def test_validation_changes_nothing_and_is_what_evaluation_finds(
     pretrain_options, finished_run, corpus, tmp_path
 ):
@@ -150,26 +135,6 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     assert losses_of(run_dir) == losses_of(finished_run)
 
 
-def test_a_signal_that_comes_again_while_the_run_leaves_changes_nothing(
-    pretrain_options, tmp_path, monkeypatch
-):
-    """As torchrun's copy of what a scheduler has sent to all processes."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the tools take it
-    close = RunLog.close
-
-    def close_log(log):
-        os.kill(os.getpid(), signal.SIGTERM)
-        close(log)
-
-    try:
-        before_steps(monkeypatch, {4: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
-        monkeypatch.setattr(RunLog, "close", close_log)
-        pretrain(pretrain_options(tmp_path / "run"))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert TrainingRun.load(tmp_path / "run").status == "interrupted"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_before_the_first_step_leaves_the_folder_as_it_was(
     pretrain_options, trained_run, tmp_path, monkeypatch, capsys, number
@@ -197,43 +162,12 @@ def test_a_run_leaves_when_its_time_is_up(pretrain_options, tmp_path, capsys):
     assert "stopped by --exit-duration-in-mins at step 1 of 6" in capsys.readouterr().out
 
 
-def test_nothing_is_saved_before_the_first_update(pretrain_options, tmp_path, monkeypatch, capsys):
-    before_steps(monkeypatch, {1: poison(torch.nan)})
-    stopping = StoppingOptions(exit_duration_in_mins=1e-6)
-    pretrain(pretrain_options(tmp_path / "run", stopping=stopping))
-    run = TrainingRun.load(tmp_path / "run")
-    assert (run.status, run.step, run.checkpoints) == ("interrupted", 1, [])
-    assert "no checkpoint: none" in capsys.readouterr().out
-
-
 def test_a_deterministic_run_with_a_trace_is_the_same_run(pretrain_options, finished_run, tmp_path):
     profiling = ProfilingOptions(profile=True, profile_step_start=1, profile_step_end=2)
     run_dir = tmp_path / "run"
     pretrain(pretrain_options(run_dir, deterministic=True, profiling=profiling))
     assert losses_of(run_dir) == losses_of(finished_run)
     assert (run_dir / "profile" / "steps-2-to-2.json").stat().st_size > 10_000
-
-
-def test_a_trace_that_cannot_be_written_costs_the_trace_alone(pretrain_options, tmp_path):
-    profiling = ProfilingOptions(profile=True, profile_step_start=1, profile_step_end=2)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "profile").write_text("no folder")
-    with pytest.warns(UserWarning, match=r"no trace of --profile: cannot write .*profile"):
-        pretrain(pretrain_options(run_dir, profiling=profiling))
-    assert TrainingRun.load(run_dir).status == "finished"
-
-
-def test_figures_tell_speed_memory_and_where_the_time_went(finished_run):
-    records = metrics_of(finished_run)
-    for record in records.values():
-        assert record["tflops_per_second_per_device"] > 0
-        assert record["memory_bytes"] > 1 << 20
-        assert {"data", "forward_backward", "optimizer"} <= record["phase_seconds"].keys()
-        assert record["skipped_steps"] == 0
-        assert "mfu" not in record  # nobody knows a CPU's peak
-    assert "saving" in records[4]["phase_seconds"]
-    assert list((finished_run / "tensorboard").glob("events.*"))
 
 
 @pytest.mark.parametrize("masked", [False, True])

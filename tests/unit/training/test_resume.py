@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
+from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import CheckpointWarning, find_checkpoint, step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
@@ -55,30 +55,6 @@ def test_a_folder_without_a_run_starts_one_and_loses_nothing(progress_of, tmp_pa
     (run_dir / "notes.txt").write_text("mine")
     assert progress_of(run_dir, overwrite=overwrite).step == 0
     assert (run_dir / "notes.txt").read_text() == "mine"
-
-
-def test_a_run_goes_on_from_its_last_checkpoint(progress_of, trained_run):
-    before = contents(trained_run)
-    progress = progress_of(trained_run)
-    assert progress.step == 6
-    assert progress.run == TrainingRun.load(trained_run)
-    assert progress.checkpoint.root == step_folder(trained_run, 6)
-    assert contents(trained_run) == before
-
-
-def test_what_was_logged_after_the_checkpoint_is_dropped(progress_of, trained_run):
-    shutil.rmtree(step_folder(trained_run, 6))
-    assert steps_of(trained_run) == [2, 3, 4, 6]
-    assert progress_of(trained_run).step == 3
-    assert steps_of(trained_run) == [2, 3]
-
-
-def test_a_run_without_checkpoints_starts_again(progress_of, trained_run):
-    shutil.rmtree(trained_run / "checkpoints")
-    progress = progress_of(trained_run)
-    assert progress.step == 0
-    assert progress.run is not None
-    assert steps_of(trained_run) == []
 
 
 OTHER: list[tuple[dict[str, Any], str]] = [
@@ -146,18 +122,6 @@ def test_a_mixture_is_the_same_by_its_weights(progress_of, trained_run, tmp_path
         progress_of(trained_run, mixture=str(other))
 
 
-def test_overwrite_starts_anew_whatever_was_there(progress_of, trained_run):
-    assert progress_of(trained_run, overwrite=True, seed=7) == Progress()
-    assert list(trained_run.iterdir()) == []
-
-
-def test_a_bad_option_deletes_nothing(progress_of, trained_run):
-    before = contents(trained_run)
-    with pytest.raises(UserError):
-        progress_of(trained_run, overwrite=True, model_size="83m")
-    assert contents(trained_run) == before
-
-
 def largest_file(folder):
     return max(folder.iterdir(), key=lambda path: path.stat().st_size)
 
@@ -209,12 +173,6 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_refused_and_left_as_it_is(
     assert contents(trained_run) == before
 
 
-def test_checkpoints_without_a_record_of_their_run_are_an_error(pretrain_options, trained_run):
-    (trained_run / "run.json").unlink()
-    with pytest.raises(UserError, match=r"no run\.json"):
-        pretrain(pretrain_options(trained_run))
-
-
 def test_a_run_goes_back_to_the_checkpoint_that_latest_names(
     progress_of, pretrain_options, trained_run, finished_run
 ):
@@ -226,29 +184,7 @@ def test_a_run_goes_back_to_the_checkpoint_that_latest_names(
     assert losses(trained_run) == losses(finished_run)
 
 
-def test_what_killed_saves_have_left_is_removed(progress_of, trained_run):
-    left = trained_run / "checkpoints" / ".step-00000009.1a2b3c4d.tmp"
-    left.mkdir()
-    progress_of(trained_run)
-    assert not left.exists()
-
-
-def test_a_checkpoint_that_a_killed_save_had_set_aside_is_gone_on_from(progress_of, trained_run):
-    newest = step_folder(trained_run, 6)
-    newest.rename(newest.with_name(f".{newest.name}.replaced"))
-    newest.with_name(f".{newest.name}.1a2b3c4d.tmp").mkdir()
-    assert progress_of(trained_run).step == 6
-    names = sorted(path.name for path in newest.parent.iterdir())
-    assert names == ["latest", "step-00000003", "step-00000006"]
-
-
 def test_the_optimizers_form_cannot_change(progress_of, trained_run):
     sharded = TrainingParallelOptions(use_distributed_optimizer=True)
     with pytest.raises(UserError, match="--use-distributed-optimizer"):
         progress_of(trained_run, parallel=sharded)
-
-
-def test_a_damaged_run_file_is_told(progress_of, trained_run):
-    (trained_run / "run.json").write_text("{")
-    with pytest.raises(UserError, match=r"run\.json:1: not JSON"):
-        progress_of(trained_run)

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.artifacts import CheckpointRecord, MixturePhase, MixtureWarning, TrainingRun
+from megatron_chameleon.artifacts import CheckpointRecord, MixturePhase
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.training import plan as plan_module
 from megatron_chameleon.training.checkpointing import check_same_samples, resumed_schedule
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.trainer import pretrain, samples_of
@@ -44,13 +43,6 @@ def test_a_checkpoint_says_where_each_domain_stands(changed_run):
     assert last.domain_tokens == {name: n * 32 for name, n in last.domain_samples.items()}
 
 
-def test_the_run_says_what_it_was_drawn_by(changed_run):
-    run = TrainingRun.load(changed_run / "run")
-    last = CheckpointRecord.load(step_folder(changed_run / "run", 6))
-    assert run.mixture_phases == last.mixture_phases
-    assert [phase.first_sample for phase in run.mixture_phases] == [0, 24]
-
-
 def test_a_change_at_the_very_step_of_the_checkpoint_lies_ahead(changed_run, pretrain_options):
     checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 3))
     assert [phase.first_sample for phase in checkpoint.mixture_phases] == [0]
@@ -64,36 +56,6 @@ def test_a_change_at_the_very_step_of_the_checkpoint_lies_ahead(changed_run, pre
         schedule = resumed_schedule(plan, checkpoint)
         assert [phase.first_sample for phase in schedule.phases] == [0, 24][: len(weights)]
         assert [phase.weights for phase in schedule.phases] == weights
-
-
-def test_a_run_resumed_at_the_step_of_a_change_makes_it(changed_run, pretrain_options, tmp_path):
-    run_dir = Path(shutil.copytree(changed_run / "run", tmp_path / "run"))
-    shutil.rmtree(step_folder(run_dir, 6))
-    pretrain(pretrain_options(run_dir, data=changing(f"3={changed_run}/poems.json")))
-    straight, resumed = (
-        CheckpointRecord.load(step_folder(run, 6)) for run in (changed_run / "run", run_dir)
-    )
-    assert resumed.domain_samples == straight.domain_samples
-    assert resumed.mixture_phases == straight.mixture_phases
-    assert losses(run_dir) == losses(changed_run / "run")
-
-
-def test_repeats_are_told_of_the_weights_that_the_run_goes_on_by(
-    changed_run, pretrain_options, tmp_path, monkeypatch
-):
-    """Poems alone from step 2 on, which the second command does not say again."""
-    run_dir, poems = tmp_path / "run", changed_run / "poems.json"
-    pretrain(pretrain_options(run_dir, data=changing(f"2={poems}")))
-    whole = losses(run_dir)
-    shutil.rmtree(step_folder(run_dir, 6))
-    plan = plan_training(pretrain_options(run_dir, data=changing()))
-    tokens = plan.data.tokens["poems"]
-    drawn, planned = (16 / 3 + 32) * 32 / tokens, 16 * 32 / tokens
-    monkeypatch.setattr(plan_module, "MANY_EPOCHS", (drawn + planned) / 2)
-    with pytest.warns(MixtureWarning, match="'poems' will be repeated") as warned:
-        pretrain(pretrain_options(run_dir, data=changing()))
-    assert len([w for w in warned if issubclass(w.category, MixtureWarning)]) == 1
-    assert losses(run_dir) == whole
 
 
 def test_a_data_path_may_have_moved_but_not_changed(pretrain_options, corpus, tmp_path):
@@ -159,16 +121,6 @@ def test_a_change_that_the_run_has_passed_without_making_it_is_refused(
     checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 3))
     with pytest.raises(UserError, match="--mixture-change 2="):
         resumed_schedule(plan, checkpoint)
-
-
-def test_weights_that_the_options_do_not_say_come_from_the_checkpoint(
-    changed_run, pretrain_options
-):
-    plan = plan_training(pretrain_options(changed_run / "run", data=changing()))
-    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 6))
-    schedule = resumed_schedule(plan, checkpoint)
-    assert [phase.first_sample for phase in schedule.phases] == [0, 24]
-    assert schedule.weights_at(24) == (0.0, 0.0, 1.0)
 
 
 def test_a_checkpoint_at_which_the_domains_stand_elsewhere_is_refused(

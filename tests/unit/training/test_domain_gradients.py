@@ -17,7 +17,6 @@ from megatron_chameleon.training.domain_gradients import (
     GradientRows,
     _parts,
     span_products,
-    spans_within,
 )
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.optimizer import data_parallel
@@ -39,24 +38,6 @@ def test_products_of_long_rows_are_those_of_float64(length):
     # Sums of CHUNK products are taken in float32, whatever the order.
     rounding = torch.finfo(torch.float32).eps * CHUNK**0.5
     assert (span_products(rows) - expected).abs().max() < rounding * expected.diagonal().max()
-
-
-def test_a_large_row_does_not_swallow_a_small_one():
-    rows = torch.stack([torch.full((3 * CHUNK,), 1e6), torch.full((3 * CHUNK,), 1e-6)])
-    torch.testing.assert_close(span_products(rows), plain_products(rows), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("within", "origin", "found"),
-    [
-        ((0, 100), 0, [(10, 40), (50, 60)]),
-        ((15, 55), 15, [(0, 25), (35, 40)]),
-        ((15, 55), 0, [(15, 40), (50, 55)]),
-        ((40, 50), 40, []),
-    ],
-)
-def test_spans_are_cut_moved_and_joined(within, origin, found):
-    assert spans_within([(50, 60), (10, 20), (20, 40)], within, origin) == found
 
 
 @pytest.fixture
@@ -86,12 +67,6 @@ def test_rows_hold_the_gradients_and_give_their_sums(model):
     torch.testing.assert_close(found, 0.5 * kept[0] - 2.0 * kept[2])
 
 
-def test_the_room_may_be_filled_in_part(model):
-    rows = GradientRows(model, 4)
-    kept = filled(model, rows, range(2))
-    torch.testing.assert_close(rows.products(2), plain_products(kept), rtol=1e-6, atol=1e-3)
-
-
 def test_the_room_is_what_the_advice_counts(model):
     hook = TrainingHook()
     hook.combines_gradients = True
@@ -103,12 +78,3 @@ def test_the_room_is_what_the_advice_counts(model):
     (of_shards,) = hook.extra_bytes(sharded, 0, 5).values()
     assert of_shards == pytest.approx(held / 4, rel=1e-3)
     assert TrainingHook().extra_bytes(setup, 0, 5) == {}
-
-
-def test_the_sum_of_no_gradients_is_zero(model):
-    rows = GradientRows(model, 3)
-    for buffer in model[0].buffers:
-        buffer.grad_data.fill_(1.0)
-    assert rows.products(0).shape == (0, 0)
-    rows.write_sum(torch.zeros(0))
-    assert not any(buffer.grad_data.any() for buffer in model[0].buffers)

@@ -10,19 +10,16 @@ import signal
 import pytest
 
 from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
-from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.prefetch import prefetch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import hook as hook_module
-from megatron_chameleon.training import step as step_module
 from megatron_chameleon.training import trainer
 from megatron_chameleon.training.domain_gradients import GradientRows
 from megatron_chameleon.training.hook import GlobalBatch, TrainingHook
-from megatron_chameleon.training.options import CheckpointingOptions, GuardOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.distributed.toy_hooks import GradientCombiner, LossWeigher, MixtureChanger
-from tests.unit.training.bad_steps import before_steps, poison, run_out
+from tests.unit.training.bad_steps import before_steps, run_out
 
 
 class Counter(TrainingHook):
@@ -76,35 +73,6 @@ def test_losses_that_are_no_numbers_cost_a_hook_that_step_alone(
     assert flops == [step * flops[0] for step in range(1, 7)]
 
 
-def test_gradients_that_are_no_numbers_cost_a_hook_that_step_alone(
-    pretrain_options, tmp_path, monkeypatch
-):
-    run_dir = tmp_path / "run"
-    before_steps(monkeypatch, {3: poison(math.nan)})
-    pretrain(pretrain_options(run_dir, log_interval=1), GradientCombiner)
-    run = TrainingRun.load(run_dir)
-    assert (run.status, run.skipped_steps) == ("finished", 1)
-    weights = [record["hook"]["weights"] for record in run.metrics()]
-    assert weights[2] == weights[1]
-    assert len({tuple(part) for part in weights}) == 5
-
-
-def test_a_hook_does_not_count_a_step_that_was_skipped(pretrain_options, tmp_path, monkeypatch):
-    before_steps(monkeypatch, {2: poison(math.inf)})
-    pretrain(pretrain_options(tmp_path / "run"), Counter)
-    assert hook_states(tmp_path / "run") == {3: {"steps": 2}, 6: {"steps": 5}}
-
-
-def test_what_is_saved_beside_training_is_of_its_own_step(pretrain_options, tmp_path):
-    run_dir = tmp_path / "run"
-    checkpointing = CheckpointingOptions(async_save=True, keep_last_checkpoints=0)
-    pretrain(
-        pretrain_options(run_dir, train_iters=20, save_interval=5, checkpointing=checkpointing),
-        Counter,
-    )
-    assert hook_states(run_dir) == {step: {"steps": step} for step in (5, 10, 15, 20)}
-
-
 @pytest.mark.parametrize("bad", [{1, 2}, math.nan])
 def test_a_state_that_no_checkpoint_holds_is_told_at_once(pretrain_options, tmp_path, bad):
     class Unsavable(TrainingHook):
@@ -156,47 +124,14 @@ class Large(Counter):
         return {"a large thing": 3 * 10**9}
 
 
-class LargeAtOnce(Large):
-    def __init__(self, *_run):
-        run_out()
-
-
 class LargeAtLast(Large):
     prepare = run_out
 
 
-@pytest.mark.parametrize(
-    ("hook", "said"),
-    [(LargeAtOnce, "out of memory"), (LargeAtLast, r"out of memory: .*\(.*a large thing 3\.0")],
-)
-def test_a_hook_that_does_not_fit_is_told_before_anything_is_written(
-    pretrain_options, tmp_path, hook, said
-):
-    with pytest.raises(UserError, match=said):
-        pretrain(pretrain_options(tmp_path / "run"), hook)
+def test_hook_that_does_not_fit_is_an_error_before_anything_is_written(pretrain_options, tmp_path):
+    with pytest.raises(UserError, match=r"out of memory: .*\(.*a large thing 3\.0"):
+        pretrain(pretrain_options(tmp_path / "run"), LargeAtLast)
     assert not (tmp_path / "run").exists()
-
-
-def test_memory_that_a_hook_holds_is_told_where_a_step_does_not_fit(
-    pretrain_options, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(step_module, "mean_loss", run_out)
-    with pytest.raises(UserError, match=r"out of memory: .*a large thing 3\.0"):
-        pretrain(pretrain_options(tmp_path / "run"), Large)
-    assert TrainingRun.load(tmp_path / "run").status == "failed"
-
-
-def test_a_hook_prepares_once_and_not_for_a_finished_run(pretrain_options, tmp_path):
-    prepared = []
-
-    class Preparing(Counter):
-        def prepare(self):
-            assert not self.counts["steps"]
-            prepared.append(True)
-
-    for _ in range(2):
-        pretrain(pretrain_options(tmp_path / "run"), Preparing)
-    assert prepared == [True]
 
 
 def test_the_dry_step_finds_the_gradients_of_all_domains_beside_it(
@@ -251,13 +186,3 @@ def test_reading_ahead_draws_by_the_mixture_that_the_hook_has_chosen(
     assert drawn[0] == drawn[1]
     assert losses[0] == losses[1]
     assert drawn[0][-1] != drawn[0][0]
-
-
-def test_where_the_mixture_changes_is_where_the_guard_begins_anew(pretrain_options, tmp_path):
-    run_dir, guards = tmp_path / "run", GuardOptions(spike_factor=6.0)
-    options = pretrain_options(
-        run_dir, save_interval=5, data=DataOptions(permutation="epoch"), guards=guards
-    )
-    pretrain(options, MixtureChanger)
-    guard = CheckpointRecord.load(step_folder(run_dir, 5)).guard
-    assert (guard["phase"], len(guard["loss"]), guard["updates"]) == (4 * 8, 1, 5)

@@ -1,0 +1,103 @@
+"""The step guard: which steps are skipped, and that a skipped step changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+
+import pytest
+import torch
+
+from megatron_chameleon.training.guard import StepGuard, StepSync
+from megatron_chameleon.training.optimizer import with_copies
+from megatron_chameleon.training.options import GuardOptions
+from megatron_chameleon.training.stopping import REASONS
+
+BAD = (math.nan, math.inf, -math.inf)
+
+
+def make_guard(state=None, **options):
+    return StepGuard(GuardOptions(**options), state or {})
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_steps_that_are_not_finite_are_skipped_and_counted(bad):
+    guard = make_guard()
+    steps = [(1.0, 1.0), (bad, 1.0), (1.0, bad), (None, bad), (None, 0.0), (1e30, 1e30)]
+    assert [guard.accepts(*step) for step in steps] == [True, False, False, False, True, True]
+    assert (guard.updates, guard.skipped) == (3, 3)
+    assert not guard.accepts(bad, 1.0)
+    assert guard.reason == f"the loss is {bad}"
+
+
+def test_spikes_are_above_the_mean_by_a_number_of_standard_deviations():
+    values = [1.0, 2.0, 3.0, 2.0, 4.0]
+    bound = statistics.fmean(values) + 3 * statistics.stdev(values)
+    guard = make_guard({"loss": values, "grad_norm": values}, spike_factor=3.0, spike_window=8)
+    assert not guard.accepts(bound * 1.001, 2.0)
+    assert not guard.accepts(2.0, bound * 1.001)  # the first one did not enter the window
+    assert guard.accepts(bound * 0.999, bound * 0.999)
+    guard = make_guard(spike_factor=1.0, spike_window=8)
+    assert all(guard.accepts(loss, 1.0) for loss in (1.0, 1.1, 50.0, 1.0))  # too few for a bound
+    assert not guard.accepts(200.0, 1.0)
+
+
+@pytest.mark.parametrize("cut", [7, 13, 16, 17])
+def test_resumed_guard_decides_as_an_uninterrupted_one(cut):
+    steps = [(math.sin(step) + (5 if step % 7 == 6 else 0), step // 16) for step in range(30)]
+    whole, first = (make_guard(spike_factor=2.0, spike_window=10) for _ in range(2))
+    expected = [whole.accepts(loss, loss + 2, phase) for loss, phase in steps]
+    before = [first.accepts(loss, loss + 2, phase) for loss, phase in steps[:cut]]
+    second = make_guard(json.loads(json.dumps(first.state())), spike_factor=2.0, spike_window=10)
+    after = [second.accepts(loss, loss + 2, phase) for loss, phase in steps[cut:]]
+    assert before + after == expected
+    assert second.state() == whole.state()
+    assert 0 < whole.skipped < 10
+
+
+def test_mixture_change_resets_the_bound():
+    losses = [2.0, 2.02, 1.98, 2.01] * 4
+    same, changed = (make_guard(spike_factor=6.0, spike_window=8) for _ in range(2))
+    assert all(guard.accepts(loss, 1.0, 0) for loss in losses for guard in (same, changed))
+    assert not any(same.accepts(loss + 0.3, 1.0, 0) for loss in losses)
+    assert all(changed.accepts(loss + 0.3, 1.0, 128) for loss in losses)
+    assert not changed.accepts(2.9, 1.0, 128)
+
+
+def gradients(*sizes):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+@pytest.mark.parametrize("bad", [None, *BAD])
+@pytest.mark.parametrize("sizes", [((64, 16), (16,), (48, 16)), ()])
+def test_copies_change_the_norm_only_if_they_are_not_finite(bad, sizes):
+    counted, copies = gradients(*sizes), gradients((16,), (5,))
+    before = [gradient.clone() for gradient in counted]
+    if bad is not None:
+        copies[1][3] = bad
+    norm = torch.nn.utils.get_total_norm(with_copies(counted, copies))
+    if bad is None:
+        assert torch.equal(norm, torch.nn.utils.get_total_norm(counted))
+    else:
+        assert norm.isnan()
+    assert all(map(torch.equal, counted, before))
+
+
+def sums(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_ranks_agree_on_loss_and_stop_reasons(one_rank):
+    sync, none = StepSync(one_rank), [0.0] * len(REASONS)
+    sync.send(sums([6.0, 2, 3], [0, 0, 4], [9.0, 1, 1]), [0.0, 1.0, 0.0, 0.0])
+    assert (sync.loss(), sync.stop_reasons()) == (5.0, [REASONS[1]])
+    sync.send(sums([0.0, 0, 8]), none)
+    assert (sync.loss(), sync.stop_reasons()) == (None, [])
+    sync.send(sums([6.0, 2, 2], [math.nan, 1, 1]), none)
+    assert math.isnan(sync.loss() or 0.0)
+    sync = StepSync(dataclasses.replace(one_rank, tensor_rank=1))  # holds a copy of the losses
+    sync.send(sums([6.0, 2, 2]), [1.0, 0.0, 0.0, 1.0])
+    assert (sync.loss(), sync.stop_reasons()) == (None, [REASONS[0], REASONS[3]])

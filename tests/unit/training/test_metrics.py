@@ -1,0 +1,208 @@
+"""Measurements of an interval, phase timers, profiler traces, token counts and loggers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_chameleon.artifacts import DrawnTokens, TokenizerIdentity
+from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
+from megatron_chameleon.blend.token_data import DomainData, TokenData
+from megatron_chameleon.training.loggers import (
+    JsonLinesLogger,
+    TensorBoardLogger,
+    open_loggers,
+    scalars,
+)
+from megatron_chameleon.training.metrics import IntervalMeter, PhaseTimers, StepProfiler
+from megatron_chameleon.training.options import LoggingOptions, ProfilingOptions
+from megatron_chameleon.training.plan import planned_epochs
+from megatron_chameleon.training.run_folder import sampled_tokens
+from megatron_chameleon.training.step import StepResult
+from tests.full_disk import largest_file_size
+
+FIGURES = {
+    "loss": 3.5,
+    "domain_loss": {"news": 3.25, "ü": math.nan},
+    "drawn": {"news": {"got": 7, "asked": 8}},
+    "skipped": [{"step": 3, "reason": "the loss is nan", "domain_loss": {"a": math.inf}}],
+}
+
+
+def sums(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_interval_sums_its_steps(one_rank):
+    meter = IntervalMeter(["a", "b", "c"], one_rank)
+    meter.add(StepResult(sums([6.0, 2, 3], [0, 0, 0], [12.0, 2, 2]), grad_norm=0.5))
+    meter.add(StepResult(sums([4.0, 2, 3], [0, 0, 0], [2.0, 2, 2]), grad_norm=0.25))
+    skipped = StepResult(sums([math.nan, 2, 2], [3.0, 1, 4], [0, 0, 0]), math.inf, skipped=True)
+    meter.add(skipped)
+    losses = meter.domain_losses(skipped.domain_sums)
+    assert losses == {"a": pytest.approx(math.nan, nan_ok=True), "b": 3.0}
+    interval = meter.read()
+    assert interval.loss == pytest.approx(24 / 8)
+    assert interval.domain_loss == pytest.approx({"a": 10 / 4, "c": 14 / 4})
+    assert interval.domain_tokens == {"a": 4, "c": 4}
+    assert interval.domain_tokens_drawn == {"a": 8, "b": 4, "c": 4}
+    assert interval.grad_norm == 0.25
+    assert math.isnan(meter.read().loss)
+
+
+def test_phase_timers_sum_laps_blocks_and_items(monkeypatch):
+    now = [50.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def wait(seconds):
+        now[0] += seconds
+
+    def slow_items():
+        for item in range(3):
+            wait(2)
+            yield item
+
+    timers = PhaseTimers(torch.device("cpu"))
+    for _ in range(2):
+        wait(100)  # before the start: not counted
+        timers.start()
+        wait(3)
+        timers.lap("forward_backward")
+        wait(1)
+        timers.lap("optimizer")
+        with timers.during("saving"):
+            wait(7)
+    for _ in timers.timed(slow_items(), "data"):
+        wait(100)
+    expected = {"data": 6, "forward_backward": 6, "optimizer": 2, "saving": 14}
+    assert timers.read() == expected
+    assert timers.read() == {}
+
+
+def test_profiler_records_the_chosen_steps_on_rank_0(tmp_path, one_rank):
+    options = ProfilingOptions(profile=True, profile_step_start=2, profile_step_end=4)
+
+    def files(layout, first, last, options=options):
+        shutil.rmtree(tmp_path / "profile", ignore_errors=True)
+        profiler = StepProfiler(options, tmp_path, layout)
+        for done in range(first, last):
+            profiler.before_step(done)
+            torch.ones(8, 8) @ torch.ones(8, 8)
+            profiler.after_step(done + 1)
+        profiler.finish(last)
+        return [path.name for path in tmp_path.glob("profile/*")]
+
+    assert files(dataclasses.replace(one_rank, rank=1), 0, 6) == []
+    assert files(one_rank, 3, 6) == []
+    assert files(one_rank, 0, 14, ProfilingOptions()) == []
+    assert files(one_rank, 0, 3) == ["steps-3-to-3.json"]
+    assert files(one_rank, 0, 6) == ["steps-3-to-4.json"]
+    trace = json.loads((tmp_path / "profile" / "steps-3-to-4.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::mm" for event in trace) == 2
+
+
+def test_sampled_tokens_target_and_actual():
+    sizes = {"news": 1000, "code": 250, "empty": 0}
+    data = TokenData(
+        "a test",
+        tuple(DomainData(name, Path(name), 0, 1, size, name, 100) for name, size in sizes.items()),
+        TokenizerIdentity("tokenizers", "tokenizer.json", "0" * 64, 100, 0),
+        "0" * 64,
+    )
+    schedule = MixtureSchedule((Phase(0, (3.0, 1.0, 0.0)), Phase(8, (0.0, 2.0, 0.0))))
+    sampled = sampled_tokens(data, schedule, 12, 10, {"news": 70, "code": 50})
+    assert sampled == {
+        "news": DrawnTokens(weight=0.0, asked=60.0, got=70, epochs=0.07),
+        "code": DrawnTokens(weight=1.0, asked=60.0, got=50, epochs=0.2),
+        "empty": DrawnTokens(weight=0.0, asked=0.0, got=0, epochs=0.0),
+    }
+    assert sampled_tokens(data, schedule, 8, 10, {})["news"].weight == 0.75
+    epochs = {name: sampled[name].asked / max(size, 1) for name, size in sizes.items()}
+    assert planned_epochs(data, schedule, 12, 10) == pytest.approx(epochs)
+
+
+def test_metrics_are_json_lines_with_null_for_nan(tmp_path):
+    logger = JsonLinesLogger(tmp_path / "metrics.jsonl")
+    logger.log(5, FIGURES)
+    logger.log(10, {"loss": math.nan})
+    first, second = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert first.startswith('{"step": 5, "loss": 3.5, ')
+    line = json.loads(first, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert line["domain_loss"] == {"news": 3.25, "ü": None}
+    assert line["skipped"][0]["domain_loss"] == {"a": None}
+    assert json.loads(second) == {"step": 10, "loss": None}
+    assert dict(scalars(FIGURES)) == {
+        "loss": 3.5,
+        "domain_loss/news": 3.25,
+        "drawn/news/got": 7.0,
+        "drawn/news/asked": 8.0,
+    }
+
+
+def test_metrics_lines_are_written_once_a_full_disk_has_space(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    logger = JsonLinesLogger(path)
+    logger.log(1, {"loss": 1.0})
+    with largest_file_size(path.stat().st_size + 5):
+        for step in (2, 3):
+            with pytest.warns(UserWarning, match=r"cannot write .*metrics\.jsonl"):
+                logger.log(step, {"loss": 1.0})
+        assert len(path.read_text().splitlines()) == 1
+    logger.log(4, {"loss": 1.0})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_survives_a_full_disk_and_a_resume(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, 0)
+    logger.log(1, FIGURES)
+    with largest_file_size(10), pytest.warns(UserWarning, match="cannot write"):
+        logger.log(2, {"loss": 2.0})
+    for step in (3, 4, 5):
+        logger.log(step, {"loss": float(step)})
+    logger.close()
+    logger = TensorBoardLogger(tmp_path, first_step=3)
+    logger.log(5, {"loss": 1.5})
+    logger.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert losses == [(1, 3.5), (3, 3.0), (5, 1.5)]
+    assert [event.value for event in events.Scalars("domain_loss/news")] == [3.25]
+
+
+def test_a_logger_whose_package_is_missing_is_skipped(pretrain_options, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="is not installed") as warned:
+        (logger,) = open_loggers(pretrain_options(tmp_path), 0)
+    assert isinstance(logger, JsonLinesLogger)
+    assert len(warned) == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is an extra")
+def test_wandb_run_continues_after_a_resume(pretrain_options, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logging = LoggingOptions(tensorboard=False, wandb_project="mixtures")
+    options = pretrain_options(tmp_path, logging=logging)
+    for steps in ((5, 10), (5,)):
+        _, logger = open_loggers(options, 0)
+        for step in steps:
+            logger.log(step, FIGURES)
+        summary = dict(logger._run.summary)  # type: ignore[attr-defined]
+        assert summary.get("step") == steps[-1]
+        logger.close()
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    ids = {path.name.rsplit("-", 1)[1] for path in runs}
+    assert ids == {(tmp_path / "wandb-id.txt").read_text()}
+    assert any(b"domain_loss/news" in file.read_bytes() for file in runs[0].glob("*.wandb"))

@@ -1,0 +1,273 @@
+"""A training step against plain torch and against megatron's own optimizer functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import clip_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch.nn.functional import cross_entropy
+
+from megatron_chameleon.model.gpt import build_model, build_model_chunks, unwrap
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.step import BatchShape, Passes, finalize_gradients, train_step
+from tests.device_reads import device_reads
+
+SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
+OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=3, clip_grad=0.5)
+STEPS, NUM_DOMAINS = 8, 3
+
+
+def micro_batches(count, *, masked=False):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        text = torch.randint(100, (2, 17), generator=generator)
+        yield {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "loss_mask": (text[:, 1:] >= 20 * masked).float(),
+            "position_ids": torch.arange(16).repeat(2, 1),
+            "domain": torch.randint(NUM_DOMAINS, (2,), generator=generator),
+        }
+
+
+class Stepper:
+    """Steps of a small model on three micro-batches each."""
+
+    def __init__(self, layout, *, bf16=False, masked=False, batches=None):
+        chunks = build_model_chunks(SHAPE, layout, 0, bf16=bf16, per_token_loss=masked)
+        self.chunks = data_parallel(chunks, layout, bf16=bf16)
+        self.optimizer = build_optimizer(self.chunks, OPTIONS, layout, bf16=bf16)
+        self.scheduler = build_scheduler(self.optimizer, OPTIONS, STEPS)
+        self.batches = micro_batches(100, masked=masked) if batches is None else iter(batches)
+        self.shape = BatchShape(3, 2, 16) if batches is None else BatchShape(1, 6, 16)
+
+    def __call__(self):
+        passes = Passes(self.chunks, self.shape, NUM_DOMAINS)
+        forward_backward = functools.partial(passes.forward_backward, self.batches)
+        return train_step(self.chunks, self.optimizer, self.scheduler, forward_backward)
+
+    @property
+    def weights(self):
+        return dict(unwrap(self.chunks[0]).named_parameters())
+
+
+def expected_rate(step):
+    """Linear from 0 to the peak, then half a cosine down to the minimum at the last step."""
+    if step <= OPTIONS.lr_warmup_iters:
+        return OPTIONS.lr * step / OPTIONS.lr_warmup_iters
+    done = (step - OPTIONS.lr_warmup_iters) / (STEPS - OPTIONS.lr_warmup_iters)
+    return OPTIONS.min_lr + (OPTIONS.lr - OPTIONS.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+def adamw_direct(model, count):
+    """The same training by torch's autograd and the formulas of AdamW, in float64."""
+    parameters = dict(model.named_parameters())
+    first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    batches = micro_batches(3 * count)
+    norms = []
+    for step in range(1, count + 1):
+        losses = []
+        for batch in itertools.islice(batches, 3):
+            logits = model(batch["tokens"], batch["position_ids"], None)[..., : SHAPE.vocab_size]
+            losses.append(cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+        gradients = torch.autograd.grad(torch.stack(losses).mean(), list(parameters.values()))
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+        norms.append(norm)
+        clip = min(1.0, OPTIONS.clip_grad / (norm + 1e-6))
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            g = gradient.double() * clip
+            first[name] = OPTIONS.adam_beta1 * first[name] + (1 - OPTIONS.adam_beta1) * g
+            second[name] = OPTIONS.adam_beta2 * second[name] + (1 - OPTIONS.adam_beta2) * g * g
+            m = first[name] / (1 - OPTIONS.adam_beta1**step)
+            v = second[name] / (1 - OPTIONS.adam_beta2**step)
+            decay = OPTIONS.weight_decay if parameter.dim() == 2 else 0.0
+            update = m / (v.sqrt() + OPTIONS.adam_eps) + decay * parameter.double()
+            with torch.no_grad():
+                parameter.sub_((expected_rate(step) * update).float())
+    return norms
+
+
+def test_training_is_adamw_with_clipping_decay_and_a_cosine_schedule(one_rank):
+    step, count = Stepper(one_rank), 4
+    start = {name: weight.detach().clone() for name, weight in step.weights.items()}
+    plain = build_model(SHAPE, one_rank, seed=0)
+    expected = adamw_direct(plain, count)
+    assert [step().grad_norm for _ in range(count)] == pytest.approx(expected, rel=1e-4)
+    assert max(expected) > OPTIONS.clip_grad
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(step.weights[name], weight, atol=2e-4, rtol=0, msg=name)
+        assert (weight - start[name]).abs().max() > 2e-3, name  # far more than the tolerance
+    for number in range(count + 1, STEPS + 1):
+        step()
+        assert step.optimizer.param_groups[0]["lr"] == pytest.approx(expected_rate(number))
+
+
+def test_a_step_reports_loss_and_tokens_per_domain(one_rank):
+    parts = list(micro_batches(3))
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    result, at_once = Stepper(one_rank)(), Stepper(one_rank, batches=[whole])()
+    assert at_once.grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
+    model = build_model(SHAPE, one_rank, seed=0)
+    expected = torch.zeros(NUM_DOMAINS, 3, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(whole["tokens"], whole["position_ids"], None)[..., : SHAPE.vocab_size]
+    for row, domain in enumerate(whole["domain"].tolist()):
+        losses = cross_entropy(logits[row].double(), whole["labels"][row], reduction="sum")
+        expected[domain] += torch.tensor([losses.item(), 16.0, 16.0])
+    for sums in (result.domain_sums, at_once.domain_sums):
+        torch.testing.assert_close(sums, expected, atol=1e-3, rtol=0)
+
+
+def test_a_step_synchronizes_once(one_rank, monkeypatch):
+    """For the gradient norm, whatever the number of parameters and micro-batches."""
+    for bf16, masked in itertools.product((False, True), repeat=2):
+        step = Stepper(one_rank, bf16=bf16, masked=masked)
+        step()
+        assert device_reads(step, monkeypatch) == 1, (bf16, masked)
+    # With megatron's own function the test could fail.
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    assert device_reads(step, monkeypatch) > len(step.weights)
+
+
+def test_every_group_is_fused_also_after_a_load(one_rank):
+    step = Stepper(one_rank)
+    step()
+    (part,) = step.optimizer.chained_optimizers
+    saved = part.optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["fused"] = None  # as in a checkpoint without it
+    part.optimizer.load_state_dict(saved)
+    assert all(group["fused"] for group in part.optimizer.param_groups)
+    step()
+    assert {float(state["step"]) for state in part.optimizer.state.values()} == {2.0}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bf16_weights_are_written_back_at_once_as_by_megatron(one_rank, sharded, monkeypatch):
+    layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
+    step, copies = Stepper(layout, bf16=True), []
+    foreach_copy = torch._foreach_copy_
+
+    def counted(targets, sources):
+        copies.append(len(targets))
+        foreach_copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    step()
+    weights = list(step.weights.values())
+    assert copies == [len(weights)]
+    found = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.data.zero_()
+    (part,) = step.optimizer.chained_optimizers
+    type(part)._copy_main_params_to_model_params(part)
+    assert all(map(torch.equal, found, weights))
+    assert all(weight.any() for weight in weights)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_rejected_step_changes_neither_weights_nor_moments(one_rank, bf16, sharded):
+    layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
+    step = Stepper(layout, bf16=bf16)
+    optimizer = step.optimizer
+    optimizer.accepts = math.isfinite
+
+    def update(value):
+        for chunk in step.chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        for weight in step.weights.values():
+            weight.main_grad.fill_(0.1)  # type: ignore[attr-defined]
+        next(iter(step.weights.values())).main_grad.view(-1)[0] = value  # type: ignore[attr-defined]
+        updated, norm, _ = optimizer.step()
+        assert updated == math.isfinite(norm) == math.isfinite(value)
+
+    def state():
+        (part,) = optimizer.chained_optimizers
+        moments = [v for state in part.optimizer.state.values() for v in state.values()]
+        return [
+            v.detach().clone() for v in [*step.weights.values(), *part.get_parameters(), *moments]
+        ]
+
+    step()
+    update(0.2)
+    before = state()
+    for bad in (math.nan, math.inf):
+        update(bad)
+        assert all(map(torch.equal, before, state()))
+    update(0.2)
+    assert not all(map(torch.equal, before, state()))
+
+
+@pytest.mark.parametrize("num_tokens", [None, 0, 1, 37])
+def test_gradients_are_finalized_bitwise_as_by_megatron(one_rank, num_tokens, monkeypatch):
+    groups = ProcessGroupCollection.use_mpu_process_groups(
+        ["tp", "pp", "embd", "pos_embd", "dp_cp"]
+    )
+    model = build_model_chunks(SHAPE, one_rank, 0, bf16=False, per_token_loss=True)
+    chunks = data_parallel(model, one_rank, bf16=False)
+    gradients = [buffer.grad_data for chunk in chunks for buffer in chunk.buffers]
+    values = [torch.randn_like(gradient) for gradient in gradients]
+    found = []
+    for finalize, reads in (
+        (finalize_model_grads, num_tokens is not None),
+        (finalize_gradients, 0),
+    ):
+        torch._foreach_copy_(gradients, values)
+        tokens = None if num_tokens is None else torch.tensor(num_tokens, dtype=torch.int)
+        finish = functools.partial(finalize, chunks, tokens, pg_collection=groups)
+        assert device_reads(finish, monkeypatch) == reads
+        found.append([gradient.clone() for gradient in gradients])
+    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, found[0], values)) == (num_tokens in (None, 0, 1))
+
+
+def test_gradients_accumulate_in_apexs_matrix_product(one_rank, monkeypatch):
+    """Into the buffers that data parallelism reduces, also for the tied embedding."""
+    products: list[torch.Size] = []
+
+    def wgrad_gemm_accum_fp32(inputs, gradient, main_grad):
+        products.append(main_grad.shape)
+        main_grad += gradient.T @ inputs
+
+    apex = SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", apex, raising=False)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    found = []
+    for fused in (False, True):
+        model = build_model_chunks(SHAPE, one_rank, 0, gradient_accumulation_fusion=fused)
+        chunks = data_parallel(model, one_rank, bf16=False)
+        build_optimizer(chunks, OPTIONS, one_rank, bf16=False)
+        Passes(chunks, BatchShape(2, 2, 16), NUM_DOMAINS).forward_backward(micro_batches(2))
+        found.append({name: p.main_grad for name, p in chunks[0].named_parameters()})
+    # Of two micro-batches: four matrices of each layer, and the output layer.
+    assert len(products) == 2 * (4 * 2 + 1)
+    for name, gradient in found[0].items():
+        assert gradient.any()
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_models_are_freed(one_rank, sharded):
+    def models():
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if type(each) is DistributedDataParallel}
+
+    before = models()
+    Stepper(dataclasses.replace(one_rank, use_distributed_optimizer=sharded))()
+    assert not models() - before

@@ -1,0 +1,188 @@
+"""Runs that start from trained weights: a checkpoint, or a GPT-2 folder of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.trainer import pretrain
+from tests.rounding import assert_as_near
+from tests.small_corpus import VOCAB_SIZE, word_tokenizer, write_small_corpus
+from tests.unit.training.progress import losses, progress_of_run
+
+POSITIONS = 40
+# Large weights: logits are about 1.
+NANO = {"n_layer": 4, "n_head": 4, "n_embd": 64, "n_positions": POSITIONS, "vocab_size": 320}
+UNNAMED = {"n_layer": 3, "n_head": 2, "n_embd": 48, "n_inner": 80, "n_positions": 32}
+UNNAMED |= {"vocab_size": VOCAB_SIZE, "activation_function": "gelu"}  # type: ignore[dict-item]
+FROZEN = OptimizerOptions(lr=1e-9, min_lr=0.0, lr_warmup_iters=0, weight_decay=0.0)
+
+
+def write_gpt2(folder: Path, **config) -> Path:
+    torch.manual_seed(0)
+    settings = transformers.GPT2Config(**{"initializer_range": 0.2, **config})
+    transformers.GPT2LMHeadModel(settings).save_pretrained(folder)
+    return folder
+
+
+def change_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture
+def gpt2(tmp_path) -> Path:
+    return write_gpt2(tmp_path / "gpt2", **NANO)
+
+
+@pytest.fixture
+def options_for(pretrain_options, tmp_path):
+    """``options_for(weights, **changes)``: a run that hardly moves ``weights``."""
+
+    def options(weights, **changes):
+        settings = {"model_size": None, "train_iters": 2, "save_interval": 1, "optimizer": FROZEN}
+        return pretrain_options(
+            tmp_path / "run", pretrained_checkpoint=weights, **{**settings, **changes}
+        )
+
+    return options
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    with distributed(ParallelOptions(), seed=0) as layout:
+        state = open_reader(CheckpointRecord.load(checkpoint), layout).model.state_dict()
+        return {name: value.clone() for name, value in state.items() if value is not None}
+
+
+def test_run_starts_from_a_checkpoint_and_resumes_from_its_own(
+    options_for, finished_run, tmp_path, capsys
+):
+    options = options_for(finished_run, seq_length=16, seed=77)
+    pretrain(options)
+    run_dir = options.run_dir
+    before, after = weights_of(step_folder(finished_run, 6)), weights_of(step_folder(run_dir, 1))
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-7)
+    record = CheckpointRecord.load(step_folder(run_dir, 1))
+    assert (record.step, record.samples) == (1, 8)
+    assert shape_of(record).max_sequence_length == 32
+    weights = CheckpointRecord.load(step_folder(finished_run, 6)).hash
+    assert TrainingRun.load(run_dir).provenance.inputs["pretrained checkpoint"] == weights
+    assert "initial weights: " in capsys.readouterr().out
+    whole = losses(run_dir)
+    shutil.rmtree(step_folder(run_dir, 2))
+    moved = shutil.copytree(finished_run, tmp_path / "moved")
+    pretrain(dataclasses.replace(options, pretrained_checkpoint=moved))
+    assert "initial weights: " not in capsys.readouterr().out
+    assert losses(run_dir) == whole
+    for other in (step_folder(finished_run, 3), None):
+        changed = dataclasses.replace(options, pretrained_checkpoint=other, model_size="nano")
+        with pytest.raises(UserError, match="holds a run with pretrained checkpoint"):
+            progress_of_run(changed)
+
+
+def test_bf16_main_weights_start_from_the_checkpoint(options_for, finished_run):
+    options = options_for(finished_run, bf16=True)
+    pretrain(options)
+    assert losses(options.run_dir)[-1][1] < 0.93 * losses(finished_run)[0][1]
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (NANO, ModelShape(ModelSize(4, 4, 64, 256), VOCAB_SIZE, POSITIONS, "gelu_tanh")),
+        (UNNAMED, ModelShape(ModelSize(3, 2, 48, 80), VOCAB_SIZE, 32, "gelu")),
+    ],
+    ids=["padded", "unnamed"],
+)
+def test_run_starts_as_the_model_of_transformers(options_for, tmp_path, config, shape):
+    folder = write_gpt2(tmp_path / "gpt2", **config)
+    options = options_for(folder)
+    pretrain(options)
+    checkpoint = CheckpointRecord.load(step_folder(options.run_dir, 1))
+    assert shape_of(checkpoint) == shape
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB_SIZE, (2, shape.max_sequence_length), generator=generator)
+    positions = torch.arange(tokens.size(1)).expand_as(tokens)
+    with distributed(ParallelOptions(), seed=0) as layout, torch.no_grad():
+        found = open_reader(checkpoint, layout).model(tokens, positions, None)[..., :VOCAB_SIZE]
+    reference, exact = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(tokens)
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert exact.logits.std() > 0.1
+    logits = (output.logits[..., :VOCAB_SIZE].detach() for output in (reference, exact))
+    assert_as_near(found, *logits)
+
+
+def test_run_resumes_with_a_moved_folder_but_not_with_another_model(options_for, gpt2, tmp_path):
+    options = options_for(gpt2)
+    assert plan_training(options).options.model_size == "nano"
+    pretrain(options)
+    moved = gpt2.rename(tmp_path / "moved")
+    options = dataclasses.replace(options, pretrained_checkpoint=moved, model_size="nano")
+    assert progress_of_run(options).step == 2
+    change_config(moved, activation_function="gelu")
+    with pytest.raises(UserError, match="pretrained checkpoint"):
+        progress_of_run(options)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({}, {"model_size": "tiny"}, "gpt2 has hidden_size 64, --model-size tiny has 128"),
+        ({}, {"seq_length": 41}, "--seq-length 41: .*gpt2"),
+        ({}, {"parallel": TrainingParallelOptions(3)}, "does not divide 4 attention heads"),
+        ({"vocab_size": 250}, {}, r"gpt2/config\.json: a vocabulary of 250 is too small"),
+        ({"activation_function": "relu"}, {}, "activation_function 'relu'"),
+        ({"vocab_size": 300}, {}, r"wte\.weight is \[320, 64\]"),
+        ({"n_layer": 5}, {}, r"gpt2 holds no tensor transformer\.h\.4"),
+        ({}, {"pretrained_checkpoint": Path("nowhere")}, "--pretrained-checkpoint nowhere"),
+    ],
+)
+def test_weights_that_do_not_fit_are_an_error(options_for, gpt2, config, changes, message):
+    change_config(gpt2, **config)
+    options = dataclasses.replace(options_for(gpt2), **changes)
+    with pytest.raises(UserError, match=message):
+        plan_training(options)
+    assert not options.run_dir.exists()
+
+
+def test_another_tokenizer_is_an_error(options_for, finished_run, gpt2, tmp_path):
+    file = word_tokenizer(tmp_path / "corpus-tokenizer.json")
+    corpus = write_small_corpus(tmp_path / "corpus", tokenizer_hash=sha256_of_files(file))
+    own = corpus.root / corpus.tokenizer.file
+    shutil.copy(file, own)
+    for added in ([], ["<pad>"]):
+        tokenizer = tokenizers.Tokenizer.from_file(str(own))
+        tokenizer.add_tokens(added)
+        tokenizer.save(str(gpt2 / "tokenizer.json"))
+        assert plan_training(options_for(gpt2, corpus=corpus.root)).pretrained is not None
+    reversed_ids = {str(VOCAB_SIZE - token): token for token in range(VOCAB_SIZE)}
+    model = tokenizers.models.WordLevel(reversed_ids, unk_token="1")
+    tokenizers.Tokenizer(model).save(str(gpt2 / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"gpt2/tokenizer\.json has other token ids"):
+        plan_training(options_for(gpt2, corpus=corpus.root))
+    own.unlink()
+    with pytest.raises(UserError, match=r"gpt2/tokenizer\.json has other token ids"):
+        plan_training(options_for(gpt2, corpus=corpus.root))
+    other = write_small_corpus(tmp_path / "other", tokenizer_hash="6" * 64)
+    with pytest.raises(UserError, match="step-00000006 was trained with another tokenizer"):
+        plan_training(options_for(finished_run, corpus=other.root))
