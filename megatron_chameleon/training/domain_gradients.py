@@ -1,7 +1,7 @@
-"""One gradient per domain, from a single pass over the global batch.
+"""Per-domain gradients from a single pass over the global batch.
 
-The samples of the batch are sorted by domain, so that each micro-batch holds one domain, and the
-gradient of each domain is copied out of the gradient buffers before the next one's begins.
+The samples of the batch are sorted by domain, so that each micro-batch has a single domain. The
+gradient of each domain is copied from the gradient buffers before that of the next is computed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.training.optimizer import is_counted
 
-# Numbers of a row whose products are added up in float32; those sums are added up in float64. More
-# of them are not faster, and their sum is less exact.
+# Products of this many numbers are summed in float32, and these sums in float64. Larger chunks are
+# less exact and not faster.
 CHUNK = 1 << 10
 
-# Chunks that are multiplied at once.
+# Chunks per matrix multiplication.
 CHUNKS_AT_ONCE = 512
 
 Span = tuple[int, int]
@@ -31,12 +31,12 @@ class DomainGradients:
     """Gradients of the domains' mean losses over one global batch.
 
     Args:
-        rows: where they are kept, with room for all domains.
-        domain_tokens: [k] float64, tokens of each domain in the global batch that have a loss.
-        learning_rate: of the update that they are for.
+        rows: storage for a gradient of each domain.
+        domain_tokens: [k] float64, tokens with a loss per domain in the global batch.
+        learning_rate: learning rate of the upcoming update.
 
     Attributes:
-        present: domains that the batch has tokens of, in order; the others' gradients are zero.
+        present: domains with tokens in the batch, in order; the other gradients are zero.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class DomainGradients:
         self._rows = rows
 
     def keep(self, domain: int) -> None:
-        """Take over what the gradient buffers hold as the gradient of ``domain``."""
+        """Copy the gradient buffers as the gradient of ``domain``."""
         self._rows.keep(self.present.index(domain))
 
     def dot_products(self) -> torch.Tensor:
-        """[k, k] float64: the scalar products of all pairs of gradients, the same on every rank."""
+        """[k, k] float64: dot products of all pairs of gradients, identical on every rank."""
         k = self.domain_tokens.numel()
         products = torch.zeros(k, k, dtype=torch.float64, device=self.domain_tokens.device)
         products[self._places[:, None], self._places] = self._rows.products(len(self.present))
         return products
 
     def combine(self, weights: torch.Tensor) -> None:
-        """Put the gradients' sum by ``weights`` [k] into the gradient buffers, for the update.
+        """Write the sum of the gradients, weighted by ``weights`` [k], to the gradient buffers.
 
-        The first rank's weights are taken on all: the last digits of what a hook computes may hang
-        on the processor, and ranks that hold the same parameters would drift apart.
+        All ranks use the weights of rank 0: the last digits of a hook's result may depend on the
+        processor, and replicas of the same parameters would diverge.
         """
         agreed = to_device(weights.to(torch.float64, copy=True), self.domain_tokens.device)
         dist.broadcast(agreed, src=0)
@@ -72,12 +72,12 @@ class DomainGradients:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How the samples of one domain on one rank are cut into micro-batches.
+    """Micro-batches of one domain's samples on one rank.
 
     Attributes:
-        count: micro-batches, from 1 on.
+        count: number of micro-batches, at least 1.
         size: samples of the largest; the others have as many, or one fewer.
-        filled: samples that go through the model; those beyond the domain's have no loss.
+        filled: samples including padding samples, which have no loss.
     """
 
     count: int
@@ -86,14 +86,13 @@ class Split:
 
 
 def split_samples(samples: int, largest: int, pipeline: int = 1, rounds: int = 1) -> Split:
-    """As few micro-batches as there can be, all of about the same size.
+    """Split samples into as few micro-batches as possible, of about the same size.
 
     Args:
-        samples: how many there are; a domain may have none on a rank, where one fills up.
-        largest: samples of a micro-batch, at most.
-        pipeline: stages; more than one send each other micro-batches of one shape.
-        rounds: of what the micro-batches are a multiple: interleaved stages take turns over as
-            many as there are stages.
+        samples: number of samples; without any, one padding sample is used.
+        largest: maximum samples of a micro-batch.
+        pipeline: number of pipeline stages; with several, all micro-batches have the same shape.
+        rounds: the number of micro-batches is a multiple of this, as interleaved stages require.
     """
     count = max(-(-samples // largest), 1)
     count = -(-count // rounds) * rounds
@@ -104,12 +103,12 @@ def split_samples(samples: int, largest: int, pipeline: int = 1, rounds: int = 1
 def micro_batches_by_domain(
     micro_batches: Sequence[Batch], rows: Mapping[int, Sequence[int]], splits: Mapping[int, Split]
 ) -> dict[int, list[Batch]]:
-    """Micro-batches of one domain each, gathered with one index for all domains.
+    """Regroup micro-batches so that each has one domain, with a single gather.
 
     Args:
-        micro_batches: a step's, of one rank.
-        rows: of each domain, its samples, counted over all of ``micro_batches``.
-        splits: how they are cut, for each domain wanted; samples without a loss fill them up.
+        micro_batches: one rank's micro-batches of a step.
+        rows: domain -> its samples, as indices into the concatenated ``micro_batches``.
+        splits: domain -> how to split its samples; padding samples have no loss.
     """
     filled = [
         row
@@ -136,12 +135,12 @@ def micro_batches_by_domain(
 
 @dataclasses.dataclass
 class Part:
-    """What this rank holds of one bucket of the gradient buffers.
+    """This rank's part of one bucket of the gradient buffers.
 
     Attributes:
-        gradient: [n] float32, in the bucket: all of it, or this rank's shard.
-        spans: of it, what this rank counts in products; other ranks count the rest.
-        rows: [count, n] float32.
+        gradient: [n] float32 view of the bucket, or of this rank's shard of it.
+        spans: ranges of it that this rank counts in dot products; other ranks count the rest.
+        rows: [count, n] float32 copies.
     """
 
     gradient: torch.Tensor
@@ -150,13 +149,13 @@ class Part:
 
 
 class GradientRows:
-    """Room for several gradients, which is taken at once and kept from step to step.
+    """Storage for several gradients, allocated once.
 
-    With the distributed optimizer a rank keeps its shard of each alone.
+    With the distributed optimizer, a rank stores only its shard of each.
 
     Args:
         model: this rank's chunks, wrapped for data parallelism.
-        count: how many gradients there is room for.
+        count: maximum number of gradients.
     """
 
     def __init__(self, model: Sequence[DistributedDataParallel], count: int) -> None:
@@ -164,12 +163,12 @@ class GradientRows:
         self._device = self._parts[0].gradient.device
 
     def keep(self, row: int) -> None:
-        """Copy what the gradient buffers hold to ``row``."""
+        """Copy the gradient buffers to ``row``."""
         for part in self._parts:
             part.rows[row].copy_(part.gradient)
 
     def products(self, count: int) -> torch.Tensor:
-        """[count, count] float64: the scalar products of the first rows, the same on every rank."""
+        """[count, count] float64: dot products of the first rows, identical on every rank."""
         total = torch.zeros(count, count, dtype=torch.float64, device=self._device)
         for part in self._parts:
             for start, stop in part.spans:
@@ -178,7 +177,7 @@ class GradientRows:
         return total
 
     def write_sum(self, weights: torch.Tensor) -> None:
-        """Put the sum of the first rows by ``weights`` [count] into the gradient buffers."""
+        """Write the sum of the first rows, weighted by ``weights`` [count], to the buffers."""
         factors = weights.to(self._device, torch.float32)
         for part in self._parts:
             if factors.numel():
@@ -188,9 +187,9 @@ class GradientRows:
 
 
 def span_products(rows: torch.Tensor) -> torch.Tensor:
-    """[m, m] float64: the scalar products of ``rows`` [m, n] float32.
+    """[m, m] float64: dot products of ``rows`` [m, n] float32.
 
-    Sums over ``CHUNK`` numbers are taken in float32, at full speed, and added up in float64.
+    Chunks of ``CHUNK`` numbers are summed in float32, at full speed, and their sums in float64.
     """
     count, length = rows.shape
     total = torch.zeros(count, count, dtype=torch.float64, device=rows.device)
@@ -206,7 +205,7 @@ def span_products(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(model: Sequence[DistributedDataParallel], count: int) -> Iterator[Part]:
-    """A part for each bucket, with room for ``count`` rows."""
+    """The part of each bucket, with storage for ``count`` rows."""
     sharded = bool(model[0].ddp_config.use_distributed_optimizer)
     for chunk in model:
         for buffer in chunk.buffers:
@@ -218,8 +217,8 @@ def _parts(model: Sequence[DistributedDataParallel], count: int) -> Iterator[Par
             ]
             for bucket in buffer.buckets:
                 numel = bucket.grad_data.numel()
-                # Its shard; without shards, data-parallel ranks hold the same gradients, and each
-                # multiplies a share of them.
+                # This rank's shard. Without shards, data-parallel ranks hold the same gradients,
+                # and each computes the products of this range.
                 first, last = (numel * r // group.size() for r in (group.rank(), group.rank() + 1))
                 gradient = bucket.grad_data[first:last] if sharded else bucket.grad_data
                 mine = bucket.offset + first, bucket.offset + last
@@ -228,7 +227,7 @@ def _parts(model: Sequence[DistributedDataParallel], count: int) -> Iterator[Par
 
 
 def spans_within(spans: Iterable[Span], within: Span, origin: int) -> list[Span]:
-    """The parts of ``spans`` that lie ``within``, counted from ``origin``; neighbours joined."""
+    """Intersect ``spans`` with ``within``, relative to ``origin``; join adjacent ones."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         start, stop = max(start, within[0]) - origin, min(stop, within[1]) - origin

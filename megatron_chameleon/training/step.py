@@ -120,11 +120,11 @@ class Passes:
             [k, 3] float64 over this rank's micro-batches: per domain, summed loss, number of tokens
             with a loss, and tokens sampled; zero outside the last pipeline stage.
         """
-        per_token = get_model_config(self.model[0]).calculate_per_token_loss
         loss = functools.partial(
-            summed_loss if per_token else mean_loss,
+            micro_batch_loss,
             num_domains=self.num_domains,
             loss_weights=loss_weights,
+            per_token=get_model_config(self.model[0]).calculate_per_token_loss,
         )
         outputs = self._run(
             batches, num_microbatches, loss, forward_only=False, micro_batch_size=micro_batch_size
@@ -157,9 +157,12 @@ class Passes:
         forward_only: bool,
         micro_batch_size: int | None = None,
     ) -> list[Any]:
+        # Megatron's schedules need an iterator per model chunk over the same micro-batches. Every
+        # chunk reads all micro-batches of a step, so the next step may tee ``batches`` again.
+        chunks = len(self.model)
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward_step, loss),
-            data_iterator=_for_each_chunk(batches, len(self.model)),
+            data_iterator=batches if chunks == 1 else list(itertools.tee(batches, chunks)),
             model=list(self.model),
             num_microbatches=num_microbatches or self.shape.num_microbatches,
             seq_length=self.shape.seq_length,
@@ -168,16 +171,6 @@ class Passes:
             collect_non_loss_data=forward_only,
         )
         return outputs
-
-
-def _for_each_chunk(
-    batches: Iterator[Batch], chunks: int
-) -> Iterator[Batch] | list[Iterator[Batch]]:
-    """One iterator per model chunk over the same micro-batches, as Megatron's schedules expect.
-
-    Every chunk reads all micro-batches of a step, so the next step may tee ``batches`` again.
-    """
-    return batches if chunks == 1 else list(itertools.tee(batches, chunks))
 
 
 def _forward_step(
@@ -192,15 +185,15 @@ def _forward_step(
     return token_losses, functools.partial(loss, batch)
 
 
-def mean_loss(
+def micro_batch_loss(
     batch: Batch,
     token_losses: torch.Tensor,
     num_domains: int,
     loss_weights: torch.Tensor | None = None,
+    *,
+    per_token: bool,
 ) -> Loss:
-    """Mean loss over the micro-batch's tokens, and per-domain sums for the log.
-
-    All samples have the same length, so the mean over micro-batches is the global batch's mean.
+    """Loss of a micro-batch in the form of Megatron's schedules, and per-domain sums for the log.
 
     Args:
         batch: a micro-batch, with loss_mask [b, s] and domain [b].
@@ -208,42 +201,26 @@ def mean_loss(
         num_domains: number of domains (k).
         loss_weights: [k] weight of a token's loss by its domain; by default 1. The logged sums are
             unweighted.
+        per_token: return the summed loss and the number of tokens, possibly 0: Megatron divides the
+            gradient by the number over all micro-batches and data-parallel ranks. Otherwise return
+            the mean; without masked tokens, all micro-batches have the same number, so the mean
+            over micro-batches is the global batch's.
     """
     masked = token_losses.float() * batch["loss_mask"]  # [b, s]
-    sums = domain_sums(batch, num_domains, masked)
-    loss = weighted(masked, batch, loss_weights).sum() / batch["loss_mask"].sum()
-    return loss, {"domain_sums": sums}
-
-
-def summed_loss(
-    batch: Batch,
-    token_losses: torch.Tensor,
-    num_domains: int,
-    loss_weights: torch.Tensor | None = None,
-) -> Loss:
-    """Summed loss and number of the micro-batch's tokens, and per-domain sums for the log.
-
-    Megatron divides the gradient by the token count over all micro-batches and data-parallel ranks.
-    A micro-batch, or a whole step, may have none. Arguments as in :func:`mean_loss`.
-    """
-    masked = token_losses.float() * batch["loss_mask"]  # [b, s]
-    sums = domain_sums(batch, num_domains, masked)
-    num_tokens = batch["loss_mask"].sum().to(torch.int32)
-    return weighted(masked, batch, loss_weights).sum(), num_tokens, {"domain_sums": sums}
-
-
-def weighted(losses: torch.Tensor, batch: Batch, loss_weights: torch.Tensor | None) -> torch.Tensor:
-    """Losses [b, s], each multiplied by the weight of its sample's domain."""
-    if loss_weights is None:
-        return losses
-    return losses * loss_weights.to(losses)[batch["domain"]][:, None]
+    logged = {"domain_sums": domain_sums(batch, num_domains, masked)}
+    if loss_weights is not None:
+        masked = masked * loss_weights.to(masked)[batch["domain"]][:, None]
+    num_tokens = batch["loss_mask"].sum()
+    if per_token:
+        return masked.sum(), num_tokens.to(torch.int32), logged
+    return masked.sum() / num_tokens, logged
 
 
 def domain_sums(batch: Batch, num_domains: int, masked: torch.Tensor) -> torch.Tensor:
     """[k, 3] float64 of losses [b, s]: summed loss, tokens with a loss, tokens sampled."""
     counted = batch["loss_mask"].sum(1, dtype=torch.float64)
-    drawn = torch.full_like(counted, masked.size(1))
-    parts = torch.stack([masked.detach().sum(1, dtype=torch.float64), counted, drawn], dim=1)
+    sampled = torch.full_like(counted, masked.size(1))
+    parts = torch.stack([masked.detach().sum(1, dtype=torch.float64), counted, sampled], dim=1)
     sums = torch.zeros(num_domains, 3, dtype=torch.float64, device=masked.device)
     return sums.index_add_(0, batch["domain"], parts)
 

@@ -1,4 +1,4 @@
-"""The loss on the valid split of every domain, during training and in training's own layout."""
+"""Validation loss per domain during training, in the training layout."""
 
 from __future__ import annotations
 
@@ -22,22 +22,18 @@ from megatron_chameleon.training.metrics import mean_losses, sum_over_ranks
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import Passes, domain_sums
 
-# Fewer tokens than these predict nothing.
-LEAST_TOKENS = 2
-
 
 class Validation:
-    """Windows of every domain's valid split, the same ones at every validation.
+    """Loss on fixed windows of every domain's valid split.
 
-    They are packed without regard to document boundaries and predicted as tools/evaluate.py
-    predicts them. Nothing here draws random numbers or reads training's samples.
+    Windows ignore document boundaries and are scored as by tools/evaluate.py. No random numbers are
+    drawn, and no training samples are read.
 
     Args:
-        texts: the windows of each domain; None where it has no text.
-        names: of the domains.
-        passes: of the model that is trained. A global batch of windows has the shape of a global
-            batch of training.
-        layout: of the ranks.
+        texts: windows of each domain; None for a domain without text.
+        names: names of the domains.
+        passes: passes of the trained model; validation batches have the shape of training batches.
+        layout: layout of the ranks.
     """
 
     def __init__(
@@ -57,24 +53,19 @@ class Validation:
 
     @property
     def num_batches(self) -> int:
-        """Global batches of one validation."""
+        """Number of global batches of one validation."""
         shape = self._passes.shape
         size = shape.num_microbatches * shape.micro_batch_size * self._layout.data_size
         return math.ceil(len(self._rows) / size)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that one validation predicts."""
-        return sum(text.num_predictions for text in self._texts if text is not None)
-
     def flops(self, shape: ModelShape) -> float:
-        """Forward FLOPs of one validation by a model of that shape, over all ranks."""
+        """Forward FLOPs of one validation over all ranks, for a model of ``shape``."""
         return sum(reading_flops(shape, text) for text in self._texts if text is not None)
 
     def losses(self) -> dict[str, float]:
-        """Domain -> mean negative log-likelihood of its tokens, in nats. Every rank calls this.
+        """Domain -> mean negative log-likelihood of its tokens in nats. Collective.
 
-        The same windows give the same losses in every layout, but for rounding.
+        Losses are the same in every layout, up to rounding.
         """
         for chunk in self._passes.model:
             chunk.eval()
@@ -84,18 +75,20 @@ class Validation:
         )
         with read_ahead(micro_batches, self._passes.device) as ahead:
             for _ in range(self.num_batches):
-                sums += self._sums(
-                    list(itertools.islice(ahead, self._passes.shape.num_microbatches))
-                )
+                batches = list(itertools.islice(ahead, self._passes.shape.num_microbatches))
+                losses = self._passes.token_losses(batches)  # empty but on the last stage
+                for batch, token_losses in zip(batches, losses, strict=bool(losses)):
+                    masked = token_losses * batch["loss_mask"]
+                    sums += domain_sums(batch, len(self._names), masked)
         for chunk in self._passes.model:
             chunk.train()
-        losses, tokens, _ = sum_over_ranks(sums, self._layout).cpu().T.tolist()
-        return mean_losses(self._names, losses, tokens)
+        total, tokens, _ = sum_over_ranks(sums, self._layout).cpu().T.tolist()
+        return mean_losses(self._names, total, tokens)
 
     def micro_batches(self, number: int) -> list[Batch]:
-        """This rank's part of global batch ``number``; rows beyond the last window predict nothing.
+        """This rank's micro-batches of global batch ``number``; padding rows have no loss.
 
-        Micro-batches are dealt out to data-parallel ranks in turn.
+        Micro-batches are assigned to data-parallel ranks round-robin.
         """
         shape, layout = self._passes.shape, self._layout
         turns = [number * shape.num_microbatches + turn for turn in range(shape.num_microbatches)]
@@ -104,17 +97,8 @@ class Validation:
         ]
         return [self._batch(self._rows[first : first + shape.micro_batch_size]) for first in firsts]
 
-    def _sums(self, batches: list[Batch]) -> torch.Tensor:
-        """[k, 3] float64 as :func:`domain_sums`; zero but on the last pipeline stage."""
-        device, num_domains = self._passes.device, len(self._names)
-        sums = torch.zeros(num_domains, 3, dtype=torch.float64, device=device)
-        losses = self._passes.token_losses(batches)
-        for batch, token_losses in zip(batches, losses, strict=bool(losses)):
-            sums += domain_sums(batch, num_domains, token_losses * batch["loss_mask"])
-        return sums
-
     def _batch(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        """The windows of ``rows``, as :meth:`BlendedTokens.batch` gives samples."""
+        """A micro-batch of the windows ``rows``, with the fields of a training batch."""
         size, length = self._passes.shape.micro_batch_size, self._passes.shape.seq_length
         batch = {
             "tokens": torch.zeros(size, length, dtype=torch.int64),
@@ -134,12 +118,12 @@ class Validation:
 
 
 def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:
-    """The validation that the run asks for; None if it has none before its end.
+    """Build the run's validation; None if there is none before its last step.
 
-    A domain without text in its valid split is left out, with a warning.
+    A domain without text in its valid split is skipped with a warning.
 
     Raises:
-        UserError: if files are damaged, or no domain has such text.
+        UserError: if files are damaged, or no domain has a valid split.
     """
     options = plan.options
     interval = options.validation.eval_interval
@@ -153,8 +137,8 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
     empty = [name for name, text in zip(data.names, texts, strict=True) if text is None]
     if len(empty) == len(texts):
         raise UserError(
-            f"--eval-interval {interval}: {data.where} has nothing in its valid split; give it "
-            "some (--split), or --eval-interval 0"
+            f"--eval-interval {interval}: the valid split of {data.where} is empty; change "
+            "--split, or pass --eval-interval 0"
         )
     if empty:
         warnings.warn(f"no validation of {', '.join(empty)}: no valid split", stacklevel=2)
@@ -162,10 +146,10 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
 
 
 def valid_tokens(plan: TrainingPlan) -> TokenData:
-    """The valid split of what the run is trained on, with its domains in the same order.
+    """The valid split of the run's data, with the domains in the same order.
 
     Raises:
-        UserError: if --split leaves nothing for it.
+        UserError: if --split leaves it empty.
     """
     options = plan.options
     if options.corpus is not None:
@@ -175,12 +159,12 @@ def valid_tokens(plan: TrainingPlan) -> TokenData:
     try:
         return data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid")
     except UserError as error:
-        raise UserError(f"{error}; or give --eval-interval 0") from error
+        raise UserError(f"{error}; or pass --eval-interval 0") from error
 
 
 def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
-    """Windows spread evenly over the text of ``domain``; None if there is none to predict."""
-    if domain.tokens < LEAST_TOKENS:
+    """Windows spread evenly over the text of ``domain``; None if there is no token to predict."""
+    if domain.tokens < 2:
         return None
     file = domain.open()
     start = int(file.pointers[domain.first]) // file.dtype.itemsize
