@@ -192,8 +192,8 @@ def test_a_rejected_step_changes_neither_weights_nor_moments(one_rank, bf16, sha
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         for weight in step.weights.values():
-            weight.main_grad.fill_(0.1)  # type: ignore[attr-defined]
-        next(iter(step.weights.values())).main_grad.view(-1)[0] = value  # type: ignore[attr-defined]
+            weight.main_grad.fill_(0.1)
+        next(iter(step.weights.values())).main_grad.view(-1)[0] = value
         updated, norm, _ = optimizer.step()
         assert updated == math.isfinite(norm) == math.isfinite(value)
 
