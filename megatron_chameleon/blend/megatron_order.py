@@ -87,9 +87,9 @@ def build_blending_indices(
     """Megatron's greedy blend, bit-identical to ``helpers.build_blending_indices``.
 
     Sample n goes to the domain i with the largest error ``weights[i] * max(n, 1) - count[i]``,
-    where count[i] is how many of the samples before n it has had; ties go to the lowest i. All of
-    it is in float64, since rounding decides near-ties. A weight of 0 can win such a tie: leave out
-    domains that must not be sampled.
+    where count[i] is the number of its samples before n; ties go to the lowest i. All of it is in
+    float64, since rounding decides near-ties. A weight of 0 can win such a tie: leave out domains
+    that must not be sampled.
 
     Args:
         weights: [num_domains] float64, usually summing to 1.

@@ -100,9 +100,10 @@ class TokenData:
 
 def corpus_tokens(corpus: Corpus, split: Split = "train") -> TokenData:
     """One split of every domain of a corpus."""
-    parts = [(name, corpus.domains[name].split(split)) for name in corpus.names]
-    domains = [
-        DomainData(
+    domains = []
+    for name in corpus.names:
+        part = corpus.domains[name].split(split)
+        domain = DomainData(
             name,
             corpus.prefix(name, split),
             first=0,
@@ -112,8 +113,7 @@ def corpus_tokens(corpus: Corpus, split: Split = "train") -> TokenData:
             vocab_size=corpus.tokenizer.vocab_size,
             expected=expected_tokens(corpus, part),
         )
-        for name, part in parts
-    ]
+        domains.append(domain)
     return TokenData(str(corpus.root), tuple(domains), corpus.tokenizer, corpus.hash)
 
 
@@ -146,12 +146,10 @@ def check_weights(data: TokenData, weights: Sequence[float]) -> None:
     for name, weight in zip(data.names, weights, strict=True):
         if not math.isfinite(weight) or weight < 0:
             raise UserError(f"weight of '{name}' is {weight}; weights are finite and not negative")
-    if not any(weights):
-        raise UserError("all weights are zero; at least one must be > 0")
     if np.count_nonzero(weights) > MAX_DOMAINS:
         raise UserError(
             f"{np.count_nonzero(weights)} domains of {data.where} have a weight, and a blend holds "
             f"{MAX_DOMAINS}; set the others to 0, or merge domains"
         )
-    if not math.isfinite(sum(weights)):
-        raise UserError("the weights are too large to add up; scale them to sum to 1")
+    if not 0 < sum(weights) < math.inf:
+        raise UserError("the weights must sum to a finite number above 0; scale them to sum to 1")

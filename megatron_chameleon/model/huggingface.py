@@ -248,7 +248,7 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
         tensor = checked[name] = found.pop(plain)
         problem = None
         if tuple(tensor.shape) != expected:
-            problem = f"is {list(tensor.shape)}, its config.json asks for {list(expected)}"
+            problem = f"has shape {list(tensor.shape)}, its config.json requires {list(expected)}"
         elif not tensor.is_floating_point():
             problem = f"is {tensor.dtype}: quantized weights are not supported"
         elif not torch.isfinite(tensor).all():

@@ -125,11 +125,11 @@ def test_ties_are_resolved_like_in_megatron(make_corpus, megatron_samples, by_si
     corpus = make_corpus({f"d{i}": [SEQ_LENGTH * n + 1] for i, n in enumerate(SCALED_TWICE)})
     prefixes = [corpus.prefix(name, "train") for name in corpus.names]
     pairs = zip(SCALED_TWICE, prefixes, strict=True)
-    given = " ".join(str(prefix) if by_size else f"{weight} {prefix}" for weight, prefix in pairs)
-    data = data_path_tokens(DataPath.parse(given), "1", corpus.tokenizer)
+    text = " ".join(str(prefix) if by_size else f"{weight} {prefix}" for weight, prefix in pairs)
+    data = data_path_tokens(DataPath.parse(text), "1", corpus.tokenizer)
     schedule = MixtureSchedule.fixed([float(weight) for weight in SCALED_TWICE])
     ours = BlendedTokens(data, schedule, 67, SEQ_LENGTH, seed=11, by_size=by_size)
-    assert_same_samples(ours, megatron_samples(given, "1", 67), 67)
+    assert_same_samples(ours, megatron_samples(text, "1", 67), 67)
     once, twice = normalize(list(SCALED_TWICE)), normalize(normalize(list(SCALED_TWICE)))
     orders = [build_blending_indices(weights, 67)[0].tolist() for weights in (once, twice)]
     assert orders[0] != orders[1]
@@ -247,7 +247,7 @@ def weights_of_phases(kind, num_phases, num_domains, rng):
     return weights
 
 
-# Bounds of fixed schedules: no order can hold one for all, see BlendOrder.
+# Bounds for these schedules; none holds for all, see BlendOrder.
 @pytest.mark.parametrize(
     ("kind", "bound"), [("random", 2), ("one or all", 2), ("sparse", 3), ("half of them", 3)]
 )

@@ -17,9 +17,9 @@ WEIGHTS = st.lists(st.floats(0, 1) | st.just(1.0), min_size=1, max_size=12).filt
 
 
 def reference(blended, num_samples):
-    """Domain of each of the first samples: every node counts what it was given."""
+    """Domain of each of the first samples: every node counts its samples."""
     half = order.HALF_BITS
-    given_out = [0] * len(blended._nodes)
+    counted = [0] * len(blended._nodes)
     domains = []
     for _ in range(num_samples):
         at = 0
@@ -28,9 +28,9 @@ def reference(blended, num_samples):
             share, offset = (share << half) + share_low, (offset << half) + offset_low
             lefts = [
                 min(max(int(Fraction(share * n + offset, 1 << 2 * half).__floor__()), 0), n)
-                for n in (given_out[at], given_out[at] + 1)
+                for n in (counted[at], counted[at] + 1)
             ]
-            given_out[at] += 1
+            counted[at] += 1
             at = children[0] if lefts[1] > lefts[0] else children[1]
         domains.append(~at)
     return domains

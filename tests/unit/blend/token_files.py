@@ -1,4 +1,4 @@
-"""What Megatron's own data sets are made of: .bin/.idx pairs of given lengths, a tokenizer."""
+"""Inputs of Megatron's own data sets: .bin/.idx pairs with chosen lengths, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class MegatronTokenizer:
 
 
 def write_file(prefix: Path, lengths: list[int]) -> Path:
-    """A data set of these sequences in place of the one that is there."""
-    for suffix in (".bin", ".idx"):
+    """Write a data set of these sequences, replacing an existing one."""
+    for suffix in (".bin", ".idx", ".xxh3"):
         prefix.with_suffix(suffix).unlink(missing_ok=True)
     writer = IndexedWriter(prefix, "uint16")
     for length in lengths:

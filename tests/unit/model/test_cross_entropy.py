@@ -45,8 +45,10 @@ def torchs(logits, labels, of_losses, vocab_size):
 @pytest.mark.parametrize(("vocab_size", "chunk"), [(1, 41), (37, 1), (37, 200), (40, 1 << 20)])
 def test_losses_and_gradients_are_torchs(vocab_size, chunk, monkeypatch):
     monkeypatch.setattr(chunked, "CHUNK_ON_CPU", chunk)
-    given = *case(vocab_size=vocab_size), vocab_size
-    for mine, reference, right in zip(ours(*given), torchs(*given), expected(*given), strict=True):
+    inputs = *case(vocab_size=vocab_size), vocab_size
+    for mine, reference, right in zip(
+        ours(*inputs), torchs(*inputs), expected(*inputs), strict=True
+    ):
         assert_as_near(mine, reference, right)
 
 
@@ -131,8 +133,8 @@ def test_halves_of_the_vocabulary_add_up_to_the_whole(vocab_size, monkeypatch):
     """Both ranks of a group of two, with the sums over ranks done by hand."""
     logits, labels, of_losses = case(vocab_size=vocab_size)
     rows, flat = logits.flatten(0, 1), labels.flatten()
-    given = logits, labels, of_losses, vocab_size
-    (right, right_gradient), (reference, of_reference) = expected(*given), torchs(*given)
+    inputs = logits, labels, of_losses, vocab_size
+    (right, right_gradient), (reference, of_reference) = expected(*inputs), torchs(*inputs)
     halves = [half.contiguous() for half in rows.split(20, dim=1)]
     kept = [min(20, vocab_size), max(0, vocab_size - 20)]
     parts = [chunked.log_sum_exp(half, n) for half, n in zip(halves, kept, strict=True)]

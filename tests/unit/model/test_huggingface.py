@@ -65,9 +65,9 @@ def theirs_of(shape, tensors=None):
 
 
 def random_weights(name, size, generator):
-    drawn = 0.2 * torch.randn(size, generator=generator)
+    sampled = 0.2 * torch.randn(size, generator=generator)
     is_norm = name.endswith("weight") and len(size) == 1
-    return 1 + drawn if is_norm else drawn
+    return 1 + sampled if is_norm else sampled
 
 
 def logits_of(model, shape):

@@ -61,9 +61,9 @@ def check_random_state() -> None:
     assert torch.equal(state, torch.cuda.random.get_rng_state())
     torch.manual_seed(2)
     expected_inside = torch.rand(4)
-    heard: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(megatron_random.__name__)
     logger.addHandler(handler)
     torch.manual_seed(7)
@@ -80,7 +80,7 @@ def check_random_state() -> None:
     assert torch.equal(torch.cat(inside), expected_inside)
     torch.cuda.set_rng_state(state, "cuda")
     assert torch.equal(torch.get_rng_state(), state)
-    assert heard == ["something else"]  # the warning about the CPU generator is dropped
+    assert messages == ["something else"]  # the warning about the CPU generator is dropped
 
 
 def check_fused_functions() -> None:
