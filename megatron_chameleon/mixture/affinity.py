@@ -60,7 +60,7 @@ def affinity_matrix(embeddings: npt.ArrayLike, center: bool) -> Array:
 
 
 def gram_matrix(features: Array) -> Array:
-    """X X^T of features [k, h] that are already checked and, where wanted, centred."""
+    """X X^T of features [k, h] that are already checked, and centred if requested."""
     squared_norms(features)
     affinity: Array = features @ features.T
     return affinity
@@ -114,15 +114,15 @@ def nearest_rows(
         positions [r, n] int64 and cosines [r, n], n = min(count, k - 1).
     """
     units = unit_rows(features)
-    wanted = np.arange(len(units)) if rows is None else rows
+    chosen = np.arange(len(units)) if rows is None else rows
     size = min(count, len(units) - 1)
-    positions = np.empty((len(wanted), size), dtype=np.int64)
-    cosines = np.empty((len(wanted), size))
-    for first in range(0, len(wanted), BLOCK_ROWS):
-        part = slice(first, min(first + BLOCK_ROWS, len(wanted)))
-        block = units[wanted[part]] @ units.T
+    positions = np.empty((len(chosen), size), dtype=np.int64)
+    cosines = np.empty((len(chosen), size))
+    for first in range(0, len(chosen), BLOCK_ROWS):
+        part = slice(first, min(first + BLOCK_ROWS, len(chosen)))
+        block = units[chosen[part]] @ units.T
         each = np.arange(len(block))
-        block[each, wanted[part]] = -np.inf
+        block[each, chosen[part]] = -np.inf
         for rank in range(size):  # a few passes cost less than sorting every row
             best = block.argmax(axis=1)
             positions[part, rank], cosines[part, rank] = best, block[each, best]

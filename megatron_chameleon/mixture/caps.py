@@ -40,33 +40,33 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> CappedWeights
         ValueError: not two vectors of one length, an entry that is negative or NaN, or caps of the
             domains with a weight that sum to less than 1.
     """
-    wanted, most = (np.asarray(values, dtype=np.float64) for values in (weights, caps))
-    if wanted.ndim != 1 or wanted.size == 0 or wanted.shape != most.shape:
+    target, upper = (np.asarray(values, dtype=np.float64) for values in (weights, caps))
+    if target.ndim != 1 or target.size == 0 or target.shape != upper.shape:
         raise ValueError(
-            f"weights {wanted.shape} and caps {most.shape} must be vectors of one length"
+            f"weights {target.shape} and caps {upper.shape} must be vectors of one length"
         )
-    if not (np.isfinite(wanted).all() and (wanted >= 0).all() and wanted.sum() > 0):
+    if not (np.isfinite(target).all() and (target >= 0).all() and target.sum() > 0):
         raise ValueError("weights must be finite, not negative, and not all zero")
-    if not (most >= 0).all():  # or NaN
+    if not (upper >= 0).all():  # or NaN
         raise ValueError("caps must be >= 0")
-    wanted = wanted / wanted.sum()
-    found = wanted
-    if not (wanted <= most).all():
-        present = np.flatnonzero(wanted)
-        if most[present].sum() < 1.0 - ROUNDING:
+    target = target / target.sum()
+    found = target
+    if not (target <= upper).all():
+        present = np.flatnonzero(target)
+        if upper[present].sum() < 1.0 - ROUNDING:
             raise ValueError(
-                f"the caps of the domains with a weight sum to {most[present].sum():.6g}, less "
+                f"the caps of the domains with a weight sum to {upper[present].sum():.6g}, less "
                 "than 1: raise them"
             )
-        order = present[np.argsort(most[present] / wanted[present], kind="stable")]
+        order = present[np.argsort(upper[present] / target[present], kind="stable")]
         # With the first n domains at their caps, s is the rest over the sum of the others' weights.
-        left = 1.0 - np.concatenate([[0.0], np.cumsum(most[order])[:-1]])
-        others = np.cumsum(wanted[order][::-1])[::-1]
-        fits = left / others * wanted[order] <= most[order]
-        found = np.minimum(most, 1.0) * (wanted > 0)
+        left = 1.0 - np.concatenate([[0.0], np.cumsum(upper[order])[:-1]])
+        others = np.cumsum(target[order][::-1])[::-1]
+        fits = left / others * target[order] <= upper[order]
+        found = np.minimum(upper, 1.0) * (target > 0)
         if fits.any():
             first = int(fits.argmax())
             free = order[first:]
-            found[free] = wanted[free] * (left[first] / others[first])
-    binding = np.flatnonzero((wanted > 0) & (found == most))
+            found[free] = target[free] * (left[first] / others[first])
+    binding = np.flatnonzero((target > 0) & (found == upper))
     return CappedWeights(found, tuple(binding.tolist()))

@@ -147,11 +147,11 @@ def quantize(mixtures: Array, smallest: float) -> Array:
     kept = np.where(mixtures < smallest, 0.0, mixtures)
     empty = kept.sum(axis=1) == 0  # more domains than steps: keep the heaviest
     kept[empty, mixtures[empty].argmax(axis=1)] = 1.0
-    wanted = kept / kept.sum(axis=1, keepdims=True) * steps
-    whole = np.floor(wanted)
+    exact = kept / kept.sum(axis=1, keepdims=True) * steps
+    whole = np.floor(exact)
     missing = steps - whole.sum(axis=1, keepdims=True)
     # A domain that was set to 0 has remainder 0, and gets a step only after all others.
-    order = np.argsort(-(wanted - whole), axis=1, kind="stable")
+    order = np.argsort(-(exact - whole), axis=1, kind="stable")
     rank = np.argsort(order, axis=1, kind="stable")
     result: Array = (whole + (rank < missing)) / steps
     return result

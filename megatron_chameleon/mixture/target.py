@@ -60,17 +60,17 @@ def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> A
     Raises:
         ValueError: shares or strength out of range.
     """
-    wanted = np.asarray(shares, dtype=np.float64)
-    if wanted.ndim != 1 or wanted.size == 0 or not np.isfinite(wanted).all():
+    target = np.asarray(shares, dtype=np.float64)
+    if target.ndim != 1 or target.size == 0 or not np.isfinite(target).all():
         raise ValueError("shares must be a vector of finite numbers, one for each domain")
-    if wanted.min() < 0 or not wanted.max() > 0:
+    if target.min() < 0 or not target.max() > 0:
         raise ValueError("shares must not be negative, nor all zero")
     if not 0.0 < strength < 1.0:
         raise ValueError(f"strength is {strength!r}: it must lie between 0 and 1")
-    if wanted.min() == wanted.max():
-        return np.ones_like(wanted)
-    wanted = wanted / wanted.max()  # so that their sum is finite
-    prior: Array = (1.0 - strength) + strength * wanted.size * (wanted / wanted.sum())
+    if target.min() == target.max():
+        return np.ones_like(target)
+    target = target / target.max()  # so that their sum is finite
+    prior: Array = (1.0 - strength) + strength * target.size * (target / target.sum())
     return prior
 
 
@@ -94,13 +94,13 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
         ValueError: shapes that do not fit, or values that are not finite.
     """
     domains = as_embeddings(embeddings)
-    wanted = as_embeddings(np.asarray(target, dtype=np.float64)[None])
-    if wanted.shape[1] != domains.shape[1]:
+    text = as_embeddings(np.asarray(target, dtype=np.float64)[None])
+    if text.shape[1] != domains.shape[1]:
         raise ValueError(
-            f"target has {wanted.shape[1]} features but the domains have {domains.shape[1]}: "
+            f"target has {text.shape[1]} features but the domains have {domains.shape[1]}: "
             "embed both with one proxy and layer"
         )
-    direction = unit_rows(wanted - domains.mean(axis=0))[0]
+    direction = unit_rows(text - domains.mean(axis=0))[0]
     shares: Array = np.square(np.maximum(unit_rows(center_embeddings(domains)) @ direction, 0.0))
     return shares if shares.max() > 0 else np.ones_like(shares)
 
@@ -111,13 +111,13 @@ def scaled_prior(prior: npt.ArrayLike, num_domains: int) -> Array | None:
     Raises:
         ValueError: not [k], or a value that is not finite and > 0.
     """
-    given = np.asarray(prior, dtype=np.float64)
-    if given.shape != (num_domains,):
-        raise ValueError(f"prior has shape {given.shape}, but there are {num_domains} domains")
-    for value in (given.min(), given.max()):  # NaN is either
+    eta = np.asarray(prior, dtype=np.float64)
+    if eta.shape != (num_domains,):
+        raise ValueError(f"prior has shape {eta.shape}, but there are {num_domains} domains")
+    for value in (eta.min(), eta.max()):  # NaN is either
         check_positive(float(value), "prior")
-    if given.min() == given.max():
+    if eta.min() == eta.max():
         return None
-    relative = given / given.max()
+    relative = eta / eta.max()
     scaled: Array = relative / relative.mean()
     return scaled

@@ -89,16 +89,16 @@ class Regmix(FitMethod[RegmixOptions]):
         prior = token_shares(self.corpus) * table.mixtures.any(axis=0)
         if not prior.any():
             raise UserError(f"no domain of the runs has training tokens in {self.corpus.root}")
-        wanted, rest = np.flatnonzero(shares), np.flatnonzero(shares == 0)
+        in_target, others = np.flatnonzero(shares), np.flatnonzero(shares == 0)
         with progress_bar(len(shares), " fits", "fitting", delay=SECONDS_WITHOUT_BAR) as bar:
-            of_target, of_rest = (
+            of_target, of_others = (
                 fit_trees(table.mixtures, table.losses[:, columns], settings, on_fit=bar.update)
-                for columns in (wanted, rest)
+                for columns in (in_target, others)
             )
         total = trees.num_draws
         with progress_bar(total, " mixtures", "searching", delay=SECONDS_WITHOUT_BAR) as bar:
             optimum = sampled_optimum(
-                lambda mixtures: of_target(mixtures) @ shares[wanted],
+                lambda mixtures: of_target(mixtures) @ shares[in_target],
                 prior,
                 num_draws=trees.num_draws,
                 num_best=trees.num_best,
@@ -108,8 +108,8 @@ class Regmix(FitMethod[RegmixOptions]):
 
         def predict(mixtures: Array) -> Array:
             losses = np.empty((len(mixtures), len(shares)))
-            losses[:, wanted] = of_target(mixtures)
-            losses[:, rest] = of_rest(mixtures)
+            losses[:, in_target] = of_target(mixtures)
+            losses[:, others] = of_others(mixtures)
             return losses
 
         def refit(mixtures: Array, losses: Array, on_fit: Callable[[], object]) -> Predict:

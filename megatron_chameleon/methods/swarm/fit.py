@@ -437,10 +437,10 @@ def target_shares(target: str | None, metrics: Sequence[str]) -> Array:
         return np.full(len(metrics), 1.0 / len(metrics))
     shares = np.zeros(len(metrics))
     for item in filter(None, map(str.strip, target.split(","))):
-        wanted, share = parse_share(item, target, metrics)
-        name = matched([wanted], metrics).get(wanted)
+        loss, share = parse_share(item, target, metrics)
+        name = matched([loss], metrics).get(loss)
         if name is None or shares[metrics.index(name)]:
-            problem = f"unknown loss '{wanted}'" if name is None else f"'{name}' is repeated"
+            problem = f"unknown loss '{loss}'" if name is None else f"'{name}' is repeated"
             raise UserError(f"--target {target}: {problem}; there are {format_names(metrics)}")
         shares[metrics.index(name)] = share
     if not shares.any():

@@ -119,7 +119,7 @@ def test_results_tables_and_cost(whole, corpus):
     assert (run.status, run.checkpoints) == ("finished", [])
 
 
-def test_members_can_be_added_and_finished_ones_are_kept(whole, corpus, tmp_path):
+def test_members_are_added_and_finished_ones_kept(whole, corpus, tmp_path):
     result, _ = whole
     folder = without(whole, tmp_path / "more", 3)
     record = SwarmRecord.load(folder)
@@ -163,7 +163,7 @@ def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, 
     same(train_swarm(swarm_options(), corpus, MIXTURES, folder), result)
 
 
-def test_ranks_share_the_members_and_all_get_the_result(whole, corpus, tmp_path):
+def test_members_are_sharded_over_ranks(whole, corpus, tmp_path):
     folder, script = without(whole, tmp_path / "ranks", 1, 2), tmp_path / "swarm.py"
     script.write_text(COMMAND)
     command, log = torchrun(2, script, str(corpus.root), str(folder)), tmp_path / "log.txt"
@@ -171,7 +171,7 @@ def test_ranks_share_the_members_and_all_get_the_result(whole, corpus, tmp_path)
     assert (folder / "metrics.csv").read_text() == (whole[1] / "metrics.csv").read_text()
 
 
-def test_time_that_is_up_stops_the_swarm(whole, corpus, tmp_path):
+def test_a_time_limit_stops_the_swarm(whole, corpus, tmp_path):
     folder = without(whole, tmp_path / "late", 3)
     late = StoppingOptions(exit_duration_in_mins=1e-3)
     assert train_swarm(swarm_options(stopping=late), corpus, MIXTURES, folder) is None
