@@ -151,8 +151,8 @@ def without_valid_split(root: Path, *names: str) -> Corpus:
     domains = dict(corpus.domains)
     for name in names:
         prefix = root / "valid" / name
-        for suffix in (".bin", ".idx"):
-            prefix.with_name(prefix.name + suffix).unlink()
+        for suffix in (".bin", ".idx", ".xxh3"):
+            prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
         digest = IndexedWriter(prefix, "uint16").finish()
         empty = DomainSplit(f"valid/{name}", 0, 0, 0, digest)
         domains[name] = dataclasses.replace(domains[name], valid=empty)
