@@ -76,20 +76,20 @@ setup(
         "jinja2>=3.1",
         "matplotlib>=3.8",
         "pandas>=2.2",
-        # What training is watched with; a run without it says so and goes on.
+        # Training curves; a run without it logs a warning and continues.
         "tensorboard>=2.16",
     ],
     extras_require={
         # Parquet, data sets by name, tiktoken's files, and the fast encoder.
         "data": ["pyarrow>=17", "datasets>=4", "tiktoken>=0.8", "gigatoken>=0.10"],
-        # Its ways to load tasks are those of 0.4.13.
+        # Tasks are loaded as in 0.4.13.
         "eval": ["lm-eval>=0.4.13,<0.5"],
         # To open the Hugging Face folders that tools/convert_checkpoint.py writes; it needs none.
         "hf": ["transformers>=4.46"],
-        # The map of windows is drawn by PCA without umap-learn.
+        # The map of windows; the report falls back to PCA without umap-learn.
         "plots": ["umap-learn>=0.5.9", "threadpoolctl>=3.1"],
         "wandb": ["wandb>=0.17"],
-        # What builds the pages of docs/.
+        # To build the pages of docs/.
         "docs": [
             "latex2mathml>=3.77",
             "mkdocs>=1.6,<2",
@@ -97,7 +97,7 @@ setup(
             "pymdown-extensions>=10.9",
         ],
         "dev": [
-            # lm-eval's own model for transformers, beside which ours is tested.
+            # lm-eval's own model for transformers, which ours is compared with.
             "accelerate>=1.0",
             "hypothesis>=6.100",
             "import-linter>=2.1",

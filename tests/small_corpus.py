@@ -88,7 +88,7 @@ def without_checksums(corpus: Corpus) -> Corpus:
 
 
 def word_tokenizer(path: Path) -> Path:
-    """A tokenizer.json of the corpus's vocabulary, for what asks for one beside its tokens."""
+    """A tokenizer.json of the corpus's vocabulary."""
     tokenizer = Tokenizer(WordLevel({str(token): token for token in range(EOD)}, unk_token="0"))
     tokenizer.add_special_tokens(["<|endoftext|>"])
     assert tokenizer.token_to_id("<|endoftext|>") == EOD

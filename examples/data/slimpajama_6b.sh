@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# SlimPajama-6B: about a hundredth of SlimPajama, drawn at random; 7 domains, with validation and
-# test text of their own. The quickest way to real data.
+# SlimPajama-6B: a random sample of about 1% of SlimPajama; 7 domains with their own validation and
+# test text. The quickest way to real data.
 #
 # Data: DKYoon/SlimPajama-6B on the Hugging Face hub; parquet, 5.5 million documents to train
 # on, `text`, and the domain in `meta.redpajama_set_name`. It is streamed from there, or taken from

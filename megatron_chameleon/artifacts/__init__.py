@@ -29,8 +29,8 @@ from megatron_chameleon.artifacts.mixture import (
     normalized,
 )
 from megatron_chameleon.artifacts.provenance import Cost, Provenance, Stopwatch, provenance
-from megatron_chameleon.artifacts.sweep import KnobValue, Sweep, SweepPoint
-from megatron_chameleon.artifacts.training_run import DrawnTokens, TrainingRun
+from megatron_chameleon.artifacts.sweep import SettingValue, Sweep, SweepPoint
+from megatron_chameleon.artifacts.training_run import SampledTokens, TrainingRun
 
 __all__ = [
     "SPLITS",
@@ -42,17 +42,17 @@ __all__ = [
     "Domain",
     "DomainLoss",
     "DomainSplit",
-    "DrawnTokens",
     "EmbeddingRecipe",
     "EmbeddingStore",
     "EvaluationResult",
-    "KnobValue",
     "Mixture",
     "MixturePhase",
     "MixtureWarning",
     "NotWritten",
     "Protocol",
     "Provenance",
+    "SampledTokens",
+    "SettingValue",
     "Split",
     "Stopwatch",
     "Sweep",

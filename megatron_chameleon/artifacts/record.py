@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, AliasChoices, Field, TypeAdapter, ValidationError
 
 from megatron_chameleon.artifacts.files import (
     read_json,
@@ -41,6 +41,11 @@ Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 InnerPath = Annotated[str, AfterValidator(_inside)]
 """Path of a file or folder of an artifact, relative to the artifact's folder."""
+
+
+def reads_old_name(name: str, old: str) -> Any:
+    """Annotation of the field ``name``, called ``old`` in files of earlier releases."""
+    return Field(validation_alias=AliasChoices(name, old))
 
 
 @dataclasses.dataclass(frozen=True)

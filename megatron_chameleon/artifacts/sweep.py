@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 from megatron_chameleon.artifacts.mixture import Mixture
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
-from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
+from megatron_chameleon.artifacts.record import FolderRecord, InnerPath, reads_old_name
 from megatron_chameleon.errors import UserError
 
-KnobValue = int | float | str
+SettingValue = int | float | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,13 +18,13 @@ class SweepPoint:
     """One mixture of a sweep.
 
     Attributes:
-        knobs: hyperparameter -> value; the same hyperparameters at every point.
+        settings: hyperparameter -> value; the same hyperparameters at every point.
         mixture: the file, below the folder of the sweep.
         mixture_hash: of the weights in it.
         made_from: inputs of the mixture, below the same folder: a proxy's run, an embedding store.
     """
 
-    knobs: dict[str, KnobValue]
+    settings: Annotated[dict[str, SettingValue], reads_old_name("settings", "knobs")]
     mixture: InnerPath
     mixture_hash: str
     made_from: list[InnerPath]
@@ -46,7 +47,7 @@ class Sweep(FolderRecord):
     MADE_BY = "tools/sweep_mixture.py writes it"
 
     method: str
-    axes: dict[str, list[KnobValue]]
+    axes: dict[str, list[SettingValue]]
     points: list[SweepPoint]
     provenance: Provenance
     cost: Cost
@@ -58,20 +59,20 @@ class Sweep(FolderRecord):
             raise UserError(f"{self.root / self.FILE_NAME}: field points is empty; {self.MADE_BY}")
         return self.points[0]
 
-    def along(self, knob: str) -> list[SweepPoint]:
+    def along(self, parameter: str) -> list[SweepPoint]:
         """The points of an axis, in the order of its values.
 
         Raises:
             UserError: if one of them is missing.
         """
         found = []
-        for value in self.axes[knob]:
-            wanted = {**self.centre.knobs, knob: value}
-            point = next((point for point in self.points if point.knobs == wanted), None)
+        for value in self.axes[parameter]:
+            wanted = {**self.centre.settings, parameter: value}
+            point = next((point for point in self.points if point.settings == wanted), None)
             if point is None:
                 raise UserError(
-                    f"{self.root / self.FILE_NAME}: field points: missing {knob} {value}, which "
-                    f"field axes lists; {self.MADE_BY}"
+                    f"{self.root / self.FILE_NAME}: field points: missing {parameter} {value}, "
+                    f"which field axes lists; {self.MADE_BY}"
                 )
             found.append(point)
         return found

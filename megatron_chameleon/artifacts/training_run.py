@@ -7,14 +7,20 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import FiniteFloat, TypeAdapter
 
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.mixture import MixturePhase
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
-from megatron_chameleon.artifacts.record import Amount, Count, FolderRecord, InnerPath
+from megatron_chameleon.artifacts.record import (
+    Amount,
+    Count,
+    FolderRecord,
+    InnerPath,
+    reads_old_name,
+)
 from megatron_chameleon.errors import UserError
 
 METRICS_NAME = "metrics.jsonl"
@@ -27,19 +33,19 @@ class MetricsWarning(UserWarning):
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawnTokens:
+class SampledTokens:
     """Token and epoch counts of one domain up to the current step: target vs. actual.
 
     Attributes:
         weight: current weight.
-        asked: target number of tokens, summed over all mixture phases.
-        got: actual number of tokens.
+        target: target number of tokens, summed over all mixture phases.
+        actual: actual number of tokens.
         epochs: passes over the domain's training tokens.
     """
 
     weight: Amount
-    asked: Amount
-    got: Count
+    target: Annotated[Amount, reads_old_name("target", "asked")]
+    actual: Annotated[Count, reads_old_name("actual", "got")]
     epochs: Amount
 
 
@@ -84,7 +90,7 @@ class TrainingRun(FolderRecord):
     mixture: dict[str, Amount]
     mixture_phases: list[MixturePhase]
     mixture_method: str
-    domain_tokens: dict[str, DrawnTokens]
+    domain_tokens: dict[str, SampledTokens]
     checkpoints: list[InnerPath]
     provenance: Provenance
     cost: Cost

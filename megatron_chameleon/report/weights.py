@@ -120,7 +120,7 @@ def token_tables(folder: RunFolder) -> list[Table]:
     for name in uniform_first(folder.base_runs):
         run = folder.base_runs[name]
         if run.domain_tokens:
-            targets = tuple((domain, tokens.asked) for domain, tokens in run.domain_tokens.items())
+            targets = tuple((domain, tokens.target) for domain, tokens in run.domain_tokens.items())
             alike.setdefault((run.mixture_method, targets), {})[name] = run
     labels = run_labels(folder.base_runs, (name for runs in alike.values() for name in runs))
     tables, extremes = [], []
@@ -129,8 +129,8 @@ def token_tables(folder: RunFolder) -> list[Table]:
         label = f"{first} and {len(others)} more with the same weights" if others else labels[first]
         tokens = {name: run.domain_tokens for name, run in runs.items()}
         # By domain; actual tokens and epochs [k, runs]; the difference is relative to the target.
-        target = pd.Series({domain: each.asked for domain, each in tokens[first].items()})
-        actual = pd.DataFrame({n: {d: t.got for d, t in ts.items()} for n, ts in tokens.items()})
+        target = pd.Series({domain: each.target for domain, each in tokens[first].items()})
+        actual = pd.DataFrame({n: {d: t.actual for d, t in ts.items()} for n, ts in tokens.items()})
         epochs = pd.DataFrame({n: {d: t.epochs for d, t in ts.items()} for n, ts in tokens.items()})
         difference = actual.sub(target, axis=0).div(target.where(target != 0), axis=0)
         goal, sums = math.fsum(target), actual.sum()

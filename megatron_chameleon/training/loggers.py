@@ -289,7 +289,7 @@ class RunLog:
             **({"mfu": mfu} if mfu is not None else {}),
             **({"hook": dict(hook)} if hook else {}),
             "drawn": {
-                name: {"asked": round(d.asked), "got": d.got, "epochs": round(d.epochs, 4)}
+                name: {"asked": round(d.target), "got": d.actual, "epochs": round(d.epochs, 4)}
                 for name, d in records.sampled().items()
             },
             "phase_seconds": phase_seconds,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts import Cost, DrawnTokens, MixturePhase, Stopwatch, TrainingRun
+from megatron_chameleon.artifacts import Cost, MixturePhase, SampledTokens, Stopwatch, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import (
     CheckpointRecord,
     HookState,
@@ -244,7 +244,7 @@ class RunRecords:
         counts = zip(self.plan.data.names, (after - before).tolist(), strict=True)
         return {name: count for name, count in counts if count}
 
-    def sampled(self) -> dict[str, DrawnTokens]:
+    def sampled(self) -> dict[str, SampledTokens]:
         """Per-domain token and epoch counts up to the last log: target vs. actual."""
         return sampled_tokens(
             self.plan.data,
@@ -350,7 +350,7 @@ def sampled_tokens(
     samples: int,
     seq_length: int,
     actual: Mapping[str, int],
-) -> dict[str, DrawnTokens]:
+) -> dict[str, SampledTokens]:
     """Target and actual tokens per domain over the first ``samples`` samples.
 
     Args:
@@ -363,10 +363,10 @@ def sampled_tokens(
     weights = schedule.weights_at(max(samples - 1, 0))
     targets = schedule.target_samples(samples)
     return {
-        domain.name: DrawnTokens(
+        domain.name: SampledTokens(
             weight=weight / sum(weights),
-            asked=target * seq_length,
-            got=actual.get(domain.name, 0),
+            target=target * seq_length,
+            actual=actual.get(domain.name, 0),
             epochs=actual.get(domain.name, 0) / max(domain.tokens, 1),
         )
         for domain, weight, target in zip(data.domains, weights, targets, strict=True)

@@ -359,7 +359,7 @@ class Trainer:
             f"{cost.flops:.2e} FLOPs",
             "sampled so far:",
             *(
-                f"  {name:{width}}  {tokens.got:>15,} tokens (target {tokens.asked:>15,.0f}), "
+                f"  {name:{width}}  {tokens.actual:>15,} tokens (target {tokens.target:>15,.0f}), "
                 f"{tokens.epochs:.2f} epochs"
                 for name, tokens in sampled.items()
             ),

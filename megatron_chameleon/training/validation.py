@@ -26,8 +26,8 @@ from megatron_chameleon.training.step import Passes, domain_sums
 class Validation:
     """Loss on fixed windows of every domain's valid split.
 
-    Windows ignore document boundaries and are scored as by tools/evaluate.py. No random numbers are
-    drawn, and no training samples are read.
+    Windows ignore document boundaries and are scored as by tools/evaluate.py. Validation uses no
+    random numbers and reads no training samples.
 
     Args:
         texts: windows of each domain; None for a domain without text.

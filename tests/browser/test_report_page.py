@@ -166,9 +166,9 @@ def test_texts_and_lines_have_enough_contrast(open_page, scheme):
     assert len(texts) > 300
     weak = [text for text in texts if contrast(*text[:2]) < 4.5]
     assert weak == []
-    paper, drawn = page.evaluate(DRAWN_COLORS)
-    assert len(drawn) >= 5
-    assert [color for color in drawn if contrast(color, paper) < 3] == []
+    paper, colors = page.evaluate(DRAWN_COLORS)
+    assert len(colors) >= 5
+    assert [color for color in colors if contrast(color, paper) < 3] == []
     assert (luminance(paper) < 0.05) == (scheme == "dark")
 
 

@@ -107,8 +107,8 @@ def test_online_weights_are_those_of_one_rank(results, run):
     np.testing.assert_allclose(weights, expected_weights, atol=TOLERANCE)
     lines, wanted = results.metrics(run), results.metrics("online-one")
     assert_near(series(lines), series(wanted))
-    drawn = [[line["domain_tokens_drawn"] for line in each] for each in (lines, wanted)]
-    assert drawn[0] == drawn[1]
+    sampled = [[line["domain_tokens_drawn"] for line in each] for each in (lines, wanted)]
+    assert sampled[0] == sampled[1]
     if run in ONLINE:
         assert found.cost.flops == expected.cost.flops
 

@@ -15,8 +15,8 @@ from megatron_chameleon.artifacts import (
     Corpus,
     Cost,
     EmbeddingStore,
-    KnobValue,
     Mixture,
+    SettingValue,
     Sweep,
     SweepPoint,
     TrainingRun,
@@ -45,7 +45,7 @@ from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.stopping import StopRequests
 
-Values = dict[str, KnobValue]
+Values = dict[str, SettingValue]
 """Hyperparameter -> value. It has the name of the option that sets its value at the centre."""
 _FORMATS = {
     "model_size": "{}",
@@ -126,7 +126,7 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
         return from_main(write)
 
 
-def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[KnobValue]], list[Values]]:
+def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], list[Values]]:
     """The axes and the points, validated with all that they name. Writes nothing.
 
     Returns:
@@ -136,7 +136,7 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[KnobValue]], list[
     Raises:
         UserError: for the first mistake found.
     """
-    axes, method = dict[str, list[KnobValue]](), options.method
+    axes, method = dict[str, list[SettingValue]](), options.method
     centre: Values = {
         "model_size": options.proxy.model_size,
         "train_iters": options.proxy.train_iters,
@@ -172,7 +172,7 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[KnobValue]], list[
     return axes, points
 
 
-def _sorted_values(name: str, values: Sequence[KnobValue]) -> list[KnobValue]:
+def _sorted_values(name: str, values: Sequence[SettingValue]) -> list[SettingValue]:
     """Distinct values: numbers by size, models by parameters without the embedding."""
     distinct = list(dict.fromkeys(values))
     if name == "model_size":

@@ -15,15 +15,15 @@ from megatron_chameleon.artifacts import (
     Domain,
     DomainLoss,
     DomainSplit,
-    DrawnTokens,
     EmbeddingRecipe,
     EmbeddingStore,
     EvaluationResult,
-    KnobValue,
     Mixture,
     MixturePhase,
     Protocol,
     Provenance,
+    SampledTokens,
+    SettingValue,
     Sweep,
     SweepPoint,
     TokenizerIdentity,
@@ -144,8 +144,8 @@ def run_in(root: Path) -> TrainingRun:
         mixture_phases=[MixturePhase(0, {"a": 0.5, "b": 0.5}), MixturePhase(8, {"a": 1, "b": 9})],
         mixture_method="manual",
         domain_tokens={
-            "a": DrawnTokens(0.1, 76.8, 64, 0.25),
-            "b": DrawnTokens(0.9, 691.2, 704, 2),
+            "a": SampledTokens(0.1, 76.8, 64, 0.25),
+            "b": SampledTokens(0.9, 691.2, 704, 2),
         },
         checkpoints=["checkpoints/step-00000003"],
         provenance=PROVENANCE,
@@ -218,15 +218,17 @@ def sample_result() -> EvaluationResult:
 
 def sample_sweep(root: Path) -> Sweep:
     """Two axes around one centre, without mixture files."""
-    centre: dict[str, KnobValue] = {"model_size": "82m", "train_iters": 2000, "ridge": 10.0}
+    centre: dict[str, SettingValue] = {"model_size": "82m", "train_iters": 2000, "ridge": 10.0}
     points = [centre, {**centre, "train_iters": 5000}, {**centre, "ridge": 1.0}]
     return Sweep(
         root=root,
         method="chameleon",
         axes={"train_iters": [2000, 5000], "ridge": [1.0, 10.0]},
         points=[
-            SweepPoint(knobs, f"4-mixture/sweep/{i}.json", f"{i}", ["2-proxy/ü", "3-embeddings/b"])
-            for i, knobs in enumerate(points)
+            SweepPoint(
+                settings, f"4-mixture/sweep/{i}.json", f"{i}", ["2-proxy/ü", "3-embeddings/b"]
+            )
+            for i, settings in enumerate(points)
         ],
         provenance=PROVENANCE,
         cost=COST,

@@ -11,8 +11,8 @@ from tests.unit.artifacts.artifact_samples import sample_sweep
 
 def test_axis_is_in_the_order_of_its_values(tmp_path):
     sweep = sample_sweep(tmp_path)
-    assert [point.knobs["ridge"] for point in sweep.along("ridge")] == [1.0, 10.0]
-    assert [point.knobs["train_iters"] for point in sweep.along("train_iters")] == [2000, 5000]
+    assert [point.settings["ridge"] for point in sweep.along("ridge")] == [1.0, 10.0]
+    assert [point.settings["train_iters"] for point in sweep.along("train_iters")] == [2000, 5000]
     assert sweep.along("ridge")[1] is sweep.along("train_iters")[0] is sweep.centre
 
 

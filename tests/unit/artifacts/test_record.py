@@ -238,3 +238,18 @@ def test_integer_is_read_as_a_float(sample):
     sample.file.write_text(json.dumps(body), encoding="utf-8")
     cost = getattr(sample.load(), "cost", Cost())
     assert (cost.flops, cost.device_seconds, cost.wall_seconds) == (0.0, 0.0, 0.0)
+
+
+def test_field_names_of_earlier_releases_are_read(samples):
+    for kind, names in (
+        ("training run", {"target": "asked", "actual": "got"}),
+        ("sweep", {"settings": "knobs"}),
+    ):
+        sample = samples[kind]
+        edit(sample)
+        text = sample.file.read_text(encoding="utf-8")
+        for name, old in names.items():
+            text = text.replace(f'"{name}"', f'"{old}"')
+            assert old in text
+        sample.file.write_text(text, encoding="utf-8")
+        assert sample.load() == sample.written

@@ -1,4 +1,4 @@
-"""Samples that other trainers draw with our exports.
+"""Samples of other trainers that read our exports.
 
 Their packages are no dependencies of ours: they are installed here into a virtual environment, and
 skipped if pip does not find them.
@@ -59,16 +59,16 @@ def environment(tmp_path_factory):
 def draw(environment, export, tmp_path):
     """``draw(package, reader, format, **options)``: the samples that the reader draws."""
 
-    def drawn_samples(package, reader, chosen, **options):
+    def samples(package, reader, chosen, **options):
         python = environment(package)
         exported = tmp_path / "export.json"
         exported.write_text(export(chosen, **options))
         command = [python, READERS / reader, exported, tmp_path, str(SEQUENCE_LENGTH)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        return json.loads((tmp_path / "drawn.json").read_text())
+        return json.loads((tmp_path / "samples.json").read_text())
 
-    return drawn_samples
+    return samples
 
 
 def domain_tokens(corpus, name):

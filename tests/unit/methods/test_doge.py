@@ -42,7 +42,7 @@ def test_a_target_is_trained_on_only_if_requested(corpus, tmp_path, train_on_tar
     assert mixture.parameters["target_domains"] == ["poems"]
     assert mixture.parameters["trained_on"] == trained
     assert 0 < mixture.parameters["paper_flops"] < run.cost.flops  # without attention and head
-    assert run.domain_tokens["poems"].got == STEPS * 2 * 32  # sampled for its gradients
+    assert run.domain_tokens["poems"].actual == STEPS * 2 * 32  # sampled for its gradients
     first = hooks_of(options.output)[0]
     limited = np.clip([first["alignment"][name] for name in trained], 0, 5)
     expected = np.exp(0.5e-2 * limited / mu)  # half of the peak learning rate: warm-up

@@ -122,7 +122,7 @@ def with_recipe(options, **changes):
 
 def values_of(sweep: Sweep):
     order = ("train_iters", "num_windows", "ridge")
-    return [tuple(point.knobs[name] for name in order) for point in sweep.points]
+    return [tuple(point.settings[name] for name in order) for point in sweep.points]
 
 
 def test_axes_are_sorted_and_points_distinct(options):
@@ -193,10 +193,12 @@ def test_every_proxy_and_store_is_computed_once(finished_sweep, corpus):
     assert stores == sorted([*sixteen, f"{PROXIES[1]}-8windows"])
     for point in swept.points:
         mixture = swept.load_mixture(point)
-        assert mixture.parameters["recipe"]["ridge"] == point.knobs["ridge"]
-        assert mixture.parameters["windows"] == dict.fromkeys(DOMAINS, point.knobs["num_windows"])
+        assert mixture.parameters["recipe"]["ridge"] == point.settings["ridge"]
+        assert mixture.parameters["windows"] == dict.fromkeys(
+            DOMAINS, point.settings["num_windows"]
+        )
         run = TrainingRun.load(root / point.made_from[0])
-        assert (run.status, run.step) == ("finished", point.knobs["train_iters"])
+        assert (run.status, run.step) == ("finished", point.settings["train_iters"])
         assert run.mixture == pytest.approx(Mixture.uniform(list(DOMAINS)).weights)
         proxy = CheckpointRecord.load(find_checkpoint(run.root))
         assert mixture.provenance is not None
@@ -218,7 +220,7 @@ def test_every_proxy_and_store_is_computed_once(finished_sweep, corpus):
 def test_a_point_equals_pretraining_and_computing_the_mixture(swept, options, tmp_path):
     """The second proxy that a process trains equals the first of another."""
     given = dataclasses.replace(options(), output=tmp_path / "alone")
-    point = point_of(given, swept.points[1].knobs)
+    point = point_of(given, swept.points[1].settings)
     run_dir, store = point.made_from
     proxy = dataclasses.replace(given.proxy, train_iters=2)
     pretrain(training_options(proxy, given.corpus, run_dir))
@@ -249,7 +251,7 @@ def test_a_sweep_is_extended_and_lost_artifacts_are_restored(swept, options, tmp
     assert values_of(sweep) == [*SMALL_POINTS[:3], (4, 16, 100.0), SMALL_POINTS[3]]
     assert [path.stat().st_mtime_ns for path in metrics] == before
     assert capsys.readouterr().out.count("embedding 0 domains took") == 4
-    assert [point for point in sweep.points if point.knobs["ridge"] != 100.0] == swept.points
+    assert [point for point in sweep.points if point.settings["ridge"] != 100.0] == swept.points
 
 
 def test_a_stopped_sweep_resumes(options, tmp_path, capsys):
@@ -292,7 +294,7 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
         parameters = mixture.parameters
         assert (parameters["eta"] if method == "doremi" else parameters["rule"]["mu"]) in (0.1, 0.3)
         steps = {TrainingRun.load(root / folder).step for folder in point.made_from}
-        assert steps == {point.knobs["train_iters"]}
+        assert steps == {point.settings["train_iters"]}
     runs = [path.parent for path in root.rglob("run.json")]
     assert len(runs) == (4 if method == "doremi" else 2)
     costs = [TrainingRun.load(run).cost.flops for run in runs]

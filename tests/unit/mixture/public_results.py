@@ -1,4 +1,4 @@
-"""Results that others published, where a copy of them lies beside the repository."""
+"""Published results of other projects, read from a local copy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "MEGATRON_CHAMELEON_VALIDATION"
-BESIDE = Path(__file__).resolve().parents[4] / "shared" / "validation"
+DEFAULT_FOLDER = Path(__file__).resolve().parents[4] / "shared" / "validation"
 
 
 def public_results(name: str) -> Path:
     """The folder ``name`` of the results; the test is skipped where there is none."""
-    folder = Path(os.environ.get(VARIABLE, BESIDE)) / name
+    folder = Path(os.environ.get(VARIABLE, DEFAULT_FOLDER)) / name
     if not folder.is_dir():
-        pytest.skip(f"the published results {folder} are not there; {VARIABLE} says where they are")
+        pytest.skip(f"no published results at {folder}; set {VARIABLE} to their folder")
     return folder

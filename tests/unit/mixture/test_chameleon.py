@@ -209,16 +209,16 @@ def test_every_field_can_be_overridden_and_acts():
         "score_floor": 0.9,
         "score_ceiling": 1.01,
     }
-    for knob, value in changes.items():
+    for parameter, value in changes.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DegenerateScoreWarning)
-            result = chameleon_weights(embeddings, "pretrain", "reference", **{knob: value})
-        assert getattr(result.recipe, knob) == value
-        assert np.abs(result.weights - base).max() > 1e-4, knob
+            result = chameleon_weights(embeddings, "pretrain", "reference", **{parameter: value})
+        assert getattr(result.recipe, parameter) == value
+        assert np.abs(result.weights - base).max() > 1e-4, parameter
     tuned = chameleon_weights(embeddings, "finetune", temperature_finetune=0.4).weights
     assert np.abs(tuned - chameleon_weights(embeddings, "finetune").weights).max() > 1e-4
-    knobs = {field.name for field in dataclasses.fields(RECIPES["paper"])}
-    assert knobs == {*changes, "temperature_finetune", "name"}
+    fields = {field.name for field in dataclasses.fields(RECIPES["paper"])}
+    assert fields == {*changes, "temperature_finetune", "name"}
 
 
 @pytest.mark.parametrize(

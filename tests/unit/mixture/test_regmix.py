@@ -61,12 +61,12 @@ def test_the_optimum_is_the_mean_of_the_best_draws():
     found = sampled_optimum(
         objective, prior, num_draws=3500, num_best=20, seed=3, on_draws=counted.append
     )
-    drawn = np.concatenate(seen)
-    best = drawn[np.argsort(bowls(drawn)[:, 0])[:20]]
+    samples = np.concatenate(seen)
+    best = samples[np.argsort(bowls(samples)[:, 0])[:20]]
     np.testing.assert_allclose(found.weights, best.mean(axis=0), atol=1e-12)
     np.testing.assert_allclose(found.spread, best.std(axis=0), atol=1e-12)
     np.testing.assert_allclose(found.low, np.quantile(best, 0.05, axis=0), atol=1e-12)
-    np.testing.assert_allclose(drawn.mean(axis=0), prior / 4, atol=0.03)
+    np.testing.assert_allclose(samples.mean(axis=0), prior / 4, atol=0.03)
     assert found.predicted_best == pytest.approx(bowls(best)[:, 0].mean())
     assert found.predicted_best < found.predicted_all
     assert sum(counted) == 3500

@@ -100,8 +100,8 @@ def test_a_target_draws_weight_where_the_ridge_lets_it(mode, ridge):
     embeddings = np.random.default_rng(1).normal(size=(7, 64))
     prior = target_prior(np.arange(7) == 2, 0.5)
     plain = weigh(embeddings, mode, "reference", ridge=ridge).weights
-    drawn = weigh(embeddings, mode, "reference", prior, ridge=ridge).weights
-    assert drawn[2] > plain[2] + 0.2
+    targeted = weigh(embeddings, mode, "reference", prior, ridge=ridge).weights
+    assert targeted[2] > plain[2] + 0.2
 
 
 def test_the_limits_hold_what_is_inverted():

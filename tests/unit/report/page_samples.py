@@ -12,10 +12,10 @@ from megatron_chameleon.artifacts import (
     Corpus,
     Cost,
     DomainLoss,
-    DrawnTokens,
     EmbeddingStore,
     EvaluationResult,
     Mixture,
+    SampledTokens,
     TrainingRun,
 )
 from tests.unit.report.downstream_samples import PROTOCOL, downstream
@@ -54,11 +54,11 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
     difficulty = {name: rng.normal(0, 0.3, 12) for name in names}
     for name in RUNS:
         run = TrainingRun.load(root / "5-base" / name)
-        drawn = {
-            domain: DrawnTokens(weight, weight * run.tokens, round(weight * run.tokens), 1.5)
+        tokens = {
+            domain: SampledTokens(weight, weight * run.tokens, round(weight * run.tokens), 1.5)
             for domain, weight in run.mixture.items()
         }
-        dataclasses.replace(run, domain_tokens=drawn).save()
+        dataclasses.replace(run, domain_tokens=tokens).save()
         path = root / "6-evaluation" / f"{name}.json"
         result = EvaluationResult.load(path)
         domains = {

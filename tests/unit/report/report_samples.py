@@ -18,10 +18,10 @@ from megatron_chameleon.artifacts import (
     EmbeddingRecipe,
     EmbeddingStore,
     EvaluationResult,
-    KnobValue,
     Mixture,
     Protocol,
     Provenance,
+    SettingValue,
     Sweep,
     SweepPoint,
     TokenizerIdentity,
@@ -225,7 +225,7 @@ def edit_evaluation(root: Path, name: str, **changes: Any) -> None:
 
 def write_sweep(root: Path, mixtures: dict[str, list[Mixture]], **changes: Any) -> Sweep:
     """A sweep of the hyperparameters of ``mixtures`` at 1, 2, ...; in the centre all are at 1."""
-    centre: dict[str, KnobValue] = dict.fromkeys(mixtures, 1)
+    centre: dict[str, SettingValue] = dict.fromkeys(mixtures, 1)
     points: dict[str, SweepPoint] = {}
     for parameter, along in mixtures.items():
         for value, mixture in enumerate(along, start=1):

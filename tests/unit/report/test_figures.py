@@ -114,9 +114,9 @@ def test_the_loss_figure_has_a_panel_for_all_and_one_per_domain(tmp_path):
     for line, run in zip(thin, [*runs, proxy], strict=True):
         np.testing.assert_array_equal(line.get_ydata(), run.total)
     for panel, name in zip(panels, NAMES, strict=True):
-        drawn = panel.lines[0]
+        line = panel.lines[0]
         curve = runs[0].domains[name]
-        np.testing.assert_array_equal(drawn.get_ydata(), curve[curve.index > 20])
+        np.testing.assert_array_equal(line.get_ydata(), curve[curve.index > 20])
         dots = [line for line in panel.lines if line.get_marker() == "o"]
         np.testing.assert_array_equal(dots[1].get_ydata(), runs[1].validation[name])
     texts = [text.get_text() for text in figure.legends[0].get_texts()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import DrawnTokens, Mixture
+from megatron_chameleon.artifacts import Mixture, SampledTokens
 from megatron_chameleon.report.page import report_stability
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.weights import (
@@ -69,7 +69,7 @@ def token_counts(target, actual, epochs=None):
     """For each of NAMES."""
     epochs = epochs or [1.0] * len(NAMES)
     return {
-        name: DrawnTokens(weight=1 / len(NAMES), asked=a, got=g, epochs=e)
+        name: SampledTokens(weight=1 / len(NAMES), target=a, actual=g, epochs=e)
         for name, a, g, e in zip(NAMES, target, actual, epochs, strict=True)
     }
 

@@ -72,8 +72,8 @@ def test_pca_keeps_what_varies_most(rng):
     np.testing.assert_allclose([first, second], variances[:2] / variances.sum(), rtol=0.02)
     # Distances in the plane are those of the vectors but for the small directions.
     apart = np.linalg.norm(vectors[:50] - vectors[50:100], axis=1)
-    drawn = np.linalg.norm(points[:50] - points[50:100], axis=1)
-    np.testing.assert_allclose(drawn, apart, atol=0.8)
+    distances = np.linalg.norm(points[:50] - points[50:100], axis=1)
+    np.testing.assert_allclose(distances, apart, atol=0.8)
 
 
 def test_the_sample_is_even_seeded_and_without_repeats(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on one rank: beside training, a few of them, and on a full disk."""
+"""Checkpoints of a run on one rank: saved asynchronously, limited in number, and on a full disk."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     checkpointing = CheckpointingOptions(async_save=async_save)
     with pytest.warns(CheckpointWarning) as warned:
         pretrain(options_for(save_interval=2, checkpointing=checkpointing))
-    (told,) = (str(w.message) for w in warned if w.category is CheckpointWarning)
-    assert told.startswith(f"cannot write the checkpoint {step_folder(run_dir, 4)} (")
-    assert f"the last checkpoint is {step_folder(run_dir, 2)}: free space" in told
-    assert "\n" not in told
+    (message,) = (str(w.message) for w in warned if w.category is CheckpointWarning)
+    assert message.startswith(f"cannot write the checkpoint {step_folder(run_dir, 4)} (")
+    assert f"the last checkpoint is {step_folder(run_dir, 2)}: free space" in message
+    assert "\n" not in message
     run = TrainingRun.load(run_dir)
     assert (run.status, [failed.step for failed in run.failed_saves]) == ("finished", [4])
     assert names_in(run_dir) == ["latest", "step-00000002", "step-00000006"]
@@ -167,8 +167,8 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_can_go_on(
     run_dir = run_to_step_2(options_for)
     checkpointing = CheckpointingOptions(async_save=async_save)
     full = fill_disk(SMALLER_THAN_THE_WEIGHTS, first=4, until=99)
-    told = r"step-00000006 \(.*\); free space and run .* resumes from .*/step-00000002$"
-    with pytest.raises(UserError, match=told):
+    message = r"step-00000006 \(.*\); free space and run .* resumes from .*/step-00000002$"
+    with pytest.raises(UserError, match=message):
         pretrain(options_for(checkpointing=checkpointing, save_interval=10))
     full.close()
     assert TrainingRun.load(run_dir).status == "failed"

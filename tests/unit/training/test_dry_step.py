@@ -72,7 +72,7 @@ def same(one, other):
 
 
 def peak_of_steps(model, batches):
-    """Most bytes that two real steps take beside a model and its optimizer."""
+    """Peak bytes of two real steps, without the model and its optimizer."""
 
     def two_steps():
         for _ in range(2):

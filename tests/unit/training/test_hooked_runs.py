@@ -176,13 +176,13 @@ def test_reading_ahead_draws_by_the_mixture_that_the_hook_has_chosen(
         pretrain(ahead, MixtureChanger)
     pretrain(ahead, MixtureChanger)
     assert parts == [[8, 8, 4], [8, 4]]  # two micro-batches a step
-    drawn, losses = (
+    sampled, losses = (
         [
             [record[name] for record in TrainingRun.load(options.run_dir).metrics()]
             for options in (plain, ahead)
         ]
         for name in ("domain_tokens_drawn", "domain_loss")
     )
-    assert drawn[0] == drawn[1]
+    assert sampled[0] == sampled[1]
     assert losses[0] == losses[1]
-    assert drawn[0][-1] != drawn[0][0]
+    assert sampled[0][-1] != sampled[0][0]

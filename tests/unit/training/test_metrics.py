@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_chameleon.artifacts import DrawnTokens, TokenizerIdentity
+from megatron_chameleon.artifacts import SampledTokens, TokenizerIdentity
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import DomainData, TokenData
 from megatron_chameleon.training.loggers import (
@@ -120,12 +120,12 @@ def test_sampled_tokens_target_and_actual():
     schedule = MixtureSchedule((Phase(0, (3.0, 1.0, 0.0)), Phase(8, (0.0, 2.0, 0.0))))
     sampled = sampled_tokens(data, schedule, 12, 10, {"news": 70, "code": 50})
     assert sampled == {
-        "news": DrawnTokens(weight=0.0, asked=60.0, got=70, epochs=0.07),
-        "code": DrawnTokens(weight=1.0, asked=60.0, got=50, epochs=0.2),
-        "empty": DrawnTokens(weight=0.0, asked=0.0, got=0, epochs=0.0),
+        "news": SampledTokens(weight=0.0, target=60.0, actual=70, epochs=0.07),
+        "code": SampledTokens(weight=1.0, target=60.0, actual=50, epochs=0.2),
+        "empty": SampledTokens(weight=0.0, target=0.0, actual=0, epochs=0.0),
     }
     assert sampled_tokens(data, schedule, 8, 10, {})["news"].weight == 0.75
-    epochs = {name: sampled[name].asked / max(size, 1) for name, size in sizes.items()}
+    epochs = {name: sampled[name].target / max(size, 1) for name, size in sizes.items()}
     assert planned_epochs(data, schedule, 12, 10) == pytest.approx(epochs)
 
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from megatron_chameleon.artifacts import CheckpointRecord, DrawnTokens, TrainingRun
+from megatron_chameleon.artifacts import CheckpointRecord, SampledTokens, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
 from megatron_chameleon.checkpoint.load import open_reader
@@ -60,10 +60,10 @@ def test_the_run_says_what_it_is_and_did(finished_run, corpus):
     assert run.cost.wall_seconds > 0
     assert run.checkpoints == ["checkpoints/step-00000003", "checkpoints/step-00000006"]
     for name, tokens in run.domain_tokens.items():
-        assert tokens.asked == pytest.approx(run.tokens / 3)
-        assert abs(tokens.got - tokens.asked) <= 32  # at most one sample
-        assert tokens.epochs == tokens.got / corpus.domains[name].train.tokens
-    assert sum(tokens.got for tokens in run.domain_tokens.values()) == run.tokens
+        assert tokens.target == pytest.approx(run.tokens / 3)
+        assert abs(tokens.actual - tokens.target) <= 32  # at most one sample
+        assert tokens.epochs == tokens.actual / corpus.domains[name].train.tokens
+    assert sum(tokens.actual for tokens in run.domain_tokens.values()) == run.tokens
 
 
 def test_every_interval_is_logged_and_every_checkpoint(finished_run):
@@ -115,11 +115,11 @@ def test_control_c_is_recorded_and_can_be_gone_on_from(
     run = TrainingRun.load(run_dir)
     assert (run.status, run.step) == ("interrupted", 4)
     assert run.checkpoints == ["checkpoints/step-00000003"]
-    for name, drawn in run.domain_tokens.items():
-        assert drawn.asked == pytest.approx(4 * TOKENS_PER_STEP / 3)
-        assert abs(drawn.got - drawn.asked) < 32
-        assert drawn.got == metrics_of(run_dir)[-1]["drawn"][name]["got"]
-    assert sum(drawn.got for drawn in run.domain_tokens.values()) == run.tokens
+    for name, sampled in run.domain_tokens.items():
+        assert sampled.target == pytest.approx(4 * TOKENS_PER_STEP / 3)
+        assert abs(sampled.actual - sampled.target) < 32
+        assert sampled.actual == metrics_of(run_dir)[-1]["drawn"][name]["got"]
+    assert sum(sampled.actual for sampled in run.domain_tokens.values()) == run.tokens
     pretrain(pretrain_options(run_dir))
     assert TrainingRun.load(run_dir).status == "finished"
     assert TrainingRun.load(run_dir).domain_tokens == TrainingRun.load(finished_run).domain_tokens
@@ -163,18 +163,18 @@ def test_metrics_and_run_say_what_was_asked_and_got(pretrain_options, corpus, tm
     data = DataOptions(mixture_change=change, permutation="feistel")
     boundaries = DocumentBoundaryOptions(eod_mask_loss=True)  # tokens without a loss are got too
     pretrain(pretrain_options(tmp_path / "run", data=data, boundaries=boundaries))
-    drawn = [record["drawn"] for record in metrics_of(tmp_path / "run")]
-    assert [{n: d["got"] for n, d in record.items()} for record in drawn] == [
+    sampled = [record["drawn"] for record in metrics_of(tmp_path / "run")]
+    assert [{n: d["got"] for n, d in record.items()} for record in sampled] == [
         {"news": 5 * 32, "code": 5 * 32, "poems": 6 * 32},
         {"news": 8 * 32, "code": 8 * 32, "poems": 8 * 32},
         {"news": 8 * 32, "code": 8 * 32, "poems": 16 * 32},
         {"news": 8 * 32, "code": 8 * 32, "poems": 32 * 32},
     ]
-    assert drawn[-1]["poems"]["asked"] == 32 * 32
+    assert sampled[-1]["poems"]["asked"] == 32 * 32
     run = TrainingRun.load(tmp_path / "run")
     assert run.mixture == {"news": 0.0, "code": 0.0, "poems": 1.0}
     tokens = corpus.domains["poems"].train.tokens
-    assert run.domain_tokens["poems"] == DrawnTokens(1.0, 1024.0, 1024, 1024 / tokens)
+    assert run.domain_tokens["poems"] == SampledTokens(1.0, 1024.0, 1024, 1024 / tokens)
 
 
 def contents(folder):

@@ -74,10 +74,10 @@ OTHER: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "told"), OTHER)
-def test_a_run_of_other_options_is_refused_by_the_flag(progress_of, trained_run, changes, told):
+@pytest.mark.parametrize(("changes", "message"), OTHER)
+def test_run_of_other_options_is_rejected_by_flag(progress_of, trained_run, changes, message):
     before = contents(trained_run)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         progress_of(trained_run, **changes)
     assert contents(trained_run) == before
 

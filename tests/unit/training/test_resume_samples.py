@@ -1,4 +1,4 @@
-"""A resumed run draws the samples that it would have drawn without the stop."""
+"""A resumed run reads the same samples as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.training.progress import losses
 
 @pytest.fixture(scope="module")
 def changed_run(pretrain_options, tmp_path_factory):
-    """A run drawn uniformly up to step 3, by poems alone from there; checkpoints at 3 and 6."""
+    """A run on all domains up to step 3, then on poems alone; checkpoints at 3 and 6."""
     folder = tmp_path_factory.mktemp("changed")
     poems = {"news": 0.0, "code": 0.0, "poems": 1.0}
     (folder / "poems.json").write_text(json.dumps({"weights": poems}))
@@ -83,8 +83,8 @@ def test_a_data_path_may_have_moved_but_not_changed(pretrain_options, corpus, tm
 
     flipped = there / "code.bin"
     flipped.write_bytes(flipped.read_bytes()[:-1] + b"\1")
-    told = "holds a run with corpus .*news.* .SHA-256"
-    with pytest.raises(UserError, match=told):
+    message = "holds a run with corpus .*news.* .SHA-256"
+    with pytest.raises(UserError, match=message):
         pretrain(options(there))
     shutil.copy(here / "code.bin", flipped)
     for suffix in (".bin", ".idx"):

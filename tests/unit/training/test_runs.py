@@ -1,4 +1,4 @@
-"""Runs that are watched: skipped steps, validation, leaving early, determinism, a trace."""
+"""Skipped steps, validation, early exit, determinism and traces of runs."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_too_many_in_a_row_end_the_run_at_a_checkpoint_from_before_them(
     options = pretrain_options(run_dir, guards=guards)
     with monkeypatch.context() as patched:
         before_steps(patched, {number: poison(torch.nan) for number in (4, 5, 6)})
-        with pytest.raises(UserError, match="3 steps in a row were skipped, 4 to 6") as told:
+        with pytest.raises(UserError, match="3 steps in a row were skipped, 4 to 6") as rejected:
             pretrain(options)
-    assert str(step_folder(run_dir, 3)) in str(told.value)
+    assert str(step_folder(run_dir, 3)) in str(rejected.value)
     for name in DOMAINS:
-        assert f"{name} (" in str(told.value)
+        assert f"{name} (" in str(rejected.value)
     run = TrainingRun.load(run_dir)
     assert (run.status, run.step, run.skipped_steps) == ("failed", 6, 3)
     assert run.checkpoints == ["checkpoints/step-00000003"]

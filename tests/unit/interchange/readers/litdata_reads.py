@@ -39,13 +39,13 @@ def chunks(folder: str, name: str, sequence_length: int) -> StreamingDataset:
 
 
 def main(export: str, folder: str, sequence_length: int) -> None:
-    """Write the drawn samples to FOLDER/drawn.json."""
+    """Write the samples to FOLDER/samples.json."""
     arguments = json.loads(Path(export).read_text())
     names = arguments["datasets"]
     arguments["datasets"] = [chunks(folder, name, sequence_length) for name in names]
     combined = CombinedStreamingDataset(**arguments)
-    drawn = [sample.tolist() for sample in itertools.islice(combined, SAMPLES)]
-    (Path(folder) / "drawn.json").write_text(json.dumps(drawn))
+    samples = [sample.tolist() for sample in itertools.islice(combined, SAMPLES)]
+    (Path(folder) / "samples.json").write_text(json.dumps(samples))
 
 
 if __name__ == "__main__":

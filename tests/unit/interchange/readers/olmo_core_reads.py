@@ -12,7 +12,7 @@ from olmo_core.data.source_mixture import SourceMixtureDatasetConfig, SourceMixt
 
 
 def main(export: str, folder: str, sequence_length: int) -> None:
-    """Write the drawn samples to FOLDER/drawn.json, by the budget in FOLDER/token_budget.json."""
+    """Write the samples to FOLDER/samples.json, by the budget in FOLDER/token_budget.json."""
     requested = json.loads((Path(folder) / "token_budget.json").read_text())
     mixture = SourceMixtureDatasetConfig(
         source_list=SourceMixtureList.from_json(export),
@@ -29,8 +29,8 @@ def main(export: str, folder: str, sequence_length: int) -> None:
         work_dir=folder,
     ).build()
     dataset.prepare()
-    drawn = [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
-    (Path(folder) / "drawn.json").write_text(json.dumps(drawn))
+    samples = [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
+    (Path(folder) / "samples.json").write_text(json.dumps(samples))
 
 
 if __name__ == "__main__":

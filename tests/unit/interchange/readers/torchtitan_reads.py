@@ -44,7 +44,7 @@ def load_texts(folder: str, path: str) -> Any:
 
 
 def main(export: str, folder: str, sequence_length: int) -> None:
-    """Write the drawn samples to FOLDER/drawn.json."""
+    """Write the samples to FOLDER/samples.json."""
     for path in Path(folder).glob("*.jsonl"):
         DATASETS[path.stem] = DatasetConfig(
             path=str(path),
@@ -63,8 +63,8 @@ def main(export: str, folder: str, sequence_length: int) -> None:
         seq_len=sequence_length,
         local_batch_size=1,
     )
-    drawn = [inputs["input"][0].tolist() for inputs, _ in itertools.islice(loader, SAMPLES)]
-    (Path(folder) / "drawn.json").write_text(json.dumps(drawn))
+    samples = [inputs["input"][0].tolist() for inputs, _ in itertools.islice(loader, SAMPLES)]
+    (Path(folder) / "samples.json").write_text(json.dumps(samples))
 
 
 if __name__ == "__main__":
