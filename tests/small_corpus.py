@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron_chameleon.artifacts import (
     TokenizerIdentity,
     provenance,
 )
+from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 
@@ -85,6 +87,18 @@ def without_checksums(corpus: Corpus) -> Corpus:
     }
     dataclasses.replace(corpus, domains=domains).save()
     return Corpus.load(corpus.root)
+
+
+def without_training_text(corpus: Corpus, root: Path, name: str) -> Corpus:
+    """A copy of the corpus in ``root``, without training text in one of its domains."""
+    shutil.copytree(corpus.root, root)
+    (root / "train" / f"{name}.bin").write_bytes(b"")
+    (root / "train" / f"{name}.idx").write_bytes(bytes(index_file_bytes(0)))
+    domain = corpus.domains[name]
+    train = dataclasses.replace(domain.train, documents=0, tokens=0, block_checksums=None)
+    domains = {**corpus.domains, name: dataclasses.replace(domain, train=train)}
+    dataclasses.replace(corpus, root=root, domains=domains).save()
+    return Corpus.load(root)
 
 
 def word_tokenizer(path: Path) -> Path:
