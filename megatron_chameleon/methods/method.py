@@ -16,7 +16,7 @@ from megatron_chameleon.methods.options import MethodOptions
 
 DEFAULT_METHOD = "chameleon"
 # What methods share. Every other module needs a METHOD.
-SHARED_MODULES = {"domains", "method", "options", "output", "proxy"}
+SHARED_MODULES = {"method", "options", "output", "proxy"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,13 +46,15 @@ from megatron_chameleon.embedding.embed import (
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.explain import explain
 from megatron_chameleon.methods.chameleon.options import ChameleonOptions, ExtractionOptions
-from megatron_chameleon.methods.domains import (
+from megatron_chameleon.methods.output import (
+    epoch_limit,
     format_names,
+    format_weight,
     parse_share,
     require_training_tokens,
     select_domains,
+    write_and_print,
 )
-from megatron_chameleon.methods.output import epoch_limit, format_weight, write_and_print
 from megatron_chameleon.mixture import (
     BootstrapResult,
     DegenerateScoreWarning,

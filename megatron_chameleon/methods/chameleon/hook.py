@@ -19,7 +19,7 @@ from megatron_chameleon.embedding.embed import embed_windows, windows_flops
 from megatron_chameleon.embedding.windows import load_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.compute import warn_degenerate, weigh_means
-from megatron_chameleon.methods.domains import format_names
+from megatron_chameleon.methods.output import format_names
 from megatron_chameleon.mixture import RECIPES
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.readout import check_layer

@@ -32,7 +32,7 @@ from megatron_chameleon.embedding.embed import embed_windows, open_store, window
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.discovery.options import DiscoverOptions
-from megatron_chameleon.methods.domains import select_domains
+from megatron_chameleon.methods.output import select_domains
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import Reader, check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape

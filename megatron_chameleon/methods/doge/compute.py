@@ -13,8 +13,10 @@ from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge.hook import GradientAlignment
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
-from megatron_chameleon.methods.domains import select_domains
-from megatron_chameleon.methods.output import epoch_limit
+from megatron_chameleon.methods.output import (
+    epoch_limit,
+    select_domains,
+)
 from megatron_chameleon.methods.proxy import (
     PROXY,
     HookedProxy,

@@ -17,9 +17,12 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture import normalized
 from megatron_chameleon.artifacts.published import published_column
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.domains import format_names
 from megatron_chameleon.methods.manual.options import ManualOptions
-from megatron_chameleon.methods.output import AssignedWeights, run_training_free
+from megatron_chameleon.methods.output import (
+    AssignedWeights,
+    format_names,
+    run_training_free,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,11 +28,12 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, matched, read_mixture_runs
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.domains import format_names, parse_share
 from megatron_chameleon.methods.output import (
     align_columns,
     epoch_limit,
+    format_names,
     format_weight,
+    parse_share,
     write_and_print,
 )
 from megatron_chameleon.methods.proxy import resolve_work_dir

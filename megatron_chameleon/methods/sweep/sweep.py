@@ -29,10 +29,10 @@ from megatron_chameleon.methods.chameleon.options import ChameleonOptions
 from megatron_chameleon.methods.doge.compute import MU, compute_doge, plan_doge
 from megatron_chameleon.methods.doge.compute import recipe_of as doge_recipe
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
-from megatron_chameleon.methods.domains import require_training_tokens
 from megatron_chameleon.methods.doremi.compute import compute_doremi, plan_doremi
 from megatron_chameleon.methods.doremi.compute import recipe_of as doremi_recipe
 from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
+from megatron_chameleon.methods.output import require_training_tokens
 from megatron_chameleon.methods.proxy import PROXY, forward_only, train_proxy, training_options
 from megatron_chameleon.methods.sweep.options import SweepOptions
 from megatron_chameleon.mixture.doge import DogeRecipe
