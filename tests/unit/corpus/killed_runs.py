@@ -20,15 +20,10 @@ from pathlib import Path
 import pytest
 
 from megatron_chameleon.artifacts import Corpus
-from megatron_chameleon.corpus.options import (
-    DomainOptions,
-    EncoderOptions,
-    PreprocessOptions,
-    SourceOptions,
-)
+from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.errors import UserError
-from tests.unit.corpus.corpus_making import assert_same
+from tests.unit.corpus.corpus_making import assert_same, given
 
 _CHANGES = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 _KILLS, _LAST_KILLS = 16, 12
@@ -38,25 +33,24 @@ def kill_at(at: int, output: Path) -> Callable[[], int]:
     """Kill this process right before its ``at``-th change to ``output``; count the changes."""
     changes = 0
 
+    def is_change(event: str, arguments: tuple[object, ...]) -> bool:
+        if event in ("os.remove", "os.rmdir") and arguments[1] != -1:
+            return True  # by a descriptor, as rmtree does
+        if event == "open" and (
+            arguments[1] in ("r", "rb") or not isinstance(arguments[1], str | None)
+        ):
+            return False
+        return any(str(output) in str(argument) for argument in arguments)
+
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal changes
-        if event in _CHANGES and _is_change(event, arguments, str(output)):
+        if event in _CHANGES and is_change(event, arguments):
             changes += 1
             if changes == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
     return lambda: changes
-
-
-def _is_change(event: str, arguments: tuple[object, ...], output: str) -> bool:
-    if event in ("os.remove", "os.rmdir") and arguments[1] != -1:
-        return True  # by a descriptor, as rmtree does
-    if event == "open" and (
-        arguments[1] in ("r", "rb") or not isinstance(arguments[1], str | None)
-    ):
-        return False
-    return any(output in str(argument) for argument in arguments)
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -79,9 +73,8 @@ def in_child(work: Callable[[], None]) -> int:
 
 def main(folder: Path, shard_bytes: int) -> None:
     """Compare each killed and resumed run with the uninterrupted one; print counts."""
-    inputs = tuple(str(path) for path in sorted(folder.glob("*.jsonl")))
     options = PreprocessOptions(
-        SourceOptions((inputs,)),
+        given(*sorted(folder.glob("*.jsonl"))),
         folder / "expected",
         folder / "tokenizer.json",
         domains=DomainOptions(domain_key="set"),
@@ -89,52 +82,45 @@ def main(folder: Path, shard_bytes: int) -> None:
         split="60,20,20",
         shard_bytes=shard_bytes,
     )
-    killed = dataclasses.replace(options, output=folder / "killed")
+    output = folder / "killed"
+    killed = dataclasses.replace(options, output=output)
 
     def count() -> None:
         changes = kill_at(0, options.output)
         preprocess_data(options)
         (folder / "changes").write_text(f"{changes()}")
 
+    def reject_complete() -> None:
+        """Run the same command on a complete corpus, which removes leftover work."""
+        with pytest.raises(UserError, match="already holds a corpus"):
+            preprocess_data(killed)
+
+    def run_until(at: int) -> int:
+        return in_child(lambda: (kill_at(at, output), preprocess_data(killed))[1])
+
     assert in_child(count) == 0
     changes = int((folder / "changes").read_text())
     spread = {1 + i * (changes - 1) // (_KILLS - 1) for i in range(_KILLS)}
     # All changes that publish the corpus and remove its shards.
-    last = range(changes - _LAST_KILLS + 1, changes + 1)
-    kills = sorted(spread.union(last))
-
-    def work_until(at: int) -> Callable[[], None]:
-        def work() -> None:
-            kill_at(at, killed.output)
-            preprocess_data(killed)
-
-        return work
-
+    kills = sorted(spread.union(range(changes - _LAST_KILLS + 1, changes + 1)))
     resumed = most = cleaned = 0
     for at in kills:
-        shutil.rmtree(killed.output, ignore_errors=True)
-        assert in_child(work_until(at)) == -signal.SIGKILL, at
-        complete = (killed.output / "corpus.json").exists()
-        if not complete:
-            finished = len(list((killed.output / ".partial" / "shards").glob("*")))
+        shutil.rmtree(output, ignore_errors=True)
+        assert run_until(at) == -signal.SIGKILL, at
+        if not (output / "corpus.json").exists():
+            finished = len(list((output / ".partial" / "shards").glob("*")))
             assert finished >= most, f"shards were lost at {at}"
             most = finished
             resumed += finished > 0
-            in_child(work_until(at // 3 + 1))  # killed again while resuming
-        if not (killed.output / "corpus.json").exists():
+            run_until(at // 3 + 1)  # killed again while resuming
+        if not (output / "corpus.json").exists():
             assert in_child(lambda: preprocess_data(killed)) == 0, at
-        elif (killed.output / ".partial").exists():
+        elif (output / ".partial").exists():
             cleaned += 1
-            assert in_child(lambda: reject_complete(killed)) == 0, at
-        assert not (killed.output / ".partial").exists(), at
-        assert_same(Corpus.load(options.output), Corpus.load(killed.output))
+            assert in_child(reject_complete) == 0, at
+        assert not (output / ".partial").exists(), at
+        assert_same(Corpus.load(options.output), Corpus.load(output))
     print(changes, len(kills), resumed, cleaned)
-
-
-def reject_complete(options: PreprocessOptions) -> None:
-    """The same command on a complete corpus, which removes leftover work."""
-    with pytest.raises(UserError, match="already holds a corpus"):
-        preprocess_data(options)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,8 @@ COMMIT = "c0ffee" + "0" * 34
 def serve(root: Path, gated: Sequence[str] = ()) -> Iterator[tuple[str, list[str]]]:
     """Yield the address of the hub and the list of its requests."""
     requests: list[str] = []
-
-    class Handler(_HubHandler):
-        hub = (root, gated, requests)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    handler = type("Handler", (_HubHandler,), {"hub": (root, gated, requests)})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", requests
@@ -43,16 +40,8 @@ class _HubHandler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        length = int(self.headers["Content-Length"])
-        self._answer(json.loads(self.rfile.read(length)) if length else {})
-
-    def _answer(self, body: dict[str, Any] | None = None) -> None:
+        length = int(self.headers["Content-Length"] or 0)
+        body = json.loads(self.rfile.read(length)) if length else {}
         root, gated, requests = self.hub
         path = unquote(urlparse(self.path).path)
         requests.append(f"{self.command} {path} {self.headers.get('Range') or ''}".strip())
@@ -66,9 +55,11 @@ class _HubHandler(BaseHTTPRequestHandler):
         elif parts[1] not in ("", "main", COMMIT):  # empty for the repository itself
             self._refuse(404, "RevisionNotFound")
         elif head == "/api":
-            self._describe(repository, parts, body or {})
+            self._describe(repository, parts, body)
         else:
-            self._send_file(repository, repository / "/".join(parts[2:-2]))
+            self._send_file(repository / "/".join(parts[2:-2]))
+
+    do_HEAD = do_POST = do_GET  # noqa: N815
 
     def _describe(self, repository: Path, parts: list[str], body: dict[str, Any]) -> None:
         """The API's description of the commit, of a folder, or of the requested paths."""
@@ -81,10 +72,10 @@ class _HubHandler(BaseHTTPRequestHandler):
             names = [name for name in found if name.startswith(f"{folder}/" if folder else "")]
         else:
             paths = body["paths"]
-            names = [name for name in found if name in ([paths] if type(paths) is str else paths)]
+            names = list(found.keys() & ({paths} if type(paths) is str else set(paths)))
         self._send(json.dumps([_entry(name, found[name]) for name in sorted(names)]).encode())
 
-    def _send_file(self, repository: Path, path: Path) -> None:
+    def _send_file(self, path: Path) -> None:
         if not path.is_file():
             self._refuse(404, "EntryNotFound")
             return

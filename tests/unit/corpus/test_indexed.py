@@ -7,8 +7,6 @@ import hashlib
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +26,6 @@ from megatron_chameleon.corpus.indexed import (
     TYPE_CODES,
     ExpectedTokens,
     IndexedWriter,
-    TokenFile,
     map_file,
     open_token_file,
     open_tokens,
@@ -38,40 +35,23 @@ from megatron_chameleon.errors import UserError
 from tests.small_corpus import write_small_corpus
 
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16")
-
-
 DOCUMENTS = [[7, 40_000, 9], [], [1, 2, 65_499, 4, 5], [6]]
+EXPECTED = ExpectedTokens("uint16", len(DOCUMENTS), sum(map(len, DOCUMENTS)))
 
 
-LENGTHS = [len(document) for document in DOCUMENTS]
-
-
-EXPECTED = ExpectedTokens("uint16", len(DOCUMENTS), sum(LENGTHS))
-
-
-@contextmanager
-def new_prefix() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder) / "a.b"
-
-
-def with_suffix(prefix: Path, suffix: str) -> Path:
-    return Path(f"{prefix}{suffix}")
-
-
-def write(prefix: Path, documents: list[list[int]] = DOCUMENTS) -> Path:
+def write(prefix):
     writer = IndexedWriter(prefix, "uint16")
-    for document in documents:
+    for document in DOCUMENTS:
         writer.add(np.array(document, dtype=np.int64))
     writer.finish()
     return prefix
 
 
-def sequences(file: TokenFile) -> list[list[int]]:
+def sequences(file):
     return [file.get(i).tolist() for i in range(len(file))]
 
 
-def build(prefix: Path, dtype: str, documents: list[list[list[int]]]) -> Path:
+def build(prefix, dtype, documents):
     """Write documents of several sequences as Megatron does."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
     for document in documents:
@@ -82,56 +62,37 @@ def build(prefix: Path, dtype: str, documents: list[list[list[int]]]) -> Path:
     return prefix
 
 
-def assert_holds(file: TokenFile, dtype: str, documents: list[list[list[int]]]) -> None:
-    assert sequences(file) == [sequence for document in documents for sequence in document]
-    assert np.diff(file.document_boundaries).tolist() == [len(d) for d in documents]
-    assert file.dtype == np.dtype(dtype)
-    ends = np.cumsum(file.lengths, dtype=np.int64)
-    assert file.starts.tolist() == (ends - file.lengths).tolist()
-    assert file.tokens.size == (ends[-1] if ends.size else 0)
-
-
 # Writing
-
-
-def random_documents(rng, count, vocab_size):
-    return [rng.integers(0, vocab_size, rng.integers(1, 60)).astype(np.int32) for _ in range(count)]
-
-
-def files(prefix):
-    return prefix.with_suffix(".bin").read_bytes(), prefix.with_suffix(".idx").read_bytes()
 
 
 # Buffers that flush after each document and once at the end.
 @pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
-@pytest.mark.parametrize("count", [0, 1, 300])
+@pytest.mark.parametrize("count", [0, 300])
 @pytest.mark.parametrize("vocab_size", [400, 65_500])
 def test_files_are_identical_to_those_of_megatrons_builder(
     tmp_path, monkeypatch, buffer_bytes, count, vocab_size
 ):
     monkeypatch.setattr(indexed, "_BUFFER_BYTES", buffer_bytes)
     monkeypatch.setattr(indexed, "_INDEX_BLOCK", 7)
-    documents = random_documents(np.random.default_rng(count), count, vocab_size)
-    builder = IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", DType.optimal_dtype(vocab_size))
-    for document in documents:
-        builder.add_item(torch.from_numpy(document))
-        builder.end_document()
-    builder.finalize(f"{tmp_path}/theirs.idx")
+    rng, dtype = np.random.default_rng(count), token_type(vocab_size)
+    documents = [rng.integers(0, vocab_size, rng.integers(1, 60)) for _ in range(count)]
+    build(tmp_path / "theirs", dtype, [[document.tolist()] for document in documents])
+    expected = [(tmp_path / f"theirs{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
-    one_by_one = IndexedWriter(tmp_path / "ours", token_type(vocab_size))
-    in_blocks = IndexedWriter(tmp_path / "blocks", token_type(vocab_size))
+    one_by_one = IndexedWriter(tmp_path / "ours", dtype)
+    in_blocks = IndexedWriter(tmp_path / "blocks", dtype)
     for document in documents:
         one_by_one.add(document)
     lengths = np.array([document.size for document in documents], dtype=np.int32)
     for part in np.array_split(np.arange(count), 4):
-        tokens = np.concatenate([np.zeros(0, np.int32), *(documents[i] for i in part)])
+        tokens = np.concatenate([np.zeros(0, int), *(documents[i] for i in part)]).astype(dtype)
         in_blocks.add_lengths(lengths[part])
-        in_blocks.add_tokens(tokens.astype(token_type(vocab_size))[:5].tobytes())
-        in_blocks.add_tokens(tokens.astype(token_type(vocab_size))[5:].data)
+        in_blocks.add_tokens(tokens[:5].tobytes())
+        in_blocks.add_tokens(tokens[5:].data)
     for name, writer in (("ours", one_by_one), ("blocks", in_blocks)):
-        digest = writer.finish()
-        assert files(tmp_path / name) == files(tmp_path / "theirs")
-        assert digest == hashlib.sha256(b"".join(files(tmp_path / name))).hexdigest()
+        assert writer.finish() == hashlib.sha256(b"".join(expected)).hexdigest()
+        files = [(tmp_path / f"{name}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+        assert files == expected
         assert (writer.documents, writer.tokens) == (count, lengths.sum())
 
 
@@ -146,20 +107,17 @@ def test_token_types_are_megatrons():
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_full_disk_is_a_user_error(tmp_path, suffix):
+def test_a_full_disk_is_a_user_error_and_an_existing_file_is_kept(tmp_path, suffix):
     writer = IndexedWriter(tmp_path / "a", "uint16")
-    (tmp_path / f"a{suffix}").unlink(missing_ok=True)
+    (tmp_path / f"a{suffix}").unlink()
     (tmp_path / f"a{suffix}").symlink_to("/dev/full")
     writer.add(np.arange(10))
     with pytest.raises(UserError, match=f"a{suffix}"):
         writer.finish()
-
-
-def test_an_existing_file_is_never_written_to(tmp_path):
-    (tmp_path / "a.bin").write_bytes(b"precious")
-    with pytest.raises(UserError, match=r"a\.bin"):
-        IndexedWriter(tmp_path / "a", "uint16")
-    assert (tmp_path / "a.bin").read_bytes() == b"precious"
+    (tmp_path / f"b{suffix}").write_bytes(b"precious")
+    with pytest.raises(UserError, match=f"b{suffix}"):
+        IndexedWriter(tmp_path / "b", "uint16")
+    assert (tmp_path / f"b{suffix}").read_bytes() == b"precious"
 
 
 # Reading
@@ -169,72 +127,53 @@ def test_an_existing_file_is_never_written_to(tmp_path):
     dtype=st.sampled_from(INTEGERS),
     documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=3), max_size=6),
 )
-def test_what_megatrons_builder_writes_is_read(dtype, documents):
-    with new_prefix() as prefix:
-        assert_holds(open_token_file(build(prefix, dtype, documents)), dtype, documents)
+def test_files_of_megatrons_builder_are_read(dtype, documents):
+    with tempfile.TemporaryDirectory() as folder:
+        file = open_token_file(build(Path(folder) / "a.b", dtype, documents))
+        assert sequences(file) == [sequence for document in documents for sequence in document]
+        assert np.diff(file.document_boundaries).tolist() == [len(d) for d in documents]
+        assert file.dtype == np.dtype(dtype)
+        ends = np.cumsum(file.lengths, dtype=np.int64)
+        assert file.starts.tolist() == (ends - file.lengths).tolist()
+        assert file.tokens.size == (ends[-1] if ends.size else 0)
 
 
-# Damage: a change of the bytes of one of the files.
-Damage = tuple[str, Callable[[bytes], bytes]]
-
-
-@st.composite
-def damages(draw: st.DrawFn) -> Damage:
-    suffix = draw(st.sampled_from([".idx", ".idx", ".bin"]))
-    kinds = ["cut", "append"] + (["flip", "overwrite", "remove"] if suffix == ".idx" else [])
-    kind, place = draw(st.sampled_from(kinds)), draw(st.integers(0, 150))
-    block = draw(st.binary(min_size=1, max_size=24))
-
-    def damage(content: bytes) -> bytes:
-        at = place % len(content)
-        if kind == "flip":
-            return content[:at] + bytes([content[at] ^ (block[0] or 1)]) + content[at + 1 :]
-        if kind == "overwrite":
-            return (content[:at] + block + content[at + len(block) :])[: len(content)]
-        if kind == "remove":
-            return content[:at] + content[at + len(block) :]
-        return content[:at] if kind == "cut" else content + block
-
-    return suffix, damage
-
-
-def is_rejected(prefix: Path, expected: ExpectedTokens | None) -> bool:
+def is_rejected(prefix, expected):
     """Whether opening raises UserError, on one line that names a file."""
     try:
         open_token_file(prefix, expected)
     except UserError as error:
-        message = str(error)
-    else:
-        return False
-    assert "\n" not in message
-    assert f"{prefix}." in message
-    return True
+        return f"{prefix}." in str(error) and "\n" not in str(error)
+    return False
 
 
-def apply(damage: Damage, prefix: Path) -> None:
-    suffix, change = damage
-    before = with_suffix(prefix, suffix).read_bytes()
-    after = change(before)
-    assume(after != before)
-    with_suffix(prefix, suffix).write_bytes(after)
-
-
-@given(damage=damages())
-def test_damage_is_found_if_the_contents_are_known(damage):
-    with new_prefix() as prefix:
-        apply(damage, write(prefix))
+@given(
+    suffix=st.sampled_from([".idx", ".idx", ".bin"]),
+    kind=st.sampled_from(["cut", "append", "flip", "overwrite", "remove"]),
+    place=st.integers(0, 150),
+    block=st.binary(min_size=1, max_size=24),
+)
+def test_damage_is_found_or_changes_no_token(suffix, kind, place, block):
+    """Unless the contents are recorded, document boundaries or the sign of tokens may change."""
+    assume(suffix == ".idx" or kind in ("cut", "append"))
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = write(Path(folder) / "a.b")
+        path = Path(f"{prefix}{suffix}")
+        content = path.read_bytes()
+        at = place % len(content)
+        damaged = {
+            "cut": content[:at],
+            "append": content + block,
+            "flip": content[:at] + bytes([content[at] ^ (block[0] or 1)]) + content[at + 1 :],
+            "overwrite": (content[:at] + block + content[at + len(block) :])[: len(content)],
+            "remove": content[:at] + content[at + len(block) :],
+        }[kind]
+        assume(damaged != content)
+        path.write_bytes(damaged)
         assert is_rejected(prefix, EXPECTED)
-
-
-@given(damage=damages())
-def test_damage_that_is_not_found_changes_no_token(damage):
-    """It may change document boundaries, or the sign of tokens: then some are negative."""
-    with new_prefix() as prefix:
-        apply(damage, write(prefix))
-        if is_rejected(prefix, None):
-            return
-        file = open_token_file(prefix)
-        assert (file.tokens[:] < 0).any() or sequences(file) == DOCUMENTS
+        if not is_rejected(prefix, None):
+            file = open_token_file(prefix)
+            assert (file.tokens[:] < 0).any() or sequences(file) == DOCUMENTS
 
 
 def test_a_corpus_has_one_sequence_a_document(tmp_path):
@@ -244,28 +183,18 @@ def test_a_corpus_has_one_sequence_a_document(tmp_path):
         open_token_file(prefix, ExpectedTokens("uint16", 2, 2))
 
 
-NOT_FILES: dict[str, Callable[[Path], object]] = {
-    "missing": lambda path: None,
-    "folder": Path.mkdir,
-    "pipe": os.mkfifo,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "loop": lambda path: path.symlink_to(path),
-}
-
-
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
-def test_a_path_that_is_not_a_file_is_rejected_at_once(tmp_path, suffix, make):
-    path = with_suffix(write(tmp_path / "a"), suffix)
-    path.unlink()
-    make(path)
-    with pytest.raises(UserError, match=rf"a\{suffix}"):
-        open_token_file(tmp_path / "a")
+def test_a_path_that_is_not_a_file_is_rejected_at_once(tmp_path, suffix):
+    path = Path(f"{write(tmp_path / 'a')}{suffix}")
+    for make in (lambda path: None, os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        path.unlink()
+        make(path)
+        with pytest.raises(UserError, match=rf"a\{suffix}"):
+            open_token_file(tmp_path / "a")
+        path.touch()
 
 
 # Blocks and their checksums
-
-TOKENS_PER_BLOCK = BLOCK_BYTES // 2
 
 
 def flip(path, bit):
@@ -274,9 +203,8 @@ def flip(path, bit):
     path.write_bytes(content)
 
 
-def file_of(corpus, suffix, name="news", split="train"):
-    prefix = corpus.prefix(name, split)
-    return prefix.with_name(prefix.name + suffix)
+def file_of(corpus, suffix):
+    return Path(f"{corpus.prefix('news', 'train')}{suffix}")
 
 
 @pytest.fixture
@@ -289,41 +217,22 @@ def corpus(tmp_path):
     return write_small_corpus(tmp_path / "corpus", document=document)
 
 
-def test_a_flipped_bit_is_found_when_its_block_is_sampled(corpus):
-    path = file_of(corpus, ".bin")
-    num_bits = 8 * path.stat().st_size
-    place = num_bits // 2 + 4
+def test_a_flipped_bit_is_found_when_its_block_is_read(corpus):
+    path, size = file_of(corpus, ".bin"), BLOCK_BYTES // 2
     data = corpus_tokens(corpus)
-
-    def read_all():
-        schedule = MixtureSchedule.fixed([1.0, 1.0, 1.0])
-        samples = BlendedTokens(data, schedule, 1000, 32, 1, "feistel")
-        found = []
-        for first in range(0, 1000, 100):
-            found.append(samples.batch(range(first, first + 100))["tokens"])
-        return found
-
-    whole = read_all()
-    assert sum(len(batch) for batch in whole) == 1000
-    flip(path, place)
-    with pytest.raises(UserError) as raised:
-        read_all()
-    assert str(path) in str(raised.value)
-    assert f"block {place // 8 // BLOCK_BYTES})" in str(raised.value)
-
-
-def test_blocks_that_are_not_read_are_not_checked(corpus):
-    path = file_of(corpus, ".bin")
-    assert path.stat().st_size > 3 * BLOCK_BYTES
     flip(path, 8 * (2 * BLOCK_BYTES + 5))
     tokens = open_tokens(corpus, "news", "train").tokens
-    size = TOKENS_PER_BLOCK
+    assert tokens.size > 3 * size
     tokens[: 2 * size]
     tokens[3 * size :]
     tokens[np.array([0, 3 * size])]
     for key in (slice(2 * size, 2 * size + 1), slice(0, 2 * size + 1), np.array([0, 2 * size])):
         with pytest.raises(UserError, match=r"block 2\)"):
             tokens[key]
+    schedule = MixtureSchedule.fixed([1.0, 1.0, 1.0])
+    samples = BlendedTokens(data, schedule, 1000, 32, 1, "feistel")
+    with pytest.raises(UserError, match=rf"{path}.*block 2\)"):
+        samples.batch(range(1000))
 
 
 def test_a_block_is_verified_once_and_then_returns_the_tokens_on_disk(corpus):
@@ -348,9 +257,8 @@ def test_any_flipped_bit_of_the_index_or_of_the_checksums_is_found(corpus, suffi
     content = path.read_bytes()
     for bit in random.Random(1).sample(range(8 * len(content)), min(200, 8 * len(content))):
         flip(path, bit)
-        with pytest.raises(UserError) as raised:
+        with pytest.raises(UserError, match=path.stem):
             open_tokens(corpus, "news", "train").tokens[:]
-        assert path.stem in str(raised.value)
         with pytest.raises(UserError):
             corpus.verify()
         path.write_bytes(content)
@@ -376,16 +284,10 @@ def test_checksums_are_those_of_the_files_and_may_be_absent(corpus):
     assert np.array_equal(open_tokens(older, "news", "train").tokens[:].tobytes(), content[0])
 
 
-# Mapping
-
-
-def write_bytes(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
-
-
 def test_maps_keep_no_file_open_and_are_unmapped_with_their_last_view(tmp_path):
-    paths = [write_bytes(tmp_path / f"{i}.bin", bytes([i]) * 20_000) for i in range(200)]
+    paths = [tmp_path / f"{i}.bin" for i in range(200)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * 20_000)
     before = len(os.listdir("/proc/self/fd"))
     maps = [map_file(path) for path in paths]
     assert len(os.listdir("/proc/self/fd")) == before

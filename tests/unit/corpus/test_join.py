@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from megatron_chameleon.corpus.join import (
     DUPLICATE,
     HELD_OUT,
     KEPT,
-    TEXT,
     document_bytes,
     find_left_out,
     join_shards,
@@ -40,37 +40,24 @@ from megatron_chameleon.corpus.shards import (
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
-TRAIN, VALID, TEST = range(3)
-# High half, low half, domain, split, by_source; few values, so that all kinds of equality occur.
-few_values = st.tuples(*(st.integers(0, high) for high in (3, 1, 2, 2, 1)))
 
-
-def finished(folder, writer, domains, empty=()):
-    """The shard that ``writer`` has written to ``folder``, saved and loaded."""
-    checksums = writer.finish()
-    shard = Shard(
-        root=folder,
-        plan="0" * 64,
-        dtype="uint16",
-        domains=list(domains),
-        empty=list(empty),
-        documents=writer.documents,
-        tokens=writer.tokens,
-        runs=writer.runs,
-        copies=writer.copies,
-        hashes=[],
-        checksums=checksums,
-        malformed=MalformedLines(),
-        seconds=0.0,
-    )
-    shard.save()
+def write_shard(folder, blocks, domains, empty=()):
+    """A shard of blocks of tokens, DOCUMENT records and digests, saved and loaded."""
+    folder.mkdir(parents=True)
+    writer = ShardWriter(folder, "uint16")
+    for block in blocks:
+        writer.add(*block)
+    counts: dict[str, Any] = {"checksums": writer.finish()}
+    counts |= {name: getattr(writer, name) for name in ("documents", "tokens", "runs", "copies")}
+    counts |= {"domains": list(domains), "empty": list(empty), "malformed": MalformedLines()}
+    Shard(folder, "0" * 64, dtype="uint16", hashes=[], seconds=0.0, **counts).save()
     return Shard.load(folder)
 
 
 # Splits
 
 
-def split_of(digest, shares):
+def split_reference(digest, shares):
     """The split of one text, one end of the interval after another."""
     position = (int.from_bytes(digest[:8]) >> 11) * 2.0**-53
     ends = zip(SPLITS, accumulate(shares), strict=True)
@@ -88,7 +75,7 @@ def split_all(digests, shares):
 )
 def test_splits_match_the_reference(digests, shares):
     digests += [b"\x00" * 16, b"\xff" * 16, b"\x80" + b"\x00" * 15, b"\x7f" + b"\xff" * 15]
-    assert split_all(digests, shares) == [split_of(digest, shares) for digest in digests]
+    assert split_all(digests, shares) == [split_reference(digest, shares) for digest in digests]
 
 
 def test_the_splits_follow_the_shares_and_never_change():
@@ -102,34 +89,23 @@ def test_the_splits_follow_the_shares_and_never_change():
     assert split_all(digests, (0.34, 0.33, 0.33)) == ["test", "train", "valid", "test", "train"]
 
 
-# Duplicates and held-out text
+# Duplicates and held-out text. A row: halves of the digest, domain, split, by_source.
 
 
-def texts_of(rows):
-    rows = [(*row, 0)[:5] for row in rows]
-    high, low, domain, split, by_source = zip(*rows, strict=True) if rows else ([],) * 5
-    columns = (high, low, range(len(rows)), domain, split, by_source)
-    return np.array(list(zip(*columns, strict=True)), TEXT)
-
-
-def reasons_reference(texts):
+def reasons_reference(rows):
     """The reasons, one text after another."""
     of_each_text: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for high, low, split, is_given in zip(
-        *(texts[name] for name in ("high", "low", "split", "by_source")), strict=True
-    ):
-        of_each_text.setdefault((high, low), []).append((split, is_given))
-    reasons = [KEPT] * texts.size
-    seen = set()
-    for i in np.argsort(texts["order"]):
-        text = (texts["high"][i], texts["low"][i])
-        given_splits = [split for split, is_given in of_each_text[text] if is_given and split > 0]
-        if texts["split"][i] != max(given_splits or [split for split, _ in of_each_text[text]]):
-            reasons[i] = HELD_OUT
-        elif (text, texts["domain"][i]) in seen:
-            reasons[i] = DUPLICATE
+    for high, low, _, split, by_source in rows:
+        of_each_text.setdefault((high, low), []).append((split, by_source))
+    reasons, seen = [], set()
+    for high, low, domain, split, _ in rows:
+        splits = of_each_text[high, low]
+        own = [split for split, by_source in splits if by_source and split > 0]
+        if split != max(own or [split for split, _ in splits]):
+            reasons.append(HELD_OUT)
         else:
-            seen.add((text, texts["domain"][i]))
+            reasons.append(DUPLICATE if (high, low, domain) in seen else KEPT)
+            seen.add((high, low, domain))
     return reasons
 
 
@@ -137,31 +113,33 @@ def shards_of(folder, rows_of_each):
     """Shards whose domains are numbered in the order of their first mention."""
     found, numbers = [], []
     for number, rows in enumerate(rows_of_each):
-        root = folder / f"{number}"
-        root.mkdir(parents=True)
-        writer = ShardWriter(root, "uint16")
-        own = list(dict.fromkeys(row[2] for row in rows))
+        own, blocks = list(dict.fromkeys(row[2] for row in rows)), []
         for begin in range(0, len(rows), 3):
             some = rows[begin : begin + 3]
             documents = np.zeros(len(some), DOCUMENT)
             documents["tokens"] = 1
             documents["domain"] = [own.index(row[2]) for row in some]
             documents["split"] = [row[3] for row in some]
-            documents["by_source"] = [row[4] if len(row) == 5 else 0 for row in some]
+            documents["by_source"] = [row[4] for row in some]
             digests = np.array([row[:2] for row in some], np.uint64)
-            writer.add(np.zeros(len(some), np.uint16), documents, digests)
-        found.append(finished(root, writer, map(str, own)))
+            blocks.append((np.zeros(len(some), np.uint16), documents, digests))
+        found.append(write_shard(folder / f"{number}", blocks, map(str, own)))
         numbers.append(np.array(own, dtype=np.int64))
     (folder / "left-out").mkdir()
     return found, numbers, folder / "left-out"
 
 
-wide = st.builds(lambda row: (row[0] << 62, row[1] << 63, *row[2:]), few_values)
+# Few values, so that all kinds of equality occur.
+ROWS = st.tuples(
+    st.integers(0, 3).map(lambda high: high << 62),
+    st.integers(0, 1).map(lambda low: low << 63),
+    *(st.integers(0, high) for high in (2, 2, 1)),
+)
 
 
 @pytest.mark.parametrize(("run_documents", "range_texts"), [(1 << 18, 1 << 19), (3, 5)])
 @settings(max_examples=20, deadline=None)
-@given(rows_of_each=st.lists(st.lists(wide, max_size=12), min_size=1, max_size=4))
+@given(rows_of_each=st.lists(st.lists(ROWS, max_size=12), min_size=1, max_size=4))
 def test_reasons_do_not_depend_on_shards_runs_and_ranges(
     tmp_path_factory, rows_of_each, run_documents, range_texts
 ):
@@ -170,7 +148,7 @@ def test_reasons_do_not_depend_on_shards_runs_and_ranges(
         patch.setattr(join, "_RANGE_TEXTS", range_texts)
         left_out = find_left_out(*shards_of(tmp_path_factory.mktemp("shards"), rows_of_each))
     rows = [row for rows in rows_of_each for row in rows]
-    expected = reasons_reference(texts_of(rows))
+    expected = reasons_reference(rows)
     found: list[int] = []
     for number, of_shard in enumerate(rows_of_each):
         reasons = left_out.reasons(number)
@@ -182,16 +160,16 @@ def test_reasons_do_not_depend_on_shards_runs_and_ranges(
 
 
 def test_memory_holds_one_range_however_often_a_text_occurs(tmp_path, monkeypatch):
-    monkeypatch.setattr(join, "_RANGE_TEXTS", 10)
-    rng = np.random.default_rng(0)
-    often = [(7, 7, 0, TRAIN)] * 500
-    once = [(2 * int(high), 1, 0, TRAIN) for high in rng.integers(0, 2**63, 100)]
+    often = [(7, 7, 0, 0, 0)] * 500
+    high = np.random.default_rng(0).integers(0, 2**63, 100).tolist()
+    once = [(2 * value, 1, 0, 0, 0) for value in high]
     sizes = []
 
     def counting(texts):
         sizes.append(texts.size)
         return reasons_to_leave_out(texts)
 
+    monkeypatch.setattr(join, "_RANGE_TEXTS", 10)
     monkeypatch.setattr(join, "reasons_to_leave_out", counting)
     rows = [often[:250] + once[:50], often[250:] + once[50:]]
     assert find_left_out(*shards_of(tmp_path, rows)).duplicates == {0: 499}
@@ -210,23 +188,24 @@ def two_shards(tmp_path):
     rng = np.random.default_rng(0)
     found = []
     for number in range(2):
-        root = tmp_path / f"{number}"
-        root.mkdir()
-        writer = ShardWriter(root, "uint16")
         documents = np.zeros(NUM_DOCUMENTS, DOCUMENT)
-        documents["tokens"] = rng.integers(1, 20, NUM_DOCUMENTS)
-        documents["domain"] = rng.integers(0, NUM_DOMAINS, NUM_DOCUMENTS)
-        documents["split"] = rng.integers(0, 3, NUM_DOCUMENTS)
-        documents["text_bytes"] = rng.integers(1, 100, NUM_DOCUMENTS)
+        for name, low, high in (
+            ("tokens", 1, 20),
+            ("domain", 0, NUM_DOMAINS),
+            ("split", 0, 3),
+            ("text_bytes", 1, 100),
+        ):
+            documents[name] = rng.integers(low, high, NUM_DOCUMENTS)
         tokens = rng.integers(0, 60_000, int(documents["tokens"].sum()))
-        writer.add(tokens, documents, rng.integers(0, 2**63, (NUM_DOCUMENTS, 2)).astype(np.uint64))
+        digests = rng.integers(0, 2**63, (NUM_DOCUMENTS, 2)).astype(np.uint64)
         names = [f"{name}" for name in rng.permutation(NUM_DOMAINS)]
-        found.append(finished(root, writer, names, [number + 1] * NUM_DOMAINS))
+        blocks, empty = [(tokens, documents, digests)], [number + 1] * NUM_DOMAINS
+        found.append(write_shard(tmp_path / f"{number}", blocks, names, empty))
     (tmp_path / "joined").mkdir()
     return found
 
 
-def expected_of(shards, name, split):
+def joined_reference(shards, name, split):
     """Tokens and lengths of one split of a domain, one document after another."""
     tokens, lengths, text_bytes = [], [], 0
     for shard in shards:
@@ -241,45 +220,40 @@ def expected_of(shards, name, split):
     return np.concatenate(tokens), lengths, text_bytes
 
 
-def test_documents_go_to_their_domain_and_split_in_the_order_of_the_shards(two_shards, tmp_path):
-    copied: list[int] = []
-    joined = join_shards(two_shards, ["first", "0"], tmp_path / "joined", True, copied.append)
-    assert list(joined.domains)[:2] == ["first", "0"]
-    assert list(joined.domains)[2:] == [name for name in two_shards[0].domains if name != "0"]
-    for name in two_shards[0].domains:
-        assert joined.not_written[name].empty == 3
-        for split in SPLITS:
-            part = joined.domains[name].split(split)
-            tokens, lengths, text_bytes = expected_of(two_shards, name, split)
-            path = tmp_path / "joined" / f"{part.prefix}.bin"
-            np.testing.assert_array_equal(np.fromfile(path, np.uint16), tokens)
-            found = np.fromfile(path.with_suffix(".idx"), np.int32, len(lengths), offset=34)
-            assert found.tolist() == lengths
-            assert (part.documents, part.tokens) == (len(lengths), sum(lengths))
-            assert part.text_bytes == text_bytes
-    assert [joined.domains["first"].split(split).documents for split in SPLITS] == [0, 0, 0]
-    assert sum(copied) == 2 * sum(shard.tokens for shard in two_shards)
-    assert {path.name for path in (tmp_path / "joined").iterdir()} == {"tokens"}
-
-
-def test_buffers_of_all_domains_together_are_bounded(two_shards, tmp_path, monkeypatch):
-    writers = []
+def test_documents_go_to_their_domain_and_split_in_the_order_of_the_shards(
+    two_shards, tmp_path, monkeypatch
+):
+    """The write buffers of all domains together are bounded."""
+    writers, waiting, copied = [], [], []
 
     class Counted(indexed.IndexedWriter):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             writers.append(self)
 
-    waiting = []
-
-    def look(num_bytes):
+    def on_bytes(num_bytes):
+        copied.append(num_bytes)
         waiting.append(sum(writer.waiting_bytes for writer in writers))
 
     monkeypatch.setattr(join, "IndexedWriter", Counted)
     monkeypatch.setattr(join, "_WAITING_BYTES", 2000)
-    join_shards(two_shards, [], tmp_path / "joined", True, look)
-    assert len(writers) == NUM_DOMAINS * len(SPLITS)
+    joined = join_shards(two_shards, ["first", "0"], tmp_path / "joined", True, on_bytes)
     assert 1000 < max(waiting) < 2000 * 1.5
+    assert sum(copied) == 2 * sum(shard.tokens for shard in two_shards)
+    own = [name for name in two_shards[0].domains if name != "0"]
+    assert list(joined.domains) == ["first", "0", *own]
+    for name in two_shards[0].domains:
+        assert joined.not_written[name].empty == 3
+        for split in SPLITS:
+            part = joined.domains[name].split(split)
+            tokens, lengths, text_bytes = joined_reference(two_shards, name, split)
+            path = tmp_path / "joined" / f"{part.prefix}.bin"
+            np.testing.assert_array_equal(np.fromfile(path, np.uint16), tokens)
+            found = np.fromfile(path.with_suffix(".idx"), np.int32, len(lengths), offset=34)
+            assert found.tolist() == lengths
+            counts = (part.documents, part.tokens, part.text_bytes)
+            assert counts == (len(lengths), sum(lengths), text_bytes)
+    assert {path.name for path in (tmp_path / "joined").iterdir()} == {"tokens"}
 
 
 # Other domains
@@ -287,53 +261,48 @@ def test_buffers_of_all_domains_together_are_bounded(two_shards, tmp_path, monke
 NAMES = ["one", "t/w o", "three", "four"]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    root = tmp_path_factory.mktemp("old")
-    tokenizer = word_tokenizer(root / "tokenizer.json")
-    return write_small_corpus(root, tokenizer_hash=sha256_of_files(tokenizer))
+def documents_in(corpus, name, split):
+    tokens = open_tokens(corpus, name, split)
+    return [tokens.get(i).tolist() for i in range(len(tokens))]
 
 
-@pytest.fixture(scope="module")
-def labels(corpus):
+def test_regrouped_documents_keep_their_tokens_and_splits(tmp_path, monkeypatch):
     """Random labels for two of the three domains; no document in valid is of 'four'."""
-    rng = np.random.default_rng(5)
-    return {
+    root, rng = tmp_path / "old", np.random.default_rng(5)
+    root.mkdir()
+    file = word_tokenizer(root / "tokenizer.json")
+    corpus = write_small_corpus(root, tokenizer_hash=sha256_of_files(file))
+    tokenizer = corpus_tokenizer(corpus)
+    labels = {
         (name, split): rng.integers(
             0, 3 if split == "valid" else 4, corpus.domains[name].split(split).documents
         )
         for name in ("news", "poems")
         for split in SPLITS
     }
-
-
-def documents_in(corpus, name, split):
-    tokens = open_tokens(corpus, name, split)
-    return [tokens.get(i).tolist() for i in range(len(tokens))]
-
-
-def test_regrouped_documents_keep_their_tokens_and_splits(corpus, labels, tmp_path, monkeypatch):
     copied: list[int] = []
-    domains = regroup(corpus, labels, NAMES, corpus_tokenizer(corpus), tmp_path, copied.append)
-    corpus_tokenizer(corpus).save(tmp_path)
-    dataclasses.replace(corpus, root=tmp_path, domains=domains).save()
-    regrouped = Corpus.load(tmp_path)
+    new = tmp_path / "new"
+    new.mkdir()
+    domains = regroup(corpus, labels, NAMES, tokenizer, new, copied.append)
+    tokenizer.save(new)
+    dataclasses.replace(corpus, root=new, domains=domains).save()
+    regrouped = Corpus.load(new)
     assert regrouped.names == ["code", *NAMES]
     regrouped.verify()
     for split in SPLITS:
-        for number, new in enumerate(NAMES):
-            expected = [
-                document
-                for name in ("news", "poems")
-                for document, label in zip(
-                    documents_in(corpus, name, split), labels[name, split], strict=True
-                )
-                if label == number
-            ]
-            assert documents_in(regrouped, new, split) == expected
-        parts = [corpus.domains[name].split(split) for name in ("news", "poems")]
+        documents = [
+            (label, document)
+            for name in ("news", "poems")
+            for document, label in zip(
+                documents_in(corpus, name, split), labels[name, split], strict=True
+            )
+        ]
+        for number, name in enumerate(NAMES):
+            expected = [document for label, document in documents if label == number]
+            assert documents_in(regrouped, name, split) == expected
+        old_parts = [corpus.domains[name].split(split) for name in ("news", "poems")]
         new_parts = [regrouped.domains[name].split(split) for name in NAMES]
-        assert sum(part.text_bytes for part in new_parts) == sum(p.text_bytes for p in parts)
+        assert sum(p.text_bytes for p in new_parts) == sum(p.text_bytes for p in old_parts)
     assert regrouped.domain_hash("code") == corpus.domain_hash("code")
     assert sum(copied) == corpus.token_bytes * sum(
         corpus.domains[name].split(split).tokens for name, split in labels
@@ -343,35 +312,20 @@ def test_regrouped_documents_keep_their_tokens_and_splits(corpus, labels, tmp_pa
     monkeypatch.setattr(join, "_WAITING_BYTES", 100)
     monkeypatch.setattr(join, "_BLOCK_TOKENS", 300)
     (tmp_path / "again").mkdir()
-    again = regroup(
-        corpus, labels, NAMES, corpus_tokenizer(corpus), tmp_path / "again", lambda _: None
-    )
-    assert again == domains
-
-
-TEXTS = [
-    "def f(x):\n\treturn x + 1\n",
-    "  Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. ",
-    "Привет, мир! 日本語のテキスト 🙂🙃",
-    "a",
-    "the cat sat on the mat " * 40,
-]
-
-
-def encoded(tokenizer, texts):
-    tokens, lengths = tokenizer.encode_documents(texts)
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    boundaries = np.arange(len(lengths) + 1)
-    checked = BlockTokens(Path("texts"), tokens)
-    return TokenFile(Path("texts"), checked, lengths, starts * tokens.itemsize, boundaries)
+    assert regroup(corpus, labels, NAMES, tokenizer, tmp_path / "again", copied.append) == domains
 
 
 @pytest.mark.parametrize("kind", ["tokenizer_json", "sentencepiece_model"])
 def test_document_bytes_are_close_to_those_of_the_text(kind, request, texts):
     eod = {"tokenizer_json": "<|endoftext|>", "sentencepiece_model": "</s>"}[kind]
     tokenizer = load_tokenizer(request.getfixturevalue(kind), eod)
-    some = [*texts(20), *TEXTS]
+    some = [*texts(20), "def f(x):\n\treturn x + 1\n", "a", "the cat sat on the mat " * 40]
+    some += ["  Zwölf Boxkämpfer jagen Viktor. ", "Привет, мир! 日本語のテキスト 🙂🙃"]
     expected = [len(text.encode()) for text in some]
-    found = document_bytes(encoded(tokenizer, some), token_bytes(tokenizer), sum(expected))
+    tokens, lengths = tokenizer.encode_documents(some)
+    starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.itemsize
+    checked = BlockTokens(Path("texts"), tokens)
+    file = TokenFile(Path("texts"), checked, lengths, starts, np.arange(len(lengths) + 1))
+    found = document_bytes(file, token_bytes(tokenizer), sum(expected))
     assert found.sum() == sum(expected)
     np.testing.assert_allclose(found, expected, atol=4, rtol=0.02)

@@ -91,9 +91,6 @@ def test_a_corpus_keeps_its_tokenizer_and_rejects_others(options, sentencepiece_
     own.write_text(own.read_text().replace("\n", "\n\n", 1))
     with pytest.raises(UserError, match="hash"):
         corpus_tokenizer(corpus)
-    own.unlink()
-    with pytest.raises(UserError, match="does not exist"):
-        corpus_tokenizer(corpus)
 
 
 @pytest.mark.parametrize("drop", [True, False])
@@ -164,20 +161,15 @@ def test_malformed_lines_of_all_shards_count_together(options, jsonl, texts, cap
     printed = capsys.readouterr().out
     row = next(line.split() for line in printed.splitlines() if line.startswith("a "))
     tokens = [f"{corpus.domains['a'].split(split).tokens:,}" for split in SPLITS]
-    assert row[:5] == ["a", "400", *tokens]
-    assert row[6:] == ["0", "0", "2"]
-    assert f"tools/pretrain_gpt.py --corpus {options.output}" in printed
+    assert row[:5] + row[6:] == ["a", "400", *tokens, "0", "0", "2"]
 
 
 @pytest.mark.parametrize(
     ("files", "changes", "problem"),
     [
-        ({"void": ["", b""]}, {}, "domain 'void' has no document"),
-        ({"": []}, {"domains": BY_SET}, "there is no text in"),
-        ({"a": 3}, {}, "'a' has no document in .*--split"),
+        ({"void": ["", b""]}, {}, "domain 'void' has no document in .*--split"),
         ({"a": 300}, {"min_tokens_per_split": 10**6}, "--min-tokens-per-split"),
         ({"": 300}, {"domains": DomainOptions(domain_key="text")}, "more than 3 domains"),
-        ({"a": 300}, {"text_key": "no"}, "'no'"),
         ({"a": 300, "b": 300}, {"text_key": "no", "workers": 2, "shard_bytes": 40_000}, "'no'"),
     ],
 )
@@ -218,12 +210,6 @@ def mixed(options, jsonl, texts):
     return dataclasses.replace(options, source=source, domains=BY_SET)
 
 
-@pytest.fixture
-def whole(mixed, tmp_path):
-    """The corpus made in one shard."""
-    return made(dataclasses.replace(mixed, output=tmp_path / "whole", shard_bytes=10**9))
-
-
 def assert_same_tokens(corpus, whole):
     """The same documents in the same files; sources.json records other chunks."""
     first, second = record_of(corpus)["domains"], record_of(whole)["domains"]
@@ -232,28 +218,27 @@ def assert_same_tokens(corpus, whole):
         assert (corpus.root / "tokens" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-@pytest.mark.parametrize(("shard_bytes", "drop"), [(2000, True), (4000, False)])
-def test_the_corpus_does_not_depend_on_shard_bytes(mixed, tmp_path, shard_bytes, drop):
+@pytest.mark.parametrize("drop", [True, False])
+def test_the_corpus_does_not_depend_on_shard_and_buffer_sizes(mixed, tmp_path, monkeypatch, drop):
     mixed = dataclasses.replace(mixed, drop_duplicates=drop)
-    one = dataclasses.replace(mixed, output=tmp_path / "whole", shard_bytes=10**9)
-    assert_same_tokens(made(dataclasses.replace(mixed, shard_bytes=shard_bytes)), made(one))
-
-
-def test_the_corpus_does_not_depend_on_buffer_sizes(mixed, whole, monkeypatch):
-    for module, name, size in [
-        (shards, "_BATCH_CHARACTERS", 100),
-        (shards, "_RUN_DOCUMENTS", 4),
-        (join, "_RANGE_TEXTS", 5),
-        (join, "_COPIES", 3),
-        (join, "_BLOCK_DOCUMENTS", 3),
-        (join, "_BLOCK_BYTES", 16),
-        (join, "_WAITING_BYTES", 200),
-        (indexed, "_BUFFER_BYTES", 64),
-        (indexed, "_INDEX_BLOCK", 5),
-    ]:
-        assert hasattr(module, name)
-        monkeypatch.setattr(module, name, size)
-    assert_same_tokens(made(mixed), whole)
+    whole = made(dataclasses.replace(mixed, output=tmp_path / "whole", shard_bytes=10**9))
+    for shard_bytes in (2000, 4000):
+        if shard_bytes == 4000:
+            for module, name, size in [
+                (shards, "_BATCH_CHARACTERS", 100),
+                (shards, "_RUN_DOCUMENTS", 4),
+                (join, "_RANGE_TEXTS", 5),
+                (join, "_COPIES", 3),
+                (join, "_BLOCK_DOCUMENTS", 3),
+                (join, "_BLOCK_BYTES", 16),
+                (join, "_WAITING_BYTES", 200),
+                (indexed, "_BUFFER_BYTES", 64),
+                (indexed, "_INDEX_BLOCK", 5),
+            ]:
+                monkeypatch.setattr(module, name, size)
+        output = tmp_path / f"{shard_bytes}"
+        corpus = made(dataclasses.replace(mixed, output=output, shard_bytes=shard_bytes))
+        assert_same_tokens(corpus, whole)
 
 
 def test_the_corpus_does_not_depend_on_the_file_format(options, tmp_path, texts):
@@ -298,53 +283,49 @@ def test_a_full_disk_while_joining_keeps_all_shards(options, tmp_path, capsys):
     with pytest.raises(UserError, match=r"a-train\.bin"), largest_file_size(most - 1):
         preprocess_data(options)
     total = number_of_shards(options)
-    assert [name for name in left_in(options.output) if "shards/" not in name] == [
-        ".partial/plan.json"
-    ]
-    capsys.readouterr()
+    left = [name for name in left_in(options.output) if "shards/" not in name]
+    assert left == [".partial/plan.json"]
     assert_same(made(options), expected)
     assert f"{total} of {total} shards were finished before" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shard", [None, "2/3"])
 @pytest.mark.parametrize("change", ["size", "content", None])
-def test_a_source_that_changed_since_a_shard_was_made(options, tmp_path, change, shard):
+def test_a_source_that_changed_since_a_shard_was_made(options, tmp_path, change):
     """A change of its size or content is an error; a file that was only touched is the same."""
     expected = made(dataclasses.replace(options, output=tmp_path / "expected"))
     preprocess_data(dataclasses.replace(options, shard="1/3"))
     path = tmp_path / "a.jsonl"
-    content = bytearray(path.read_bytes())
+    content = path.read_bytes()
     if change == "size":
         content += b"\n"
     elif change == "content":
         at = content.index(b'"text": "') + 9
-        content[at] = ord("Q")
+        content = content[:at] + b"Q" + content[at + 1 :]
     path.write_bytes(content)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-    again = dataclasses.replace(options, shard=shard)
-    if change is None:
-        preprocess_data(again)
-        if shard is not None:
-            preprocess_data(options)
-        assert_same(Corpus.load(options.output), expected)
-    else:
-        with pytest.raises(UserError, match=r"a\.jsonl .*restore it"):
+    for shard in ("2/3", None):
+        again = dataclasses.replace(options, shard=shard)
+        if change is None:
             preprocess_data(again)
+        else:
+            with pytest.raises(UserError, match=r"a\.jsonl .*restore it"):
+                preprocess_data(again)
+    if change is None:
+        assert_same(Corpus.load(options.output), expected)
 
 
 def test_damaged_shards_and_those_of_other_plans_are_rejected(options, tmp_path):
     preprocess_data(dataclasses.replace(options, shard="1/2"))
     shard = options.output / ".partial" / "shards" / "000002"
-    copy = shutil.copytree(shard, tmp_path / "copy")
-    os.truncate(shard / "tokens.bin", 10)
+    tokens, record = shard / "tokens.bin", shard / "shard.json"
+    content = tokens.read_bytes()
+    os.truncate(tokens, 10)
     with pytest.raises(UserError, match=rf"tokens\.bin .*remove {shard}"):
         preprocess_data(options)
-    shutil.rmtree(shard)
-    shutil.copytree(copy, shard)
-    plan = Plan.load(options.output / ".partial")
-    body = json.loads((shard / "shard.json").read_text().replace(plan.hash, "0" * 64))
+    tokens.write_bytes(content)
+    body = json.loads(record.read_text())
     del body["checksum"]
-    (shard / "shard.json").write_text(json.dumps(body))
+    record.write_text(json.dumps({**body, "plan": "0" * 64}))
     with pytest.raises(UserError, match=rf"another plan.*remove {shard}"):
         preprocess_data(options)
     shutil.rmtree(shard)
