@@ -96,7 +96,11 @@ def main(folder: Path, shard_bytes: int) -> None:
             preprocess_data(killed)
 
     def run_until(at: int) -> int:
-        return in_child(lambda: (kill_at(at, output), preprocess_data(killed))[1])
+        def work() -> None:
+            kill_at(at, output)
+            preprocess_data(killed)
+
+        return in_child(work)
 
     assert in_child(count) == 0
     changes = int((folder / "changes").read_text())

@@ -101,7 +101,7 @@ def write_readme(root, folders):
 def contents(folder):
     """Domain -> counts of the sources and splits that its texts name."""
     corpus = Corpus.load(folder / "corpus")
-    found = {name: Counter() for name in corpus.names}
+    found: dict[str, Counter[str]] = {name: Counter() for name in corpus.names}
     for name, counts in found.items():
         for split in SPLITS:
             for text in documents_of(corpus, name, split):

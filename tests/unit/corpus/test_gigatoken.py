@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.corpus import gigatoken, preprocess
 from megatron_chameleon.corpus.gigatoken import (
+    GigatokenEncoder,
     difficult_texts,
     gigatoken_for,
     is_stable,
@@ -172,6 +173,7 @@ def test_its_memory_is_released_when_it_has_grown(json_tokenizer, monkeypatch):
     monkeypatch.setattr(gigatoken, "_MAX_GROWTH_BYTES", -(1 << 40))
     monkeypatch.setattr(gigatoken, "_CHECK_MEMORY_EVERY", 100)
     fast = with_gigatoken(json_tokenizer)
+    assert isinstance(fast.fast_encoder, GigatokenEncoder)
     loaded = fast.fast_encoder._gigatoken
     before = fast.encode_documents(["abc def " * 20])
     assert fast.fast_encoder._gigatoken is not loaded

@@ -66,6 +66,7 @@ def lines_of(path, on_block=lambda block: None):
     found = []
     for begin, several in read_lines(str(path), on_block, 1 << 40):
         for line in several:
+            assert not isinstance(line, int)
             found.append((begin, bytes(line)))
             begin += 1 + len(line)
     return found

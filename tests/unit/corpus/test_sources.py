@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -37,7 +38,7 @@ def folder(tmp_path):
 
 def find(*inputs, **domains):
     """The sources of ``inputs``; with keywords, domains are requested."""
-    options = {
+    options: dict[str, Any] = {
         name: (tuple(value),) if isinstance(value, list) else value
         for name, value in domains.items()
     }
@@ -191,8 +192,8 @@ def test_configs_can_be_domains_with_their_own_splits(tmp_path, own_cache):
     root = write_dataset(tmp_path / "set", configs)
     renamed = DomainOptions(domain_from_config=True, rename_domain=(("en=english",),))
     _, found = read(f"hf:{root}:*", domains=renamed)
-    assert found == [
-        Document(domain, f"{config} {split} {i} {j}", role)
+    assert [tuple(document) for document in found] == [
+        (domain, f"{config} {split} {i} {j}", role)
         for domain, config, split, count, role in (
             ("english", "en", "train", 2, "train"),
             ("english", "en", "dev", 1, "valid"),
