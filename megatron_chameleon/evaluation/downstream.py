@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.downstream_result import (
@@ -126,11 +128,11 @@ class DownstreamPlan:
 
     def missing(self) -> dict[str, list[int]]:
         """Tasks with the numbers of shots that are still to be evaluated, in their order."""
-        parts = {task: self.parts(task) for task in self.options.tasks}
-        missing = {
-            task: [n for n, part in found.items() if not part] for task, found in parts.items()
+        return {
+            task: numbers
+            for task in self.options.tasks
+            if (numbers := [shots for shots, part in self.parts(task).items() if not part])
         }
-        return {task: numbers for task, numbers in missing.items() if numbers}
 
 
 def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
@@ -153,7 +155,7 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
             reader = open_reader(plan.checkpoint, layout, bf16=is_bf16)
             scorer = Scorer(reader, options.evaluation_batch_size, tokenizer)
             if layout.is_main:
-                gaps = evaluate_parts(plan, ScorerLM(scorer))
+                gaps = evaluate_parts(plan, missing, ScorerLM(scorer))
                 scorer.stop()
             else:
                 scorer.serve()
@@ -199,37 +201,36 @@ def plan_downstream(options: DownstreamOptions) -> tuple[DownstreamPlan, dict[st
     return plan, plan.missing()
 
 
-def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
+def evaluate_parts(
+    plan: DownstreamPlan, missing: dict[str, list[int]], model: ScorerLM
+) -> list[Gap]:
     """Write every missing part as soon as it is complete; return the gaps."""
     from megatron_chameleon.evaluation.tasks import TaskLibrary, TaskUnavailableError
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every default
-    missing = plan.missing()
     library = TaskLibrary(list(missing), plan.options.data_dir)
     gaps: list[Gap] = []
-    total, done = sum(map(len, missing.values())), 0
+    total, done, stopwatch = sum(map(len, missing.values())), 0, Stopwatch()
     for task, numbers in missing.items():
-        try:
-            loaded = library.load(task)
-        except TaskUnavailableError as error:
-            gaps.append(Gap(task, None, str(error)))
-            print(f"not evaluated: {gaps[-1]}", flush=True)
-            done += len(numbers)
-            continue
+        loaded = None
         for shots in numbers:
             done += 1
             try:
+                loaded = loaded or library.load(task)
                 part = evaluate_part(model, loaded, plan.settings(task, shots))
             except TaskUnavailableError as error:
-                gaps.append(Gap(task, shots, str(error)))
-                print(f"not evaluated: {gaps[-1]}", flush=True)
-                continue
-            part.save(part_path(plan.options.parts_dir, task, shots))
-            print(
-                f"{task}, {shots}-shot: {part.metric} {_percent(Accuracy.of(part.values))} of "
-                f"{len(part.answers):,} questions ({done}/{total})",
-                flush=True,
-            )
+                gaps.append(Gap(task, shots if loaded else None, str(error)))
+                line = f"not evaluated: {gaps[-1]}"
+                done += 0 if loaded else len(numbers) - 1
+            else:
+                part.save(part_path(plan.options.parts_dir, task, shots))
+                accuracy = _percent(Accuracy.of(part.values))
+                questions = f"{len(part.answers):,} questions"
+                line = f"{task}, {shots}-shot: {part.metric} {accuracy} of {questions}"
+            left = tqdm.format_interval(stopwatch.seconds() / done * (total - done))
+            print(f"{line} ({done}/{total}, {left} left)", flush=True)
+            if loaded is None:
+                break
     return gaps
 
 
@@ -296,7 +297,19 @@ def collect(plan: DownstreamPlan, gaps: Iterable[Gap]) -> DownstreamResult:
             )
             gaps.append(Gap(task, None, reason))
         elif parts:
-            tasks[task] = task_score(parts, is_complete=len(parts) == len(found))
+            some = next(iter(parts.values()))
+            by_shots = {
+                shots: ShotScore(
+                    **vars(Accuracy.of(part.values)),
+                    documents=len(part.answers),
+                    truncated_requests=part.truncated_requests,
+                    requests_hash=part.requests_hash,
+                )
+                for shots, part in parts.items()
+            }
+            means = [sum(v) / len(v) for v in zip(*(p.values for p in parts.values()), strict=True)]
+            mean = Accuracy.of(means) if len(parts) == len(found) else None
+            tasks[task] = TaskScore(some.metric, some.version, some.shots_from, by_shots, mean)
             cost = sum((part.cost for part in parts.values()), cost)
     return DownstreamResult(
         checkpoint=str(plan.checkpoint.root),
@@ -307,28 +320,6 @@ def collect(plan: DownstreamPlan, gaps: Iterable[Gap]) -> DownstreamResult:
         gaps=gaps,
         provenance=plan.provenance,
         cost=cost,
-    )
-
-
-def task_score(parts: dict[int, DownstreamPart], *, is_complete: bool) -> TaskScore:
-    """The score of a task from its parts by number of shots; at least one."""
-    some = next(iter(parts.values()))
-    by_shots = {
-        shots: ShotScore(
-            **vars(Accuracy.of(part.values)),
-            documents=len(part.answers),
-            truncated_requests=part.truncated_requests,
-            requests_hash=part.requests_hash,
-        )
-        for shots, part in parts.items()
-    }
-    means = [sum(v) / len(v) for v in zip(*(p.values for p in parts.values()), strict=True)]
-    return TaskScore(
-        metric=some.metric,
-        version=some.version,
-        shots_from=some.shots_from,
-        by_shots=by_shots,
-        mean=Accuracy.of(means) if is_complete else None,
     )
 
 
