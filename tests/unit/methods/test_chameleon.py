@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -24,7 +25,6 @@ from megatron_chameleon.artifacts import (
     Mixture,
     find_checkpoint,
 )
-from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
 from megatron_chameleon.errors import UserError
@@ -50,7 +50,12 @@ from megatron_chameleon.mixture import (
 from megatron_chameleon.model.flops import paper_parameters
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.distributed.launch import flags
-from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
+from tests.small_corpus import (
+    DOMAINS,
+    without_training_text,
+    word_tokenizer,
+    write_small_corpus,
+)
 from tests.unit.poison import poison_checkpoint
 
 WINDOWS, RESAMPLES = 60, 100
@@ -175,8 +180,8 @@ def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs, caps
 
 def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
-        folder.mkdir()
+    here.mkdir()
+    there.mkdir()
     relative = {"output": Path("mixture.json"), "store": Path("embeddings")}
     monkeypatch.chdir(here)
     compute(**relative)
@@ -253,33 +258,27 @@ def test_kept_domains_retain_their_ratios(compute, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weighting", "overrides"),
+    ("recipe", "changes", "overrides"),
     [
-        (RecipeOptions("paper"), {}),
-        (RecipeOptions("reference"), {}),
-        (RecipeOptions("scaled", ridge=0.5), {"ridge": 0.5, "ridge_relative": False}),
+        ("paper", {}, {}),
+        ("reference", {}, {}),
+        ("reference", {"normalize": False, "ridge": 1e-3}, {"normalize": False, "ridge": 1e-3}),
+        ("scaled", {"center": False}, {"center": False}),
+        ("scaled", {"ridge": 0.5}, {"ridge": 0.5, "ridge_relative": False}),
         (
-            RecipeOptions("scaled", temperature=3.0),
-            {
-                "temperature_pretrain": 3.0,
-                "temperature_finetune": 3.0,
-                "temperature_relative": False,
-            },
-        ),
-        (RecipeOptions("scaled", center=False), {"center": False}),
-        (
-            RecipeOptions("reference", normalize=False, ridge=1e-3),
-            {"normalize": False, "ridge": 1e-3},
+            "scaled",
+            {"temperature": 3.0},
+            {"temperature_pretrain": 3.0, "temperature_relative": False},
         ),
     ],
 )
-def test_recipe_and_hyperparameters(compute, inputs, tmp_path, weighting, overrides):
-    compute(weighting=dataclasses.replace(weighting, bootstrap_resamples=2))
+def test_recipe_and_hyperparameters(compute, inputs, tmp_path, recipe, changes, overrides):
+    compute(weighting=RecipeOptions(recipe, bootstrap_resamples=2, **changes))
     # Infinite limits of the scores are stored as null.
     text = (tmp_path / "out" / "mixture.json").read_text()
     body = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     means = means_of(inputs["store"])
-    expected = chameleon_weights(means, "pretrain", weighting.recipe, **overrides)
+    expected = chameleon_weights(means, "pretrain", recipe, **overrides)
     np.testing.assert_allclose(values(body["weights"]), expected.weights, rtol=1e-9)
     for field, value in overrides.items():
         assert body["parameters"]["recipe"][field] == value
@@ -320,25 +319,19 @@ def test_store_is_reused_and_extended(compute, inputs, text_corpus, tmp_path, ca
 def test_extraction_options(compute, inputs, tmp_path):
     """Each changes the embeddings, except for the batch size; bfloat16 rounds them."""
     compute()
-    exact, weights = means_of(inputs["store"]), set()
-    for change in (
-        {"layer": 3},
-        {"window_length": 16},
-        {"extraction_seed": 1},
-        {"num_windows": 30},
-        {"embedding_dtype": "bfloat16"},
-        {"embedding_batch_size": 7},
+    exact = means_of(inputs["store"])
+    for option, value, low, high in (
+        ("layer", 3, 1e-3, math.inf),
+        ("window_length", 16, 1e-3, 1),
+        ("extraction_seed", 1, 1e-3, 1),
+        ("num_windows", 30, 1e-3, 1),
+        ("embedding_dtype", "bfloat16", 1e-5, 2e-2),
+        ("embedding_batch_size", 7, 0, 1e-5),
     ):
-        store = tmp_path / next(iter(change))
-        extraction = ExtractionOptions(**{"num_windows": WINDOWS, **change})  # type: ignore[arg-type]
-        weights.add(tuple(compute(extraction=extraction, store=store).weights.values()))
-        means = means_of(store)
-        if "layer" not in change:
-            error = np.linalg.norm(means - exact, axis=1) / np.linalg.norm(exact, axis=1)
-            limits = {"embedding_dtype": (1e-5, 2e-2), "embedding_batch_size": (0, 1e-5)}
-            low, high = limits.get(store.name, (1e-3, 1))
-            assert low <= error.max() < high
-    assert len(weights) >= 5
+        extraction = ExtractionOptions(**{"num_windows": WINDOWS, option: value})  # type: ignore[arg-type]
+        compute(extraction=extraction, store=tmp_path / option)
+        difference = np.linalg.norm(means_of(tmp_path / option) - exact, axis=1)
+        assert low <= max(difference / np.linalg.norm(exact, axis=1)) < high
 
 
 def test_many_domains(compute, monkeypatch):
@@ -364,14 +357,11 @@ def test_many_domains(compute, monkeypatch):
         ({"max_epochs": 2.0, "token_budget": 10**9}, "--max-epochs"),
         ({"target_strength": 0.5}, "--target-strength"),
         ({"domains": "news,prose"}, "'prose'"),
-        ({"keep": Path("nowhere.json")}, "nowhere.json"),
         ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),
-        ({"corpus": Path("nowhere")}, "nowhere/corpus.json"),
         ({"parallel": ParallelOptions(2)}, "tensor 2"),
         ({"target": "prose"}, "'prose'"),
         ({"target": "news,news"}, "'news'"),
         ({"target": "news=0"}, "'0'"),
-        ({"target": "news=nan"}, "'nan'"),
         ({"target": " , "}, "--target"),
         ({"target": "nowhere.txt"}, "nowhere.txt"),
         ({"target": "poems", "domains": "news,code"}, "'poems'"),
@@ -385,19 +375,11 @@ def test_a_mistake_is_one_line_and_writes_nothing(compute, tmp_path, changes, na
 
 
 def test_unusable_corpora_and_mixtures(compute, text_corpus, tmp_path):
-    """Another tokenizer, a domain without training text, and a kept mixture of other domains."""
     other = write_small_corpus(tmp_path / "other", tokenizer_hash="9" * 64)
     with pytest.raises(UserError, match="tokenizer"):
         compute(corpus=other.root)
-    root = shutil.copytree(text_corpus.root, tmp_path / "empty")
-    (root / "train/code.bin").write_bytes(b"")
-    (root / "train/code.idx").write_bytes(bytes(index_file_bytes(0)))
-    domain = text_corpus.domains["code"]
-    train = dataclasses.replace(domain.train, documents=0, tokens=0, block_checksums=None)
-    domains = {**text_corpus.domains, "code": dataclasses.replace(domain, train=train)}
-    dataclasses.replace(text_corpus, root=root, domains=domains).save()
     with pytest.raises(UserError, match="domain 'code'"):
-        compute(corpus=root)
+        compute(corpus=without_training_text(text_corpus, tmp_path / "empty", "code").root)
     Mixture({"other": 1.0}).save(tmp_path / "other.json")
     with pytest.raises(UserError, match="--keep"):
         compute(keep=tmp_path / "other.json")
@@ -409,8 +391,6 @@ def test_a_diverged_proxy_writes_no_mixture(compute, inputs, tmp_path):
     with pytest.raises(UserError, match=r"layer 2 .* not finite in 60 of 60"):
         compute(checkpoint=run, store=tmp_path / "store")
     assert not (tmp_path / "out").exists()
-    before = ExtractionOptions(layer=1)  # of the damaged layer
-    assert min(compute(checkpoint=run, extraction=before, store=None).weights.values()) > 0
 
 
 @pytest.mark.parametrize("mode", ["pretrain", "finetune"])
@@ -513,21 +493,14 @@ def test_explain_shows_the_weights_after_each_change(mode, name):
             return chameleon_weights(means, mode, recipe)
 
     text, temperature = explain(names, recipe, weigh), f"temperature_{mode}"
-    scores, hyperparameters = text.split("\n\n")
-    rows = [
-        next(row.split() for row in part.splitlines() if row.startswith("2 code "))
-        for part in (scores, hyperparameters)
-    ]
+    rows = [row.split() for row in text.splitlines() if row.startswith("2 code ")]
     changes = [
         {},
-        {"ridge": recipe.ridge / 10},
-        {"ridge": recipe.ridge * 10},
-        {temperature: getattr(recipe, temperature) * 0.5},
-        {temperature: getattr(recipe, temperature) * 2},
+        *({"ridge": recipe.ridge * factor} for factor in (0.1, 10)),
+        *({temperature: getattr(recipe, temperature) * factor} for factor in (0.5, 2)),
         {"center": not recipe.center},
+        *([] if recipe.temperature_relative else [{"normalize": not recipe.normalize}]),
     ]
-    if not recipe.temperature_relative:
-        changes.append({"normalize": not recipe.normalize})
     columns = [weigh(dataclasses.replace(recipe, **change)).weights for change in changes]
     assert rows[1][2:] == [format_weight(column[1]) for column in columns]
     moved = [f"{np.abs(c - columns[0]).sum() / 2:.1%}" for c in columns]

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
 )
 from megatron_chameleon.artifacts.checkpoint import step_folder
-from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.checkpoint.state import random_states
 from megatron_chameleon.errors import UserError
@@ -35,7 +33,7 @@ from megatron_chameleon.training import trainer as pretrain_module
 from megatron_chameleon.training.options import OnlineOptions
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
-from tests.small_corpus import DOMAINS, write_small_corpus
+from tests.small_corpus import DOMAINS, without_training_text
 from tests.unit.training.bad_steps import before_steps
 from tools import pretrain_gpt
 
@@ -93,11 +91,10 @@ def figures_of(run_dir):
     ]
 
 
-@pytest.mark.parametrize("layer", [None, 1])
-def test_weights_are_those_of_the_checkpoint_of_that_step(options, weigh, layer, capsys):
-    made = options(online=online(online_layer=layer))
+def test_weights_are_those_of_the_checkpoint_of_that_step(options, weigh, capsys):
+    made = options(online=online(online_layer=1))
     pretrain(made, OnlineChameleon)
-    expected, _ = weigh(step_folder(made.run_dir, 3), layer)
+    expected, _ = weigh(step_folder(made.run_dir, 3), 1)
     first, second = phases_of(made.run_dir)
     assert first == dict.fromkeys(DOMAINS, 1 / 3)
     assert second == pytest.approx(expected, abs=ROUNDING)
@@ -205,45 +202,32 @@ def test_non_finite_hidden_states_leave_the_mixture_unchanged(options, monkeypat
     assert len(run.mixture_phases) == 2
 
 
-def test_an_empty_domain_with_weight_0_is_allowed(options, tmp_path):
-    root, names = tmp_path / "corpus", (*DOMAINS, "empty")
-    corpus = write_small_corpus(root, names)
-    prefix, domain = corpus.prefix("empty", "train"), corpus.domains["empty"]
-    Path(f"{prefix}.bin").write_bytes(b"")
-    Path(f"{prefix}.idx").write_bytes(bytes(index_file_bytes(0)))
-    train = dataclasses.replace(domain.train, documents=0, tokens=0, block_checksums=None)
-    domains = {**corpus.domains, "empty": dataclasses.replace(domain, train=train)}
-    dataclasses.replace(corpus, domains=domains).save()
-    Mixture(dict(zip(names, [0.2, 0.3, 0.5, 0.0], strict=True))).save(tmp_path / "three.json")
-    made = options(corpus=root, mixture=str(tmp_path / "three.json"))
+def test_an_empty_domain_with_weight_0_is_allowed(options, corpus, tmp_path):
+    root = without_training_text(corpus, tmp_path / "corpus", "poems").root
+    Mixture({"news": 0.4, "code": 0.6, "poems": 0.0}).save(tmp_path / "two.json")
+    made = options(corpus=root, mixture=str(tmp_path / "two.json"))
     pretrain(made, OnlineChameleon)
     weights = phases_of(made.run_dir)[1]
-    assert weights.pop("empty") == 0
+    assert weights.pop("poems") == 0
     assert all(weight > 0.05 for weight in weights.values())
-    with pytest.raises(UserError, match="domain 'empty'"):
+    with pytest.raises(UserError, match="domain 'poems'"):
         pretrain(options("other", corpus=root), OnlineChameleon)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
+def test_a_mistake_writes_nothing(options, tmp_path):
+    alone = tmp_path / "alone.json"
+    changing = DataOptions(permutation="epoch", mixture_change=(("4=uniform",),))
+    Mixture({"news": 0.0, "code": 1.0, "poems": 0.0}).save(alone)
+    for changes, named in (
         ({"online": online(online_interval=6)}, "--online-interval 6"),
         ({"online": online(online_layer=5)}, "--online-layer 5"),
         ({"data": DataOptions()}, "--permutation epoch"),
-        (
-            {"data": DataOptions(permutation="epoch", mixture_change=(("4=uniform",),))},
-            "--mixture-change",
-        ),
-        ({"mixture": "ALONE"}, "'code'"),
-    ],
-)
-def test_a_mistake_writes_nothing(options, tmp_path, changes, named):
-    if "mixture" in changes:
-        Mixture({"news": 0.0, "code": 1.0, "poems": 0.0}).save(tmp_path / "alone.json")
-        changes = {"mixture": str(tmp_path / "alone.json")}
-    with pytest.raises(UserError, match=named):
-        pretrain(options(**changes), OnlineChameleon)
-    assert not options().run_dir.exists()
+        ({"data": changing}, "--mixture-change"),
+        ({"mixture": str(alone)}, "'code'"),
+    ):
+        with pytest.raises(UserError, match=named):
+            pretrain(options(**changes), OnlineChameleon)
+        assert not options().run_dir.exists()
 
 
 @pytest.mark.parametrize("is_online", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -110,21 +110,18 @@ def proxy(web, pretrain_options, tmp_path_factory):
     return run_dir
 
 
-def discover_options(web, proxy, output):
-    return DiscoverOptions(
-        corpus=web.root,
-        checkpoint=proxy,
-        discover="3",
-        output=output,
-        embedding=DocumentEmbeddingOptions(fit_windows=200),
-    )
+@pytest.fixture(scope="module")
+def three(web, proxy, tmp_path_factory):
+    """The options of the tool for three clusters."""
+    output = tmp_path_factory.mktemp("three") / "found"
+    embedding = DocumentEmbeddingOptions(fit_windows=200)
+    return DiscoverOptions(web.root, proxy, "3", output, embedding=embedding)
 
 
 @pytest.fixture
-def options(web, proxy, tmp_path):
-    """``options(**changes)``: of the tool, for three clusters."""
-    made = discover_options(web, proxy, tmp_path / "found")
-    return lambda **changes: dataclasses.replace(made, **changes)
+def options(three, tmp_path):
+    """``options(**changes)``: the same with another output."""
+    return partial(dataclasses.replace, three, output=tmp_path / "found")
 
 
 @pytest.fixture
@@ -153,28 +150,20 @@ def kind_of(labelled):
 
 
 @pytest.fixture(scope="module")
-def found(web, proxy, tmp_path_factory):
+def found(three):
     """The corpus of three clusters, and its embeddings, for reading only."""
-    output = tmp_path_factory.mktemp("three") / "found"
-    discover_domains(discover_options(web, proxy, output))
-    return Corpus.load(output)
+    discover_domains(three)
+    return Corpus.load(three.output)
 
 
 def test_clusters_recover_the_kinds_and_keep_every_document(found, kind_of, labelled):
     found.verify()
     assert found.names == ["cluster-00", "cluster-01", "cluster-02"]
-    kinds: dict[str, Counter[str]] = {name: Counter() for name in found.names}
-    documents = []
-    for name in found.names:
-        for split in SPLITS:
-            for text in texts_of(found, name, split):
-                kind, of_split = kind_of[text]
-                assert of_split == split
-                kinds[name][kind] += 1
-                documents.append(text)
-    assert sorted(documents) == sorted(kind_of)
-    assert {kind for each in kinds.values() for kind in each} == set(DOMAINS)
-    assert all(len(each) == 1 for each in kinds.values()), kinds
+    texts = [(n, s, text) for n in found.names for s in SPLITS for text in texts_of(found, n, s)]
+    assert sorted(text for _, _, text in texts) == sorted(kind_of)
+    assert all(kind_of[text][1] == split for _, split, text in texts)
+    kinds = {(name, kind_of[text][0]) for name, _, text in texts}
+    assert (len(kinds), {kind for _, kind in kinds}) == (3, set(DOMAINS))
     sizes = [sum(found.domains[name].split(s).tokens for s in SPLITS) for name in found.names]
     assert sizes == sorted(sizes, reverse=True)
     assert found.tokenizer == labelled.tokenizer
