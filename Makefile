@@ -31,7 +31,7 @@ test-numeric: export OMP_NUM_THREADS := 2
 # The memory estimate is excluded: torch refuses bf16 attention under a lowered capability on
 # processors with AVX-512.
 NUMERIC_TESTS := $(addprefix tests/unit/,mixture model embedding training) \
-  --ignore tests/unit/model/test_model_memory.py
+  --ignore tests/unit/model/test_memory.py
 
 .PHONY: help setup quickstart test test-numeric test-slow test-gpu measure-gpu lint format docs doctor clean
 
