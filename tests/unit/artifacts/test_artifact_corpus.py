@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -26,19 +25,11 @@ def corpus(tmp_path):
     return corpus
 
 
-def test_folder_or_its_file_is_loaded(corpus):
-    assert Corpus.load(corpus.root) == Corpus.load(corpus.root / "corpus.json") == corpus
-
-
 def test_optional_counts_round_trip(corpus):
+    assert Corpus.load(corpus.root / "corpus.json") == corpus
     counted = {"a": NotWritten(duplicates=1, held_out=2, empty=3, malformed=4)}
     dataclasses.replace(corpus, not_written=counted).save()
     assert Corpus.load(corpus.root).not_written == counted
-    path = corpus.root / "corpus.json"
-    record = json.loads(path.read_text())
-    del record["not_written"], record["checksum"]
-    path.write_text(json.dumps(record))
-    assert Corpus.load(corpus.root).not_written == {}
     dataclasses.replace(corpus, domains={}).save()
     with pytest.raises(UserError, match=r"corpus\.json: field domains"):
         Corpus.load(corpus.root)
@@ -46,7 +37,7 @@ def test_optional_counts_round_trip(corpus):
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_missing_or_resized_file_is_named(corpus, suffix):
-    for name, split in (("a", "train"), ("ü/..", "valid"), ("a", "test")):
+    for name, split in (("a", "train"), ("ü/..", "valid")):
         path = Path(f"{corpus.prefix(name, split)}{suffix}")
         content, size = path.read_bytes(), path.stat().st_size
         for change in (-1, 1):
@@ -98,20 +89,12 @@ HOSTILE = ["", ".", "..", "...", "a/b", "../x", "/etc/passwd", "a b", "a_b", "a%
 HOSTILE += ["-", "ü", "日本語", "\n", "\0", "a\\b", "con", "~", "x" * 300, "é" * 80, "x" * 299]
 
 
-def test_plain_domain_names_are_their_own_file_names():
-    for name in ("python_sources", "C4", "pile-cc", "wiki(en)", "v1.2", "a,b+c"):
-        assert file_name_of(name) == name
-
-
 @given(st.text() | st.sampled_from(HOSTILE))
 def test_file_names_are_valid_for_any_domain(name):
-    file_name = file_name_of(name)
-    assert file_name
-    assert "/" not in file_name
-    assert "\0" not in file_name
-    assert not file_name.startswith(".")
-    assert file_name.isascii()
-    assert len(file_name) <= 255 - len(".safetensors")
+    found = file_name_of(name)
+    assert re.fullmatch(r"[!-.0-~][!-.0-~]{0,243}", found)  # no slash, space or control character
+    assert not found.startswith(".")
+    assert found == name or not re.fullmatch(r"[\w()+,-]{1,200}", name, re.ASCII)
 
 
 @given(st.text() | st.sampled_from(HOSTILE), st.text() | st.sampled_from(HOSTILE))

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_chameleon.artifacts import Mixture, MixtureWarning, implied_epochs, normalized
+from megatron_chameleon.artifacts import Mixture, MixtureWarning, normalized
 from megatron_chameleon.errors import UserError
-from tests.unit.artifacts.artifact_samples import sample_mixture
 
 
 @pytest.fixture
@@ -29,6 +28,8 @@ def read_weights(tmp_path):
 def test_user_supplied_weights(read_weights):
     mixture = read_weights({"a": 0.25, "b": 0.75})
     assert mixture == Mixture(weights={"a": 0.25, "b": 0.75}, method="manual")
+    described = Mixture(weights={"b": 0.75, "a": 0.25}, method="chameleon", scores={"a": 3.0})
+    assert mixture.hash == described.hash != Mixture.uniform(["a", "b"]).hash
     with pytest.raises(UserError, match="max_epoch"):
         read_weights({"a": 1.0}, max_epoch=3.0)  # misspelt
 
@@ -83,18 +84,6 @@ def test_weights_for_the_domains_of_a_corpus():
         mixture.weights_for(["a", "b"], "corpus")
     with pytest.warns(MixtureWarning, match="d, e"):
         assert mixture.weights_for([*"abcde"], "corpus") == [0.2, 0.3, 0.5, 0.0, 0.0]
-
-
-def test_epochs_are_sampled_tokens_over_training_tokens():
-    epochs = implied_epochs({"a": 5, "b": 5, "c": 0}, {"a": 0.75, "b": 0.25}, 100)
-    assert epochs == {"a": 15.0, "b": 5.0, "c": 0.0}
-
-
-def test_hash_depends_on_the_weights_only():
-    mixture = sample_mixture()
-    by_hand = Mixture(weights=dict(reversed(mixture.weights.items())), method="manual")
-    assert mixture.hash == by_hand.hash
-    assert mixture.hash != Mixture(weights={"a": 0.126, "ü/..": 0.874}).hash
 
 
 @settings(max_examples=25, deadline=None)

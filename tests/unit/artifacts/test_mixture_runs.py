@@ -59,22 +59,16 @@ def no_other_warnings():
 
 def test_regmix_tables_are_matched_by_index(read):
     runs = read()
-    assert (runs.keys, runs.domains, runs.metrics) == (
-        ["1", "2", "3"],
-        ["arxiv", "pile_cc"],
-        ["arxiv", "pile_cc"],
-    )
+    assert (runs.keys, runs.domains) == (["1", "2", "3"], ["arxiv", "pile_cc"])
+    assert runs.metrics == runs.domains
     np.testing.assert_array_equal(runs.mixtures, [[0.25, 0.75], [0.5, 0.5], [1, 0]])
     np.testing.assert_array_equal(runs.losses, [[4.5, 5.0], [4.0, 5.25], [3.5, 5.5]])
 
 
 def test_olmix_tables_are_matched_by_run_and_keep_their_names(read):
     runs = read(OLMIX_RATIOS, OLMIX_METRICS)
-    assert (runs.keys, runs.domains, runs.metrics) == (
-        ["a1", "b2"],
-        ["dclm:science", "dclm:sports"],
-        ["arc_bpb", "mmlu_bpb"],
-    )
+    assert (runs.keys, runs.metrics) == (["a1", "b2"], ["arc_bpb", "mmlu_bpb"])
+    assert runs.domains == ["dclm:science", "dclm:sports"]
     np.testing.assert_array_equal(runs.losses, [[1.0, 1.5], [1.1, 1.4]])
 
 
@@ -99,31 +93,23 @@ def test_round_trip(tmp_path):
     np.testing.assert_array_equal(found.losses, runs.losses)
 
 
-def test_runs_of_one_table_or_without_a_metric_are_left_out(read):
+def test_incomplete_runs_and_metrics_are_left_out(read):
     with pytest.warns(MixtureRunsWarning, match=r"ratios.csv: 1 runs are not in .*: 4$"):
         assert read(REGMIX_RATIOS + "4,0.5,0.5\n").keys == ["1", "2", "3"]
     with pytest.warns(MixtureRunsWarning, match=r"metrics.csv: 1 runs are not in .*ratios"):
         assert read(metrics=REGMIX_METRICS + "9,1,1\n").keys == ["1", "2", "3"]
-    for value in ("nan", "NaN", "", "inf", "None"):
+    for value in ("NaN", "", "inf", "None"):
         with pytest.warns(MixtureRunsWarning, match="1 of 3 runs lack a metric .*: 2"):
             runs = read(metrics=REGMIX_METRICS.replace("5.25", value))
         assert runs.keys == ["1", "3"]
         assert np.isfinite(runs.losses).all()
-
-
-def test_metric_without_any_number_is_left_out(read):
-    lines = REGMIX_METRICS.splitlines()
-    table = "\n".join([lines[0] + ",extra", *(line + "," for line in lines[1:])])
+    header, *lines = REGMIX_METRICS.splitlines()
+    table = "\n".join([header + ",extra", *(line + "," for line in lines)])
     with pytest.warns(MixtureRunsWarning, match="no number in extra: left out"):
-        runs = read(metrics=table)
-    assert (runs.keys, runs.losses.shape) == (["1", "2", "3"], (3, 2))
-
-
-def test_shares_rounded_to_three_digits_are_divided_by_their_sum(read):
+        assert read(metrics=table).losses.shape == (3, 2)
     with pytest.warns(MixtureRunsWarning, match=r"1 runs sum to 1 only within 0.004"):
         runs = read(REGMIX_RATIOS.replace("0.25,", "0.254,"))
-    np.testing.assert_allclose(runs.mixtures.sum(axis=1), 1, atol=1e-15)
-    assert runs.mixtures[0, 0] == pytest.approx(0.254 / 1.004)
+    np.testing.assert_allclose(runs.mixtures[0], np.array([0.254, 0.75]) / 1.004, rtol=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -132,19 +118,14 @@ def test_shares_rounded_to_three_digits_are_divided_by_their_sum(read):
         (REGMIX_RATIOS.replace("0.25", "0.35"), None, r"run '1': the shares sum to 1.1, not 1"),
         (REGMIX_RATIOS.replace("0.25", "-0.25"), None, r"run '1': -0.25 of train_the_pile_arxiv"),
         (REGMIX_RATIOS.replace("0.25", ""), None, r"run '1': nan of train_the_pile_arxiv is not"),
-        (REGMIX_RATIOS + "4,0.5\n", REGMIX_METRICS + "4,1,1\n", r"run '4': nan of train_the_pile"),
         (REGMIX_RATIOS.replace("0.25", "much"), None, r"run '1': 'much' of train_the_pile_arxiv"),
         (None, REGMIX_METRICS.replace("5.25", "good"), r"run '2': 'good' of metric/the_pile"),
         (REGMIX_RATIOS + "2,0.5,0.5\n", None, r"ratios.csv: run '2' is repeated"),
-        (None, REGMIX_METRICS + "1,4,5\n", r"metrics.csv: run '1' is repeated"),
         (REGMIX_RATIOS + "4,0.5,0.25,0.25\n", None, r"Expected 3 fields in line 5, saw 4"),
         (REGMIX_RATIOS.replace("pile_cc", "arxiv"), None, r"'train_the_pile_arxiv' is repeated"),
-        (REGMIX_RATIOS.replace("train_the_pile_arxiv", "Index"), None, r"'index' is repeated"),
         (REGMIX_RATIOS.replace("index", "number"), None, r"share no column"),
         (OLMIX_RATIOS.replace("a1", "x").replace("b2", "y"), OLMIX_METRICS, r"no run in common"),
-        ("index,train_a\n", None, r"ratios.csv holds no runs"),
         ("", None, r"ratios.csv holds no runs"),
-        ("\xff", None, r"ratios.csv holds no runs"),
         (None, "index,valid_a\n1,\n2,\n3,\n", r"has no number for any run"),
         (None, "index,a,b\n1,2.0,\n2,,2.0\n3,,2.0\n", "no run has a number for all metrics"),
     ],
@@ -157,24 +138,20 @@ def test_invalid_tables_are_rejected_in_one_line(read, ratios, metrics, problem)
 
 
 def test_unreadable_table_is_a_user_error(tmp_path):
-    with pytest.raises(UserError, match=r"lost.csv does not exist; pass a CSV table"):
-        read_mixture_runs(tmp_path / "lost.csv", tmp_path / "lost.csv")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(UserError, match=r"cannot read .*binary"):
-        read_mixture_runs(tmp_path / "binary", tmp_path / "binary")
+    for name in ("lost.csv", "binary"):
+        with pytest.raises(UserError, match=rf"{name}.*; pass a CSV table"):
+            read_mixture_runs(tmp_path / name, tmp_path / name)
 
 
 @pytest.mark.parametrize(
     ("columns", "names"),
     [
         (["train_the_pile_arxiv", "train_the_pile_pile_cc"], ["arxiv", "pile_cc"]),
-        (["valid_arxiv/loss", "valid_cc/loss"], ["arxiv", "cc"]),
         (["metric/the_pile_a_val_loss", "metric/the_pile_b_val_loss"], ["a", "b"]),
-        (["train_news"], ["news"]),
         (["c4_en", "c4_de"], ["c4_en", "c4_de"]),
         (["train_c4-en", "train_c4-de"], ["en", "de"]),
         (["train_a", "valid_a"], ["train_a", "valid_a"]),
-        (["train_the_pile_arxiv", "train_github"], ["the_pile_arxiv", "github"]),
     ],
 )
 def test_affixes_of_names_are_removed(columns, names):
@@ -184,12 +161,10 @@ def test_affixes_of_names_are_removed(columns, names):
 @pytest.mark.parametrize(
     ("names", "known", "found"),
     [
-        (["arxiv", "cc"], ["cc", "arxiv"], {"arxiv": "arxiv", "cc": "cc"}),
         (["ArXiv", "pile-cc"], ["arxiv", "pile_cc"], {"ArXiv": "arxiv", "pile-cc": "pile_cc"}),
         (["a", "b"], ["pile_a", "pile_b", "pile_c"], {"a": "pile_a", "b": "pile_b"}),
         (["news", "mmlu"], ["news", "code"], {"news": "news"}),
         (["News", "news"], ["news", "code"], {"news": "news"}),
-        (["valid_news"], ["news"], {"valid_news": "news"}),
     ],
 )
 def test_names_are_matched_to_domains(names, known, found):

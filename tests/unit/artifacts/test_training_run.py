@@ -22,16 +22,15 @@ def path(tmp_path):
     return path
 
 
-def test_metrics_are_those_of_the_folder(path, tmp_path):
-    assert list(run_in(path.parent).metrics()) == RECORDS
-    assert list(run_in(tmp_path / "empty").metrics()) == []
-
-
-@pytest.mark.parametrize("cut", [1, 2, 30])
+@pytest.mark.parametrize("cut", [0, 1, 2, 30])
 def test_truncated_last_line_is_skipped(path, cut):
-    path.write_bytes(path.read_bytes()[:-cut])
+    path.write_bytes(path.read_bytes()[: -cut or None])
     # Without only its newline, the line is complete.
-    assert list(read_metrics(path)) == (RECORDS if cut == 1 else RECORDS[:-1])
+    assert list(run_in(path.parent).metrics()) == (RECORDS if cut < 2 else RECORDS[:-1])
+    keep_metrics_until(path, 6)
+    with path.open("a") as stream:
+        stream.write(json.dumps(RECORDS[3]) + "\n")
+    assert list(read_metrics(path)) == RECORDS
 
 
 DAMAGED = [
@@ -70,11 +69,3 @@ def test_records_after_a_step_are_dropped(path):
         path.write_text(content)
         keep_metrics_until(path, step)
         assert list(read_metrics(path)) == RECORDS[:kept]
-
-
-def test_truncated_last_line_is_dropped_on_resume(path):
-    path.write_bytes(path.read_bytes()[:-5])
-    keep_metrics_until(path, 6)
-    with path.open("a") as stream:
-        stream.write(json.dumps(RECORDS[3]) + "\n")
-    assert list(read_metrics(path)) == RECORDS
