@@ -69,28 +69,39 @@ def embed_direct(reader, corpus, windows, layer=LAYER, norm=lambda states: state
     return np.stack(rows)
 
 
-@pytest.mark.parametrize(("layer", "batch_size"), [(1, 7), (4, 1), (4, 45), (4, 100)])
+@pytest.fixture
+def embedded(monkeypatch):
+    """(sequences, tokens per sequence) of each forward pass."""
+    shapes = []
+    original = Reader.hidden_states
+
+    def counting(self, tokens, layer):
+        shapes.append(tuple(tokens.shape))
+        return original(self, tokens, layer)
+
+    monkeypatch.setattr(Reader, "hidden_states", counting)
+    return shapes
+
+
+def rows(shapes):
+    return sum(sequences for sequences, _ in shapes)
+
+
+@pytest.mark.parametrize(("layer", "batch_size"), [(1, 7), (4, 1), (4, 100)])
 def test_vector_is_the_mean_hidden_state_of_its_window(reader, corpus, windows, batch_size, layer):
     vectors = embed(reader, corpus, windows, batch_size, layer)
-    assert vectors.shape == (45, SHAPE.size.hidden_size)
-    assert vectors.dtype == np.float32
+    assert (vectors.shape, vectors.dtype) == ((45, SHAPE.size.hidden_size), np.float32)
     expected = embed_direct(reader, corpus, windows, layer)
     np.testing.assert_allclose(vectors, expected, atol=1e-6)
 
 
-def test_padding_to_few_widths_changes_no_vector(reader, corpus, windows, monkeypatch):
+def test_padding_to_few_widths_changes_no_vector(reader, corpus, windows, embedded, monkeypatch):
     """As on a GPU, but never beyond the positions of the model."""
-    expected, widths = embed(reader, corpus, windows, 1), set()
-    hidden_states = Reader.hidden_states
-
-    def spy(reader, tokens, layer):
-        widths.add(tokens.size(1))
-        return hidden_states(reader, tokens, layer)
-
-    monkeypatch.setattr(Reader, "hidden_states", spy)
+    expected = embed(reader, corpus, windows, 1)
+    embedded.clear()
     monkeypatch.setattr("megatron_chameleon.embedding.embed.length_multiple", lambda _layout: 24)
     np.testing.assert_allclose(embed(reader, corpus, windows, 1), expected, atol=1e-6)
-    assert widths == {24, 32}
+    assert {width for _, width in embedded} == {24, 32}
 
 
 def test_final_norm_and_windows_across_documents(one_rank, corpus):
@@ -111,16 +122,15 @@ def test_final_norm_and_windows_across_documents(one_rank, corpus):
 def test_states_that_are_not_finite_are_located(one_rank, corpus, windows):
     tokens = open_tokens(corpus, corpus.names[0], "train")
     ranges = (windows.document.tolist(), windows.start.tolist(), windows.length.tolist())
-    places = list(zip(*ranges, strict=True))
-    texts = [tokens.get(*place) for place in places]
-    rare = min(range(VOCAB_SIZE), key=lambda token: sum(token in t for t in texts) or 99)
-    affected = [place for place, text in zip(places, texts, strict=True) if rare in text]
+    texts = {place: tokens.get(*place) for place in zip(*ranges, strict=True)}
+    counts = {t: sum(t in text for text in texts.values()) for t in range(VOCAB_SIZE)}
+    rare = min((t for t in counts if counts[t]), key=counts.__getitem__)
     broken = make_reader(one_rank)
     with torch.no_grad():
         broken.model.embedding.word_embeddings.weight[rare] = float("nan")
-    document, start, length = min(affected)
+    document, start, length = min(place for place, text in texts.items() if rare in text)
     first = f"tokens {start} to {start + length - 1} of document {document},"
-    with pytest.raises(UserError, match=f"{len(affected)} of 45 .*{first}"):
+    with pytest.raises(UserError, match=f"{counts[rare]} of 45 .*{first}"):
         embed(broken, corpus, windows, 16)
     diverged = make_reader(one_rank)
     with torch.no_grad():
@@ -128,20 +138,6 @@ def test_states_that_are_not_finite_are_located(one_rank, corpus, windows):
     assert np.isfinite(embed(diverged, corpus, windows, 16, layer=1)).all()
     with pytest.raises(UserError, match=r"'prose'.* layer 2 .* 45 of 45 windows"):
         embed(diverged, corpus, windows, 16, layer=2)
-
-
-@pytest.fixture
-def embedded(reader, monkeypatch):
-    """Batch sizes of the forward passes."""
-    batches = []
-    original = Reader.hidden_states
-
-    def counting(self, tokens, layer):
-        batches.append(tokens.size(0))
-        return original(self, tokens, layer)
-
-    monkeypatch.setattr(Reader, "hidden_states", counting)
-    return batches
 
 
 def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
@@ -155,7 +151,7 @@ def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
 
 def test_store_is_filled_once(reader, corpus, embedded, tmp_path):
     store = fill(tmp_path / "store", corpus, reader)
-    assert sum(embedded) == 3 * RECIPE.num_windows
+    assert rows(embedded) == 3 * RECIPE.num_windows
     assert EmbeddingStore.load(store.root) == store
     assert list(store.domains) == corpus.names
     flops = 0.0
@@ -181,11 +177,11 @@ def test_new_domains_and_changed_text_are_embedded(reader, embedded, tmp_path):
     old = before.vectors("a")
     embedded.clear()
     store = fill(folder, write_small_corpus(tmp_path / "three", ("a", "b", "c")), reader)
-    assert sum(embedded) == RECIPE.num_windows
+    assert rows(embedded) == RECIPE.num_windows
     assert list(store.domains) == ["a", "b", "c"]
     embedded.clear()
     changed = fill(folder, write_small_corpus(tmp_path / "new", ("a",), seed=1), reader)
-    assert sum(embedded) == RECIPE.num_windows
+    assert rows(embedded) == RECIPE.num_windows
     assert not np.array_equal(changed.vectors("a"), old)
 
 
@@ -211,6 +207,6 @@ def test_killed_fill_resumes_with_the_missing_domains(
     assert list(EmbeddingStore.load(tmp_path / "killed").domains) == corpus.names[:1]
     embedded.clear()
     found = fill(tmp_path / "killed", corpus, reader)
-    assert sum(embedded) == sum(whole.domains[name].windows for name in corpus.names[1:])
+    assert rows(embedded) == sum(whole.domains[name].windows for name in corpus.names[1:])
     for name in corpus.names:
         np.testing.assert_array_equal(found.vectors(name), whole.vectors(name))

@@ -45,18 +45,6 @@ def test_all_windows_cover_every_token_once_in_nearly_equal_parts(document_lengt
         assert not len(parts) or parts.max() - parts.min() <= 1
 
 
-@given(documents, lengths, st.integers(1, 300), st.integers(0, 5))
-def test_sample_is_distinct_and_has_the_requested_size(
-    document_lengths, window_length, num_windows, seed
-):
-    every = ranges_of(all_windows(document_lengths, window_length))
-    sampled = ranges_of(
-        draw_windows(np.array(document_lengths), window_length, num_windows, seed, "a")
-    )
-    assert len(sampled) == len(set(sampled)) == min(num_windows, len(every))
-    assert set(sampled) <= set(every)
-
-
 @given(documents, lengths)
 def test_windows_across_documents_cover_the_text_like_one_document(document_lengths, window_length):
     sizes = np.array(document_lengths, dtype=np.int32)
@@ -84,6 +72,7 @@ def test_sample_is_uniform_and_a_function_of_the_seed():
     np.random.seed(5)
     assert np.random.random() == after  # the global random state is not used
     every = draw(0, num_windows=10**9)
+    assert len(first) == len(set(first)) == 50
     place = {window: number for number, window in enumerate(every)}
     counts = np.zeros(len(every))
     num_draws = 2000

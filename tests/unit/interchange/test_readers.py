@@ -89,12 +89,6 @@ def shares(samples, corpus):
     return {name: count / len(samples) for name, count in origins.items()}
 
 
-def documents(corpus, name):
-    """The token ids of each document, its end included."""
-    tokens = domain_tokens(corpus, name)
-    return [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == EOD) + 1)[:-1]]
-
-
 def test_olmo_core_samples_with_the_exported_weights(draw, corpus, sampled, tmp_path):
     budget = 4 * sum(corpus.train_tokens.values())
     (tmp_path / "token_budget.json").write_text(json.dumps(budget))
@@ -112,20 +106,24 @@ def test_olmo_core_samples_with_the_exported_weights(draw, corpus, sampled, tmp_
 
 
 # 2,000 independent draws: 0.04 is nearly four standard deviations of a share.
-def test_litdata_samples_with_the_exported_weights(draw, corpus, sampled, tmp_path):
+@pytest.mark.parametrize(
+    ("package", "reader", "chosen"),
+    [
+        ("litdata", "litdata_reads.py", "litgpt"),
+        ("torchtitan", "torchtitan_reads.py", "torchtitan"),
+    ],
+)
+def test_reader_samples_with_the_exported_weights(
+    draw, corpus, sampled, tmp_path, package, reader, chosen
+):
     for name in corpus.names:
-        # Repeated, since sampling ends with the first exhausted data set.
-        tokens = domain_tokens(corpus, name).tolist() * 8
-        (tmp_path / f"{name}.json").write_text(json.dumps(tokens))
-    samples = draw("litdata", "litdata_reads.py", "litgpt")
-    assert len(samples) == 2000
-    assert shares(samples, corpus) == pytest.approx(sampled, abs=0.04)
-
-
-def test_torchtitan_samples_with_the_exported_weights(draw, corpus, sampled, tmp_path):
-    for name in corpus.names:
-        texts = [{"text": " ".join(map(str, ids))} for ids in documents(corpus, name)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    samples = draw("torchtitan", "torchtitan_reads.py", "torchtitan")
+        # Repeated, since litdata's sampling ends with the first exhausted data set.
+        tokens = domain_tokens(corpus, name)
+        (tmp_path / f"{name}.json").write_text(json.dumps(tokens.tolist() * 8))
+        ends = np.flatnonzero(tokens == EOD) + 1
+        texts = [" ".join(map(str, part)) for part in np.split(tokens, ends)[:-1]]
+        lines = [json.dumps({"text": text}) for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    samples = draw(package, reader, chosen)
     assert len(samples) == 2000
     assert shares(samples, corpus) == pytest.approx(sampled, abs=0.04)
