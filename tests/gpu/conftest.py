@@ -47,9 +47,9 @@ class Tools:
         return write_small_corpus(folder, tokenizer_hash=sha256_of_files(tokenizer))
 
     def run(self, tool: str, *flags: str | Path, ranks: int = 1, on_cpu: bool = False) -> None:
-        """Run a tool, which has to succeed; the CPU is asked for by hiding the devices.
+        """Run a tool, which has to succeed; ``on_cpu`` hides the devices.
 
-        A test that asks for more ranks than there are GPUs is skipped.
+        A test with more ranks than GPUs is skipped.
         """
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         if on_cpu or IS_PRETENDED:

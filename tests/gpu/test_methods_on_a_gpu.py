@@ -57,8 +57,8 @@ def test_methods_find_the_weights_of_the_cpu(tools: Tools, tmp_path: Path, metho
     weights = []
     for place, on_cpu in PLACES.items():
         output = tmp_path / place / "mixture.json"
-        given = ("--method", method, "--corpus", tools.corpus.root, "--output", output)
-        tools.run("compute_mixture.py", *given, *flags, on_cpu=on_cpu)
+        places = ("--method", method, "--corpus", tools.corpus.root, "--output", output)
+        tools.run("compute_mixture.py", *places, *flags, on_cpu=on_cpu)
         weights.append(dict(Mixture.load(output).weights))
     assert weights[0] == pytest.approx(weights[1], abs=WEIGHT_TOLERANCE)
 

@@ -1,6 +1,6 @@
 """Mutate one file of a workspace, run a tool that reads it, and classify the outcome.
 
-    python -m tests.mutations.attack --cases 2000 --jobs 2 [--seed 0] [--only N]
+    python -m tests.mutations.attack --cases 2000 [--first N] [--seed 0]
 
 builds a small workspace with the project's own tools (corpus, proxy, store, mixtures, runs,
 evaluation, swarm, sweep, Hugging Face folder). Each case copies it, mutates one file and runs a
@@ -19,7 +19,6 @@ result.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -34,7 +33,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -344,14 +343,19 @@ def judge(
     return "different", f"{str(found)[:300]} for {str(expected)[:300]}"
 
 
+@contextlib.contextmanager
+def copy_of(workspace: Path) -> Iterator[Path]:
+    """A temporary copy of the workspace's folder."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(shutil.copytree(workspace, Path(temporary, "w")))
+
+
 def run_case(number: int, seed: int, workspace: Path, expected: dict[str, Any]) -> Verdict:
     """Mutate a copy of ``workspace`` by ``seed`` and ``number``, and run a reader."""
     rng = random.Random(f"{seed}-{number}")
     kind_name = list(KINDS)[number % len(KINDS)]
     kind = KINDS[kind_name]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary, "w")
-        shutil.copytree(workspace, folder)
+    with copy_of(workspace) as folder:
         path = rng.choice(sorted(p for p in folder.glob(kind.pattern) if p.is_file()))
         mutation = mutate(path, rng)
         name = rng.choice(kind.readers)
@@ -370,9 +374,7 @@ def expected_results(workspace: Path) -> dict[str, Any]:
     """Reader -> its result over the unmutated workspace. Every reader has to succeed."""
     found = {}
     for name, reader in READERS.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary, "w")
-            shutil.copytree(workspace, folder)
+        with copy_of(workspace) as folder:
             done = run_tool(reader.command, folder)
             assert done.status == 0, f"{name}: status {done.status}\n{done.errors}"
             found[name] = reader.result(folder)
@@ -392,39 +394,29 @@ def preload() -> None:
     discover_methods()
 
 
-def attack(numbers: Sequence[int], seed: int, jobs: int = 1) -> Iterator[Verdict]:
-    """The verdicts of the cases ``numbers``, in the order in which they come."""
+def attack(numbers: Iterable[int], seed: int) -> Iterator[Verdict]:
+    """The verdicts of the cases ``numbers``."""
     preload()
     with tempfile.TemporaryDirectory() as temporary:
         workspace = Path(temporary, "workspace")
         build_workspace(workspace)
         expected = expected_results(workspace)
-        if jobs == 1:
-            for number in numbers:
-                yield run_case(number, seed, workspace, expected)
-            return
-        with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
-            cases = [pool.submit(run_case, n, seed, workspace, expected) for n in numbers]
-            for case in concurrent.futures.as_completed(cases):
-                yield case.result()
+        for number in numbers:
+            yield run_case(number, seed, workspace, expected)
 
 
 def main() -> int:
     """Attack, print failures as they come and the counts at the end; 1 if there is a failure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=2000)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="run only this case")
     options = parser.parse_args()
-    numbers = range(options.cases) if options.only is None else [options.only]
     verdicts = []
-    for verdict in attack(numbers, options.seed, options.jobs):
+    for verdict in attack(range(options.first, options.first + options.cases), options.seed):
         verdicts.append(verdict)
         if verdict.outcome not in OUTCOMES:
             print(f"FAILED {dataclasses.asdict(verdict)}", flush=True)
-        if len(verdicts) % 100 == 0:
-            print(f"{len(verdicts)} of {len(numbers)} cases", flush=True)
     table = pd.DataFrame(map(dataclasses.asdict, verdicts))
     print(pd.crosstab(table["kind"], table["outcome"]))
     return int(not table["outcome"].isin(OUTCOMES).all())

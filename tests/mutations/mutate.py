@@ -105,15 +105,8 @@ def _dump(value: Any) -> str:
     return text
 
 
-DAMAGES: tuple[str, ...] = (
-    "flip_bit",
-    "flip_bit",
-    "flip_bit",
-    "zero_range",
-    "scramble_range",
-    "scramble_range",
-)
-DAMAGES += ("truncate", "append", "swap_blocks", "empty")
+DAMAGES = (*["flip_bit"] * 3, "zero_range", *["scramble_range"] * 2, "truncate", "append")
+DAMAGES += ("swap_blocks", "empty")
 REPLACEMENTS = ("nothing", "folder", "fifo", "device", "link to itself")
 SIBLING = "copy of sibling"
 

@@ -10,11 +10,9 @@ import sys
 
 import pytest
 
-from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.console import escaped, escaped_but_for_bars
-from megatron_chameleon.training.options import PretrainOptions
-from tests.distributed.launch import REPOSITORY, flags
+from tests.distributed.launch import REPOSITORY
 from tools.doctor import DoctorOptions
 
 # Prints more than a pipe holds, then opens a file, as a tool does whose result is one.
@@ -97,25 +95,6 @@ def test_output_resumes_once_a_full_disk_has_space(tmp_path):
         assert run(program, stdout=stream, stderr=None).returncode == 0
     printed = log.read_text().splitlines()
     assert (printed[0], printed[-1]) == ("before", "after")
-
-
-def test_training_continues_after_its_reader_exits(tmp_path, pretrain_options):
-    options: PretrainOptions = pretrain_options(tmp_path / "run", log_interval=1)
-    descriptor = closed_pipe()
-    done = subprocess.run(
-        [sys.executable, "tools/pretrain_gpt.py", *flags(options)],
-        cwd=REPOSITORY,
-        stdout=descriptor,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=240,
-    )
-    os.close(descriptor)
-    assert done.returncode == 0, done.stderr
-    made = TrainingRun.load(options.run_dir)
-    assert (made.status, made.step) == ("finished", options.train_iters)
-    assert [line["step"] for line in made.metrics()] == list(range(1, options.train_iters + 1))
-    assert done.stderr.splitlines()[-1].startswith("warning: standard output")
 
 
 HOSTILE = "a\x1b[31mb\x9b2Jc\u202ed\re\udcff\x07é"

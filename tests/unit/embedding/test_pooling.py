@@ -75,7 +75,7 @@ def test_lengths_or_a_mask_of_the_right_shape_are_required(states):
     lengths, mask = torch.ones(4), torch.ones(4, 9)
     for wrong in ({}, {"lengths": lengths, "mask": mask}, {"lengths": mask[0]}, {"mask": mask.t()}):
         with pytest.raises(ValueError, match=r"lengths|mask"):
-            masked_mean(states, **wrong)
+            masked_mean(states, **wrong)  # type: ignore[arg-type]
 
 
 def test_kernels_in_the_interpreter():
