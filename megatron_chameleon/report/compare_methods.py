@@ -218,11 +218,6 @@ class MethodComparison:
             }
         return found
 
-    def is_clear(self, one: int, other: int) -> bool:
-        """Whether the 95% interval of the difference of two mixtures excludes 0."""
-        mean, _, half_width = paired_difference(self.averages[one], self.averages[other])
-        return abs(mean) > half_width
-
 
 def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
     """Compare the mixtures in ``options``, print the tables, and write them to 7-report.
@@ -459,51 +454,34 @@ def notes(compared: MethodComparison) -> list[str]:
         if not spread["is_told_apart"]:
             verdict = "the mixtures are not distinguishable: train longer, or more base models"
         sentences.append(
-            "Standard deviation of the mixtures' means over seeds, divided by that of single "
-            "models without the effects of their mixture and seed: "
+            "Standard deviation between mixtures, divided by that between seeds: "
             f"{spread['between_mixtures']:.2f} / {spread['between_seeds']:.2f} = "
-            f"{spread['ratio']:.1f}; the threshold is {LEAST_RATIO:g}, so {verdict}. Without any "
-            f"effect of the mixture it is around {len(seeds) ** -0.5:.1f}."
+            f"{spread['ratio']:.1f}; the threshold is {LEAST_RATIO:g}, so {verdict}."
         )
+    found = compared.details
     unclear = [
         each.label
-        for i, each in enumerate(mixtures)
+        for each in mixtures
         if (each.same_as or each.label) != (baseline.same_as or baseline.label)
-        and not compared.is_clear(i, mixtures.index(baseline))
+        and abs(found[each.name]["less_baseline"]) <= found[each.name]["half_width_95"]
     ]
     if unclear:
         sentences.append(
-            f"No significant difference from {baseline.label} (95% interval of the paired "
-            f"difference, Student's t over {len(seeds)} seeds): {', '.join(unclear)}."
+            f"No significant difference from {baseline.label}: {', '.join(unclear)} (95% interval "
+            f"of the paired difference, Student's t over {len(seeds)} seeds, not corrected for the "
+            "number of pairs)."
         )
-    own = [i for i, each in enumerate(mixtures) if each.same_as is None]
-    ranked = sorted(own, key=lambda i: compared.averages[i].mean())
-    if len(ranked) > 1:
-        pairs = [
-            f"{mixtures[better].label} and {mixtures[worse].label}"
-            for better, worse in itertools.pairwise(ranked)
-            if not compared.is_clear(worse, better)
-        ]
-        doubt = f" No significant difference between neighbours: {', '.join(pairs)}."
-        order = " < ".join(mixtures[i].label for i in ranked)
-        sentences.append(f"In order of average perplexity: {order}.{doubt if pairs else ''}")
-    sentences.append(
-        "Intervals are not corrected for the number of pairs: of twenty mixtures without effect "
-        "about one would seem different, and each would be better in about half of the domains."
-    )
     sentences += [
         f"{each.label} has the weights of {each.same_as}: the same models are shown."
         for each in mixtures
         if each.same_as is not None
     ]
     sentences.append(
-        "The cost of a mixture has every proxy and every member of a swarm, held-out passes, "
-        "embeddings and the final fit, as if it were the only one. FLOPs are counted from the "
-        "models' shapes; device-seconds are seconds times devices held, without start-up."
+        "A mixture's cost includes its proxies, swarm, held-out passes, embeddings and final fit. "
+        "FLOPs are counted from the models' shapes; device-seconds exclude start-up."
     )
     return sentences + [
-        f"The cost of {each.label} is unknown, since these are missing or have no cost: "
-        f"{', '.join(each.paid.missing)}."
+        f"The cost of {each.label} is unknown: no cost of {', '.join(each.paid.missing)}."
         for each in mixtures
         if not each.paid.is_known
     ]
@@ -512,22 +490,27 @@ def notes(compared: MethodComparison) -> list[str]:
 def cost_figure(compared: MethodComparison) -> Figure:
     """Average perplexity against FLOPs: a dot for each base model, a bar at each mixture's mean.
 
-    The axis of FLOPs is logarithmic, and linear near 0 for mixtures without cost; those of unknown
-    cost are right of the most expensive.
+    The axis of FLOPs is logarithmic, and linear near 0. Mixtures of unknown cost are right of the
+    most expensive; several of them, or several without cost, are spread out around their place.
     """
     figure = figures.new_figure(8.0, 4.8)
     axes = figure.add_subplot()
     # None becomes NaN.
     flops = np.array([found["flops"] for found in compared.details.values()], dtype=np.float64)
     costs = flops[flops > 0] if (flops > 0).any() else np.ones(1)
-    places = np.nan_to_num(flops, nan=10 * costs.max())
+    threshold, unknown = costs.min() / 10, 10 * costs.max()
+    places = np.nan_to_num(flops, nan=unknown)
+    for place in (0, unknown):
+        (same,) = np.nonzero(places == place)
+        turns = np.arange(len(same)) - (len(same) - 1) / 2
+        places[same] = place * 1.3**turns if place else threshold * turns / 2
     handles = []
     for i, averages in enumerate(compared.averages):
         color, marker = figures.color_of(i), "o" if i < len(figures.COLORS) else "s"
         x = np.full(len(averages), places[i])
         handles += axes.plot(x, averages, marker, color=color, ms=4.5, ls="none")
         axes.plot(places[i], averages.mean(), "_", color=color, ms=20, mew=2)
-    axes.set_xscale("symlog", linthresh=costs.min() / 10, linscale=0.3)
+    axes.set_xscale("symlog", linthresh=threshold, linscale=0.3)
     axes.margins(x=0.1)
     right = "; right of the line: unknown" if np.isnan(flops).any() else ""
     if right:

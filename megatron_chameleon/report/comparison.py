@@ -143,10 +143,10 @@ class SeedGroup:
         return [run.result.mean_perplexity for run in self.runs]
 
     def __str__(self) -> str:
-        """For example '20.12 ± 0.31 over 3 seeds'."""
+        """For example '20.12 ± 0.31 over 3 seeds', or '20.12' for one run."""
         mean, deviation = spread_of(self.averages)
-        figure = cells_of([mean], format_perplexity, errors=[deviation])[0]
-        return f"{figure} over {len(self.runs)} seed{'s' if len(self.runs) > 1 else ''}"
+        seeds = f" over {len(self.runs)} seeds" if len(self.runs) > 1 else ""
+        return cells_of([mean], format_perplexity, errors=[deviation])[0] + seeds
 
 
 def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
@@ -270,59 +270,38 @@ def findings(comparison: Comparison) -> list[str]:
     groups = seed_groups(comparison)
     if comparison.baseline is not None and len(groups) > 1:
         return verdicts(comparison)
-    over = f"over {len(comparison.domains)} domains"
     return [
-        f"{group.label} has an average perplexity of {group}, {over}; ± is the standard deviation "
-        "across seeds."
-        if len(group.runs) > 1
-        else f"{group.label} has an average perplexity of {format_perplexity(*group.averages)} "
-        f"{over}."
+        f"{group.label} has an average perplexity of {group}, over {len(comparison.domains)} "
+        "domains."
         for group in groups
     ]
 
 
 def verdicts(comparison: Comparison) -> list[str]:
     """A sentence per method that is compared with the baseline."""
-    baseline, found = comparison.baseline, []
+    if comparison.baseline is None:
+        return []
     reference, *groups = seed_groups(comparison)
-    for group in groups if baseline is not None else ():
-        assert baseline is not None
-        mean, theirs = spread_of(group.averages)[0], spread_of(reference.averages)[0]
-        paired, note, label = "", "", group.label
-        if len(group.runs) == 1:
-            (run,), theirs = group.runs, baseline.result.mean_perplexity
-            error = mean_perplexity_difference(run.result, baseline.result).error
-            paired = "" if error is None else f"{mean - theirs:+.2f} ± {error:.2f}"
-            again = ", trained with the same weights," if run.has_weights_of(baseline) else ""
-            averages = (
-                f"{label}{again} has an average perplexity of {format_perplexity(mean)}, "
-                f"{baseline.label} of {format_perplexity(theirs)}"
-            )
-            better = comparison.domains_better([run], [baseline])
-        else:
-            by_seed = {
-                r.seed: r.result.mean_perplexity for r in reference.runs if r.seed is not None
-            }
-            gaps = [
-                r.result.mean_perplexity - by_seed[r.seed] for r in group.runs if r.seed in by_seed
-            ]
-            gaps = [gap for gap in gaps if math.isfinite(gap)]
-            if len(gaps) > 1:
-                paired = "{:+.2f} ± {:.2f}".format(*spread_of(gaps))
-                paired += f" paired by the {len(gaps)} seeds that both have"
-            averages = f"{label} has an average perplexity of {group}, {reference.label} of "
-            averages += str(reference)
-            label, better = (
-                f"the mean of {label}",
-                comparison.domains_better(group.runs, reference.runs),
-            )
-            note = " ± is the standard deviation across seeds."
-        change = ""
+    by_seed, found = {run.seed: run for run in reference.runs}, []
+    for group in groups:
+        mean, theirs = (spread_of(each.averages)[0] for each in (group, reference))
+        change = []
         if math.isfinite(mean) and math.isfinite(theirs):
-            change = f" ({mean / theirs - 1:+.1%}{', ' if paired else ''}{paired})"
+            change.append(f"{mean / theirs - 1:+.1%}")
+        if len(group.runs) == len(reference.runs) == 1:
+            error = mean_perplexity_difference(group.runs[0].result, reference.runs[0].result).error
+            change += [] if error is None else [f"{mean - theirs:+.2f} ± {error:.2f}"]
+        else:
+            pairs = [(run, by_seed[run.seed]) for run in group.runs if run.seed in by_seed]
+            gaps = [a.result.mean_perplexity - b.result.mean_perplexity for a, b in pairs]
+            gap, deviation = spread_of(gaps or [math.nan])
+            if not math.isnan(deviation):
+                change.append(f"{gap:+.2f} ± {deviation:.2f} paired by {len(pairs)} seeds")
+        changes = f" ({', '.join(change)})" if change else ""
+        better = comparison.domains_better(group.runs, reference.runs)
         found.append(
-            f"{averages}{change}; {label} is lower in {better} of {len(comparison.domains)} "
-            f"domains.{note}"
+            f"{group.label} has an average perplexity of {group}, {reference.label} of {reference}"
+            f"{changes}; {group.label} is lower in {better} of {len(comparison.domains)} domains."
         )
     return found
 

@@ -200,37 +200,26 @@ def _notes(found: DownstreamComparison) -> list[str]:
     metrics = [f"{METRIC_NAMES.get(m, m)} ({m}): {', '.join(ts)}" for m, ts in by_metric.items()]
     if metrics:
         notes.append(f"Scored by {'; by '.join(metrics)}.")
-    left_out = [task for task in found.tasks if task not in complete]
-    if left_out:
+    if len(complete) < len(found.tasks):
         notes.append(
-            f"The average and the count are over the {len(complete)} of {len(found.tasks)} "
-            f"tasks that all runs have in full; left out: {', '.join(left_out)}."
+            f"The average and the count are over the {len(complete)} of {len(found.tasks)} tasks "
+            "that all runs have in full."
         )
-    gaps: dict[str, list[str]] = {}
-    truncated = []
     for run in found.runs:
         # The gaps that its file states, then those that only the other files show.
+        gaps = [str(gap).rstrip(".") for gap in run.result.gaps]
         stated = {gap.task for gap in run.result.gaps}
-        own = [str(gap).rstrip(".") for gap in run.result.gaps]
         for task in found.tasks:
             lacking = [str(n) for n in _shots(found) if run.accuracy(task, n) is None]
             if lacking and task not in stated:
-                shots = f", {listed(lacking)}-shot" if task in run.result.tasks else ""
-                hint = "missing from its evaluation; run the same command again"
-                own.append(f"{task}{shots}: {hint}")
-        for gap in own:
-            gaps.setdefault(gap, []).append(run.label)
-        counts = {
+                gaps.append(f"{task}, {listed(lacking)}-shot: run its evaluation again")
+        if gaps:
+            notes.append(f"Not evaluated for {run.label}: {'; '.join(gaps)}.")
+        cut = {
             task: sum(each.truncated_requests for each in score.by_shots.values())
             for task, score in run.result.tasks.items()
         }
-        cut = ", ".join(f"{task} {count:,}" for task, count in counts.items() if count)
-        if cut:
-            truncated.append(
-                f"{run.label}: requests longer than the model's context, truncated at the "
-                f"beginning: {cut}."
-            )
-    for gap, labels in gaps.items():
-        of = "" if len(labels) == len(found.runs) else f" for {listed(labels)}"
-        notes.append(f"Not evaluated{of}: {gap}.")
-    return notes + truncated
+        if any(cut.values()):
+            counts = ", ".join(f"{task} {count:,}" for task, count in cut.items() if count)
+            notes.append(f"{run.label}: requests truncated to the model's context: {counts}.")
+    return notes

@@ -167,10 +167,7 @@ def weights_picture(folder: RunFolder) -> Picture:
     if any(mixture.intervals for mixture in mixtures.values()):
         caption += " Whiskers are bootstrap intervals."
     if count > MOST_BARS:
-        caption += (
-            f" Of {count} domains the {MOST_BARS} with the largest weights in any mixture are "
-            f"shown; the table also has the other {count - MOST_BARS}."
-        )
+        caption += f" Of {count} domains the {MOST_BARS} with the largest weights are shown."
     return Picture("weights", title, caption, weights_figure(mixtures))
 
 
@@ -376,14 +373,12 @@ def loss_picture(folder: RunFolder) -> Picture:
         "All domains together at the top, each domain below. Thin lines are the recorded losses, "
         "bold ones their running mean, dots losses on held-out text."
     )
-    ranges = panel_domains(runs)
-    if len(ranges) > MOST_PANELS and ranges.any():
+    count = len(panel_domains(runs))
+    if count > MOST_PANELS:
         caption += (
-            f" Panels show {MOST_PANELS} of {len(ranges)} domains: those whose last losses (of the "
+            f" Panels show {MOST_PANELS} of {count} domains: those whose last losses (of the "
             "running mean) differ most between the runs."
         )
-    elif len(ranges) > MOST_PANELS:
-        caption += f" Panels show the first {MOST_PANELS} of {len(ranges)} domains."
     return Picture("loss", title, caption, loss_figure(runs, proxies))
 
 
@@ -435,8 +430,7 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
         panel.set_title(title, fontsize=9, loc="left", parse_math=False)
         panel.tick_params(labelbottom=i + columns >= len(names))
     if names:
-        left_out = "domain panels leave out the first tenth"
-        figure.supxlabel(f"training step ({left_out})", fontsize=10)
+        figure.supxlabel("training step (domain panels leave out the first tenth)", fontsize=10)
     else:
         axes.set_xlabel("training step")
     labels = [run.label for run in (*runs, *proxies)]

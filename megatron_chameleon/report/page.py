@@ -167,10 +167,8 @@ class Report:
         for table in self.tables:
             plain = unicodedata.normalize("NFKD", table.title).encode("ascii", "ignore").decode()
             stem = re.sub("[^a-z0-9]+", "-", plain.lower()).strip("-")[:60].rstrip("-") or "table"
-            numbered = (f"{stem}-{number}" for number in itertools.count(2))
-            names[table] = next(
-                n for n in itertools.chain([stem], numbered) if n not in names.values()
-            )
+            numbered = (f"{stem}-{n}" if n > 1 else stem for n in itertools.count(1))
+            names[table] = next(name for name in numbered if name not in names.values())
         return names
 
 
@@ -191,18 +189,11 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
     Raises:
         UserError: if an artifact is missing or damaged, or if evaluations cannot be compared.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        # matplotlib warns of a character that it has no font for each time that it draws it.
-        warnings.filterwarnings("always", message="Glyph .* missing from font")
+    with warnings.catch_warnings():
+        # matplotlib warns each time that it draws a character that it has no font for.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         report = load_report(runs, baseline)
         files = rendered(report)
-    glyphs = [re.match(r"Glyph (\d+) .*missing from font", str(w.message)) for w in caught]
-    missing = dict.fromkeys(chr(int(found[1])) for found in glyphs if found)
-    for warning, glyph in zip(caught, glyphs, strict=True):
-        if glyph is None:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
     folder = runs[0] / REPORT if output is None else output
     write_report(folder, files)
     print("\n\n\n".join(map(terminal_table, report.tables)), end="\n\n")
@@ -214,8 +205,6 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
     for picture in report.absent:
         print(f"{picture.title}: left out: {picture.missing}")
     print(f"tables in Markdown: {folder / TABLES_NAME}, as CSV: {folder / TABLES_FOLDER}")
-    if missing:
-        print(f"PNG and PDF lack these characters, which no font has: {' '.join(missing)}")
     print(f"the whole report in one page: {folder / PAGE_NAME}", flush=True)
     return folder
 

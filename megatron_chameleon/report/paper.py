@@ -1,7 +1,7 @@
 """A run's tables with the figures printed in Chameleon's paper, if both have the same setting.
 
-paper_results.json has the figures as printed; averages and counts are recomputed from the rows, and
-a note lists printed ones that differ. The paper's weights and the FLOPs to obtain them are in
+paper_results.json has the figures as printed; averages and counts are recomputed from the rows. The
+paper's weights and the FLOPs to obtain them are in
 ``artifacts.published``.
 """
 
@@ -55,8 +55,6 @@ SHOTS = [0, 1, 2, 3, 4, 5]
 PREFIXES = ("redpajama", "slimpajama", "thepile", "pile", "wiki40b", "thestack", "stack")
 # Methods that the paper's columns name differently.
 PAPER_METHODS = {"chameleon-pretrain": "chameleon"}
-# Sums of printed weights are noted where they are further from 1 than this.
-SUM_UNIT = 5e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +88,6 @@ class DataSet:
         other_flops: method -> FLOPs, of methods without printed weights.
         gpu_hours: method -> H100 hours to obtain the weights.
         base_gpu_hours: model size -> H100 hours to train it.
-        doge_step_ratio: wall time of a step of DoGE's proxy relative to a plain step.
     """
 
     name: str
@@ -100,7 +97,6 @@ class DataSet:
     other_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     gpu_hours: Mapping[str, float] = dataclasses.field(default_factory=dict)
     base_gpu_hours: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    doge_step_ratio: float | None = None
 
     @property
     def columns(self) -> dict[str, PublishedColumn]:
@@ -142,14 +138,6 @@ class Setting:
         """Assumed training tokens."""
         return ASSUMED_STEPS * self.batch_size * ASSUMED_SEQ_LENGTH
 
-    @property
-    def tokens_text(self) -> str:
-        """The assumed training tokens as a product."""
-        return (
-            f"not printed; assumed to be {ASSUMED_STEPS:,} steps of {self.batch_size} x "
-            f"{ASSUMED_SEQ_LENGTH:,} = {self.tokens:,}"
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -157,13 +145,11 @@ class Kind:
 
     Attributes:
         row: noun for a row: domain or task.
-        unit: the last printed decimal place.
         form: formats a figure.
         best: picks the best of several.
     """
 
     row: str
-    unit: float
     form: Callable[[float], str]
     best: Callable[[list[float]], float]
 
@@ -173,8 +159,8 @@ class Kind:
         return int(((gaps < 0) if self.best is min else (gaps > 0)).sum())
 
 
-PERPLEXITY = Kind("domain", 0.01, format_perplexity, min)
-ACCURACY = Kind("task", 0.1, "{:.1f}".format, max)
+PERPLEXITY = Kind("domain", format_perplexity, min)
+ACCURACY = Kind("task", "{:.1f}".format, max)
 
 
 def source() -> str:
@@ -318,7 +304,7 @@ def _differences_table(
     notes = [
         f"{source()}, has {captions} for {setting.label}. The setting of these runs differs, so "
         "the paper's figures are not shown.",
-        f"The paper's training tokens are {setting.tokens_text}, or half to twice as many.",
+        f"The paper does not print its training tokens; {setting.tokens:,} are assumed.",
     ]
     header = ["setting", "these runs", "the paper"]
     return Table.of(f"{TITLE}different setting", header, rows, (), notes)
@@ -328,8 +314,8 @@ def _perplexity_table(setting: Setting, names: Mapping[str, str], comparison: Co
     left_out, baseline = comparison.left_out, comparison.baseline
     notes = [f"Not in any average or count here: {', '.join(left_out)}."] if left_out else []
     notes.append(
-        f"The paper's training tokens are {setting.tokens_text}; it does not print its sequence "
-        "length and tokenizer either. Compare columns within one side only."
+        "The paper does not print its training tokens, sequence length and tokenizer: compare "
+        "columns within one side only."
     )
     columns = {}
     for run in comparison.runs:
@@ -370,7 +356,6 @@ def _downstream_table(setting: Setting, folder: RunFolder, baseline: str | None)
         columns[run.label] = (figures, percent(run.average(both)), better)
     notes = [
         f"Averages and counts are over the {len(both)} tasks that all runs and the paper have.",
-        "The paper does not print lm-eval's version; task definitions differ across versions.",
     ]
     rows = {task: task for task in found.tasks}
     title = f"{TITLE}downstream accuracy ({setting.label})"
@@ -401,7 +386,7 @@ def _both_sides(
         ours: label -> figures by name, their average, and the count of rows that are better than
             the baseline's (None for the baseline itself, and without one).
         baseline: label of the runs' baseline, if there is one.
-        notes: after those on the paper.
+        notes: after that on the paper.
     """
     printed, paper = table.figures, LABELS[setting.baseline]
     theirs = {}
@@ -439,29 +424,11 @@ def _both_sides(
                 summary.append([f"{better_than} {baseline}", *counts[0], *[""] * len(theirs)])
             blank = [""] * len(ours)
             summary.append([f"{better_than} {paper} (the paper's)", *blank, *counts[1]])
-    # Printed averages and counts that do not follow from the printed rows, beyond rounding.
-    found = []
-    for method, column in table.columns.items():
-        label, average = LABELS.get(method, method), _mean(printed[method])
-        if abs(average - column["average"]) > kind.unit + 1e-9:
-            form = kind.form
-            found.append(
-                f"average of {label} {form(column['average'])} (its rows: {form(average)})"
-            )
-        better = kind.better(printed, method, setting.baseline)
-        if column.get("better") not in (None, better):
-            found.append(
-                f"{kind.row}s in which {label} is better than {paper} {column['better']} "
-                f"(its rows: {better})"
-            )
-    note = "The paper's averages and counts are recomputed from its rows."
-    if found:
-        note += f" Beyond rounding, it prints other values: {'; '.join(found)}."
     first = (
         f"The paper is {source()}, '{table.caption}'. The best of each row is marked, separately "
-        "for these runs and for the paper's columns."
+        "for these runs and for the paper's columns, whose averages and counts are recomputed."
     )
-    return Table.of(title, [kind.row, *ours, *theirs], body, summary, [first, note, *notes])
+    return Table.of(title, [kind.row, *ours, *theirs], body, summary, [first, *notes])
 
 
 def _mean(figures: pd.Series[float]) -> float:
@@ -486,16 +453,6 @@ def _weights_table(
         if weights and not any(same_weights(weights, other) for other in ours.values()):
             ours[label] = weights
     theirs = {LABELS.get(method, method): c for method, c in data_set.columns.items()}
-    odd = [
-        f"{label} {column.printed_sum:.4f}"
-        for label, column in theirs.items()
-        if abs(column.printed_sum - 1) > SUM_UNIT
-    ]
-    notes = [f"The paper is {source()}; its weights are as printed."]
-    if odd:
-        notes.append(
-            f"Printed weights that do not sum to 1: {', '.join(odd)}; normalize them to use."
-        )
     rows = [
         [w.get(name, 0.0) for w in ours.values()] + [c.printed[row] for c in theirs.values()]
         for name, row in names.items()
@@ -507,7 +464,7 @@ def _weights_table(
         ["domain", *ours, *(f"{PAPER}{label}" for label in theirs)],
         [[name, *map(format_weight, row)] for name, row in zip(names, rows, strict=True)],
         [["sum", *map(format_weight, sums)]],
-        notes,
+        [f"The paper is {source()}; its weights are as printed."],
     )
 
 
@@ -543,18 +500,12 @@ def _cost_table(data_set: DataSet, folder: RunFolder) -> list[Table]:
     ]
     notes = [
         f"The paper is {source()}. It counts 6 FLOPs per parameter and token trained, 2 per token "
-        "embedded, without attention scores and output layer. Its hours are of H100 GPUs; the "
-        "others are of the devices that these runs held."
+        "embedded, without attention scores and output layer."
     ]
     if data_set.name == "pile":
         notes.append(
             "On the Pile the FLOPs are additional ones: Chameleon reuses its proxy from "
             "SlimPajama, the other methods train new ones."
-        )
-    if data_set.doge_step_ratio is not None:
-        notes.append(
-            f"A step of DoGE's proxy took about {data_set.doge_step_ratio:g} times the wall time "
-            "of a plain one."
         )
     notes += [
         f"Training the base model of {size} took {hours:g} H100 hours."

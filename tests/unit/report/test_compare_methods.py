@@ -103,9 +103,7 @@ def test_mixtures_within_noise_are_noted(root):
     table = comparison_table(compared_in(root, mixtures=("uniform", "chameleon")))
     notes = " ".join(table.notes)
     assert "the mixtures are not distinguishable" in notes
-    assert "No significant difference from Uniform (95% interval" in notes
-    assert "seeds): Chameleon." in notes
-    assert "No significant difference between neighbours: Uniform and Chameleon." in notes
+    assert "No significant difference from Uniform: Chameleon (95% interval" in notes
 
 
 def test_all_files_are_written(root, capsys):
@@ -200,10 +198,7 @@ def test_incomplete_cost_is_unknown_and_has_no_ratio(root):
     assert rows_of(table)["device-seconds for that"][2:] == ["125.0", "unknown"]
     assert rows_of(table)["FLOPs / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
     assert rows_of(table)["device-seconds / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
-    assert (
-        "The cost of DoReMi is unknown, since these are missing or have no cost: lost."
-        in table.notes
-    )
+    assert "The cost of DoReMi is unknown: no cost of lost." in table.notes
     doremi = json.loads((root / "7-report/table.json").read_text())["mixtures"]["doremi"]
     assert (doremi["flops"], doremi["flops_by_reference"]) == (None, None)
     assert doremi["cost_missing"] == ["lost"]
