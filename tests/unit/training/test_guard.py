@@ -1,19 +1,23 @@
-"""The step guard: which steps are skipped, and that a skipped step changes nothing."""
+"""Which steps are skipped, when a run stops, and how ranks agree on both."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
+import signal
 import statistics
+import time
 
 import pytest
 import torch
 
+from megatron_chameleon.training import stopping
 from megatron_chameleon.training.guard import StepGuard, StepSync
 from megatron_chameleon.training.optimizer import with_copies
-from megatron_chameleon.training.options import GuardOptions
-from megatron_chameleon.training.stopping import REASONS
+from megatron_chameleon.training.options import GuardOptions, StoppingOptions
+from megatron_chameleon.training.stopping import REASONS, StopRequests
 
 BAD = (math.nan, math.inf, -math.inf)
 
@@ -23,7 +27,7 @@ def make_guard(state=None, **options):
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_steps_that_are_not_finite_are_skipped_and_counted(bad):
+def test_steps_with_nan_or_infinities_are_skipped_and_counted(bad):
     guard = make_guard()
     steps = [(1.0, 1.0), (bad, 1.0), (1.0, bad), (None, bad), (None, 0.0), (1e30, 1e30)]
     assert [guard.accepts(*step) for step in steps] == [True, False, False, False, True, True]
@@ -66,16 +70,10 @@ def test_mixture_change_resets_the_bound():
     assert not changed.accepts(2.9, 1.0, 128)
 
 
-def gradients(*sizes):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size, generator=generator) for size in sizes]
-
-
 @pytest.mark.parametrize("bad", [None, *BAD])
 @pytest.mark.parametrize("sizes", [((64, 16), (16,), (48, 16)), ()])
 def test_copies_change_the_norm_only_if_they_are_not_finite(bad, sizes):
-    counted, copies = gradients(*sizes), gradients((16,), (5,))
-    before = [gradient.clone() for gradient in counted]
+    counted, copies = ([torch.randn(size) for size in shapes] for shapes in (sizes, ((16,), (5,))))
     if bad is not None:
         copies[1][3] = bad
     norm = torch.nn.utils.get_total_norm(with_copies(counted, copies))
@@ -83,7 +81,6 @@ def test_copies_change_the_norm_only_if_they_are_not_finite(bad, sizes):
         assert torch.equal(norm, torch.nn.utils.get_total_norm(counted))
     else:
         assert norm.isnan()
-    assert all(map(torch.equal, counted, before))
 
 
 def sums(*rows):
@@ -101,3 +98,40 @@ def test_ranks_agree_on_loss_and_stop_reasons(one_rank):
     sync = StepSync(dataclasses.replace(one_rank, tensor_rank=1))  # holds a copy of the losses
     sync.send(sums([6.0, 2, 2]), [1.0, 0.0, 0.0, 1.0])
     assert (sync.loss(), sync.stop_reasons()) == (None, [REASONS[0], REASONS[3]])
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def reasons(stops):
+    return [reason for reason, flag in zip(REASONS, stops.flags(), strict=True) if flag]
+
+
+def test_signals_are_recorded_without_interrupting():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopRequests(StoppingOptions()) as stops:
+        # The terminal and the launcher may send the same signal.
+        for sent, number in enumerate((*SIGNALS, *SIGNALS)):
+            assert len(reasons(stops)) == min(sent, 3)
+            os.kill(os.getpid(), number)
+        assert set(reasons(stops)) == {number.name for number in SIGNALS}
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("second", SIGNALS[:2])
+def test_a_later_second_signal_interrupts_at_once(second, monkeypatch):
+    monkeypatch.setattr(stopping, "SECONDS_OF_ONE_REQUEST", 0.0)
+    with StopRequests(StoppingOptions()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), second)
+
+
+def test_exit_duration(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stops = StopRequests(StoppingOptions(exit_duration_in_mins=0.5))
+    now[0] = 129.0
+    assert reasons(stops) == []
+    now[0] = 130.0
+    assert reasons(stops) == ["--exit-duration-in-mins"]

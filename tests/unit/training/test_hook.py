@@ -1,15 +1,23 @@
-"""What a hook sees of a step, and what the step becomes by what it decides, against autograd."""
+"""A step with a hook against autograd, and per-domain gradients against float64 arithmetic."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.gpt import build_model, unwrap
+from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.domain_gradients import (
+    CHUNK,
+    CHUNKS_AT_ONCE,
+    GradientRows,
     micro_batches_by_domain,
+    span_products,
     split_samples,
 )
 from megatron_chameleon.training.hook import HookRunner, TrainingHook
@@ -57,7 +65,7 @@ def passes(one_rank):
 
 
 def gradient(passes):
-    """What the gradient buffers hold, parameter by parameter, in one vector."""
+    """The gradient buffers as one vector."""
     model = unwrap(passes.model[0])
     return torch.cat([parameter.main_grad.flatten() for parameter in model.parameters()]).clone()
 
@@ -67,7 +75,7 @@ def losses_of(passes, batch):
 
 
 def expected_gradient(passes, micro_batches, token_weights):
-    """That of the sum of losses [b, s] times weights [b, s], by autograd."""
+    """Gradient of the sum of losses [b, s] times weights [b, s], by autograd."""
     parameters = list(unwrap(passes.model[0]).parameters())
     total = torch.zeros(sum(parameter.numel() for parameter in parameters))
     for batch, weights in zip(micro_batches, token_weights, strict=True):
@@ -89,25 +97,6 @@ def run(hook, passes, micro_batches, layout):
     return sums, gradient(passes)
 
 
-class Onlooker(TrainingHook):
-    """Changes nothing."""
-
-    def loss_weights(self, batch):
-        self.batch = batch
-        self.losses = batch.token_losses()
-        self.sums = batch.domain_sums(self.losses)
-        self.tokens = batch.domain_tokens
-
-
-class Weigher(TrainingHook):
-    def __init__(self, weights):
-        super().__init__()
-        self.weights = torch.tensor(weights)
-
-    def loss_weights(self, batch):
-        return self.weights
-
-
 class Combiner(TrainingHook):
     combines_gradients = True
 
@@ -121,45 +110,48 @@ class Combiner(TrainingHook):
         return torch.tensor(self.weights, dtype=torch.float64)
 
 
-def test_an_onlooker_sees_every_loss_and_changes_none(passes, micro_batches, one_rank):
-    hook = Onlooker()
-    sums, hooked = run(hook, passes, micro_batches, one_rank)
+def test_hook_reads_the_losses_of_the_batch_and_weighs_them(passes, micro_batches, one_rank):
+    class Weigher(TrainingHook):
+        weights: torch.Tensor | None = None
+
+        def loss_weights(self, batch):
+            self.step, self.losses = batch.step, batch.token_losses()
+            self.sums, self.tokens = batch.domain_sums(self.losses), batch.domain_tokens
+            return self.weights
+
+    hook = Weigher()
+    sums, found = run(hook, passes, micro_batches, one_rank)
     for chunk in passes.model:
         chunk.zero_grad_buffer()
     plain_sums = passes.forward_backward(iter(micro_batches))
-    assert torch.equal(hooked, gradient(passes))
+    assert torch.equal(found, gradient(passes))  # no weights: the standard gradient
     assert torch.equal(sums, plain_sums)
-    assert hook.batch.step == 5
+    assert hook.step == 5
     for batch, losses in zip(micro_batches, hook.losses, strict=True):
         torch.testing.assert_close(losses, losses_of(passes, batch).detach())
     torch.testing.assert_close(hook.sums, plain_sums[:, 0])
     torch.testing.assert_close(hook.tokens, plain_sums[:, 1])
     assert hook.tokens[2] == 0
 
-
-@pytest.mark.parametrize("per_token", [True, False])
-def test_losses_count_by_the_weight_of_their_domain(micro_batches, one_rank, per_token):
-    weights = [0.5, 2.0, 7.0, 0.0]
-    if not per_token:
+    hook.weights = torch.tensor([0.5, 2.0, 7.0, 0.0])
+    for per_token in (True, False):  # without per-token loss, every token needs one
+        passes = passes if per_token else build_passes(one_rank, per_token=False)
         for batch in micro_batches:
-            batch["loss_mask"][:] = 1.0
-    passes = build_passes(one_rank, per_token=per_token)
-    sums, found = run(Weigher(weights), passes, micro_batches, one_rank)
-    num_tokens = sum(batch["loss_mask"].sum() for batch in micro_batches)
-    expected = expected_gradient(
-        passes,
-        micro_batches,
-        [
-            batch["loss_mask"] * torch.tensor(weights)[batch["domain"]][:, None] / num_tokens
+            batch["loss_mask"] = batch["loss_mask"].clamp(min=float(not per_token))
+        num_tokens = sum(batch["loss_mask"].sum() for batch in micro_batches)
+        weights = [
+            batch["loss_mask"] * hook.weights[batch["domain"]][:, None] / num_tokens
             for batch in micro_batches
-        ],
-    )
-    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-4)
-    # What is logged are the losses themselves.
-    assert sums[3, 0] > 0
+        ]
+        sums, found = run(hook, passes, micro_batches, one_rank)
+        expected = expected_gradient(passes, micro_batches, weights)
+        torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-4)
+        assert sums[3, 0] > 0  # the logged losses are not weighted
 
 
-def test_gradients_of_domains_are_those_of_their_mean_losses(passes, micro_batches, one_rank):
+def test_domain_gradients_are_those_of_mean_losses_and_combine(
+    passes, micro_batches, one_rank, monkeypatch
+):
     hook = Combiner([0.25, -1.5, 9.0, 3.0])
     _, found = run(hook, passes, micro_batches, one_rank)
     gradients = torch.zeros(NUM_DOMAINS, found.numel())
@@ -174,13 +166,9 @@ def test_gradients_of_domains_are_those_of_their_mean_losses(passes, micro_batch
     torch.testing.assert_close(hook.products, expected, atol=1e-6, rtol=1e-4)
     combined = 0.25 * gradients[0] - 1.5 * gradients[1] + 3.0 * gradients[3]
     torch.testing.assert_close(found, combined, atol=1e-6, rtol=1e-4)
-
-
-def test_samples_that_fill_up_are_counted_as_cost(passes, micro_batches, one_rank):
-    """On one stage nothing has to be filled up."""
-    hook = Combiner([1.0] * NUM_DOMAINS)
-    run(hook, passes, micro_batches, one_rank)
-    assert hook.flops == 0
+    # It synchronizes for the samples' domains, their tokens and the padding.
+    assert device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch) == 3
+    assert hook.flops == 0  # one stage needs no padding
 
     class OnTwoStages(HookRunner):
         def _split(self, samples):
@@ -188,12 +176,12 @@ def test_samples_that_fill_up_are_counted_as_cost(passes, micro_batches, one_ran
 
     hooked = OnTwoStages(hook, passes, SHAPE, one_rank)
     hooked.forward_backward(iter(micro_batches), step=0, learning_rate=RATE)
-    # Domains 0, 1 and 3 have two, three and one samples: one fills up the second one's.
+    # Domains 0, 1 and 3 have two, three and one samples: one padding sample.
     assert hook.flops == training_flops(SHAPE, 16, 16)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_micro_batches_by_domain_have_them_all_and_no_others(micro_batches, pipeline):
+def test_micro_batches_by_domain_hold_all_samples_of_the_domain(micro_batches, pipeline):
     whole = torch.cat([batch["tokens"] for batch in micro_batches])
     of_domains = dict(enumerate([[0, 5], [1, 2, 4], [], [3], [5, 4, 3, 1, 0]]))
     splits = {d: split_samples(len(rows), ROWS, pipeline) for d, rows in of_domains.items()}
@@ -208,16 +196,47 @@ def test_micro_batches_by_domain_have_them_all_and_no_others(micro_batches, pipe
         assert (len(sizes), max(sizes), sum(sizes)) == (split.count, split.size, split.filled)
         assert max(sizes) - min(sizes) <= (pipeline == 1)
         assert 1 <= min(sizes) <= max(sizes) <= ROWS
-    # The micro-batches that were given keep their masks.
+    # The original masks are unchanged.
     assert all(batch["loss_mask"].any() for batch in micro_batches)
 
 
-def test_gradients_of_domains_are_read_from_the_device_once(
-    passes, micro_batches, one_rank, monkeypatch
-):
-    """Whatever the domains, the buckets and the micro-batches."""
-    hook = Combiner([1.0] * NUM_DOMAINS)
-    run(hook, passes, micro_batches, one_rank)
-    reads = device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch)
-    # The domains of the samples, their tokens, and what fills up.
-    assert reads == 3
+LENGTHS = (1, 100, CHUNK, CHUNK + 1, 3 * CHUNK - 1, CHUNK * CHUNKS_AT_ONCE + CHUNK + 7)
+
+
+def plain_products(rows):
+    return torch.tensor([[(a.double() * b.double()).sum() for b in rows] for a in rows])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_products_of_long_rows_equal_float64(length):
+    generator = torch.Generator().manual_seed(length)
+    storage = torch.randn(5, length + 10, generator=generator) + 0.5
+    rows = storage[1:4, 3 : 3 + length]
+    expected = plain_products(rows)
+    # Sums of CHUNK products are taken in float32, in any order.
+    rounding = torch.finfo(torch.float32).eps * CHUNK**0.5
+    assert (span_products(rows) - expected).abs().max() < rounding * expected.diagonal().max()
+
+
+def test_rows_hold_gradients_and_their_memory_is_estimated(passes):
+    rows, kept = GradientRows(passes.model, 3), []
+    generator, (chunk,) = torch.Generator().manual_seed(0), passes.model
+    for number in range(3):
+        for buffer in chunk.buffers:
+            buffer.grad_data.normal_(generator=generator)
+        rows.keep(number)
+        kept.append(torch.cat([buffer.grad_data for buffer in chunk.buffers]))
+    # On one rank there are no copies and no padding.
+    assert kept[0].numel() == sum(parameter.numel() for parameter in chunk.parameters())
+    expected = plain_products(torch.stack(kept))
+    torch.testing.assert_close(rows.products(3), expected, rtol=1e-6, atol=1e-3)
+    rows.write_sum(torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64))
+    found = torch.cat([buffer.grad_data for buffer in chunk.buffers])
+    torch.testing.assert_close(found, 0.5 * kept[0] - 2.0 * kept[2])
+    setup = TrainingSetup(SHAPE, TrainingParallelOptions(), 1, 2, 1, bf16=False)
+    estimate = Combiner([]).extra_bytes(setup, 0, 3)
+    assert estimate == {"gradients of 3 domains": 3 * kept[0].numel() * 4}
+    shared = TrainingParallelOptions(use_distributed_optimizer=True)
+    sharded = dataclasses.replace(setup, parallel=shared, data_parallel_size=4)
+    (of_shards,) = Combiner([]).extra_bytes(sharded, 0, 3).values()
+    assert of_shards == pytest.approx(3 * kept[0].numel(), rel=1e-3)

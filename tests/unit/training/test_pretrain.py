@@ -1,217 +1,106 @@
-"""tools/pretrain_gpt.py on one rank: from a corpus to a run on disk, and on from there."""
+"""Runs on one rank, end to end: records, exact resume, stop signals, validation, profiler."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 import shutil
+import signal
 
 import pytest
-import torch
 
-from megatron_chameleon.artifacts import CheckpointRecord, SampledTokens, TrainingRun
+from megatron_chameleon.artifacts import EvaluationResult, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
-from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.options import PerplexityOptions
+from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.sizes import ModelShape, model_size
-from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
-from megatron_chameleon.training import step, trainer
-from megatron_chameleon.training.options import ValidationOptions
+from megatron_chameleon.training import trainer
+from megatron_chameleon.training.checkpointing import find_progress
+from megatron_chameleon.training.options import (
+    GuardOptions,
+    ProfilingOptions,
+    StoppingOptions,
+    ValidationOptions,
+)
 from megatron_chameleon.training.trainer import pretrain
+from tests.device_reads import device_reads
 from tests.distributed.toy_hooks import MixtureChanger
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
+from tests.unit.training.bad_steps import before_steps
+from tests.unit.training.runs import contents, losses, metrics, record_at
 
 SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
 TOKENS_PER_STEP = 8 * 32
 
 
-def metrics_of(run_dir):
-    return list(TrainingRun.load(run_dir).metrics())
-
-
-def losses_of(run_dir):
-    return {r["step"]: (r["loss"], r["domain_loss"], r["grad_norm"]) for r in metrics_of(run_dir)}
-
-
-def weights_of(checkpoint):
-    with distributed(TrainingParallelOptions(), seed=0) as layout:
-        reader = open_reader(CheckpointRecord.load(checkpoint), layout)
-        return {name: p.detach().clone() for name, p in reader.model.named_parameters()}
-
-
-def same_weights(first, second):
-    assert list(first) == list(second)
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_the_run_says_what_it_is_and_did(finished_run, corpus):
+def test_records_of_a_finished_run(finished_run, corpus):
     run = TrainingRun.load(finished_run)
     assert (run.status, run.step, run.train_iters) == ("finished", 6, 6)
     assert run.tokens == 6 * TOKENS_PER_STEP
     assert run.model == dataclasses.asdict(SHAPE)
-    assert run.parameters == SHAPE.num_parameters
     assert run.mixture == dict.fromkeys(DOMAINS, 1 / 3)
-    assert run.mixture_method == "uniform"
     assert run.provenance.inputs["corpus"] == corpus.hash
     assert run.cost.flops == training_flops(SHAPE, run.tokens, 32)
-    assert run.cost.wall_seconds > 0
     assert run.checkpoints == ["checkpoints/step-00000003", "checkpoints/step-00000006"]
     for name, tokens in run.domain_tokens.items():
         assert tokens.target == pytest.approx(run.tokens / 3)
         assert abs(tokens.actual - tokens.target) <= 32  # at most one sample
         assert tokens.epochs == tokens.actual / corpus.domains[name].train.tokens
     assert sum(tokens.actual for tokens in run.domain_tokens.values()) == run.tokens
-
-
-def test_every_interval_is_logged_and_every_checkpoint(finished_run):
-    records = metrics_of(finished_run)
-    assert [record["step"] for record in records] == [2, 3, 4, 6]
-    assert [record["tokens"] for record in records] == [s * TOKENS_PER_STEP for s in (2, 3, 4, 6)]
-    for record, steps in zip(records, [2, 1, 1, 2], strict=True):
+    records = metrics(finished_run)
+    assert list(records) == [2, 3, 4, 6]
+    for record, steps in zip(records.values(), [2, 1, 1, 2], strict=True):
+        assert record["tokens"] == record["step"] * TOKENS_PER_STEP
         tokens = record["domain_tokens"]
         assert sum(tokens.values()) == steps * TOKENS_PER_STEP
         mean = sum(record["domain_loss"][name] * n for name, n in tokens.items())
         assert record["loss"] == pytest.approx(mean / sum(tokens.values()))
-        assert record["tokens_per_second"] > 0
-    assert records[0]["lr"] == 1e-2  # step 2 ends the warm-up
-    assert records[-1]["lr"] == pytest.approx(1e-4)
-    assert records[-1]["loss"] < records[0]["loss"] - 0.3
+    assert records[2]["lr"] == 1e-2  # step 2 ends the warm-up
+    assert records[6]["lr"] == pytest.approx(1e-4)
+    assert records[6]["loss"] < records[2]["loss"] - 0.3
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    pretrain_options, trained_run, finished_run, capsys
-):
-    shutil.rmtree(step_folder(trained_run, 6))  # killed after step 3
-    pretrain(pretrain_options(trained_run))
-    assert "resuming at step 3: nano" in capsys.readouterr().out
-    assert losses_of(trained_run) == losses_of(finished_run)
-    run = TrainingRun.load(trained_run)
-    assert run.status == "finished"
-    assert run.domain_tokens == TrainingRun.load(finished_run).domain_tokens
-    resumed, straight = (weights_of(step_folder(r, 6)) for r in (trained_run, finished_run))
-    assert same_weights(resumed, straight)
+@pytest.mark.parametrize(("sharded", "bf16"), [(False, False), (True, False), (True, True)])
+def test_killed_run_resumes_exactly(pretrain_options, tmp_path, sharded, bf16):
+    parallel = TrainingParallelOptions(use_distributed_optimizer=sharded)
+    options = pretrain_options(tmp_path / "run", parallel=parallel, bf16=bf16)
+    pretrain(options)
+    whole, resumed = (shutil.move(options.run_dir, tmp_path / "whole"), options.run_dir)
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(step_folder(resumed, 6))  # killed after step 3
+    pretrain(options)
+    assert losses(resumed) == losses(whole)
+    assert record_at(resumed, 6).hash == record_at(whole, 6).hash  # weights, moments, schedule
+    assert TrainingRun.load(resumed).domain_tokens == TrainingRun.load(whole).domain_tokens
+    assert TrainingRun.load(resumed).status == "finished"
 
 
-def test_control_c_is_recorded_and_can_be_gone_on_from(
+def test_interrupted_run_is_recorded_and_resumes(
     pretrain_options, finished_run, tmp_path, monkeypatch
 ):
     run_dir = tmp_path / "run"
-    calls = []
-    original = step.train_step
 
-    def interrupted(*arguments, **more):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return original(*arguments, **more)
+    def interrupt(_model):
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "train_step", interrupted)
+        before_steps(patched, {5: interrupt})
         with pytest.raises(KeyboardInterrupt):
             pretrain(pretrain_options(run_dir))
     run = TrainingRun.load(run_dir)
     assert (run.status, run.step) == ("interrupted", 4)
     assert run.checkpoints == ["checkpoints/step-00000003"]
-    for name, sampled in run.domain_tokens.items():
-        assert sampled.target == pytest.approx(4 * TOKENS_PER_STEP / 3)
-        assert abs(sampled.actual - sampled.target) < 32
-        assert sampled.actual == metrics_of(run_dir)[-1]["drawn"][name]["got"]
-    assert sum(sampled.actual for sampled in run.domain_tokens.values()) == run.tokens
+    assert sum(tokens.actual for tokens in run.domain_tokens.values()) == run.tokens
     pretrain(pretrain_options(run_dir))
-    assert TrainingRun.load(run_dir).status == "finished"
     assert TrainingRun.load(run_dir).domain_tokens == TrainingRun.load(finished_run).domain_tokens
-    assert losses_of(run_dir) == losses_of(finished_run)
+    assert losses(run_dir) == losses(finished_run)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_distributed_optimizer_goes_on_as_if_nothing_had_happened(
-    pretrain_options, tmp_path, bf16
-):
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    options = {"parallel": TrainingParallelOptions(use_distributed_optimizer=True), "bf16": bf16}
-    pretrain(pretrain_options(straight, **options))
-    shutil.copytree(straight, resumed)
-    shutil.rmtree(step_folder(resumed, 6))
-    pretrain(pretrain_options(resumed, **options))
-    assert losses_of(resumed) == losses_of(straight)
-    assert same_weights(weights_of(step_folder(resumed, 6)), weights_of(step_folder(straight, 6)))
-
-
-def test_a_data_path_trains_as_the_corpus_that_its_files_are_of(
-    pretrain_options, finished_run, corpus, tmp_path
-):
-    data = DataOptions(
-        data_path=" ".join(f"1 {corpus.prefix(name, 'train')}" for name in DOMAINS),
-        split="1,0,0",
-        tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json"),
-        data_cache_path=tmp_path / "cache",
-    )
-    for run in ("run", "with-the-cache"):
-        pretrain(pretrain_options(tmp_path / run, corpus=None, data=data))
-        found, expected = metrics_of(tmp_path / run), metrics_of(finished_run)
-        assert [record["loss"] for record in found] == [record["loss"] for record in expected]
-    assert len(list((tmp_path / "cache").iterdir())) == len(DOMAINS)
-
-
-def test_metrics_and_run_say_what_was_asked_and_got(pretrain_options, corpus, tmp_path):
-    weights = {"poems": 1.0, "news": 0.0, "code": 0.0}
-    (tmp_path / "poems.json").write_text(json.dumps({"weights": weights}))
-    change = (("3=" + str(tmp_path / "poems.json"),),)
-    data = DataOptions(mixture_change=change, permutation="feistel")
-    boundaries = DocumentBoundaryOptions(eod_mask_loss=True)  # tokens without a loss are got too
-    pretrain(pretrain_options(tmp_path / "run", data=data, boundaries=boundaries))
-    sampled = [record["drawn"] for record in metrics_of(tmp_path / "run")]
-    assert [{n: d["got"] for n, d in record.items()} for record in sampled] == [
-        {"news": 5 * 32, "code": 5 * 32, "poems": 6 * 32},
-        {"news": 8 * 32, "code": 8 * 32, "poems": 8 * 32},
-        {"news": 8 * 32, "code": 8 * 32, "poems": 16 * 32},
-        {"news": 8 * 32, "code": 8 * 32, "poems": 32 * 32},
-    ]
-    assert sampled[-1]["poems"]["asked"] == 32 * 32
-    run = TrainingRun.load(tmp_path / "run")
-    assert run.mixture == {"news": 0.0, "code": 0.0, "poems": 1.0}
-    tokens = corpus.domains["poems"].train.tokens
-    assert run.domain_tokens["poems"] == SampledTokens(1.0, 1024.0, 1024, 1024 / tokens)
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_mistake_with_overwrite_deletes_nothing(pretrain_options, trained_run, corpus, tmp_path):
-    def refused(problem, hook_factory=None, **changes):
-        with pytest.raises(UserError, match=problem):
-            pretrain(pretrain_options(trained_run, overwrite=True, **changes), hook_factory)
-        assert contents(trained_run) == before
-
-    before = contents(trained_run)
-    refused("multiple of 3", micro_batch_size=3)
-    refused("MixtureChanger changes the mixture", MixtureChanger)
-    refused("run.json is in .* which --overwrite deletes", mixture=str(trained_run / "run.json"))
-    refused("trained is in .* --overwrite deletes", pretrained_checkpoint=trained_run)
-    cache = DataOptions(data_cache_path=trained_run / "cache")
-    refused("--data-cache-path .*cache is in .* --overwrite deletes", data=cache)
-    no_valid_text = DataOptions(
-        data_path=" ".join(str(corpus.prefix(name, "train")) for name in DOMAINS),
-        split="1,0,0",
-        tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json"),
-    )
-    validation = ValidationOptions(eval_interval=2)
-    refused("or give --eval-interval 0", corpus=None, data=no_valid_text, validation=validation)
-    damaged = shutil.copytree(trained_run, tmp_path / "damaged")
-    for weights in damaged.glob("checkpoints/step-*/*.distcp"):
-        weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    refused("has changed since it was written", pretrained_checkpoint=damaged)
-    changed = shutil.copytree(corpus.root, tmp_path / "corpus")
-    tokens = changed / corpus.prefix("code", "valid").relative_to(corpus.root).with_suffix(".bin")
-    tokens.write_bytes(b"\0" + tokens.read_bytes()[1:])
-    refused("has changed", corpus=changed, data=DataOptions(verify_corpus=True))
-
-
-def test_a_run_killed_after_its_last_checkpoint_is_finished_by_the_same_command(
+def test_run_killed_after_its_last_checkpoint_is_marked_as_finished(
     pretrain_options, trained_run, finished_run, capsys
 ):
     finished = TrainingRun.load(finished_run)
@@ -225,3 +114,131 @@ def test_a_run_killed_after_its_last_checkpoint_is_finished_by_the_same_command(
     for field in ("status", "step", "tokens", "checkpoints", "domain_tokens", "mixture_phases"):
         assert getattr(run, field) == getattr(finished, field)
     assert run.cost.flops == finished.cost.flops
+
+
+def data_path(corpus, tmp_path, **changes):
+    return DataOptions(
+        data_path=" ".join(f"1 {corpus.prefix(name, 'train')}" for name in DOMAINS),
+        split="1,0,0",
+        tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json"),
+        **changes,
+    )
+
+
+def test_data_path_trains_as_its_corpus(pretrain_options, finished_run, corpus, tmp_path):
+    data = data_path(corpus, tmp_path, data_cache_path=tmp_path / "cache")
+    for run in ("run", "cached"):
+        pretrain(pretrain_options(tmp_path / run, corpus=None, data=data))
+        found, expected = metrics(tmp_path / run), metrics(finished_run)
+        assert [r["loss"] for r in found.values()] == [r["loss"] for r in expected.values()]
+    assert len(list((tmp_path / "cache").iterdir())) == len(DOMAINS)
+
+
+def test_mistake_with_overwrite_deletes_nothing(pretrain_options, trained_run, corpus, tmp_path):
+    def rejected(problem, hook_factory=None, **changes):
+        with pytest.raises(UserError, match=problem):
+            pretrain(pretrain_options(trained_run, overwrite=True, **changes), hook_factory)
+        assert contents(trained_run) == before
+
+    before = contents(trained_run)
+    rejected("multiple of 3", micro_batch_size=3)
+    rejected("needs --permutation epoch", MixtureChanger)
+    change = DataOptions(permutation="epoch", mixture_change=(("4=uniform",),))
+    rejected("override --mixture-change", MixtureChanger, data=change)
+    rejected("run.json is in .* --overwrite deletes", mixture=str(trained_run / "run.json"))
+    rejected("trained is in .* --overwrite deletes", pretrained_checkpoint=trained_run)
+    cache = DataOptions(data_cache_path=trained_run / "cache")
+    rejected("--data-cache-path .* --overwrite deletes", data=cache)
+    validation, data = ValidationOptions(eval_interval=2), data_path(corpus, tmp_path)
+    rejected("--eval-interval 0", corpus=None, data=data, validation=validation)
+    damaged = shutil.copytree(trained_run, tmp_path / "damaged")
+    for weights in damaged.glob("checkpoints/step-*/*.distcp"):
+        weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    rejected("has changed since it was written", pretrained_checkpoint=damaged)
+    changed = shutil.copytree(corpus.root, tmp_path / "corpus")
+    tokens = changed / corpus.prefix("code", "valid").relative_to(corpus.root).with_suffix(".bin")
+    tokens.write_bytes(b"\0" + tokens.read_bytes()[1:])
+    rejected("has changed", corpus=changed, data=DataOptions(verify_corpus=True))
+
+
+def test_validation_changes_nothing_and_equals_evaluation(
+    pretrain_options, finished_run, corpus, tmp_path
+):
+    run_dir = tmp_path / "run"
+    pretrain(pretrain_options(run_dir, validation=ValidationOptions(eval_interval=2)))
+    assert losses(run_dir) == losses(finished_run)
+    records = metrics(run_dir)
+    assert [s for s, record in records.items() if "validation_loss" in record] == [2, 4, 6]
+    result = evaluate_perplexity(
+        PerplexityOptions(
+            corpus=corpus.root, checkpoint=run_dir, output=tmp_path / "valid.json", split="valid"
+        )
+    )
+    assert isinstance(result, EvaluationResult)
+    found = records[6]["validation_loss"]
+    assert found == pytest.approx({n: d.loss for n, d in result.domains.items()}, abs=1e-6)
+    extra = TrainingRun.load(run_dir).cost.flops - TrainingRun.load(finished_run).cost.flops
+    assert extra == pytest.approx(3 * result.cost.flops)
+
+
+def test_signal_ends_the_run_with_a_checkpoint(
+    pretrain_options, finished_run, tmp_path, monkeypatch
+):
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        before_steps(patched, {4: lambda _model: os.kill(os.getpid(), signal.SIGUSR1)})
+        pretrain(pretrain_options(run_dir))
+    run = TrainingRun.load(run_dir)
+    assert (run.status, run.step, run.stopped_by) == ("interrupted", 4, "SIGUSR1")
+    assert run.checkpoints[-1] == "checkpoints/step-00000004"
+    pretrain(pretrain_options(run_dir))
+    run = TrainingRun.load(run_dir)
+    assert (run.status, run.stopped_by) == ("finished", None)
+    assert losses(run_dir) == losses(finished_run)
+
+
+def test_signal_before_the_first_step_changes_nothing(
+    pretrain_options, trained_run, tmp_path, monkeypatch
+):
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return find_progress(*arguments)
+
+    monkeypatch.setattr(trainer, "find_progress", signalled)
+    before = contents(trained_run)
+    pretrain(pretrain_options(trained_run, overwrite=True))
+    assert contents(trained_run) == before
+    pretrain(pretrain_options(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_exit_duration_ends_the_run_with_a_checkpoint(pretrain_options, tmp_path):
+    stopping = StoppingOptions(exit_duration_in_mins=1e-6)
+    pretrain(pretrain_options(tmp_path / "run", stopping=stopping))
+    run = TrainingRun.load(tmp_path / "run")
+    assert (run.status, run.step, run.stopped_by) == ("interrupted", 1, "--exit-duration-in-mins")
+    assert run.checkpoints == ["checkpoints/step-00000001"]
+
+
+def test_deterministic_and_profile_do_not_change_losses(pretrain_options, finished_run, tmp_path):
+    profiling = ProfilingOptions(profile=True, profile_step_start=1, profile_step_end=2)
+    run_dir = tmp_path / "run"
+    pretrain(pretrain_options(run_dir, deterministic=True, profiling=profiling))
+    assert losses(run_dir) == losses(finished_run)
+    assert (run_dir / "profile" / "steps-2-to-2.json").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch, masked):
+    """Including data, guard and stop requests."""
+    waits, run_step = [], trainer.Trainer._run_step
+
+    def counting(trainer):
+        host = [trainer.sync._host]
+        waits.append(device_reads(lambda: run_step(trainer), monkeypatch, on_host=host))
+
+    monkeypatch.setattr(trainer.Trainer, "_run_step", counting)
+    boundaries = DocumentBoundaryOptions(eod_mask_loss=masked)
+    guards = GuardOptions(spike_factor=6.0)
+    pretrain(pretrain_options(tmp_path / "run", boundaries=boundaries, guards=guards))
+    assert waits == [1] * 6

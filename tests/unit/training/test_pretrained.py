@@ -25,7 +25,7 @@ from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.trainer import pretrain
 from tests.rounding import assert_as_near
 from tests.small_corpus import VOCAB_SIZE, word_tokenizer, write_small_corpus
-from tests.unit.training.progress import losses, progress_of_run
+from tests.unit.training.runs import losses, progress_of_run
 
 POSITIONS = 40
 # Large weights: logits are about 1.

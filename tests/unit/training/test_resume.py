@@ -1,4 +1,4 @@
-"""What a run goes on from: its last whole checkpoint, and the same options."""
+"""Resume: which checkpoint, which options may change, and which samples follow."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.artifacts import CheckpointRecord
-from megatron_chameleon.artifacts.checkpoint import CheckpointWarning, find_checkpoint, step_folder
-from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
+from megatron_chameleon.artifacts import CheckpointRecord, MixturePhase, SampledTokens, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import CheckpointWarning, step_folder
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.options import TrainingParallelOptions
-from megatron_chameleon.training.checkpointing import FREE_OPTIONS
+from megatron_chameleon.training.checkpointing import (
+    FREE_OPTIONS,
+    check_same_samples,
+    resumed_schedule,
+)
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
     OptimizerOptions,
     PretrainOptions,
 )
+from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.run_folder import Progress
-from megatron_chameleon.training.trainer import pretrain
-from tests.small_corpus import DOMAINS, write_small_corpus
-from tests.unit.training.progress import losses, progress_of_run
+from megatron_chameleon.training.trainer import pretrain, samples_of
+from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
+from tests.unit.training.runs import contents, losses, metrics, progress_of_run, record_at
 
 
 @pytest.fixture
 def progress_of(pretrain_options):
-    """``progress_of(run_dir, **changes)``: where the run stands for one who asks for these."""
+    """``progress_of(run_dir, **changes)``: progress of a run resumed with other options."""
 
     def find(run_dir, **changes):
         return progress_of_run(pretrain_options(run_dir, **changes))
@@ -39,24 +43,15 @@ def progress_of(pretrain_options):
     return find
 
 
-def steps_of(run_dir):
-    return [record["step"] for record in read_metrics(run_dir / METRICS_NAME)]
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_without_a_run_starts_one_and_loses_nothing(progress_of, tmp_path, overwrite):
-    run_dir = tmp_path / "run"
-    assert progress_of(run_dir, overwrite=overwrite) == Progress()
-    run_dir.mkdir()
-    (run_dir / "notes.txt").write_text("mine")
-    assert progress_of(run_dir, overwrite=overwrite).step == 0
-    assert (run_dir / "notes.txt").read_text() == "mine"
+def test_run_starts_in_a_folder_with_other_files(progress_of, tmp_path, overwrite):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert progress_of(tmp_path, overwrite=overwrite) == Progress()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+SHARDED = TrainingParallelOptions(use_distributed_optimizer=True)
+MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
 OTHER: list[tuple[dict[str, Any], str]] = [
     ({"seed": 7}, "--seed 1234, not 7"),
     ({"train_iters": 8}, "--train-iters 6, not 8"),
@@ -65,39 +60,26 @@ OTHER: list[tuple[dict[str, Any], str]] = [
     ({"model_size": "tiny"}, "--model-size nano, not tiny"),
     ({"bf16": True}, "--bf16 False, not True"),
     ({"data": DataOptions(permutation="epoch")}, "--permutation megatron, not epoch"),
-    (
-        {"boundaries": DocumentBoundaryOptions(eod_mask_loss=True)},
-        "--eod-mask-loss False, not True",
-    ),
+    ({"boundaries": MASKED}, "--eod-mask-loss False, not True"),
     ({"optimizer": OptimizerOptions(lr=2e-2, lr_warmup_iters=2)}, "--lr 0.01, not 0.02"),
     ({"optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=3)}, "--lr-warmup-iters 2, not 3"),
 ]
+FREE: list[dict[str, Any]] = [
+    {"micro_batch_size": 2, "log_interval": 1, "save_interval": 1},
+    {"checkpointing": CheckpointingOptions(async_save=True, keep_last_checkpoints=0)},
+    {"data": DataOptions(verify_corpus=True, data_cache_path=Path("cache"))},
+    {"parallel": TrainingParallelOptions(tensor_model_parallel_size=2)},
+]
 
 
-@pytest.mark.parametrize(("changes", "message"), OTHER)
-def test_run_of_other_options_is_rejected_by_flag(progress_of, trained_run, changes, message):
+def test_only_options_that_do_not_affect_results_may_change(progress_of, trained_run):
     before = contents(trained_run)
-    with pytest.raises(UserError, match=message):
-        progress_of(trained_run, **changes)
+    for changes, flag in [*OTHER, ({"parallel": SHARDED}, "--use-distributed-optimizer")]:
+        with pytest.raises(UserError, match=flag):
+            progress_of(trained_run, **changes)
     assert contents(trained_run) == before
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"micro_batch_size": 2},
-        {"log_interval": 1},
-        {"save_interval": 1},
-        {"checkpointing": CheckpointingOptions(async_save=True, keep_last_checkpoints=0)},
-        {"data": DataOptions(verify_corpus=True, data_cache_path=Path("cache"))},
-        {"parallel": TrainingParallelOptions(tensor_model_parallel_size=2)},
-    ],
-)
-def test_what_changes_no_number_may_be_another(progress_of, trained_run, changes):
-    assert progress_of(trained_run, **changes).step == 6
-
-
-def test_every_option_is_either_free_or_tried_above():
+    for changes in FREE:
+        assert progress_of(trained_run, **changes).step == 6
     tried = {name for changes, _ in OTHER for name in changes}
     data = {field.name for field in dataclasses.fields(DataOptions)}
     free = set(FREE_OPTIONS)
@@ -105,15 +87,12 @@ def test_every_option_is_either_free_or_tried_above():
     assert data - free == {"permutation"}
 
 
-def test_a_corpus_may_have_moved_but_not_changed(progress_of, trained_run, corpus, tmp_path):
+def test_corpus_and_mixture_are_compared_by_content(progress_of, trained_run, corpus, tmp_path):
     moved = Path(shutil.copytree(corpus.root, tmp_path / "moved"))
     assert progress_of(trained_run, corpus=moved).step == 6
     changed = write_small_corpus(tmp_path / "changed", seed=1)
     with pytest.raises(UserError, match="corpus"):
         progress_of(trained_run, corpus=changed.root)
-
-
-def test_a_mixture_is_the_same_by_its_weights(progress_of, trained_run, tmp_path):
     same, other = tmp_path / "same.json", tmp_path / "other.json"
     same.write_text(json.dumps({"weights": dict.fromkeys(DOMAINS, 1 / 3)}))
     other.write_text(json.dumps({"weights": dict(zip(DOMAINS, [0.2, 0.3, 0.5], strict=True))}))
@@ -137,34 +116,21 @@ def truncate(path):
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, Path.unlink])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(progress_of, trained_run, damage):
+def test_damaged_checkpoint_is_skipped_for_the_previous_one(
+    pretrain_options, trained_run, finished_run, damage
+):
     path = largest_file(step_folder(trained_run, 6))
     damage(path)
     with pytest.warns(CheckpointWarning) as warned:
-        assert progress_of(trained_run).step == 3
-    (line,) = (str(warning.message) for warning in warned)
-    assert str(path) in line
-    assert steps_of(trained_run) == [2, 3]
-    assert find_checkpoint(trained_run) == step_folder(trained_run, 3)
-    kept = step_folder(trained_run, 6).with_name("unused-step-00000006")
-    assert kept.is_dir()
-    assert not step_folder(trained_run, 6).exists()
-
-
-def test_a_run_with_a_damaged_checkpoint_ends_as_if_it_had_never_been(
-    pretrain_options, trained_run, finished_run
-):
-    flip_a_bit(largest_file(step_folder(trained_run, 6)))
-    with pytest.warns(CheckpointWarning, match="step 3"):
         pretrain(pretrain_options(trained_run))
+    (message,) = (str(w.message) for w in warned if w.category is CheckpointWarning)
+    assert str(path) in message
     assert losses(trained_run) == losses(finished_run)
-    again, whole = (CheckpointRecord.load(step_folder(r, 6)) for r in (trained_run, finished_run))
-    assert again.hash == whole.hash
+    assert record_at(trained_run, 6).hash == record_at(finished_run, 6).hash
+    assert step_folder(trained_run, 6).with_name("unused-step-00000006").is_dir()
 
 
-def test_a_run_of_which_no_checkpoint_is_whole_is_refused_and_left_as_it_is(
-    progress_of, trained_run
-):
+def test_run_without_an_undamaged_checkpoint_is_unchanged(progress_of, trained_run):
     for step in (3, 6):
         flip_a_bit(largest_file(step_folder(trained_run, step)))
     before = contents(trained_run)
@@ -173,18 +139,115 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_refused_and_left_as_it_is(
     assert contents(trained_run) == before
 
 
-def test_a_run_goes_back_to_the_checkpoint_that_latest_names(
+def test_run_resumes_from_the_checkpoint_that_latest_names(
     progress_of, pretrain_options, trained_run, finished_run
 ):
     (trained_run / "checkpoints" / "latest").write_text("step-00000003\n")
     assert progress_of(trained_run).step == 3
+    assert list(metrics(trained_run)) == [2, 3]
     pretrain(pretrain_options(trained_run))
     names = sorted(path.name for path in (trained_run / "checkpoints").iterdir())
     assert names == ["latest", "step-00000003", "step-00000006", "unused-step-00000006"]
     assert losses(trained_run) == losses(finished_run)
 
 
-def test_the_optimizers_form_cannot_change(progress_of, trained_run):
-    sharded = TrainingParallelOptions(use_distributed_optimizer=True)
-    with pytest.raises(UserError, match="--use-distributed-optimizer"):
-        progress_of(trained_run, parallel=sharded)
+@pytest.fixture(scope="module")
+def changed_run(pretrain_options, tmp_path_factory):
+    """A run that samples uniformly up to step 3, then poems only; checkpoints at 3 and 6."""
+    folder = tmp_path_factory.mktemp("changed")
+    poems = {"news": 0.0, "code": 0.0, "poems": 1.0}
+    (folder / "poems.json").write_text(json.dumps({"weights": poems}))
+    data = changing(f"3={folder}/poems.json")
+    pretrain(pretrain_options(folder / "run", data=data, boundaries=MASKED))
+    return folder
+
+
+def changing(*changes):
+    return DataOptions(mixture_change=(changes,) if changes else (), permutation="epoch")
+
+
+def test_mixture_change_is_recorded_exactly(changed_run, corpus):
+    records = metrics(changed_run / "run").values()
+    # Masked tokens count as sampled.
+    assert [{n: d["got"] // 32 for n, d in record["drawn"].items()} for record in records] == [
+        {"news": 5, "code": 5, "poems": 6},
+        {"news": 8, "code": 8, "poems": 8},
+        {"news": 8, "code": 8, "poems": 16},
+        {"news": 8, "code": 8, "poems": 32},
+    ]
+    run = TrainingRun.load(changed_run / "run")
+    assert run.mixture == {"news": 0.0, "code": 0.0, "poems": 1.0}
+    tokens = corpus.domains["poems"].train.tokens
+    assert run.domain_tokens["poems"] == SampledTokens(1.0, 1024.0, 1024, 1024 / tokens)
+    first, last = (record_at(changed_run / "run", step) for step in (3, 6))
+    assert first.domain_samples == dict.fromkeys(DOMAINS, 8)
+    assert [phase.first_sample for phase in first.mixture_phases] == [0]  # the change is ahead
+    assert last.domain_samples == {"news": 8, "code": 8, "poems": 8 + 24}
+    assert last.mixture_phases[1] == MixturePhase(24, {"news": 0.0, "code": 0.0, "poems": 1.0})
+    assert last.domain_tokens == {name: n * 32 for name, n in last.domain_samples.items()}
+
+
+def test_mixture_changes_ahead_of_the_checkpoint_may_differ(
+    changed_run, pretrain_options, tmp_path
+):
+    run_dir = Path(shutil.copytree(changed_run / "run", tmp_path / "run"))
+    shutil.rmtree(step_folder(run_dir, 6))
+    data = changing(f"4={changed_run}/poems.json", "5=uniform")
+    pretrain(pretrain_options(run_dir, data=data, boundaries=MASKED))
+    checkpoint = record_at(run_dir, 6)
+    assert [phase.first_sample for phase in checkpoint.mixture_phases] == [0, 32, 40]
+    assert checkpoint.domain_samples == {"news": 13, "code": 14, "poems": 21}
+    whole = tmp_path / "whole"
+    pretrain(pretrain_options(whole, data=data, boundaries=MASKED))
+    assert record_at(whole, 6).domain_samples == checkpoint.domain_samples
+    assert losses(run_dir) == losses(whole)
+
+
+def test_samples_that_contradict_the_checkpoint_are_an_error(changed_run, pretrain_options):
+    checkpoint = CheckpointRecord.load(step_folder(changed_run / "run", 3))
+    missed = plan_training(pretrain_options(changed_run / "run", data=changing("2=uniform")))
+    with pytest.raises(UserError, match="--mixture-change 2="):
+        resumed_schedule(missed, checkpoint)
+    plan = plan_training(pretrain_options(changed_run / "run", data=changing()))
+    samples = samples_of(plan, plan.schedule)
+    check_same_samples(samples, checkpoint)
+    with pytest.raises(UserError, match="version 1"):
+        check_same_samples(samples, dataclasses.replace(checkpoint, order_version=1))
+    other = dataclasses.replace(checkpoint, domain_samples={"news": 9, "code": 8, "poems": 7})
+    with pytest.raises(UserError, match="'news'"):
+        check_same_samples(samples, other)
+
+
+def test_data_path_may_move_but_not_change(pretrain_options, corpus, tmp_path):
+    poems = tmp_path / "poems.json"
+    poems.write_text(json.dumps({"weights": {"poems": 0.9, "news": 0.1, "code": 0.0}}))
+    tokenizer = word_tokenizer(tmp_path / "tokenizer.json")
+
+    def options(folder, names=DOMAINS, **changes):
+        data = DataOptions(
+            data_path=" ".join(f"1 {folder / name}" for name in names),
+            split="1",
+            tokenizer_model=tokenizer,
+            permutation="epoch",
+            **changes,
+        )
+        return pretrain_options(tmp_path / "run", corpus=None, data=data)
+
+    here, change = corpus.prefix("news", "train").parent, ((f"2={poems}",),)
+    pretrain(options(here, mixture_change=change))
+    whole = losses(tmp_path / "run")
+    shutil.rmtree(step_folder(tmp_path / "run", 6))
+    there = Path(shutil.copytree(here, tmp_path / "elsewhere"))
+    pretrain(options(there, mixture_change=change))
+    assert losses(tmp_path / "run") == whole
+
+    flipped = there / "code.bin"
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"\1")
+    with pytest.raises(UserError, match=r"holds a run with corpus .*news.* .SHA-256"):
+        pretrain(options(there, mixture_change=change))
+    shutil.copy(here / "code.bin", flipped)
+    for suffix in (".bin", ".idx"):
+        (there / f"code{suffix}").rename(there / f"programs{suffix}")
+    names = ["programs" if name == "code" else name for name in DOMAINS]
+    with pytest.raises(UserError, match="programs"):
+        pretrain(options(there, names))

@@ -1,4 +1,4 @@
-"""Runs that skip consecutive steps: stopped, resumed and given up."""
+"""Runs that skip steps: one step, and streaks that are stopped, resumed and given up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import signal
 
 import pytest
+import torch
 
-from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
+from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
@@ -16,9 +17,48 @@ from megatron_chameleon.training.options import CheckpointingOptions, GuardOptio
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS
 from tests.unit.training.bad_steps import before_steps, poison
+from tests.unit.training.runs import losses, metrics, record_at, weights_at
 
 NAN = poison(math.nan)
 THREE = GuardOptions(max_consecutive_skipped_steps=3)
+
+
+def test_infinite_gradient_in_the_last_step_is_skipped(
+    pretrain_options, finished_run, tmp_path, monkeypatch
+):
+    run_dir = tmp_path / "run"
+    before_steps(monkeypatch, {6: poison(math.inf)})
+    pretrain(pretrain_options(run_dir))
+    run, records, expected = TrainingRun.load(run_dir), metrics(run_dir), metrics(finished_run)
+    assert (run.status, run.step, run.skipped_steps) == ("finished", 6, 1)
+    assert [record["skipped_steps"] for record in records.values()] == [0, 0, 0, 1]
+    (skipped,) = records[6]["skipped"]
+    assert skipped["step"] == 6
+    assert sum(skipped["domain_samples"].values()) == 8
+    # The interval covers step 5 only; data and learning rate advance.
+    assert records[6]["loss"] != expected[6]["loss"]
+    assert sum(records[6]["domain_tokens"].values()) == 8 * 32
+    assert sum(records[6]["domain_tokens_drawn"].values()) == 2 * 8 * 32
+    assert records[6]["lr"] == expected[6]["lr"]
+    assert all(torch.isfinite(weight).all() for weight in weights_at(run_dir, 6).values())
+    assert record_at(run_dir, 6).hash != record_at(finished_run, 6).hash
+
+
+def test_streak_ends_the_run_at_a_checkpoint_from_before_it(
+    pretrain_options, finished_run, tmp_path, monkeypatch
+):
+    options = pretrain_options(tmp_path / "run", guards=THREE)
+    with monkeypatch.context() as patched:
+        before_steps(patched, dict.fromkeys((4, 5, 6), NAN))
+        with pytest.raises(UserError, match="3 steps in a row were skipped, 4 to 6"):
+            pretrain(options)
+    run = TrainingRun.load(options.run_dir)
+    assert (run.status, run.step, run.skipped_steps) == ("failed", 6, 3)
+    assert run.checkpoints == ["checkpoints/step-00000003"]
+    assert metrics(options.run_dir)[4]["loss"] is None
+    pretrain(options)
+    assert losses(options.run_dir) == losses(finished_run)
+    assert TrainingRun.load(options.run_dir).skipped_steps == 0
 
 
 @pytest.fixture
@@ -42,7 +82,7 @@ def options(pretrain_options, tmp_path, monkeypatch):
     return options
 
 
-def test_a_streak_continues_across_a_resume(options, monkeypatch):
+def test_streak_continues_across_a_resume(options, monkeypatch):
     run_dir = options.run_dir
     kept = TrainingRun.load(run_dir).checkpoints
     assert kept == ["checkpoints/step-00000002", "checkpoints/step-00000004"]
@@ -57,14 +97,14 @@ def test_a_streak_continues_across_a_resume(options, monkeypatch):
     assert TrainingRun.load(run_dir).checkpoints == kept
 
 
-def test_an_accepted_step_ends_a_streak(options, tmp_path, pretrain_options, monkeypatch):
+def test_accepted_step_ends_a_streak(options, tmp_path, pretrain_options, monkeypatch):
     with monkeypatch.context() as patched:
         before_steps(patched, {2: NAN})
         pretrain(options)
-    record = CheckpointRecord.load(step_folder(options.run_dir, 6))
+    record = record_at(options.run_dir, 6)
     assert [step["step"] for step in record.guard["streak"]] == [6]
     whole = pretrain_options(tmp_path / "whole", guards=THREE, data=options.data)
-    before_steps(monkeypatch, {3: NAN, 4: NAN, 6: NAN})
+    before_steps(monkeypatch, dict.fromkeys((3, 4, 6), NAN))
     pretrain(whole)
-    assert CheckpointRecord.load(step_folder(whole.run_dir, 6)).guard == record.guard
-    assert CheckpointRecord.load(step_folder(whole.run_dir, 6)).hash == record.hash
+    assert record_at(whole.run_dir, 6).guard == record.guard
+    assert record_at(whole.run_dir, 6).hash == record.hash

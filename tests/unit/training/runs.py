@@ -1,0 +1,62 @@
+"""Read nano runs, and find the checkpoint that a command would resume from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
+from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.training.checkpointing import find_progress, roll_back
+from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.run_folder import Progress, locked_run_folder, starting_run
+
+
+def progress_of_run(options: PretrainOptions) -> Progress:
+    """Progress from which a command with these options resumes; the folder is rolled back to it."""
+    plan = plan_training(options)
+    with (
+        distributed(TrainingParallelOptions(), seed=0) as layout,
+        locked_run_folder(options.run_dir),
+    ):
+        progress = find_progress(plan, layout)
+        with starting_run(options.run_dir, overwrite=options.overwrite):
+            roll_back(progress, options.run_dir)
+        return progress
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Step -> line of metrics.jsonl."""
+    return {record["step"]: record for record in read_metrics(run_dir / METRICS_NAME)}
+
+
+def losses(run_dir: Path) -> dict[int, tuple[Any, ...]]:
+    """Step -> loss, loss per domain, gradient norm."""
+    keys = ("loss", "domain_loss", "grad_norm")
+    return {step: tuple(map(line.get, keys)) for step, line in metrics(run_dir).items()}
+
+
+def record_at(run_dir: Path, step: int) -> CheckpointRecord:
+    """The record of a checkpoint, whose files match its hashes."""
+    record = CheckpointRecord.load(step_folder(run_dir, step))
+    record.verify()
+    return record
+
+
+def weights_at(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Name -> weight of a checkpoint."""
+    with distributed(TrainingParallelOptions(), seed=0) as layout:
+        reader = open_reader(CheckpointRecord.load(step_folder(run_dir, step)), layout)
+        return {name: p.detach().clone() for name, p in reader.model.named_parameters()}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Relative path -> bytes of every file."""
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
