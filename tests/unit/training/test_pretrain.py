@@ -69,8 +69,8 @@ def test_killed_run_resumes_exactly(pretrain_options, tmp_path, sharded, bf16):
     parallel = TrainingParallelOptions(use_distributed_optimizer=sharded)
     options = pretrain_options(tmp_path / "run", parallel=parallel, bf16=bf16)
     pretrain(options)
-    whole, resumed = (shutil.move(options.run_dir, tmp_path / "whole"), options.run_dir)
-    shutil.copytree(whole, resumed)
+    whole, resumed = tmp_path / "whole", options.run_dir
+    shutil.copytree(resumed, whole)
     shutil.rmtree(step_folder(resumed, 6))  # killed after step 3
     pretrain(options)
     assert losses(resumed) == losses(whole)
