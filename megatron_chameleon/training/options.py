@@ -206,22 +206,13 @@ class OptimizerOptions(CheckedOptions):
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class PretrainOptions(CheckedOptions):
-    """Train a GPT on a corpus with a mixture of its domains.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingOptions(CheckedOptions):
+    """Options of every training run, of a base model as of a method's proxy."""
 
-    Run the same command again to resume an interrupted run.
-    """
-
-    run_dir: Path
-    """Folder of this run, for run.json, metrics.jsonl and checkpoints."""
-    corpus: Path | None = None
-    """Folder written by tools/preprocess_data.py; alternatively, pass --data-path."""
     model_size: str | None = None
     """Name of a model size; an unknown one lists all. Default: that of --pretrained-checkpoint, or
     82m."""
-    mixture: str | None = None
-    """Path of a mixture.json, or 'uniform' (default)."""
     seq_length: Count = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
     train_iters: Count = 2000
@@ -232,9 +223,6 @@ class PretrainOptions(CheckedOptions):
     """Sequences per forward pass and rank."""
     seed: Seed = 1234
     """Seed of the initial weights and the sample order."""
-    pretrained_checkpoint: Path | None = None
-    """Fine-tune these weights: a run folder (its latest checkpoint), a checkpoint folder or a
-    Hugging Face GPT-2 folder. Optimizer and schedule start from scratch."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     compile_layers: bool = False
@@ -250,10 +238,6 @@ class PretrainOptions(CheckedOptions):
     """Steps between two log lines."""
     save_interval: Count = 500
     """Steps between two checkpoints; the last step always writes one."""
-    overwrite: bool = False
-    """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
-    data: DataOptions = dataclasses.field(default_factory=DataOptions)
-    online: OnlineOptions = dataclasses.field(default_factory=OnlineOptions)
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
@@ -262,6 +246,34 @@ class PretrainOptions(CheckedOptions):
     stopping: StoppingOptions = dataclasses.field(default_factory=StoppingOptions)
     validation: ValidationOptions = dataclasses.field(default_factory=ValidationOptions)
     logging: LoggingOptions = dataclasses.field(default_factory=LoggingOptions)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions(CheckedOptions):
+    """Files of a run; inherited, so that they come first in --help."""
+
+    run_dir: Path
+    """Folder of this run, for run.json, metrics.jsonl and checkpoints."""
+    corpus: Path | None = None
+    """Folder written by tools/preprocess_data.py; alternatively, pass --data-path."""
+    mixture: str | None = None
+    """Path of a mixture.json, or 'uniform' (default)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PretrainOptions(TrainingOptions, RunOptions):
+    """Train a GPT on a corpus with a mixture of its domains.
+
+    Run the same command again to resume an interrupted run.
+    """
+
+    pretrained_checkpoint: Path | None = None
+    """Fine-tune these weights: a run folder (its latest checkpoint), a checkpoint folder or a
+    Hugging Face GPT-2 folder. Optimizer and schedule start from scratch."""
+    overwrite: bool = False
+    """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
+    data: DataOptions = dataclasses.field(default_factory=DataOptions)
+    online: OnlineOptions = dataclasses.field(default_factory=OnlineOptions)
     profiling: ProfilingOptions = dataclasses.field(default_factory=ProfilingOptions)
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ def field_docstrings(options_type: type) -> dict[str, str]:
     (body,) = ast.parse(inspect.getsource(options_type)).body
     assert isinstance(body, ast.ClassDef)
     documented = {}
-    for base in options_type.__bases__:
+    for base in reversed(options_type.__bases__):
         if is_options(base):  # inherited fields come first, as in dataclasses.fields
             documented.update(field_docstrings(base))
     for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
