@@ -241,7 +241,9 @@ def remove_leftovers(folder: Path) -> None:
     remove_replaced(folder)
     # A longer name belongs to another folder, with a dot in its name.
     ours = re.compile(rf"\.{re.escape(folder.name)}\.[^.]+\.tmp")
-    _remove(path for path in folder.parent.glob(".*.tmp") if ours.fullmatch(path.name))
+    for path in list(folder.parent.glob(".*.tmp")):
+        if ours.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_leftovers_of_run(run_dir: Path) -> None:
@@ -252,7 +254,8 @@ def remove_leftovers_of_run(run_dir: Path) -> None:
     put_all_back(run_dir / FOLDER_NAME)
     for folder in all_checkpoint_folders(run_dir):
         remove_replaced(folder)
-    _remove((run_dir / FOLDER_NAME).glob(".step-*.tmp"))
+    for path in list((run_dir / FOLDER_NAME).glob(".step-*.tmp")):
+        shutil.rmtree(path, ignore_errors=True)
     for path in (*run_dir.glob(".*.tmp"), *(run_dir / FOLDER_NAME).glob(f".{LATEST_NAME}.*.tmp")):
         path.unlink(missing_ok=True)
 
@@ -314,12 +317,15 @@ def go_back_to(run_dir: Path, step: int) -> list[Path]:
     """
     chosen = step_folder(run_dir, step)
     newer = [folder for folder in all_checkpoint_folders(run_dir) if folder.name > chosen.name]
-    moved = [_free_name(folder.with_name(UNUSED_PREFIX + folder.name)) for folder in newer]
     if newer:
         with naming_latest(chosen):
             pass
-    for folder, unused in zip(newer, moved, strict=True):
-        os.replace(folder, unused)
+    moved = []
+    for folder in newer:
+        name = f"{UNUSED_PREFIX}{folder.name}"
+        names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+        moved.append(next(path for path in map(folder.with_name, names) if not path.exists()))
+        os.replace(folder, moved[-1])
     return moved
 
 
@@ -332,14 +338,3 @@ def _named_latest(run_dir: Path) -> Path | None:
     except (OSError, UnicodeDecodeError):
         return None
     return run_dir / FOLDER_NAME / name
-
-
-def _free_name(folder: Path) -> Path:
-    """Return ``folder``, with a number appended if it exists."""
-    names = itertools.chain([folder.name], (f"{folder.name}-{n}" for n in itertools.count(2)))
-    return next(path for path in map(folder.with_name, names) if not path.exists())
-
-
-def _remove(folders: Iterator[Path]) -> None:
-    for folder in list(folders):
-        shutil.rmtree(folder, ignore_errors=True)

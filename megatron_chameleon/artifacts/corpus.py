@@ -140,7 +140,19 @@ class Corpus(HashedFolderRecord):
         corpus = super().load(folder.parent if folder.name == cls.FILE_NAME else folder)
         if not corpus.domains:
             raise UserError(f"{corpus.root / cls.FILE_NAME}: field domains is empty; {cls.MADE_BY}")
-        corpus._check_tokenizer()
+        identity = corpus.tokenizer
+        path = corpus.root / identity.file
+        if path.is_file():
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error.strerror}; restore it") from error
+            found = tokenizer_hash(content, identity.pattern, identity.special_tokens)
+            if found != identity.sha256:
+                raise UserError(
+                    f"{path} is not the tokenizer that made the corpus (its hash differs from that "
+                    f"in {cls.FILE_NAME}); {cls.RESTORE}"
+                )
         corpus.check_sizes()
         return corpus
 
@@ -193,22 +205,6 @@ class Corpus(HashedFolderRecord):
                     checksums = {Path(f"{prefix}.xxh3"): checksums_size}
                     found.append(HashedFiles(checksums, split.block_checksums))
         return found
-
-    def _check_tokenizer(self) -> None:
-        identity = self.tokenizer
-        path = self.root / identity.file
-        if not path.is_file():
-            return
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}; restore it") from error
-        found = tokenizer_hash(content, identity.pattern, identity.special_tokens)
-        if found != identity.sha256:
-            raise UserError(
-                f"{path} is not the tokenizer that made the corpus (its hash differs from that in "
-                f"{self.FILE_NAME}); {self.RESTORE}"
-            )
 
 
 def file_name_of(domain: str) -> str:

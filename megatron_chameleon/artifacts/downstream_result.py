@@ -152,8 +152,7 @@ def require_same_questions(results: dict[str, DownstreamResult]) -> None:
     """
     (first_name, first), *others = results.items()
     for name, result in others:
-        difference = _difference(first, result)
-        if difference is not None:
+        if difference := _difference(first, result):
             raise UserError(
                 f"'{first_name}' and '{name}' answer different questions: {difference}; evaluate "
                 "both with the same options"

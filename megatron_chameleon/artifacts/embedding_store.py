@@ -144,25 +144,18 @@ class EmbeddingStore(FolderRecord):
             UserError: if the file is damaged or disagrees with store.json.
         """
         entry = self.domains[name]
-        path = self.root / entry.file
+        path, expected = self.root / entry.file, (entry.windows, self.hidden_size)
         try:
             content = path.read_bytes()
             if entry.sha256 not in (None, hashlib.sha256(content).hexdigest()):
                 raise ValueError(f"its SHA-256 differs from {self.FILE_NAME}")
             vectors: NDArray[np.float32] = load(content)["vectors"]
+            if vectors.shape != expected or vectors.dtype != np.float32:
+                raise ValueError(f"{vectors.dtype} {vectors.shape}, not float32 {expected}")
+            if not np.isfinite(vectors).all():
+                raise ValueError(f"embeddings of domain '{name}' are NaN or infinite")
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"cannot read {path} ({error}); delete it and run again") from error
-        expected = (entry.windows, self.hidden_size)
-        if vectors.shape != expected or vectors.dtype != np.float32:
-            raise UserError(
-                f"{path} holds {vectors.dtype} {vectors.shape}, but {self.FILE_NAME} lists float32 "
-                f"{expected}; delete it and run again"
-            )
-        if not np.isfinite(vectors).all():
-            raise UserError(
-                f"{path}: embeddings of domain '{name}' are NaN or infinite; delete {self.root} "
-                "and run again with a proxy whose loss is finite"
-            )
         return vectors
 
 

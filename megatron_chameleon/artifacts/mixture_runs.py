@@ -23,7 +23,6 @@ from megatron_chameleon.errors import UserError
 Array = npt.NDArray[np.float64]
 # Published shares are rounded to three digits, so many sums are off by some thousandths.
 SUM_TOLERANCE = 0.01
-MOST_SHOWN = 5
 NO_NUMBER = ("", "nan", "na", "n/a", "none", "null", "inf", "-inf", "+inf", "infinity")
 KEYS = ("run", "run_id", "index", "name")
 """Columns that identify the run of a row, the most reliable first."""
@@ -58,10 +57,6 @@ class MixtureRuns:
     losses: Array
     domain_columns: list[str] = dataclasses.field(default_factory=list)
     metric_columns: list[str] = dataclasses.field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        assert self.mixtures.shape == (len(self.keys), len(self.domains))
-        assert self.losses.shape == (len(self.keys), len(self.metrics))
 
 
 def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
@@ -202,8 +197,7 @@ def _mixtures(path: Path, shares: pd.DataFrame) -> Array:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    more = len(names) - MOST_SHOWN
-    return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join([*names[:5], "..."] if len(names) > 5 else names)
 
 
 def _warn(message: str) -> None:

@@ -109,31 +109,19 @@ def test_damaged_checkpoint_of_a_run_is_skipped_with_a_warning(run):
         find_checkpoint(run)
 
 
-def without_file(name):
-    def edit(path):
-        body = json.loads(path.read_text())
-        del body["files"][name], body["checksum"]
-        return json.dumps(body).encode()
-
-    return edit
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"\xff", b"[]", b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}"),
-        b'{"kind": "checkpoint", "format_version": 2, "files": {}}',
-        *map(without_file, ("__0_0.distcp", "common.pt", ".metadata", "metadata.json")),
-        None,
-    ],
-)
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, "common.pt", ".metadata", None])
 def test_checkpoint_with_a_damaged_record_is_skipped(run, content):
+    """A record that is no JSON, does not list a file, or is missing."""
     path = step_folder(run, 2) / "checkpoint.json"
     if content is None:
         (run / "checkpoints/latest").write_text("step-00000002\n")
         path.unlink()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
     else:
-        path.write_bytes(content(path) if callable(content) else content)
+        body = json.loads(path.read_text())
+        del body["files"][content], body["checksum"]
+        path.write_text(json.dumps(body))
     with pytest.warns(CheckpointWarning, match="step-00000002"):
         assert find_checkpoint(run) == step_folder(run, 1)
 
