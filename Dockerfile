@@ -8,12 +8,12 @@ FROM nvcr.io/nvidia/pytorch:${PYTORCH_TAG}
 
 WORKDIR /opt/megatron_chameleon
 
-# The image pins packages of its own for every pip by this variable, some to versions that setup.py
-# excludes. Only the packages below have to stay.
+# By this variable the image pins packages for every pip, some to versions that setup.py excludes.
+# Only the packages below must be kept.
 ENV PIP_CONSTRAINT=
 
-# What the image brings, as pins: should anything ask for another torch, the build stops with pip's
-# explanation instead of replacing the container's.
+# Pin the image's packages: if a dependency requires another torch, the build fails with pip's message
+# instead of replacing it.
 RUN python -m pip list --format freeze \
     | grep -iE '^(torch|triton|pytorch-triton|transformer[-_]engine.*|apex|flash[-_]attn)==' \
     | tee /etc/container-pins.txt

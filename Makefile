@@ -28,7 +28,7 @@ test test-numeric test-slow: export CUDA_VISIBLE_DEVICES :=
 # Another processor's rounding, and more threads; CONTRIBUTING.md lists further combinations.
 test-numeric: export ATEN_CPU_CAPABILITY := default
 test-numeric: export OMP_NUM_THREADS := 2
-# The memory estimate is excluded: torch refuses bf16 attention under a lowered capability on
+# The memory estimate is excluded: torch rejects bf16 attention under a lowered capability on
 # processors with AVX-512.
 NUMERIC_TESTS := $(addprefix tests/unit/,mixture model embedding training) \
   --ignore tests/unit/model/test_memory.py

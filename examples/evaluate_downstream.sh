@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# The paper's downstream accuracy (its tables of it): thirteen tasks with 0 to 5 shots, for every base run
-# of an experiment.
+# The paper's tables of downstream accuracy: thirteen tasks with 0 to 5 shots, for every base run of
+# an experiment.
 #
 #   bash examples/evaluate_downstream.sh                    # the base runs of runs/slimpajama
 #   RUN=runs/pile bash examples/evaluate_downstream.sh
 #   SIZE=tiny DATA_DIR=copies bash examples/evaluate_downstream.sh    # smoke test on 2 CPU ranks
 #   bash examples/evaluate_downstream.sh -- --tasks sciq piqa --evaluation-dtype bfloat16
 #
-# The same command resumes after an interruption. Results
-# are RUN/6-evaluation/NAME-downstream.json.
+# The same command resumes after an interruption. Results are RUN/6-evaluation/NAME-downstream.json.
 #
 #   SIZE         tiny, or any other value: runs record their sizes
 #   RUN          folder of the experiment (runs/slimpajama)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The 684M model of the Pile, fine-tuned on seven programming languages of the Stack: with uniform
-# weights and Chameleon's fine-tuning and pretraining weights, as in the paper (section "Finetuning", appendix "PPL of finetuning").
+# weights and Chameleon's fine-tuning and pretraining weights, as in the paper (section
+# "Finetuning", appendix "PPL of finetuning").
 #
 #   bash examples/finetune_stack.sh
 #   PRETRAINED=runs/other bash examples/finetune_stack.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# SlimPajama's domains as they come: each weighs its share of the tokens. The paper has no such
-# column; a common baseline next to Uniform. No training, no GPU.
+# Natural weights: each of SlimPajama's domains weighs its share of the tokens. A common baseline that
+# the paper does not include. No training, no GPU.
 #
 #   bash examples/baselines/natural.sh
 #   SIZE=tiny bash examples/baselines/natural.sh      # smoke test on a small corpus

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# UniMax for SlimPajama's seven domains: as uniform as four passes over each of them allow. The paper
-# has no such column; within 1.3 billion tokens no domain of SlimPajama is repeated, so it equals
-# Uniform there and differs on smaller corpora. No training, no GPU.
+# UniMax for SlimPajama's seven domains: uniform weights with at most four epochs of each domain. Not
+# in the paper. Within 1.3 billion tokens no domain of SlimPajama is repeated, so it equals Uniform;
+# it differs on smaller corpora. No training, no GPU.
 #
 #   bash examples/baselines/unimax.sh
 #   SIZE=tiny bash examples/baselines/unimax.sh       # smoke test on a small corpus

@@ -3,14 +3,14 @@
 # test text. The quickest way to real data.
 #
 # Data: DKYoon/SlimPajama-6B on the Hugging Face hub; parquet, 5.5 million documents to train
-# on, `text`, and the domain in `meta.redpajama_set_name`. It is streamed from there, or taken from
-# a folder:
+# on, `text`, and the domain in `meta.redpajama_set_name`. Streamed from the hub, or read from a
+# folder:
 #   hf download DKYoon/SlimPajama-6B --repo-type dataset --local-dir data/slimpajama-6b
 #   INPUT=hf:data/slimpajama-6b TOKENIZER=tokenizer.json bash examples/data/slimpajama_6b.sh
-# On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, and in the end once without SHARD.
+# On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
 set -euo pipefail
 
-INPUT=${INPUT:-hf:DKYoon/SlimPajama-6B} # hf: and the data set's name or folder
+INPUT=${INPUT:-hf:DKYoon/SlimPajama-6B} # hf: and the dataset's name or folder
 OUTPUT=${OUTPUT:-corpora/slimpajama-6b} # output corpus
 TOKENIZER=${TOKENIZER:-tokenizer.json}  # --tokenizer-model of tools/preprocess_data.py
 WORKERS=${WORKERS:-}                    # processes; default: one fewer than cores

@@ -3,13 +3,13 @@
 #
 # Data: bigcode/the-stack-dedup on the Hugging Face hub; parquet in data/<language>/, the text
 # in `content`. It is gated: accept its terms on its page, then `hf auth login`. It has no
-# validation and test text of its own; --split cuts them. Download it first:
+# validation and test text of its own; --split samples them. Download it first:
 #   for language in python java c c++ go ruby php; do
 #     hf download bigcode/the-stack-dedup --repo-type dataset --include "data/$language/*" \
 #       --local-dir data/the-stack-dedup
 #   done
 #   TOKENIZER=tokenizer.json bash examples/data/stack.sh
-# Other languages that lie there are left out; INPUT=hf:bigcode/the-stack-dedup streams the seven.
+# Other languages in the folder are skipped; INPUT=hf:bigcode/the-stack-dedup streams the seven.
 # On n machines sharing INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
 set -euo pipefail
 

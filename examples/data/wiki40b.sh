@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Wiki40b in seven languages of Latin script, a domain each, with validation and test text of their
-# own. The marks of its markup (_START_ARTICLE_ and the like) stay in the text.
+# Wiki40b in seven languages of Latin script, a domain each, with their own validation and test text.
+# Its markup (_START_ARTICLE_ and the like) stays in the text.
 #
-# Data: google/wiki40b on the Hugging Face hub; parquet, a config per language, `text`. It is
-# streamed from there, or taken from a folder:
+# Data: google/wiki40b on the Hugging Face hub; parquet, a config per language, `text`. Streamed
+# from the hub, or read from a folder:
 #   hf download google/wiki40b --repo-type dataset --local-dir data/wiki40b
 #   INPUT=hf:data/wiki40b TOKENIZER=tokenizer.json bash examples/data/wiki40b.sh
-# On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, and in the end once without SHARD.
+# On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
 set -euo pipefail
 
-INPUT=${INPUT:-hf:google/wiki40b}      # hf: and the data set's name or folder
+INPUT=${INPUT:-hf:google/wiki40b}      # hf: and the dataset's name or folder
 OUTPUT=${OUTPUT:-corpora/wiki40b}      # output corpus
 TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of tools/preprocess_data.py
 WORKERS=${WORKERS:-}                   # processes; default: one fewer than cores
