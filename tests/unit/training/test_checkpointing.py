@@ -14,19 +14,19 @@ from functools import partial
 import pytest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun, find_checkpoint
+from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import (
     FOLDER_NAME,
     CheckpointWarning,
     checkpoint_folders,
     step_folder,
 )
-from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import trainer
 from megatron_chameleon.training.options import CheckpointingOptions, LoggingOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.full_disk import largest_file_size
+from tests.unit.training.runs import losses, record_at
 
 ASYNC = CheckpointingOptions(async_save=True)
 WRITE = "write_preloaded_data"
@@ -37,23 +37,13 @@ SMALLER_THAN_THE_WEIGHTS = 50_000
 
 @pytest.fixture
 def options_for(pretrain_options, tmp_path):
-    """``options_for(**changes)``: a run in an empty folder that says every step."""
+    """``options_for(**changes)``: a run in an empty folder that logs every step."""
 
     def options(**changes):
         settings = {"log_interval": 1, "logging": LoggingOptions(tensorboard=False), **changes}
         return pretrain_options(tmp_path / "run", **settings)
 
     return options
-
-
-def losses_of(run_dir):
-    return {line["step"]: line["loss"] for line in read_metrics(run_dir / METRICS_NAME)}
-
-
-def hash_of(run_dir, at):
-    record = CheckpointRecord.load(step_folder(run_dir, at))
-    record.verify()
-    return record.hash
 
 
 def names_in(run_dir):
@@ -79,17 +69,17 @@ def write_late(monkeypatch, run_dir, logged):
 
     def write(*arguments, **more):
         give_up = time.monotonic() + 120
-        while max(losses_of(run_dir), default=0) < logged and time.monotonic() < give_up:
+        while max(losses(run_dir), default=0) < logged and time.monotonic() < give_up:
             time.sleep(0.01)
         real(*arguments, **more)
 
     monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(write))
 
 
-def test_until_it_is_complete_the_checkpoint_before_is_the_latest(options_for, monkeypatch):
+def test_incomplete_checkpoint_is_not_the_latest(options_for, monkeypatch):
     run_dir, found = run_to_step_2(options_for), []
     write_late(monkeypatch, run_dir, logged=5)
-    # The third step from here, the fifth of the run: the checkpoint of step 4 is under way.
+    # The third step from here, the fifth of the run: the checkpoint of step 4 is being written.
     before_step(monkeypatch, 3, lambda: found.append((names_in(run_dir), checkpoints_in(run_dir))))
     pretrain(options_for(save_interval=2, checkpointing=ASYNC))
     (temporary, *others), checkpoints = found[0]
@@ -113,15 +103,11 @@ def checkpoints_in(run_dir):
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_the_last_few_are_kept(options_for, tmp_path, async_save):
+def test_only_the_last_checkpoints_are_kept(options_for, tmp_path, async_save):
     checkpointing = CheckpointingOptions(async_save=async_save, keep_last_checkpoints=2)
     pretrain(options_for(save_interval=1, checkpointing=checkpointing))
     assert names_in(tmp_path / "run") == ["latest", "step-00000005", "step-00000006"]
-    assert checkpoints_in(tmp_path / "run") == [
-        "checkpoints/step-00000005",
-        "checkpoints/step-00000006",
-    ]
-    assert find_checkpoint(tmp_path / "run").name == "step-00000006"
+    assert checkpoints_in(tmp_path / "run") == [f"checkpoints/step-0000000{n}" for n in (5, 6)]
 
 
 @pytest.fixture
@@ -141,7 +127,7 @@ def fill_disk(monkeypatch, capsys):  # capsys: what is printed goes to no file
 
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("size", [SMALLER_THAN_ANY_FILE, SMALLER_THAN_THE_WEIGHTS])
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+def test_full_disk_costs_one_checkpoint_only(
     options_for, finished_run, fill_disk, size, async_save
 ):
     run_dir = run_to_step_2(options_for)
@@ -156,12 +142,12 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     run = TrainingRun.load(run_dir)
     assert (run.status, [failed.step for failed in run.failed_saves]) == ("finished", [4])
     assert names_in(run_dir) == ["latest", "step-00000002", "step-00000006"]
-    assert hash_of(run_dir, 6) == hash_of(finished_run, 6)
-    assert list(losses_of(run_dir)) == [1, 2, 3, 4, 5, 6]
+    assert record_at(run_dir, 6).hash == record_at(finished_run, 6).hash
+    assert list(losses(run_dir)) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_can_go_on(
+def test_run_whose_last_checkpoint_cannot_be_written_fails_and_resumes(
     options_for, finished_run, fill_disk, async_save
 ):
     run_dir = run_to_step_2(options_for)
@@ -174,10 +160,10 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_can_go_on(
     assert TrainingRun.load(run_dir).status == "failed"
     assert names_in(run_dir) == ["latest", "step-00000002"]
     pretrain(options_for(checkpointing=checkpointing))
-    assert hash_of(run_dir, 6) == hash_of(finished_run, 6)
+    assert record_at(run_dir, 6).hash == record_at(finished_run, 6).hash
 
 
-def test_writers_that_are_killed_cost_no_more(options_for, tmp_path, monkeypatch):
+def test_killed_writer_costs_one_checkpoint_only(options_for, tmp_path, monkeypatch):
     real = getattr(FileSystemWriterAsync, WRITE)
 
     def killed_once(*arguments, **more):

@@ -1,4 +1,4 @@
-"""A run's folder: one job at a time, and an old run that goes only when a new one has begun."""
+"""Run folder: one job at a time, and an old run is deleted only once a new one has started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from megatron_chameleon.training import run_folder
 from megatron_chameleon.training.run_folder import LOCK_NAME
 from megatron_chameleon.training.trainer import pretrain
 from tests.full_disk import largest_file_size
+from tests.unit.training.runs import contents
 
 HOLDER = """
 import fcntl, sys
@@ -28,11 +30,7 @@ sys.stdin.read()
 """
 
 
-def contents(folder):
-    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def test_another_job_is_refused_as_long_as_one_writes(pretrain_options, trained_run):
+def test_locked_folder_is_rejected(pretrain_options, trained_run):
     before = contents(trained_run)
     lock = trained_run / LOCK_NAME
     holder = subprocess.Popen(
@@ -53,8 +51,8 @@ def test_another_job_is_refused_as_long_as_one_writes(pretrain_options, trained_
     assert contents(trained_run) == before
 
 
-def test_a_folder_in_which_nothing_begins_is_as_it_was(tmp_path):
-    def begin_and_fail(folder):
+def test_failed_start_leaves_the_folder_unchanged(tmp_path):
+    def start_and_fail(folder):
         with run_folder._locked_folder(folder), run_folder._starting_run(folder, overwrite=True):
             assert (folder / LOCK_NAME).exists()
             (folder / "tensorboard").mkdir()
@@ -65,13 +63,13 @@ def test_a_folder_in_which_nothing_begins_is_as_it_was(tmp_path):
     (there / "notes.txt").write_text("mine")
     for folder in (made, there):
         with pytest.raises(ZeroDivisionError):
-            begin_and_fail(folder)
+            start_and_fail(folder)
     assert not made.exists()
     assert [path.name for path in there.iterdir()] == ["notes.txt"]
 
 
-def test_the_file_of_a_lock_that_was_removed_meanwhile_is_not_enough(tmp_path, monkeypatch):
-    """As if the job before had left between the opening of its file and the locking."""
+def test_lock_whose_file_was_removed_is_retried(tmp_path, monkeypatch):
+    """As if the previous job had ended between opening the file and locking it."""
     path, calls = tmp_path / LOCK_NAME, []
     original = fcntl.lockf
 
@@ -88,10 +86,10 @@ def test_the_file_of_a_lock_that_was_removed_meanwhile_is_not_enough(tmp_path, m
     os.close(descriptor)
 
 
-def killed_while_beginning(folder, moves=None, begun=False):
-    """A process that overwrites the run in ``folder`` and is killed on its way.
+def overwrite_and_be_killed(folder, moves=None, started=False):
+    """Overwrite the run in ``folder`` in a process that is killed.
 
-    After so many ``moves`` of files; or in the block, once it has written its first record or not.
+    Either after ``moves`` file moves, or after them all, once a new run.json is there or not.
     """
     child = os.fork()
     if child:
@@ -108,33 +106,24 @@ def killed_while_beginning(folder, moves=None, begun=False):
     os.replace = replace  # type: ignore[assignment]
     with run_folder._locked_folder(folder), run_folder._starting_run(folder, overwrite=True):
         (folder / "tensorboard").mkdir()
-        if begun:
+        if started:
             (folder / "run.json").write_text("{}")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("moves", [0, 1, 3, None])
-def test_a_job_killed_before_its_first_record_leaves_the_old_run(trained_run, moves):
+@pytest.mark.parametrize(
+    ("moves", "started"), [(0, False), (1, False), (3, False), (None, False), (None, True)]
+)
+def test_killed_overwrite_leaves_the_old_or_the_new_run(trained_run, moves, started):
     before = contents(trained_run)
-    killed_while_beginning(trained_run, moves)
+    overwrite_and_be_killed(trained_run, moves, started)
     assert contents(trained_run) != before
     with run_folder._locked_folder(trained_run):
         pass
-    assert contents(trained_run) == before
+    assert contents(trained_run) == ({Path("run.json"): b"{}"} if started else before)
 
 
-def test_a_job_killed_after_its_first_record_leaves_the_new_run(trained_run):
-    killed_while_beginning(trained_run, begun=True)
-    with run_folder._locked_folder(trained_run):
-        pass
-    assert contents(trained_run) == {
-        trained_run.joinpath("run.json").relative_to(trained_run): b"{}"
-    }
-
-
-def test_a_disk_that_is_full_when_the_new_run_begins_brings_the_old_one_back(
-    pretrain_options, trained_run
-):
+def test_full_disk_at_the_start_restores_the_old_run(pretrain_options, trained_run):
     before = contents(trained_run)
     with (
         largest_file_size(1000),
@@ -144,39 +133,35 @@ def test_a_disk_that_is_full_when_the_new_run_begins_brings_the_old_one_back(
     assert contents(trained_run) == before
 
 
-def test_a_rest_that_cannot_be_deleted_is_named_and_the_run_stays_where_it_is(
-    trained_run, monkeypatch
-):
-    """As where a disk of the network keeps a file that another process has open."""
+def overwrite_in_vain(folder, problem):
+    before = contents(folder)
+    with (
+        run_folder._locked_folder(folder),
+        pytest.raises(UserError, match=problem),
+        run_folder._starting_run(folder, overwrite=True),
+    ):
+        pytest.fail("the run starts")
+    assert contents(folder) == before
+
+
+def test_remainder_that_cannot_be_deleted_is_an_error(trained_run, monkeypatch):
+    """As on a network disk, which keeps a file that another process has open."""
     monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **options: None)
     (trained_run / ".replaced").mkdir()
     (trained_run / ".replaced" / ".nfs0001").touch()
-    before = contents(trained_run)
     for _ in range(2):
-        with (
-            run_folder._locked_folder(trained_run),
-            pytest.raises(UserError, match=r"\.replaced, .* cannot be deleted"),
-            run_folder._starting_run(trained_run, overwrite=True),
-        ):
-            pytest.fail("nothing begins")
-        assert contents(trained_run) == before
+        overwrite_in_vain(trained_run, r"\.replaced, .* cannot be deleted")
 
 
-@pytest.mark.parametrize("refused_at", [1, 2, 4])
-def test_a_run_that_cannot_be_set_aside_is_put_back_at_once(trained_run, monkeypatch, refused_at):
-    before, original, calls = contents(trained_run), os.replace, []
+@pytest.mark.parametrize("failing", [1, 2, 4])
+def test_run_that_cannot_be_moved_is_restored(trained_run, monkeypatch, failing):
+    original, calls = os.replace, []
 
     def replace(*arguments):
         calls.append(arguments)
-        if len(calls) == refused_at:
+        if len(calls) == failing:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         original(*arguments)
 
     monkeypatch.setattr(os, "replace", replace)
-    with (
-        run_folder._locked_folder(trained_run),
-        pytest.raises(UserError, match="cannot write"),
-        run_folder._starting_run(trained_run, overwrite=True),
-    ):
-        pytest.fail("nothing begins")
-    assert contents(trained_run) == before
+    overwrite_in_vain(trained_run, "cannot write")
