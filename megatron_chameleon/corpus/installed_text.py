@@ -242,23 +242,16 @@ def _collect(
 
 def format_table(gathered: Sequence[DomainText]) -> str:
     """Format the table: domain, documents, MB (10^6 bytes) and origin."""
-    rows = [
-        (
-            found.domain.name,
-            len(found.documents),
-            found.num_bytes,
-            f"{found.domain.what} ({', '.join(found.packages[:3])}"
-            f"{', ...' if len(found.packages) > 3 else ''})",
-        )
-        for found in gathered
-    ]
-    rows.append(("total", sum(row[1] for row in rows), sum(row[2] for row in rows), ""))
     lines = [f"{'domain':22}{'documents':>10}{'MB':>7}  what, and where from"]
-    lines += [
-        f"{name:22}{documents:>10,}{size / 1e6:>7.1f}  {origin}".rstrip()
-        for name, documents, size, origin in rows
-    ]
-    return "\n".join(lines)
+    for found in gathered:
+        packages = f"{', '.join(found.packages[:3])}{', ...' if len(found.packages) > 3 else ''}"
+        lines.append(
+            f"{found.domain.name:22}{len(found.documents):>10,}{found.num_bytes / 1e6:>7.1f}  "
+            f"{found.domain.what} ({packages})"
+        )
+    documents = sum(len(found.documents) for found in gathered)
+    num_bytes = sum(found.num_bytes for found in gathered)
+    return "\n".join([*lines, f"{'total':22}{documents:>10,}{num_bytes / 1e6:>7.1f}"])
 
 
 def _any_of(patterns: str) -> re.Pattern[str]:

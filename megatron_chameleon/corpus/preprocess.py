@@ -320,41 +320,37 @@ def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
 
 def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
     """A table with a row per domain and the total, and the documents left out."""
-    rows: dict[str, dict[str, int]] = {}
+    import pandas as pd
+
+    rows: dict[str, dict[str, float]] = {}
     for name, domain in corpus.domains.items():
         parts = {split: domain.split(split) for split in SPLITS}
         left_out = corpus.not_written[name]
         rows[name] = {
             "documents": sum(part.documents for part in parts.values()),
             **{f"{split} tokens": part.tokens for split, part in parts.items()},
-            "bytes": sum(part.text_bytes for part in parts.values()),
+            "bytes/token": sum(part.text_bytes for part in parts.values()),
             "duplicates": left_out.duplicates,
             "held out": left_out.held_out,
             "empty": left_out.empty,
             "malformed": left_out.malformed,
         }
-    total = {
-        column: sum(row[column] for row in rows.values()) for column in next(iter(rows.values()))
-    }
-    total["malformed"] = malformed.count
-    columns = [column for column in total if column != "held out" or total[column]]
-    table = [["domain", *("bytes/token" if column == "bytes" else column for column in columns)]]
-    for name, row in [*rows.items(), ("total", total)]:
-        tokens = sum(row[f"{split} tokens"] for split in SPLITS)
-        cells = {**{column: f"{row[column]:,}" for column in columns}}
-        cells["bytes"] = f"{row['bytes'] / tokens:.2f}"
-        table.append([name, *cells.values()])
-    first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
-    lines = [
-        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in table
-    ]
-    lines.insert(1, "-" * len(lines[0]))
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    total = {**table.sum(), "malformed": malformed.count}
+    table = pd.concat([table, pd.DataFrame(total, index=["total"])])
+    table["bytes/token"] /= table[[f"{split} tokens" for split in SPLITS]].sum(axis="columns")
+    if not total["held out"]:
+        del table["held out"]
+    table.columns.name = "domain"
+    formats = dict.fromkeys(table, "{:,}".format) | {"bytes/token": "{:.2f}".format}
+    widths = {name: len(name) + 1 for name in table}
+    text = table.to_string(formatters=formats, col_space=widths)
     if malformed.unwanted:
-        lines.append(
-            f"--rename-domain leaves out {sum(malformed.unwanted.values()):,} documents, of "
+        text += (
+            f"\n--rename-domain leaves out {sum(malformed.unwanted.values()):,} documents, of "
             f"{quoted(malformed.unwanted)}"
         )
-    return "\n".join(lines)
+    return text
 
 
 # Worker processes

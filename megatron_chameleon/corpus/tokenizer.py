@@ -294,11 +294,6 @@ class TiktokenEncoder:
 Encoder = JsonEncoder | SentencePieceEncoder | TiktokenEncoder
 
 
-def is_tiktoken(content: bytes) -> bool:
-    """Whether ``content`` starts like a tiktoken file."""
-    return _TIKTOKEN_LINE.match(content) is not None
-
-
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     """Read a tiktoken file: byte string -> rank (token id).
 
@@ -317,34 +312,6 @@ def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     if len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
         raise _unreadable(path, "tiktoken file", "two byte strings have the same rank")
     return ranks
-
-
-def pattern_and_special_tokens(
-    path: Path, content: bytes, wanted: str | None, eod_token: str
-) -> tuple[str, dict[str, int]]:
-    """Pre-tokenization regular expression and special tokens of a tiktoken file.
-
-    Args:
-        path: of the file, for messages.
-        content: of the file.
-        wanted: one of PATTERNS, a regular expression, or None for that of a published file.
-        eod_token: the only special token of an unknown file; its id is the next free one.
-
-    Raises:
-        UserError: if the pattern is unknown and was not passed.
-    """
-    known = PUBLISHED.get(hashlib.sha256(content).hexdigest())
-    name = wanted or (known.pattern if known else None)
-    if name is None:
-        raise UserError(
-            f"{path} has no pattern to split text into words with: pass --tiktoken-pattern "
-            f"{', '.join(PATTERNS)} or a regular expression"
-        )
-    if known:
-        special = dict(known.special_tokens)
-    else:
-        special = {eod_token: 1 + max(read_ranks(path, content).values())}
-    return PATTERNS.get(name, name), special
 
 
 def is_panic(error: BaseException) -> bool:
@@ -409,42 +376,16 @@ class TokenizerFile:
         assert self.pattern is not None
         return TiktokenEncoder(self.path, self.content, self.pattern, self.special_tokens or {})
 
-    def save(self, folder: Path) -> None:
-        """Write the file that a corpus keeps into ``folder``."""
-        with replacing(folder / self.name) as temporary:
-            temporary.write_bytes(self.content)
-
-
-def read_tokenizer_file(path: Path, tiktoken_pattern: str | None, eod_token: str) -> TokenizerFile:
-    """Read the tokenizer at ``path``, a file or a folder that holds one.
-
-    Args:
-        path: a tokenizer.json, a vocab.json with its merges.txt, a tiktoken file, a SentencePiece
-            .model, or a folder.
-        tiktoken_pattern: see EncoderOptions; an error for other files.
-        eod_token: see :func:`pattern_and_special_tokens`.
-
-    Raises:
-        UserError: if there is none, its format is unknown, or its pattern is not known.
-    """
-    file, kind, content = _read(path)
-    if kind == "tiktoken":
-        pattern, special = pattern_and_special_tokens(file, content, tiktoken_pattern, eod_token)
-        return TokenizerFile(file, kind, content, pattern, special)
-    if tiktoken_pattern is not None:
-        raise UserError(
-            f"--tiktoken-pattern has no effect: {file} is not a tiktoken file; leave it out"
-        )
-    return TokenizerFile(file, kind, content)
-
 
 def recorded_tokenizer_file(path: Path, identity: TokenizerIdentity) -> TokenizerFile:
     """The tokenizer at ``path``, with the pattern and special tokens that a corpus has recorded."""
-    return TokenizerFile(*_read(path), identity.pattern, identity.special_tokens)
+    return dataclasses.replace(
+        _read(path), pattern=identity.pattern, special_tokens=identity.special_tokens
+    )
 
 
-def _read(path: Path) -> tuple[Path, TokenizerKind, bytes]:
-    """The one tokenizer at ``path``, its library, and the content that a corpus keeps."""
+def _read(path: Path) -> TokenizerFile:
+    """The one tokenizer at ``path``, a file or a folder, without pattern and special tokens."""
     file = path
     if path.is_dir():
         inside = [found for name in _IN_A_FOLDER for found in sorted(path.glob(name))]
@@ -462,15 +403,15 @@ def _read(path: Path) -> tuple[Path, TokenizerKind, bytes]:
     if not file.is_file():
         raise UserError(f"{path} does not exist; tools/train_tokenizer.py makes a tokenizer")
     if file.name.endswith(tuple(_GPT2_NAMES)):
-        return file, "tokenizers", tokenizer_json_of(file)
+        return TokenizerFile(file, "tokenizers", tokenizer_json_of(file))
     content = file.read_bytes()
     if file.suffix == ".json":
-        return file, "tokenizers", content
+        return TokenizerFile(file, "tokenizers", content)
     # Llama 3's is called tokenizer.model too.
-    if file.suffix == ".tiktoken" or is_tiktoken(content):
-        return file, "tiktoken", content
+    if file.suffix == ".tiktoken" or _TIKTOKEN_LINE.match(content):
+        return TokenizerFile(file, "tiktoken", content)
     if file.suffix == ".model":
-        return file, "sentencepiece", content
+        return TokenizerFile(file, "sentencepiece", content)
     raise UserError(
         f"{file}: a tokenizer must be a tokenizer.json, a vocab.json with its merges.txt, a "
         "tiktoken file or a SentencePiece .model; tools/train_tokenizer.py makes one"
@@ -625,7 +566,12 @@ class Tokenizer:
         """
         is_long = max(map(len, texts), default=0) > LONGEST_PART
         tokens, lengths = self._encode_in_parts(texts) if is_long else self._encode(texts)
-        _check_lengths(lengths)
+        longest = lengths.max(initial=0)
+        if longest > _MOST_TOKENS:
+            raise UserError(
+                f"a document has {longest} tokens, more than the {_MOST_TOKENS} of the .idx "
+                "format; divide it"
+            )
         return tokens, lengths.astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -634,7 +580,8 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the file that a corpus keeps into ``folder``, under the name in ``identity``."""
-        self.file.save(folder)
+        with replacing(folder / self.file.name) as temporary:
+            temporary.write_bytes(self.file.content)
 
     def _encode(self, texts: Sequence[str]) -> _Encoded:
         together = None if self.fast_encoder is None else self.fast_encoder.encode_documents(texts)
@@ -643,7 +590,6 @@ class Tokenizer:
         encoded = (self.fast_encoder or self.encoder).encode_batch(texts)
         end = np.array([self.eod_id], dtype=np.uint32)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded)) + 1
-        _check_lengths(lengths)
         ended = [end[:0], *itertools.chain.from_iterable((ids, end) for ids in encoded)]
         # Concatenate and convert to the type on disk in one copy.
         return np.concatenate(ended, dtype=self.token_type, casting="unsafe"), lengths
@@ -707,34 +653,46 @@ def _joined(encoded: Sequence[_Encoded]) -> _Encoded:
     return np.concatenate(tokens), np.concatenate(lengths)
 
 
-def _check_lengths(lengths: NDArray[np.int64]) -> None:
-    longest = lengths.max(initial=0)
-    if longest > _MOST_TOKENS:
-        raise UserError(
-            f"a document has {longest} tokens, more than the {_MOST_TOKENS} of the .idx format; "
-            "divide it"
-        )
-
-
 def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = None) -> Tokenizer:
     """Load the tokenizer at ``path``.
 
     Args:
-        path: see :func:`read_tokenizer_file`.
-        eod_token: name of the end-of-document token.
-        tiktoken_pattern: see EncoderOptions.
+        path: a tokenizer.json, a vocab.json with its merges.txt, a tiktoken file, a SentencePiece
+            .model, or a folder that holds one of them.
+        eod_token: name of the end-of-document token. In an unknown tiktoken file it is the only
+            special token, and its id is the next free one.
+        tiktoken_pattern: see EncoderOptions; an error for other files.
 
     Raises:
-        UserError: if there is none, it cannot be read, or it has no token ``eod_token``.
+        UserError: if there is none, it cannot be read, its pattern is unknown, or it has no token
+            ``eod_token``.
     """
-    file = read_tokenizer_file(path, tiktoken_pattern, eod_token)
+    file = _read(path)
+    if file.kind == "tiktoken":
+        known = PUBLISHED.get(hashlib.sha256(file.content).hexdigest())
+        name = tiktoken_pattern or (known.pattern if known else None)
+        if name is None:
+            raise UserError(
+                f"{file.path} has no pattern to split text into words with: pass "
+                f"--tiktoken-pattern {', '.join(PATTERNS)} or a regular expression"
+            )
+        if known:
+            special = dict(known.special_tokens)
+        else:
+            special = {eod_token: 1 + max(read_ranks(file.path, file.content).values())}
+        pattern = PATTERNS.get(name, name)
+        file = dataclasses.replace(file, pattern=pattern, special_tokens=special)
+    elif tiktoken_pattern is not None:
+        raise UserError(
+            f"--tiktoken-pattern has no effect: {file.path} is not a tiktoken file; leave it out"
+        )
     encoder = file.open()
     eod_id = encoder.token_id(eod_token)
     if eod_id is None:
-        special = encoder.special_tokens()[:_CANDIDATES_SHOWN]
+        candidates = encoder.special_tokens()[:_CANDIDATES_SHOWN]
         raise UserError(
             f"{file.path} has no token '{eod_token}' to end documents with; its special tokens are "
-            f"{', '.join(special) or '(none)'}: name one with --eod-token"
+            f"{', '.join(candidates) or '(none)'}: name one with --eod-token"
         )
     if eod_id in encoder.encode_batch([eod_token])[0]:
         warnings.warn(

@@ -15,12 +15,12 @@ from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 
 
-def given(*inputs: object, **options: Any) -> SourceOptions:
+def source_options(*inputs: object, **options: Any) -> SourceOptions:
     """The options for these inputs."""
     return SourceOptions((tuple(str(path) for path in inputs),), **options)
 
 
-def made(options: PreprocessOptions) -> Corpus:
+def make_corpus(options: PreprocessOptions) -> Corpus:
     """The corpus made with ``options``."""
     preprocess_data(options)
     return Corpus.load(options.output)

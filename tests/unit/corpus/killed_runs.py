@@ -23,7 +23,7 @@ from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.errors import UserError
-from tests.unit.corpus.corpus_making import assert_same, given
+from tests.unit.corpus.corpus_making import assert_same, source_options
 
 _CHANGES = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 _KILLS, _LAST_KILLS = 16, 12
@@ -74,7 +74,7 @@ def in_child(work: Callable[[], None]) -> int:
 def main(folder: Path, shard_bytes: int) -> None:
     """Compare each killed and resumed run with the uninterrupted one; print counts."""
     options = PreprocessOptions(
-        given(*sorted(folder.glob("*.jsonl"))),
+        source_options(*sorted(folder.glob("*.jsonl"))),
         folder / "expected",
         folder / "tokenizer.json",
         domains=DomainOptions(domain_key="set"),

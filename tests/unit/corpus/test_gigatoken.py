@@ -27,8 +27,7 @@ from megatron_chameleon.corpus.gigatoken import (
 from megatron_chameleon.corpus.options import EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.tokenizer import PATTERNS, load_tokenizer
 from megatron_chameleon.errors import UserError
-from tests.unit.corpus.corpus_making import files_of, made
-from tests.unit.corpus.corpus_making import given as given_inputs
+from tests.unit.corpus.corpus_making import files_of, make_corpus, source_options
 from tests.unit.corpus.tokenizer_samples import (
     EOD,
     awkward_text,
@@ -37,10 +36,15 @@ from tests.unit.corpus.tokenizer_samples import (
     write_tiktoken,
 )
 
+PAIRS = {f"pairs {name}": name for name in PATTERNS}
 
-@pytest.fixture(scope="module", params=["json", "model", "gpt2 files", *PATTERNS])
+
+@pytest.fixture(scope="module", params=["json", "model", "gpt2 files", *PATTERNS, *PAIRS])
 def tokenizer(request, tokenizer_json, sentencepiece_model, tmp_path_factory):
+    """In each format; with "pairs" the tokens depend on where a text is split into words."""
     folder = tmp_path_factory.mktemp("fast")
+    if request.param in PAIRS:
+        return load_tokenizer(write_pairs(folder / "a.tiktoken"), EOD, PAIRS[request.param])
     if request.param in PATTERNS:
         path = write_tiktoken(tokenizer_json, folder / "a.tiktoken")
         return load_tokenizer(path, EOD, request.param)
@@ -71,23 +75,10 @@ def test_it_is_used_where_it_agrees_and_no_text_can_end_a_document(tokenizer, te
     assert lengths.sum() == len(ids)
 
 
-@given(found=st.lists(st.text(max_size=60) | awkward_text(), min_size=1, max_size=6))
+@given(found=st.lists(st.text(max_size=60) | awkward_text(), min_size=1, max_size=30))
 @settings(max_examples=60, deadline=None)
 def test_any_texts_are_encoded_alike(tokenizer, found):
     assert_encoded_alike(tokenizer, found)
-
-
-@pytest.fixture(scope="module", params=PATTERNS)
-def pairs_tokenizer(request, tmp_path_factory):
-    """A tokenizer whose tokens depend on where a text is split into words."""
-    path = write_pairs(tmp_path_factory.mktemp("pairs") / "a.tiktoken")
-    return load_tokenizer(path, EOD, request.param)
-
-
-@given(found=st.lists(awkward_text(), min_size=20, max_size=40))
-@settings(max_examples=50, deadline=None)
-def test_texts_are_split_into_words_alike(pairs_tokenizer, found):
-    assert_encoded_alike(pairs_tokenizer, found)
 
 
 def test_unstable_characters_are_left_to_the_own_library(tokenizer_json, tmp_path):
@@ -140,7 +131,7 @@ def test_a_corpus_on_which_they_disagree_is_that_of_the_own_library(
 
     def options(encoder):
         return PreprocessOptions(
-            given_inputs(f"a={path}"),
+            source_options(f"a={path}"),
             tmp_path / encoder,
             tmp_path / "not-read.json",
             encoding=EncoderOptions(encoder=encoder),
@@ -149,14 +140,14 @@ def test_a_corpus_on_which_they_disagree_is_that_of_the_own_library(
             shard_bytes=256,
         )
 
-    own = made(options("own"))
+    own = make_corpus(options("own"))
     with pytest.warns(UserWarning, match="differently"):
-        auto = made(options("auto"))
+        auto = make_corpus(options("auto"))
     files = [{k: v for k, v in files_of(c).items() if "tokens" in k} for c in (own, auto)]
     assert len(files[0]) == 9  # .bin, .idx and .xxh3 of three splits
     assert files[0] == files[1]
     with pytest.raises(UserError, match="--encoder own"):
-        made(options("gigatoken"))
+        make_corpus(options("gigatoken"))
     assert not (tmp_path / "gigatoken" / "corpus.json").exists()
 
 

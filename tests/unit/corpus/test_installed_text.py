@@ -9,9 +9,7 @@ import random
 import pytest
 
 from megatron_chameleon.corpus.installed_text import (
-    DOMAINS,
     SUMMARY_FILE,
-    assign_domains,
     gather_installed_text,
 )
 from megatron_chameleon.corpus.options import GatherOptions
@@ -104,19 +102,3 @@ def test_a_domain_that_is_too_small_is_replaced_by_the_next(options):
     with pytest.raises(UserError, match=r"mine\.txt"):
         gather_installed_text(options)
     assert (options.output_dir / "mine.txt").exists()
-
-
-def test_a_file_belongs_to_the_first_domain_that_matches():
-    sources = {
-        "numpy/linalg/tests/test_a.py": "test_suites",
-        "numpy/linalg/a.py": "reference_prose",
-        "torch/nn/a.py": "python_source",
-        "triton/backends/nvidia/include/cuda.h": "cuda_headers",
-        "torch/include/c10/a.h": "cpp_headers",
-        "torch-2.13.0.dist-info/METADATA": "licences_and_readmes",
-        "numpy/random/tests/data/a.csv": None,
-        "numpy/_core/a.csv": "number_tables",
-    }
-    assigned = assign_domains(sources, DOMAINS)
-    found = {source: name for name, sources_ in assigned.items() for source in sources_}
-    assert {source: found.get(source) for source in sources} == sources

@@ -28,10 +28,10 @@ from tests.unit.corpus.corpus_making import (
     all_documents,
     assert_same,
     documents_of,
-    given,
     left_in,
-    made,
+    make_corpus,
     record_of,
+    source_options,
 )
 
 BY_SET = DomainOptions(domain_key="set")
@@ -41,7 +41,9 @@ BY_SET = DomainOptions(domain_key="set")
 def options(tmp_path, jsonl, texts, tokenizer_json):
     """Two domains of 300 and 200 documents, in shards of 4 kB."""
     return PreprocessOptions(
-        given(f"a={jsonl('a.jsonl', texts(300, 1))}", f"b={jsonl('b.jsonl', texts(200, 2))}"),
+        source_options(
+            f"a={jsonl('a.jsonl', texts(300, 1))}", f"b={jsonl('b.jsonl', texts(200, 2))}"
+        ),
         tmp_path / "corpus",
         tokenizer_json,
         split="60,20,20",
@@ -62,7 +64,7 @@ def number_of_shards(options):
 
 
 def test_a_corpus_holds_each_document_once_in_order(options, texts, sentencepiece_model):
-    corpus = made(options)
+    corpus = make_corpus(options)
     assert corpus.names == ["a", "b"]
     for name, seed, count in (("a", 1, 300), ("b", 2, 200)):
         assert sorted(all_documents(corpus, name)) == sorted(texts(count, seed))
@@ -75,13 +77,13 @@ def test_a_corpus_holds_each_document_once_in_order(options, texts, sentencepiec
     corpus.verify()
     assert corpus.dtype == "uint16"
     again = dataclasses.replace(options, tokenizer_model=sentencepiece_model, overwrite=True)
-    corpus = made(again)
+    corpus = make_corpus(again)
     assert corpus.tokenizer.kind == "sentencepiece"
     assert sorted(all_documents(corpus, "b")) == sorted(texts(200, 2))
 
 
 def test_a_corpus_keeps_its_tokenizer_and_rejects_others(options, sentencepiece_model):
-    corpus = made(options)
+    corpus = make_corpus(options)
     own = corpus.root / corpus.tokenizer.file
     assert own.read_bytes() == options.tokenizer_model.read_bytes()
     for path in (None, options.tokenizer_model):
@@ -103,10 +105,10 @@ def test_no_text_of_valid_or_test_is_in_an_earlier_split(options, jsonl, texts, 
         "test": jsonl("test.jsonl", [*test, *test[:3]]),
         "b": jsonl("b.jsonl", [*other, *valid, *test]),
     }
-    corpus = made(
+    corpus = make_corpus(
         dataclasses.replace(
             options,
-            source=given(f"a={files['train']}", f"b={files['b']}"),
+            source=source_options(f"a={files['train']}", f"b={files['b']}"),
             domains=DomainOptions(
                 valid_input=((f"a={files['valid']}",),), test_input=((f"a={files['test']}",),)
             ),
@@ -136,10 +138,10 @@ def test_documents_without_text_or_tokens_are_counted(
     tokenizer.save(str(tmp_path / "strip.json"))
     empty = ["", {"text": None}, " ", "\n\n", {"text": ""}]
     records = [*texts(100, 1), *empty, *texts(100, 2), " "]
-    corpus = made(
+    corpus = make_corpus(
         dataclasses.replace(
             options,
-            source=given(f"a={jsonl('a.jsonl', records)}"),
+            source=source_options(f"a={jsonl('a.jsonl', records)}"),
             tokenizer_model=tmp_path / "strip.json",
             encoding=EncoderOptions(encoder="own"),
         )
@@ -151,12 +153,12 @@ def test_documents_without_text_or_tokens_are_counted(
 
 def test_malformed_lines_of_all_shards_count_together(options, jsonl, texts, capsys):
     lines = [*texts(150, 1), b"{", *texts(150, 2), b"[]", *texts(100, 3)]
-    source = given(f"a={jsonl('a.jsonl', lines)}", max_malformed_share=0.004)
+    source = source_options(f"a={jsonl('a.jsonl', lines)}", max_malformed_share=0.004)
     with pytest.raises(UserError, match=r"2 of 402 lines are malformed"):
         preprocess_data(dataclasses.replace(options, source=source))
     lenient = dataclasses.replace(source, max_malformed_share=0.005)
     with pytest.warns(UserWarning, match="2 of 402 lines are malformed"):
-        corpus = made(dataclasses.replace(options, source=lenient))
+        corpus = make_corpus(dataclasses.replace(options, source=lenient))
     assert corpus.not_written["a"].malformed == 2
     printed = capsys.readouterr().out
     row = next(line.split() for line in printed.splitlines() if line.startswith("a "))
@@ -182,7 +184,7 @@ def test_text_without_a_corpus_in_it_leaves_nothing(
         path = jsonl(f"{name or 'x'}.jsonl", texts(lines) if isinstance(lines, int) else lines)
         inputs.append(f"{name}={path}" if name else path)
     changes = {"shard_bytes": 10**9, **changes}
-    source = given(*inputs, text_key=changes.pop("text_key", "text"))
+    source = source_options(*inputs, text_key=changes.pop("text_key", "text"))
     with pytest.raises(UserError, match=problem) as raised:
         preprocess_data(dataclasses.replace(options, source=source, **changes))
     assert "\n" not in str(raised.value)
@@ -202,7 +204,7 @@ def mixed(options, jsonl, texts):
     empty = [{"text": "", "set": "a"}, {"text": None, "set": "b"}]
     packed = jsonl("x/2.jsonl", [{"text": text, "set": "d"} for text in texts(60, 2)])
     packed.with_suffix(".jsonl.gz").write_bytes(gzip.compress(packed.read_bytes()))
-    source = given(
+    source = source_options(
         jsonl("x/0.jsonl", records[:200]),
         jsonl("x/1.jsonl", [*records[200:], *empty]),
         packed.with_suffix(".jsonl.gz"),
@@ -221,7 +223,7 @@ def assert_same_tokens(corpus, whole):
 @pytest.mark.parametrize("drop", [True, False])
 def test_the_corpus_does_not_depend_on_shard_and_buffer_sizes(mixed, tmp_path, monkeypatch, drop):
     mixed = dataclasses.replace(mixed, drop_duplicates=drop)
-    whole = made(dataclasses.replace(mixed, output=tmp_path / "whole", shard_bytes=10**9))
+    whole = make_corpus(dataclasses.replace(mixed, output=tmp_path / "whole", shard_bytes=10**9))
     for shard_bytes in (2000, 4000):
         if shard_bytes == 4000:
             for module, name, size in [
@@ -237,12 +239,12 @@ def test_the_corpus_does_not_depend_on_shard_and_buffer_sizes(mixed, tmp_path, m
             ]:
                 monkeypatch.setattr(module, name, size)
         output = tmp_path / f"{shard_bytes}"
-        corpus = made(dataclasses.replace(mixed, output=output, shard_bytes=shard_bytes))
+        corpus = make_corpus(dataclasses.replace(mixed, output=output, shard_bytes=shard_bytes))
         assert_same_tokens(corpus, whole)
 
 
 def test_the_corpus_does_not_depend_on_the_file_format(options, tmp_path, texts):
-    plain = made(options)
+    plain = make_corpus(options)
     for name, seed, count in (("a", 1, 300), ("b", 2, 200)):
         data = (tmp_path / f"{name}.jsonl").read_bytes()
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(data))
@@ -250,16 +252,16 @@ def test_the_corpus_does_not_depend_on_the_file_format(options, tmp_path, texts)
         table = pa.table({"text": texts(count, seed)})
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=20)
     for suffix in ("jsonl.gz", "jsonl.zst", "parquet"):
-        source = given(*(f"{name}={tmp_path}/{name}.{suffix}" for name in "ab"))
+        source = source_options(*(f"{name}={tmp_path}/{name}.{suffix}" for name in "ab"))
         other = dataclasses.replace(options, source=source, output=tmp_path / suffix)
         if suffix == "parquet":
             preprocess_data(dataclasses.replace(other, shard="2/2"))
             assert number_of_shards(other) > 3
-        assert_same_tokens(made(other), plain)
+        assert_same_tokens(make_corpus(other), plain)
 
 
 def test_the_corpus_does_not_depend_on_who_makes_the_shards(mixed, tmp_path, capsys):
-    alone = made(mixed)
+    alone = make_corpus(mixed)
     shared = dataclasses.replace(mixed, output=tmp_path / "shared")
     for shard in ("2/3", "3/3", "1/3"):
         capsys.readouterr()
@@ -268,9 +270,9 @@ def test_the_corpus_does_not_depend_on_who_makes_the_shards(mixed, tmp_path, cap
         left = "--shard 1/3, --shard 3/3" in capsys.readouterr().out
         assert left == (shard == "2/3")
     assert number_of_shards(shared) > 8
-    assert_same(made(shared), alone)
+    assert_same(make_corpus(shared), alone)
     processes = dataclasses.replace(mixed, output=tmp_path / "processes", workers=2)
-    assert_same(made(processes), alone)
+    assert_same(make_corpus(processes), alone)
     assert not (processes.output / ".partial").exists()
 
 
@@ -278,21 +280,21 @@ def test_the_corpus_does_not_depend_on_who_makes_the_shards(mixed, tmp_path, cap
 
 
 def test_a_full_disk_while_joining_keeps_all_shards(options, tmp_path, capsys):
-    expected = made(dataclasses.replace(options, output=tmp_path / "expected"))
+    expected = make_corpus(dataclasses.replace(options, output=tmp_path / "expected"))
     most = (expected.root / "tokens" / "a-train.bin").stat().st_size
     with pytest.raises(UserError, match=r"a-train\.bin"), largest_file_size(most - 1):
         preprocess_data(options)
     total = number_of_shards(options)
     left = [name for name in left_in(options.output) if "shards/" not in name]
     assert left == [".partial/plan.json"]
-    assert_same(made(options), expected)
+    assert_same(make_corpus(options), expected)
     assert f"{total} of {total} shards were finished before" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", ["size", "content", None])
 def test_a_source_that_changed_since_a_shard_was_made(options, tmp_path, change):
     """A change of its size or content is an error; a file that was only touched is the same."""
-    expected = made(dataclasses.replace(options, output=tmp_path / "expected"))
+    expected = make_corpus(dataclasses.replace(options, output=tmp_path / "expected"))
     preprocess_data(dataclasses.replace(options, shard="1/3"))
     path = tmp_path / "a.jsonl"
     content = path.read_bytes()
@@ -329,4 +331,6 @@ def test_damaged_shards_and_those_of_other_plans_are_rejected(options, tmp_path)
     with pytest.raises(UserError, match=rf"another plan.*remove {shard}"):
         preprocess_data(options)
     shutil.rmtree(shard)
-    assert_same(made(options), made(dataclasses.replace(options, output=tmp_path / "new")))
+    assert_same(
+        make_corpus(options), make_corpus(dataclasses.replace(options, output=tmp_path / "new"))
+    )

@@ -208,14 +208,14 @@ def test_an_interrupted_run_leaves_finished_shards_to_resume_from(
     Corpus.load(tmp_path / "corpus").verify()
 
 
-def test_concurrent_shares_make_the_same_corpus(command, jsonl, texts, tmp_path):
+def test_concurrent_machines_make_the_same_corpus(command, jsonl, texts, tmp_path):
     arguments = command("--input", f"a={jsonl('a.jsonl', texts(800))}", "--shard-bytes", 2000)
     quiet = subprocess.DEVNULL
     processes = [
         subprocess.Popen(
-            [*arguments, "--shard", share], cwd=ROOT, env=ENVIRONMENT, stdout=quiet, stderr=quiet
+            [*arguments, "--shard", shard], cwd=ROOT, env=ENVIRONMENT, stdout=quiet, stderr=quiet
         )
-        for share in ("1/2", "2/2", "1/2")
+        for shard in ("1/2", "2/2", "1/2")
     ]
     assert [process.wait(120) for process in processes] == [0, 0, 0]
     assert run(arguments).returncode == 0
