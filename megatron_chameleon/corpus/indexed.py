@@ -75,7 +75,6 @@ class IndexedWriter:
     Attributes:
         documents: number of documents added.
         tokens: number of their tokens, end-of-document tokens included.
-        waiting_bytes: bytes still in memory.
         block_checksums: hex SHA-256 of the .xxh3 file, valid after :meth:`finish`.
 
     Args:
@@ -100,11 +99,6 @@ class IndexedWriter:
                 if path is self._idx_path:
                     # Blank until the end: an unfinished file never passes for an index.
                     stream.write(bytes(HEADER.size))
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that the next flush writes."""
-        return len(self._tokens) + len(self._lengths)
 
     def add(self, tokens: NDArray[np.integer]) -> None:
         """Append one document [num_tokens], its end-of-document token included.

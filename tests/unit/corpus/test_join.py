@@ -233,7 +233,7 @@ def test_documents_go_to_their_domain_and_split_in_the_order_of_the_shards(
 
     def on_bytes(num_bytes):
         copied.append(num_bytes)
-        waiting.append(sum(writer.waiting_bytes for writer in writers))
+        waiting.append(sum(len(writer._tokens) + len(writer._lengths) for writer in writers))
 
     monkeypatch.setattr(join, "IndexedWriter", Counted)
     monkeypatch.setattr(join, "_WAITING_BYTES", 2000)
