@@ -75,7 +75,7 @@ def test_it_is_used_where_it_agrees_and_no_text_can_end_a_document(tokenizer, te
     assert lengths.sum() == len(ids)
 
 
-@given(found=st.lists(st.text(max_size=60) | awkward_text(), min_size=1, max_size=30))
+@given(found=st.lists(st.text(max_size=60) | awkward_text(), min_size=1, max_size=15))
 @settings(max_examples=60, deadline=None)
 def test_any_texts_are_encoded_alike(tokenizer, found):
     assert_encoded_alike(tokenizer, found)
