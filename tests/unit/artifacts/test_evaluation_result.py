@@ -39,21 +39,6 @@ def test_standard_error_of_a_ratio(clusters):
     assert ratio_standard_error(sums, sizes) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-def test_standard_error_matches_the_deviation_of_sampled_means():
-    rng = np.random.default_rng(0)
-    means, errors = [], []
-    for _ in range(2000):
-        sizes = rng.integers(1, 200, 60)
-        # Tokens of one document are correlated.
-        sums = sizes * rng.normal(3.0, 0.5, 60) + rng.normal(0, 1, 60) * np.sqrt(sizes)
-        means.append(sums.sum() / sizes.sum())
-        error = ratio_standard_error(sums.tolist(), sizes.tolist())
-        assert error is not None
-        errors.append(error)
-    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.05)
-    assert np.std(means) > 3 * 1.0 / math.sqrt(60 * 100)  # of independent tokens
-
-
 def domain(losses: list[float], tokens: list[int]) -> DomainLoss:
     mean = sum(losses) / sum(tokens)
     return DomainLoss(mean, sum(tokens), 5.0, clusters=Clusters(losses, tokens))

@@ -5,7 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_chameleon.artifacts import Cost
 from megatron_chameleon.artifacts.provenance import PACKAGES, provenance
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 
@@ -29,9 +28,3 @@ def test_provenance_records_command_options_inputs_and_versions(monkeypatch):
 def test_commit_is_none_without_git(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance(OPTIONS, {}).git_commit is None
-
-
-def test_costs_add_up():
-    first, second = Cost(1.0, 2.0, 3.0, 4), Cost(10.0, 20.0, 30.0, 2)
-    assert first + second == second + first == Cost(11.0, 22.0, 33.0, 4)
-    assert first + Cost() == first
