@@ -1,9 +1,6 @@
 """The maths of data mixing: vectors or losses in, weights out. numpy and scipy only."""
 
-from megatron_chameleon.mixture.affinity import (
-    affinity_matrix,
-    nearest_rows,
-)
+from megatron_chameleon.mixture.affinity import affinity_matrix, nearest_rows
 from megatron_chameleon.mixture.bootstrap import (
     BootstrapResult,
     bootstrap_weights,
@@ -25,9 +22,7 @@ from megatron_chameleon.mixture.chameleon import (
     resolve_recipe,
 )
 from megatron_chameleon.mixture.checks import Mode
-from megatron_chameleon.mixture.leverage import (
-    leverage_scores,
-)
+from megatron_chameleon.mixture.leverage import leverage_scores
 from megatron_chameleon.mixture.target import similarity_shares, target_prior
 from megatron_chameleon.mixture.weights import (
     DegenerateScoreWarning,

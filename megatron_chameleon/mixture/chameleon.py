@@ -239,7 +239,6 @@ def chameleon_weights(
         DegenerateScoreWarning: a score was clipped (see ``domain_weights``).
     """
     settings = resolve_recipe(recipe, **overrides)
-    check_mode(mode)
     features = center_embeddings(embeddings) if settings.center else as_embeddings(embeddings)
     num_domains = len(features)
     ridge = settings.effective_ridge(float(squared_norms(features).sum()) / num_domains)

@@ -99,34 +99,25 @@ class DoremiState:
                 reference's, in nats; clipped first if the recipe clips tokens.
             tokens: [k] number of these tokens; 0 for an absent domain.
             recipe: of the update rule.
+
+        Raises:
+            ValueError: if a sum is not finite.
         """
-        excess = mean_excess(excess_sums, tokens, self.excess, recipe)
+        if not np.isfinite(excess_sums).all():
+            bad = int(np.argmin(np.isfinite(excess_sums)))
+            raise ValueError(f"excess loss of domain {bad} is {excess_sums[bad]}: must be finite")
+        means = excess_sums / np.maximum(tokens, 1.0)
+        if not recipe.clip_tokens:
+            means = np.clip(means, recipe.floor, recipe.ceiling)
+        excess = np.where(tokens > 0, means, self.excess)
         log_weights = exponentiated_step(self.log_weights, excess, recipe.eta, recipe.eps)
-        before, counted = self.weights, self.counted + 1
-        after = DoremiState(log_weights, excess, self.mean, counted).weights
-        return DoremiState(
-            log_weights=log_weights,
-            excess=excess,
-            mean=self.mean + (after - self.mean) / counted,
-            counted=counted,
-            moved=self.moved + total_variation(before, after),
+        counted = self.counted + 1
+        new = DoremiState(log_weights, excess, self.mean, counted)
+        return dataclasses.replace(
+            new,
+            mean=self.mean + (new.weights - self.mean) / counted,
+            moved=self.moved + total_variation(self.weights, new.weights),
         )
-
-
-def mean_excess(excess_sums: Array, tokens: Array, last: Array, recipe: DoremiRecipe) -> Array:
-    """lambda, [k]: the mean excess loss of each domain's tokens; ``last`` where it is absent.
-
-    Raises:
-        ValueError: if a sum is not finite.
-    """
-    if not np.isfinite(excess_sums).all():
-        bad = int(np.argmin(np.isfinite(excess_sums)))
-        raise ValueError(f"excess loss of domain {bad} is {excess_sums[bad]}: must be finite")
-    means = excess_sums / np.maximum(tokens, 1.0)
-    if not recipe.clip_tokens:
-        means = np.clip(means, recipe.floor, recipe.ceiling)
-    excess: Array = np.where(tokens > 0, means, last)
-    return excess
 
 
 def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
-from scipy.stats import rankdata
+from scipy.spatial import cKDTree
+from scipy.stats import ConstantInputWarning, spearmanr
 
 from megatron_chameleon.mixture.checks import Array
 
@@ -35,21 +37,14 @@ class FitQuality:
 
 def quality_of(predicted: Array, losses: Array) -> FitQuality:
     """The quality of ``predicted`` [n, m] against ``losses`` [n, m]."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConstantInputWarning)
+        ranks = [spearmanr(*pair).statistic for pair in zip(predicted.T, losses.T, strict=True)]
     return FitQuality(
-        spearman=rank_correlations(predicted, losses),
+        spearman=np.array(ranks),
         mae=np.abs(predicted - losses).mean(axis=0),
         spread=np.abs(losses - np.median(losses, axis=0)).mean(axis=0),
     )
-
-
-def rank_correlations(one: Array, other: Array) -> Array:
-    """Spearman's rank correlation of each column of [n, m] with its like; NaN for a constant."""
-    ranks = [rankdata(values, axis=0) for values in (one, other)]
-    centered = [values - values.mean(axis=0) for values in ranks]
-    norms = np.sqrt((centered[0] ** 2).sum(axis=0) * (centered[1] ** 2).sum(axis=0))
-    products = (centered[0] * centered[1]).sum(axis=0)
-    found: Array = np.where(norms > 0, products / np.where(norms > 0, norms, 1.0), np.nan)
-    return found
 
 
 def folds_of(count: int, folds: int, seed: int) -> list[Array]:
@@ -63,13 +58,7 @@ def folds_of(count: int, folds: int, seed: int) -> list[Array]:
     return np.array_split(np.random.default_rng(seed).permutation(count), folds)
 
 
-def held_out_predictions(
-    fit: Fit,
-    mixtures: Array,
-    losses: Array,
-    folds: list[Array],
-    on_fold: Callable[[], object] = lambda: None,
-) -> Array:
+def held_out_predictions(fit: Fit, mixtures: Array, losses: Array, folds: list[Array]) -> Array:
     """Predictions [n, m] for each run by a fit to the runs of the other folds.
 
     Args:
@@ -77,13 +66,11 @@ def held_out_predictions(
         mixtures: [n, k].
         losses: [n, m].
         folds: positions of the runs, each in one of them.
-        on_fold: called after each fold.
     """
     predicted = np.empty_like(losses)
     for held_out in folds:
         rest = np.setdiff1d(np.arange(len(losses)), held_out)
         predicted[held_out] = fit(mixtures[rest], losses[rest])(mixtures[held_out])
-        on_fold()
     return predicted
 
 
@@ -126,15 +113,11 @@ def reach_of(weights: Array, trained: Array) -> Reach:
     tolerance = 1e-9
     above = weights > trained.max(axis=0) + tolerance
     below = weights < trained.min(axis=0) - tolerance
-    # Between each trained mixture and the nearest other one; 0 for a single one.
-    neighbours = np.zeros(len(trained))
-    if len(trained) > 1:
-        for number, row in enumerate(trained):
-            others = np.delete(trained, number, axis=0)
-            neighbours[number] = (np.abs(others - row).sum(axis=1) / 2).min()
+    # Between each trained mixture and the nearest other one.
+    neighbours = cKDTree(trained).query(trained, k=[2], p=1)[0] / 2
     return Reach(
         nearest=int(distances.argmin()),
         distance=float(distances.min()),
-        usual=float(np.quantile(neighbours, USUAL_SHARE)),
+        usual=float(np.quantile(neighbours, USUAL_SHARE)) if len(trained) > 1 else 0.0,
         outside=tuple(np.flatnonzero(above | below).tolist()),
     )

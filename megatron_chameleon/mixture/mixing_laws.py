@@ -222,7 +222,14 @@ def law_optimum(
     def value(weights: Array) -> float:
         return float(laws.predict(weights[None])[0] @ shares)
 
-    steps = grid_steps(len(low))
+    steps = max(  # of the finest grid with at most so many points
+        (
+            steps
+            for steps in range(1, FINEST_GRID + 1)
+            if math.comb(steps + len(low) - 1, len(low) - 1) <= MAX_GRID_POINTS
+        ),
+        default=1,
+    )
     begin, least = start, math.inf
     for block in simplex_grid(len(low), steps):
         inside = block[((block >= low) & (block <= high)).all(axis=1)]
@@ -255,16 +262,6 @@ def law_optimum(
         grid_predicted=value(begin),
         grid_steps=steps,
     )
-
-
-def grid_steps(num_domains: int) -> int:
-    """The finest grid over the simplex with at most ``MAX_GRID_POINTS`` points."""
-    fits = [
-        steps
-        for steps in range(1, FINEST_GRID + 1)
-        if math.comb(steps + num_domains - 1, num_domains - 1) <= MAX_GRID_POINTS
-    ]
-    return max(fits, default=1)
 
 
 def simplex_grid(num_domains: int, steps: int, block: int = 4096) -> Iterator[Array]:

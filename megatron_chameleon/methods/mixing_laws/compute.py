@@ -97,14 +97,12 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
             num_starts=options.num_starts,
             seed=options.fit_seed,
         )
-        title = len(table.metrics), " laws", "fitting"
-        with progress_bar(*title, delay=SECONDS_WITHOUT_BAR) as bar:
+        total = len(table.metrics)
+        with progress_bar(total, " laws", "fitting", delay=SECONDS_WITHOUT_BAR) as bar:
             try:
                 laws = fit_mixing_laws(table.mixtures, table.losses, settings, on_fit=bar.update)
             except ValueError as error:
-                raise UserError(
-                    f"no law fits: {error}; leave such columns out of --metrics"
-                ) from error
+                raise UserError(f"{error}; leave such columns out of --metrics") from error
         # Domains without text in any run stay at 0.
         low, high = np.zeros(len(domains)), np.any(table.mixtures, axis=0).astype(np.float64)
         if (margin := options.max_extrapolation) is not None:

@@ -43,13 +43,10 @@ class Regmix(FitMethod[RegmixOptions]):
         super().__init__(options)
         try:
             import lightgbm  # noqa: F401
-        except ImportError as error:
+        except (ImportError, OSError) as error:
             raise UserError(
-                f"--method regmix needs LightGBM ({error}): pip install lightgbm"
-            ) from error
-        except OSError as error:
-            raise UserError(
-                f"LightGBM cannot be loaded ({error}); install OpenMP: apt-get install libgomp1"
+                f"--method regmix needs LightGBM ({error}): pip install lightgbm; if it cannot "
+                "load libgomp, apt-get install libgomp1"
             ) from error
         trees = options.trees
         self.settings = TreeSettings(

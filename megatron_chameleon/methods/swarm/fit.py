@@ -72,20 +72,16 @@ class FitRuns:
         origin: lines for the user.
         parameters: of the origin, for the mixture's file.
         inputs: name of each file read -> its hash.
-        cost: of the runs; zero if unknown.
+        cost: of the runs; None if unknown.
         made_from: folders of their swarms.
-        unknown_costs: description of each part without a known cost.
-        paper_flops: FLOPs as Chameleon's tables count them; None for existing runs.
     """
 
     table: MixtureRuns
     origin: str
     parameters: dict[str, object]
     inputs: dict[str, str]
-    cost: Cost
-    made_from: tuple[Path, ...] = ()
-    unknown_costs: tuple[str, ...] = ()
-    paper_flops: float | None = None
+    cost: Cost | None
+    made_from: Sequence[Path] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -212,20 +208,14 @@ class FitMethod(abc.ABC, Generic[Options]):
                 MixtureWarning,
                 stacklevel=2,
             )
-        spent = stopwatch.cost()
-        folder = options.output.parent
-        costs: dict[str, Any] = {
-            "made_from": [os.path.relpath(swarm, folder) for swarm in runs.made_from]
-        }
-        if runs.paper_flops is not None:
-            costs["paper_flops"] = runs.paper_flops
-        if runs.unknown_costs:
-            cost = spent
-            costs["unknown_costs"] = list(runs.unknown_costs)
-            of_what = f"the fit alone (unknown: {format_names(runs.unknown_costs)})"
+        spent, folder = stopwatch.cost(), options.output.parent
+        total_cost: dict[str, object] = {}
+        if runs.cost is None:
+            cost, of_what = spent, "the fit alone (that of the runs is unknown)"
         else:
             cost, of_what = runs.cost + spent, "all"
-            costs["total_cost"] = {"flops": cost.flops, "device_seconds": cost.device_seconds}
+            figures = {"flops": cost.flops, "device_seconds": cost.device_seconds}
+            total_cost = {"total_cost": figures}
         mixture = Mixture(
             method=self.name,
             parameters={
@@ -240,7 +230,8 @@ class FitMethod(abc.ABC, Generic[Options]):
                     "outside_range": outside,
                     "extrapolates": reach.extrapolates,
                 },
-                **costs,
+                "made_from": [os.path.relpath(swarm, folder) for swarm in runs.made_from],
+                **total_cost,
                 **runs.parameters,
             },
             provenance=provenance(options, {"corpus": self.corpus.hash, **runs.inputs}),
@@ -343,10 +334,10 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
             "ratios": str(ratios),
             "metrics": str(metrics),
             "renamed_columns": renamed,
+            "unknown_costs": [f"the runs of {ratios}"],
         },
         inputs={"ratios": sha256_of_files(ratios), "metrics": sha256_of_files(metrics)},
-        cost=Cost(),
-        unknown_costs=(f"the runs of {ratios}",),
+        cost=None,
     )
 
 
@@ -394,16 +385,9 @@ def swarm_runs(
         "runs": len(kept),
         "swarm": [str(folder) for folder in folders],
         "diverged": [int(number) for number in result.diverged],
+        "paper_flops": paper_flops,
     }
-    return FitRuns(
-        table,
-        origin,
-        parameters,
-        inputs={},
-        cost=result.cost,
-        made_from=tuple(folders),
-        paper_flops=paper_flops,
-    )
+    return FitRuns(table, origin, parameters, {}, result.cost, folders)
 
 
 def warn_rare_domains(
@@ -474,17 +458,14 @@ def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> Non
         return
     used = np.flatnonzero(target_shares(target, table.metrics))
     scales = np.median(np.abs(table.losses[:, used]), axis=0)
-    small, large = int(scales.argmin()), int(scales.argmax())
-    if scales[large] < MAX_METRIC_RATIO * scales[small] or not scales[large]:
-        return
-    low, high = (f"{table.metrics[used[at]]} (about {scales[at]:.3g})" for at in (small, large))
-    warnings.warn(
-        f"{where}: the target averages metrics of very different scales, from {low} to {high}, so "
-        "the large ones dominate, and all are minimized, accuracies too; pass --target, as a,b or "
-        "weighted a=2,b=1",
-        MixtureWarning,
-        stacklevel=3,
-    )
+    if scales.max() > MAX_METRIC_RATIO * scales.min():
+        small, large = (table.metrics[used[at]] for at in (scales.argmin(), scales.argmax()))
+        warnings.warn(
+            f"{where}: the target averages metrics of very different scales, from {small} to "
+            f"{large}, and minimizes all, accuracies too; pass --target a,b or a=2,b=1",
+            MixtureWarning,
+            stacklevel=3,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

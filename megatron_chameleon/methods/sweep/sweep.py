@@ -7,7 +7,7 @@ and numbers of windows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,13 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
                 f"--sweep-{flag}: --method {method} has no --{flag}, or no absolute value for it "
                 f"with these options; leave it out, or set --{flag} for the centre"
             )
-        axes[name] = _sorted_values(name, [centre[name], *values])
+        distinct = dict.fromkeys([centre[name], *values])
+        if name == "model_size":  # by parameters without the embedding
+            axes[name] = sorted(
+                distinct, key=lambda size: ModelShape(model_size(str(size)), 0, 0).num_parameters
+            )
+        else:
+            axes[name] = sorted(distinct, key=float)
     if not axes:
         flags = (f"--{field.name.replace('_', '-')}" for field in fields)
         raise UserError(f"nothing to vary: pass at least one of {', '.join(flags)}")
@@ -170,16 +176,6 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
         except UserError as error:
             raise UserError(f"point '{format_values(point)}': {error}") from error
     return axes, points
-
-
-def _sorted_values(name: str, values: Sequence[SettingValue]) -> list[SettingValue]:
-    """Distinct values: numbers by size, models by parameters without the embedding."""
-    distinct = list(dict.fromkeys(values))
-    if name == "model_size":
-        return sorted(
-            distinct, key=lambda size: ModelShape(model_size(str(size)), 0, 0).num_parameters
-        )
-    return sorted(distinct, key=float)
 
 
 def format_values(values: Values) -> str:

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import Corpus, Cost, DomainSplit, Mixture, MixtureWarning
+from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.artifacts.swarm import SwarmRecord
-from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods import mixing_laws, regmix
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions, layer_parameters
@@ -112,65 +111,38 @@ def mixture_of(compute):
     ("changes", "identifier"),
     [
         ({"target": "songs"}, "songs"),
-        ({"target": "news=0"}, "news"),
         ({"target": "news,news"}, "news"),
-        ({"target": ","}, "--target"),
         ({"num_proxies": 3}, "3 runs"),
-        ({"sampling": {"max_upweighting": 0.1}}, "--num-proxies"),
-        ({"sampling": {"smallest_weight": 0.5}}, "--num-proxies"),
+        ({"sampling": MixtureSamplingOptions(max_upweighting=0.1)}, "--num-proxies"),
         ({"ratios": Path("table.csv")}, "--metrics"),
         ({"output": Path("/dev/null/mixture.json")}, "/dev/null"),
-        ({"output": Path("mixture")}, "--output mixture"),
     ],
 )
 def test_mistakes_are_reported_before_training(
     compute, tmp_path, options_type, changes, identifier
 ):
-    sampling = MixtureSamplingOptions(**changes.get("sampling", {}))
     with pytest.raises(UserError, match=identifier):
-        compute(options_type, **{"num_proxies": 64, **changes, "sampling": sampling})
+        compute(options_type, **{"num_proxies": 64, **changes})
     assert not list(tmp_path.glob("**/swarm.json"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "flag"),
-    [
-        ({"num_proxies": 30}, "--num-proxies 30"),
-        ({"sampling": MixtureSamplingOptions(mixture_seed=7)}, "--mixture-seed 7"),
-        ({"swarm": dataclasses.replace(SwarmOptions(), lr=1.0)}, "--lr 1"),
-    ],
-)
-def test_training_options_with_existing_runs_are_rejected(compute, changes, flag):
-    with pytest.raises(UserError, match=flag):
-        compute(RegmixOptions, runs_of(bowls), **changes)
+def test_training_options_with_existing_runs_are_rejected(compute):
+    with pytest.raises(UserError, match="--mixture-seed 7"):
+        compute(RegmixOptions, runs_of(bowls), sampling=MixtureSamplingOptions(mixture_seed=7))
+    with pytest.raises(UserError, match="--num-proxies 30"):
+        compute(RegmixOptions, runs_of(bowls), num_proxies=30)
+    with pytest.raises(UserError, match="4 runs"):
+        compute(RegmixOptions, runs_of(bowls, 4))
 
 
-def without_valid_split(root: Path, *names: str) -> Corpus:
-    """A corpus whose domains ``names`` have empty valid splits."""
-    corpus = write_small_corpus(root)
-    domains = dict(corpus.domains)
-    for name in names:
-        prefix = root / "valid" / name
-        for suffix in (".bin", ".idx", ".xxh3"):
-            prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
-        digest = IndexedWriter(prefix, "uint16").finish()
-        empty = DomainSplit(f"valid/{name}", 0, 0, 0, digest)
-        domains[name] = dataclasses.replace(domains[name], valid=empty)
-    dataclasses.replace(corpus, domains=domains).save()
-    return Corpus.load(root)
-
-
-def test_what_cannot_be_measured_or_weighed_is_rejected(compute, tmp_path):
-    corpus = without_valid_split(tmp_path / "poems", "poems")
+def test_domains_without_held_out_text_are_rejected(tmp_path):
+    corpus = write_small_corpus(tmp_path)
+    poems = corpus.domains["poems"]
+    empty = dataclasses.replace(poems, valid=dataclasses.replace(poems.valid, tokens=0))
+    corpus = dataclasses.replace(corpus, domains={**corpus.domains, "poems": empty})
     check_target("news,code", corpus)
-    check_target(None, corpus)
     with pytest.raises(UserError, match=r"'poems' of .* --split"):
-        compute(RegmixOptions, on=corpus, target="news,poems", num_proxies=16)
-    nothing = without_valid_split(tmp_path / "all", *DOMAINS)
-    with pytest.raises(UserError, match="--split"):
-        compute(RegmixOptions, on=nothing, num_proxies=16)
-    with pytest.raises(UserError, match="one domain"):
-        compute(RegmixOptions, on=write_small_corpus(tmp_path / "one", ("news",)))
+        check_target("news,poems", corpus)
 
 
 @both_methods
@@ -179,14 +151,6 @@ def test_a_stopped_swarm_leaves_no_mixture_and_status_75(compute, options_type):
     status, output = compute(options_type, swarm=at_once, num_proxies=12)
     assert status == STOPPED_STATUS
     assert not output.exists()
-
-
-def test_rank_0_fits_existing_runs(compute, monkeypatch):
-    for rank in ("1", "0"):
-        monkeypatch.setenv("RANK", rank)
-        status, output = compute(RegmixOptions, runs_of(bowls))
-        assert not status  # the same on every rank
-        assert output.exists() == (rank == "0")
 
 
 def test_columns_are_matched_to_domains_and_reported(compute, mixture_of, tmp_path):
@@ -211,19 +175,17 @@ def test_columns_are_matched_to_domains_and_reported(compute, mixture_of, tmp_pa
         compute(RegmixOptions, runs_of(bowls, domains=("news", "code", "songs")))
 
 
-def test_a_target_of_metrics_of_mixed_scales_gives_a_warning(recwarn):
+def test_a_target_of_metrics_of_mixed_scales_gives_a_warning():
     runs = runs_of(bowls)
-    accuracy = np.random.default_rng(0).uniform(0.2, 0.4, 80)
-    losses = np.column_stack([runs.losses, accuracy])
+    losses = np.column_stack([runs.losses, np.linspace(0.2, 0.4, 80)])
     mixed = dataclasses.replace(runs, metrics=[*runs.metrics, "accuracy"], losses=losses)
     for target in (None, "news,accuracy"):
         with pytest.warns(MixtureWarning, match="accuracy"):
             warn_mixed_scales(target, mixed, "m.csv")
-    recwarn.clear()
-    warn_mixed_scales(None, runs, "m.csv")
-    warn_mixed_scales("news,code", mixed, "m.csv")
-    warn_mixed_scales("news=1,accuracy=10", mixed, "m.csv")  # explicit shares
-    assert not recwarn.list
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_mixed_scales("news,code", mixed, "m.csv")
+        warn_mixed_scales("news=1,accuracy=10", mixed, "m.csv")  # explicit shares
 
 
 def test_domains_in_few_mixtures_are_reported_before_training(tmp_path, monkeypatch):
@@ -274,13 +236,10 @@ def test_the_verdict_is_on_the_target_not_on_its_losses():
     )
     mean = np.full(5, 0.2)
     found = CrossValidation.of(trees, linear, losses, mean, "5-fold")
-    assert (found.fit.spearman[:-1] > 0.55).all()
     assert found.fit.mae[:-1].mean() < 0.5 * found.fit.spread[:-1].mean()
     assert "constant" in str(found.verdict)
-    assert found.lines(list("abcde"), mean, "remedy")[-1].endswith("remedy")
     target = found.parameters(list("abcde"))["target"]
     assert target["mae"] == pytest.approx(np.abs((trees - losses) @ mean).mean())
-    assert target["mae"] > target["mae_of_a_constant"] > 0
     one = np.array([1.0, 0, 0, 0, 0])
     assert "linear" in str(CrossValidation.of(trees, linear, losses, one, "x").verdict)
     assert CrossValidation.of(losses, losses + 1, losses, one, "x").verdict is None
@@ -301,9 +260,8 @@ def test_regmix_finds_the_best_mixture_for_the_target(mixture_of):
 
 
 def test_a_domain_without_text_in_the_runs_gets_no_weight(mixture_of):
-    existing = runs_of(bowls)
-    pairs = existing.mixtures[:, :2] / existing.mixtures[:, :2].sum(axis=1, keepdims=True)
-    two = dataclasses.replace(existing, domains=["news", "code"], mixtures=pairs)
+    two = runs_of(bowls)
+    two = dataclasses.replace(two, mixtures=two.mixtures * [1, 1, 0] / (1 - two.mixtures[:, 2:]))
     with pytest.warns(MixtureWarning, match="poems"):
         assert mixture_of(RegmixOptions, two).weights["poems"] == 0
 
@@ -319,18 +277,18 @@ def test_the_epoch_limit_holds(mixture_of, corpus):
 
 
 def test_a_swarm_is_trained_fitted_and_costed(mixture_of, tmp_path, capsys):
-    mixture = mixture_of(RegmixOptions, num_proxies=10, sampling=SAMPLING)
+    mixture = mixture_of(RegmixOptions, num_proxies=6, sampling=SAMPLING)
     swarm = tmp_path / "out" / "mixture" / "swarm"
-    assert mixture.parameters["runs"] == 10
+    assert mixture.parameters["runs"] == 6
     assert mixture.cost.flops == 0
     assert mixture.parameters["total_cost"]["flops"] == SwarmRecord.load(swarm).cost.flops > 1e8
     assert mixture.parameters["made_from"] == ["mixture/swarm"]
     tokens = SWARM.train_iters * SWARM.global_batch_size * SWARM.seq_length
-    paper_flops = 6 * (12 * 4 * 64**2) * tokens * 10  # 6 N D of ten nano proxies
+    paper_flops = 6 * (12 * 4 * 64**2) * tokens * 6  # 6 N D of six nano proxies
     assert mixture.parameters["paper_flops"] == pytest.approx(paper_flops)
 
-    again = mixture_of(RegmixOptions, num_proxies=10, sampling=SAMPLING)
-    assert "swarm: 0 of 10 members" in capsys.readouterr().out
+    again = mixture_of(RegmixOptions, num_proxies=6, sampling=SAMPLING)
+    assert "swarm: 0 of 6 members" in capsys.readouterr().out
     assert again.weights == mixture.weights
     assert again.parameters["total_cost"]["flops"] == mixture.parameters["total_cost"]["flops"]
 
@@ -341,26 +299,9 @@ def test_a_swarm_is_trained_fitted_and_costed(mixture_of, tmp_path, capsys):
     assert not {"total_cost", "paper_flops"} & set(fitted.parameters)
 
 
-def test_too_few_runs_for_trees_are_rejected(compute):
-    with pytest.raises(UserError, match="4 runs"):
-        compute(RegmixOptions, runs_of(bowls, 4))
-    leaves = dataclasses.replace(TREES, min_runs_in_leaf=20)
-    with pytest.raises(UserError, match="30 runs"):
-        compute(RegmixOptions, runs_of(bowls, 30), trees=leaves)
-
-
 def test_a_missing_library_is_a_user_error(compute, monkeypatch):
-    class Missing:
-        def find_spec(self, name, path=None, target=None):
-            if name == "lightgbm":
-                raise OSError("libgomp.so.1: cannot open shared object file")
-
     monkeypatch.setitem(sys.modules, "lightgbm", None)
     with pytest.raises(UserError, match="pip install lightgbm"):
-        compute(RegmixOptions, runs_of(bowls))
-    monkeypatch.delitem(sys.modules, "lightgbm")
-    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    with pytest.raises(UserError, match="libgomp1"):
         compute(RegmixOptions, runs_of(bowls))
 
 
@@ -461,21 +402,11 @@ def test_losses_are_extrapolated_to_the_target_s_steps_and_size(tmp_path):
     ("laws", "identifier"),
     [
         ({"target_steps": 4}, "--target-steps 4"),
-        ({"target_steps": 20, "fit_steps_from": 3}, "--eval-interval"),
-        ({"fit_steps_from": 3}, "--fit-steps-from"),
         ({"model_sizes": ("nano", "tiny", "1m"), "target_size": "tiny"}, "--target-size tiny"),
         ({"target_size": "60m"}, "--model-sizes"),
         ({"model_sizes": ("nano", "tiny"), "target_size": "60m"}, "--model-sizes nano tiny"),
-        ({"model_sizes": ("nano", "tiny", "huge"), "target_size": "60m"}, "huge"),
     ],
 )
 def test_law_options_that_exclude_each_other_are_rejected(compute, laws, identifier):
     with pytest.raises(UserError, match=identifier):
         compute(MixingLawsOptions, laws=LawOptions(**laws))
-
-
-def test_options_of_one_method_are_checked(compute):
-    with pytest.raises(UserError, match="--num-best 9999"):
-        dataclasses.replace(TREES, num_best=9999)
-    with pytest.raises(UserError, match="--ratios"):
-        compute(MixingLawsOptions, runs_of(bowls), laws=LawOptions(target_steps=100))

@@ -104,8 +104,8 @@ def test_results_tables_and_cost(whole, corpus):
     assert last[3].argmin() == 2
     assert (last.mean(1) < math.log(VOCAB_SIZE)).all()
     ratios, metrics = rows_of(folder / "ratios.csv"), rows_of(folder / "metrics.csv")
-    assert ratios[0] == ["index", *(f"train_{name}" for name in DOMAINS)]
-    assert metrics[0] == ["index", *(f"valid_{name}" for name in DOMAINS)]
+    assert ratios[0][1:] == [f"train_{name}" for name in DOMAINS]
+    assert metrics[0][1:] == [f"valid_{name}" for name in DOMAINS]
     np.testing.assert_array_equal(np.array(ratios[1:], float)[:, 1:], MIXTURES)
     np.testing.assert_array_equal(np.array(metrics[1:], float)[:, 1:], last)
     seen = len(MIXTURES) * STEPS * 8 * 32
@@ -119,13 +119,18 @@ def test_results_tables_and_cost(whole, corpus):
     assert (run.status, run.checkpoints) == ("finished", [])
 
 
-def test_members_are_added_and_finished_ones_kept(whole, corpus, tmp_path):
-    result, _ = whole
+def test_members_are_added_and_failed_ones_named(whole, corpus, tmp_path):
     folder = without(whole, tmp_path / "more", 3)
     record = SwarmRecord.load(folder)
     dataclasses.replace(record, mixtures=record.mixtures[:3]).save()
     before = member_path(folder, 0).stat().st_mtime_ns
-    same(train_swarm(swarm_options(members_at_once=1), corpus, MIXTURES, folder), result)
+    broken = folder / "members" / "00003" / "run.json"
+    broken.parent.mkdir()
+    broken.write_text("{")
+    with pytest.raises(UserError, match=r"member 3: .*run\.json"):
+        train_swarm(swarm_options(members_at_once=1), corpus, MIXTURES, folder)
+    broken.unlink()
+    same(train_swarm(swarm_options(members_at_once=1), corpus, MIXTURES, folder), whole[0])
     assert member_path(folder, 0).stat().st_mtime_ns == before
 
 
@@ -146,28 +151,26 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, number):
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_an_interrupted_swarm_resumes_on_two_ranks_to_the_same_bits(
+    whole, corpus, tmp_path, number
+):
     result, _ = whole
     folder, script = without(whole, tmp_path / "killed", 2, 3), tmp_path / "swarm.py"
     script.write_text(COMMAND)
-    process = start(
-        [sys.executable, str(script), str(corpus.root), str(folder)], tmp_path / "log.txt"
-    )
+    arguments, log = [str(script), str(corpus.root), str(folder)], tmp_path / "log.txt"
+    process = start([sys.executable, *arguments], log)
     running = folder / "members" / "00002" / METRICS_NAME
     while not running.exists() or running.read_bytes().count(b"\n") < 3:
-        assert process.poll() is None, (tmp_path / "log.txt").read_text()
+        assert process.poll() is None, log.read_text()
         time.sleep(0.005)
     process.send_signal(number)
     assert process.wait(240) == (75 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert not member_path(folder, 2).exists()
+    assert finish(start(torchrun(2, *arguments), log), 240) == 0, log.read_text()
     same(train_swarm(swarm_options(), corpus, MIXTURES, folder), result)
-
-
-def test_members_are_sharded_over_ranks(whole, corpus, tmp_path):
-    folder, script = without(whole, tmp_path / "ranks", 1, 2), tmp_path / "swarm.py"
-    script.write_text(COMMAND)
-    command, log = torchrun(2, script, str(corpus.root), str(folder)), tmp_path / "log.txt"
-    assert finish(start(command, log), 240) == 0, log.read_text()
     assert (folder / "metrics.csv").read_text() == (whole[1] / "metrics.csv").read_text()
 
 
@@ -178,7 +181,11 @@ def test_a_time_limit_stops_the_swarm(whole, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"), [({"max_loss": 1e-3}, "held-out loss"), ({"lr": 1e38}, "not finite")]
+    ("changes", "reason"),
+    [
+        pytest.param({"max_loss": 1e-3}, "held-out loss", marks=pytest.mark.slow),
+        ({"lr": 1e38}, "not finite"),
+    ],
 )
 def test_diverged_members_are_recorded_and_left_out(corpus, tmp_path, changes, reason):
     options = swarm_options(eval_interval=0, **changes)
@@ -204,38 +211,12 @@ def test_what_cannot_be_trained_is_rejected(whole, corpus, changes, mixtures, id
         train_swarm(swarm_options(**changes), corpus, mixtures, whole[1])
 
 
-@pytest.mark.parametrize(
-    "changes", [{"micro_batch_size": 3}, {"eval_tokens": 31}, {"lr_warmup_iters": 6}]
-)
-def test_options_out_of_range_are_rejected(changes):
-    flag = "--" + next(iter(changes)).replace("_", "-")
-    with pytest.raises(UserError, match=flag):
-        swarm_options(**changes)
-
-
 def test_a_folder_of_an_older_release_is_rejected(whole, corpus, tmp_path):
-    folder = without(whole, tmp_path / "old")
-    record = SwarmRecord.load(folder)
+    record = SwarmRecord.load(without(whole, tmp_path / "old"))
     del record.settings["members"]
     record.save()
     with pytest.raises(UserError, match="--work-dir"):
-        train_swarm(swarm_options(), corpus, MIXTURES, folder)
-
-
-def test_a_failed_member_is_named(whole, corpus, tmp_path):
-    folder = without(whole, tmp_path / "failed", 3)
-    broken = folder / "members" / "00003" / "run.json"
-    broken.parent.mkdir()
-    broken.write_text("{")
-    with pytest.raises(UserError, match=r"member 3: .*run\.json"):
-        train_swarm(swarm_options(), corpus, MIXTURES, folder)
-
-
-def test_the_learning_rate_is_constant_or_a_cosine():
-    constant = swarm_options().optimizer
-    assert (constant.lr, constant.min_lr) == (1e-2, 1e-2)
-    cosine = swarm_options(lr_decay_style="cosine", min_lr=1e-3).optimizer
-    assert (cosine.lr, cosine.min_lr) == (1e-2, 1e-3)
+        train_swarm(swarm_options(), corpus, MIXTURES, record.root)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +224,6 @@ def test_the_learning_rate_is_constant_or_a_cosine():
     [
         ({"a": 1.0, "b": 3.0, "c": None}, 1.5),
         ({"a": None, "b": 3.0}, math.nan),
-        ({"b": 3.0}, 3.0),
         ({"c": 2.0}, 2.0),
     ],
 )
@@ -267,5 +247,3 @@ def test_concurrency_follows_from_memory_and_cores(monkeypatch):
     size, count = concurrency(options, shape, gpu, 512)
     assert size < 8
     assert count == 1
-    fixed = SwarmOptions(micro_batch_size=2, members_at_once=3)
-    assert concurrency(fixed, shape, gpu, 512) == (2, 3)

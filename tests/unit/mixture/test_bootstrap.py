@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 
 from megatron_chameleon.mixture import (
-    DegenerateScoreWarning,
     bootstrap,
     bootstrap_weights,
     chameleon_weight_fn,
@@ -44,20 +41,15 @@ def test_resamples_equal_the_plain_reference(monkeypatch, block_values):
     monkeypatch.setattr(bootstrap, "BLOCK_VALUES", block_values)
     windows = windows_of([40, 1, 7, 13])
     windows[2] = windows[2].astype(np.float32)
-    result = bootstrap_weights(windows, mean_shares, num_resamples=25, seed=3)
+    result = bootstrap_weights(windows, mean_shares, 25, seed=3, confidence=0.8)
     means = resampled_means_direct(windows, 25, seed=3)
     np.testing.assert_allclose(result.weights, [mean_shares(m) for m in means], rtol=1e-12)
     np.testing.assert_allclose(means[:, 1], np.tile(windows[1], (25, 1)))
+    low, high = np.quantile(result.weights, [0.1, 0.9], axis=0)
+    np.testing.assert_allclose([result.low, result.high], [low, high], rtol=1e-12)
     assert result.num_windows == (40, 1, 7, 13)
     more = bootstrap_weights(windows, mean_shares, num_resamples=30, seed=3)
     np.testing.assert_allclose(more.weights[:25], result.weights, rtol=1e-12)
-
-
-def test_intervals_are_percentiles_of_the_resamples():
-    result = bootstrap_weights(windows_of([30, 20]), mean_shares, 400, seed=1, confidence=0.8)
-    inside = (result.weights >= result.low) & (result.weights <= result.high)
-    np.testing.assert_allclose(inside.mean(axis=0), 0.8, atol=0.01)
-    assert (result.low < result.high).all()
 
 
 @pytest.mark.parametrize("offset", [8, 32])
@@ -83,32 +75,6 @@ def test_intervals_cover_the_weights_of_the_whole_population():
         result = bootstrap_weights(windows, weight_fn, 120, seed=trial, confidence=0.9)
         covered.append((result.low <= truth) & (truth <= result.high))
     assert 0.8 < np.mean(covered) < 0.97
-
-
-def test_degenerate_resamples_are_counted_in_one_warning():
-    windows = [np.zeros((3, 2)), np.zeros((5, 2))]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = bootstrap_weights(windows, chameleon_weight_fn("pretrain"), 12)
-    assert [entry.category for entry in caught] == [DegenerateScoreWarning]
-    assert "in 12 of 12 resamples" in str(caught[0].message)
-    np.testing.assert_array_equal(result.weights, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("windows", "changes", "message"),
-    [
-        ([np.ones((2, 3)), np.ones((2, 4))], {}, r"\[1\] has 4 features"),
-        ([np.ones((2, 1)), [[1.0], [np.nan]]], {}, r"\[1\] row 1"),
-        ([np.ones((2, 1))], {"num_resamples": 1}, "num_resamples"),
-        ([np.ones((2, 1))], {"confidence": 1.0}, "confidence"),
-        ([np.ones((2, 1))], {"weight_fn": lambda embeddings: embeddings}, "weight_fn"),
-    ],
-)
-def test_invalid_arguments_are_rejected(windows, changes, message):
-    settings = {"weight_fn": mean_shares, "num_resamples": 5, **changes}
-    with pytest.raises(ValueError, match=message):
-        bootstrap_weights(windows, **settings)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +131,3 @@ def test_each_window_is_in_one_group_and_the_mean_is_that_of_all():
     plain = np.stack([vectors[rows].mean(axis=0) for rows in order])
     shift = vectors.mean(axis=0) - plain.mean(axis=0)
     np.testing.assert_allclose(groups, plain + shift, rtol=1e-5)
-
-
-def test_the_mean_of_groups_has_the_variance_of_that_of_windows():
-    """Over many domains: variance of a mean estimated from groups and from windows."""
-    ratios = []
-    for seed in range(200):
-        vectors = vectors_of(512, h=8, seed=seed)
-        groups = grouped_windows(vectors, 8, seed)
-        by_groups = groups.var(axis=0, ddof=1) / len(groups)
-        ratios.append(by_groups / (vectors.var(axis=0, ddof=1) / len(vectors)))
-    assert np.mean(ratios) == pytest.approx(1, abs=0.02)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from megatron_chameleon.mixture import (
     RECIPES,
     DegenerateScoreWarning,
     affinity_matrix,
-    chameleon_weight_fn,
     chameleon_weights,
     domain_weights,
 )
@@ -56,12 +53,7 @@ def centred_domains_with_norms(squared_norms: np.ndarray, width: int) -> np.ndar
 
 @pytest.mark.parametrize(
     ("column", "mode"),
-    [
-        (SLIMPAJAMA, "pretrain"),
-        (PILE, "pretrain"),
-        (WIKI40B, "finetune"),
-        (STACK, "finetune"),
-    ],
+    [(SLIMPAJAMA, "pretrain"), (PILE, "pretrain"), (WIKI40B, "finetune"), (STACK, "finetune")],
 )
 def test_the_reference_recipe_reaches_the_printed_tables(column, mode):
     temperature = 5.0 if mode == "pretrain" else 0.2
@@ -76,17 +68,6 @@ def test_the_reference_recipe_reaches_the_printed_tables(column, mode):
     np.testing.assert_allclose(weights, np.array(column) / sum(column), atol=2e-3)
 
 
-def corpus_embeddings(scale: float = 1.0) -> np.ndarray:
-    """Seven domains, 256 wide: a common mean, two clusters, and domain 0 that blends them all."""
-    rng = np.random.default_rng(7)
-    prose, code = rng.normal(size=(2, 256)) * 0.3
-    own = rng.normal(size=(7, 256)) * 0.25
-    groups = [0.5 * (prose + code), prose, prose, prose, code, code, 0.3 * code]
-    embeddings = np.array(groups) + own
-    embeddings[0] -= 0.15 * own[0]
-    return scale * (embeddings + rng.normal(size=256) * 2)
-
-
 @pytest.mark.parametrize("mode", ["pretrain", "finetune"])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @pytest.mark.parametrize("k", [1, 7, 30])
@@ -99,12 +80,13 @@ def test_the_steps_are_those_of_the_recipe(recipe, mode, k):
     np.testing.assert_allclose(
         result.scores, leverage_scores_direct(affinity, result.effective_ridge), atol=1e-10
     )
-    limits: dict[str, Any] = {
-        "score_floor": settings_.score_floor,
-        "score_ceiling": settings_.score_ceiling,
-    }
     expected = domain_weights(
-        result.scores, mode, result.effective_temperature, settings_.normalize, **limits
+        result.scores,
+        mode,
+        result.effective_temperature,
+        settings_.normalize,
+        score_floor=settings_.score_floor,
+        score_ceiling=settings_.score_ceiling,
     )
     np.testing.assert_array_equal(result.weights, expected)
     if k == 1:
@@ -113,7 +95,7 @@ def test_the_steps_are_those_of_the_recipe(recipe, mode, k):
 
 
 def test_scaled_equals_the_reference_at_seven_domains_and_the_same_ridge():
-    embeddings = corpus_embeddings()
+    embeddings = np.random.default_rng(7).normal(size=(7, 256)) * 0.3 + 2.0
     for mode in ("pretrain", "finetune"):
         scaled = chameleon_weights(embeddings, mode, "scaled", score_floor=1e-10)
         reference = chameleon_weights(embeddings, mode, ridge=scaled.effective_ridge)
@@ -133,30 +115,13 @@ def test_scaled_does_not_depend_on_the_units(seed, k, factor, mode):
     np.testing.assert_allclose(weights, expected, rtol=1e-6)
 
 
-def many_domains(kind: str) -> np.ndarray:
-    rng = np.random.default_rng(11)
-    spectrum = np.arange(1, 129) ** -0.75
-    if kind == "few directions":
-        return rng.normal(size=(3000, 4)) @ rng.normal(size=(4, 128))
-    embeddings = rng.normal(size=(3000, 128)) * spectrum + rng.normal(size=128)
-    if kind == "heavy tails":
-        embeddings *= np.exp(rng.normal(size=(3000, 1)))
-    if kind == "one outlier":
-        embeddings[17] *= 1e4
-    return embeddings
-
-
-@pytest.mark.parametrize("kind", ["few directions", "heavy tails", "one outlier"])
+@pytest.mark.filterwarnings("ignore::megatron_chameleon.mixture.DegenerateScoreWarning")
 @pytest.mark.parametrize("mode", ["pretrain", "finetune"])
-def test_scaled_stays_spread_over_three_thousand_domains(kind, mode):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateScoreWarning)
-        weights = chameleon_weights(many_domains(kind), mode, "scaled").weights
-    assert np.isfinite(weights).all()
-    np.testing.assert_allclose(weights.sum(), 1.0)
-    assert weights.max() < 0.02
-    if kind != "one outlier":  # which leaves the others alike, relative to the mean score
-        assert weights.max() > 1.5 * weights.mean()
+def test_scaled_stays_spread_over_three_thousand_domains(mode):
+    rng = np.random.default_rng(11)
+    spectrum, tails = np.arange(1, 129) ** -0.75, np.exp(rng.normal(size=(3000, 1)))
+    weights = chameleon_weights(rng.normal(size=(3000, 128)) * spectrum * tails, mode, "scaled")
+    assert 1.5 / 3000 < weights.weights.max() < 0.02
 
 
 @settings(deadline=None, max_examples=20)
@@ -183,54 +148,3 @@ def test_identical_domains_are_uniform_with_a_warning(recipe):
             result = chameleon_weights(embeddings, mode, recipe)
         np.testing.assert_array_equal(result.weights, np.full(6, 1 / 6))
         assert result.degenerate == (0, 1, 2, 3, 4, 5)
-
-
-@pytest.mark.parametrize("h", [3, 64])
-def test_a_domain_at_the_mean_is_named(h):
-    embeddings = np.random.default_rng(1).normal(size=(5, h)) + 10.0
-    embeddings[3] = np.delete(embeddings, 3, axis=0).mean(axis=0)
-    with pytest.warns(DegenerateScoreWarning, match="position 3"):
-        result = chameleon_weights(embeddings, "pretrain", "reference")
-    assert result.degenerate == (3,)
-    assert result.weights.argmax() == 3
-    assert np.isfinite(result.weights).all()
-
-
-def test_every_field_can_be_overridden_and_acts():
-    embeddings = corpus_embeddings()
-    base = chameleon_weights(embeddings, "pretrain", "reference").weights
-    changes = {
-        "center": False,
-        "normalize": False,
-        "ridge": 0.5,
-        "ridge_relative": True,
-        "temperature_pretrain": 10.0,
-        "temperature_relative": True,
-        "score_floor": 0.9,
-        "score_ceiling": 1.01,
-    }
-    for parameter, value in changes.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DegenerateScoreWarning)
-            result = chameleon_weights(embeddings, "pretrain", "reference", **{parameter: value})
-        assert getattr(result.recipe, parameter) == value
-        assert np.abs(result.weights - base).max() > 1e-4, parameter
-    tuned = chameleon_weights(embeddings, "finetune", temperature_finetune=0.4).weights
-    assert np.abs(tuned - chameleon_weights(embeddings, "finetune").weights).max() > 1e-4
-    fields = {field.name for field in dataclasses.fields(RECIPES["paper"])}
-    assert fields == {*changes, "temperature_finetune", "name"}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "message"),
-    [
-        ("papers", {}, "papers"),
-        ("paper", {"ridge": 0.0}, "ridge"),
-        ("paper", {"temperature_relative": True}, "normalize"),
-    ],
-)
-def test_invalid_recipes_are_rejected(recipe, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        chameleon_weights(corpus_embeddings(), "pretrain", recipe, **overrides)
-    with pytest.raises(ValueError, match=message):
-        chameleon_weight_fn("pretrain", recipe, **overrides)

@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from megatron_chameleon.mixture.doremi import (
@@ -18,46 +16,15 @@ from megatron_chameleon.mixture.doremi import (
 )
 from megatron_chameleon.mixture.exponentiated import (
     LOWEST_LOG,
-    exponentiated_step,
 )
 
 ORIGINAL, FORK = RECIPES["original"], RECIPES["fork"]
-PLAIN = DoremiRecipe(eta=1.0, eps=0.0)
-UNIFORM = np.log(np.full(3, 1 / 3))
-SMALL = st.floats(-20, 20)
 
 
 def advanced(state, means, tokens, recipe):
     """The state after a batch with these mean excess losses."""
     tokens = np.array(tokens, float)
     return state.after(np.array(means, float) * tokens, tokens, recipe)
-
-
-def plain_rule(alpha, excess, eta, eps):
-    """The formula without protection from overflow."""
-    unnormalized = alpha * np.exp(eta * excess)
-    return (1 - eps) * unnormalized / unnormalized.sum() + eps / len(alpha)
-
-
-def test_a_step_by_hand():
-    """exp(ln 2) doubles the first weight before normalization: 2, 1, 1 of 4."""
-    found = np.exp(exponentiated_step(UNIFORM, np.array([math.log(2), 0.0, 0.0]), 1.0, 0.0))
-    assert_allclose(found, [0.5, 0.25, 0.25])
-    smoothed = np.exp(exponentiated_step(UNIFORM, np.array([math.log(2), 0.0, 0.0]), 1.0, 0.3))
-    assert_allclose(smoothed, [0.45, 0.275, 0.275])
-
-
-@given(
-    st.lists(st.tuples(SMALL, SMALL), min_size=1, max_size=6),
-    st.floats(1e-3, 3),
-    st.floats(0, 0.99),
-)
-def test_a_step_equals_the_formula(pairs, eta, eps):
-    logits, excess = np.array(pairs).T
-    alpha = np.exp(logits - np.logaddexp.reduce(logits))
-    found = np.exp(exponentiated_step(np.log(alpha), excess, eta, eps))
-    assert_allclose(found, plain_rule(alpha, excess, eta, eps), rtol=1e-9, atol=1e-15)
-    assert found.sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("eta", [1e3, 1e150, 1e308])
@@ -72,14 +39,8 @@ def test_no_step_size_overflows(eta, eps):
         assert np.isfinite(state.mean).all()
         assert state.weights.sum() == pytest.approx(1)
     assert state.log_weights.min() >= LOWEST_LOG
-
-
-def test_a_weight_recovers_from_zero():
-    state = DoremiState.first(2, 100, DoremiRecipe(eta=1e6, eps=0.0))
-    state = advanced(state, [1.0, 0.0], [1, 1], DoremiRecipe(eta=1e6, eps=0.0))
-    assert state.weights[1] == pytest.approx(0, abs=1e-300)
-    state = advanced(state, [0.0, 1.0], [1, 1], DoremiRecipe(eta=1e6, eps=0.0))
-    assert state.weights[1] == pytest.approx(1)
+    assert state.weights[2] < 0.01
+    assert advanced(state, [0, 0, 1e4], [1, 1, 1], recipe).weights[2] > 0.99  # none is lost
 
 
 def plain_variant(batches, fork):
@@ -147,20 +108,3 @@ def test_token_weights_of_absent_domains_and_of_tiny_weights():
     log_weights = np.array([0.0, -2000.0, -2000.0 - math.log(2)])  # exp() underflows
     weights = token_weights(log_weights, sampling, np.array([0.0, 2.0, 2.0]))
     assert_allclose(weights, [0.0, 4 / 3, 2 / 3])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"eta": 0.0},
-        {"eta": math.nan},
-        {"eps": 1.0},
-        {"floor": -math.inf},
-        {"ceiling": 0.0},
-    ],
-)
-def test_invalid_recipes_are_rejected(changes):
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        DoremiRecipe(**changes)
-    with pytest.raises(ValueError, match="nan"):
-        advanced(DoremiState.first(2, 100, PLAIN), [0.0, math.nan], [1, 1], PLAIN)

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
 from megatron_chameleon.mixture.fit_quality import (
-    fit_linear,
     folds_of,
     held_out_predictions,
-    rank_correlations,
     reach_of,
 )
-
-
-def test_rank_correlations_are_spearmans():
-    rng = np.random.default_rng(0)
-    one, other = rng.integers(0, 8, (30, 4)).astype(float), rng.normal(size=(30, 4))
-    expected = [spearmanr(a, b).statistic for a, b in zip(one.T, other.T, strict=True)]
-    np.testing.assert_allclose(rank_correlations(one, other), expected, atol=1e-12)
 
 
 def test_folds_hold_every_run_once():
     folds = folds_of(23, 5, seed=1)
     assert sorted(np.concatenate(folds).tolist()) == list(range(23))
     assert {len(fold) for fold in folds} == {4, 5}
-    for number in (1, 24):
-        with pytest.raises(ValueError, match=f"{number} folds of 23 runs"):
-            folds_of(23, number, seed=1)
 
 
 def test_a_run_is_predicted_without_having_been_seen():
@@ -46,15 +33,7 @@ def test_a_run_is_predicted_without_having_been_seen():
         np.testing.assert_allclose(predicted[fold], np.tile(values.mean(axis=0), (2, 1)))
 
 
-def test_a_linear_fit_finds_what_is_linear():
-    rng = np.random.default_rng(0)
-    mixtures, others = rng.dirichlet(np.ones(4), 20), rng.dirichlet(np.ones(4), 5)
-    slopes = rng.normal(size=(4, 3))
-    found = fit_linear(mixtures, 2.0 + mixtures @ slopes)(others)
-    np.testing.assert_allclose(found, 2.0 + others @ slopes, atol=1e-10)
-
-
-def test_a_trained_mixture_is_not_extrapolated():
+def test_a_mixture_far_from_the_trained_ones_is_extrapolated():
     trained = np.random.default_rng(0).dirichlet(np.ones(3), 50)
     reach = reach_of(trained[7], trained)
     assert (reach.nearest, reach.distance, reach.outside) == (7, 0.0, ())
@@ -64,13 +43,10 @@ def test_a_trained_mixture_is_not_extrapolated():
     ]
     assert reach.usual == pytest.approx(np.quantile([min(row) for row in distances], 0.95))
     assert not reach.extrapolates
-
-
-def test_a_mixture_in_a_gap_is_extrapolated_though_no_weight_is_new():
+    # In a gap, though no weight is outside of the range.
     corners = np.eye(3) * 0.94 + 0.02
     rng = np.random.default_rng(0)
     trained = np.concatenate([0.98 * row + 0.02 * rng.dirichlet(np.ones(3), 20) for row in corners])
     reach = reach_of(np.full(3, 1 / 3), trained)
-    assert reach.outside == ()
-    assert reach.distance > reach.usual
+    assert (reach.outside, reach.distance > reach.usual) == ((), True)
     assert reach.extrapolates

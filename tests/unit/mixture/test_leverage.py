@@ -77,68 +77,11 @@ def test_scores_equal_exact_rational_arithmetic(ridge, scale):
         assert scores[4] == 0.0
 
 
-@settings(deadline=None, max_examples=15)
-@given(seeds, st.floats(0.01, 100.0))
-def test_a_score_is_the_pull_of_a_domains_own_target_in_ridge_regression(seed, ridge):
-    features = random_embeddings(seed, 6, 9)
-    # min_w |X w - y|^2 + k lambda |w|^2 as a plain least-squares problem; d fit_i / d y_i.
-    stacked = np.vstack([features, np.sqrt(6 * ridge) * np.eye(9)])
-    expected = [
-        features[i] @ np.linalg.lstsq(stacked, np.eye(15)[i], rcond=None)[0] for i in range(6)
-    ]
-    np.testing.assert_allclose(leverage_scores(features @ features.T, ridge), expected, atol=1e-10)
-
-
-@settings(deadline=None, max_examples=15)
-@given(seeds, st.floats(0.01, 100.0))
-def test_inverse_scores_are_the_christoffel_function(seed, ridge):
-    features = random_embeddings(seed, 6, 9)
-    scores = leverage_scores(features @ features.T, ridge)
-    energy = features.T @ features / 6 + ridge * np.eye(9)
-    for i in range(6):
-        # min_w w^T energy w subject to w.x_i = 1, by its stationarity conditions.
-        system = np.block([[2 * energy, -features[i][:, None]], [features[i], 0.0]])
-        w = np.linalg.solve(system, np.append(np.zeros(9), 1.0))[:9]
-        np.testing.assert_allclose(w @ energy @ w, 1.0 / (6 * scores[i]), rtol=1e-8)
-
-
-@pytest.mark.parametrize("ridge", [10.0, 1e-9])
-def test_two_thousand_domains_take_seconds(ridge):
-    """Time that grows as k^4 would be an hour, far beyond pytest's timeout."""
-    embeddings = random_embeddings(7, 2000, 300)
-    embeddings[1000:1100] = embeddings[:100]
+@pytest.mark.parametrize("ridge", [10.0, 1e-9])  # by Cholesky, and by eigenvalues
+def test_a_thousand_domains_take_a_second(ridge):
+    """With time growing as k^4 it would be many minutes."""
+    embeddings = random_embeddings(7, 1000, 200)
+    embeddings[500:600] = embeddings[:100]
     scores = leverage_scores(affinity_matrix(embeddings, center=True), ridge)
     expected = feature_ridge_leverage(center_embeddings(embeddings), ridge)
     np.testing.assert_allclose(scores, expected, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("affinity", "message"),
-    [
-        (np.ones((2, 3)), "square"),
-        ([[1.0, 0.5], [0.2, 1.0]], "not symmetric"),
-        ([[1.0, np.nan], [np.nan, 1.0]], "row 0"),
-        ([[1.0, 0.0], [0.0, -1.0]], r"entry \[1, 1\]"),
-        ([[1.0, 2.0], [2.0, 1.0]], r"entry \[0, 1\]"),
-    ],
-)
-def test_what_is_no_gram_matrix_is_rejected(affinity, message):
-    with pytest.raises(ValueError, match=message):
-        leverage_scores(affinity, 1.0)
-
-
-@pytest.mark.parametrize("ridge", [1e-9, 1e-2])
-def test_an_indefinite_affinity_is_rejected(ridge):
-    # Every pair of domains is possible, all three together are not.
-    affinity = [[1.0, -0.9, -0.9], [-0.9, 1.0, -0.9], [-0.9, -0.9, 1.0]]
-    with pytest.raises(ValueError, match="eigenvalue"):
-        leverage_scores(affinity, ridge)
-
-
-@pytest.mark.parametrize("ridge", [0.0, np.nan])
-@pytest.mark.parametrize(
-    "function", [leverage_scores, leverage_scores_direct, feature_ridge_leverage]
-)
-def test_a_ridge_must_be_positive(function, ridge):
-    with pytest.raises(ValueError, match="ridge"):
-        function(np.eye(2), ridge)

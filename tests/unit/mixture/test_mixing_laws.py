@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -59,17 +58,15 @@ def test_the_objective_is_the_penalised_mean_huber_loss_and_has_its_gradient():
     settings = LawSettings(huber_delta=0.3, ridge=0.02)
     mixtures, losses = runs(noise=0.3)
     rng = np.random.default_rng(1)
+
+    def plainly(parameters):
+        return objective_plainly(parameters, mixtures, losses[:, 0], settings)
+
     for _ in range(5):
         parameters = rng.normal(0, 0.5, 5)
         value, gradient = penalised_huber(parameters, mixtures, losses[:, 0], settings)
-        assert value == pytest.approx(
-            objective_plainly(parameters, mixtures, losses[:, 0], settings), rel=1e-12
-        )
-        expected = approx_fprime(
-            parameters,
-            lambda p: objective_plainly(p, mixtures, losses[:, 0], settings),
-            1e-7,
-        )
+        assert value == pytest.approx(plainly(parameters), rel=1e-12)
+        expected = approx_fprime(parameters, plainly, 1e-7)
         np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -82,19 +79,6 @@ def test_laws_that_made_the_losses_are_found():
     shifts = found.exponents - TRUE.exponents
     np.testing.assert_allclose(shifts, np.tile(shifts[:, [0]], (1, 3)), atol=0.15)
     np.testing.assert_allclose(found.constant, TRUE.constant, atol=0.05)
-
-
-def test_one_run_gone_wrong_does_not_move_the_others():
-    mixtures, losses = runs()
-    spoiled = losses.copy()
-    spoiled[5] += 1.0
-    others, expected = runs(seed=9)
-    found = fit_mixing_laws(mixtures, spoiled, QUICK).predict(others)
-    assert np.abs(found - expected).mean() < 0.03
-    squared = dataclasses.replace(QUICK, huber_delta=1e3, ridge=1e-3 * (0.05 / 1e3) ** 2)
-    assert np.abs(fit_mixing_laws(mixtures, spoiled, squared).predict(others) - expected).mean() > (
-        2 * np.abs(found - expected).mean()
-    )
 
 
 def test_leaving_one_out_does_not_make_a_law_of_noise_look_good():
@@ -112,14 +96,6 @@ def test_leaving_one_out_does_not_make_a_law_of_noise_look_good():
     )
     quality = quality_of(held_out, losses)
     assert quality.mae[0] > 2 * quality.spread[0]
-
-
-@pytest.mark.parametrize("bad", [0.0, np.nan])
-def test_losses_that_no_law_has_are_rejected(bad):
-    mixtures, losses = runs()
-    losses[3, 1] = bad
-    with pytest.raises(ValueError, match="losses"):
-        fit_mixing_laws(mixtures, losses, QUICK)
 
 
 def test_published_losses_of_five_domains_are_predicted():
@@ -157,17 +133,12 @@ def curves(count=6, exponent=0.55, noise=0.0, seed=0):
     return constant, start, losses + noise * rng.normal(size=losses.shape)
 
 
-def test_the_laws_that_made_the_curves_are_found():
-    constant, start, losses = curves()
-    law = fit_power_laws(STEPS, losses)
-    assert law.exponent == pytest.approx(0.55, abs=1e-4)
-    np.testing.assert_allclose(law.constant, constant, atol=1e-3)
-    np.testing.assert_allclose(law.predict(30000.0), constant + (start / 30000) ** 0.55, atol=1e-3)
-
-
 def test_each_curve_has_the_least_squares_at_the_shared_exponent():
     """Compared with a general solver of non-negative least squares, also for rising curves."""
-    constant, _, plain = curves()
+    constant, start, plain = curves()
+    law = fit_power_laws(STEPS, plain)  # those that made the curves
+    assert law.exponent == pytest.approx(0.55, abs=1e-4)
+    np.testing.assert_allclose(law.predict(30000.0), constant + (start / 30000) ** 0.55, atol=1e-3)
     below = plain[:2] - constant[:2, None] - 0.05
     losses = np.concatenate([curves(noise=0.02)[2], plain[:2, ::-1], below])
     law = fit_power_laws(STEPS, losses)
@@ -176,14 +147,6 @@ def test_each_curve_has_the_least_squares_at_the_shared_exponent():
     for row, curve in enumerate(losses):
         expected, _ = nnls(design, curve)
         np.testing.assert_allclose([law.constant[row], law.factor[row]], expected, atol=1e-8)
-
-
-def test_what_any_power_law_fits_is_rejected():
-    with pytest.raises(ValueError, match="2 points"):
-        fit_power_laws(STEPS[:2], curves()[2][:, :2])
-    for x in (STEPS[::-1], STEPS - 1000):
-        with pytest.raises(ValueError, match="x must"):
-            fit_power_laws(x, curves()[2])
 
 
 def random_laws(rng, num_losses, num_domains):

@@ -9,12 +9,9 @@ from megatron_chameleon.mixture.fit_quality import quality_of
 from megatron_chameleon.mixture.regmix import (
     TreeSettings,
     fit_trees,
-    runs_in_leaf,
     sampled_optimum,
 )
 from tests.unit.mixture.public_results import public_results
-
-QUICK = TreeSettings(num_trees=200, learning_rate=0.05)
 
 
 def table(path):
@@ -29,25 +26,6 @@ def bowls(mixtures):
     """Losses [n, 2], each smallest at a mixture of its own."""
     best = np.array([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]])
     return 2.0 + ((mixtures[:, None] - best) ** 2).sum(axis=2)
-
-
-@pytest.fixture(scope="module")
-def runs():
-    mixtures = np.random.default_rng(0).dirichlet(np.ones(3), 300)
-    return mixtures, bowls(mixtures)
-
-
-def test_trees_rank_mixtures_that_they_have_not_seen(runs):
-    others = np.random.default_rng(1).dirichlet(np.ones(3), 100)
-    quality = quality_of(fit_trees(runs[0], runs[1], QUICK)(others), bowls(others))
-    assert (quality.spearman > 0.95).all()
-    assert (quality.mae < quality.spread / 3).all()
-
-
-@pytest.mark.parametrize(("count", "leaf"), [(4, 1), (64, 8), (512, 20)])
-def test_few_runs_have_smaller_leaves(count, leaf):
-    assert runs_in_leaf(TreeSettings(), count) == leaf
-    assert runs_in_leaf(TreeSettings(min_runs_in_leaf=3), count) == 3
 
 
 def test_the_optimum_is_the_mean_of_the_best_draws():

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from megatron_chameleon.mixture import (
     DegenerateScoreWarning,
     affinity_matrix,
-    bootstrap_weights,
-    chameleon_weight_fn,
     chameleon_weights,
     domain_weights,
     similarity_shares,
@@ -95,15 +93,6 @@ def test_equal_priors_give_the_plain_weights_to_the_bit(seed, recipe, mode, valu
     assert same.degenerate == plain.degenerate
 
 
-@pytest.mark.parametrize(("mode", "ridge"), [("pretrain", 1e-3), ("finetune", 1e3)])
-def test_a_target_draws_weight_where_the_ridge_lets_it(mode, ridge):
-    embeddings = np.random.default_rng(1).normal(size=(7, 64))
-    prior = target_prior(np.arange(7) == 2, 0.5)
-    plain = weigh(embeddings, mode, "reference", ridge=ridge).weights
-    targeted = weigh(embeddings, mode, "reference", prior, ridge=ridge).weights
-    assert targeted[2] > plain[2] + 0.2
-
-
 def test_the_limits_hold_what_is_inverted():
     scores, prior = np.array([0.5, 0.5, 0.5, 0.5]), np.array([3.7, 0.1, 0.1, 0.1])
     limits: dict[str, Any] = {"score_floor": 0.5, "score_ceiling": 4.0, "prior": prior}
@@ -111,23 +100,6 @@ def test_the_limits_hold_what_is_inverted():
         weights = domain_weights(scores, "pretrain", 1.0, True, **limits)
     # S / eta is held at 0.5 and 4 times the mean of S, and z = 4 / 0.5 or 4 / 4.
     np.testing.assert_allclose(weights[0] / weights[1], np.exp(8.0 - 1.0))
-
-
-def test_the_bootstrap_takes_the_prior_from_each_resample():
-    rng = np.random.default_rng(4)
-    centers = rng.normal(size=(4, 8))
-    windows = [center + rng.normal(size=(30, 8)) for center in centers]
-    text = centers[1] + 0.5
-
-    def prior(means):
-        return target_prior(similarity_shares(means, text))
-
-    resampled = bootstrap_weights(windows, chameleon_weight_fn("finetune", prior=prior), 50)
-    means = np.stack([rows.mean(axis=0) for rows in windows])
-    whole = chameleon_weights(means, "finetune", prior=prior(means)).weights
-    plain = chameleon_weights(means, "finetune").weights
-    assert np.abs(whole - plain).max() > 0.02
-    assert ((resampled.low <= whole) & (whole <= resampled.high)).all()
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.floats(0.01, 0.99))
@@ -158,9 +130,3 @@ def test_shares_are_squared_cosines_with_the_target():
     np.testing.assert_array_equal(similarity_shares(embeddings, embeddings.mean(axis=0)), 1.0)
     far = embeddings.mean(axis=0) + 50 * direction  # its distance does not matter
     np.testing.assert_allclose(similarity_shares(embeddings, far), shares, atol=1e-9)
-
-
-@pytest.mark.parametrize("prior", [[1.0, 2.0], [1.0, 2.0, 0.0], [1.0, 2.0, np.nan]])
-def test_invalid_priors_are_rejected(prior):
-    with pytest.raises(ValueError, match="prior"):
-        chameleon_weights(np.eye(3), "pretrain", prior=prior)

@@ -19,19 +19,6 @@ any_scores = hnp.arrays(
 modes = st.sampled_from(["pretrain", "finetune"])
 
 
-def test_the_softmax_of_the_inverse_or_of_the_scores():
-    scores = np.array([0.2, 0.5, 0.4])
-    z = np.exp(1 / scores / 5)
-    np.testing.assert_allclose(domain_weights(scores, "pretrain", 5.0, False), z / z.sum())
-    z = np.exp(scores / 0.2)
-    np.testing.assert_allclose(domain_weights(scores, "finetune", 0.2, False), z / z.sum())
-    share = scores / 1.1
-    z = np.exp(1 / share / 5)
-    np.testing.assert_allclose(domain_weights(scores, "pretrain", 5.0, True), z / z.sum())
-    z = np.exp(share / 0.2)
-    np.testing.assert_allclose(domain_weights(scores, "finetune", 0.2, True), z / z.sum())
-
-
 @settings(deadline=None, max_examples=200)
 @given(any_scores, modes, st.floats(1e-6, 1e6), st.booleans())
 @example(np.array([5e-324, 0.0]), "pretrain", 1.0, True)
@@ -56,18 +43,6 @@ def test_a_domain_at_the_mean_warns_and_takes_the_limit(normalize, at_the_mean):
     np.testing.assert_allclose(weights, [0, 1, 0], atol=1e-12)
 
 
-def test_no_warning_if_nothing_is_clipped():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # Small scores throughout are a matter of scale, not of a domain at the mean.
-        domain_weights([1e-12, 2e-12], "pretrain", 5.0, False)
-        # Fine-tuning takes S itself, to which a zero does no harm.
-        weights = domain_weights([0.0, 0.5], "finetune", 0.5, False)
-        np.testing.assert_allclose(weights[1] / weights[0], np.e)
-        np.testing.assert_array_equal(domain_weights([0.0], "pretrain", 5.0, True), [1.0])
-        np.testing.assert_array_equal(domain_weights([0.9], "finetune", 5.0, False), [1.0])
-
-
 def test_score_limits_bound_the_odds():
     scores = np.array([1e-6, 1.0, 1.0, 1.0, 100.0])
     floor, ceiling = 0.02 * scores.mean(), 3.0 * scores.mean()
@@ -86,41 +61,6 @@ def test_score_limits_bound_the_odds():
     np.testing.assert_allclose(weights, expected / expected.sum())
 
 
-@pytest.mark.parametrize(
-    ("scores", "message"),
-    [
-        ([], "vector"),
-        ([0.5, np.nan], "entry 1"),
-        ([0.5, -0.1], "entry 1"),
-        ([1e308, 1e308], "entry 0"),
-    ],
-)
-def test_invalid_scores_are_rejected(scores, message):
-    with pytest.raises(ValueError, match=message):
-        domain_weights(scores, "pretrain", 5.0, True)
-
-
-def test_settings_out_of_range_are_rejected():
-    cases: list[tuple[float, dict[str, Any], str]] = [
-        (np.nan, {}, "temperature"),
-        (0.0, {}, "temperature"),
-        (5.0, {"score_floor": np.nan}, "score_floor"),
-        (5.0, {"score_ceiling": 1.0}, "score_ceiling"),
-    ]
-    for temperature, limits, name in cases:
-        with pytest.raises(ValueError, match=name):
-            domain_weights([0.5, 0.4], "pretrain", temperature, True, **limits)
-
-
 def test_new_domains_have_their_share_and_old_ones_their_ratios():
     placed = placed_weights([0.4, 0.3, 0.2, 0.1], [0.75, 9.0, 0.25, 9.0], [1, 0, 1, 0])
     np.testing.assert_allclose(placed, [0.45, 0.3, 0.15, 0.1])
-
-
-@pytest.mark.parametrize(
-    ("before", "is_old", "problem"),
-    [([1.0, 2.0], [1, 1], "of one length"), ([0.0, 0.0, 5.0], [1, 1, 0], "no old domain")],
-)
-def test_invalid_mixtures_are_rejected(before, is_old, problem):
-    with pytest.raises(ValueError, match=problem):
-        placed_weights([0.5, 0.25, 0.25], before, is_old)
