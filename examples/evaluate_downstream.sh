@@ -12,7 +12,7 @@
 #   SIZE         tiny, or any other value: runs record their sizes
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CHECKPOINTS  the runs or checkpoints to evaluate (all of RUN/5-base)
-#   DATA_DIR     folder with copies of the tasks' data sets as OWNER/NAME (the hub)
+#   DATA_DIR     folder with copies of the tasks' datasets as OWNER/NAME (the hub)
 set -euo pipefail
 SIZE=${SIZE:-any}
 source "$(dirname "$0")/launch.sh"

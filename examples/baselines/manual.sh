@@ -10,9 +10,9 @@
 # SIZE=tiny no column fits the corpus: uniform weights are written to a file and taken from there.
 #
 #   SIZE         size of the model to be trained with it (684m)
-#   RUN          folder of the experiment (runs/slimpajama, or that of the columns' data set)
+#   RUN          folder of the experiment (runs/slimpajama, or that of the columns' dataset)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
-#   PUBLISHED    columns, all of one data set, slimpajama/, pile/, wiki40b/ or stack/; a wrong name
+#   PUBLISHED    columns, all of one dataset, slimpajama/, pile/, wiki40b/ or stack/; a wrong name
 #                lists them (slimpajama/ doremi, doge, chameleon and regmix)
 set -euo pipefail
 SIZE=${SIZE:-684m}
@@ -34,11 +34,11 @@ case $DATA_SET in
     )
     ;;
   wiki40b | stack) EXPERIMENT=finetune RECIPE=$DATA_SET.sh ;;
-  *) refuse "PUBLISHED=$PUBLISHED: the data sets are slimpajama/, pile/, wiki40b/ and stack/" ;;
+  *) refuse "PUBLISHED=$PUBLISHED: the datasets are slimpajama/, pile/, wiki40b/ and stack/" ;;
 esac
 for column in $PUBLISHED; do
   [[ $column == "$DATA_SET"/* ]] ||
-    refuse "$column is no column of $DATA_SET/: a corpus has the domains of one data set"
+    refuse "$column is not a column of $DATA_SET/: a corpus has the domains of one dataset"
 done
 if [ "$SIZE" = tiny ]; then
   MANUAL+=(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SlimPajama-627B, whole: 7 domains, with validation and test text of their own.
+# The whole SlimPajama-627B: 7 domains with their own validation and test text.
 #
 # Data: cerebras/SlimPajama-627B on the Hugging Face hub; 59,166 files of JSON lines
 # (.jsonl.zst, 895 GB) in train/chunk*/, validation/chunk*/ and test/chunk*/, `text`, and the domain
