@@ -25,7 +25,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus
 from megatron_chameleon.artifacts.record import check_values
@@ -165,17 +164,6 @@ class CheckedReader(FileSystemReader):
     def read_metadata(self) -> Metadata:
         """Return the index. Without a rank argument, torch looks for no per-rank index."""
         return self._index
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read tensors with ``weights_only``.
-
-        Raises:
-            UnpicklingError: for any other entry, which the planner would unpickle unrestricted.
-        """
-        for item in plan.items:
-            if item.type is not LoadItemType.TENSOR:
-                raise pickle.UnpicklingError(f"{item.storage_index.fqn} is not a tensor")
-        return super().read_data(plan, planner)
 
 
 class _CommonLoadStrategy(TorchCommonLoadStrategy):

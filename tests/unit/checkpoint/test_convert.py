@@ -8,7 +8,6 @@ import random
 import re
 import resource
 import runpy
-import shutil
 import stat
 import sys
 from collections.abc import Callable
@@ -74,14 +73,25 @@ def test_a_converted_checkpoint_computes_like_transformers(made, converted):
     converted.verify()
 
 
-def test_there_and_back_is_bit_equal(exported, made, tmp_path, converted):
-    folder = exported()
-    assert same_tensors(tensors_in(folder), tensors_in(made))
-    assert (folder / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
-    convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "again"))
-    assert CheckpointRecord.load(tmp_path / "again").hash == converted.hash
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+def test_there_and_back_by_the_tool_is_bit_equal(made, tmp_path, converted, monkeypatch, capsys):
+    def tool(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tools/convert_checkpoint.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"), run_name="__main__")
+        return exit_.value.code
+
+    ours, theirs, again = (tmp_path / name for name in ("ours", "theirs", "again"))
+    assert tool("from-huggingface", "--model", made, "--output", ours) == 0
+    assert tool("to-huggingface", "--checkpoint", ours, "--output", theirs) == 0
+    assert tool("from-huggingface", "--model", theirs, "--output", again) == 0
+    assert same_tensors(tensors_in(theirs), tensors_in(made))
+    assert (theirs / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+    assert {CheckpointRecord.load(each).hash for each in (ours, again)} == {converted.hash}
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in theirs.iterdir()}
     assert len(set(modes.values())) == 1, modes
+    assert capsys.readouterr().err == ""
+    assert tool("to-huggingface", "--checkpoint", ours, "--output", theirs) == 2
+    assert capsys.readouterr().err.startswith(f"error: --output {theirs} ")
 
 
 def test_weights_are_rounded_and_sharded(exported, made, tmp_path):
@@ -91,39 +101,29 @@ def test_weights_are_rounded_and_sharded(exported, made, tmp_path):
     assert same_tensors(tensors_in(folder), expected)
     assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "again"))
-    for size in ("many", "-5GB", "0.0MB", "nanGB", "5"):
+    for size in ("many", "0.0MB"):
         with pytest.raises(UserError, match=f"--max-shard-size {size}"):
             exported(max_shard_size=size)
 
 
-@pytest.fixture
-def pickled(folder):
-    """The same folder with its weights only in torch's own format."""
-    torch.save(tensors_in(folder), folder / "pytorch_model.bin")
+def test_a_pickle_is_read_only_with_allow_pickle_and_runs_no_code(folder, tmp_path, converted):
+    output, path, ran = tmp_path / "checkpoint", folder / "pytorch_model.bin", tmp_path / "ran"
+    torch.save(tensors_in(folder), path)
     (folder / WEIGHTS).unlink()
-    return folder
-
-
-def test_a_pickle_is_read_only_with_allow_pickle(pickled, tmp_path, converted):
-    output = tmp_path / "checkpoint"
     with pytest.raises(UserError, match=r"pytorch_model\.bin.* --allow-pickle"):
-        convert_from_huggingface(FromHuggingFaceOptions(pickled, output))
+        convert_from_huggingface(FromHuggingFaceOptions(folder, output))
     assert not output.exists()
-    convert_from_huggingface(FromHuggingFaceOptions(pickled, output, allow_pickle=True))
+    options = FromHuggingFaceOptions(folder, output, allow_pickle=True, overwrite=True)
+    convert_from_huggingface(options)
     assert CheckpointRecord.load(output).hash == converted.hash
-
-
-def test_code_in_a_pickle_is_not_run(pickled, tmp_path):
-    ran = tmp_path / "ran"
     content = {"transformer.wte.weight": PickledCode(ran), "of_some_size": torch.zeros(10**6)}
-    torch.save(content, pickled / "pytorch_model.bin")
-    torch.load(pickled / "pytorch_model.bin", weights_only=False)
-    assert ran.exists()
+    torch.save(content, path)
+    torch.load(path, weights_only=False)
     ran.rmdir()
-    options = FromHuggingFaceOptions(pickled, tmp_path / "checkpoint", allow_pickle=True)
     with pytest.raises(UserError, match=r"pytorch_model\.bin"):
         convert_from_huggingface(options)
     assert not ran.exists()
+    assert CheckpointRecord.load(output).hash == converted.hash
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -160,11 +160,9 @@ def write_index(folder, shard):
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (shutil.rmtree, r"config\.json"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json:1"),
     "other model": (lambda f: change_config(f, model_type="opt"), "model_type"),
     "many layers": (lambda f: change_config(f, n_layer=10**9), "parameters"),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), r"model\.safetensors"),
     "damaged": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 10**7), r"model\.safetensors"),
     "cut short": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), "99 bytes"),
     "no tensor": (lambda f: drop_tensor(f, "transformer.ln_f.bias"), "ln_f"),
@@ -238,19 +236,3 @@ def test_weights_that_dtype_cannot_represent_are_rejected_by_name(tmp_path, made
     with pytest.raises(UserError, match=r"transformer\.ln_f\.bias"):
         convert_to_huggingface(options)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_tool_converts_both_ways(made, tmp_path, monkeypatch, capsys):
-    def tool(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tools/convert_checkpoint.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"), run_name="__main__")
-        return exit_.value.code
-
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    assert tool("from-huggingface", "--model", made, "--output", ours) == 0
-    assert tool("to-huggingface", "--checkpoint", ours, "--output", theirs) == 0
-    assert same_tensors(tensors_in(theirs), tensors_in(made))
-    assert capsys.readouterr().err == ""
-    assert tool("to-huggingface", "--checkpoint", ours, "--output", theirs) == 2
-    assert capsys.readouterr().err.startswith(f"error: --output {theirs} ")

@@ -90,14 +90,6 @@ def made_with(record, **options):
     return dataclasses.replace(record, provenance=made_by)
 
 
-def test_a_missing_tokenizer_has_to_be_passed(converted, made, tmp_path):
-    record = made_with(converted, model=str(tmp_path / "gone"), eod_token=EOD)
-    with pytest.raises(UserError, match="--tokenizer-model"):
-        find_tokenizer(TokenizerChoice(), record)
-    choice = TokenizerChoice(tokenizer_model=made / "tokenizer.json")
-    assert find_tokenizer(choice, record).sha256 == record.tokenizer_hash
-
-
 @pytest.mark.parametrize("is_passed", [False, True])
 def test_a_corpus_names_its_tokenizer(converted, tmp_path, is_passed):
     file = word_tokenizer(tmp_path / "tokenizer.json")
@@ -122,34 +114,24 @@ def test_an_unrecorded_eod_token_is_assumed_with_a_warning(converted, made, tmp_
         find_tokenizer(dataclasses.replace(options, eod_token=EOD), record)
 
 
-@pytest.fixture
-def ended_otherwise(folder):
-    """A model's folder whose documents end with </s>; its tokenizer also has <|endoftext|>."""
+def test_the_eod_token_is_the_recorded_one(converted, folder, tmp_path):
+    """Documents end with </s>; the tokenizer also has <|endoftext|>."""
     tokenizer = Tokenizer.from_str(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 1, EOD).decode())
     assert tokenizer.add_special_tokens(["</s>"]) == 1
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def test_the_eod_token_is_the_recorded_one(ended_otherwise, tmp_path):
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
-    convert_from_huggingface(FromHuggingFaceOptions(ended_otherwise, checkpoint, eod_token="</s>"))
+    convert_from_huggingface(FromHuggingFaceOptions(folder, checkpoint, eod_token="</s>"))
     convert_to_huggingface(ToHuggingFaceOptions(checkpoint, back))
     assert json.loads((back / "config.json").read_text())["eos_token_id"] == VOCAB_SIZE - 1
     assert transformers.AutoTokenizer.from_pretrained(back).eos_token == "</s>"
     options = ToHuggingFaceOptions(checkpoint, back, eod_token=EOD, overwrite=True)
     convert_to_huggingface(options)
     assert transformers.AutoTokenizer.from_pretrained(back).eos_token == EOD
-
-
-def test_the_tokenizer_and_eod_token_of_megatrons_data_are_found(converted, ended_otherwise):
-    sha256 = load_tokenizer(ended_otherwise, "</s>").sha256
-    data = {"tokenizer_model": str(ended_otherwise), "eod_token": "</s>"}
-    record = made_with(
-        dataclasses.replace(converted, tokenizer_hash=sha256), corpus=None, data=data
-    )
-    for choice in (TokenizerChoice(), TokenizerChoice(tokenizer_model=ended_otherwise)):
-        assert find_tokenizer(choice, record).eod_id == VOCAB_SIZE - 1
+    # A run on megatron's data records the same.
+    data = {"tokenizer_model": str(folder), "eod_token": "</s>"}
+    record = dataclasses.replace(converted, tokenizer_hash=load_tokenizer(folder, "</s>").sha256)
+    for choice in (TokenizerChoice(), TokenizerChoice(tokenizer_model=folder)):
+        assert find_tokenizer(choice, made_with(record, data=data)).eod_id == VOCAB_SIZE - 1
 
 
 @pytest.mark.parametrize("by", ["model", "corpus"])

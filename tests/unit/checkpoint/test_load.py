@@ -45,8 +45,11 @@ def saved(one_rank, tmp_path):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_reader_has_the_saved_weights_in_fp32(one_rank, tmp_path, bf16):
+    processes = psutil.Process().children(recursive=True)
     model = build_model(SHAPE, one_rank, seed=5, bf16=bf16)
     save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
+    # megatron would start a server for its results, which outlives a killed rank.
+    assert psutil.Process().children(recursive=True) == processes
     record = CheckpointRecord.load(tmp_path / "step")
     assert set(record.files) == {p.name for p in record.root.iterdir()} - {"checkpoint.json"}
     record.verify()
@@ -57,26 +60,6 @@ def test_a_reader_has_the_saved_weights_in_fp32(one_rank, tmp_path, bf16):
         read = reader.model.get_parameter(name)
         assert read.dtype == torch.float32, name
         assert torch.equal(read, weight.float()), name
-
-
-def test_saving_leaves_no_process_running(one_rank, tmp_path):
-    """megatron would start a server for its results, which outlives a killed rank."""
-    before = psutil.Process().children(recursive=True)
-    model = build_model(SHAPE, one_rank, seed=5)
-    save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
-    assert psutil.Process().children(recursive=True) == before
-
-
-def test_saving_a_step_again_replaces_the_old_checkpoint(one_rank, saved):
-    _, old = saved
-    (old.root / "left over").write_text("of before")
-    model = build_model(SHAPE, one_rank, seed=6)
-    save_checkpoint(model_state([model]), old)
-    new = CheckpointRecord.load(old.root)
-    assert new.hash != old.hash
-    assert not (old.root / "left over").exists()
-    read = weights_of(open_reader(new, one_rank).model)
-    assert all(torch.equal(read[name], weight) for name, weight in weights_of(model).items())
 
 
 def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_cleans_up(
@@ -99,8 +82,9 @@ def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_cleans_up(
     CheckpointRecord.load(record.root).verify()
 
 
-def test_a_failed_replacement_keeps_the_old_checkpoint(one_rank, saved, monkeypatch):
+def test_a_save_replaces_the_old_checkpoint_as_a_whole_or_not_at_all(one_rank, saved, monkeypatch):
     _, old = saved
+    (old.root / "left over").write_text("of before")
     real = os.replace
 
     def refuse(source, target):
@@ -117,17 +101,17 @@ def test_a_failed_replacement_keeps_the_old_checkpoint(one_rank, saved, monkeypa
     found = CheckpointRecord.load(old.root)
     found.verify()
     assert found.hash == old.hash
+    save_checkpoint(model_state([model]), old)
+    assert not (old.root / "left over").exists()
+    read = weights_of(open_reader(CheckpointRecord.load(old.root), one_rank).model)
+    assert all(torch.equal(read[name], weight) for name, weight in weights_of(model).items())
 
 
 WRONG_SHAPES = [
     {"size": {"num_layers": 2}},
-    {"size": {**dataclasses.asdict(SHAPE.size), "num_attention_heads": 5}},
     {"size": {**dataclasses.asdict(SHAPE.size), "num_layers": 10**9}},
-    {"size": {**dataclasses.asdict(SHAPE.size), "hidden_size": 2**40}},
-    {"size": {**dataclasses.asdict(SHAPE.size), "num_layers": True}},
     {"vocab_size": "many"},
     {"vocab_size": 10**12},
-    {"max_sequence_length": 0},
 ]
 
 
@@ -158,17 +142,29 @@ def test_a_file_missing_from_the_record_is_not_read(one_rank, saved):
                 open_reader(dataclasses.replace(record, files=files), one_rank)
 
 
+def sample():
+    """The next numbers of the default generator, and of megatron's within tensor parallelism."""
+    with get_cuda_rng_tracker().fork():
+        tracked = torch.rand(3)
+    return torch.cat([torch.rand(3), tracked])
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_training_resumes_bit_for_bit(one_rank, tmp_path, sharded):
     layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
     straight = trainer_of(layout, seed=1)
     train(straight, 1, 4)
+    torch.manual_seed(17)
+    sample()
     state = training_state(*straight, is_loading=False)
     save_checkpoint(state, record_at(tmp_path / "step"))
+    expected = sample()
+    assert not torch.equal(sample(), expected)
     train(straight, 5, 8)
 
     resumed = trainer_of(layout, seed=2)
     load_training(CheckpointRecord.load(tmp_path / "step"), *resumed)
+    assert torch.equal(sample(), expected)
     train(resumed, 5, 8)
     assert resumed[1].param_groups[0]["lr"] == straight[1].param_groups[0]["lr"]
     for name, weight in weights_of(resumed[0][0]).items():
@@ -180,48 +176,10 @@ def test_training_resumes_bit_for_bit(one_rank, tmp_path, sharded):
         assert [float(step) for step in steps] == [8.0] * len(steps)
 
 
-# Random generators.
-
-
-@pytest.fixture
-def trainer(one_rank):
-    trainer = trainer_of(one_rank)
-    train(trainer, 1, 1)
-    return trainer
-
-
-def sample():
-    """The next numbers of the default generator, and of megatron's within tensor parallelism."""
-    with get_cuda_rng_tracker().fork():
-        tracked = torch.rand(3)
-    return torch.cat([torch.rand(3), tracked])
-
-
-def test_the_generators_resume(trainer, tmp_path):
-    torch.manual_seed(17)
-    sample()
-    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
-    expected = sample()
-    assert not torch.equal(sample(), expected)
-    load_training(CheckpointRecord.load(tmp_path / "step"), *trainer)
-    assert torch.equal(sample(), expected)
-
-
-# Values from a forked process.
-
-LARGER_THAN_A_PIPE = {"values": list(range(1_000_000))}
-
-
-def in_a_fork(function, *arguments):
-    """Its exit status, once it has ended; nothing is read before that."""
-    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+def test_a_value_larger_than_a_pipe_is_read_after_its_process_ended():
+    handover, value = Handover(), list(range(1_000_000))
+    process = multiprocessing.get_context("fork").Process(target=handover.put, args=(value,))
     process.start()
     process.join(20)
-    return process.exitcode
-
-
-@pytest.mark.parametrize("value", ["small", LARGER_THAN_A_PIPE], ids=["small", "large"])
-def test_a_value_of_any_size_is_read_after_its_process_ended(value):
-    handover = Handover()
-    assert in_a_fork(handover.put, value) == 0
+    assert process.exitcode == 0
     assert handover.get() == value

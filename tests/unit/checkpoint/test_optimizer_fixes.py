@@ -74,13 +74,10 @@ def misplaced(bucketed):
     return wrong
 
 
-def test_megatron_misplaces_state_behind_padding(bucketed):
-    """Should this fail after an update of megatron-core, the fix has become unnecessary."""
+def test_parameters_behind_padding_are_in_their_place(bucketed):
     assert len(bucketed.buffers[0].buckets) > 2
+    # Should this fail after an update of megatron-core, the fix has become unnecessary.
     assert misplaced(bucketed) > 0
-
-
-def test_with_the_fix_every_parameter_is_in_its_place(bucketed):
     gather_with_padding(bucketed)
     gather_with_padding(bucketed)  # the same as once
     assert misplaced(bucketed) == 0
@@ -136,6 +133,8 @@ class GroupStepAdam(torch.optim.Optimizer):
 
 def trainer(layout, patched, *, bf16, fused_adam):
     """A model, optimizer and scheduler; megatron-core chooses its Adam when it is imported."""
+    for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # checked when it saves and loads
+        patched.setattr(distrib_optimizer, name, fused_adam)
     with patched.context() as chosen:
         if fused_adam:
             chosen.setattr(megatron_optimizer, "Adam", GroupStepAdam)
@@ -146,12 +145,6 @@ def trainer(layout, patched, *, bf16, fused_adam):
     kind = GroupStepAdam if fused_adam else torch.optim.AdamW
     assert all(isinstance(part.optimizer, kind) for part in optimizer.chained_optimizers)
     return model, optimizer, build_scheduler(optimizer, OPTIONS, train_iters=8)
-
-
-def choose_adam(monkeypatch, *, fused):
-    """Set what the distributed optimizer checks when it saves and loads."""
-    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", fused)
-    monkeypatch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", fused)
 
 
 @pytest.mark.parametrize("to_fused", [True, False])
@@ -166,12 +159,10 @@ def test_either_adam_resumes_what_the_other_saved(
     layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
     whole = trainer(layout, monkeypatch, bf16=bf16, fused_adam=not to_fused)
     train(whole, 1, 3)
-    choose_adam(monkeypatch, fused=not to_fused)
     save_checkpoint(training_state(*whole, is_loading=False), record_at(tmp_path / "step"))
     train(whole, 4, 6)
 
     resumed = trainer(layout, monkeypatch, bf16=bf16, fused_adam=to_fused)
-    choose_adam(monkeypatch, fused=to_fused)
     load_training(CheckpointRecord.load(tmp_path / "step"), *resumed)
     train(resumed, 4, 6)
     expected, found = (dict(unwrap(run[0][0]).named_parameters()) for run in (whole, resumed))
