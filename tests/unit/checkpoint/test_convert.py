@@ -4,44 +4,116 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import re
 import resource
 import runpy
+import shutil
 import stat
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
-from megatron_chameleon.artifacts import CheckpointRecord
-from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
+from megatron_chameleon.artifacts import CheckpointRecord, provenance
+from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.checkpoint.convert import (
+    convert_from_huggingface,
+    convert_to_huggingface,
+    find_tokenizer,
+)
 from megatron_chameleon.checkpoint.huggingface_folder import read_tensors
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
-from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
-from megatron_chameleon.checkpoint.save import save_checkpoint
-from megatron_chameleon.checkpoint.state import model_state
+from megatron_chameleon.checkpoint.options import (
+    FromHuggingFaceOptions,
+    ToHuggingFaceOptions,
+    TokenizerChoice,
+)
+from megatron_chameleon.corpus.gigatoken import difficult_texts
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.rounding import assert_as_near
-from tests.unit.checkpoint.samples import (
-    POSITIONS,
-    VOCAB_SIZE,
-    WEIGHTS,
-    PickledCode,
-    record_at,
-    same_tensors,
-    tensors_in,
-)
-from tests.unit.corpus.tokenizer_samples import EOD
+from tests.small_corpus import word_tokenizer, write_small_corpus
+from tests.unit.checkpoint.samples import PickledCode
+from tests.unit.corpus.tokenizer_samples import EOD, write_tiktoken
+
+TEXTS = [f"the {word} of a text, and {number} more\n" for number, word in enumerate("abcdefgh" * 9)]
+VOCAB_SIZE, POSITIONS = 300, 24
+WEIGHTS = "model.safetensors"
+# Weights are small: logits are about 1.
+CONFIG: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 3,
+    "n_embd": 150,
+    "n_positions": POSITIONS,
+    "vocab_size": VOCAB_SIZE,
+    "initializer_range": 0.2,
+    "bos_token_id": VOCAB_SIZE - 1,
+    "eos_token_id": VOCAB_SIZE - 1,
+}
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """A folder that transformers wrote, with a tokenizer; read-only."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("made") / "gpt2"
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE, EOD))
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """A copy of it that a test may change."""
+    return Path(shutil.copytree(made, tmp_path / "gpt2"))
+
+
+@pytest.fixture(scope="session")
+def converted(made, tmp_path_factory):
+    """The checkpoint converted from it; read-only."""
+    output = tmp_path_factory.mktemp("converted") / "checkpoint"
+    convert_from_huggingface(FromHuggingFaceOptions(made, output))
+    return CheckpointRecord.load(output)
+
+
+@pytest.fixture
+def exported(converted, tmp_path):
+    """``exported(**changes)``: the folder converted from the checkpoint."""
+
+    def export(**changes):
+        convert_to_huggingface(
+            ToHuggingFaceOptions(converted.root, tmp_path / "exported", **changes)
+        )
+        return tmp_path / "exported"
+
+    return export
+
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -219,20 +291,133 @@ def test_existing_output_is_kept_unless_it_can_be_replaced(made, converted, tmp_
     assert list(tmp_path.iterdir()) == [output]
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(torch.nan, "float32"), (1e5, "float16")])
-def test_weights_that_dtype_cannot_represent_are_rejected_by_name(tmp_path, made, value, dtype):
-    shape = ModelShape(ModelSize(1, 2, 16, 32), VOCAB_SIZE, 8)
-    record = record_at(tmp_path / "step", shape)
-    tokenizer = made / "tokenizer.json"
-    record = dataclasses.replace(record, tokenizer_hash=load_tokenizer(tokenizer, EOD).sha256)
-    with distributed(ParallelOptions(), seed=0) as layout:
-        model = build_model(shape, layout, seed=0)
-        with torch.no_grad():
-            model.decoder.final_layernorm.bias[3] = value
-        save_checkpoint(model_state([model]), record)
-    options = ToHuggingFaceOptions(
-        record.root, tmp_path / "out", dtype=dtype, tokenizer_model=tokenizer
-    )
+def test_weights_that_dtype_cannot_represent_are_rejected_by_name(folder, tmp_path):
+    tensors = tensors_in(folder)
+    tensors["transformer.ln_f.bias"][3] = 1e5
+    save_file(tensors, folder / WEIGHTS)
+    convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "checkpoint"))
+    options = ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "out", dtype="float16")
     with pytest.raises(UserError, match=r"transformer\.ln_f\.bias"):
         convert_to_huggingface(options)
     assert not (tmp_path / "out").exists()
+
+
+def test_transformers_encodes_alike(exported, made):
+    ours = load_tokenizer(made, EOD)
+    theirs = transformers.AutoTokenizer.from_pretrained(exported())
+    assert theirs.eos_token == EOD
+    assert theirs.eos_token_id == ours.eod_id
+    texts = difficult_texts(())
+    for text, ids in zip(texts, ours.encoder.encode_batch(texts), strict=True):
+        assert theirs(text)["input_ids"] == ids.tolist()
+        assert theirs.decode(ids) == ours.decode(ids.tolist())
+
+
+def test_a_tiktoken_file_is_copied(folder, tmp_path):
+    path = tmp_path / "t.tiktoken"
+    write_tiktoken(folder / "tokenizer.json", path)
+    options = FromHuggingFaceOptions(
+        folder, tmp_path / "checkpoint", tokenizer_model=path, tiktoken_pattern="gpt2"
+    )
+    convert_from_huggingface(options)
+    convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
+    (copy,) = (tmp_path / "back").glob("tokenizer.*")
+    assert copy.read_bytes() == path.read_bytes()
+    assert not (tmp_path / "back" / "tokenizer_config.json").exists()
+
+
+def test_the_tokenizer_of_another_model_is_rejected(converted, folder, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE + 1, EOD))
+    with pytest.raises(UserError, match="--tokenizer-model"):
+        convert_from_huggingface(
+            FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=other)
+        )
+    with pytest.raises(UserError, match="--tokenizer-model"):
+        find_tokenizer(TokenizerChoice(tokenizer_model=other), converted)
+
+
+def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
+    """Many public models have a round number of rows."""
+    path = tmp_path / "small.json"
+    path.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 20, EOD))
+    options = FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=path)
+    convert_from_huggingface(options)
+    assert "the last 20 of its 300 embedding rows" in capsys.readouterr().out
+    shape = shape_of(CheckpointRecord.load(tmp_path / "checkpoint"))
+    assert shape.vocab_size == VOCAB_SIZE - 20
+    convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
+    expected = tensors_in(folder)["transformer.wte.weight"][: VOCAB_SIZE - 20]
+    assert torch.equal(tensors_in(tmp_path / "back")["transformer.wte.weight"], expected)
+
+
+def made_with(record, **options):
+    """The record, as if made with these options."""
+    made_by = dataclasses.replace(record.provenance, options=options)
+    return dataclasses.replace(record, provenance=made_by)
+
+
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_a_corpus_names_its_tokenizer(converted, tmp_path, is_passed):
+    file = word_tokenizer(tmp_path / "tokenizer.json")
+    corpus = write_small_corpus(tmp_path, tokenizer_hash=sha256_of_files(file))
+    record = dataclasses.replace(converted, tokenizer_hash=corpus.tokenizer.sha256)
+    record = made_with(record, **({} if is_passed else {"corpus": str(corpus.root)}))
+    choice = TokenizerChoice(tokenizer_model=corpus.root if is_passed else None)
+    assert find_tokenizer(choice, record).identity == corpus.tokenizer
+    with pytest.raises(UserError, match="--tokenizer-model"):
+        find_tokenizer(choice, dataclasses.replace(record, tokenizer_hash="0" * 64))
+    with pytest.raises(UserError, match="--eod-token gpt2"):
+        find_tokenizer(dataclasses.replace(choice, eod_token="gpt2"), record)
+
+
+def test_an_unrecorded_eod_token_is_assumed_with_a_warning(converted, made, tmp_path):
+    record = made_with(converted, corpus=str(tmp_path / "gone"), data={"eod_token": "not of it"})
+    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=made)
+    with pytest.warns(UserWarning, match="--eod-token"):
+        assert find_tokenizer(options, record).sha256 == record.tokenizer_hash
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find_tokenizer(dataclasses.replace(options, eod_token=EOD), record)
+
+
+def test_the_eod_token_is_the_recorded_one(converted, folder, tmp_path):
+    """Documents end with </s>; the tokenizer also has <|endoftext|>."""
+    tokenizer = Tokenizer.from_str(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 1, EOD).decode())
+    assert tokenizer.add_special_tokens(["</s>"]) == 1
+    tokenizer.save(str(folder / "tokenizer.json"))
+    checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+    convert_from_huggingface(FromHuggingFaceOptions(folder, checkpoint, eod_token="</s>"))
+    convert_to_huggingface(ToHuggingFaceOptions(checkpoint, back))
+    assert json.loads((back / "config.json").read_text())["eos_token_id"] == VOCAB_SIZE - 1
+    assert transformers.AutoTokenizer.from_pretrained(back).eos_token == "</s>"
+    options = ToHuggingFaceOptions(checkpoint, back, eod_token=EOD, overwrite=True)
+    convert_to_huggingface(options)
+    assert transformers.AutoTokenizer.from_pretrained(back).eos_token == EOD
+    # A run on megatron's data records the same.
+    data = {"tokenizer_model": str(folder), "eod_token": "</s>"}
+    record = dataclasses.replace(converted, tokenizer_hash=load_tokenizer(folder, "</s>").sha256)
+    for choice in (TokenizerChoice(), TokenizerChoice(tokenizer_model=folder)):
+        assert find_tokenizer(choice, made_with(record, data=data)).eod_id == VOCAB_SIZE - 1
+
+
+@pytest.mark.parametrize("by", ["model", "corpus"])
+def test_a_relative_path_is_resolved_from_the_run(converted, tmp_path, monkeypatch, by):
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "corpus").mkdir(parents=True)
+    here.mkdir()
+    file = word_tokenizer(there / "corpus" / "tokenizer.json")
+    corpus = write_small_corpus(there / "corpus", tokenizer_hash=sha256_of_files(file))
+    record = dataclasses.replace(converted, tokenizer_hash=corpus.tokenizer.sha256)
+    path = Path(os.path.relpath(corpus.root if by == "corpus" else file, there))
+    monkeypatch.chdir(there)
+    made_by = provenance(ToHuggingFaceOptions(Path("run"), Path("out")), {})
+    record = made_with(dataclasses.replace(record, provenance=made_by), **{by: str(path)})
+    monkeypatch.chdir(here)
+    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", eod_token=None)
+    assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256
+    there.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=str(there / path)):
+        find_tokenizer(options, record)
+    monkeypatch.chdir(tmp_path / "moved")  # everything was moved
+    assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256

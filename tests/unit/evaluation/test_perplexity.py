@@ -21,9 +21,11 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import choose_windows
+from megatron_chameleon.evaluation.options import PerplexityOptions, PerplexityToolOptions
 from megatron_chameleon.evaluation.perplexity import (
     ClusterMap,
     evaluate_perplexities,
@@ -33,13 +35,21 @@ from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.small_corpus import word_tokenizer, write_small_corpus
-from tests.unit.evaluation.plain_protocol import (
-    EOD,
-    Prediction,
-    predictions,
-    token_file,
-)
+from tests.unit.evaluation.plain_protocol import EOD, Prediction, predictions, token_file
 from tests.unit.poison import poison_checkpoint
+
+
+def parse(line: str) -> list[PerplexityOptions]:
+    return parse_options(PerplexityToolOptions, ["--corpus", "c", *line.split()]).one_by_one()
+
+
+def test_several_checkpoints_share_the_other_options():
+    found = parse("--output a.json --checkpoint a b --output b.json --overlap 16")
+    assert [(str(o.checkpoint), str(o.output)) for o in found] == [("a", "a.json"), ("b", "b.json")]
+    assert {o.overlap for o in found} == {16}
+    for line in ("--checkpoint a b --output a.json", "--checkpoint a b --output x.json x.json"):
+        with pytest.raises(UserError, match="--output"):
+            parse(line)
 
 
 def losses_by_document(corpus, finished_run, name, protocol):
@@ -192,9 +202,7 @@ def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
     [
         ({"window_length": 33}, "--window-length 33"),
         ({"max_tokens": 31}, "--max-tokens 31"),
-        ({"overlap": -1}, "--overlap -1: "),
-        ({"first_token": "after-eod"}, "--first-token after-eod"),
-        ({"evaluation_batch_size": 0}, "--evaluation-batch-size 0: "),
+        ({"overlap": 32}, "--overlap 32: "),
         ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),
         ({"parallel": ParallelOptions(2)}, r"1 rank\(s\) cannot be laid out as tensor 2"),
     ],
