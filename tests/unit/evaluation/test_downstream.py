@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -24,6 +25,7 @@ from megatron_chameleon.evaluation.downstream import (
     evaluate_downstream,
     evaluate_part,
 )
+from megatron_chameleon.evaluation.lm_eval_model import CheckpointLM
 from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions
 from megatron_chameleon.evaluation.tasks import TaskLibrary
 from tests.distributed.launch import REPOSITORY, finish, kill_group, start
@@ -216,3 +218,19 @@ def test_lm_eval_command_line(environment, options, task_data, tmp_path):
     ours = evaluate_downstream(dataclasses.replace(options, tasks=("sciq",), shots=(0,)))
     accuracy = ours.tasks["sciq"].by_shots[0].accuracy
     assert body["results"]["sciq"]["acc_norm,none"] == accuracy
+
+
+def test_checkpoint_is_opened_from_model_args(text_checkpoint):
+    """Arguments as lm-eval parses and completes them."""
+    valid = {"checkpoint": str(text_checkpoint.checkpoint), "batch_size": "2", "device": "cuda:0"}
+    model = CheckpointLM.create_from_arg_obj(valid)
+    try:
+        assert model.scorer.sequences_at_once == 2
+        ((score, _),) = model.loglikelihood([Instance("loglikelihood", {}, ("A", " lamp"), 0)])
+        assert score < 0
+        assert model.get_model_info()["model_num_parameters"] > 200_000
+    finally:
+        model.close()
+    for changes in ({"batch_size": "auto"}, {"dtype": "float16"}, {"checkpoint": "nowhere"}):
+        with pytest.raises(UserError, match=next(iter(changes.values()))):
+            CheckpointLM.create_from_arg_obj(valid | changes)

@@ -10,8 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.lm_eval_model import CheckpointLM, ScorerLM
+from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
 from megatron_chameleon.evaluation.scoring import Prompt, Scorer
 from tests.fixtures.task_data import Words
 from tests.text_checkpoint import EOD_TOKEN
@@ -89,19 +88,3 @@ def test_flops_are_counted_and_requests_hashed(ours):
         digests.append(ours.digest.hexdigest())
         assert ours.flops > 0
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_checkpoint_is_opened_from_model_args(text_checkpoint):
-    """Arguments as lm-eval parses and completes them."""
-    valid = {"checkpoint": str(text_checkpoint.checkpoint), "batch_size": "2", "device": "cuda:0"}
-    model = CheckpointLM.create_from_arg_obj(valid)
-    try:
-        assert model.scorer.sequences_at_once == 2
-        ((score, _),) = model.loglikelihood([Instance("loglikelihood", {}, ("A", " lamp"), 0)])
-        assert score < 0
-        assert model.get_model_info()["model_num_parameters"] > 200_000
-    finally:
-        model.close()
-    for changes in ({"batch_size": "auto"}, {"dtype": "float16"}, {"checkpoint": "nowhere"}):
-        with pytest.raises(UserError, match=next(iter(changes.values()))):
-            CheckpointLM.create_from_arg_obj(valid | changes)

@@ -35,7 +35,7 @@ from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.small_corpus import word_tokenizer, write_small_corpus
-from tests.unit.evaluation.plain_protocol import EOD, Prediction, predictions, token_file
+from tests.unit.evaluation.plain_protocol import EOD, predictions, token_file
 from tests.unit.poison import poison_checkpoint
 
 
@@ -53,32 +53,24 @@ def test_several_checkpoints_share_the_other_options():
 
 
 def losses_by_document(corpus, finished_run, name, protocol):
-    """Sums of losses and tokens of each test document by a plain loop over the protocol."""
+    """Sums of losses and tokens of each test document by a plain loop: one row per token."""
     stream = open_tokens(corpus, name, "test")
     documents = [stream.get(i).tolist() for i in range(len(stream))]
     sums, tokens = np.zeros(len(documents)), np.zeros(len(documents), int)
+    scored = predictions(documents, protocol, corpus.tokenizer.eod_id)
+    inputs = torch.zeros(len(scored), protocol.window_length, dtype=torch.int64)
+    labels = inputs.clone()
+    for row, one in enumerate(scored):
+        inputs[row, : len(one.context)] = torch.tensor(one.context)
+        labels[row, len(one.context) - 1] = one.label
     with distributed(ParallelOptions(), seed=0) as layout:
         reader = open_reader(CheckpointRecord.load(find_checkpoint(finished_run)), layout)
-        eod = corpus.tokenizer.eod_id
-        for window in in_windows(predictions(documents, protocol, eod)):
-            context = window[-1].context
-            labels = torch.tensor([[*context[1:], window[-1].label]])
-            losses = reader.token_losses(torch.tensor([context]), labels)
-            assert losses is not None
-            for one in window:
-                sums[one.document] += float(losses[0, len(one.context) - 1])
-                tokens[one.document] += 1
+        losses = reader.token_losses(inputs, labels)
+    assert losses is not None
+    for row, one in enumerate(scored):
+        sums[one.document] += float(losses[row, len(one.context) - 1])
+        tokens[one.document] += 1
     return sums, tokens
-
-
-def in_windows(scored):
-    """Predictions in lists whose contexts are each the beginning of the last one's."""
-    windows: list[list[Prediction]] = []
-    for one in scored:
-        before = windows[-1][-1].context if windows else one.context
-        continues = windows and one.context[: len(before)] == before != one.context
-        windows[-1].append(one) if continues else windows.append([one])
-    return windows
 
 
 @pytest.mark.parametrize(
@@ -163,7 +155,7 @@ def test_unigram_model_is_fitted_to_the_training_text(evaluate, corpus):
 
 
 def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
-    perplexity_options, finished_run, tmp_path, monkeypatch
+    perplexity_options, finished_run, monkeypatch
 ):
     opened: list[int] = []
 
@@ -174,23 +166,19 @@ def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
     monkeypatch.setattr("megatron_chameleon.evaluation.perplexity.open_reader", recorded_open)
     last = dataclasses.replace(perplexity_options, overwrite=False, max_tokens=64)
     step = finished_run / "checkpoints" / "step-00000003"
-    earlier = dataclasses.replace(
-        last, checkpoint=step, output=tmp_path / "deeper" / "earlier.json"
-    )
+    output = last.output.parent / "deeper" / "earlier.json"
+    earlier = dataclasses.replace(last, checkpoint=step, output=output)
     first = evaluate_perplexity(earlier)
     results = evaluate_perplexities([earlier, last])
     assert opened == [3, 6]
     assert results[0] == first
     assert results == [EvaluationResult.load(each.output) for each in (earlier, last)]
-    record = CheckpointRecord.load(find_checkpoint(finished_run))
-    assert (results[1].checkpoint, results[1].checkpoint_hash) == (str(record.root), record.hash)
-    assert results[1].protocol == Protocol("test", 32, max_tokens=64)
-    assert results[1].cost.flops == forward_flops(shape_of(record), 3 * 64, 32)
+    shape = shape_of(CheckpointRecord.load(find_checkpoint(finished_run)))
+    assert results[1].cost.flops == forward_flops(shape, 3 * 64, 32)
     for changes in ({"max_tokens": 96}, {"checkpoint": step}, {"overwrite": True}):
-        before = len(opened)
         found = evaluate_perplexity(dataclasses.replace(last, **changes))
-        assert len(opened) == before + 1
         assert EvaluationResult.load(last.output) == found
+    assert len(opened) == 5
     wrong = dataclasses.replace(last, overwrite=True, overlap=32)
     with pytest.raises(UserError, match="--overlap 32"):
         evaluate_perplexities([dataclasses.replace(last, overwrite=True), wrong])
@@ -202,7 +190,6 @@ def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
     [
         ({"window_length": 33}, "--window-length 33"),
         ({"max_tokens": 31}, "--max-tokens 31"),
-        ({"overlap": 32}, "--overlap 32: "),
         ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),
         ({"parallel": ParallelOptions(2)}, r"1 rank\(s\) cannot be laid out as tensor 2"),
     ],
