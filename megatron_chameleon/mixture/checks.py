@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Mode: TypeAlias = Literal["pretrain", "finetune"]
-MODES: tuple[str, ...] = get_args(Mode)
 
 # Relative difference up to which two entries of an affinity count as equal.
 AFFINITY_TOLERANCE = 1e-8
@@ -107,5 +106,5 @@ def check_positive(value: float, argument: str) -> float:
 
 def check_mode(mode: str) -> None:
     """Raise unless ``mode`` is "pretrain" or "finetune"."""
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}: choose one of {', '.join(MODES)}")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode is {mode!r}: choose one of {', '.join(get_args(Mode))}")

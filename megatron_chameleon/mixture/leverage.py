@@ -88,7 +88,7 @@ def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
     Costs k p^2 instead of k^3, so it is the form for more domains than features.
 
     Args:
-        features: X, [k, p], any real dtype; float64 inside. Centre it first where that is wanted.
+        features: X, [k, p], any real dtype; float64 inside. Not centred here.
         ridge: lambda > 0, in the units of X X^T.
 
     Returns:

@@ -116,8 +116,8 @@ class MixingLawsOptions(FitOptions):
     @property
     def first_step(self) -> int:
         """First step whose measurement enters the power law over steps."""
-        given = self.laws.fit_steps_from
-        return -(-self.swarm.train_iters // 3) if given is None else given
+        first = self.laws.fit_steps_from
+        return -(-self.swarm.train_iters // 3) if first is None else first
 
 
 def compute(options: MixingLawsOptions) -> int | None:

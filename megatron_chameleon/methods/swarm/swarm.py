@@ -148,7 +148,6 @@ class Swarm:
         """Options of a member's run, as of tools/pretrain_gpt.py."""
         options, folder = self.options, self.run_folder(member)
         digest = hashlib.sha256(f"{options.seed}/member/{member}".encode()).digest()
-        interval = options.eval_interval or options.train_iters
         return PretrainOptions(
             run_dir=folder,
             corpus=self.corpus.root,
@@ -169,7 +168,7 @@ class Swarm:
             checkpointing=CheckpointingOptions(keep_last_checkpoints=1),
             guards=GuardOptions(max_consecutive_skipped_steps=1),
             validation=ValidationOptions(
-                eval_interval=min(interval, options.train_iters),
+                eval_interval=options.measured_steps[0],
                 eval_tokens=options.eval_tokens,
                 eval_last_step=True,
             ),

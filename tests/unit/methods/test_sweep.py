@@ -203,24 +203,23 @@ def test_every_proxy_and_store_is_computed_once(finished_sweep, corpus):
 
 def test_a_point_equals_pretraining_and_computing_the_mixture(swept, options, tmp_path):
     """The second proxy that a process trains equals the first of another."""
-    given = dataclasses.replace(options(), output=tmp_path / "alone")
-    point = point_of(given, swept.points[1].settings)
+    alone = dataclasses.replace(options(), output=tmp_path / "alone")
+    point = point_of(alone, swept.points[1].settings)
     run_dir, store = point.made_from
-    proxy = dataclasses.replace(given.proxy, train_iters=2)
-    pretrain(training_options(proxy, given.corpus, run_dir))
+    proxy = dataclasses.replace(alone.proxy, train_iters=2)
+    pretrain(training_options(proxy, alone.corpus, run_dir))
     compute_mixture(
         ChameleonOptions(
-            corpus=given.corpus,
+            corpus=alone.corpus,
             checkpoint=run_dir,
             output=point.mixture,
             mode="pretrain",
             store=store,
-            extraction=given.extraction,
-            weighting=given.weighting,
+            extraction=alone.extraction,
+            weighting=alone.weighting,
         )
     )
-    alone = Mixture.load(point.mixture)
-    assert swept.load_mixture(swept.points[1]).weights == alone.weights
+    assert swept.load_mixture(swept.points[1]).weights == Mixture.load(point.mixture).weights
 
 
 def test_a_sweep_is_extended_and_lost_artifacts_are_restored(swept, options, tmp_path, capsys):
@@ -285,12 +284,12 @@ def test_each_rule_has_its_own_proxies(hooked):
         "doge": [DogeRule(), DogeRule(0.01), DogeRule(0.3), DogeRule(0.3, doge_eps=0.1)],
         "doremi": [DoremiRule(), DoremiRule(doremi_eta=1.0), DoremiRule("fork")],
     }
-    for method, given in rules.items():
-        options = [hooked(method, **{method: rule}) for rule in given]
+    for method, variants in rules.items():
+        options = [hooked(method, **{method: rule}) for rule in variants]
         points = [point_of(each, {"model_size": "nano", "train_iters": 4}) for each in options]
         names = [point.made_from[-1].parent.name for point in points]
         assert names == [point.mixture.stem for point in points]
         assert names[0] == names[1] == f"{method}-nano-4steps-seed5"
-        assert len(set(names)) == len(given) - 1
+        assert len(set(names)) == len(variants) - 1
         if method == "doremi":
             assert points[-1].made_from[0].name == "nano-4steps-seed5"

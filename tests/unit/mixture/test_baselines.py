@@ -12,13 +12,13 @@ from megatron_chameleon.mixture import capped_weights
 from megatron_chameleon.mixture.natural import natural_weights
 
 
-def by_optimizer(wanted, caps):
+def by_optimizer(target, caps):
     """The same minimum by a general solver."""
-    k = len(wanted)
+    k = len(target)
     found = minimize(
-        lambda w: float((w * np.log(np.maximum(w, 1e-300) / wanted)).sum()),
+        lambda w: float((w * np.log(np.maximum(w, 1e-300) / target)).sum()),
         np.minimum(caps, 1.0) / np.minimum(caps, 1.0).sum(),
-        jac=lambda w: np.log(np.maximum(w, 1e-300) / wanted) + 1,
+        jac=lambda w: np.log(np.maximum(w, 1e-300) / target) + 1,
         bounds=[(1e-12, min(cap, 1.0)) for cap in caps],
         constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": lambda w: np.ones(k)},
         options={"maxiter": 500, "ftol": 1e-14},
@@ -30,12 +30,12 @@ def by_optimizer(wanted, caps):
 @pytest.mark.parametrize("seed", range(6))
 def test_it_is_the_mixture_of_smallest_divergence(seed):
     generator = np.random.default_rng(seed)
-    wanted = generator.dirichlet(np.ones(6))
+    target = generator.dirichlet(np.ones(6))
     caps = generator.dirichlet(np.ones(6)) * generator.uniform(1.05, 3)
-    found = capped_weights(wanted, caps)
+    found = capped_weights(target, caps)
     assert found.weights.sum() == pytest.approx(1, abs=1e-12)
     assert (found.weights <= caps + 1e-15).all()
-    np.testing.assert_allclose(found.weights, by_optimizer(wanted, caps), atol=2e-6)
+    np.testing.assert_allclose(found.weights, by_optimizer(target, caps), atol=2e-6)
 
 
 def test_a_cap_that_binds_only_because_others_do_is_found():

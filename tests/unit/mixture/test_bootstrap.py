@@ -58,8 +58,8 @@ def test_weights_are_the_same_wherever_the_vectors_lie(offset):
     windows = windows_of([40, 33, 7, 130], h=37)
     moved = [at_offset(vectors, offset) for vectors in windows]
     one, other = (
-        bootstrap_weights(given, chameleon_weight_fn("pretrain", "scaled"), 10, seed=4)
-        for given in (windows, moved)
+        bootstrap_weights(vectors, chameleon_weight_fn("pretrain", "scaled"), 10, seed=4)
+        for vectors in (windows, moved)
     )
     np.testing.assert_array_equal(one.weights, other.weights)
 
@@ -104,11 +104,11 @@ def test_the_windows_needed_give_intervals_of_the_precision():
     rng = np.random.default_rng(0)
     population = [rng.normal(size=(20_000, 4)) + i / 3 for i in range(3)]
     few = bootstrap_weights([rows[:100] for rows in population], mean_shares, 400)
-    wanted = half_width(few) / 3
-    needed = windows_needed(half_width(few), 100, wanted)
+    precision = half_width(few) / 3
+    needed = windows_needed(half_width(few), 100, precision)
     assert needed == pytest.approx(900, abs=1)
     enough = bootstrap_weights([rows[:needed] for rows in population], mean_shares, 400)
-    assert half_width(enough) == pytest.approx(wanted, rel=0.2)
+    assert half_width(enough) == pytest.approx(precision, rel=0.2)
 
 
 def vectors_of(n: int, h: int = 5, seed: int = 0) -> np.ndarray:

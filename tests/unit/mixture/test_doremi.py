@@ -93,11 +93,11 @@ def test_the_loss_of_a_batch_is_a_weighted_mean():
     tokens = np.array([5.0, 3.0, 2.0])
     losses = [rng.random(int(count)) for count in tokens]
     per_token = alpha / sampling
-    wanted = sum((w * loss).sum() for w, loss in zip(per_token, losses, strict=True))
-    wanted /= per_token @ tokens
+    expected = sum((w * loss).sum() for w, loss in zip(per_token, losses, strict=True))
+    expected /= per_token @ tokens
     weights = token_weights(np.log(alpha), sampling, tokens)
     found = sum((w * loss).sum() for w, loss in zip(weights, losses, strict=True)) / tokens.sum()
-    assert found == pytest.approx(wanted)
+    assert found == pytest.approx(expected)
 
 
 def test_token_weights_of_absent_domains_and_of_tiny_weights():

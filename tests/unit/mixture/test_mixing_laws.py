@@ -102,7 +102,7 @@ def test_published_losses_of_five_domains_are_predicted():
     """20 of the study's mixtures are fitted, the mean loss of the 6 others is predicted.
 
     Over many splits the mean absolute error is 0.020, with a standard deviation of 0.006 between
-    splits: eight of them, by a seed, tell it within 0.002. A constant has 0.064.
+    splits: the mean over eight seeded splits is within 0.002 of it. A constant has 0.064.
     """
     (path,) = public_results("mixing_laws").glob("five_domains_*.csv")
     data = np.loadtxt(path, delimiter=",", skiprows=1)

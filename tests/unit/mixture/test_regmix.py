@@ -1,4 +1,4 @@
-"""RegMix's regression and the mixture that it thinks best."""
+"""RegMix's regression and the mixture that it predicts to be best."""
 
 from __future__ import annotations
 

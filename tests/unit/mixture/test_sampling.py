@@ -55,10 +55,10 @@ def quantized_directly(row, smallest):
     """Largest remainders, one weight at a time."""
     steps = round(1 / smallest)
     kept = [weight if weight >= smallest else 0.0 for weight in row]
-    wanted = [weight / sum(kept) * steps for weight in kept]
-    whole = [int(weight) for weight in wanted]
+    target = [weight / sum(kept) * steps for weight in kept]
+    whole = [int(weight) for weight in target]
     for _ in range(steps - sum(whole)):
-        left = [w - n for w, n in zip(wanted, whole, strict=True)]
+        left = [w - n for w, n in zip(target, whole, strict=True)]
         whole[int(np.argmax(left))] += 1
     return np.array(whole) / steps
 
