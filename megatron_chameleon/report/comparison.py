@@ -267,21 +267,13 @@ def findings(comparison: Comparison) -> list[str]:
 
     Methods with several seeds are compared by their mean over seeds.
     """
-    groups = seed_groups(comparison)
-    if comparison.baseline is not None and len(groups) > 1:
-        return verdicts(comparison)
-    return [
-        f"{group.label} has an average perplexity of {group}, over {len(comparison.domains)} "
-        "domains."
-        for group in groups
-    ]
-
-
-def verdicts(comparison: Comparison) -> list[str]:
-    """A sentence per method that is compared with the baseline."""
-    if comparison.baseline is None:
-        return []
     reference, *groups = seed_groups(comparison)
+    if comparison.baseline is None or not groups:
+        return [
+            f"{group.label} has an average perplexity of {group}, over {len(comparison.domains)} "
+            "domains."
+            for group in (reference, *groups)
+        ]
     by_seed, found = {run.seed: run for run in reference.runs}, []
     for group in groups:
         mean, theirs = (spread_of(each.averages)[0] for each in (group, reference))
@@ -349,7 +341,6 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     if comparison.left_out:
         empty = ", ".join(comparison.left_out)
         notes.append(f"Nothing to predict, and not in the average: {empty}.")
-    notes += [*caveats(folder, comparison), *verdicts(comparison)]
     header = ["domain", *columns, "unigram perplexity", *(f"perplexity {r.label}" for r in runs)]
     return Table.of("Held-out perplexity", header, rows, summary, notes)
 

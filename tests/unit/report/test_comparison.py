@@ -19,14 +19,15 @@ from megatron_chameleon.report.comparison import (
     Comparison,
     Evaluated,
     bits_per_byte_table,
+    caveats,
     compare,
+    findings,
     loss_table,
     seed_table,
-    verdicts,
 )
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
-from tests.unit.report.report_samples import (
+from tests.unit.report.samples import (
     NAMES,
     PROTOCOL,
     edit_evaluation,
@@ -67,7 +68,7 @@ def test_averages_and_counts_are_over_domains(root):
     assert marks == [[False, True], [True, False], [True, True]]
     assert [is_best(cell) for cell in table.summary[0][-2:]] == [True, False]
     change = 100 * (chameleon / uniform - 1)
-    assert table.notes[-1] == (
+    assert findings(compare(RunFolder.load(root)))[-1] == (
         f"Chameleon has an average perplexity of {chameleon:.2f}, Uniform of {uniform:.2f} "
         f"(+{change:.1f}%); Chameleon is lower in 1 of 3 domains."
     )
@@ -77,9 +78,10 @@ def test_intervals_of_a_recomputed_mixture_are_not_shown(root, rng):
     random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4))).save(
         root / "4-mixture/chameleon-pretrain.json"
     )
-    table = perplexity_of(RunFolder.load(root))
-    assert not any("interval" in heading for heading in table.header)
-    assert any("4-mixture/chameleon-pretrain.json has changed" in note for note in table.notes)
+    folder = RunFolder.load(root)
+    assert not any("interval" in heading for heading in perplexity_of(folder).header)
+    (sentence,) = caveats(folder, compare(folder))
+    assert "4-mixture/chameleon-pretrain.json has changed" in sentence
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def seeded(run_of):
 
 def test_seeds_are_reported_by_mean_and_deviation_and_paired(seeded):
     # Uniform 20, 22, 24; Chameleon 19, 20, 21; of seeds 2 and 3 -3 and -4.
-    (sentence,) = verdicts(seeded)
+    (sentence,) = findings(seeded)
     assert sentence == (
         "Chameleon has an average perplexity of 20.00 ± 1.00 over 3 seeds, Uniform of "
         "22.00 ± 2.00 over 3 seeds (-9.1%, -3.50 ± 0.71 paired by 2 seeds); Chameleon is lower in "

@@ -11,8 +11,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.downstream import downstream_tables
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
-from tests.unit.report.downstream_samples import downstream, save
-from tests.unit.report.report_samples import rows_of, write_run_folder
+from tests.unit.report.samples import downstream, rows_of, save, write_run_folder
 
 UNIFORM, CHAMELEON = "uniform-seed1", "chameleon-pretrain-seed1"
 

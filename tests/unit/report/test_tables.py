@@ -17,7 +17,6 @@ from megatron_chameleon.report.tables import (
     display_width,
     markdown,
     markdown_table,
-    one_line,
     terminal_table,
 )
 
@@ -63,18 +62,12 @@ def test_markdown_has_the_same_content():
 
 @pytest.mark.parametrize(
     "name",
-    ["a|b", "<script>alert(1)</script>", "[x](http://y)", "**x**", "a\\|b", "`x`", "&lt;", "$x$"],
+    ["a|b", "<script>alert(1)</script>", "[x](http://y)", "**x**", "a\\|b", "`x` &lt; $x$"],
 )
 def test_markdown_shows_a_name_as_it_is(name):
     escaped = markdown(name)
     assert re.search(r"(?<!\\)(\\\\)*[|<>\[\]*`&$]", escaped) is None
     assert re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", escaped) == name
-
-
-def test_a_name_cannot_break_the_line_or_steer_the_terminal():
-    assert one_line("a\nb\tc") == "a b c"
-    assert "\x1b" not in one_line("\x1b[31mred")
-    assert one_line("café 日本") == "café 日本"
 
 
 def table_of(*columns, summary=()):
@@ -87,32 +80,18 @@ def read(text):
     return list(csv.reader(io.StringIO(text)))
 
 
-def test_figures_are_plain_numbers_and_what_is_missing_is_empty():
-    table = table_of(["a", "b", "c"], ["1,234,567", "-", "1.2e+13"])
-    assert [row[1] for row in read(csv_table(table))[1:]] == ["1234567", "", "1.2e+13"]
-
-
-def test_a_figure_with_its_error_takes_two_columns():
-    table = table_of(["a", "b", "c"], ["-0.1234 ± 0.0100", "2.5", "-"])
-    assert read(csv_table(table)) == [
-        ["domain", "c1", "c1 ±"],
-        ["a", "-0.1234", "0.0100"],
-        ["b", "2.5", ""],
-        ["c", "", ""],
+def test_csv_has_plain_numbers_and_two_columns_for_errors_and_ranges():
+    plain, pairs = ["1,234,567", "-", "1.2e+13"], ["-0.1234 ± 0.0100", "2.5", "-"]
+    ranges = ["0.1 to 0.2", "3", "-"]
+    assert read(csv_table(table_of(["a", "b", "c\x1b\nd"], plain, pairs, ranges))) == [
+        ["domain", "c1", "c2", "c2 ±", "c3 from", "c3 to"],
+        ["a", "1234567", "-0.1234", "0.0100", "0.1", "0.2"],
+        ["b", "", "2.5", "", "3", "3"],
+        ["c\N{REPLACEMENT CHARACTER} d", "1.2e+13", "", "", "", ""],
     ]
 
 
-def test_a_range_takes_two_columns():
-    table = table_of(["a", "b", "c"], ["0.1 to 0.2", "3", "-"])
-    assert read(csv_table(table)) == [
-        ["domain", "c1 from", "c1 to"],
-        ["a", "0.1", "0.2"],
-        ["b", "3", "3"],
-        ["c", "", ""],
-    ]
-
-
-@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "=1"])
+@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)"])
 def test_nothing_is_a_formula(name):
     frame = pd.DataFrame({"domain": [name]})
     for line in (*read(csv_table(table_of([name], ["1"]))), *read(csv_text(frame))):

@@ -9,14 +9,12 @@ from megatron_chameleon.artifacts import Mixture, SampledTokens
 from megatron_chameleon.report.page import report_stability
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.weights import (
-    MOST_ROWS,
     MOST_TABLES,
-    sweep_table,
     swept_axes,
     token_tables,
     weight_tables,
 )
-from tests.unit.report.report_samples import (
+from tests.unit.report.samples import (
     NAMES,
     columns,
     rows_of,
@@ -25,7 +23,6 @@ from tests.unit.report.report_samples import (
     write_training_run,
 )
 
-ALL = "Weights of each mixture"
 FINE_TUNING = "Weights for pretraining and fine-tuning"
 
 
@@ -79,13 +76,9 @@ def add_run(root, name, tokens, method="uniform", **changes):
     write_training_run(root / "5-base" / name, weights, method, domain_tokens=tokens, **changes)
 
 
-def tables_of(root):
-    return token_tables(RunFolder.load(root))
-
-
 def test_target_and_actual_tokens_and_epochs(root):
     add_run(root, UNIFORM, token_counts([1000.4, 2000.0, 0.0], [1010, 1900, 0], [0.5, 12.34, 0.0]))
-    (table,) = tables_of(root)
+    (table,) = token_tables(RunFolder.load(root))
     assert table.title == "Sampled tokens: Uniform"
     assert table.header == ("domain", "target tokens", "actual tokens", "difference", "epochs")
     found = rows_of(table)
@@ -99,7 +92,7 @@ def test_seeds_of_one_mixture_share_a_table_of_ranges(root):
     add_run(root, UNIFORM, token_counts([1000.0] * 3, [1000, 990, 1000], [1.0, 0.99, 1.0]))
     add_run(root, "uniform-seed2", token_counts([1000.0] * 3, [1000, 1010, 1000], [1.0, 1.01, 1.0]))
     add_run(root, "other", token_counts([1000.0] * 3, [1, 2, 3]), method="natural")
-    first, second = tables_of(root)
+    first, second = token_tables(RunFolder.load(root))
     assert first.title == "Sampled tokens: uniform-seed1 and 1 more with the same weights"
     found = rows_of(first)
     assert found["code"] == ["1,000", "1,000", "+0.00%", "1"]
@@ -114,7 +107,7 @@ def test_many_mixtures_are_a_row_each(root):
     for i in range(count):
         tokens = token_counts([1000.0 + i] * 3, [1000 + i, 900, 1001 + i], [1.0, 0.5, 2.0 + i])
         add_run(root, f"run-{i}", tokens, method="manual")
-    (table,) = tables_of(root)
+    (table,) = token_tables(RunFolder.load(root))
     assert len(table.rows) == count
     assert rows_of(table)["run-0"] == ["3,000", "-10.00% (a|b_<x>)", "2 (prose)"]
     assert rows_of(table)["run-6"] == ["3,018", "-10.54% (a|b_<x>)", "8 (prose)"]
@@ -160,19 +153,6 @@ def test_changes_and_distances_are_to_the_centre(paper):
     assert axis.confidence == 0.95
     assert "github" in axis.sentence
     assert (still.label, still.distances.tolist()) == ("layer", [0.0, 0.0])
-
-
-def test_of_many_domains_those_that_move_are_listed(tmp_path):
-    names = [f"domain {i}" for i in range(MOST_ROWS + 5)]
-    weights = dict.fromkeys(names, 1.0)
-    sweep = write_sweep(
-        tmp_path / "run", {"ridge": [mixture_of(weights), mixture_of({**weights, names[-1]: 3.0})]}
-    )
-    (axis,) = swept_axes(sweep)
-    table = sweep_table(axis)
-    assert len(table.rows) == MOST_ROWS
-    assert table.rows[-1][0] == names[-1]
-    assert table.notes[0] == "5 other domains move by less."
 
 
 def test_stability_report_has_figures_tables_and_cost(paper, capsys):

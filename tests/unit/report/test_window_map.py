@@ -24,7 +24,7 @@ from megatron_chameleon.report.window_map import (
     window_map,
     window_map_figure,
 )
-from tests.unit.report.report_samples import PROVENANCE, write_run_folder
+from tests.unit.report.samples import PROVENANCE, write_run_folder
 
 RECIPE = EmbeddingRecipe("1", 1, 64, 16, 0, "0")
 HIDDEN = 8

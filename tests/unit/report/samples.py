@@ -1,4 +1,4 @@
-"""A run folder made of real artifacts with random contents, which only tests read."""
+"""Run folders of real artifacts with chosen or random contents, which only tests read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts import (
     CheckpointRecord,
+    Clusters,
     Corpus,
     Cost,
     Domain,
@@ -21,6 +22,7 @@ from megatron_chameleon.artifacts import (
     Mixture,
     Protocol,
     Provenance,
+    SampledTokens,
     SettingValue,
     Sweep,
     SweepPoint,
@@ -29,6 +31,14 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.artifacts.corpus import index_file_bytes
+from megatron_chameleon.artifacts.downstream_result import (
+    Accuracy,
+    DownstreamProtocol,
+    DownstreamResult,
+    Gap,
+    ShotScore,
+    TaskScore,
+)
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.report.comparison import compare, perplexity_table
 from megatron_chameleon.report.run_folder import RunFolder
@@ -247,3 +257,114 @@ def write_sweep(root: Path, mixtures: dict[str, list[Mixture]], **changes: Any) 
     sweep = dataclasses.replace(sweep, **changes)
     sweep.save()
     return sweep
+
+
+DOWNSTREAM_PROTOCOL = DownstreamProtocol("0.4.13", [0, 1], None, 1234, "float32")
+
+
+def downstream(
+    tasks: dict[str, dict[int, float]],
+    gaps: list[Gap] | None = None,
+    protocol: DownstreamProtocol = DOWNSTREAM_PROTOCOL,
+    **changes: Any,
+) -> DownstreamResult:
+    """Of task -> number of shots -> accuracy, with standard errors of 1%, of the mean of 2%."""
+    scores = {
+        task: TaskScore(
+            metric="acc",
+            version="1.0",
+            shots_from="train",
+            by_shots={n: ShotScore(a, 0.01, 100, 0, f"{task} {n}") for n, a in found.items()},
+            mean=Accuracy(sum(found.values()) / len(found), 0.02)
+            if set(found) == set(protocol.shots)
+            else None,
+        )
+        for task, found in tasks.items()
+    }
+    result = DownstreamResult(
+        checkpoint="run",
+        checkpoint_hash="x",
+        step=200,
+        protocol=protocol,
+        tasks=scores,
+        gaps=gaps or [],
+        provenance=PROVENANCE,
+        cost=Cost(1e12, 8.0, 4.0, 2),
+    )
+    return dataclasses.replace(result, **changes)
+
+
+def save(root: Path, name: str, result: DownstreamResult) -> None:
+    result.save(root / "6-evaluation" / f"{name}.json")
+
+
+# What a careless page would run, break at, or show as something else.
+HOSTILE_NAMES = [
+    "</script><img src=x onerror=alert(1)>",
+    '" onmouseover="alert(1)',
+    "</title><svg onload=alert(1)>",
+    "$x^2$ & {y}",
+    "=cmd|' /C calc'!A0",
+    "שלום abc",
+    "日本語",
+    "a|b `c` [d](javascript:alert(1))",
+    "\x1b[31mred\u202eevil",
+]
+RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
+TASKS = ("arc_easy", "piqa", "winogrande")
+ZERO_SHOT = dataclasses.replace(DOWNSTREAM_PROTOCOL, shots=[0])
+
+
+def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int = 12) -> Path:
+    """A run folder with everything.
+
+    That is sampled tokens, bytes and documents of held-out text, tasks, a sweep, and ``windows`` of
+    each domain.
+    """
+    write_run_folder(root, names, seed)
+    rng = np.random.default_rng(seed)
+    corpus = Corpus.load(root / "1-corpus")
+    difficulty = {name: rng.normal(0, 0.3, 12) for name in names}
+    for name in RUNS:
+        run = TrainingRun.load(root / "5-base" / name)
+        tokens = {
+            domain: SampledTokens(weight, weight * run.tokens, round(weight * run.tokens), 1.5)
+            for domain, weight in run.mixture.items()
+        }
+        dataclasses.replace(run, domain_tokens=tokens).save()
+        path = root / "6-evaluation" / f"{name}.json"
+        result = EvaluationResult.load(path)
+        domains = {
+            domain: _by_document(loss.loss + difficulty[domain], loss.unigram_loss)
+            for domain, loss in result.domains.items()
+        }
+        dataclasses.replace(result, domains=domains, corpus_hash=corpus.hash).save(path)
+        accuracies = {task: {0: float(rng.random())} for task in TASKS}
+        answers = downstream(accuracies, protocol=ZERO_SHOT, checkpoint_hash=name)
+        answers.save(root / "6-evaluation" / f"{name}-downstream.json")
+    Mixture(random_weights(names, rng), "doremi", cost=Cost(9e12, 40.0, 20.0, 2)).save(
+        root / "4-mixture/doremi.json"
+    )
+    store = EmbeddingStore.load(root / "3-embeddings")
+    for name in names:
+        vectors = rng.normal(size=store.hidden_size) + 0.4 * rng.normal(size=(windows, 8))
+        store = store.with_domain(name, vectors.astype(np.float32), "1", Cost())
+    centre = Mixture.load(root / "4-mixture/chameleon-pretrain.json")
+    others = [
+        dataclasses.replace(centre, weights=_moved(centre.weights, rng, size))
+        for size in (0.02, 0.1)
+    ]
+    write_sweep(root, {"ridge": [centre, *others], "num_windows": [centre, others[1]]})
+    return root
+
+
+def _by_document(losses: np.ndarray, unigram_loss: float) -> DomainLoss:
+    tokens = np.full(len(losses), 50)
+    clusters = Clusters((losses * tokens).tolist(), tokens.tolist(), (4 * tokens).tolist())
+    total = int(tokens.sum())
+    return DomainLoss(float(losses.mean()), total, unigram_loss, 4 * total, clusters)
+
+
+def _moved(weights: dict[str, float], rng: np.random.Generator, size: float) -> dict[str, float]:
+    moved = {name: w * float(np.exp(rng.normal(0, size))) for name, w in weights.items()}
+    return {name: w / sum(moved.values()) for name, w in moved.items()}
