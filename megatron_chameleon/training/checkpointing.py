@@ -125,11 +125,6 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
     if plan.options.overwrite:
         return None
     run = TrainingRun.load(folder)
-    _require_same(plan, run)
-    return run
-
-
-def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
     options_before, inputs_before = run.provenance.options, run.provenance.inputs
     options, inputs = json_values(plan.options), plan.provenance.inputs
     names = list(run.mixture)
@@ -151,6 +146,7 @@ def _require_same(plan: TrainingPlan, run: TrainingRun) -> None:
                 f"{run.root} holds a run with {flag_of(name)} {before.get(name)}, not "
                 f"{now.get(name)}; {FRESH_START}"
             )
+    return run
 
 
 def _input(name: str, options: dict[str, Any], inputs: dict[str, str]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,25 +19,6 @@ from megatron_chameleon.training.step import counts_losses
 from megatron_chameleon.training.stopping import REASONS, SIGNAL_NAMES
 
 LABELS = {"loss": "loss", "grad_norm": "gradient's norm"}
-
-
-class RollingBound:
-    """Spike threshold: ``factor`` standard deviations above the mean of a window of values.
-
-    Infinite until half the window is full. OLMo 2 skips steps this way (OLMo et al. 2024, "2 OLMo 2
-    Furious"), except that here values above the bound do not enter the window.
-    """
-
-    def __init__(self, factor: float, window: int, values: Iterable[float] = ()) -> None:
-        self._factor = factor
-        self.values = deque(values, maxlen=window)
-
-    def bound(self) -> float:
-        """The largest value that is not a spike; infinite if there is no bound."""
-        enough = max(2, (self.values.maxlen or 0) // 2)
-        if not self._factor or len(self.values) < enough:
-            return math.inf
-        return statistics.fmean(self.values) + self._factor * statistics.stdev(self.values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +60,8 @@ class StepGuard:
 
     def __init__(self, options: GuardOptions, state: dict[str, Any]) -> None:
         self._options = options
-        factor, window = options.spike_factor, options.spike_window
-        self._bounds = {name: RollingBound(factor, window, state.get(name, ())) for name in LABELS}
+        window = options.spike_window
+        self._windows = {name: deque(state.get(name, ()), maxlen=window) for name in LABELS}
         self._phase: int | None = state.get("phase")  # older checkpoints lack it
         self.skipped: int = state.get("skipped", 0)
         self.updates: int = state.get("updates", 0)
@@ -94,17 +75,17 @@ class StepGuard:
         Args:
             loss: mean over the step's tokens; None if none has a loss.
             grad_norm: gradient norm before clipping.
-            phase: first sample of the current mixture phase. A new phase resets the bounds, since
+            phase: first sample of the current mixture phase. A new phase empties the windows, since
                 loss and norm shift with the mixture.
         """
         if self._phase is not None and phase != self._phase:
-            for bound in self._bounds.values():
-                bound.values.clear()
+            for window in self._windows.values():
+                window.clear()
         self._phase, self.reason = phase, None
         values = {"loss": loss, "grad_norm": grad_norm}
         measured = {name: value for name, value in values.items() if value is not None}
         for name, value in measured.items():
-            limit = self._bounds[name].bound()
+            limit = self._spike_threshold(name)
             if not math.isfinite(value):
                 self.reason = f"the {LABELS[name]} is {value}"
             elif value > limit:
@@ -113,10 +94,21 @@ class StepGuard:
                 self.skipped += 1
                 return False
         for name, value in measured.items():
-            self._bounds[name].values.append(value)
+            self._windows[name].append(value)
         self.updates += 1
         self.streak = []
         return True
+
+    def _spike_threshold(self, name: str) -> float:
+        """Standard deviations above the mean of the window; infinite until half of it is full.
+
+        OLMo 2 skips steps this way (OLMo et al. 2024, "2 OLMo 2 Furious"), except that here spikes
+        do not enter the window.
+        """
+        values, factor = self._windows[name], self._options.spike_factor
+        if not factor or len(values) < max(2, self._options.spike_window // 2):
+            return math.inf
+        return statistics.fmean(values) + factor * statistics.stdev(values)
 
     def record(self, step: SkippedStep) -> None:
         """Record a step that was not accepted."""
@@ -144,18 +136,13 @@ class StepGuard:
             "longer --lr-warmup-iters, or without the text of these domains (--mixture)"
         )
 
-    def take_unlogged(self) -> list[SkippedStep]:
-        """The steps skipped since the last call."""
-        skipped, self.unlogged = self.unlogged, []
-        return skipped
-
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON values; a resumed run makes the same decisions."""
         return {
             "skipped": self.skipped,
             "updates": self.updates,
             "phase": self._phase,
-            **{name: list(bound.values) for name, bound in self._bounds.items()},
+            **{name: list(window) for name, window in self._windows.items()},
             "streak": finite([dataclasses.asdict(step) for step in self.streak]),
         }
 

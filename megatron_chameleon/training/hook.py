@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, HookState
@@ -35,9 +34,10 @@ from megatron_chameleon.training.domain_gradients import (
     micro_batches_by_domain,
     split_samples,
 )
+from megatron_chameleon.training.metrics import sum_over_ranks
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.run_folder import FRESH_START
-from megatron_chameleon.training.step import Passes, counts_losses
+from megatron_chameleon.training.step import Passes
 
 TokenValues = Sequence[torch.Tensor]
 """A value per token of this rank's micro-batches, [b, s] each; empty but on the last stage."""
@@ -194,7 +194,7 @@ class GlobalBatch:
         for batch, value in zip(self.micro_batches, values, strict=bool(values)):
             masked = value.double() * batch["loss_mask"].to(value.device)
             sums.index_add_(0, batch["domain"].to(value.device), masked.sum(1))
-        return self._over_ranks(sums)
+        return sum_over_ranks(sums, self._layout)
 
     @functools.cached_property
     def domain_tokens(self) -> torch.Tensor:
@@ -203,21 +203,10 @@ class GlobalBatch:
         for batch in self.micro_batches:
             tokens = batch["loss_mask"].sum(1, dtype=torch.float64)
             counts.index_add_(0, batch["domain"].to(counts.device), tokens.to(counts.device))
-        return self._over_ranks(counts)
-
-    def sum_over_data_ranks(self, number: int) -> int:
-        """Sum of ``number`` over the data-parallel ranks; identical on every rank."""
-        mine = torch.full((1,), number, dtype=torch.int64, device=self._passes.device)
-        return int(self._over_ranks(mine))
+        return sum_over_ranks(counts, self._layout)
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.num_domains, dtype=torch.float64, device=self._passes.device)
-
-    def _over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        if not counts_losses(self._layout):
-            values = torch.zeros_like(values)
-        dist.all_reduce(values)
-        return values
 
 
 HookFactory = Callable[[TrainingPlan, Layout], TrainingHook]
@@ -375,10 +364,10 @@ class HookRunner:
             gradients.keep(domain)
         gradients.combine(self._hook.gradient_weights(gradients))
         length = self._passes.shape.seq_length
-        padding = batch.sum_over_data_ranks(
-            sum(split.filled - len(rows[domain]) for domain, split in splits.items())
-        )
-        self._spend(training_flops(self._shape, padding * length, length))
+        mine = sum(split.filled - len(rows[domain]) for domain, split in splits.items())
+        padding = torch.full((1,), mine, dtype=torch.int64, device=self._passes.device)
+        padded = int(sum_over_ranks(padding, self._layout)) * length
+        self._spend(training_flops(self._shape, padded, length))
         if self._layout.is_last_stage:  # without the padding samples
             sampled = torch.tensor([len(own) * length for own in rows])
             sums[:, 2] = to_device(sampled, self._passes.device)

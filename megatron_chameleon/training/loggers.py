@@ -270,7 +270,8 @@ class RunLog:
             hook: metrics of the training hook, if any.
         """
         records, plan, layout = self._records, self._records.plan, self._records.layout
-        phase_seconds, skipped = self.phases.read(), guard.take_unlogged()
+        phase_seconds, skipped = self.phases.read(), guard.unlogged
+        guard.unlogged = []
         flops_per_token = training_flops(plan.shape, 1, plan.options.seq_length)
         tokens_per_second = interval.tokens_per_second / layout.world_size
         tflops = flops_per_token * tokens_per_second / 1e12

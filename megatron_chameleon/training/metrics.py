@@ -100,9 +100,9 @@ class IntervalMeter:
         self.restart_clock()
 
 
-def sum_over_ranks(domain_sums: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """[k, 3] per-domain sums over the micro-batches of all ranks, on every rank. Collective."""
-    sums = domain_sums.clone() if counts_losses(layout) else torch.zeros_like(domain_sums)
+def sum_over_ranks(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Sum of ``values`` over the data-parallel ranks' last stages, on every rank. Collective."""
+    sums = values.clone() if counts_losses(layout) else torch.zeros_like(values)
     dist.all_reduce(sums)
     return sums
 

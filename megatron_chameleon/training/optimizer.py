@@ -206,12 +206,12 @@ def with_copies(
     ]
 
 
-def use_fused_kernels(optimizer: MegatronOptimizer) -> None:
+def use_fused_kernels(optimizer: GuardedOptimizer) -> None:
     """Use torch's fused kernels in ``optimizer`` and in megatron's gradient clipping.
 
     Functions of Transformer Engine or Apex are kept.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer.chained_optimizers:
         if isinstance(part, (DistributedOptimizer, Float16OptimizerWithFloat16Params)):
             part._copy_main_params_to_model_params = functools.partial(write_back, part)
         if isinstance(part.optimizer, torch.optim.AdamW):

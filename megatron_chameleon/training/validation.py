@@ -13,7 +13,7 @@ from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
-from megatron_chameleon.blend.token_data import DomainData, TokenData, corpus_tokens
+from megatron_chameleon.blend.token_data import DomainData, corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.sizes import ModelShape
@@ -129,7 +129,15 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
     interval = options.validation.eval_interval
     if not 0 < interval <= options.train_iters:
         return None
-    data = valid_tokens(plan)
+    if options.corpus is not None:
+        data = corpus_tokens(Corpus.load(options.corpus), "valid")
+    else:
+        assert options.data.data_path is not None
+        path = DataPath.parse(options.data.data_path)
+        try:
+            data = data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid")
+        except UserError as error:
+            raise UserError(f"{error}; or pass --eval-interval 0") from error
     windows = options.validation.eval_iters * options.global_batch_size // len(data.domains)
     if options.validation.eval_tokens is not None:
         windows = options.validation.eval_tokens // options.seq_length
@@ -143,23 +151,6 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
     if empty:
         warnings.warn(f"no validation of {', '.join(empty)}: no valid split", stacklevel=2)
     return Validation(texts, data.names, passes, layout)
-
-
-def valid_tokens(plan: TrainingPlan) -> TokenData:
-    """The valid split of the run's data, with the domains in the same order.
-
-    Raises:
-        UserError: if --split leaves it empty.
-    """
-    options = plan.options
-    if options.corpus is not None:
-        return corpus_tokens(Corpus.load(options.corpus), "valid")
-    assert options.data.data_path is not None
-    path = DataPath.parse(options.data.data_path)
-    try:
-        return data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid")
-    except UserError as error:
-        raise UserError(f"{error}; or pass --eval-interval 0") from error
 
 
 def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:

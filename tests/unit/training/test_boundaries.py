@@ -1,4 +1,4 @@
-"""What the ends of documents do to losses and gradients, through the model that is trained."""
+"""Effect of document boundaries on losses and gradients of a training step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_chameleon.training.step import BatchShape, Passes, train_step
 VOCAB_SIZE, LENGTH, NUM_DOMAINS = 100, 24, 3
 EOD = VOCAB_SIZE - 1
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), VOCAB_SIZE, max_sequence_length=LENGTH)
-# Nothing of the gradient is clipped, and a rate so low that a step leaves the weights as they are.
+# No clipping, and a rate so low that a step leaves the weights unchanged.
 OPTIMIZER = OptimizerOptions(lr=1e-12, min_lr=0.0, lr_warmup_iters=0, clip_grad=0.0)
-# Of summed losses; rounding moves them by less than a tenth of it.
+# Difference of summed losses; rounding is less than a tenth of it.
 NOTICEABLE = 1e-4
 PLAIN = DocumentBoundaryOptions()
 OWN_TEXT = DocumentBoundaryOptions(reset_attention_mask=True)
@@ -51,7 +51,7 @@ def batch_of(windows, options, domains=None):
 
 
 def step_on(layout, micro_batches, per_token_loss):
-    """One step on micro-batches of one size: the model with its gradients, and the result."""
+    """Run one step; return the model with its gradients, and the result."""
     model = build_model(SHAPE, layout, seed=0, per_token_loss=per_token_loss)
     chunks = data_parallel([model], layout, bf16=False)
     optimizer = build_optimizer(chunks, OPTIMIZER, layout, bf16=False)
@@ -65,7 +65,7 @@ def step_on(layout, micro_batches, per_token_loss):
 
 
 def loss_of(layout, window, part, options):
-    """What a training step counts as the loss of ``part`` of a window, summed."""
+    """Summed loss of ``part`` of a window in a training step."""
     batch = batch_of(window[None], options)
     batch["loss_mask"][:] = 0.0
     batch["loss_mask"][:, part] = 1.0
@@ -77,9 +77,7 @@ def loss_of(layout, window, part, options):
 @pytest.mark.parametrize(
     ("options", "looks_back"), [(PLAIN, True), (OWN_TEXT, False), (OWN_POSITIONS, False)], ids=str
 )
-def test_an_earlier_document_counts_unless_the_attention_mask_is_reset(
-    one_rank, options, looks_back
-):
+def test_earlier_documents_affect_losses_unless_attention_is_reset(one_rank, options, looks_back):
     first, other, last, rest = documents(9, 9, 10, 6)
     inside = slice(9, 9 + 10 - 1)  # every token of ``last`` that is predicted from ``last``
     losses = [
@@ -93,7 +91,7 @@ def test_an_earlier_document_counts_unless_the_attention_mask_is_reset(
 @pytest.mark.parametrize(
     ("options", "place_matters"), [(PLAIN, True), (OWN_TEXT, True), (OWN_POSITIONS, False)], ids=str
 )
-def test_a_document_is_read_alike_at_every_place_once_positions_are_reset(
+def test_offset_in_the_window_affects_losses_unless_positions_are_reset(
     one_rank, options, place_matters
 ):
     text, filling, rest = documents(9, 10, 6)
@@ -104,7 +102,7 @@ def test_a_document_is_read_alike_at_every_place_once_positions_are_reset(
 
 
 def windows_with_ends(*rows, seed=1):
-    """Windows [b, LENGTH + 1] whose token is an end of document at the places given for each."""
+    """Windows [b, LENGTH + 1] with end-of-document tokens at these positions of each."""
     generator = torch.Generator().manual_seed(seed)
     windows = torch.randint(EOD, (len(rows), LENGTH + 1), generator=generator)
     for row, places in enumerate(rows):
@@ -113,7 +111,7 @@ def windows_with_ends(*rows, seed=1):
 
 
 EVERYWHERE = range(LENGTH + 1)
-# What of a global batch has no loss: very different parts of its micro-batches, all of one of them.
+# Masked positions differ between micro-batches; the last one is masked entirely.
 ENDS: list[list[Sequence[int]]] = [
     [(3, 9), ()],
     [(1, 2, 3, 4, 5, 20), tuple(range(18))],
@@ -128,7 +126,7 @@ def masked_micro_batches(options=MASKED_LOSS):
 
 
 def losses_direct(model, batch):
-    """Cross entropies [b, s] by torch, and which of them are not predicted from an end."""
+    """Cross entropies [b, s] by torch, and which of them are not masked."""
     starts = batch.get("document_starts")
     mask = None if starts is None else document_mask(starts)
     logits = model(batch["tokens"], batch["position_ids"], mask)[..., :VOCAB_SIZE]
@@ -139,7 +137,7 @@ def losses_direct(model, batch):
 @pytest.mark.parametrize(
     "options", [MASKED_LOSS, dataclasses.replace(OWN_POSITIONS, eod_mask_loss=True)], ids=str
 )
-def test_masked_ends_count_neither_in_the_gradient_nor_in_the_sums(one_rank, options):
+def test_masked_tokens_are_in_neither_gradients_nor_sums(one_rank, options):
     batches = masked_micro_batches(options)
     trained, result = step_on(one_rank, batches, per_token_loss=True)
     plain = build_model(SHAPE, one_rank, seed=0)
@@ -163,7 +161,7 @@ def test_masked_ends_count_neither_in_the_gradient_nor_in_the_sums(one_rank, opt
         torch.testing.assert_close(found[name].main_grad, gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_a_step_with_nothing_to_learn_moves_nothing_and_is_no_nan(one_rank):
+def test_fully_masked_step_has_zero_gradients(one_rank):
     model, result = step_on(one_rank, masked_micro_batches()[2:], per_token_loss=True)
     assert result.grad_norm == 0.0
     assert result.domain_sums.tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 2 * LENGTH]]

@@ -65,7 +65,7 @@ class Stepper:
 
 
 def expected_rate(step):
-    """Linear from 0 to the peak, then half a cosine down to the minimum at the last step."""
+    """Linear warm-up from 0, then a cosine to the minimum at the last step."""
     if step <= OPTIONS.lr_warmup_iters:
         return OPTIONS.lr * step / OPTIONS.lr_warmup_iters
     done = (step - OPTIONS.lr_warmup_iters) / (STEPS - OPTIONS.lr_warmup_iters)
@@ -73,7 +73,7 @@ def expected_rate(step):
 
 
 def adamw_direct(model, count):
-    """The same training by torch's autograd and the formulas of AdamW, in float64."""
+    """Train by torch's autograd and the formulas of AdamW in float64; return gradient norms."""
     parameters = dict(model.named_parameters())
     first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
@@ -255,7 +255,7 @@ def test_gradients_accumulate_in_apexs_matrix_product(one_rank, monkeypatch):
         build_optimizer(chunks, OPTIONS, one_rank, bf16=False)
         Passes(chunks, BatchShape(2, 2, 16), NUM_DOMAINS).forward_backward(micro_batches(2))
         found.append({name: p.main_grad for name, p in chunks[0].named_parameters()})
-    # Of two micro-batches: four matrices of each layer, and the output layer.
+    # For two micro-batches: four matrices per layer, and the output layer.
     assert len(products) == 2 * (4 * 2 + 1)
     for name, gradient in found[0].items():
         assert gradient.any()

@@ -1,4 +1,4 @@
-"""From options to a checked plan: what a run reads, and the user mistakes that end it early."""
+"""Plan of a run: the artifacts it reads, and the mistakes that end it early."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.training.memory import check_host_memory
-from megatron_chameleon.training.options import (
-    PretrainOptions,
-)
+from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
 from tests.unit.blend.token_files import write_file
@@ -30,7 +28,7 @@ from tests.unit.corpus.tokenizer_samples import write_pairs
 
 @pytest.fixture
 def plan(pretrain_options, tmp_path):
-    """``plan(**changes)``: the plan of six steps, with some options changed."""
+    """``plan(**changes)``: the plan of six steps, with changed options."""
 
     def make(**changes):
         return plan_training(pretrain_options(tmp_path / "run", **changes))
@@ -85,7 +83,7 @@ def test_warn_of_more_than_four_epochs(plan, corpus, tmp_path):
 
 @pytest.fixture
 def data_path(corpus, tmp_path):
-    """``data_path(given, **options)``: the changes of options for such a --data-path."""
+    """``data_path(value, **options)``: option changes for a --data-path with domain names."""
 
     def changes(given, **options):
         for name in DOMAINS:

@@ -35,7 +35,7 @@ def validation(texts, one_rank):
 
 
 def plain_losses(model, text):
-    """Mean over the predicted tokens, by the model's logits one window at a time."""
+    """Mean over the predicted tokens, from logits of one window at a time."""
     losses = []
     for begin, end in zip(text.windows.begin, text.windows.end, strict=True):
         piece = torch.tensor(text.stream[begin - 1 : end])
@@ -46,26 +46,21 @@ def plain_losses(model, text):
     return torch.cat(losses).double().mean().item()
 
 
-def test_losses_are_means_over_every_predicted_token(validation, texts):
+def test_losses_equal_plain_means_and_training_is_unchanged(validation, texts):
     found, model = validation
+    before = torch.get_rng_state()
     losses = found.losses()
     assert list(losses) == ["a", "b"]
     assert losses["a"] == pytest.approx(plain_losses(model, texts[0]), abs=1e-5)
     assert losses["b"] == pytest.approx(plain_losses(model, texts[2]), abs=1e-5)
     assert found.num_batches == 2  # 5 + 3 windows in batches of 6
-
-
-def test_nothing_of_training_is_touched(validation):
-    found, model = validation
-    before = torch.get_rng_state()
-    first = found.losses()
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert found.losses() == first
+    assert found.losses() == losses
 
 
-def test_ranks_share_the_windows_without_a_gap(texts, one_rank):
+def test_ranks_partition_the_windows(texts, one_rank):
     shape = BatchShape(2, 2, 32)
     model = torch.nn.Linear(1, 1)
     seen = []
@@ -89,7 +84,7 @@ def test_ranks_share_the_windows_without_a_gap(texts, one_rank):
     assert sorted(seen) == sorted(expected)
 
 
-def test_a_domain_that_begins_within_a_file_is_read_from_there(corpus):
+def test_domain_may_start_within_a_file(corpus):
     (whole, *_) = corpus_tokens(corpus, "train").domains
     lengths = whole.open().lengths
     tokens = int(lengths[10:25].sum())
