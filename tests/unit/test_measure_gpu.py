@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from benchmarks import process_tree
-from benchmarks.gpu_tests import PARTS, Outcomes
+from benchmarks.gpu_tests import PARTS
 from benchmarks.measure import measure_rows
 from benchmarks.measure_gpu import ROOT, STEPS, Step, measure
 
@@ -61,8 +61,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(repository: Path, *steps: Step, commit=True, retry=False, seconds=600.0) -> int:
-    return measure(steps, repository, commit=commit, retry=retry, seconds=seconds)
+def run(repository: Path, *steps: Step, retry=False, seconds=600.0) -> int:
+    return measure(steps, repository, commit=True, retry=retry, seconds=seconds)
 
 
 FIRST, LAST = (Step(name, ("writing.py", name), 60) for name in ("first", "last"))
@@ -79,13 +79,6 @@ def committed(repository: Path) -> list[str]:
     return git(repository, "ls-files", "benchmarks/results").split()
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_failed_and_hanging_steps_do_not_stop_the_others(repository, capfd, monkeypatch):
     monkeypatch.setattr(process_tree, "SECONDS_TO_STOP", 1)
     (repository / "staged").touch()
@@ -97,43 +90,28 @@ def test_failed_and_hanging_steps_do_not_stop_the_others(repository, capfd, monk
     table = capfd.readouterr().out.splitlines()[-4:]
     assert [line.split()[1] for line in table] == ["ok", "failed", "timed", "ok"]
     assert "no such device" in table[1]
-    assert not is_running(int((repository / "child").read_text()))
+    child = int((repository / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_finished_steps_are_skipped_until_the_code_changes(repository):
+def test_finished_steps_are_skipped_and_the_others_resumed(repository):
     assert run(repository, FIRST, FAILING) == 1
     assert run(repository, FIRST, FAILING, LAST) == 1
     assert calls(repository) == ["first", "failing", "last"]
     assert run(repository, FIRST, FAILING, LAST, retry=True) == 1
     assert calls(repository)[3:] == ["failing"]
+    assert run(repository, UNFINISHED_STEP) == 75
+    assert run(repository, UNFINISHED_STEP) == 0
     (repository / "writing.py").write_text(WRITING + "# changed\n")
-    assert run(repository, FIRST) == 0
-    assert calls(repository)[4:] == ["first"]
-
-
-def test_time_limit_leaves_steps_for_the_next_call(repository):
     long = Step("long", ("writing.py", "long"), 500)
-    assert run(repository, FIRST, long, commit=False, seconds=100) == 75
-    assert calls(repository) == ["first"]
-    assert run(repository, FIRST, long, commit=False) == 0
-    assert calls(repository) == ["first", "long"]
-    assert committed(repository) == []
+    assert run(repository, FIRST, long, seconds=100) == 75  # the time limit leaves it
+    assert run(repository, long) == 0
+    assert calls(repository)[-2:] == ["first", "long"]
 
 
-def test_unfinished_step_is_resumed(repository):
-    assert run(repository, UNFINISHED_STEP, FIRST) == 75
-    assert len(committed(repository)) == 2
-    assert run(repository, UNFINISHED_STEP, FIRST) == 0
-
-
-@pytest.mark.parametrize("without", ["a repository", "a binary"])
-def test_results_without_git_are_kept(repository, monkeypatch, capfd, without):
-    if without == "a repository":
-        monkeypatch.setenv("GIT_DIR", str(repository / "none"))
-    else:
-        monkeypatch.setenv("PATH", str(repository))
-    for status in (FIRST, FIRST, LAST):
-        assert run(repository, status) == 0
+def test_results_without_git_are_kept(repository, monkeypatch, capfd):
+    monkeypatch.setenv("PATH", str(repository))
+    assert [run(repository, step) for step in (FIRST, FIRST, LAST)] == [0, 0, 0]
     assert calls(repository) == ["first", "last"]
     assert "not committed" in capfd.readouterr().out
 
@@ -177,32 +155,3 @@ def test_every_gpu_test_is_in_one_step():
     assert sorted(found) == parts
     steps = {step.arguments[1] for step in STEPS if "gpu_tests" in step.arguments[0]}
     assert steps == {*PARTS, "several-gpus"}
-
-
-GPU_TESTS = """
-import pytest
-def test_passes(): pass
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_of_ranks(ranks): pass
-@pytest.fixture
-def broken():
-    yield
-    raise OSError
-def test_fails_at_its_end(broken): pass
-"""
-
-
-ONE_GPU = {"test_passes": "passed", "test_of_ranks[1]": "passed", "test_fails_at_its_end": "failed"}
-
-
-def test_outcomes_are_recorded_after_each_test(tmp_path):
-    (tmp_path / "pytest.ini").write_text("[pytest]")
-    file = tmp_path / "test_gpu.py"
-    file.write_text(GPU_TESTS)
-    recorded: list[dict[str, str]] = []
-    for several, expected in ((False, ONE_GPU), (True, {"test_of_ranks[2]": "passed"})):
-        recorded.clear()
-        outcomes = Outcomes(several=several, record=lambda tests: recorded.append(dict(tests)))
-        pytest.main(["-q", "-p", "no:cacheprovider", str(file)], [outcomes])
-        assert [len(tests) for tests in recorded] == list(range(1, len(expected) + 1))
-        assert recorded[-1] == {f"test_gpu.py::{name}": found for name, found in expected.items()}
