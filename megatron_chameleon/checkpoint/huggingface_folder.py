@@ -141,7 +141,22 @@ def read_tensors(files: Sequence[Path]) -> Tensors:
     """
     tensors: Tensors = {}
     for path in files:
-        tensors |= _read_pickled(path) if path.suffix == ".bin" else _read_safetensors(path)
+        try:
+            if path.suffix == ".bin":
+                found = torch.load(path, map_location="cpu", weights_only=True)
+            else:
+                found = load_file(path)
+        # A damaged file makes torch's unpickler raise almost anything, from KeyError to
+        # struct.error.
+        except Exception as error:
+            raise UserError(
+                f"cannot read {path} ({first_line(error)}): it is damaged; get it again"
+            ) from error
+        if not isinstance(found, dict) or not all(
+            isinstance(tensor, torch.Tensor) for tensor in found.values()
+        ):
+            raise UserError(f"{path} holds more than named tensors; pass a model's weights")
+        tensors |= found
     return tensors
 
 
@@ -162,7 +177,16 @@ def write_folder(
         write_json(temporary / CONFIG_NAME, config)
         tokenizer.save(temporary)
         if tokenizer.file.kind == "tokenizers":
-            body = _tokenizer_config(tokenizer, config["n_positions"])
+            library = tokenizers.Tokenizer.from_str(tokenizer.file.content.decode("utf-8"))
+            eod = library.id_to_token(tokenizer.eod_id)
+            body = {  # transformers uses tokenizer.json unchanged, with the end-of-document token
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": eod,
+                "eos_token": eod,
+                "unk_token": None,
+                "model_max_length": config["n_positions"],
+                "clean_up_tokenization_spaces": False,
+            }
             write_json(temporary / "tokenizer_config.json", body)
         write_json(temporary / PROVENANCE_NAME, dataclasses.asdict(provenance))
         try:
@@ -231,42 +255,6 @@ def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
             raise UserError(f"{missing} is missing, but listed in {index}; get the folder again")
         return files
     raise UserError(f"{folder} holds no weights: it has no {_SAFETENSORS}")
-
-
-def _read_safetensors(path: Path) -> Tensors:
-    try:
-        return dict(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _read_pickled(path: Path) -> Tensors:
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    # A damaged file makes torch's unpickler raise almost anything, from KeyError to struct.error.
-    except Exception as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
-        raise UserError(f"{path} holds more than named tensors; pass a model's weights")
-    return dict(found)
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"cannot read {path} ({first_line(error)}): it is damaged; get it again")
-
-
-def _tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """Make transformers use tokenizer.json unchanged, with the end-of-document token."""
-    library = tokenizers.Tokenizer.from_str(tokenizer.file.content.decode("utf-8"))
-    eod = library.id_to_token(tokenizer.eod_id)
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": eod,
-        "eos_token": eod,
-        "unk_token": None,
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-    }
 
 
 @contextlib.contextmanager

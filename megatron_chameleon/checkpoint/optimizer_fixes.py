@@ -14,8 +14,8 @@ first pipeline stage, where the tied embedding has a bucket of its own.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,8 +52,15 @@ def convert_loaded_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) ->
         for group in saved["param_groups"]:
             for name, value in part.optimizer.defaults.items():
                 group.setdefault(name, value)
-        if not isinstance(part, DistributedOptimizer):
-            _move_step(saved, per_parameter=isinstance(part.optimizer, torch.optim.AdamW))
+        if isinstance(part, DistributedOptimizer):
+            continue
+        steps = [group.pop("step") for group in saved["param_groups"] if "step" in group]
+        steps += [saved["state"].pop("common_step")] if "common_step" in saved["state"] else []
+        if isinstance(part.optimizer, torch.optim.AdamW) and steps:
+            saved["state"]["common_step"] = torch.tensor(float(max(steps)))
+        else:
+            for group in saved["param_groups"] if steps else []:
+                group["step"] = int(max(steps))
 
 
 def create_zero_state(optimizer: DistributedOptimizer) -> None:
@@ -71,24 +78,13 @@ def gather_with_padding(optimizer: MegatronOptimizer) -> None:
     """Make every distributed optimizer inside ``optimizer`` include padding when it gathers."""
     for part in _distributed_parts(optimizer):
         if _GATHER not in vars(part):
-            _replace_gather(part)
+            gather = functools.partial(_gather_padded, part, getattr(part, _GATHER))
+            setattr(part, _GATHER, gather)
 
 
 def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if isinstance(part, DistributedOptimizer)]
-
-
-def _move_step(saved: dict[str, Any], *, per_parameter: bool) -> None:
-    steps = [group["step"] for group in saved["param_groups"] if "step" in group]
-    if per_parameter and steps:
-        saved["state"]["common_step"] = torch.tensor(float(max(steps)))
-        for group in saved["param_groups"]:
-            group.pop("step", None)
-    elif not per_parameter and "common_step" in saved["state"]:
-        step = int(saved["state"].pop("common_step"))
-        for group in saved["param_groups"]:
-            group["step"] = step
 
 
 def load_into_own_steps(optimizer: DistributedOptimizer) -> None:
@@ -107,32 +103,21 @@ def load_into_own_steps(optimizer: DistributedOptimizer) -> None:
     optimizer._set_main_param_and_optimizer_states = set_state
 
 
-def _replace_gather(optimizer: DistributedOptimizer) -> None:
-    """Replace the method on this optimizer only."""
-    gather = getattr(optimizer, _GATHER)
-
-    def gather_padded(**settings: Any) -> dict[Any, Any] | None:
-        with _padding_counted(optimizer.buffers):
-            state: dict[Any, Any] | None = gather(**settings)
-        return state
-
-    setattr(optimizer, _GATHER, gather_padded)
-
-
-@contextlib.contextmanager
-def _padding_counted(buffers: Sequence[Any]) -> Iterator[None]:
-    """Let unpadded sizes include the padding, so that buckets are gathered to their own offsets.
+def _gather_padded(
+    optimizer: DistributedOptimizer, gather: Callable[..., Any], **settings: Any
+) -> Any:
+    """Gather while unpadded sizes include the padding, so that buckets keep their own offsets.
 
     Moving the state after gathering would need a second copy of up to 12 bytes a parameter on the
     host of every rank.
     """
-    padded = {buffer: buffer.numel for buffer in buffers}
-    padded |= {b: b.grad_data.numel() for buffer in buffers for b in buffer.buckets}
+    padded = {buffer: buffer.numel for buffer in optimizer.buffers}
+    padded |= {b: b.grad_data.numel() for buffer in optimizer.buffers for b in buffer.buckets}
     unpadded = {part: part.numel_unpadded for part in padded}
     try:
         for part, size in padded.items():
             part.numel_unpadded = size
-        yield
+        return gather(**settings)
     finally:
         for part, size in unpadded.items():
             part.numel_unpadded = size

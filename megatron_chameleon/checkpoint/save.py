@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import pickle
@@ -208,7 +209,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         if request.async_fn is None:  # this rank has nothing to write
             return request._replace(finalize_fns=[finalize])
         return request._replace(
-            async_fn=_WriteAndHash([writer.transforms]),
+            async_fn=functools.partial(_write_and_hash, [writer.transforms]),
             preload_fn=stage,
             finalize_fns=[finalize],
         )
@@ -238,47 +239,43 @@ class Handover:
             return None
 
 
-class _WriteAndHash:
-    """Writes and hashes one rank's files, in this process or in a fork with a copy of the tensors.
+def _write_and_hash(
+    transforms: list[Any], rank: int, buckets: list[Any], handover: Handover
+) -> None:
+    """Write and hash one rank's files, then pass on a RankResult.
 
-    On the CPU the fork's copy keeps training from changing what is being written.
+    It runs in this process or in a fork with a copy of the tensors. On the CPU the fork's copy
+    keeps training from changing what is being written.
     """
 
-    def __init__(self, transforms: list[Any]) -> None:
-        self._transforms = transforms
-
-    def __call__(self, rank: int, buckets: list[Any], handover: Handover) -> None:
-        """Write, then pass on a RankResult."""
-        is_collecting = gc.isenabled()
-        gc.disable()  # in a fork, collecting the parent's CUDA objects would be an error
-        try:
-            with ThreadPoolExecutor(len(buckets)) as pool:  # a thread for each file
-                written = list(pool.map(self._write, range(len(buckets)), buckets))
-            result = RankResult(
-                [each for results, _ in written for each in results], dict(f for _, f in written)
-            )
-        except Exception as error:
-            result = RankResult(error=_reason(error))
-        finally:
-            if is_collecting:
-                gc.enable()
-        handover.put(result)
-
-    def _write(
-        self, number: int, bucket: Any
-    ) -> tuple[list[WriteResult], tuple[str, CheckpointFile]]:
+    def write(number: int, bucket: Any) -> tuple[list[WriteResult], tuple[str, CheckpointFile]]:
         """Write one file with the function that megatron runs in a process, and hash it."""
         done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         counted: queue.Queue[int] = queue.Queue()  # megatron counts its processes with it
         counted.put(number)
         FileSystemWriterAsync.write_preloaded_data(
-            self._transforms, number, bucket, done, counted, use_fsync=True
+            transforms, number, bucket, done, counted, use_fsync=True
         )
         _, result = done.get_nowait()
         if isinstance(result, Exception):
             raise result
         path = Path(bucket[0])
         return result, (path.name, CheckpointFile.of(path))
+
+    is_collecting = gc.isenabled()
+    gc.disable()  # in a fork, collecting the parent's CUDA objects would be an error
+    try:
+        with ThreadPoolExecutor(len(buckets)) as pool:  # a thread for each file
+            written = list(pool.map(write, range(len(buckets)), buckets))
+        result = RankResult(
+            [each for results, _ in written for each in results], dict(f for _, f in written)
+        )
+    except Exception as error:
+        result = RankResult(error=_reason(error))
+    finally:
+        if is_collecting:
+            gc.enable()
+    handover.put(result)
 
 
 def _reason(error: BaseException) -> str:

@@ -298,7 +298,8 @@ class HeldOutDomain:
         clusters: of the scored tokens.
         tokens: [c] scored tokens per cluster; 0 for some.
         text_bytes: [c] bytes of text they stand for; None if unknown.
-        unigram_loss: see :func:`unigram_loss`.
+        unigram_loss: mean negative log-likelihood of the scored tokens under a unigram model of
+            the training text, in nats per token.
     """
 
     text: HeldOutText
@@ -413,7 +414,9 @@ def scored_text(
         if sizes is not None:
             counted += np.bincount(cluster, sizes[labels], minlength=clusters.count)
     training = token_counts(open_tokens(corpus, name, "train").tokens, vocab_size)
-    loss = unigram_loss(training, seen, vocab_size)
+    # Add-one (Laplace) smoothed frequencies, without context: a baseline for every trained model.
+    probabilities = (training + 1) / (training.sum() + vocab_size)
+    loss = float(-(seen @ np.log(probabilities)) / seen.sum())
     decoded = 0 if sizes is None else int(token_counts(text.stream, vocab_size) @ sizes)
     recorded = corpus.domains[name].split(split).text_bytes
     if not (decoded and recorded):
@@ -430,23 +433,6 @@ def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
     for first in range(0, len(stream), _CHUNK):
         counts += np.bincount(stream[first : first + _CHUNK], minlength=vocab_size)
     return counts
-
-
-def unigram_loss(
-    training_counts: NDArray[np.int64], label_counts: NDArray[np.int64], vocab_size: int
-) -> float:
-    """Mean negative log-likelihood of labels under a unigram model, in nats per token.
-
-    Probabilities are the training frequencies with add-one (Laplace) smoothing. The model ignores
-    context: a baseline for every trained model.
-
-    Args:
-        training_counts: [vocab_size] occurrences in the training text.
-        label_counts: [vocab_size] occurrences among the labels; not all 0.
-        vocab_size: number of tokens.
-    """
-    probabilities = (training_counts + 1) / (training_counts.sum() + vocab_size)
-    return float(-(label_counts @ np.log(probabilities)) / label_counts.sum())
 
 
 def result_table(result: EvaluationResult, unknown_bytes: str = "") -> str:

@@ -39,7 +39,6 @@ Tokens = NDArray[np.int32]
 MIN_FILL = 0.75
 # Logits computed at a time; on a CPU few enough to spare its memory bandwidth.
 LOGITS_ON_CPU, LOGITS_ON_GPU = 1 << 23, 1 << 28
-PROGRESS_DELAY_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +166,9 @@ def pack(sequences: Sequence[Tokens], predicting: Sequence[int], packing: Packin
     # prefix comes before its continuations.
     for number in sorted(range(len(sequences)), key=lambda n: sequences[n].tobytes()):
         tokens = sequences[number]
-        shared = shared_length(previous, tokens)
+        length = min(len(previous), len(tokens))
+        differs = previous[:length] != tokens[:length]
+        shared = int(differs.argmax()) if differs.any() else length
         if not rows or not packing.joins(rows[-1].length, len(tokens), shared):
             rows.append(Row())
             shared = 0
@@ -175,13 +176,6 @@ def pack(sequences: Sequence[Tokens], predicting: Sequence[int], packing: Packin
         rows[-1].predicting.append((number, path[len(path) - predicting[number] :]))
         previous = tokens
     return rows
-
-
-def shared_length(first: Tokens, second: Tokens) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(first), len(second))
-    differs = first[:length] != second[:length]
-    return int(differs.argmax()) if differs.any() else length
 
 
 def batches(rows: Sequence[Row], tokens_at_once: int, multiple: int = 1) -> Iterator[list[Row]]:
@@ -381,13 +375,8 @@ class Scorer:
             {**batch_tensors(batch, width), **prediction_tensors(batch, questions, width)}
             for batch, width in all_batches[layout.data_rank :: layout.data_size]
         )
-        bar = progress_bar(
-            len(questions),
-            " requests",
-            description,
-            quiet=not layout.is_main,
-            delay=PROGRESS_DELAY_SECONDS,
-        )
+        is_quiet = not layout.is_main
+        bar = progress_bar(len(questions), " requests", description, quiet=is_quiet, delay=2.0)
         with bar, read_ahead(own, layout.device) as ahead:
             for number, (batch, width) in enumerate(all_batches):
                 flops += batch_flops(shape, batch, width)
