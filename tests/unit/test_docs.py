@@ -71,12 +71,6 @@ def test_artifacts_page_has_every_record_field_and_format_version():
     assert {"Corpus", "TrainingRun", "Mixture", "EvaluationResult"} <= set(versions)
 
 
-# Messages
-
-
-# Launchers, recipes and costs
-
-
 # Links
 
 
