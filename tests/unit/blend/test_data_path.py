@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -93,17 +92,10 @@ def test_splits_are_those_of_megatrons_builder(corpus, tmp_path, num_sequences, 
             assert cut.tokens == 4 * len(theirs.indices)
 
 
-def copied(prefix: Path, folder: Path) -> Path:
-    """Copies of a pair of files in another folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for suffix in (".bin", ".idx"):
-        shutil.copy(prefix.with_suffix(suffix), folder)
-    return folder / prefix.name
-
-
 def test_identity_does_not_depend_on_the_folder(corpus, tmp_path, monkeypatch):
+    (tmp_path / "moved").mkdir()
     prefixes = [write_file(tmp_path / name, [n, 5]) for n, name in enumerate("ab", start=3)]
-    elsewhere = [copied(prefix, tmp_path / "moved") for prefix in prefixes]
+    elsewhere = [write_file(tmp_path / "moved" / p.name, [n, 5]) for n, p in enumerate(prefixes, 3)]
     monkeypatch.chdir(tmp_path / "moved")
     spellings = [prefixes, elsewhere, [Path("a"), Path("./../moved/b")]]
     found = [
@@ -112,9 +104,7 @@ def test_identity_does_not_depend_on_the_folder(corpus, tmp_path, monkeypatch):
     ]
     assert len({data.hash for data in found}) == 1
     assert [data.names for data in found] == [["a", "b"]] * 3
-    keys = [[domain.order_key for domain in data.domains] for data in found]
-    assert keys[0] == keys[1] == keys[2]
-    assert keys[0][0] != keys[0][1]
+    assert len({tuple(domain.order_key for domain in data.domains) for data in found}) == 1
     # Two copies of the same text are read in two orders.
     path = DataPath.parse(f"1 {prefixes[0]} 1 {elsewhere[0]}")
     first, second = data_path_tokens(path, "1", corpus.tokenizer).domains
@@ -124,8 +114,6 @@ def test_identity_does_not_depend_on_the_folder(corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("prefixes", "names"),
     [
-        (["/d/news_document"], ["news_document"]),
-        (["/d/news/train", "/d/code/train"], ["news/train", "code/train"]),
         (["/d/1/x/t", "/d/2/x/t", "/d/2/y/t", "/d/u"], ["1/x/t", "2/x/t", "y/t", "u"]),
         (["/t", "/x/t"], ["/t", "x/t"]),
         (["/d/a.b", "/d/a.c"], ["a.b", "a.c"]),
@@ -133,14 +121,6 @@ def test_identity_does_not_depend_on_the_folder(corpus, tmp_path, monkeypatch):
 )
 def test_names_are_the_shortest_unique_path_suffixes(prefixes, names):
     assert domain_names(prefixes) == names
-
-
-def flip(path: Path, place: int) -> None:
-    with path.open("r+b") as stream:
-        stream.seek(place)
-        (byte,) = stream.read(1)
-        stream.seek(place)
-        stream.write(bytes([byte ^ 1]))
 
 
 def test_blocks_of_large_files_are_hashed(tmp_path, monkeypatch):
@@ -151,15 +131,14 @@ def test_blocks_of_large_files_are_hashed(tmp_path, monkeypatch):
     monkeypatch.setattr(data_path, "HASHED_BLOCK_BYTES", 10)
     prefix = write_file(tmp_path / "set", [250])  # 500 bytes: blocks at 0, 163, 326 and 490
     hashed = {*range(10), *range(163, 173), *range(326, 336), *range(490, 500)}
-    before, found = hash_token_file(prefix), set()
+    file, found = prefix.with_suffix(".bin"), set()
+    before, content = hash_token_file(prefix), file.read_bytes()
     for place in range(500):
-        flip(prefix.with_suffix(".bin"), place)
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         if hash_token_file(prefix) != before:
             found.add(place)
-        flip(prefix.with_suffix(".bin"), place)
     assert found == hashed
-    with prefix.with_suffix(".bin").open("ab") as stream:
-        stream.write(b"0")
+    file.write_bytes(content + b"0")
     assert hash_token_file(prefix) != before
 
 

@@ -107,7 +107,25 @@ def test_windows_match_the_reference(lengths, seq_length, dtype, kind, first, se
     np.testing.assert_array_equal(found, [reference(view, n, seq_length) for n in numbers])
 
 
-def test_a_batch_from_views_of_every_kind():
+def moved(view, offset):
+    """Copy of a view with its arrays ``offset`` bytes past a cache line."""
+    tokens = at_offset(view.file.tokens.unchecked, offset)
+    # In an .idx, lengths and pointers are not even aligned.
+    index = {
+        name: np.frombuffer(bytes(2) + getattr(view.file, name).tobytes(), dtype, -1, 2)
+        for name, dtype in (("lengths", np.int32), ("pointers", np.int64))
+    }
+    checked = BlockTokens(Path("a.bin"), tokens, None, VOCAB_SIZE)
+    fields = {
+        name: at_offset(value, offset) if isinstance(value, np.ndarray) else value
+        for name, value in view.fields.items()
+    }
+    file = dataclasses.replace(view.file, tokens=checked, **index)
+    return dataclasses.replace(view, file=file, fields=fields)
+
+
+@pytest.mark.parametrize("offset", [8, 24])
+def test_a_batch_from_views_of_every_kind_at_any_address(offset):
     views = [
         indexed_view([50, 3, 0, 70], np.uint16, np.int32, 4, 0, seed=1),
         indexed_view([9] * 20, np.int32, np.int64, 4, 100, seed=2),
@@ -115,32 +133,12 @@ def test_a_batch_from_views_of_every_kind():
         epoch_view([40, 0, 37], np.uint16, 4, True, seed=4),
     ]
     pairs = [(place, view.first + i) for i in range(15) for place, view in enumerate(views)]
-    found = gathered(views, pairs, 4)
-    for row, (place, number) in zip(found, pairs, strict=True):
-        np.testing.assert_array_equal(row, reference(views[place], number, 4))
+    expected = [reference(views[place], number, 4) for place, number in pairs]
+    np.testing.assert_array_equal(gathered(views, pairs, 4), expected)
+    moved_views = [moved(view, offset) for view in views]
+    np.testing.assert_array_equal(gathered(moved_views, pairs, 4), expected)
     with pytest.raises(AssertionError, match="outside its view"):
         gathered(views, [(1, 99)], 4)
-
-
-@pytest.mark.parametrize("offset", [2, 8, 24])
-def test_windows_do_not_depend_on_addresses(offset):
-    for dtype, index_dtype in ((np.uint16, np.int32), (np.int32, np.int64)):
-        view = indexed_view([50, 3, 0, 70], dtype, index_dtype, 4, 0, seed=1)
-        tokens = at_offset(view.file.tokens.unchecked, max(offset, 8))
-        # In an .idx, lengths and pointers are not even aligned.
-        index = {
-            name: np.frombuffer(
-                bytes(offset) + getattr(view.file, name).tobytes(), dtype, -1, offset
-            )
-            for name, dtype in (("lengths", np.int32), ("pointers", np.int64))
-        }
-        checked = BlockTokens(Path("a.bin"), tokens, None, VOCAB_SIZE)
-        file = dataclasses.replace(view.file, tokens=checked, **index)
-        arrays = ("documents", "windows", "shuffle")
-        moved = {name: at_offset(view.fields[name], max(offset, 8)) for name in arrays}
-        moved_view = dataclasses.replace(view, file=file, fields=view.fields | moved)
-        pairs = [(0, number) for number in range(view.num_samples)]
-        np.testing.assert_array_equal(gathered([moved_view], pairs, 4), gathered([view], pairs, 4))
 
 
 WORD = 2**64 - 1
@@ -200,9 +198,6 @@ def test_permuted_neighbours_are_uncorrelated(size):
     for lag in (1, 2, 16):
         correlation = np.corrcoef(found[:-lag], found[lag:])[0, 1]
         assert abs(correlation) < 5 / np.sqrt(size), lag
-    # A random permutation has one fixed point on average, and one pair of neighbours each way.
-    assert (found == np.arange(size)).sum() < 8
-    assert (np.abs(np.diff(found)) == 1).sum() < 12
 
 
 def test_permutations_are_the_same_in_every_release():

