@@ -37,32 +37,31 @@ def expected(logits, labels, of_losses, vocab_size, dtype=torch.float64):
     return losses.detach(), gradient
 
 
-def torchs(logits, labels, of_losses, vocab_size):
-    """The reference for rounding: torch's own cross entropy in float32."""
-    return expected(logits, labels, of_losses, vocab_size, torch.float32)
+def assert_near_torchs(results, logits, labels, of_losses, vocab_size):
+    """Compare with torch's in float64; the error of torch's in float32 is allowed."""
+    inputs = logits, labels, of_losses, vocab_size
+    references = expected(*inputs, dtype=torch.float32), expected(*inputs)
+    for mine, reference, right in zip(results, *references, strict=True):
+        assert_as_near(mine, reference, right)
 
 
 @pytest.mark.parametrize(("vocab_size", "chunk"), [(1, 41), (37, 1), (37, 200), (40, 1 << 20)])
 def test_losses_and_gradients_are_torchs(vocab_size, chunk, monkeypatch):
     monkeypatch.setattr(chunked, "CHUNK_ON_CPU", chunk)
     inputs = *case(vocab_size=vocab_size), vocab_size
-    for mine, reference, right in zip(
-        ours(*inputs), torchs(*inputs), expected(*inputs), strict=True
-    ):
-        assert_as_near(mine, reference, right)
+    assert_near_torchs(ours(*inputs), *inputs)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 1e4])
 def test_bf16_logits_give_float32_losses_and_bf16_gradients(spread):
-    logits, labels, of_losses = case(dtype=torch.bfloat16, spread=spread)
-    losses, gradient = ours(logits, labels, of_losses, 37)
-    right, right_gradient = expected(logits, labels, of_losses, 37)
-    assert losses.dtype == torch.float32
-    reference, _ = torchs(logits, labels, of_losses, 37)
-    assert_as_near(losses, reference, right)
-    assert gradient.dtype == torch.bfloat16
+    inputs = *case(dtype=torch.bfloat16, spread=spread), 37
+    losses, gradient = ours(*inputs)
+    right, right_gradient = expected(*inputs)
+    assert (losses.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+    assert_as_near(losses, expected(*inputs, dtype=torch.float32)[0], right)
     # One rounding to 8 bits, after float32's of the logarithm that each exponent is taken from.
-    rounding = 2**-8 + 2 * torch.finfo(torch.float32).eps * float(logits.abs().max() + 1)
+    largest = float(inputs[0].abs().max() + 1)
+    rounding = 2**-8 + 2 * torch.finfo(torch.float32).eps * largest
     torch.testing.assert_close(gradient.double(), right_gradient, atol=1e-30, rtol=rounding)
 
 
@@ -129,27 +128,24 @@ def test_the_batch_is_never_whole_in_float32():
 
 
 @pytest.mark.parametrize("vocab_size", [5, 20, 33, 40])
-def test_halves_of_the_vocabulary_add_up_to_the_whole(vocab_size, monkeypatch):
+def test_halves_of_the_vocabulary_add_up_to_the_whole(vocab_size):
     """Both ranks of a group of two, with the sums over ranks done by hand."""
     logits, labels, of_losses = case(vocab_size=vocab_size)
-    rows, flat = logits.flatten(0, 1), labels.flatten()
-    inputs = logits, labels, of_losses, vocab_size
-    (right, right_gradient), (reference, of_reference) = expected(*inputs), torchs(*inputs)
-    halves = [half.contiguous() for half in rows.split(20, dim=1)]
+    flat = labels.flatten()
+    halves = [half.contiguous() for half in logits.flatten(0, 1).split(20, dim=1)]
     kept = [min(20, vocab_size), max(0, vocab_size - 20)]
     parts = [chunked.log_sum_exp(half, n) for half, n in zip(halves, kept, strict=True)]
     denominator = torch.logaddexp(*parts)
     predicted = sum(
         chunked._logits_of(half, flat - 20 * rank, kept[rank]) for rank, half in enumerate(halves)
     )
-    assert_as_near((denominator - predicted).view_as(right), reference, right)
+    losses = (denominator - predicted).view_as(of_losses)
     for rank, half in enumerate(halves):
-        labels_here = flat - 20 * rank
         chunked.write_gradient(
-            half, labels_here, denominator, of_losses.flatten(), kept[rank], half
+            half, flat - 20 * rank, denominator, of_losses.flatten(), kept[rank], half
         )
     gradient = torch.cat(halves, dim=1).view_as(logits)
-    assert_as_near(gradient, of_reference, right_gradient)
+    assert_near_torchs((losses, gradient), logits, labels, of_losses, vocab_size)
 
 
 def test_the_kernels_compute_the_same_in_tritons_interpreter():

@@ -88,15 +88,6 @@ def assert_same_logits(model, theirs, shape):
     assert_as_near(ours, reference, logits_of(theirs.double(), shape))
 
 
-def load(model, tensors, shape):
-    rows = padded_vocab_size(shape.vocab_size, 1)
-    parameters = from_huggingface(tensors, shape, rows)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(parameters.pop(name))
-    assert parameters == {}
-
-
 def test_our_logits_are_those_of_transformers(one_rank, shape):
     model = ours_with_random_weights(shape, one_rank)
     parameters = dict(model.named_parameters())
@@ -114,7 +105,12 @@ def test_our_logits_are_those_of_transformers(one_rank, shape):
 def test_logits_of_transformers_are_ours(one_rank, shape):
     theirs = theirs_of(shape)
     model = build_model(shape, one_rank, seed=0).eval()
-    load(model, checked_tensors(theirs.state_dict(), shape, "there"), shape)
+    tensors = checked_tensors(theirs.state_dict(), shape, "there")
+    parameters = from_huggingface(tensors, shape, padded_vocab_size(shape.vocab_size, 1))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameters.pop(name))
+    assert parameters == {}
     assert_same_logits(model, theirs, shape)
 
 
@@ -140,25 +136,25 @@ def test_missing_fields_have_transformers_defaults():
     assert defaults.largest_dropout == 0.1
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("model_type", "llama"),
-        ("activation_function", "relu"),
-        ("layer_norm_epsilon", 1e-6),
-        ("scale_attn_weights", False),
-        ("scale_attn_by_inverse_layer_idx", True),
-        ("add_cross_attention", True),
-        ("tie_word_embeddings", False),
-        ("n_layer", 0),
-        ("n_embd", "wide"),
-        ("n_head", 5),
-        ("n_inner", -1),
-    ],
-)
-def test_an_unsupported_config_is_rejected_by_its_field(field, value):
+UNSUPPORTED = {
+    "model_type": "llama",
+    "activation_function": "relu",
+    "layer_norm_epsilon": 1e-6,
+    "scale_attn_weights": False,
+    "scale_attn_by_inverse_layer_idx": True,
+    "add_cross_attention": True,
+    "tie_word_embeddings": False,
+    "n_layer": 0,
+    "n_embd": "wide",
+    "n_head": 5,
+    "n_inner": -1,
+}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_an_unsupported_config_is_rejected_by_its_field(field):
     with pytest.raises(UserError, match=f"^there/config.json: field {field} "):
-        read_config({**CONFIG, field: value}, "there/config.json")
+        read_config({**CONFIG, field: UNSUPPORTED[field]}, "there/config.json")
 
 
 @pytest.fixture

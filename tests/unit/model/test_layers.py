@@ -23,30 +23,17 @@ LENGTH, BATCH, HEADS, HEAD_DIM = 7, 2, 4, 8
 
 
 def config_of(**changes):
-    settings = {
-        "num_layers": 1,
-        "hidden_size": HEADS * HEAD_DIM,
-        "num_attention_heads": HEADS,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "cuda_graph_scope": [],
-    }
-    return TransformerConfig(**{**settings, **changes})
+    settings = {"num_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS}
+    dropouts = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return TransformerConfig(**settings | dropouts | {"cuda_graph_scope": []} | changes)
 
 
-def attention_of(mask_type=AttnMaskType.causal, config=None, **more):
-    return SDPACoreAttention(config or config_of(), 1, mask_type, "self", **more)
-
-
-def heads(seed, groups=HEADS, dtype=torch.float32):
+def heads(seed, groups=HEADS, head_dim=HEAD_DIM):
+    """Inputs in float64, where no tolerance depends on the processor."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(LENGTH, BATCH, n, HEAD_DIM) for n in (HEADS, groups, groups)]
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
-def causal_mask():
-    after = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    return after.expand(BATCH, HEADS, LENGTH, LENGTH)
+    shapes = [(LENGTH, BATCH, n, head_dim) for n in (HEADS, groups, groups)]
+    parts = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [part.requires_grad_() for part in parts]
 
 
 def random_mask(*shape):
@@ -59,16 +46,16 @@ def random_mask(*shape):
 @pytest.mark.parametrize(
     "mask", [None, random_mask(BATCH, 1), random_mask(1, 1)], ids=["causal", "per sample", "shared"]
 )
-def test_it_equals_megatrons_unfused_attention_and_its_gradients(one_rank, groups, mask):
+def test_attention_equals_megatrons_and_its_gradients(one_rank, groups, mask):
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1).expand(BATCH, 1, LENGTH, LENGTH)
+    # Megatron's applies its causal mask only without another one.
+    mask_type = AttnMaskType.causal if mask is None else AttnMaskType.arbitrary
     results = []
     for kind in (SDPACoreAttention, DotProductAttention):
-        # In float64, where no tolerance depends on the processor.
-        inputs = [part.requires_grad_() for part in heads(7, groups, dtype=torch.float64)]
+        inputs = heads(7, groups)
         attention = kind(config_of(num_query_groups=groups), 1, AttnMaskType.causal, "self")
-        passed = causal_mask()[:, :1] if mask is None and kind is DotProductAttention else mask
-        # Megatron's applies its causal mask only without another one.
-        mask_type = AttnMaskType.causal if mask is None else AttnMaskType.arbitrary
-        context = attention(*inputs, passed, attn_mask_type=mask_type)
+        used = causal if mask is None and kind is DotProductAttention else mask
+        context = attention(*inputs, used, attn_mask_type=mask_type)
         gradients = torch.autograd.grad(context.square().sum(), inputs)
         results.append((context, *gradients))
         if mask is not None and kind is SDPACoreAttention:
@@ -78,17 +65,14 @@ def test_it_equals_megatrons_unfused_attention_and_its_gradients(one_rank, group
 
 
 @pytest.mark.parametrize(("head_dim", "multiple"), [(50, 64), (64, 8)])
-@pytest.mark.parametrize("mask", [None, random_mask(BATCH, 1)], ids=["causal", "given"])
+@pytest.mark.parametrize("mask", [None, random_mask(BATCH, 1)], ids=["causal", "random"])
 def test_padding_heads_changes_nothing(head_dim, multiple, mask):
     """Neither results nor gradients; the scale is that of the unpadded heads."""
     config = config_of(hidden_size=HEADS * head_dim)
     results = []
     for head_dim_multiple in (1, multiple):
-        generator = torch.Generator().manual_seed(8)
-        shape = (LENGTH, BATCH, HEADS, head_dim)
-        inputs = [torch.randn(shape, generator=generator).double() for _ in range(3)]
-        inputs = [part.requires_grad_() for part in inputs]
-        attention = attention_of(config=config)
+        inputs = heads(8, head_dim=head_dim)
+        attention = SDPACoreAttention(config, 1, AttnMaskType.causal, "self")
         attention.head_dim_multiple = head_dim_multiple
         context = attention(*inputs, mask)
         assert context.shape == (LENGTH, BATCH, HEADS * head_dim)

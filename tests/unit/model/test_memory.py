@@ -27,37 +27,26 @@ PLAIN = TrainingSetup(
 )
 
 
-def recomputing(*values, **more):
-    return dataclasses.replace(
-        PLAIN, parallel=TrainingParallelOptions(recompute=RecomputeOptions(*values, **more))
-    )
-
-
 def laid_out(setup=PLAIN, data_parallel_size=1, **parallel):
-    return dataclasses.replace(
-        setup,
-        parallel=TrainingParallelOptions(**parallel),
-        data_parallel_size=data_parallel_size,
-    )
+    options = TrainingParallelOptions(**parallel)
+    return dataclasses.replace(setup, parallel=options, data_parallel_size=data_parallel_size)
 
 
-BF16 = dataclasses.replace(
-    PLAIN,
-    bf16=True,
-    micro_batch_size=8,
-    shape=dataclasses.replace(PLAIN.shape, vocab_size=5000),
-)
+def with_vocabulary(size, **changes):
+    shape = dataclasses.replace(PLAIN.shape, vocab_size=size)
+    return dataclasses.replace(PLAIN, shape=shape, **changes)
+
+
+BF16 = with_vocabulary(5000, bf16=True, micro_batch_size=8)
 SETUPS = {
     "plain": PLAIN,
     "one sequence": dataclasses.replace(PLAIN, micro_batch_size=1, num_microbatches=1),
     "bf16": BF16,
-    "large vocabulary": dataclasses.replace(
-        PLAIN, shape=dataclasses.replace(PLAIN.shape, vocab_size=9000)
-    ),
-    "full": recomputing("full"),
-    "full by twos": recomputing("full", recompute_num_layers=2),
-    "block": recomputing("full", recompute_method="block", recompute_num_layers=2),
-    "selective": recomputing("selective"),
+    "large vocabulary": with_vocabulary(9000),
+    "full": laid_out(recompute=RecomputeOptions("full")),
+    "full by twos": laid_out(recompute=RecomputeOptions("full", None, 2)),
+    "block": laid_out(recompute=RecomputeOptions("full", "block", 2)),
+    "selective": laid_out(recompute=RecomputeOptions("selective")),
     "sharded": laid_out(BF16, use_distributed_optimizer=True),
 }
 
@@ -85,14 +74,9 @@ def test_the_parameters_of_all_ranks_are_those_of_the_shape(name):
 
 
 def test_states_are_sharded_and_main_weights_are_of_bf16_alone():
-    whole = fullest_stage(dataclasses.replace(PLAIN, bf16=True))
-    sharded = fullest_stage(
-        laid_out(
-            dataclasses.replace(PLAIN, bf16=True),
-            data_parallel_size=4,
-            use_distributed_optimizer=True,
-        )
-    )
+    setup = dataclasses.replace(PLAIN, bf16=True)
+    whole = fullest_stage(setup)
+    sharded = fullest_stage(laid_out(setup, data_parallel_size=4, use_distributed_optimizer=True))
     count = stage_parameters(PLAIN, 0)
     assert (whole.parameters, whole.gradients) == (2 * count, 4 * count)
     assert (whole.main_weights, whole.moments) == (4 * count, 8 * count)
