@@ -65,47 +65,35 @@ POOLING_TYPES = (
 )
 
 
-def sums_case(
-    dtype: str, width: int, *, norm: bool, registers: int, has_mask: bool = False
+def pooling_case(
+    kernel: JITFunction, registers: int, *, norm: bool, mask: bool = False, **more: Any
 ) -> Case:
-    rows, columns = pooling_kernels.tile(width, norm)
-    kind = {"HAS_MASK": has_mask, "NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
-    return Case(
-        pooling_kernels.chunk_sums_kernel,
-        POOLING_TYPES | {"hidden": dtype},
-        kind | {"ROWS": rows, "COLUMNS": columns},
-        pooling_kernels.WARPS,
-        ("hidden", "width", "position_stride", "batch_stride"),
-        registers,
-        wide=(WIDE_LOAD,),
-    )
+    """``more``: the width and dtype of sums; the adding kernel has neither."""
+    constants = {"HAS_MASK": mask, "NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
+    is_sum = kernel is pooling_kernels.chunk_sums_kernel
+    if is_sum:
+        rows, columns = pooling_kernels.tile(more["width"], norm)
+        constants |= {"ROWS": rows, "COLUMNS": columns}
+        aligned: tuple[str, ...] = ("hidden", "width", "position_stride", "batch_stride")
+    else:
+        constants |= {"COLUMNS": pooling_kernels.ADDING_TILE}
+        aligned = ("sums", "width")
+    types = POOLING_TYPES | {"hidden": more.get("dtype", "*bf16")}
+    wide = (WIDE_LOAD,) if is_sum else ()
+    return Case(kernel, types, constants, pooling_kernels.WARPS, aligned, registers, wide)
 
 
-def adding_case(*, norm: bool) -> Case:
-    kind = {"HAS_MASK": False, "NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
-    return Case(
-        pooling_kernels.add_chunks_kernel,
-        POOLING_TYPES,
-        kind | {"COLUMNS": pooling_kernels.ADDING_TILE},
-        pooling_kernels.WARPS,
-        ("sums", "width"),
-        registers=64,
-        wide=(),
-    )
-
-
+SUMS, ADDING = pooling_kernels.chunk_sums_kernel, pooling_kernels.add_chunks_kernel
 CASES = {
     f"{kernel.__name__} {dtype}": cross_entropy_case(kernel, dtype)
     for kernel in (cross_entropy_kernels.log_sum_exp_kernel, cross_entropy_kernels.gradient_kernel)
     for dtype in ("*bf16", "*fp32")
 } | {
-    "sums of bf16": sums_case("*bf16", 768, norm=False, registers=64),
-    "sums of fp32, normalized, masked": sums_case(
-        "*fp32", 1200, norm=True, registers=96, has_mask=True
-    ),
-    "sums of the widest": sums_case("*bf16", 8192, norm=True, registers=170),
-    "adding": adding_case(norm=False),
-    "adding, normalized": adding_case(norm=True),
+    "sums of bf16": pooling_case(SUMS, 64, norm=False, width=768),
+    "sums of fp32, masked": pooling_case(SUMS, 96, norm=True, mask=True, width=1200, dtype="*fp32"),
+    "sums of the widest": pooling_case(SUMS, 170, norm=True, width=8192),
+    "adding": pooling_case(ADDING, 64, norm=False),
+    "adding, normalized": pooling_case(ADDING, 64, norm=True),
 }
 
 

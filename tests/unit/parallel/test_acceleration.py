@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -68,19 +67,17 @@ def test_every_test_that_covers_a_cuda_feature_exists():
     from tests.gpu.test_training_on_gpus import CASES
     from tests.pretended_cuda.cases import TRAINING
 
-    folders: dict[str, tuple[Path, Collection[str]]] = {
-        "gpu": (ROOT / "tests/gpu", CASES),
-        "pretended": (ROOT / "tests/pretended_cuda", TRAINING),
-    }
-    rows = tomllib.loads((ROOT / COVERAGE_TABLE).read_text(encoding="utf-8"))["feature"]
-    for row in rows:
-        assert row.keys() == {"name", *folders}
-        for kind, (folder, cases) in folders.items():
+    for row in tomllib.loads((ROOT / COVERAGE_TABLE).read_text(encoding="utf-8"))["feature"]:
+        assert row.keys() == {"name", "gpu", "pretended"}
+        for kind, folder, cases in (
+            ("gpu", "tests/gpu", CASES),
+            ("pretended", "tests/pretended_cuda", TRAINING),
+        ):
             for test in row[kind]:
                 parts = re.fullmatch(r"(\w+\.py)::(\w+)(?:\[([\w-]+)\])?", test)
                 assert parts is not None, test
                 file, name, case = parts.groups()
-                assert f"def {name}(" in (folder / file).read_text(encoding="utf-8"), test
+                assert f"def {name}(" in (ROOT / folder / file).read_text(encoding="utf-8"), test
                 assert case is None or case in cases, test
 
 

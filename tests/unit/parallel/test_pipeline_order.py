@@ -26,18 +26,8 @@ from megatron_chameleon.parallel.layout import Layout
 
 # Pipeline-parallel size, virtual stages of a rank, micro-batches.
 LAYOUTS = [
-    (2, 1, 4),
-    (3, 1, 6),
-    (4, 1, 8),
-    (8, 1, 16),
-    (2, 2, 4),
-    (2, 3, 8),
-    (3, 2, 6),
-    (4, 2, 4),
-    (4, 2, 8),
-    (4, 3, 12),
-    (8, 2, 8),
-    (8, 2, 16),
+    *((2, 1, 4), (3, 1, 6), (4, 1, 8), (8, 1, 16)),
+    *((2, 2, 4), (2, 3, 8), (3, 2, 6), (4, 2, 4), (4, 2, 8), (4, 3, 12), (8, 2, 8), (8, 2, 16)),
 ]
 # How NCCL's communicators are made: one for a process group (init_process_group with a device_id),
 # one for each pair of ranks (without), or the first, with a single hardware queue: nothing begins
@@ -245,40 +235,34 @@ def test_no_schedule_deadlocks(pipeline, virtual, micro_batches):
         assert not Player(ranks, communicators).stuck(), communicators
 
 
-def send(peer, group="g"):
-    return Transfer(group, True, peer)
-
-
-def receive(peer, group="g"):
-    return Transfer(group, False, peer)
+def events_of(text):
+    """Events of a rank: "1>" sends to 1, "<1" receives from it, "." waits for the first event."""
+    return [
+        Compute(0)
+        if word == "."
+        else Transfer("h" if "h" in word else "g", ">" in word, int(word.strip("<>h")))
+        for word in text.split()
+    ]
 
 
 @pytest.mark.parametrize(
     ("ranks", "stuck_with"),
     [
         # Both send before they receive.
-        ([[send(1), receive(1)], [send(0), receive(0)]], {"group", "pair", "one queue"}),
-        ([[send(1), receive(1)], [receive(0), send(0)]], set()),
+        (["1> <1", "0> <0"], {"group", "pair", "one queue"}),
+        (["1> <1", "<0 0>"], set()),
         # In two groups the two do not wait for each other,
-        ([[send(1), receive(1, "h")], [send(0, "h"), receive(0)]], set()),
+        (["1> <1h", "0>h <0"], set()),
         # unless the host waits between them.
-        (
-            [[send(1), Compute(0), receive(1, "h")], [send(0, "h"), Compute(0), receive(0)]],
-            {"group", "pair", "one queue"},
-        ),
+        (["1> . <1h", "0>h . <0"], {"group", "pair", "one queue"}),
         # Each of three sends to the next: pairs have communicators of their own.
-        ([[send((r + 1) % 3), receive((r - 1) % 3)] for r in range(3)], {"group", "one queue"}),
+        (["1> <2", "2> <0", "0> <1"], {"group", "one queue"}),
         # A transfer in another group is queued behind one that cannot begin yet.
-        (
-            [
-                [send(1), send(1), receive(1, "h")],
-                [send(0, "h"), Compute(0), receive(0), receive(0)],
-            ],
-            {"one queue"},
-        ),
+        (["1> 1> <1h", "0>h . <0 <0"], {"one queue"}),
         # One side sends once more than the other receives.
-        ([[send(1), send(1)], [receive(0)]], {"group", "pair", "one queue"}),
+        (["1> 1>", "<0"], {"group", "pair", "one queue"}),
     ],
 )
 def test_deadlocks_are_found(ranks, stuck_with):
+    ranks = [events_of(text) for text in ranks]
     assert {c for c in COMMUNICATORS if Player(ranks, c).stuck()} == stuck_with
