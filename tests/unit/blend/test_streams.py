@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -151,7 +150,7 @@ def test_everything_that_determines_the_indices_has_its_own_entry(make_corpus, t
     (domain,) = corpus_tokens(make_corpus({"a": [9, 9, 9, 9]})).domains
     (other,) = corpus_tokens(make_corpus({"a": [8, 10, 9, 9]}, folder="other")).domains
     folder = tmp_path / "cache"
-    cases: list[tuple[Any, ...]] = [
+    cases = [
         (domain, 0, 20, 4, 1),
         (domain, 2, 20, 4, 1),
         (other, 0, 20, 4, 1),
@@ -159,12 +158,11 @@ def test_everything_that_determines_the_indices_has_its_own_entry(make_corpus, t
         (domain, 0, 20, 3, 1),
         (domain, 0, 20, 4, 2),
     ]
-    for found_in, first, *samples_length_seed in cases:
+    for found_in, first, samples, length, seed in cases:
         source = dataclasses.replace(found_in, first=first, stop=first + 2, tokens=18)
-        arguments: tuple[Any, ...] = (source, source.open(), *samples_length_seed)
-        expected = megatron_view(*arguments)
+        expected = megatron_view(source, source.open(), samples, length, seed)
         for _ in range(2):  # built, then read
-            found = megatron_view(*arguments, cache=folder)
+            found = megatron_view(source, source.open(), samples, length, seed, folder)
             for name in ("documents", "windows", "shuffle"):
                 assert np.array_equal(found.fields[name], expected.fields[name])
     assert len(list(folder.iterdir())) == len(cases)

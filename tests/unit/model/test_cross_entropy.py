@@ -39,9 +39,11 @@ def expected(logits, labels, of_losses, vocab_size, dtype=torch.float64):
 
 def assert_near_torchs(results, logits, labels, of_losses, vocab_size):
     """Compare with torch's in float64; the error of torch's in float32 is allowed."""
-    inputs = logits, labels, of_losses, vocab_size
-    references = expected(*inputs, dtype=torch.float32), expected(*inputs)
-    for mine, reference, right in zip(results, *references, strict=True):
+    reference_and_right = [
+        expected(logits, labels, of_losses, vocab_size, dtype)
+        for dtype in (torch.float32, torch.float64)
+    ]
+    for mine, reference, right in zip(results, *reference_and_right, strict=True):
         assert_as_near(mine, reference, right)
 
 
@@ -54,13 +56,14 @@ def test_losses_and_gradients_are_torchs(vocab_size, chunk, monkeypatch):
 
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 1e4])
 def test_bf16_logits_give_float32_losses_and_bf16_gradients(spread):
-    inputs = *case(dtype=torch.bfloat16, spread=spread), 37
-    losses, gradient = ours(*inputs)
-    right, right_gradient = expected(*inputs)
+    logits, labels, of_losses = case(dtype=torch.bfloat16, spread=spread)
+    losses, gradient = ours(logits, labels, of_losses, 37)
+    right, right_gradient = expected(logits, labels, of_losses, 37)
+    reference, _ = expected(logits, labels, of_losses, 37, torch.float32)
     assert (losses.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
-    assert_as_near(losses, expected(*inputs, dtype=torch.float32)[0], right)
+    assert_as_near(losses, reference, right)
     # One rounding to 8 bits, after float32's of the logarithm that each exponent is taken from.
-    largest = float(inputs[0].abs().max() + 1)
+    largest = float(logits.abs().max() + 1)
     rounding = 2**-8 + 2 * torch.finfo(torch.float32).eps * largest
     torch.testing.assert_close(gradient.double(), right_gradient, atol=1e-30, rtol=rounding)
 
