@@ -146,6 +146,8 @@ def read_tensors(files: Sequence[Path]) -> Tensors:
                 found = torch.load(path, map_location="cpu", weights_only=True)
             else:
                 found = load_file(path)
+        except MemoryError:
+            raise
         # A damaged file makes torch's unpickler raise almost anything, from KeyError to
         # struct.error.
         except Exception as error:

@@ -101,7 +101,8 @@ def test_run_starts_from_a_checkpoint_and_resumes_from_its_own(
 def test_bf16_main_weights_start_from_the_checkpoint(options_for, finished_run):
     options = options_for(finished_run, bf16=True)
     pretrain(options)
-    assert losses(options.run_dir)[-1][1] < 0.93 * losses(finished_run)[0][1]
+    tuned, scratch = losses(options.run_dir), losses(finished_run)
+    assert tuned[max(tuned)][0] < 0.93 * scratch[min(scratch)][0]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_run_resumes_with_a_moved_folder_but_not_with_another_model(options_for,
         ({}, {"parallel": TrainingParallelOptions(3)}, "does not divide 4 attention heads"),
         ({"vocab_size": 250}, {}, r"gpt2/config\.json: a vocabulary of 250 is too small"),
         ({"activation_function": "relu"}, {}, "activation_function 'relu'"),
-        ({"vocab_size": 300}, {}, r"wte\.weight is \[320, 64\]"),
+        ({"vocab_size": 300}, {}, r"wte\.weight .*\[320, 64\]"),
         ({"n_layer": 5}, {}, r"gpt2 holds no tensor transformer\.h\.4"),
         ({}, {"pretrained_checkpoint": Path("nowhere")}, "--pretrained-checkpoint nowhere"),
     ],
