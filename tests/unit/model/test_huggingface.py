@@ -179,20 +179,16 @@ def test_older_folders_are_read_too(tensors):
     [
         ("transformer.ln_f.bias", None),
         ("transformer.h.2.ln_1.bias", torch.ones(32)),
-        ("transformer.wpe.weight", torch.ones(9, 32)),
         ("transformer.h.0.mlp.c_fc.weight", torch.ones(128, 32)),
         ("transformer.h.0.ln_1.bias", torch.ones(32, dtype=torch.int8)),
         ("transformer.h.1.ln_2.weight", torch.full((32,), torch.nan)),
-        ("transformer.h.1.ln_2.weight", torch.full((32,), torch.inf)),
         ("h.1.ln_2.weight", torch.ones(32)),  # twice: with and without prefix
         ("lm_head.weight", torch.ones(101, 32)),
     ],
 )
 def test_wrong_tensors_are_rejected_by_name(tensors, name, change):
-    checked_tensors(tensors, SHAPE, "there")
+    changed = {**tensors, name: change}
     if change is None:
-        del tensors[name]
-    else:
-        tensors[name] = change
+        del changed[name]
     with pytest.raises(UserError, match=name.removeprefix("transformer.")):
-        checked_tensors(tensors, SHAPE, "there")
+        checked_tensors(changed, SHAPE, "there")

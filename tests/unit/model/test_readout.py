@@ -49,13 +49,6 @@ def test_hidden_states_are_the_layers_output_in_the_whole_model(reader, tokens, 
     assert torch.equal(hidden, seen[layer - 1].detach())
 
 
-def test_padding_to_the_right_changes_nothing_before_it(reader):
-    tokens = torch.randint(250, (2, 20), generator=torch.Generator().manual_seed(1))
-    padded = torch.cat([tokens, torch.zeros(2, 12, dtype=torch.int64)], dim=1)
-    short, long = reader.hidden_states(tokens, 3), reader.hidden_states(padded, 3)
-    torch.testing.assert_close(long[:20], short, atol=1e-6, rtol=0)
-
-
 def test_token_losses_are_minus_the_log_of_the_models_probabilities(reader, tokens):
     labels = tokens.roll(-1, dims=1)
     losses = reader.token_losses(tokens, labels)
