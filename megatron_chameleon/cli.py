@@ -357,7 +357,7 @@ def _interrupt(_signal: int, _frame: object) -> NoReturn:
 
 
 def _thread_ended(failed: threading.ExceptHookArgs) -> None:
-    """Print why a library's thread failed; the main thread raises the consequences."""
+    """Print why a library's thread failed; the main thread will fail with its own error."""
     problem = failed.exc_value and system_error_message(failed.exc_value)
     if problem:
         warnings.warn(problem, stacklevel=2)

@@ -1,7 +1,7 @@
 """Mixtures in the formats of other trainers, for tools/export_mixture.py. Loads no torch.
 
-The corpus has separate files for train, valid and test, so Megatron must not split them again with
-``--split``: a training run takes the formats for all splits, or one format per split.
+Each split of a corpus has its own files, so Megatron must not divide them again with ``--split``.
+Export either a format that lists all splits, or one file per split (:attr:`ExportOptions.split`).
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ FOLDER_NAME = "checkpoints"
 LATEST_NAME = "latest"
 UNUSED_PREFIX = "unused-"
 # megatron's index, which contains the path it was written to, and its common state, pickled in
-# order of insertion: both differ between equal runs.
+# order of insertion. These two files differ between identical runs, so they do not count towards
+# the hash.
 NO_TENSORS = (".metadata", "common.pt")
 CONFIG_NAME = "metadata.json"  # megatron's: the format of the tensors
 TENSOR_FILES = "*.distcp"
@@ -182,11 +183,12 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
 def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     """Return the checkpoint folder ``path``, or the latest one of the run ``path``.
 
-    Verifies every byte. A damaged checkpoint of a run is skipped for the one before, with a
-    :class:`CheckpointWarning`. One that a killed save had set aside is renamed back.
+    Verifies every byte. If the newest checkpoint of a run is damaged, the previous one is used,
+    with a :class:`CheckpointWarning`. A checkpoint moved aside by a save that was killed is
+    restored first.
 
     Args:
-        path: of a checkpoint, or of a run.
+        path: folder of a checkpoint, or of a run.
         flag: the option that named it, for messages.
 
     Raises:

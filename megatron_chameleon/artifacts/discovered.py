@@ -57,18 +57,18 @@ class DiscoveredDomains(FolderRecord):
     vectors before scaling, float32.
 
     Attributes:
-        num_clusters: requested or chosen number, before small ones were dissolved.
-        silhouettes: number of clusters -> mean silhouette of windows, for each number tried.
-        inertia: of the chosen clusters, over the fitted windows.
+        num_clusters: requested or chosen number of clusters, before small ones were dissolved.
+        silhouettes: number of clusters -> mean silhouette of the windows, for each number tried.
+        inertia: sum of squared distances of the fitted windows to their centroids.
         fitted_windows: number of windows that the clusters were fitted to.
-        model_hash: of the proxy's weights.
-        layer: of the hidden states.
+        model_hash: hash of the proxy's weights.
+        layer: layer of the hidden states.
         window_length: maximum tokens per window.
-        windows_per_document: maximum.
-        seed: of the sampled windows and of k-means.
+        windows_per_document: maximum windows per document.
+        seed: random seed of the window sampling and of k-means.
         dissolved: number of clusters that were too small; their documents went to others.
         domains: the new domains, in the order of the centroids.
-        divided: the clustered domains.
+        divided: names of the domains that were clustered.
     """
 
     KIND = "discovered domains"

@@ -39,7 +39,7 @@ class Protocol:
     """How held-out text is split into windows. Results of different protocols are not comparable.
 
     Attributes:
-        split: of the corpus.
+        split: the evaluated split of the corpus.
         window_length: maximum tokens per window.
         packing: "packed": documents are concatenated, an end-of-document token after each, and
             windows cross their boundaries, as in training. "documents": each is scored separately.
@@ -48,8 +48,8 @@ class Protocol:
             split; None is all.
         overlap: tokens of the previous window that a window repeats as context, without scoring
             them again.
-        first_token: of the split, or of each document with "documents": predicted from an
-            end-of-document token, or not scored.
+        first_token: how the first token of the split (of each document, for packing "documents")
+            is scored: predicted from an end-of-document token, or not at all.
     """
 
     split: Split

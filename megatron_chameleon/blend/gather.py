@@ -15,7 +15,7 @@ from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
 from megatron_chameleon.corpus.indexed import TokenFile
 
 # Luby and Rackoff 1988: four rounds make a Feistel network of random functions a pseudorandom
-# permutation; the round function here is less than random, hence more rounds.
+# permutation. Our round function is only a hash mix, so 8 rounds are used.
 ROUNDS = 8
 # The multipliers of the finalizer of MurmurHash3; the golden ratio makes the rounds differ.
 _MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)

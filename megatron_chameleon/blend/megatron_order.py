@@ -16,29 +16,30 @@ from megatron_chameleon.blend.token_data import MAX_DOMAINS
 LANES = 16
 # Samples between two selections of candidates; a lane's range is a multiple of it.
 WINDOW = 64
-# Warm-up samples before a lane's range, in which a wrong guess usually converges.
+# Samples before a lane's range in which guessed counts usually converge to the actual ones.
 WARM_UP = 16 * WINDOW
-# Longer ranges fail more often. Odd multiples of a window, so that lanes share no cache sets.
+# Limits on the length of a lane's range; longer ranges are inexact more often. Both are odd
+# multiples of WINDOW, so that lanes do not compete for the same cache sets.
 SHORTEST, LONGEST = 33 * WINDOW, 257 * WINDOW
-# With fewer lanes exact than this, samples are filled one by one for a while.
+# If fewer lanes than this are exact, the next samples are filled one by one.
 FEWEST_EXACT = 3
 # Candidates are scanned in blocks, which LLVM vectorizes.
 BLOCK = 8
 
-# Samples between two rows of counts that are kept.
+# Samples between two stored rows of counts.
 COUNTED = 1 << 18
 
 BlendedIndex = tuple[NDArray[np.int16], NDArray[np.int64]]
 
 
 class MegatronOrder:
-    """The blended index of a whole run, as of Megatron's BlendedDataset: 10 bytes a sample.
+    """The index of Megatron's BlendedDataset for a whole run, 10 bytes per sample.
 
     Args:
         weights: [num_domains], not negative.
-        num_samples: length.
-        by_size: whether the weights are sizes, Megatron's choice if there are none: it then
-            scales them once instead of twice.
+        num_samples: number of samples in the index.
+        by_size: whether the weights are data set sizes, which Megatron uses without weights: it
+            then scales them once instead of twice.
 
     Attributes:
         shares: [num_domains] the weights, scaled once to sum to 1.
@@ -65,7 +66,7 @@ class MegatronOrder:
         self._counts = np.cumsum([np.zeros(len(weights), np.int64), *rows], axis=0)
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Domain [n] of each of ``samples`` [n], in any order, and its number within the domain."""
+        """For each sample (any order): its domain, and its index within that domain; both [n]."""
         return self._domains[self._index[samples]], self._numbers[samples]
 
     def counts(self, samples: int) -> NDArray[np.int64]:

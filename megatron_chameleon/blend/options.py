@@ -18,8 +18,8 @@ class DataOptions(CheckedOptions):
     """Training tokens and their order."""
 
     data_path: str | None = None
-    """Megatron's data sets in place of --corpus: '0.3 PREFIX 0.7 PREFIX' with weights in turn, or
-    prefixes alone, which are then weighted by their size."""
+    """Megatron data sets instead of --corpus: alternating weights and prefixes, '0.3 PREFIX 0.7
+    PREFIX'; without weights, prefixes are weighted by size."""
     split: str = "969,30,1"
     """Shares of train, valid and test in each data set of --data-path, in file order."""
     tokenizer_model: Path | None = None
@@ -32,12 +32,12 @@ class DataOptions(CheckedOptions):
     """STEP=MIXTURE: sample by another mixture ('uniform', or a file) from that step on. Repeatable;
     changes can be added when a run is resumed. Needs --permutation epoch or feistel."""
     permutation: Permutation = "megatron"
-    """Order of the samples. megatron: Megatron-LM's, for weights that stay the same. epoch: domains
-    in closed form, documents and windows reshuffled every epoch; weights may change. feistel:
-    as epoch, but documents stay in file order; needs no memory."""
+    """Order of the samples. megatron: Megatron-LM's order; weights cannot change. epoch: domains
+    follow a closed form, and documents and windows are reshuffled every epoch; weights can
+    change. feistel: like epoch, but documents stay in file order; needs no memory."""
     data_cache_path: Path | None = None
-    """Folder that keeps the indices of --permutation megatron, for later starts and shared by the
-    ranks of one machine; without it each rank builds its own in memory."""
+    """Folder that stores the indices of --permutation megatron. Later starts reuse them, and the
+    ranks of a machine share them; by default each rank builds them in memory."""
     verify_corpus: bool = False
     """Read every token file of the corpus before the start and compare its hash."""
 

@@ -43,28 +43,29 @@ SHARE, SHARE_LOW, OFFSET, OFFSET_LOW, CHILDREN = range(5)
 class BlendOrder:
     """Domains of the samples of a run, or of one phase of it, by fixed weights.
 
-    Each domain's count stays within 1.25 samples of its share of the samples so far. When weights
-    change, the next phase corrects each domain's deficit, except for domains whose weight drops to
-    nearly 0: deviations stay below 2 samples for moderate changes, and up to 5 have been observed
-    for extreme ones. No order that does not know future weights can bound them by a constant: if
-    each change halts the domain just sampled, the last of n domains falls 1/2 + ... + 1/n behind
-    (the cup game, Bender et al. 2019, "Achieving optimal backlog in multi-processor cup games").
+    Each domain's count stays within 2 samples of its share of the samples so far (largest
+    measured: 1.25). When weights change, the next phase corrects each domain's deficit, except for
+    domains whose weight drops to nearly 0: deviations stay below 2 samples for moderate changes,
+    and up to 5 have been observed for extreme ones. No order that does not know future weights can
+    bound them by a constant: if each change halts the domain just sampled, the last of n domains
+    falls 1/2 + ... + 1/n behind (the cup game, Bender et al. 2019, "Achieving optimal backlog in
+    multi-processor cup games").
 
     Args:
         weights: [num_domains], not negative, scaled here to sum to 1. A domain is never sampled if
             its weight is 0, or below 2**-61 of the sum.
-        owed: [num_domains] deficit of each domain before the first sample: target minus actual
+        deficits: [num_domains] deficit of each domain before the first sample: target minus actual
             count; default 0.
     """
 
-    def __init__(self, weights: Sequence[float], owed: Sequence[float] | None = None) -> None:
+    def __init__(self, weights: Sequence[float], deficits: Sequence[float] | None = None) -> None:
         self.num_domains = len(weights)
         total = math.fsum(weights)
         shares = [int(weight / total * 2**WEIGHT_BITS) for weight in weights]
-        self._nodes = _tree(shares, [0.0] * len(weights) if owed is None else list(owed))
+        self._nodes = _tree(shares, [0.0] * len(weights) if deficits is None else list(deficits))
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Domain [n] of each of ``samples`` [n], in any order, and its number within the domain."""
+        """For each sample (any order): its domain, and its index within that domain; both [n]."""
         found = np.empty((2, len(samples)), np.int64)
         _locate(self._nodes, samples, found[0], found[1])
         return found[0], found[1]
@@ -76,16 +77,18 @@ class BlendOrder:
         return counts
 
 
-def _tree(shares: list[int], owed: list[float]) -> NDArray[np.int64]:
+def _tree(shares: list[int], deficits: list[float]) -> NDArray[np.int64]:
     """Nodes [>= 1, 6] int64 of the tree; parents come before their children."""
-    leaves = _leaves(shares, owed)
+    leaves = _leaves(shares, deficits)
     share_before = [0, *accumulate(shares[leaf] for leaf in leaves)]
-    owed_before = [0.0, *accumulate(owed[leaf] for leaf in leaves)]
+    deficit_before = [0.0, *accumulate(deficits[leaf] for leaf in leaves)]
     if len(leaves) == 1:
         return np.array([[0, 0, 0, 0, ~leaves[0], ~leaves[0]]], np.int64)
     nodes: list[list[int]] = []
-    spans = [(0, len(leaves), [0], 0)]  # leaves of a node, and where its parent refers to it
-    for first, stop, parent, column in spans:  # grows meanwhile
+    # Work list, extended by the loop: the leaves of a subtree, and the entry of its parent node
+    # that refers to it.
+    spans = [(0, len(leaves), [0], 0)]
+    for first, stop, parent, column in spans:
         if stop - first == 1:
             parent[column] = ~leaves[first]
             continue
@@ -95,8 +98,8 @@ def _tree(shares: list[int], owed: list[float]) -> NDArray[np.int64]:
         if split > first + 1 and begin + end > share_before[split - 1] + share_before[split]:
             split -= 1
         share = (share_before[split] - begin) / (end - begin)
-        left_owed = owed_before[split] - owed_before[first]
-        offset = 0.5 + left_owed - share * (owed_before[stop] - owed_before[first])
+        left_deficit = deficit_before[split] - deficit_before[first]
+        offset = 0.5 + left_deficit - share * (deficit_before[stop] - deficit_before[first])
         node = [*_halves(share), *_halves(offset), 0, 0]
         parent[column] = len(nodes)
         nodes.append(node)
@@ -104,15 +107,15 @@ def _tree(shares: list[int], owed: list[float]) -> NDArray[np.int64]:
     return np.array(nodes, np.int64)
 
 
-def _leaves(shares: list[int], owed: list[float]) -> list[int]:
+def _leaves(shares: list[int], deficits: list[float]) -> list[int]:
     """Domains that are sampled, in the order of the tree's leaves.
 
     Heavy ones come first, which keeps the tree balanced. Domains with a deficit alternate with
     those with a surplus, so that the deficit of any group of neighbours stays small.
     """
     by_weight = sorted((i for i, share in enumerate(shares) if share), key=lambda i: shares[i])
-    behind = [i for i in by_weight if owed[i] > 0]
-    ahead = [i for i in by_weight if owed[i] <= 0]
+    behind = [i for i in by_weight if deficits[i] > 0]
+    ahead = [i for i in by_weight if deficits[i] <= 0]
     leaves: list[int] = []
     total = 0.0
     while behind and ahead:
@@ -121,7 +124,7 @@ def _leaves(shares: list[int], owed: list[float]) -> list[int]:
         else:
             side = behind if total < 0 else ahead
         leaves.append(side.pop())
-        total += owed[leaves[-1]]
+        total += deficits[leaves[-1]]
     return leaves + behind[::-1] + ahead[::-1]
 
 

@@ -187,8 +187,9 @@ def recorded_tokenizer(record: CheckpointRecord) -> Path | None:
 def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, where: str) -> None:
     if tokenizer.vocab_size > shape.vocab_size:
         raise UserError(
-            f"{where}: a vocabulary of {shape.vocab_size} is too small for {tokenizer.path}, whose "
-            f"ids go up to {tokenizer.vocab_size - 1}; pass the model's own with --tokenizer-model"
+            f"{where}: the model has {shape.vocab_size} embeddings, but {tokenizer.path} has ids "
+            f"up to {tokenizer.vocab_size - 1}; pass the model's own tokenizer with "
+            "--tokenizer-model"
         )
 
 

@@ -1,15 +1,18 @@
 """Fixes for saving and loading optimizer state in megatron-core 0.16.
 
-Loading. With Apex or Transformer Engine the step count is in the parameter groups; torch's AdamW
-keeps one per parameter. megatron mixes the two: it asks a new optimizer for a step count that it
-does not have yet, looks for a step in every parameter's saved state, writes in place to leaf views,
-and shares one step tensor among all parameters, which is then incremented once per parameter.
-Unsharded optimizers load the step only where the optimizer that saved it keeps it.
+Loading. Apex and Transformer Engine keep the step count in the parameter groups, torch's AdamW in
+the state of each parameter. megatron confuses the two:
+
+- It reads the step count of a new optimizer, which has none yet.
+- It expects a step in the saved state of every parameter.
+- It writes in place to views of leaf tensors.
+- All parameters share one step tensor, which is then incremented once per parameter.
+- An unsharded optimizer loads the step only from where the optimizer that saved it keeps it.
 
 Saving. The distributed optimizer gathers the state of a gradient buffer without the padding between
-its buckets, but slices parameters at offsets that include it. Everything after the first bucket is
-shifted and silently saved wrong. There are several buckets with ``overlap_grad_reduce``, and in the
-first pipeline stage, where the tied embedding has a bucket of its own.
+its buckets, but slices parameters at offsets that include the padding. The state after the first
+bucket is shifted, and saved wrong without an error. A buffer has several buckets with
+``overlap_grad_reduce``, and in the first pipeline stage, where the tied embedding has its own.
 """
 
 from __future__ import annotations
@@ -108,8 +111,8 @@ def _gather_padded(
 ) -> Any:
     """Gather while unpadded sizes include the padding, so that buckets keep their own offsets.
 
-    Moving the state after gathering would need a second copy of up to 12 bytes a parameter on the
-    host of every rank.
+    Shifting the gathered state afterwards would need a second copy of up to 12 bytes a parameter
+    on the host of every rank.
     """
     padded = {buffer: buffer.numel for buffer in optimizer.buffers}
     padded |= {b: b.grad_data.numel() for buffer in optimizer.buffers for b in buffer.buckets}

@@ -169,15 +169,15 @@ class GigatokenEncoder:
         return encoded
 
     def first_difference(
-        self, texts: Sequence[str], by_own: Callable[[], Sequence[NDArray[np.uint32]]]
+        self, texts: Sequence[str], reference_ids: Callable[[], Sequence[NDArray[np.uint32]]]
     ) -> str | None:
-        """The first of ``texts`` whose ids differ from those of ``by_own``; None if all agree.
+        """First text whose token ids differ from the reference tokenizer's; None if all agree.
 
-        ``by_own`` is called last, so that another thread can compute its result meanwhile.
+        ``reference_ids`` is called last, so that another thread can compute its result meanwhile.
         """
         supported = [self._supports(text) for text in texts]
         tokens = self._encode(list(itertools.compress(texts, supported)))
-        expected = itertools.compress(zip(texts, by_own(), strict=True), supported)
+        expected = itertools.compress(zip(texts, reference_ids(), strict=True), supported)
         start = 0
         for text, ids in expected:
             stop = start + ids.size + 1
@@ -313,9 +313,9 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
     sample = [*difficult_texts(own.special_tokens()), *_sample(texts)]
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            by_own = pool.submit(own.encode_batch, sample)
+            reference_ids = pool.submit(own.encode_batch, sample)
             fast = GigatokenEncoder(tokenizer.file, own, tokenizer.eod_id)
-            differing = fast.first_difference(sample, by_own.result)
+            differing = fast.first_difference(sample, reference_ids.result)
         if differing is not None:
             raise CannotEncodeError(
                 f"gigatoken and {own.kind} encode {differing[:40]!r} differently"

@@ -2,6 +2,7 @@
 
 The plan contains everything that determines a shard. Shards can be written in any order by any
 number of processes and machines, and survive a killed run; joining copies their tokens.
+``splits_of`` of shards.py assigns documents to splits, and join.py resolves conflicts.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class _Run:
         return functools.partial(self.make_shard, tokenizer, on_bytes)
 
     def make_shard(self, tokenizer: Tokenizer, on_bytes: OnBytes, number: int) -> None:
-        """Write a shard and move it to the finished ones."""
+        """Write shard ``number`` and move it to the folder of finished shards."""
         folder = self.folder.staging / f"{number:06d}"
         with writing(folder):
             folder.mkdir()

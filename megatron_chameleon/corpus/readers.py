@@ -504,7 +504,7 @@ def _value_at(record: dict[str, Any], key: str) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """An object that is written as a JSON string, parsed; any other value unchanged."""
+    """Parse ``value`` if it is a string that holds a JSON object; else return it unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         with contextlib.suppress(orjson.JSONDecodeError):
             return orjson.loads(value)

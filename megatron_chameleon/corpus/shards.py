@@ -418,18 +418,20 @@ def text_digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def splits_of(heads: NDArray[np.uint64], shares: tuple[float, float, float]) -> NDArray[np.uint8]:
+def splits_of(
+    digest_prefixes: NDArray[np.uint64], shares: tuple[float, float, float]
+) -> NDArray[np.uint8]:
     """Position in ``SPLITS`` for each text.
 
     Args:
-        heads: [num_texts] the first 8 bytes of each text's digest, as a big-endian number.
+        digest_prefixes: [num_texts] first 8 bytes of each text's digest, as a big-endian number.
         shares: of train, valid and test, summing to 1.
 
     Returns:
         [num_texts] 0 for train, 1 for valid, 2 for test. The first 53 bits of a digest are a
         number in [0, 1) that is uniform over texts; the shares divide that interval in three.
     """
-    positions = (heads >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    positions = (digest_prefixes >> np.uint64(11)).astype(np.float64) * 2.0**-53
     train_end, valid_end, _ = accumulate(shares)
     return np.searchsorted([train_end, valid_end], positions, side="right").astype(np.uint8)
 

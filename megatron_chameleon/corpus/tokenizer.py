@@ -55,11 +55,11 @@ _MOST_TOKENS = 2**31 - 1
 LONGEST_PART = 500_000
 # Range before the end of a part that is searched for a boundary.
 _WINDOW = 4096
-# Where every known pattern has a boundary, best first: at a space between two words, at the last of
-# several spaces, and after a line.
+# Positions at which every known pattern has a boundary, best first: at a space between two words,
+# at the last of several spaces, and after a line break.
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")
 _PLACES = (_BETWEEN_WORDS, re.compile(r"(?= \S)"), re.compile(r"(?<=\S\n)(?=\S)"))
-# The libraries need many times their size.
+# Parts encoded at once: the libraries need many times the memory of the text.
 _PARTS_AT_ONCE = 4
 # Tokens of some texts, each followed by the end-of-document token, and their lengths, int64.
 _Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
@@ -558,8 +558,8 @@ class Tokenizer:
         A text of more than ``LONGEST_PART`` characters is encoded in :func:`parts`.
 
         Returns:
-            tokens [num_tokens] of all texts one after the other, in :attr:`token_type`; and
-            lengths [num_texts] int32, the tokens of each.
+            tokens [num_tokens], the concatenated tokens of all texts, of type :attr:`token_type`;
+            and lengths [num_texts] int32, the number of tokens of each text.
 
         Raises:
             UserError: if the library cannot encode a text.

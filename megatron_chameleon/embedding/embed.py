@@ -54,7 +54,7 @@ def embed_windows(
         [n, h] float32, row i for window i, on every rank.
 
     Raises:
-        UserError: if the proxy's hidden states are not finite, with the domain and the window.
+        UserError: if hidden states are not finite; the message names the domain and the window.
     """
     layout = reader.layout
     vectors = torch.zeros(len(windows), reader.shape.size.hidden_size, device=layout.device)
@@ -62,7 +62,7 @@ def embed_windows(
     if final_norm:
         (weight, bias), epsilon = reader.final_norm()
         norm = FinalNorm(weight, bias, epsilon)
-    has_states = False  # of the pipeline stage that holds the layer
+    has_states = False  # whether this pipeline stage has the layer's hidden states
     firsts = range(0, len(windows), batch_size)
     batches = [range(first, min(first + batch_size, len(windows))) for first in firsts]
     own = batches[layout.data_rank :: layout.data_size]

@@ -68,7 +68,7 @@ class HeldOutOptions(CheckedOptions):
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Check the values; the checks against the model's sequence length come with the model."""
+        """Check the values. The model's sequence length is checked once the model is loaded."""
         super().__post_init__()
         if self.first_token is not None and self.packing != "documents":
             raise UserError(
@@ -168,11 +168,11 @@ class DownstreamOptions(CheckedOptions):
             if not values:
                 raise UserError(f"{flag} is empty; pass at least one")
             if len(set(values)) < len(values):
-                raise UserError(f"{flag} {' '.join(map(str, values))}: one is repeated")
+                raise UserError(f"{flag} {' '.join(map(str, values))}: a value is repeated")
         if self.work_dir is None and self.output.suffix != ".json":
             raise UserError(
-                f"--output {self.output}: must end in .json, since the intermediate results go to "
-                "the folder of that name without it; or pass --work-dir"
+                f"--output {self.output}: must end in .json, because intermediate results are "
+                "written to the folder of that name without .json; or pass --work-dir"
             )
 
     @property

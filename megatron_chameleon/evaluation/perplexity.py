@@ -199,9 +199,9 @@ def cluster_losses(
     the layout or the batch size, up to the rounding of the forward pass.
 
     Args:
-        reader: the model.
-        text: its windows are read longest first.
-        clusters: of the scored tokens.
+        reader: reads the model's outputs.
+        text: held-out text, whose windows are read longest first.
+        clusters: map from the scored tokens to their clusters.
         batch_size: windows of the full window length per forward pass and rank.
         progress: updated by the number of scored tokens.
 

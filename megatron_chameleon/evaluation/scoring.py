@@ -2,8 +2,9 @@
 
 Sequences are packed into rows in which a prefix that several of them share is computed once: the
 answers to a question differ in their last few tokens, and the contexts of a document in a few
-words. A row is a tree of sequences. Each token attends to the earlier tokens of its own sequence
-only, at the position it has there, so the result equals that of the sequence alone.
+words. A row packs sequences that share prefixes, as a prefix tree with a tree attention mask. Each
+token attends to the earlier tokens of its own sequence only, at the position it has there, so the
+result equals that of the sequence alone.
 
 lm-eval runs on rank 0: it loads the tasks and samples the few-shot examples there only, so that
 ranks cannot disagree on the requests. The other ranks :meth:`Scorer.serve`.
@@ -203,8 +204,9 @@ def batch_tensors(batch: Sequence[Row], width: int) -> Batch:
     """Model inputs of a batch: rows padded on the right to ``width`` tokens.
 
     Returns:
-        tokens and positions [b, width] int64; unless all rows are plain sequences, hidden_from
-        [b, 1, width, width] bool, True where the row's token does not attend to the column's.
+        tokens and positions [b, width] int64; unless all rows are plain sequences,
+        attention_mask [b, 1, width, width] bool, True where attention is masked (Megatron's
+        convention).
     """
     tokens = np.zeros((len(batch), width), np.int64)
     positions = np.zeros((len(batch), width), np.int64)
@@ -213,7 +215,7 @@ def batch_tensors(batch: Sequence[Row], width: int) -> Batch:
     if not all(row.is_chain for row in batch):
         # Padding attends to itself: kernels differ in the result of a softmax over nothing.
         hidden = np.repeat(~np.eye(width, dtype=bool)[None], len(batch), axis=0)
-        made["hidden_from"] = torch.from_numpy(hidden)[:, None]
+        made["attention_mask"] = torch.from_numpy(hidden)[:, None]
     for number, row in enumerate(batch):
         start = 0
         for new, before in row.segments:
@@ -403,7 +405,7 @@ class Scorer:
     def _score_batch(self, batch: Batch, sums: torch.Tensor) -> None:
         """Add the log-likelihoods and misses of a batch to ``sums`` [2, n]."""
         hidden = self.reader.final_hidden_states(
-            batch["tokens"], batch["positions"], batch.get("hidden_from")
+            batch["tokens"], batch["positions"], batch.get("attention_mask")
         )
         if hidden is None or not len(batch["labels"]):
             return

@@ -39,7 +39,7 @@ class UnimaxOptions(ChosenDomainsOptions):
     """Divide the tokens evenly, within a limit on the epochs of each domain."""
 
     token_budget: LargeCount = dataclasses.field()  # without the inherited default
-    """Tokens of the training to come, within which epochs are counted."""
+    """Token budget of the target run, from which each domain's epochs are counted."""
     max_epochs: Positive = 4.0
     """Maximum epochs of each domain's training tokens. Up to 4, repetition costs little
     (Muennighoff et al. 2023)."""

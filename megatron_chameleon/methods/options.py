@@ -19,14 +19,14 @@ from megatron_chameleon.training.options import TrainingOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodOptions(CheckedOptions):
-    """Options of every method: the corpus, the mixture file, and the training to come."""
+    """Options of every method: the corpus, the mixture file, and the target run."""
 
     corpus: Path
     """Folder written by tools/preprocess_data.py."""
     output: Path
     """The mixture.json to write."""
     token_budget: LargeCount | None = None
-    """Tokens of the training to come, for which the epochs of each domain are printed and
+    """Token budget of the target run, from which each domain's epochs are counted, printed and
     stored."""
     max_epochs: Positive | None = None
     """Maximum epochs of each domain's training tokens within --token-budget. The mixture is the

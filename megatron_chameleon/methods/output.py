@@ -212,9 +212,9 @@ def run_training_free(
     """Run a training-free method on rank 0; no process groups are created.
 
     Args:
-        method: its name.
-        options: its options.
-        assign: weights of the selected domains of the corpus.
+        method: name of the method.
+        options: options of the method.
+        assign: function from the corpus and the names of the selected domains to their weights.
 
     Raises:
         UserError: for a mistake in the options or in the files that they name.

@@ -25,7 +25,7 @@ class DogeRecipe:
 
     Attributes:
         mu: weight of the Bregman divergence from the last weights, above 0.
-        eps: uniform share of the weights after each step, in [0, 1).
+        eps: share of the uniform distribution mixed into the weights after each step, in [0, 1).
         dw_min: lower clipping bound of an alignment.
         dw_max: upper clipping bound.
         max_norm: maximum norm of each domain's gradient; 0 disables clipping.
@@ -178,10 +178,10 @@ def gradient_weights(
     model's size per domain.
 
     Args:
-        state: with the new alpha.
+        state: state of the weights after the step's update of alpha.
         factors: [k] clipping factors.
         present: domains in the batch.
-        roles: of the domains.
+        roles: roles of the domains, as training or target domains.
     """
     weights = np.zeros(len(factors))
     rows = [row for row, domain in enumerate(roles.train) if domain in present]

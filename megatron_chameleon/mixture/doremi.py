@@ -24,7 +24,7 @@ class DoremiRecipe:
 
     Attributes:
         eta: step size of the exponentiated gradient ascent, above 0.
-        eps: uniform share of the weights after each step, in [0, 1).
+        eps: share of the uniform distribution mixed into the weights after each step, in [0, 1).
         floor: lower clipping bound of the excess loss, in nats.
         ceiling: upper clipping bound; None for no limit.
         clip_tokens: clip the excess loss of each token, not the mean of a domain.
@@ -54,8 +54,8 @@ RECIPES: dict[Variant, DoremiRecipe] = {
     "original": DoremiRecipe(),
     "fork": DoremiRecipe(eta=0.1, eps=0.0, clip_tokens=False, count_first=False),
 }
-"""The authors' code with the values of its launch script, and the fork behind Chameleon's baseline,
-which clips domain means and takes small steps without smoothing."""
+"""The authors' code with the values of its launch script, and the third-party implementation
+that Chameleon's baseline uses, which clips domain means and takes small steps without smoothing."""
 assert tuple(RECIPES) == get_args(Variant)
 
 

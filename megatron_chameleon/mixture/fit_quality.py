@@ -59,13 +59,13 @@ def folds_of(count: int, folds: int, seed: int) -> list[Array]:
 
 
 def held_out_predictions(fit: Fit, mixtures: Array, losses: Array, folds: list[Array]) -> Array:
-    """Predictions [n, m] for each run by a fit to the runs of the other folds.
+    """Out-of-fold (cross-validated) predictions [n, m].
 
     Args:
-        fit: to be cross-validated.
-        mixtures: [n, k].
-        losses: [n, m].
-        folds: positions of the runs, each in one of them.
+        fit: fit to be cross-validated.
+        mixtures: [n, k] weights of the runs.
+        losses: [n, m] losses of the runs.
+        folds: indices of the runs in each fold; each run is in exactly one.
     """
     predicted = np.empty_like(losses)
     for held_out in folds:

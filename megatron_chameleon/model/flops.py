@@ -134,9 +134,9 @@ def paper_flops(method: str, settings: PaperSettings | None = None) -> float:
     """FLOPs of a mixture by the paper's rule, for ``parameters["paper_flops"]``.
 
     Args:
-        method: as ``--method``, one that trains.
-        settings: of this run; default: the paper's for SlimPajama. In a swarm of several sizes,
-            each size has its own settings, and their FLOPs add up.
+        method: name of a method that trains models, as for ``--method``.
+        settings: settings of this run; default: the paper's for SlimPajama. For a swarm of
+            several sizes, call this once per size and add up the results.
 
     Raises:
         ValueError: without settings, for a method that is not in the paper.

@@ -101,7 +101,7 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
     """Check that the model can be partitioned as in ``options``.
 
     Raises:
-        UserError: with the degrees that divide it.
+        UserError: if not; the message lists the valid parallel sizes.
     """
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     training = options.for_training()

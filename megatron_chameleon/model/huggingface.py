@@ -99,7 +99,9 @@ def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
         reason = f"only {LAYER_NORM_EPSILON:g} is supported"
         raise _unfit(where, "layer_norm_epsilon", config.layer_norm_epsilon, reason)
     if config.n_embd % config.n_head:
-        raise _unfit(where, "n_head", config.n_head, f"it does not divide n_embd {config.n_embd}")
+        raise _unfit(
+            where, "n_head", config.n_head, f"n_embd {config.n_embd} must be divisible by n_head"
+        )
     return config
 
 
@@ -257,8 +259,8 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
             raise UserError(f"{where}: tensor {name} {problem}")
     if found:
         raise UserError(
-            f"{where} holds {len(found)} tensor(s) that its config.json does not have, such as "
-            f"{min(found)}; it is another model"
+            f"{where} has {len(found)} unexpected tensor(s), such as {min(found)}: the weights do "
+            "not match config.json"
         )
     if head is not None and not torch.equal(head, checked[_PREFIX + "wte.weight"]):
         raise UserError(

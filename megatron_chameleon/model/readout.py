@@ -87,15 +87,18 @@ class Reader:
 
     @torch.no_grad()
     def final_hidden_states(
-        self, tokens: torch.Tensor, positions: torch.Tensor, hidden_from: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Hidden states after the final layer norm, the output layer's input.
 
         Args:
             tokens: [b, s] int64, as in :meth:`hidden_states`.
             positions: [b, s] int64, of each token.
-            hidden_from: [b, 1, s, s] bool, True where the row's token does not attend to the
-                column's; default: causal. Every token has to attend to at least one.
+            attention_mask: [b, 1, s, s] bool, True where attention is masked (Megatron's
+                convention); default: causal. Every token must attend to at least one.
 
         Returns:
             [s, b, h] on the last stage, None on the others.
@@ -107,7 +110,7 @@ class Reader:
         else:
             self.model.set_input_tensor(self._receive(tokens.shape))
         dtype = self.model.config.params_dtype
-        mask = None if hidden_from is None else additive_mask(hidden_from, dtype)
+        mask = None if attention_mask is None else additive_mask(attention_mask, dtype)
         hidden = self.model.decoder(hidden_states=hidden, attention_mask=mask)
         if self.layout.is_last_stage:
             return self._whole(hidden)

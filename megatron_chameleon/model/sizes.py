@@ -103,7 +103,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Number of all parameters; the tied embedding counts once, its padding not at all."""
+        """Total number of parameters. Counts the tied embedding once, without its padding."""
         h = self.size.hidden_size
         embeddings = (self.vocab_size + self.max_sequence_length) * h
         return embeddings + self.size.num_layers * self.layer_parameters + 2 * h

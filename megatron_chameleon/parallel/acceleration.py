@@ -168,7 +168,7 @@ def _cuda() -> tuple[State, str]:
 
 
 def _tf32() -> tuple[State, str]:
-    """Report whether fp32 means fp32; parallel/layout.py ensures it in every tool."""
+    """Report whether TF32 may replace fp32; parallel/layout.py disables it in every tool."""
     if torch.get_float32_matmul_precision() == "highest":
         return "unused", "this torch does not enable it"
     variable = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"

@@ -212,10 +212,10 @@ def _init_process_group(world_size: int, device: torch.device, timeout_minutes: 
 
 
 def _new_store(timeout: datetime.timedelta) -> Store:
-    """Return a namespace of torchrun's store for the groups being set up.
+    """Return a new namespace of torchrun's store for the process groups.
 
-    In the store itself, a process that sets up groups a second time would find the addresses of the
-    destroyed ones. Every rank counts its starts, and all have the same count.
+    Without a namespace, a process that creates groups a second time would read the addresses of the
+    destroyed groups. Each rank counts its own starts, so all ranks use the same number.
     """
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)

@@ -18,8 +18,8 @@ class RecomputeOptions(CheckedOptions):
     except the inside of each MLP, for a fifth more (Megatron's --recompute-modules mlp; its
     core_attn would save nothing here, where attention never materializes its scores)."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With full: every layer in units of --recompute-num-layers (uniform, the default), or only
-    that many layers of each pipeline stage (block)."""
+    """With full. uniform (default): all layers, in units of --recompute-num-layers. block: only
+    that many layers of each (virtual) pipeline stage."""
     recompute_num_layers: Count | None = None
     """With full: see --recompute-method; default: 1."""
 
@@ -43,13 +43,13 @@ class RecomputeOptions(CheckedOptions):
             return
         if self.unit > layers_per_chunk:
             raise UserError(
-                f"--recompute-num-layers {self.unit}: a pipeline stage's chunk has "
+                f"--recompute-num-layers {self.unit}: a (virtual) pipeline stage has "
                 f"{layers_per_chunk} layer(s); pass at most that many"
             )
         if self.recompute_method != "block" and layers_per_chunk % self.unit:
             raise UserError(
                 f"--recompute-num-layers {self.unit} does not divide the {layers_per_chunk} layers "
-                "of a pipeline stage's chunk; pass a divisor, or --recompute-method block"
+                "of a (virtual) pipeline stage; pass a divisor, or --recompute-method block"
             )
 
     def config_fields(self) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class MethodComparison:
 
     @functools.cached_property
     def details(self) -> dict[str, dict[str, Any]]:
-        """Name of a mixture -> its figures, unrounded, with the keys of the JSON file."""
+        """Mixture name -> its unrounded metrics, keyed as in the JSON file."""
         baseline, found = self.options.mixtures.index(self.options.baseline), {}
         means = self.perplexities.mean(axis=1)
 

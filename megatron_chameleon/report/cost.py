@@ -94,11 +94,11 @@ class Ledger:
 def ledger_of(folder: RunFolder) -> Ledger:
     """Sum the recorded costs of ``folder``.
 
-    A mixture's ``parameters["made_from"]`` lists its inputs, by paths relative to its
-    folder: runs, swarms and embedding stores, folders of them, and mixtures (with all that those
-    were made from); ``parameters["unknown_costs"]`` describes parts without a known cost.
-    Chameleon's mixtures have no such list: their proxy is the run in 2-proxy that saved the
-    checkpoint in their provenance, their store the one with the recipe of their embeddings.
+    A mixture's ``parameters["made_from"]`` lists its inputs by paths relative to its folder: runs,
+    swarms, embedding stores, folders of these, and other mixtures, whose inputs count as well.
+    ``parameters["unknown_costs"]`` describes inputs without a known cost. Chameleon's mixtures have
+    no such list: their proxy is the run in 2-proxy that saved the checkpoint in their provenance,
+    and their store is the one with the recipe of their embeddings.
 
     Raises:
         UserError: if an artifact is damaged.

@@ -385,9 +385,10 @@ def loss_picture(folder: RunFolder) -> Picture:
 def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) -> Figure:
     """Training loss of all runs in one panel, and small panels of at most ``MOST_PANELS`` domains.
 
-    Of more domains, those whose last losses differ most between runs, or the first. Thin lines are
-    recorded losses, bold lines their running mean; dots are losses on held-out text. Domain panels
-    leave out the first tenth of the steps, which would flatten the rest.
+    If there are more domains, the panels show those whose last losses differ most between runs, or
+    the first ones. Thin lines are recorded losses, bold lines their running mean; dots are losses
+    on held-out text. Domain panels omit the first tenth of the steps, whose high losses would
+    flatten the curves.
     """
     ranges = panel_domains(runs)
     chosen = ranges.sort_values(ascending=False, kind="stable").index[:MOST_PANELS]

@@ -43,9 +43,9 @@ class CompareMethodsOptions(CheckedOptions):
     wall_seconds: NonNegative | None = None
     """Wall time of that command, for --record."""
     check: Literal["choice", "evaluations"] | None = None
-    """Write nothing, but exit with status 2 if the comparison is impossible. choice: because of the
-    names and seeds alone, before anything is trained. evaluations: because a base run has no
-    evaluation of its last checkpoint."""
+    """Only check, without writing anything; exit with status 2 if the comparison is impossible.
+    choice: check the names and seeds, before anything is trained. evaluations: check that each
+    base run has an evaluation of its last checkpoint."""
 
     def __post_init__(self) -> None:
         """Raise UserError for too few runs to compare."""

@@ -222,15 +222,15 @@ def _corpus_hashes(folder: RunFolder) -> Iterator[tuple[Path, str]]:
 def merge(folders: Sequence[RunFolder]) -> RunFolder:
     """Merge ``folders`` into one run folder; a single folder is returned as it is.
 
-    Different artifacts of the same name get their folder's name appended, as in ``uniform-seed0
-    (run-b)``; a base run and its results alike. Identical artifacts, linked or copied, are listed
-    and counted once. ``root`` is that of the first folder.
+    If different artifacts have the same name, each gets its folder's name appended, as in
+    ``uniform-seed0 (run-b)``; the results of a base run are renamed with it. Identical artifacts,
+    linked or copied, are listed and counted once. ``root`` is the first folder's.
 
     Args:
         folders: at least one, with distinct roots.
 
     Raises:
-        UserError: if they are not on one corpus, or hold different sweeps.
+        UserError: if they use different corpora, or have different sweeps.
     """
     first, *others = folders
     if not others:

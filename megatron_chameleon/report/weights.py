@@ -15,7 +15,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder, run_labels, uniform_first
 from megatron_chameleon.report.tables import MISSING, Table, format_weight
 
-# With more groups of runs, one table shows the extremes of each.
+# With more groups of runs than this, a single table shows each group's extremes.
 MOST_TABLES = 6
 # A note lists this many runs.
 MOST_NAMES = 12

@@ -129,7 +129,7 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
     options, inputs = json_values(plan.options), plan.provenance.inputs
     names = list(run.mixture)
     if inputs_before.get("corpus") == inputs["corpus"] and names != plan.data.names:
-        raise UserError(  # records are kept by these names
+        raise UserError(  # records refer to data sets by name
             f"{run.root} holds a run whose data sets are named {', '.join(names)}, not "
             f"{', '.join(plan.data.names)}; rename the files back, or {FRESH_START}"
         )
@@ -150,7 +150,7 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
 
 
 def _input(name: str, options: dict[str, Any], inputs: dict[str, str]) -> str:
-    """Where a run's input is, and the start of its hash."""
+    """Describe a run's input: its path, and the start of its hash."""
     paths = {
         "corpus": options.get("corpus") or (options.get("data") or {}).get("data_path"),
         "mixture": options.get("mixture") or "uniform",

@@ -71,7 +71,7 @@ class DomainGradients:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class MicroBatching:
     """Micro-batches of one domain's samples on one rank.
 
     Attributes:
@@ -85,7 +85,7 @@ class Split:
     filled: int
 
 
-def split_samples(samples: int, largest: int, pipeline: int = 1, rounds: int = 1) -> Split:
+def split_samples(samples: int, largest: int, pipeline: int = 1, rounds: int = 1) -> MicroBatching:
     """Split samples into as few micro-batches as possible, of about the same size.
 
     Args:
@@ -97,11 +97,13 @@ def split_samples(samples: int, largest: int, pipeline: int = 1, rounds: int = 1
     count = max(-(-samples // largest), 1)
     count = -(-count // rounds) * rounds
     size = max(-(-samples // count), 1)
-    return Split(count, size, count * size if pipeline > 1 else max(samples, 1))
+    return MicroBatching(count, size, count * size if pipeline > 1 else max(samples, 1))
 
 
 def micro_batches_by_domain(
-    micro_batches: Sequence[Batch], rows: Mapping[int, Sequence[int]], splits: Mapping[int, Split]
+    micro_batches: Sequence[Batch],
+    rows: Mapping[int, Sequence[int]],
+    splits: Mapping[int, MicroBatching],
 ) -> dict[int, list[Batch]]:
     """Regroup micro-batches so that each has one domain, with a single gather.
 

@@ -30,7 +30,7 @@ from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.domain_gradients import (
     DomainGradients,
     GradientRows,
-    Split,
+    MicroBatching,
     micro_batches_by_domain,
     split_samples,
 )
@@ -373,7 +373,7 @@ class HookRunner:
             sums[:, 2] = to_device(sampled, self._passes.device)
         return sums
 
-    def _split(self, samples: int) -> Split:
+    def _split(self, samples: int) -> MicroBatching:
         """Split ``samples`` samples of one domain into micro-batches for this layout."""
         stages = self._layout.pipeline_size
         rounds = stages if len(self._model) > 1 else 1  # interleaved

@@ -98,11 +98,11 @@ class OnlineOptions(CheckedOptions):
     """Online Chameleon: recompute the mixture during training from the model's own embeddings."""
 
     online_interval: Count | None = None
-    """Steps between two recomputations of the mixture; by default there are none. Needs
+    """Steps between two recomputations of the mixture; by default it is never recomputed. Needs
     --permutation epoch or feistel."""
     online_windows: Count = 256
-    """Maximum windows of training text per domain, of up to --seq-length tokens; always the same
-    ones."""
+    """Maximum windows of training text per domain, each of up to --seq-length tokens. Every
+    recomputation uses the same windows."""
     online_layer: int | None = None
     """Average the hidden states after this many layers, before the final norm; by default half of
     the layers."""

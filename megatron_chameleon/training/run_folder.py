@@ -62,8 +62,8 @@ def starting_run(folder: Path, *, overwrite: bool) -> Iterator[None]:
     """Context manager for the first writes of a run to ``folder``. Collective.
 
     With ``overwrite``, the old run is moved aside before the block and deleted after it. If the
-    block raises on rank 0, or the process is killed and the folder is locked again, the folder is
-    as before.
+    block raises on rank 0, the folder is restored at once; if the process is killed, it is restored
+    when the folder is next locked.
 
     Raises:
         UserError: on every rank, if the old run cannot be moved.

@@ -407,7 +407,7 @@ def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
     options, names, target = plan.options, plan.names, plan.target
     prior = target.prior if target else None
     result = weigh_means(windows.means, options.mode, plan.recipe, prior)
-    plain = weigh_means(windows.means, options.mode, plan.recipe) if target else result
+    untargeted = weigh_means(windows.means, options.mode, plan.recipe) if target else result
     limit = epoch_limit(options, plan.corpus, names)
     kept = plan.kept.weights if plan.kept else {}
     before = np.array([kept.get(name, 0.0) for name in names])
@@ -420,7 +420,7 @@ def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
         return limit.apply(place(weights)).weights
 
     bootstrap = _bootstrap(plan, windows, constrained)
-    _warn_uninformative(plan, result, plain, bootstrap)
+    _warn_uninformative(plan, result, untargeted, bootstrap)
     fields = limit.mixture_fields(place(result.weights))
     order = np.argsort(-np.array(list(fields["weights"].values())), kind="stable").tolist()
     likely = outweighing_probability(bootstrap, order[:-1], order[1:]).tolist()
@@ -448,7 +448,9 @@ def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
             "given": target.value,
             "strength": target.strength,
             "prior": dict(zip(names, target.prior(windows.means).tolist(), strict=True)),
-            "weights_without": dict(zip(names, constrained(plain.weights).tolist(), strict=True)),
+            "weights_without": dict(
+                zip(names, constrained(untargeted.weights).tolist(), strict=True)
+            ),
         }
         if target.windows is not None:
             parameters["target"]["windows"] = target.windows
@@ -507,14 +509,14 @@ def warn_degenerate(names: Sequence[str], result: WeightResult, hint: str) -> No
 
 
 def _warn_uninformative(
-    plan: MixturePlan, result: WeightResult, plain: WeightResult, bootstrap: BootstrapResult
+    plan: MixturePlan, result: WeightResult, untargeted: WeightResult, bootstrap: BootstrapResult
 ) -> None:
     """Warn of weights that are bounds, uniform or one-hot, and of a target without an effect.
 
     Args:
         plan: of the mixture.
         result: the weights, before constraints.
-        plain: the same without the target.
+        untargeted: the result without --target, before constraints.
         bootstrap: of the constrained weights.
     """
     hint = "try --recipe scaled or, with --target, a smaller --target-strength; see --explain"
@@ -541,7 +543,9 @@ def _warn_uninformative(
         )
         return
     above = np.maximum(result.prior - 1.0, 0.0)
-    gain = len(above) * float(above @ (result.weights - plain.weights))  # 1 is an average weight
+    gain = len(above) * float(
+        above @ (result.weights - untargeted.weights)
+    )  # 1 is an average weight
     if gain < MIN_TARGET_GAIN * float(above.sum()):
         warnings.warn(
             f"--target has almost no effect, or the opposite one, with ridge "

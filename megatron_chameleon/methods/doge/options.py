@@ -18,8 +18,8 @@ class DogeRule(CheckedOptions):
     """Strength of the regularization towards the last weights: smaller values allow larger steps
     (default as in the paper: 0.01, or 0.05 with a --target that is not trained on)."""
     doge_eps: BelowOne = 0.0
-    """Uniform share of the weights after each step, which keeps every domain in the mixture (paper:
-    0)."""
+    """Smoothing: share of the uniform distribution mixed into the weights after each step; above 0,
+    no domain drops out (paper: 0)."""
     doge_dw_min: float = 0.0
     """Lower clipping bound of a domain's alignment, before the learning rate (the authors' code: 0,
     so that an opposing gradient counts like an orthogonal one)."""

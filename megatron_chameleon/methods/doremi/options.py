@@ -16,14 +16,14 @@ class DoremiRule(CheckedOptions):
     """DoReMi's update of the weights by excess losses of the proxy over its reference."""
 
     doremi_variant: Literal["original", "fork"] = "original"
-    """'original': the authors' code. 'fork': the code of Chameleon's baseline, which clips the mean
-    excess loss of a domain instead of each token's, takes small steps without smoothing, and leaves
-    the initial weights out of the mean."""
+    """'original': the authors' code. 'fork': the third-party code of Chameleon's baseline, which
+    clips the mean excess loss of a domain instead of each token's, takes small steps without
+    smoothing, and leaves the initial weights out of the mean."""
     doremi_eta: Positive | None = None
     """Step size of the weights (original: 1, fork: 0.1)."""
     doremi_eps: BelowOne | None = None
-    """Uniform share of the weights after each step (original: 0.001, fork: 0), which keeps every
-    domain in the mixture."""
+    """Smoothing: share of the uniform distribution mixed into the weights after each step; above 0,
+    no domain drops out (original: 0.001, fork: 0)."""
     excess_floor: float = 0.0
     """Lower clipping bound of the excess loss, in nats per token."""
     excess_ceiling: float | None = None

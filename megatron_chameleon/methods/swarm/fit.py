@@ -54,11 +54,12 @@ from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
 MAX_METRICS = 40
-# Fewer runs with text of a domain say little about it.
+# With fewer runs that sample a domain, its effect is hardly estimated, and a warning names it.
 MIN_RUNS_PER_DOMAIN = 5
-# Losses of one model on several domains differ by less than this factor.
+# A warning is printed if the metrics of the target differ by more than this factor; the losses of
+# one model on several domains differ by less.
 MAX_METRIC_RATIO = 5.0
-# Held-out tokens of a domain: one to predict, and one before it.
+# A domain needs this many held-out tokens: one to predict, and one as its context.
 MIN_HELD_OUT_TOKENS = 2
 Options = TypeVar("Options", bound=FitOptions)
 

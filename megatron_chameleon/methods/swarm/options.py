@@ -60,7 +60,8 @@ class SwarmOptions(CheckedOptions):
     min_lr: NonNegative = 4e-5
     """Final learning rate of --lr-decay-style cosine (assumed: a tenth)."""
     lr_decay_style: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: 'constant' (RegMix), or a 'cosine' to --min-lr at the last step."""
+    """Learning rate after the warm-up: 'constant' (RegMix), or 'cosine', which decays to --min-lr
+    at the last step."""
     lr_warmup_iters: int = 100
     """Steps of linear warm-up (RegMix: 100)."""
     weight_decay: NonNegative = 0.1

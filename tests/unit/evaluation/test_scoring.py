@@ -43,7 +43,7 @@ def attended(row):
     batch = batch_tensors([row], row.length + 2)
     tokens, positions = batch["tokens"][0], batch["positions"][0]
     causal = torch.ones(row.length + 2, row.length + 2, dtype=torch.bool).tril()
-    visible = ~batch["hidden_from"][0, 0] if "hidden_from" in batch else causal
+    visible = ~batch["attention_mask"][0, 0] if "attention_mask" in batch else causal
     assert visible.any(dim=1).all()  # a softmax over nothing differs between kernels
     return [(tokens[seen].tolist(), positions[seen].tolist()) for seen in visible]
 
