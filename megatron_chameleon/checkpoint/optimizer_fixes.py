@@ -7,7 +7,8 @@ the state of each parameter. megatron confuses the two:
 - It expects a step in the saved state of every parameter.
 - It writes in place to views of leaf tensors.
 - All parameters share one step tensor, which is then incremented once per parameter.
-- An unsharded optimizer loads the step only from where the optimizer that saved it keeps it.
+- An unsharded optimizer restores the step only if the optimizer that saved it kept it in the same
+  place.
 
 Saving. The distributed optimizer gathers the state of a gradient buffer without the padding between
 its buckets, but slices parameters at offsets that include the padding. The state after the first

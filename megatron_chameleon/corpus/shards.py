@@ -394,12 +394,12 @@ def _batch(
     waiting: list[Document], shares: tuple[float, float, float], domains: dict[str, int]
 ) -> _Batch:
     names, texts, splits = zip(*waiting, strict=True)
-    heads, sizes = [], []
+    text_digests, sizes = [], []
     for text in texts:  # one at a time: a text may be most of the memory
         encoded = text.encode()
-        heads.append(text_digest(encoded))
+        text_digests.append(text_digest(encoded))
         sizes.append(len(encoded))
-    digests = np.frombuffer(b"".join(heads), ">u8").reshape(-1, 2).astype(np.uint64)
+    digests = np.frombuffer(b"".join(text_digests), ">u8").reshape(-1, 2).astype(np.uint64)
     documents = np.zeros(len(texts), DOCUMENT)
     documents["text_bytes"] = sizes
     documents["domain"] = [domain_number(domains, name) for name in names]

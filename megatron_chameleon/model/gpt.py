@@ -101,7 +101,8 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
     """Check that the model can be partitioned as in ``options``.
 
     Raises:
-        UserError: if not; the message lists the valid parallel sizes.
+        UserError: if not; for a parallel size that does not divide the model, the message lists
+            those that do.
     """
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     training = options.for_training()

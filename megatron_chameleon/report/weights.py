@@ -15,7 +15,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder, run_labels, uniform_first
 from megatron_chameleon.report.tables import MISSING, Table, format_weight
 
-# With more groups of runs than this, a single table shows each group's extremes.
+# With more groups of runs than this, a single table shows the extremes of each group.
 MOST_TABLES = 6
 # A note lists this many runs.
 MOST_NAMES = 12
@@ -113,8 +113,8 @@ def mode_of(name: str, mixture: Mixture) -> str | None:
 def token_tables(folder: RunFolder) -> list[Table]:
     """Per base run and domain: target tokens, actual tokens, their difference and the epochs.
 
-    Runs with the same targets share a table, in which figures that differ are ranges. With more
-    than ``MOST_TABLES`` groups, one table has a row for each with its extremes.
+    Runs with the same targets share a table, which shows differing values as ranges. With more than
+    ``MOST_TABLES`` groups, a single table shows each group's largest difference and most epochs.
     """
     alike: dict[object, dict[str, TrainingRun]] = {}
     for name in uniform_first(folder.base_runs):

@@ -54,7 +54,7 @@ from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
 MAX_METRICS = 40
-# With fewer runs that sample a domain, its effect is hardly estimated, and a warning names it.
+# A domain that fewer runs sample is named in a warning: its effect is estimated from few runs.
 MIN_RUNS_PER_DOMAIN = 5
 # A warning is printed if the metrics of the target differ by more than this factor; the losses of
 # one model on several domains differ by less.
