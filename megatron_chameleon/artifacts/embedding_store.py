@@ -152,10 +152,13 @@ class EmbeddingStore(FolderRecord):
             vectors: NDArray[np.float32] = load(content)["vectors"]
             if vectors.shape != expected or vectors.dtype != np.float32:
                 raise ValueError(f"{vectors.dtype} {vectors.shape}, not float32 {expected}")
-            if not np.isfinite(vectors).all():
-                raise ValueError(f"embeddings of domain '{name}' are NaN or infinite")
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"cannot read {path} ({error}); delete it and run again") from error
+        if not np.isfinite(vectors).all():
+            raise UserError(
+                f"{path}: embeddings of domain '{name}' are NaN or infinite; delete {self.root} "
+                "and run again with a proxy whose loss is finite"
+            )
         return vectors
 
 

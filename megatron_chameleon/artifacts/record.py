@@ -190,9 +190,9 @@ class HashedFolderRecord(FolderRecord):
             try:
                 found = sha256_of_files(*files.sizes, on_bytes=on_bytes)
             except OSError as error:
-                reason = error.strerror or error
+                name = error.filename or " or ".join(map(str, files.sizes))  # read() names none
                 raise UserError(
-                    f"cannot read {error.filename}: {reason}; {self.RESTORE}"
+                    f"cannot read {name}: {error.strerror or error}; {self.RESTORE}"
                 ) from error
             if found != files.sha256:
                 raise UserError(

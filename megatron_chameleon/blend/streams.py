@@ -17,7 +17,7 @@ import numpy as np
 from megatron.core.datasets import helpers
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts.files import replacing, sha256_of_json
+from megatron_chameleon.artifacts.files import cannot_write, replacing, sha256_of_json
 from megatron_chameleon.blend.gather import View, document_ends
 from megatron_chameleon.blend.token_data import DomainData
 from megatron_chameleon.corpus.indexed import TokenFile, map_file
@@ -214,16 +214,19 @@ def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]
         offset += array.nbytes + len(blocks[-1])
     text = json.dumps(layout).encode()
     digest = hashlib.sha256()
-    with replacing(entry) as temporary, temporary.open("wb") as stream:
-        for block in (*blocks, text, len(text).to_bytes(8)):
-            stream.write(block)
-            digest.update(block)
-        stream.write(digest.digest())
-    for leftover in folder.glob(f".{'[0-9a-f]' * 40}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):
-            if leftover.stat().st_mtime < time.time() - STALE_AFTER_SECONDS:
-                leftover.unlink()
-    return _read(entry)
+    try:
+        with replacing(entry) as temporary, temporary.open("wb") as stream:
+            for block in (*blocks, text, len(text).to_bytes(8)):
+                stream.write(block)
+                digest.update(block)
+            stream.write(digest.digest())
+        for leftover in folder.glob(f".{'[0-9a-f]' * 40}.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if leftover.stat().st_mtime < time.time() - STALE_AFTER_SECONDS:
+                    leftover.unlink()
+        return _read(entry)
+    except OSError as error:
+        raise cannot_write(entry, error) from error
 
 
 def _read(entry: Path) -> Arrays:

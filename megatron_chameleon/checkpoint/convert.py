@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
         UserError: for invalid options or inputs, or weights that ``--dtype`` cannot represent.
             Nothing is then written.
     """
-    output = options.output.absolute()
+    output = Path(os.path.abspath(options.output))
     check_output(output, CONFIG_NAME, overwrite=options.overwrite)
     record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     shape = shape_of(record)
@@ -93,7 +94,7 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     Raises:
         UserError: for invalid options or inputs. Nothing is then written.
     """
-    output = options.output.absolute()
+    output = Path(os.path.abspath(options.output))
     check_output(output, CheckpointRecord.FILE_NAME, overwrite=options.overwrite)
     found = HuggingFaceWeights.find(options.model, allow_pickle=options.allow_pickle)
     tokenizer_path = options.tokenizer_model or options.model

@@ -194,8 +194,10 @@ def _content_errors(folder: Path) -> Iterator[None]:
         raise
     except CheckpointException as error:  # reading a tensor
         cause = next((cause for cause, _ in error.failures.values()), error)
-        if isinstance(cause, torch.OutOfMemoryError):
-            raise
+        # torch collects every error of the read, an interrupt or a lack of memory included.
+        memory = isinstance(cause, MemoryError | torch.OutOfMemoryError)
+        if memory or not isinstance(cause, Exception):
+            raise cause from error
         raise _unreadable(folder, cause) from error
     except Exception as error:  # names, types or shapes of another run: of almost any type
         raise UserError(

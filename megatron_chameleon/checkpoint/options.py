@@ -44,7 +44,7 @@ class ToHuggingFaceOptions(TokenizerChoice):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGTkmgt][Bb]", self.max_shard_size):
+        if not re.fullmatch(r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?[KMGTkmgt][Bb]", self.max_shard_size):
             raise UserError(f"--max-shard-size {self.max_shard_size}: pass a size such as 5GB")
 
 

@@ -324,7 +324,8 @@ def _walk(folder: str) -> Iterator[str]:
             continue
         seen.add(os.path.realpath(root))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (os.path.join(root, name) for name in files if not name.startswith("."))
+        # Path removes a leading "./", so that a file has one name however its folder is passed.
+        yield from (str(Path(root, name)) for name in files if not name.startswith("."))
 
 
 def is_remote(path: str) -> bool:

@@ -253,7 +253,8 @@ class CorpusFolder:
 
     def finished(self) -> set[int]:
         """Numbers of the finished shards."""
-        names = (path.name for path in (self.partial / _SHARDS_NAME).glob("*"))
+        folder = self.partial / _SHARDS_NAME
+        names = os.listdir(folder) if folder.exists() else []  # glob ignores unreadable folders
         return {int(name) for name in names if name.isdecimal()}
 
     def put_shard(self, written: Path, number: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +74,17 @@ class LoadedTask:
         self.task.set_fewshot_seed(seed=seed)
 
 
+def _data_files(folder: Path, configuration: str | None) -> list[Path]:
+    """The files of a local copy of a data set, without the hidden ones of downloads.
+
+    Those of the configuration's own folder if there is one: others may be added at any time.
+    """
+    own = folder / (configuration or "")
+    root = own if own.is_dir() else folder
+    found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    return sorted(root / p for p in found if not any(part.startswith(".") for part in p.parts))
+
+
 class TaskLibrary:
     """The definitions of ``names``, and the location of their data.
 
@@ -114,6 +124,10 @@ class TaskLibrary:
         copy = self._local_copy(name)
         if copy is not None and not copy[0].is_dir():
             raise TaskUnavailableError(f"{copy[0]} does not exist; copy its data set there")
+        # The package datasets reads an empty file, as an interrupted copy leaves it, as no rows.
+        empty = [path for path in _data_files(*copy) if not path.stat().st_size] if copy else []
+        if empty:
+            raise TaskUnavailableError(f"{empty[0]} is empty; copy the data set again")
         problem = "" if copy else self.hub_problem
         before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
         if problem:  # the package datasets would retry for minutes, and again for each data set
@@ -142,14 +156,8 @@ class TaskLibrary:
         folder, configuration = copy
         if not folder.is_dir():
             return None
-        # Other configurations may be added at any time. Downloads keep their state in hidden files.
-        own = folder / (configuration or "")
-        root = own if own.is_dir() else folder
-        hashes = {
-            path.relative_to(folder).as_posix(): sha256_of_files(path)
-            for path in sorted(root.rglob("*"))
-            if path.is_file() and not re.search(r"/\.", f"/{path.relative_to(root).as_posix()}")
-        }
+        files = _data_files(folder, configuration)
+        hashes = {path.relative_to(folder).as_posix(): sha256_of_files(path) for path in files}
         return f"sha256:{sha256_of_json(hashes)}"
 
     @functools.cached_property

@@ -83,7 +83,9 @@ def discover_methods() -> DiscoveredMethods:
                 f"{file_name} cannot be imported: {type(error).__name__}: {message}{where}; fix it"
             )
             continue
-        defines: Sequence[Any] = getattr(imported, "METHODS", [getattr(imported, "METHOD", None)])
+        defines: Sequence[Any] = getattr(imported, "METHODS", None) or [
+            getattr(imported, "METHOD", None)
+        ]
         if all(isinstance(method, Method) for method in defines):
             for method in defines:
                 found[method.name].append((file_name, method))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,8 +161,17 @@ class HookedProxy:
             return record.hook.state
         other = f"the hook {record.hook.name}" if record.hook else "no hook"
         raise UserError(
-            f"the folder holds a run with {other}, not one of {self.method}; {FRESH_START}"
+            f"the proxy was trained with {other}, not one of {self.method}; {FRESH_START}"
         )
+
+
+def _are_weights(logged: Any, names: Collection[str]) -> bool:
+    """Whether a logged value is a number for each of ``names``; a damaged line may not be."""
+    return (
+        isinstance(logged, dict)
+        and logged.keys() == set(names)
+        and all(isinstance(weight, float | int) for weight in logged.values())
+    )
 
 
 def save_state(state: DogeState | DoremiState, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,7 +287,7 @@ def write_mean_weights(
     logged = [
         (line["step"], line["hook"]["weights"])
         for line in runs[-1].metrics()
-        if ((line.get("hook") or {}).get("weights") or {}).keys() == mean.keys()
+        if _are_weights((line.get("hook") or {}).get("weights"), mean)
     ]
     stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
     shown = logged[::-stride][::-1]  # includes the last step

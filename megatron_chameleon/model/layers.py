@@ -82,8 +82,11 @@ class SDPACoreAttention(MegatronModule):
         assert attention_bias is None, "an attention bias is not supported here"
         assert packed_seq_params is None, "packed sequences need Transformer Engine"
         padding = -query.size(-1) % self.head_dim_multiple
-        # [b, n, s, d]; appended zeros change no score.
-        q, k, v = (pad(t, (0, padding)).permute(1, 2, 0, 3) for t in (query, key, value))
+        # [b, n, s, d]; appended zeros change no score. pad() copies even if it adds none.
+        q, k, v = (
+            (pad(t, (0, padding)) if padding else t).permute(1, 2, 0, 3)
+            for t in (query, key, value)
+        )
         mask_type = attn_mask_type or self.attn_mask_type
         if attention_mask is None:
             assert mask_type in (AttnMaskType.causal, AttnMaskType.no_mask), mask_type

@@ -342,7 +342,7 @@ class CheckpointWriter:
         self._records.failed_saves.append(FailedSave(record.step, str(error)))
         warnings.warn(
             f"{error}; training continues, and the last checkpoint is "
-            f"{self._records.last_checkpoint()}: free space before the next save, in "
+            f"{self._records.last_checkpoint() or 'none'}: free space before the next save, in "
             f"{self._options.save_interval} steps",
             CheckpointWarning,
             stacklevel=2,

@@ -161,10 +161,11 @@ def _worst_losses(steps: Sequence[SkippedStep]) -> str:
         samples.update(step.domain_samples)
         for name, loss in step.domain_loss.items():
             worst[name] = max(worst.get(name, -math.inf), loss, key=_nan_is_largest)
-    losses = {name: worst.get(name, -math.inf) for name in samples}
-    return ", ".join(
-        f"{name} ({samples[name]} samples, loss {losses[name]:.4g})"
-        for name in sorted(samples, key=lambda name: -_nan_is_largest(losses[name]))
+    ranked = sorted(samples, key=lambda name: -_nan_is_largest(worst.get(name, -math.inf)))
+    return ", ".join(  # without a loss if all tokens are masked
+        f"{name} ({samples[name]} samples, "
+        + (f"loss {worst[name]:.4g})" if name in worst else "no loss)")
+        for name in ranked
     )
 
 

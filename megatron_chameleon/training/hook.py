@@ -334,8 +334,9 @@ class HookRunner:
         return HookState(type(self._hook).__name__, self._copy_of_state())
 
     def _copy_of_state(self) -> dict[str, Any]:
+        state = self._hook.state_dict()
         try:
-            text = json.dumps(self._hook.state_dict(), allow_nan=False)
+            text = json.dumps(state, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{type(self._hook).__name__}.state_dict() is not JSON-serializable ({error}); "

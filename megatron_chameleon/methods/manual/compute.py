@@ -114,7 +114,8 @@ def read_weights(options: ManualOptions) -> KnownWeights:
     for name, number in ((name.strip(), number.strip()) for name, number in pairs):
         if not name:
             raise UserError(
-                f"{source}: '{number}' is not NAME=WEIGHT; a file must end with .json or .csv"
+                f"{source}: weight '{number}' has no domain; pass NAME=WEIGHT, or a file that ends "
+                "with .json or .csv"
             )
         if name in weights:
             raise UserError(f"{source}: duplicate domain '{name}'; name it once")

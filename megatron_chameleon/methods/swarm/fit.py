@@ -375,6 +375,11 @@ def swarm_runs(
     origin = f"{len(kept)} proxies of {' and '.join(map(str, folders))}"
     warn_rare_domains(result.domains, result.mixtures[kept], origin)
     measured = np.any(np.isfinite(losses[kept]), axis=0)
+    if not measured.any():
+        raise UserError(
+            f"{' and '.join(map(str, folders))}: no domain has a finite held-out loss; lower --lr, "
+            "and choose another --work-dir"
+        )
     table = MixtureRuns(
         keys=[str(number) for number in kept],
         domains=list(result.domains),

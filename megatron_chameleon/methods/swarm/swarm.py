@@ -23,6 +23,7 @@ import os
 import shutil
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -47,7 +48,7 @@ from megatron_chameleon.artifacts.training_run import METRICS_NAME as RUN_METRIC
 from megatron_chameleon.artifacts.training_run import read_metrics
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.token_data import check_enough_tokens, corpus_tokens
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.methods.swarm.options import SwarmOptions
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.memory import TrainingSetup, fullest_stage
@@ -267,8 +268,8 @@ def concurrency(
 
 
 def _unfinished(folder: Path, count: int) -> list[int]:
-    """Members without a result, ascending."""
-    return [member for member in range(count) if not member_path(folder, member).is_file()]
+    """Members without a result, ascending. Raises UserError if a result is damaged."""
+    return sorted(set(range(count)) - finished_members(folder, count).keys())
 
 
 def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: Path) -> list[int]:
@@ -328,7 +329,7 @@ def _train_members(
         UserError: on every rank, if a member failed on one; the members in progress save first.
     """
     pending, running = collections.deque(members), dict[Future[bool], int]()
-    error: Exception | None = None
+    error: UserError | None = None
     finished, stopping = 0, False
     steps = swarm.options.train_iters
     step_tokens = swarm.options.global_batch_size * swarm.options.seq_length
@@ -341,8 +342,12 @@ def _train_members(
         while True:
             while pending and len(running) < swarm.members_at_once:
                 member = pending.popleft()
-                with contextlib.suppress(BrokenProcessPool):  # the others' results have it, too
-                    running[pool.submit(train_member, swarm, member)] = member
+                try:
+                    future = pool.submit(train_member, swarm, member)
+                except BrokenProcessPool as broken:
+                    future = Future()
+                    future.set_exception(broken)
+                running[future] = member
             done, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
             stopped = any(stops.flags())
             for future in done:
@@ -358,9 +363,6 @@ def _train_members(
                         )
                 except UserError as failure:
                     error = error or UserError(f"member {member}: {failure}")
-                except Exception as failure:
-                    failure.add_note(f"member {member}, see {swarm.run_folder(member) / LOG_NAME}")
-                    error = error or failure
             logged = [_last_log(swarm.run_folder(member)) for member in running.values()]
             losses = [loss for _, loss in logged if loss is not None]
             figures = [
@@ -441,7 +443,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
     Called in a worker process, whose output goes to the member's log.
 
     Raises:
-        UserError: as of pretrain; a member that diverged raises none.
+        UserError: for any error of the training; a member that diverged raises none.
     """
     options, names = swarm.member_run(member), swarm.corpus.names
     folder, weights = options.run_dir, swarm.mixtures[member].tolist()
@@ -464,8 +466,13 @@ def train_member(swarm: Swarm, member: int) -> bool:
     except UserError:
         if skipped_step() is None:
             raise
+    except Exception as error:  # a UserError is reported on every rank; no rank waits for this one
+        traceback.print_exc()
+        raise UserError(
+            f"{type(error).__name__}: {first_line(error)}; see {folder / LOG_NAME}"
+        ) from error
     run = TrainingRun.load(folder) if TrainingRun.exists(folder) else None
-    if run is None or run.status == "interrupted":
+    if run is None or run.status in ("interrupted", "running"):  # "running": of a killed process
         return False
     skipped = skipped_step()
     held_out = {line["step"]: line.get("validation_loss") for line in read_metrics(metrics)}
