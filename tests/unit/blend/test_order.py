@@ -36,21 +36,21 @@ def reference(blended, num_samples):
     return domains
 
 
-def deviation(weights, domains, owed=None):
+def deviation(weights, domains, deficits=None):
     """The largest difference between a count and its target after any sample."""
     shares = np.asarray(weights) / np.sum(weights)
     counts = np.cumsum(np.eye(len(shares))[domains], axis=0)
     targets = np.arange(1, len(domains) + 1)[:, None] * shares
-    return np.abs(counts - targets - (0 if owed is None else np.asarray(owed))).max()
+    return np.abs(counts - targets - (0 if deficits is None else np.asarray(deficits))).max()
 
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 300), st.data())
 def test_locations_and_counts_match_the_reference(weights, num_samples, data):
-    owed = data.draw(
+    deficits = data.draw(
         st.none() | st.lists(st.floats(-2, 2), min_size=len(weights), max_size=len(weights))
     )
-    blended = BlendOrder(weights, owed)
+    blended = BlendOrder(weights, deficits)
     expected = reference(blended, num_samples)
     samples = np.random.default_rng(0).permutation(num_samples)
     domains, numbers = blended.locate(samples)
@@ -71,11 +71,11 @@ def test_counts_follow_difficult_weights(num_domains):
 
 
 def test_debts_are_evened_out():
-    weights, owed = [0.4, 0.3, 0.2, 0.1], [1.5, -1.0, 0.5, -1.0]
-    domains, _ = BlendOrder(weights, owed).locate(np.arange(1000))
-    assert deviation(weights, domains, owed) <= 1.5
+    weights, deficits = [0.4, 0.3, 0.2, 0.1], [1.5, -1.0, 0.5, -1.0]
+    domains, _ = BlendOrder(weights, deficits).locate(np.arange(1000))
+    assert deviation(weights, domains, deficits) <= 1.5
     counts = np.bincount(domains)
-    assert np.abs(counts - (1000 * np.array(weights) + owed)).max() < 1.1
+    assert np.abs(counts - (1000 * np.array(weights) + deficits)).max() < 1.1
 
 
 def test_no_sample_is_lost_or_repeated_near_the_maximum():
