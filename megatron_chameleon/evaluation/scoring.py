@@ -347,8 +347,8 @@ class Scorer:
         self._call("stop")
 
     def _call(self, *call: Any) -> tuple[Any, ...]:
-        """The call of rank 0, on every rank."""
-        return from_main(lambda: call)
+        """The call of rank 0, on every rank. A broadcast would let one rank wait for its device."""
+        return call if self.layout.world_size == 1 else from_main(lambda: call)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, v] float32 logits of ``hidden`` [n, h]; minus infinity for padding of the vocabulary.
