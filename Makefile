@@ -56,13 +56,9 @@ setup: $(STAMP)
 quickstart: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
 
-# Unit tests share the cores; the others launch ranks and run one at a time. The second part runs
-# even if the first fails, so that one failure does not hide another.
+# tests/conftest.py keeps the tests of a folder that launches ranks on one worker.
 test: $(STAMP)
-	status=0
-	$(BIN)/python -m pytest tests/unit -n 2 || status=1
-	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/gpu || status=1
-	exit $$status
+	$(BIN)/python -m pytest tests --ignore tests/gpu -n 2 --dist loadgroup
 
 test-numeric: $(STAMP)
 	$(BIN)/python -m pytest $(NUMERIC_TESTS) -n 2 $(PYTEST_ARGS)

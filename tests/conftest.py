@@ -21,7 +21,7 @@ import pytest
 # starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-GPU_TESTS = Path(__file__).parent / "gpu"
+TESTS = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,10 +40,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in tests/gpu carries the mark ``gpu``, so that no file can forget it."""
+    """Mark everything in tests/gpu as ``gpu``, and keep folders that launch ranks on one worker.
+
+    With ``--dist loadgroup`` the tests of such a folder share their launches and run one at a time.
+    """
     for item in items:
-        if item.path.is_relative_to(GPU_TESTS):
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder == "gpu":
             item.add_marker(pytest.mark.gpu)
+        if folder != "unit":
+            item.add_marker(pytest.mark.xdist_group(folder))
 
 
 def pytest_collection_finish() -> None:
