@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.blend import order
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
-from megatron_chameleon.blend.gather import ViewTable
+from megatron_chameleon.blend.gather import View
 from megatron_chameleon.blend.megatron_order import MegatronOrder
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.blend.sampler import Batch
@@ -112,7 +112,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self._cache, self._by_size = cache, by_size
         self._boundaries = boundaries or DocumentBoundaries(data.tokenizer.eod_id)
         self._streams: dict[int, EpochStream] = {}
-        self._views = ViewTable(len(data.domains))
+        self._views: dict[int, View] = {}
         self._opened: set[int] = set()
         self._phases: list[_BlendedPhase] = []
         self._next_unread = 0
@@ -271,22 +271,19 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             # enough; the surplus, one sample at least, is far above what rounding could add.
             assert count <= built
         view = megatron_view(tokens, file, built, self.seq_length, self._seed, self._cache)
-        self._views.put(domain, view)
+        self._views[domain] = view
 
     def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        views = self._views
-        inside = (numbers >= views.first[domains]) & (numbers < views.stop[domains])
-        if inside.all():
-            return views.gather(domains, numbers, self.seq_length)
-        # A domain's next epoch begins within this batch, or nothing has been read of it yet.
+        """Windows [b, s + 1] of samples, each with the token that follows it."""
         windows = np.empty((len(domains), self.seq_length + 1), np.int64)
-        waiting = np.arange(len(domains))
-        while len(waiting):
-            own, number = domains[waiting], numbers[waiting]
-            inside = (number >= views.first[own]) & (number < views.stop[own])
-            windows[waiting[inside]] = views.gather(own[inside], number[inside], self.seq_length)
-            waiting = waiting[~inside]
-            for sample in waiting[np.unique(domains[waiting], return_index=True)[1]].tolist():
-                domain = int(domains[sample])
-                views.put(domain, self._streams[domain].view_of(int(numbers[sample])))
+        for domain in np.unique(domains).tolist():
+            rows = np.flatnonzero(domains == domain)
+            while len(rows):
+                view = self._views.get(domain)
+                if view is None or not (inside := view.holds(numbers[rows])).any():
+                    # Nothing has been read of this domain yet, or its next epoch begins.
+                    view = self._streams[domain].view_of(int(numbers[rows[0]]))
+                    self._views[domain], inside = view, view.holds(numbers[rows])
+                view.read(numbers[rows[inside]], rows[inside], windows)
+                rows = rows[~inside]
         return windows

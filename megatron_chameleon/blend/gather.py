@@ -1,14 +1,13 @@
-"""Read a batch of windows from memory-mapped token files in one compiled call."""
+"""Read windows of tokens from memory-mapped token files in compiled loops."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
@@ -22,44 +21,8 @@ _MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(33)
 
-# Shuffled documents whose end is kept: one in so many. Those between are added up when read.
+# document_ends holds one entry per this many documents. A search adds up the lengths between.
 DOCUMENTS_PER_END = 16
-
-_OUT_OF_RANGE = -1
-
-# A view as the compiled code reads it: numbers, and addresses of arrays (0: no array).
-_ROW = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "first",  # number of the view's first sample
-            "num_samples",
-            # The token file.
-            "tokens",  # uint16 or int32
-            "tokens_bytes",  # of one element, here and below
-            "checked",  # 1 for each block of tokens that has been checked, uint8
-            "lengths",  # tokens of each sequence, int32
-            "pointers",  # first byte of each sequence, int64
-            # Order of the windows.
-            "shuffle",  # uint32 or int64
-            "shuffle_bytes",
-            "window_key",  # of their permutation, without an array
-            # Where windows begin.
-            "windows",  # position and offset of each, int32 or int64
-            "windows_bytes",
-            "phase",  # without an array: token of the epoch where the first window begins
-            "begin",  # first token of the domain
-            "num_tokens",  # of the domain
-            # Order of the documents.
-            "documents",  # int32
-            "num_documents",
-            "first_document",
-            "document_key",  # of their permutation, without an array
-            "next_document_key",  # the same for the next epoch
-            "ends",  # tokens up to every DOCUMENTS_PER_END-th document, int64; 0 for file order
-        )
-    ]
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,98 +33,41 @@ class View:
         file: the tokens.
         first: number of the first sample within the domain.
         num_samples: number of samples.
-        fields: the other fields of :data:`_ROW` that are not 0, with arrays for addresses.
+        kernel: :func:`read_indexed` or :func:`read_epoch`.
+        order: the kernel's arguments between the token file and ``numbers``.
     """
 
     file: TokenFile
     first: int
     num_samples: int
-    fields: dict[str, int | NDArray[Any]]
+    kernel: Callable[..., tuple[int, int]]
+    order: tuple[Any, ...]
 
+    def holds(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of ``numbers`` [n] are samples of this view."""
+        return (numbers >= self.first) & (numbers < self.first + self.num_samples)
 
-class ViewTable:
-    """One view per domain, as rows for the compiled loop.
-
-    Attributes:
-        first: [num_domains] number of the first sample of each view.
-        stop: [num_domains] one more than its last; 0 where there is no view yet.
-    """
-
-    def __init__(self, num_domains: int) -> None:
-        # Kept, since the rows hold addresses of their arrays.
-        self._views: list[View | None] = [None] * num_domains
-        self._rows = np.zeros(num_domains, _ROW)
-        self.first, self.stop = np.zeros((2, num_domains), np.int64)
-
-    def put(self, domain: int, view: View) -> None:
-        """Set the view of ``domain``."""
-        row = np.zeros((), _ROW)
-        fields = {
-            "first": view.first,
-            "num_samples": view.num_samples,
-            "tokens": view.file.tokens.unchecked,
-            "checked": view.file.tokens.checked,
-            "lengths": view.file.lengths,
-            "pointers": view.file.pointers,
-            **view.fields,
-        }
-        for name, value in fields.items():
-            if isinstance(value, np.ndarray):
-                assert value.flags.c_contiguous, name
-                row[name] = value.ctypes.data
-                if f"{name}_bytes" in (row.dtype.names or ()):
-                    row[f"{name}_bytes"] = value.itemsize
-            else:
-                row[name] = np.uint64(value).astype(np.int64)
-        self._views[domain], self._rows[domain] = view, row
-        self.first[domain], self.stop[domain] = view.first, view.first + view.num_samples
-
-    def gather(
-        self, domains: NDArray[np.int64], numbers: NDArray[np.int64], seq_length: int
-    ) -> NDArray[np.int64]:
-        """Windows of tokens, each with the token that follows it.
+    def read(
+        self, numbers: NDArray[np.int64], rows: NDArray[np.int64], windows: NDArray[np.int64]
+    ) -> None:
+        """Write samples, each with the token that follows it, to rows of ``windows``.
 
         Args:
-            domains: [b] domain of each sample.
-            numbers: [b] its number within the domain, from ``first`` to ``stop`` of its view.
-            seq_length: tokens of a window (s).
-
-        Returns:
-            [b, s + 1] int64.
+            numbers: [n] numbers of samples of this view, within the domain.
+            rows: [n] row of each.
+            windows: [b, s + 1] int64, written.
 
         Raises:
             UserError: if the tokens are damaged or outside the vocabulary.
         """
-        windows = np.empty((len(domains), seq_length + 1), np.int64)
-        # Upper bound of unchecked blocks: one per document and token of a window.
-        blocks = np.empty(2 * (seq_length + 1), np.int64)
-        first = 0
-        while first < len(domains):
-            sample, unchecked = _gather(self._rows, domains, numbers, first, windows, blocks)
-            assert unchecked != _OUT_OF_RANGE, "a sample is outside its view"
-            if unchecked:
-                view = self._views[domains[sample]]
-                assert view is not None
-                view.file.tokens.check(blocks[:unchecked])
-            first = sample + 1
-        return windows
-
-
-def document_ends(file: TokenFile, first: int, stop: int, key: int) -> NDArray[np.int64]:
-    """Tokens up to and with each ``DOCUMENTS_PER_END``-th of the shuffled sequences.
-
-    Args:
-        file: of the sequences.
-        first: first sequence.
-        stop: one after the last.
-        key: of their permutation.
-
-    Returns:
-        [ceil((stop - first) / DOCUMENTS_PER_END)] int64; the last one is the sum of all.
-    """
-    ends = np.empty(-(-(stop - first) // DOCUMENTS_PER_END), np.int64)
-    _sum_ends(file.lengths.ctypes.data, first, stop - first, np.uint64(key), ends)
-    return ends
+        file, done = self.file, 0
+        arrays = file.tokens.unchecked, file.tokens.checked, file.lengths, file.pointers
+        # A window touches at most one unchecked block per document and one per token.
+        blocks = np.empty(2 * windows.shape[1], np.int64)
+        places = numbers - self.first
+        while done < len(rows):
+            done, unchecked = self.kernel(*arrays, *self.order, places, rows, done, windows, blocks)
+            file.tokens.check(blocks[:unchecked])
 
 
 @njit(cache=True, nogil=True)
@@ -189,185 +95,163 @@ def permuted(position: int, size: int, key: np.uint64) -> np.int64:
             return np.int64(permuted)
 
 
-@intrinsic
-def _pointer(_: Any, address: Any) -> Any:
-    """An address as the pointer that carray takes."""
+@njit(cache=True, nogil=True)
+def document_ends(
+    lengths: NDArray[np.int32], first: int, num_documents: int, key: np.uint64
+) -> NDArray[np.int64]:
+    """Total tokens at the end of every ``DOCUMENTS_PER_END``-th document in shuffled order.
 
-    def emit(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+    Args:
+        lengths: lengths of the file's documents.
+        first: first document of the domain.
+        num_documents: number of its documents.
+        key: of their permutation.
 
-    return types.voidptr(address), emit
-
-
-def _loader(kind: Any) -> Any:
-    @intrinsic
-    def load(_: Any, address: Any) -> Any:
-        """Load a number from any address: in an .idx they are not aligned."""
-
-        def emit(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-            pointer = context.get_value_type(kind).as_pointer()
-            return builder.load(builder.inttoptr(arguments[0], pointer), align=1)
-
-        return kind(address), emit
-
-    return load
+    Returns:
+        [ceil(num_documents / DOCUMENTS_PER_END)] int64; the last entry is the sum of all lengths.
+    """
+    ends = np.empty(-(-num_documents // DOCUMENTS_PER_END), np.int64)
+    total = np.int64(0)
+    for position in range(num_documents):
+        total += lengths[first + permuted(position, num_documents, key)]
+        ends[position // DOCUMENTS_PER_END] = total
+    return ends
 
 
-_load_uint32, _load_int32, _load_int64 = map(_loader, (types.uint32, types.int32, types.int64))
+# Both kernels read the samples rows[done:] up to the first one with unchecked blocks. They return
+# the new value of ``done``, and the number of unchecked blocks, which they write to ``blocks``.
 
 
 @njit(cache=True, nogil=True)
-def _sum_ends(
-    lengths: int, first: int, num_documents: int, key: np.uint64, ends: NDArray[np.int64]
-) -> None:
-    """Fill ``ends`` of :func:`document_ends` from the lengths at an address."""
-    total = np.int64(0)
-    for position in range(num_documents):
-        document = first + permuted(position, num_documents, key)
-        total += _load_int32(lengths + 4 * document)
-        ends[position // DOCUMENTS_PER_END] = total
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _gather(
-    rows: NDArray[Any],
-    domains: NDArray[np.int64],
+def read_indexed(
+    tokens: NDArray[np.integer],
+    checked: NDArray[np.uint8],
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    documents: NDArray[np.int32],
+    windows: NDArray[np.integer],
+    shuffle: NDArray[np.integer],
     numbers: NDArray[np.int64],
-    first: int,
-    windows: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    done: int,
+    out: NDArray[np.int64],
     blocks: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Fill ``windows`` from sample ``first`` on, up to the first one with unchecked blocks.
+    """Read windows by Megatron's document, sample and shuffle index."""
+    for sample in range(done, rows.size):
+        window, target = shuffle[numbers[sample]], out[rows[sample]]
+        position, offset = np.int64(windows[window, 0]), np.int64(windows[window, 1])
+        filled, unchecked = 0, 0
+        while filled < target.size:
+            document = documents[position]
+            start = pointers[document] // tokens.itemsize + offset
+            count = min(lengths[document] - offset, target.size - filled)
+            part = target[filled : filled + count]
+            unchecked = _copy(tokens, checked, start, part, blocks, unchecked)
+            filled += count
+            position += 1
+            offset = 0
+        if unchecked:
+            return sample + 1, unchecked
+    return rows.size, 0
 
-    Returns:
-        the last sample that was filled, and the number of its unchecked blocks, which are in
-        ``blocks``; or _OUT_OF_RANGE.
+
+@njit(cache=True, nogil=True)
+def read_epoch(
+    tokens: NDArray[np.integer],
+    checked: NDArray[np.uint8],
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    num_windows: int,
+    num_tokens: int,
+    phase: int,
+    first_document: int,
+    num_documents: int,
+    keys: NDArray[np.uint64],
+    ends: NDArray[np.int64],
+    numbers: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    done: int,
+    out: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+) -> tuple[int, int]:
+    """Read shuffled windows of one epoch of a domain, whose permutations are computed.
+
+    Args:
+        tokens: of the file.
+        checked: 1 for each block of tokens that needs no check.
+        lengths: of the file's documents, in tokens.
+        pointers: first byte of each document.
+        num_windows: windows that begin in the epoch.
+        num_tokens: tokens of the domain.
+        phase: token of the epoch at which its first window begins.
+        first_document: of the domain.
+        num_documents: of the domain.
+        keys: [3] of the permutations of the windows, the documents, and the next epoch's documents.
+        ends: of :func:`document_ends`; empty if the documents stay in file order.
+        numbers: [n] numbers of the samples within the epoch.
+        rows: [n] row of each.
+        done: samples read already.
+        out: [b, s + 1], written.
+        blocks: written.
     """
-    for sample in range(first, domains.size):
-        row = rows[domains[sample]]
-        number = numbers[sample] - row.first
-        if number < 0 or number >= row.num_samples:
-            return sample, _OUT_OF_RANGE
-        out = windows[sample]
-        if row.windows != 0:
-            position, offset = _window_start(row, number)
-            unchecked = _read_documents(row, position, offset, out, blocks)
+    begin = pointers[first_document] // tokens.itemsize
+    for sample in range(done, rows.size):
+        target, filled, unchecked = out[rows[sample]], 0, 0
+        window = permuted(numbers[sample], num_windows, keys[0])
+        token = phase + window * (target.size - 1)
+        if ends.size == 0:
+            token %= num_tokens
+            while filled < target.size:  # wraps from the domain's end to its beginning
+                count = min(num_tokens - token, target.size - filled)
+                part = target[filled : filled + count]
+                unchecked = _copy(tokens, checked, begin + token, part, blocks, unchecked)
+                filled += count
+                token = 0
         else:
-            window = permuted(number, row.num_samples, np.uint64(row.window_key))
-            start = row.phase + window * (out.size - 1)
-            if row.ends != 0:
-                position, offset = _find_document(row, start)
-                unchecked = _read_documents(row, position, offset, out, blocks)
-            else:
-                unchecked = _read_circle(row, start, out, blocks)
-        if unchecked != 0:
-            return sample, unchecked
-    return domains.size - 1, 0
+            end = np.searchsorted(ends, token, side="right")
+            position = np.int64(end) * DOCUMENTS_PER_END
+            offset = token - (ends[end - 1] if end > 0 else 0)
+            while filled < target.size:
+                if position < num_documents:
+                    document = permuted(position, num_documents, keys[1])
+                else:  # the last window may end in the next epoch
+                    document = permuted(position - num_documents, num_documents, keys[2])
+                document += first_document
+                if offset < lengths[document]:
+                    start = pointers[document] // tokens.itemsize + offset
+                    count = min(lengths[document] - offset, target.size - filled)
+                    part = target[filled : filled + count]
+                    unchecked = _copy(tokens, checked, start, part, blocks, unchecked)
+                    filled += count
+                    offset = 0
+                else:
+                    offset -= lengths[document]
+                position += 1
+        if unchecked:
+            return sample + 1, unchecked
+    return rows.size, 0
 
 
-@njit(cache=True, nogil=True, boundscheck=False)
-def _window_start(row: Any, number: int) -> tuple[Any, Any]:
-    """Position and offset of the view's sample ``number``, by arrays."""
-    if row.shuffle_bytes == 4:
-        window = np.int64(_load_uint32(row.shuffle + 4 * number))
-    else:
-        window = _load_int64(row.shuffle + 8 * number)
-    start = row.windows + 2 * row.windows_bytes * window
-    if row.windows_bytes == 4:
-        return np.int64(_load_int32(start)), np.int64(_load_int32(start + 4))
-    return _load_int64(start), _load_int64(start + 8)
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _find_document(row: Any, token: int) -> tuple[int, int]:
-    """Position and offset of a token of an epoch: a search among the ends, then one by one."""
-    low, high = 0, (row.num_documents - 1) // DOCUMENTS_PER_END
-    while low < high:
-        middle = (low + high) // 2
-        if _load_int64(row.ends + 8 * middle) > token:
-            high = middle
-        else:
-            low = middle + 1
-    offset = token - (_load_int64(row.ends + 8 * (low - 1)) if low > 0 else 0)
-    position = low * DOCUMENTS_PER_END
-    length = _length(row, _document(row, position))
-    while offset >= length:
-        offset -= length
-        position += 1
-        length = _length(row, _document(row, position))
-    return position, offset
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _document(row: Any, position: int) -> Any:
-    """The sequence at ``position`` of the order; from ``num_documents`` on, of the next epoch."""
-    if row.documents != 0:
-        return np.int64(_load_int32(row.documents + 4 * position))
-    if position < row.num_documents:
-        key = np.uint64(row.document_key)
-    else:
-        position, key = position - row.num_documents, np.uint64(row.next_document_key)
-    return row.first_document + permuted(position, row.num_documents, key)
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _length(row: Any, document: int) -> Any:
-    return np.int64(_load_int32(row.lengths + 4 * document))
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _read_documents(
-    row: Any, position: int, offset: int, out: NDArray[np.int64], blocks: NDArray[np.int64]
-) -> int:
-    """One window over sequences in their order; its unchecked blocks, or _OUT_OF_RANGE."""
-    stop = row.num_documents if row.documents != 0 else 2 * row.num_documents
-    filled, unchecked = 0, 0
-    while filled < out.size:
-        if position >= stop:
-            return _OUT_OF_RANGE
-        document = _document(row, position)
-        start = _load_int64(row.pointers + 8 * document) // row.tokens_bytes
-        count = min(_length(row, document) - offset, out.size - filled)
-        unchecked = _copy(row, start + offset, out[filled : filled + count], blocks, unchecked)
-        filled += count
-        position += 1
-        offset = 0
-    return unchecked
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
-def _read_circle(row: Any, start: int, out: NDArray[np.int64], blocks: NDArray[np.int64]) -> int:
-    """Read one window in file order, wrapping from the domain's end to its beginning."""
-    start %= row.num_tokens
-    filled, unchecked = 0, 0
-    while filled < out.size:
-        count = min(row.num_tokens - start, out.size - filled)
-        unchecked = _copy(row, row.begin + start, out[filled : filled + count], blocks, unchecked)
-        filled += count
-        start = 0
-    return unchecked
-
-
-@njit(cache=True, nogil=True, boundscheck=False)
+@njit(cache=True, nogil=True)
 def _copy(
-    row: Any, start: int, out: NDArray[np.int64], blocks: NDArray[np.int64], unchecked: int
+    tokens: NDArray[np.integer],
+    checked: NDArray[np.uint8],
+    start: int,
+    out: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+    unchecked: int,
 ) -> int:
     """Copy tokens, and append their unchecked blocks to the first ``unchecked`` of ``blocks``."""
     if out.size == 0:
         return unchecked
-    first = start * row.tokens_bytes // BLOCK_BYTES
-    last = ((start + out.size) * row.tokens_bytes - 1) // BLOCK_BYTES
-    checked = carray(_pointer(row.checked), last + 1, np.uint8)
+    first = start * tokens.itemsize // BLOCK_BYTES
+    last = ((start + out.size) * tokens.itemsize - 1) // BLOCK_BYTES
     for block in range(first, last + 1):
         if checked[block] == 0:
             blocks[unchecked] = block
             unchecked += 1
-    if row.tokens_bytes == 2:
-        narrow = carray(_pointer(row.tokens + 2 * start), out.size, np.uint16)
-        for i in range(out.size):
-            out[i] = narrow[i]
-    else:
-        wide = carray(_pointer(row.tokens + 4 * start), out.size, np.int32)
-        for i in range(out.size):
-            out[i] = wide[i]
+    part = tokens[start : start + out.size]
+    for i in range(out.size):
+        out[i] = part[i]
     return unchecked

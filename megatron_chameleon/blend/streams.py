@@ -18,7 +18,7 @@ from megatron.core.datasets import helpers
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts.files import cannot_write, replacing, sha256_of_json
-from megatron_chameleon.blend.gather import View, document_ends
+from megatron_chameleon.blend.gather import View, document_ends, read_epoch, read_indexed
 from megatron_chameleon.blend.token_data import DomainData
 from megatron_chameleon.corpus.indexed import TokenFile, map_file
 
@@ -67,23 +67,15 @@ class EpochStream:
         tokens, domain = self.domain.tokens, self.domain
         epoch = number * self.seq_length // tokens
         first, stop = (-(-e * tokens // self.seq_length) for e in (epoch, epoch + 1))
-        fields: dict[str, int | NDArray[Any]] = {
-            "window_key": self._key(epoch, _WINDOWS),
-            "phase": first * self.seq_length - epoch * tokens,
-            "begin": int(self.file.pointers[domain.first]) // self.file.dtype.itemsize,
-            "num_tokens": tokens,
-        }
+        # The last window may end in the next epoch.
+        epochs = (epoch, _WINDOWS), (epoch, _DOCUMENTS), (epoch + 1, _DOCUMENTS)
+        keys = np.array([self._key(*each) for each in epochs], np.uint64)
+        num_documents, ends = domain.stop - domain.first, np.empty(0, np.int64)
         if self.shuffle_documents:
-            key = self._key(epoch, _DOCUMENTS)
-            fields |= {
-                "document_key": key,
-                # The last window may reach into the next epoch.
-                "next_document_key": self._key(epoch + 1, _DOCUMENTS),
-                "first_document": domain.first,
-                "num_documents": domain.stop - domain.first,
-                "ends": document_ends(self.file, domain.first, domain.stop, key),
-            }
-        return View(self.file, first, stop - first, fields)
+            ends = document_ends(self.file.lengths, domain.first, num_documents, keys[1])
+        phase = first * self.seq_length - epoch * tokens
+        order = (stop - first, tokens, phase, domain.first, num_documents, keys, ends)
+        return View(self.file, first, stop - first, read_epoch, order)
 
     def _key(self, epoch: int, purpose: int) -> int:
         # A hash, so that the order does not depend on the domain's place among the others.
@@ -135,8 +127,8 @@ def megatron_view(
         "seed": seed,
     }
     arrays = cached_arrays(cache, key, build) if cache else build()
-    size = len(arrays["shuffle"])
-    return View(file, 0, size, {**arrays, "num_documents": len(arrays["documents"])})
+    documents, windows, shuffle = (arrays[name] for name in ("documents", "windows", "shuffle"))
+    return View(file, 0, len(shuffle), read_indexed, (documents, windows, shuffle))
 
 
 def megatron_indices(

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.blend.gather import ROUNDS, View, ViewTable, document_ends, permuted
+from megatron_chameleon.blend.gather import (
+    ROUNDS,
+    View,
+    document_ends,
+    permuted,
+    read_epoch,
+    read_indexed,
+)
 from megatron_chameleon.blend.streams import permutation_key
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
-from tests.addresses import at_offset
 
 VOCAB_SIZE = 60_000
+
+
+def unaligned(array):
+    """Copy of an array at an odd address, as those of an .idx are."""
+    return np.frombuffer(bytes(1) + array.tobytes(), array.dtype, -1, 1)
 
 
 def token_file(lengths, dtype, rng):
     lengths = np.array(lengths, np.int32)
     tokens = rng.integers(0, VOCAB_SIZE, lengths.sum()).astype(dtype)
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.itemsize
     boundaries = np.arange(len(lengths) + 1)
     checked = BlockTokens(Path("a.bin"), tokens, None, VOCAB_SIZE)
-    return TokenFile(Path("a"), checked, lengths, starts * np.dtype(dtype).itemsize, boundaries)
+    return TokenFile(Path("a"), checked, unaligned(lengths), unaligned(pointers), boundaries)
 
 
 def indexed_view(lengths, dtype, index_dtype, seq_length, first, seed):
-    """Windows of ``seq_length`` tokens over the documents in some order."""
+    """Windows of ``seq_length`` tokens over the documents in some order; and that order."""
     rng = np.random.default_rng(seed)
     file = token_file(lengths, dtype, rng)
     documents = rng.permutation(len(lengths)).astype(np.int32)
@@ -37,54 +46,35 @@ def indexed_view(lengths, dtype, index_dtype, seq_length, first, seed):
     begins = np.arange(0, ends[-1] - seq_length, seq_length)
     positions = np.searchsorted(ends, begins, side="right")
     offsets = begins - (ends - file.lengths[documents])[positions]
-    fields: dict[str, Any] = {
-        "documents": documents,
-        "num_documents": len(documents),
-        "windows": np.stack([positions, offsets], axis=1).astype(index_dtype),
-        "shuffle": rng.permutation(len(begins)).astype(
-            np.uint32 if index_dtype is np.int32 else np.int64
-        ),
-    }
-    return View(file, first, len(begins), fields)
+    windows = np.stack([positions, offsets], axis=1).astype(index_dtype)
+    shuffle = rng.permutation(len(begins)).astype(
+        np.uint32 if index_dtype is np.int32 else np.int64
+    )
+    view = View(file, first, len(begins), read_indexed, (documents, windows, shuffle))
+    return view, documents, begins[shuffle]
 
 
 def epoch_view(lengths, dtype, seq_length, shuffled, seed, first=5, phase=0):
     """An epoch of all sequences but the first and the last."""
     rng = np.random.default_rng(seed)
-    file = token_file([3, *lengths, 2], dtype, rng)
-    window_key, *keys = (int(key) for key in rng.integers(0, 2**64, 3, np.uint64))
-    fields = {"phase": phase, "begin": 3, "num_tokens": sum(lengths), "window_key": window_key}
-    fields |= {"first_document": 1, "num_documents": len(lengths)}
+    file, size = token_file([3, *lengths, 2], dtype, rng), len(lengths)
+    keys = rng.integers(0, 2**64, 3, np.uint64)
+    ends, documents = np.empty(0, np.int64), [*range(size)] * 2
     if shuffled:
-        fields |= {"document_key": keys[0], "next_document_key": keys[1]}
-        fields["ends"] = document_ends(file, 1, 1 + len(lengths), keys[0])
-    return View(file, first, max(1, -(-(sum(lengths) - phase) // seq_length)), fields)
+        ends = document_ends(file.lengths, 1, size, keys[1])
+        documents = [permuted(i, size, key) for key in keys[1:] for i in range(size)]
+    count = max(1, -(-(sum(lengths) - phase) // seq_length))
+    order = (count, sum(lengths), phase, 1, size, keys, ends)
+    begins = phase + seq_length * np.array([permuted(i, count, keys[0]) for i in range(count)])
+    return View(file, first, count, read_epoch, order), 1 + np.array(documents), begins
 
 
-def reference(view, number, seq_length):
-    """One window [s + 1], by plain slices."""
-    place, file, row = number - view.first, view.file, view.fields
-    documents = np.split(file.tokens[:].astype(np.int64), np.cumsum(file.lengths)[:-1])
-    if "windows" in row:
-        position, start = row["windows"][row["shuffle"][place]]
-        order = row["documents"][position:].tolist()
-    else:
-        window = permuted(place, view.num_samples, np.uint64(row["window_key"]))
-        start, size = row["phase"] + seq_length * window, row["num_documents"]
-        order = [
-            row["first_document"] + (permuted(i, size, np.uint64(row[key])) if key in row else i)
-            for key in ("document_key", "next_document_key")
-            for i in range(size)
-        ]
-    return np.concatenate([documents[i] for i in order])[start : start + seq_length + 1]
-
-
-def gathered(views, pairs, seq_length):
-    table = ViewTable(len(views))
-    for domain, view in enumerate(views):
-        table.put(domain, view)
-    domains, numbers = np.array(pairs, np.int64).T.copy()
-    return table.gather(domains, numbers, seq_length)
+def expected(view, documents, begins, seq_length):
+    """All windows [n, s + 1] of a view, by plain slices."""
+    file = view.file
+    tokens = np.split(file.tokens[:].astype(np.int64), np.cumsum(file.lengths)[:-1])
+    stream = np.concatenate([tokens[i] for i in documents])
+    return np.stack([stream[begin : begin + seq_length + 1] for begin in begins])
 
 
 @given(
@@ -95,50 +85,18 @@ def gathered(views, pairs, seq_length):
     st.integers(0, 4),
     st.integers(0, 2**32 - 1),
 )
-def test_windows_match_the_reference(lengths, seq_length, dtype, kind, first, seed):
+def test_windows_match_plain_slices(lengths, seq_length, dtype, kind, first, seed):
     lengths[-1] += 2 * seq_length + 5  # for two windows at least; documents may have no tokens
     if isinstance(kind, str):
-        view = epoch_view(lengths, dtype, seq_length, kind == "shuffled", seed, phase=first)
+        made = epoch_view(lengths, dtype, seq_length, kind == "shuffled", seed, phase=first)
     else:
-        view = indexed_view(lengths, dtype, kind, seq_length, first, seed)
-    numbers = range(view.first, view.first + view.num_samples)
-    found = gathered([view], [(0, number) for number in numbers], seq_length)
-    assert found.dtype == np.int64
-    np.testing.assert_array_equal(found, [reference(view, n, seq_length) for n in numbers])
-
-
-def moved(view, offset):
-    """Copy of a view with its arrays ``offset`` bytes past a cache line."""
-    tokens = at_offset(view.file.tokens.unchecked, offset)
-    # In an .idx, lengths and pointers are not even aligned.
-    index = {
-        name: np.frombuffer(bytes(2) + getattr(view.file, name).tobytes(), dtype, -1, 2)
-        for name, dtype in (("lengths", np.int32), ("pointers", np.int64))
-    }
-    checked = BlockTokens(Path("a.bin"), tokens, None, VOCAB_SIZE)
-    fields = {
-        name: at_offset(value, offset) if isinstance(value, np.ndarray) else value
-        for name, value in view.fields.items()
-    }
-    file = dataclasses.replace(view.file, tokens=checked, **index)
-    return dataclasses.replace(view, file=file, fields=fields)
-
-
-@pytest.mark.parametrize("offset", [8, 24])
-def test_a_batch_from_views_of_every_kind_at_any_address(offset):
-    views = [
-        indexed_view([50, 3, 0, 70], np.uint16, np.int32, 4, 0, seed=1),
-        indexed_view([9] * 20, np.int32, np.int64, 4, 100, seed=2),
-        epoch_view([60, 17], np.int32, 4, False, seed=3),
-        epoch_view([40, 0, 37], np.uint16, 4, True, seed=4),
-    ]
-    pairs = [(place, view.first + i) for i in range(15) for place, view in enumerate(views)]
-    expected = [reference(views[place], number, 4) for place, number in pairs]
-    np.testing.assert_array_equal(gathered(views, pairs, 4), expected)
-    moved_views = [moved(view, offset) for view in views]
-    np.testing.assert_array_equal(gathered(moved_views, pairs, 4), expected)
-    with pytest.raises(AssertionError, match="outside its view"):
-        gathered(views, [(1, 99)], 4)
+        made = indexed_view(lengths, dtype, kind, seq_length, first, seed)
+    view = made[0]
+    rows = np.random.default_rng(seed).permutation(view.num_samples)
+    windows = np.zeros((len(rows), seq_length + 1), np.int64)
+    view.read(view.first + rows, rows, windows)
+    assert view.holds(view.first + np.array([-1, 0, len(rows)])).tolist() == [False, True, False]
+    np.testing.assert_array_equal(windows, expected(*made, seq_length))
 
 
 WORD = 2**64 - 1
