@@ -38,13 +38,11 @@ class _BlendedPhase:
         phase: its weights.
         order: of the samples, numbered from the first one of the phase.
         before: [num_domains] samples of each domain before the phase.
-        target_before: [num_domains] target count of each domain up to there.
     """
 
     phase: Phase
     order: order.BlendOrder | MegatronOrder
     before: NDArray[np.int64]
-    target_before: NDArray[np.float64]
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Domain and number within it of samples of this phase."""
@@ -54,12 +52,6 @@ class _BlendedPhase:
     def counts(self, samples: int) -> NDArray[np.int64]:
         """[num_domains] samples of each domain among the run's first ``samples``."""
         return self.before + self.order.counts(samples - self.phase.first_sample)
-
-    def targets(self, samples: int) -> NDArray[np.float64]:
-        """[num_domains] target sample counts of the run's first ``samples``."""
-        weights = np.array(self.phase.weights)
-        length = samples - self.phase.first_sample
-        return self.target_before + length * (weights / math.fsum(self.phase.weights))
 
 
 class BlendedTokens(torch.utils.data.Dataset[Batch]):
@@ -216,17 +208,16 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             check_weights(self.data, phase.weights)
             check_enough_tokens(self.data, phase.weights, self.seq_length)
             before = np.zeros(len(self.data.domains), np.int64)
-            targets = np.zeros(len(self.data.domains))
             if phases:
                 before = phases[-1].counts(phase.first_sample)
-                targets = phases[-1].targets(phase.first_sample)
             blended: order.BlendOrder | MegatronOrder
             if self.permutation == "megatron":
                 self._require_memory(phase.weights)
                 blended = MegatronOrder(phase.weights, length, self._by_size)
             else:
-                blended = order.BlendOrder(phase.weights, (targets - before).tolist())
-            phases.append(_BlendedPhase(phase, blended, before, targets))
+                deficits = np.array(schedule.target_samples(phase.first_sample)) - before
+                blended = order.BlendOrder(phase.weights, deficits.tolist())
+            phases.append(_BlendedPhase(phase, blended, before))
         return phases
 
     def _require_memory(self, weights: Sequence[float]) -> None:

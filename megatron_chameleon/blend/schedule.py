@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.errors import UserError
@@ -77,12 +80,10 @@ class MixtureSchedule:
 
     def target_samples(self, num_samples: int) -> list[float]:
         """[num_domains] target counts of the first ``num_samples`` samples."""
-        target = [0.0] * len(self.phases[0].weights)
+        target = np.zeros(len(self.phases[0].weights))
         for phase, length in self.spans(num_samples):
-            total = sum(phase.weights)
-            for domain, weight in enumerate(phase.weights):
-                target[domain] += length * (weight / total)
-        return target
+            target += length * (np.array(phase.weights) / math.fsum(phase.weights))
+        return list(target.tolist())
 
 
 def check_changes(schedule: MixtureSchedule, permutation: Permutation) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +15,11 @@ import numpy as np
 from megatron.core.datasets import helpers
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts.files import cannot_write, replacing, sha256_of_json
+from megatron_chameleon.artifacts.files import replacing, sha256_of_json
 from megatron_chameleon.blend.gather import View, document_ends, read_epoch, read_indexed
 from megatron_chameleon.blend.token_data import DomainData
 from megatron_chameleon.corpus.indexed import TokenFile, map_file
+from megatron_chameleon.errors import UserError
 
 # Megatron shuffles the last epoch separately if less than this share of it is used, so that its
 # documents do not crowd out those of the whole epochs.
@@ -30,9 +29,6 @@ WIDE_SHUFFLE_FROM = np.iinfo(np.uint32).max - 1
 # Raise it with every change of what megatron_indices returns for the same arguments: it is part of
 # the keys of cached indices.
 MEGATRON_INDICES_VERSION = 1
-
-# No write takes this long: older temporary files are leftovers of killed processes.
-STALE_AFTER_SECONDS = 24 * 3600
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -188,7 +184,7 @@ def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]
         build: makes the arrays, by name.
 
     Raises:
-        UserError: if the folder cannot be written.
+        UserError: if the folder cannot be written, or the new entry is damaged.
     """
     entry = folder / f"{sha256_of_json(key)}.arrays"
     try:
@@ -212,13 +208,11 @@ def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]
                 stream.write(block)
                 digest.update(block)
             stream.write(digest.digest())
-        for leftover in folder.glob(f".{'[0-9a-f]' * 40}.*.tmp"):
-            with contextlib.suppress(FileNotFoundError):
-                if leftover.stat().st_mtime < time.time() - STALE_AFTER_SECONDS:
-                    leftover.unlink()
         return _read(entry)
-    except OSError as error:
-        raise cannot_write(entry, error) from error
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot write {entry}, or read it back: {error}; free space, or choose another folder"
+        ) from error
 
 
 def _read(entry: Path) -> Arrays:
