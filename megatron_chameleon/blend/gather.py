@@ -150,7 +150,7 @@ def read_indexed(
             unchecked = _copy(tokens, checked, start, part, blocks, unchecked)
             filled += count
             position += 1
-            offset = 0
+            offset = np.int64(0)
         if unchecked:
             return sample + 1, unchecked
     return rows.size, 0
