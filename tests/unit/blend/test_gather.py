@@ -88,14 +88,16 @@ def expected(view, documents, begins, seq_length):
 def test_windows_match_plain_slices(lengths, seq_length, dtype, kind, first, seed):
     lengths[-1] += 2 * seq_length + 5  # for two windows at least; documents may have no tokens
     if isinstance(kind, str):
-        view, *order = epoch_view(lengths, dtype, seq_length, kind == "shuffled", seed, phase=first)
+        view, documents, begins = epoch_view(
+            lengths, dtype, seq_length, kind == "shuffled", seed, phase=first
+        )
     else:
-        view, *order = indexed_view(lengths, dtype, kind, seq_length, first, seed)
+        view, documents, begins = indexed_view(lengths, dtype, kind, seq_length, first, seed)
     rows = np.random.default_rng(seed).permutation(view.num_samples)
     windows = np.zeros((len(rows), seq_length + 1), np.int64)
     view.read(view.first + rows, rows, windows)
     assert view.holds(view.first + np.array([-1, 0, len(rows)])).tolist() == [False, True, False]
-    np.testing.assert_array_equal(windows, expected(view, *order, seq_length))
+    np.testing.assert_array_equal(windows, expected(view, documents, begins, seq_length))
 
 
 WORD = 2**64 - 1
