@@ -16,11 +16,10 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+import pandas as pd
 
 from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
@@ -51,10 +50,6 @@ if TYPE_CHECKING:
     from megatron_chameleon.evaluation.tasks import LoadedTask
 
 MODEL_NAME = "megatron_chameleon"
-NOTES = {
-    "race": "since version 3 (May 2026), its definition fills in the blanks of an article's "
-    "earlier questions; the paper's version kept the blanks",
-}
 
 
 def require_lm_eval() -> str:
@@ -99,39 +94,28 @@ def main() -> None:
 class DownstreamPlan:
     """Validated options and the artifacts that they name.
 
-    ``data`` identifies the data set of each task (see PartSettings).
+    Attributes:
+        options: of the evaluation.
+        checkpoint: the evaluated one.
+        protocol: recorded in the result.
+        provenance: recorded in the result.
+        settings: task -> number of shots -> settings that determine the part.
+        parts: task -> number of shots -> finished part. Rank 0 adds the missing ones.
     """
 
     options: DownstreamOptions
     checkpoint: CheckpointRecord
     protocol: DownstreamProtocol
     provenance: Provenance
-    data: dict[str, str | None]
+    settings: dict[str, dict[int, PartSettings]]
+    parts: dict[str, dict[int, DownstreamPart]]
 
-    def settings(self, task: str, shots: int) -> PartSettings:
-        """Settings that determine the result of a task with a number of shots."""
-        return PartSettings(
-            checkpoint_hash=self.checkpoint.hash,
-            lm_eval_version=self.protocol.lm_eval_version,
-            task=task,
-            shots=shots,
-            limit=self.protocol.limit,
-            fewshot_seed=self.protocol.fewshot_seed,
-            dtype=self.protocol.dtype,
-            data=self.data[task],
-        )
-
-    def parts(self, task: str) -> dict[int, DownstreamPart | None]:
-        """The existing part of each number of shots. Raises UserError if it has other settings."""
-        folder = self.options.parts_dir
-        return {n: find_part(folder, self.settings(task, n)) for n in self.options.shots}
-
-    def missing(self) -> dict[str, list[int]]:
-        """Tasks with the numbers of shots that are still to be evaluated, in their order."""
+    def missing(self) -> dict[str, list[PartSettings]]:
+        """Tasks with the settings of their missing parts."""
         return {
-            task: numbers
-            for task in self.options.tasks
-            if (numbers := [shots for shots, part in self.parts(task).items() if not part])
+            task: missing
+            for task, by_shots in self.settings.items()
+            if (missing := [each for n, each in by_shots.items() if n not in self.parts[task]])
         }
 
 
@@ -145,9 +129,9 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
         UserError: for invalid options or inputs, or if no task can be evaluated.
     """
     with distributed(options.parallel, seed=0) as layout:
-        plan, missing = from_main(lambda: plan_downstream(options))
+        plan = from_main(lambda: plan_downstream(options))
         gaps: list[Gap] = []
-        if missing:
+        if plan.missing():
             from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
 
             tokenizer = find_tokenizer(options.tokenizer, plan.checkpoint)
@@ -155,13 +139,11 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
             reader = open_reader(plan.checkpoint, layout, bf16=is_bf16)
             scorer = Scorer(reader, options.evaluation_batch_size, tokenizer)
             if layout.is_main:
-                gaps = evaluate_parts(plan, missing, ScorerLM(scorer))
+                gaps = evaluate_parts(plan, ScorerLM(scorer))
                 scorer.stop()
             else:
                 scorer.serve()
         result = from_main(lambda: collect(plan, gaps))
-        if not result.tasks:
-            raise UserError(f"no task could be evaluated, and nothing is written; {result.gaps[0]}")
         if layout.is_main:
             result.save(options.output)
             print_result(result)
@@ -169,8 +151,8 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
         return result
 
 
-def plan_downstream(options: DownstreamOptions) -> tuple[DownstreamPlan, dict[str, list[int]]]:
-    """Load and check what ``options`` name, and find the missing parts; nothing is written.
+def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
+    """Load and check what ``options`` name, and the finished parts; nothing is written.
 
     Raises:
         UserError: for the first mistake found.
@@ -185,52 +167,60 @@ def plan_downstream(options: DownstreamOptions) -> tuple[DownstreamPlan, dict[st
     library = TaskLibrary(options.tasks, options.data_dir)  # rejects unknown names
     check_output(options.output, DownstreamResult.KIND)
     require_writable(options.parts_dir, f"--work-dir {options.parts_dir}")
-    plan = DownstreamPlan(
-        options=options,
-        checkpoint=record,
-        protocol=DownstreamProtocol(
-            lm_eval_version=version,
-            shots=sorted(options.shots),
-            limit=options.limit,
-            fewshot_seed=options.fewshot_seed,
-            dtype=options.evaluation_dtype,
-        ),
-        provenance=provenance(options, {"checkpoint": record.hash, "tokenizer": tokenizer.sha256}),
-        data={task: library.data_of(task) for task in options.tasks},
+    protocol = DownstreamProtocol(
+        lm_eval_version=version,
+        shots=sorted(options.shots),
+        limit=options.limit,
+        fewshot_seed=options.fewshot_seed,
+        dtype=options.evaluation_dtype,
     )
-    return plan, plan.missing()
+    common = {k: v for k, v in vars(protocol).items() if k != "shots"}
+    settings: dict[str, dict[int, PartSettings]] = {}
+    parts: dict[str, dict[int, DownstreamPart]] = {}
+    for task in options.tasks:
+        data = library.data_of(task)
+        settings[task] = {
+            n: PartSettings(checkpoint_hash=record.hash, task=task, shots=n, data=data, **common)
+            for n in options.shots
+        }
+        found = {n: find_part(options.parts_dir, each) for n, each in settings[task].items()}
+        parts[task] = {n: part for n, part in found.items() if part is not None}
+    inputs = {"checkpoint": record.hash, "tokenizer": tokenizer.sha256}
+    plan = DownstreamPlan(options, record, protocol, provenance(options, inputs), settings, parts)
+    if plan.missing():
+        library.check_hub()
+    return plan
 
 
-def evaluate_parts(
-    plan: DownstreamPlan, missing: dict[str, list[int]], model: ScorerLM
-) -> list[Gap]:
+def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
     """Write every missing part as soon as it is complete; return the gaps."""
     from megatron_chameleon.evaluation.tasks import TaskLibrary, TaskUnavailableError
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every default
+    missing = plan.missing()
     library = TaskLibrary(list(missing), plan.options.data_dir)
     gaps: list[Gap] = []
-    total, done, stopwatch = sum(map(len, missing.values())), 0, Stopwatch()
-    for task, numbers in missing.items():
-        loaded = None
-        for shots in numbers:
-            done += 1
+    for number, (task, settings) in enumerate(missing.items(), 1):
+        try:
+            loaded = library.load(task)
+        except TaskUnavailableError as error:
+            gaps.append(Gap(task, None, str(error)))
+            print(f"not evaluated: {gaps[-1]}", flush=True)
+            continue
+        for each in settings:
             try:
-                loaded = loaded or library.load(task)
-                part = evaluate_part(model, loaded, plan.settings(task, shots))
+                part = evaluate_part(model, loaded, each)
             except TaskUnavailableError as error:
-                gaps.append(Gap(task, shots if loaded else None, str(error)))
-                line = f"not evaluated: {gaps[-1]}"
-                done += 0 if loaded else len(numbers) - 1
-            else:
-                part.save(part_path(plan.options.parts_dir, task, shots))
-                accuracy = _percent(Accuracy.of(part.values))
-                questions = f"{len(part.answers):,} questions"
-                line = f"{task}, {shots}-shot: {part.metric} {accuracy} of {questions}"
-            left = tqdm.format_interval(stopwatch.seconds() / done * (total - done))
-            print(f"{line} ({done}/{total}, {left} left)", flush=True)
-            if loaded is None:
-                break
+                gaps.append(Gap(task, each.shots, str(error)))
+                print(f"not evaluated: {gaps[-1]}", flush=True)
+                continue
+            part.save(part_path(plan.options.parts_dir, task, each.shots))
+            plan.parts[task][each.shots] = part
+            print(
+                f"{task}, {each.shots}-shot: {part.metric} {_percent(Accuracy.of(part.values))} of "
+                f"{len(part.answers):,} questions (task {number} of {len(missing)})",
+                flush=True,
+            )
     return gaps
 
 
@@ -283,13 +273,16 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
     )
 
 
-def collect(plan: DownstreamPlan, gaps: Iterable[Gap]) -> DownstreamResult:
-    """The result, from the existing parts."""
+def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
+    """The result, from the finished parts.
+
+    Raises:
+        UserError: if there are none.
+    """
     tasks: dict[str, TaskScore] = {}
-    cost, gaps = Cost(), list(gaps)
-    for task in plan.options.tasks:
-        found = plan.parts(task)
-        parts = {shots: part for shots, part in sorted(found.items()) if part is not None}
+    cost = Cost()
+    for task, found in plan.parts.items():
+        parts = dict(sorted(found.items()))
         if len({part.questions_hash for part in parts.values()}) > 1:
             reason = (
                 "its questions differ between numbers of shots, since its data set has changed; "
@@ -297,7 +290,7 @@ def collect(plan: DownstreamPlan, gaps: Iterable[Gap]) -> DownstreamResult:
             )
             gaps.append(Gap(task, None, reason))
         elif parts:
-            some = next(iter(parts.values()))
+            first = next(iter(parts.values()))
             by_shots = {
                 shots: ShotScore(
                     **vars(Accuracy.of(part.values)),
@@ -308,9 +301,11 @@ def collect(plan: DownstreamPlan, gaps: Iterable[Gap]) -> DownstreamResult:
                 for shots, part in parts.items()
             }
             means = [sum(v) / len(v) for v in zip(*(p.values for p in parts.values()), strict=True)]
-            mean = Accuracy.of(means) if len(parts) == len(found) else None
-            tasks[task] = TaskScore(some.metric, some.version, some.shots_from, by_shots, mean)
+            mean = Accuracy.of(means) if len(parts) == len(plan.settings[task]) else None
+            tasks[task] = TaskScore(first.metric, first.version, first.shots_from, by_shots, mean)
             cost = sum((part.cost for part in parts.values()), cost)
+    if not tasks:
+        raise UserError(f"no task could be evaluated, and nothing is written; {gaps[0]}")
     return DownstreamResult(
         checkpoint=str(plan.checkpoint.root),
         checkpoint_hash=plan.checkpoint.hash,
@@ -324,30 +319,23 @@ def collect(plan: DownstreamPlan, gaps: Iterable[Gap]) -> DownstreamResult:
 
 
 def print_result(result: DownstreamResult) -> None:
-    """Print percentages by task and number of shots, gaps and notes."""
+    """Print percentages by task and number of shots, gaps and truncated requests."""
     shots = result.protocol.shots
-    names = list(dict.fromkeys([*result.tasks, *(gap.task for gap in result.gaps)]))
-    mean = f"mean of {len(result.complete_tasks)} of {len(names)} tasks"
-    rows = [("accuracy, %", "metric", [f"{n}-shot" for n in shots], "mean ± standard error")]
-    for name in names:
-        score = result.tasks.get(name)
-        if score is None:
-            rows.append((name, "-", ["-"] * len(shots), "-"))
-        else:
-            accuracies = [score.by_shots.get(number) for number in shots]
-            cells = [f"{100 * each.accuracy:.2f}" if each else "-" for each in accuracies]
-            rows.append((name, score.metric, cells, _percent(score.mean)))
-    rows.append((mean, "", [""] * len(shots), _percent(result.mean)))
-    width = max(len(row[0]) for row in rows)
-    for name, metric, cells, total in rows:
-        print(f"{name:{width}}  {metric:11} {''.join(f'{cell:>8}' for cell in cells)}  {total}")
+    rows = {}
+    for name, score in result.tasks.items():
+        found = [score.by_shots.get(number) for number in shots]
+        cells = [f"{100 * each.accuracy:.2f}" if each else "-" for each in found]
+        rows[name] = [score.metric, *cells, _percent(score.mean)]
+    total = len({*result.tasks, *(gap.task for gap in result.gaps)})
+    mean = f"mean of {len(result.complete_tasks)} of {total} tasks"
+    rows[mean] = ["", *[""] * len(shots), _percent(result.mean)]
+    columns = ["metric", *(f"{n}-shot" for n in shots), "mean ± standard error"]
+    print("accuracy, %:")
+    print(pd.DataFrame.from_dict(rows, orient="index", columns=columns).to_string())
     for gap in result.gaps:
         print(f"not evaluated: {gap}")
     for name, score in result.tasks.items():
-        if name in NOTES:
-            print(f"note: {name}: {NOTES[name]}")
-        truncated = sum(each.truncated_requests for each in score.by_shots.values())
-        if truncated:
+        if truncated := sum(each.truncated_requests for each in score.by_shots.values()):
             print(
                 f"note: {name}: {truncated:,} requests were longer than the model's sequence "
                 "length; their contexts were truncated on the left"

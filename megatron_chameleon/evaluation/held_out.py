@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -123,13 +122,19 @@ class HeldOutText:
         """Tokens that windows score, including those equal to ``leave_out``."""
         return int(self.windows.num_scored.sum())
 
-    def arrays(self, first: int, last: int, width: int | None = None) -> WindowArrays:
+    def arrays(
+        self, first: int, last: int, width: int | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
         """Windows ``first`` to ``last`` - 1, padded on the right with token 0.
 
         Args:
             first: index of the first window.
             last: index past the last one.
             width: at least the length of each window; default: the window length.
+
+        Returns:
+            [b, width] arrays: tokens, labels, whether the label is scored, and the position of the
+            label in the stream; arbitrary for padding.
         """
         begin, scored, end = (
             edge[first:last, None]
@@ -149,7 +154,7 @@ class HeldOutText:
         is_scored = is_inside & (positions >= scored)
         if self.leave_out is not None:
             is_scored &= labels != self.leave_out
-        return WindowArrays(tokens, labels, is_scored, positions)
+        return tokens, labels, is_scored, positions
 
     def batch(
         self, first: int, last: int, width: int | None = None
@@ -171,22 +176,6 @@ class HeldOutText:
         order = np.argsort(-self.windows.lengths, kind="stable")
         after_eod = None if self.after_eod is None else self.after_eod[order]
         return dataclasses.replace(self, windows=self.windows.take(order), after_eod=after_eod)
-
-
-class WindowArrays(NamedTuple):
-    """Windows as [b, width] arrays.
-
-    Attributes:
-        tokens: int64, model inputs.
-        labels: int64.
-        is_scored: bool, the labels that count.
-        positions: int64, of the labels in the stream; arbitrary for padding.
-    """
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    is_scored: NDArray[np.bool_]
-    positions: NDArray[np.int64]
 
 
 def choose_windows(

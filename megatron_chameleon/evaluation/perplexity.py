@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -19,7 +21,6 @@ from megatron_chameleon.artifacts import (
     EvaluationResult,
     Protocol,
     Provenance,
-    Split,
     Stopwatch,
     provenance,
 )
@@ -47,13 +48,17 @@ _CHUNK = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationPlan:
-    """Validated options of one evaluation and the artifacts that they name."""
+    """Validated options of one evaluation and the artifacts that they name.
+
+    ``kept`` is the existing ``--output`` of the same weights, corpus and protocol, if it is kept.
+    """
 
     options: PerplexityOptions
     corpus: Corpus
     checkpoint: CheckpointRecord
     protocol: Protocol
     provenance: Provenance
+    kept: EvaluationResult | None
 
 
 def evaluate_perplexity(options: PerplexityOptions) -> EvaluationResult:
@@ -83,13 +88,14 @@ def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[Eval
     """
     with distributed(evaluations[0].parallel, seed=0) as layout:
         plans = from_main(lambda: [plan_evaluation(options) for options in evaluations])
-        kept = from_main(lambda: [kept_result(plan) for plan in plans])
-        texts: dict[object, HeldOutCorpus] = {}
-        for plan, result in zip(plans, kept, strict=True):
-            if result is None and (plan.corpus.root, plan.protocol) not in texts:
-                texts[plan.corpus.root, plan.protocol] = HeldOutCorpus(plan, layout)
+        texts: dict[object, dict[str, HeldOutDomain]] = {}
+        for plan in plans:
+            key = plan.corpus.root, plan.protocol
+            if plan.kept is None and key not in texts:
+                texts[key] = held_out_domains(plan, layout)
         results = []
-        for plan, result in zip(plans, kept, strict=True):
+        for plan in plans:
+            result = plan.kept
             if result is None:
                 result = _evaluate(plan, texts[plan.corpus.root, plan.protocol], layout)
             elif layout.is_main:
@@ -131,24 +137,20 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
         first_token=options.first_token
         or ("after-eod" if options.packing == "documents" else "not-scored"),
     )
+    kept = None
+    if options.output.is_file() and not options.overwrite:
+        with contextlib.suppress(UserError):  # of another format, or damaged: it is replaced
+            found = EvaluationResult.load(options.output)
+            same = (record.hash, corpus.hash, protocol)
+            if (found.checkpoint_hash, found.corpus_hash, found.protocol) == same:
+                kept = found
     inputs = {"corpus": corpus.hash, "checkpoint": record.hash}
-    return EvaluationPlan(options, corpus, record, protocol, provenance(options, inputs))
+    return EvaluationPlan(options, corpus, record, protocol, provenance(options, inputs), kept)
 
 
-def kept_result(plan: EvaluationPlan) -> EvaluationResult | None:
-    """An existing ``--output`` of the same weights, corpus and protocol, if it is to be kept."""
-    output = plan.options.output
-    if plan.options.overwrite or not output.is_file():
-        return None
-    try:
-        found = EvaluationResult.load(output)
-    except UserError:
-        return None  # of another format, or damaged: it is replaced
-    wanted = (plan.checkpoint.hash, plan.corpus.hash, plan.protocol)
-    return found if wanted == (found.checkpoint_hash, found.corpus_hash, found.protocol) else None
-
-
-def _evaluate(plan: EvaluationPlan, held_out: HeldOutCorpus, layout: Layout) -> EvaluationResult:
+def _evaluate(
+    plan: EvaluationPlan, domains: dict[str, HeldOutDomain], layout: Layout
+) -> EvaluationResult:
     """Evaluate one checkpoint and write the result.
 
     Raises:
@@ -156,36 +158,34 @@ def _evaluate(plan: EvaluationPlan, held_out: HeldOutCorpus, layout: Layout) -> 
     """
     reader = open_reader(plan.checkpoint, layout)
     stopwatch = Stopwatch()
-    domains = {}
-    texts = [domain.text for domain in held_out.domains.values()]
-    total = sum(text.num_predictions for text in texts)
+    losses = {}
+    total = sum(domain.text.num_predictions for domain in domains.values())
     with progress_bar(total, " tokens", quiet=not layout.is_main) as progress:
-        for name, domain in held_out.domains.items():
+        for name, domain in domains.items():
             progress.set_description(f"perplexity {name}")
             batch_size = plan.options.evaluation_batch_size
             sums = cluster_losses(reader, domain.text, domain.clusters, batch_size, progress)
-            domains[name] = domain.loss(sums)
-            if not math.isfinite(domains[name].loss):
+            losses[name] = domain.loss(sums)
+            if not math.isfinite(losses[name].loss):
                 raise UserError(
-                    f"{plan.checkpoint.root}: the loss on domain '{name}' is {domains[name].loss}: "
+                    f"{plan.checkpoint.root}: the loss on domain '{name}' is {losses[name].loss}: "
                     "the model has diverged; evaluate an earlier checkpoint"
                 )
+    flops = sum(reading_flops(reader.shape, domain.text) for domain in domains.values())
     result = EvaluationResult(
         checkpoint=str(plan.checkpoint.root),
         checkpoint_hash=plan.checkpoint.hash,
         corpus_hash=plan.corpus.hash,
         step=plan.checkpoint.step,
         protocol=plan.protocol,
-        domains=domains,
+        domains=losses,
         provenance=plan.provenance,
-        cost=stopwatch.cost(
-            sum(reading_flops(reader.shape, text) for text in texts), layout.world_size
-        ),
-        left_out=held_out.left_out,
+        cost=stopwatch.cost(flops, layout.world_size),
+        left_out=[name for name in plan.corpus.names if name not in domains],
     )
     if layout.is_main:
         result.save(plan.options.output)
-        print(result_table(result, held_out.unknown_bytes))
+        print(result_table(result))
         print(f"written to {plan.options.output}; next: tools/make_report.py with the run's folder")
     return result
 
@@ -310,121 +310,100 @@ class HeldOutDomain:
 
     def loss(self, sums: NDArray[np.float64]) -> DomainLoss:
         """The result from the sums [c] of :func:`cluster_losses`."""
-        tokens, used = int(self.tokens.sum()), self.tokens > 0
-        total_bytes = clustered_bytes = None
-        if self.text_bytes is not None:
-            total_bytes = int(self.text_bytes.sum())
-            clustered_bytes = self.text_bytes[used].tolist()
-        clusters = Clusters(sums[used].tolist(), self.tokens[used].tolist(), clustered_bytes)
-        return DomainLoss(
-            math.fsum(sums) / tokens, tokens, self.unigram_loss, total_bytes, clusters
+        tokens, sizes, used = int(self.tokens.sum()), self.text_bytes, self.tokens > 0
+        clusters = Clusters(
+            losses=sums[used].tolist(),
+            tokens=self.tokens[used].tolist(),
+            text_bytes=None if sizes is None else sizes[used].tolist(),
         )
+        total = None if sizes is None else int(sizes.sum())
+        return DomainLoss(math.fsum(sums) / tokens, tokens, self.unigram_loss, total, clusters)
 
 
-class HeldOutCorpus:
-    """The held-out text of a corpus under one protocol, shared by all evaluated checkpoints.
+def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutDomain]:
+    """Read the held-out text of every domain under the plan's protocol. Collective.
 
-    Domains with nothing to score are excluded from averages, with a warning.
-
-    Args:
-        plan: any of the evaluations that share the corpus and the protocol.
-        layout: every rank constructs one.
-
-    Attributes:
-        domains: those with something to score, in the corpus's order.
-        left_out: the others.
-        unknown_bytes: why bits per byte are unknown; empty if they are known.
+    Domains with nothing to score are left out, with a warning.
 
     Raises:
         UserError: if no domain has anything to score.
     """
-
-    def __init__(self, plan: EvaluationPlan, layout: Layout) -> None:
-        corpus, split = plan.corpus, plan.protocol.split
-        self.domains: dict[str, HeldOutDomain] = {}
-        sizes, self.unknown_bytes = from_main(lambda: token_sizes(corpus, plan.checkpoint))
-        for name in corpus.names:
-            tokens = open_tokens(corpus, name, split)
-            text = held_out_text(tokens, plan.protocol, corpus.tokenizer.eod_id)
-            if text is not None:
-                clusters = ClusterMap.of(tokens, text)
-                figures = from_main(
-                    lambda name=name, text=text, clusters=clusters: scored_text(  # type: ignore[misc]
-                        corpus, name, split, text, clusters, sizes
-                    )
-                )
-                self.domains[name] = HeldOutDomain(text, clusters, *figures)
-        self.left_out = [name for name in corpus.names if name not in self.domains]
-        hint = f"preprocess again with a larger {split} share (--split)"
-        if not self.domains:
-            raise UserError(
-                f"{corpus.root}: no domain has anything to predict in its {split} split; {hint}"
-            )
-        if self.left_out and layout.is_main:
-            warnings.warn(
-                f"nothing to predict in the {split} split of {', '.join(self.left_out)}: left out "
-                f"of the averages; {hint} to include it",
-                stacklevel=2,
-            )
+    corpus, split = plan.corpus, plan.protocol.split
+    domains: dict[str, HeldOutDomain] = {}
+    sizes = from_main(lambda: token_sizes(corpus, plan.checkpoint))
+    for name in corpus.names:
+        domain = held_out_domain(corpus, name, plan.protocol, sizes)
+        if domain is not None:
+            domains[name] = domain
+    missing = [name for name in corpus.names if name not in domains]
+    if missing:
+        problem = (
+            f"{corpus.root}: nothing to predict in the {split} split of {', '.join(missing)}; "
+            f"preprocess again with a larger {split} share (--split)"
+        )
+        if not domains:
+            raise UserError(problem)
+        if layout.is_main:
+            warnings.warn(f"{problem} to include it in the average", stacklevel=2)
+    return domains
 
 
-def token_sizes(corpus: Corpus, record: CheckpointRecord) -> tuple[NDArray[np.int32] | None, str]:
+def token_sizes(corpus: Corpus, record: CheckpointRecord) -> NDArray[np.int32] | None:
     """Bytes of text per token id, [vocab_size], from the corpus's or the checkpoint's tokenizer.
 
-    None and the reason if neither tokenizer can be loaded; losses do not need it.
+    None, with a warning, if neither tokenizer can be loaded; losses do not need it.
     """
     problems = []
-    for place in dict.fromkeys([None, recorded_tokenizer(record)]):
+    for path in dict.fromkeys([None, recorded_tokenizer(record)]):
         try:
-            return token_bytes(corpus_tokenizer(corpus, place)), ""
+            return token_bytes(corpus_tokenizer(corpus, path))
         except UserError as error:
             problems.append(str(error))
-    return None, problems[0]
+    warnings.warn(f"no bits per byte: {problems[0]}", stacklevel=2)
+    return None
 
 
-def scored_text(
-    corpus: Corpus,
-    name: str,
-    split: Split,
-    text: HeldOutText,
-    clusters: ClusterMap,
-    sizes: NDArray[np.int32] | None,
-) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, float]:
-    """Count the scored tokens and bytes of a domain, and score them by its unigram model.
+def held_out_domain(
+    corpus: Corpus, name: str, protocol: Protocol, sizes: NDArray[np.int32] | None
+) -> HeldOutDomain | None:
+    """Read the held-out text of a domain; None if nothing is scored. Collective.
 
     Args:
         corpus: holds the domain.
         name: of the domain.
-        split: of ``text``.
-        text: windows of the split.
-        clusters: of the same.
+        protocol: of the evaluation.
         sizes: [vocab_size] bytes of each token; None without a tokenizer.
-
-    Returns:
-        tokens, text_bytes and unigram_loss of :class:`HeldOutDomain`.
     """
-    vocab_size = corpus.tokenizer.vocab_size
-    tokens = np.zeros(clusters.count, np.int64)
-    counted = np.zeros(clusters.count, np.float64)
-    seen = np.zeros(vocab_size, np.int64)
-    for positions, labels in text.scored_blocks():
-        cluster = clusters.at(positions)
-        tokens += np.bincount(cluster, minlength=clusters.count)
-        seen += np.bincount(labels, minlength=vocab_size)
-        if sizes is not None:
-            counted += np.bincount(cluster, sizes[labels], minlength=clusters.count)
-    training = token_counts(open_tokens(corpus, name, "train").tokens, vocab_size)
-    # Add-one (Laplace) smoothed frequencies, without context: a baseline for every trained model.
-    probabilities = (training + 1) / (training.sum() + vocab_size)
-    loss = float(-(seen @ np.log(probabilities)) / seen.sum())
-    decoded = 0 if sizes is None else int(token_counts(text.stream, vocab_size) @ sizes)
-    recorded = corpus.domains[name].split(split).text_bytes
-    if not (decoded and recorded):
-        return tokens, None, loss
-    # The recorded bytes of the text and the bytes its tokens decode to differ slightly: a tokenizer
-    # may drop or normalise characters. Cluster ends are rounded, so that the sum stays exact.
-    ends = np.rint(np.cumsum(counted * (recorded / decoded))).astype(np.int64)
-    return tokens, np.diff(ends, prepend=0), loss
+    stream, vocab_size = open_tokens(corpus, name, protocol.split), corpus.tokenizer.vocab_size
+    text = held_out_text(stream, protocol, corpus.tokenizer.eod_id)
+    if text is None:
+        return None
+    clusters = ClusterMap.of(stream, text)
+
+    def count() -> tuple[NDArray[np.int64], NDArray[np.int64] | None, float]:
+        tokens = np.zeros(clusters.count, np.int64)
+        counted = np.zeros(clusters.count, np.float64)
+        seen = np.zeros(vocab_size, np.int64)
+        for positions, labels in text.scored_blocks():
+            cluster = clusters.at(positions)
+            tokens += np.bincount(cluster, minlength=clusters.count)
+            seen += np.bincount(labels, minlength=vocab_size)
+            if sizes is not None:
+                counted += np.bincount(cluster, sizes[labels], minlength=clusters.count)
+        training = token_counts(open_tokens(corpus, name, "train").tokens, vocab_size)
+        # Add-one (Laplace) smoothed frequencies, without context: a baseline for every model.
+        probabilities = (training + 1) / (training.sum() + vocab_size)
+        loss = float(-(seen @ np.log(probabilities)) / seen.sum())
+        decoded = 0 if sizes is None else int(token_counts(text.stream, vocab_size) @ sizes)
+        recorded = corpus.domains[name].split(protocol.split).text_bytes
+        if not (decoded and recorded):
+            return tokens, None, loss
+        # The recorded bytes of the text and those that its tokens decode to differ slightly: a
+        # tokenizer may drop or normalize characters. Rounding the ends keeps the sum exact.
+        ends = np.rint(np.cumsum(counted * (recorded / decoded))).astype(np.int64)
+        return tokens, np.diff(ends, prepend=0), loss
+
+    return HeldOutDomain(text, clusters, *from_main(count))
 
 
 def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
@@ -435,40 +414,28 @@ def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
     return counts
 
 
-def result_table(result: EvaluationResult, unknown_bytes: str = "") -> str:
-    """Format an evaluation for the terminal: a row per domain, the average, the protocol.
+def result_table(result: EvaluationResult) -> str:
+    """Format an evaluation for the terminal: a row per domain, the average, the protocol."""
 
-    Args:
-        result: of one checkpoint.
-        unknown_bytes: why bits per byte are unknown, if there is a reason to report.
-    """
+    def cell(value: float | None, error: float | None, places: int) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
 
-    def number(value: float | None, places: int) -> str:
-        return "-" if value is None else f"{value:.{places}f}"
-
-    table = [["domain", "tokens", "loss", "±", "perplexity", "±", "bits/byte", "±", "unigram"]]
-    for name, domain in result.domains.items():
-        table.append([name, f"{domain.tokens:,}"])
-        for value, error, places in (
-            (domain.loss, domain.loss_error, 4),
-            (domain.perplexity, domain.perplexity_error, 2),
-            (domain.bits_per_byte, domain.bits_per_byte_error, 4),
-        ):
-            table[-1] += [number(value, places), number(error, places)]
-        table[-1].append(number(domain.unigram_perplexity, 2))
-    mean = number(result.mean_perplexity, 2), number(result.mean_perplexity_error, 2)
-    table.append(["average", "", "", "", *mean, "", "", ""])
-    first, *others = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(
-            [f"{name:{first}}", *(f"{c:>{w}}" for c, w in zip(cells, others, strict=True))]
-        ).rstrip()
-        for name, *cells in table
-    ]
-    lines.append(f"on {result.protocol.describe()}; ± is the standard error over documents")
-    if any(domain.text_bytes is None for domain in result.domains.values()):
-        reason = unknown_bytes or "corpus.json does not record the bytes of the text"
-        lines.append(f"no bits per byte: {reason}")
+    rows = {
+        name: (
+            f"{domain.tokens:,}",
+            cell(domain.loss, domain.loss_error, 4),
+            cell(domain.perplexity, domain.perplexity_error, 2),
+            cell(domain.bits_per_byte, domain.bits_per_byte_error, 4),
+            f"{domain.unigram_perplexity:.2f}",
+        )
+        for name, domain in result.domains.items()
+    }
+    rows["average"] = "", "", cell(result.mean_perplexity, result.mean_perplexity_error, 2), "", ""
+    columns = ["tokens", "loss", "perplexity", "bits/byte", "unigram perplexity"]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=columns).to_string()
+    text = f"{table}\non {result.protocol.describe()}; ± is the standard error over documents"
     if result.left_out:
-        lines.append(f"nothing to predict, and not in the average: {', '.join(result.left_out)}")
-    return "\n".join(lines)
+        text += f"\nnothing to predict, and not in the average: {', '.join(result.left_out)}"
+    return text

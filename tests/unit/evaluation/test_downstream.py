@@ -111,6 +111,9 @@ def test_tasks_that_cannot_be_evaluated_leave_gaps(options, task_data, tmp_path,
     )
     with pytest.raises(UserError, match=r"no task could be evaluated.*a continuation has"):
         evaluate_downstream(again)
+    path.write_text("")  # as an interrupted copy leaves it
+    with pytest.raises(UserError, match=f"^no task could be evaluated.*{path} is empty[^\n]*$"):
+        evaluate_downstream(again)
     shutil.copytree(task_data / "allenai" / "sciq", data / "sciq", dirs_exist_ok=True)
     whole = dataclasses.replace(options, tasks=("sciq",), shots=(0,))
     assert evaluate_downstream(whole).tasks["sciq"].by_shots == result.tasks["sciq"].by_shots
