@@ -55,6 +55,15 @@ class ProxyOptions(TrainingOptions):
     """Model size of the proxy; an unknown name lists them all."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProxyMethodOptions(MethodOptions):
+    """Options of a method whose mixture is computed by a proxy's training hook."""
+
+    work_dir: Path | None = None
+    """Folder of the runs of the method; --output without .json by default."""
+    proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
+
+
 def changed_flags(options: Any, default: Any) -> Iterator[tuple[str, object]]:
     """Flag and value of each option that differs from ``default``, in nested groups, too.
 

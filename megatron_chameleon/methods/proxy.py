@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -24,13 +25,15 @@ from megatron_chameleon.artifacts.checkpoint import (
     checkpoint_folders,
     step_folder,
 )
+from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.options import MethodOptions, ProxyOptions
+from megatron_chameleon.methods.options import ProxyMethodOptions, ProxyOptions
 from megatron_chameleon.methods.output import cost_totals, epoch_limit, write_and_print
 from megatron_chameleon.mixture.bootstrap import ONE_HOT
+from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doge import DogeState
 from megatron_chameleon.mixture.doremi import DoremiState
-from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.hook import HookFactory, TrainingHook
@@ -46,6 +49,7 @@ PROXY = "proxy"
 UNSETTLED_DISTANCE = 0.25
 MAX_TRAJECTORY_POINTS = 50
 State = TypeVar("State", DogeState, DoremiState)
+Options = TypeVar("Options", bound=ProxyMethodOptions)
 
 
 def resolve_work_dir(output: Path, work_dir: Path | None) -> Path:
@@ -112,76 +116,50 @@ def is_finished(run_dir: Path) -> bool:
     return TrainingRun.exists(run_dir) and TrainingRun.load(run_dir).status == "finished"
 
 
-@dataclasses.dataclass(frozen=True)
-class HookedProxy:
-    """A proxy run with the training hook of a method.
+class MeanWeightsHook(TrainingHook, Generic[State]):
+    """Base class of hooks that weigh the domains of a proxy run; the mixture is their mean weights.
 
-    Attributes:
-        method: its name for messages.
-        hook: type of the hook.
-        options: of the run.
+    Args:
+        names: the corpus's domains (k).
+        weighted: positions of those that get a weight.
+        state: the initial state.
+        settings: everything that a state depends on besides the options of the run, as JSON values.
     """
 
-    method: str
-    hook: type[TrainingHook]
-    options: PretrainOptions
+    def __init__(
+        self, names: Sequence[str], weighted: Sequence[int], state: State, settings: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.names, self.weighted, self.settings = list(names), weighted, settings
+        self.state: State = state
 
-    def check_saved(self, plan: TrainingPlan, parse: Callable[[dict[str, Any]], object]) -> None:
-        """Parse the hook's state in the newest readable checkpoint, if there is one.
+    def metrics(self) -> dict[str, Any]:
+        """Weights after the last step, their mean, and how far they moved."""
+        return {
+            "weights": by_name(self.names, self.weighted, self.state.weights),
+            "mean_weights": by_name(self.names, self.weighted, self.state.mean),
+            "moved": self.state.moved,
+        }
 
-        Raises:
-            UserError: if the folder holds a run of other options or another hook, and errors of
-                ``parse``, with the folder.
-        """
-        if not check_run_folder(plan):
-            return
-        for folder in reversed(checkpoint_folders(self.options.run_dir)):
-            try:
-                record = CheckpointRecord.load(folder)
-            except UserError:  # damaged: training reports it and resumes from the one before
-                continue
-            try:
-                parse(self._state_in(record))
-            except UserError as error:
-                raise UserError(f"{self.options.run_dir}: {error}") from None
-            return
+    def state_dict(self) -> dict[str, Any]:
+        """The state, after the settings that produced it."""
+        state = vars(self.state)
+        arrays = {k: v.tolist() for k, v in state.items() if isinstance(v, np.ndarray)}
+        return {**self.settings, **state, **arrays}
 
-    def finished(self) -> tuple[TrainingRun, str, dict[str, Any]]:
-        """The finished run, the hash of its weights, and the final state of its hook.
-
-        Raises:
-            UserError: if it was trained with another hook.
-        """
-        run = TrainingRun.load(self.options.run_dir)
-        record = CheckpointRecord.load(step_folder(run.root, run.step))
-        return run, record.hash, self._state_in(record)
-
-    def _state_in(self, record: CheckpointRecord) -> dict[str, Any]:
-        if record.hook is not None and record.hook.name == self.hook.__name__:
-            return record.hook.state
-        other = f"the hook {record.hook.name}" if record.hook else "no hook"
-        raise UserError(
-            f"the proxy was trained with {other}, not one of {self.method}; {FRESH_START}"
-        )
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state``. Raises UserError if other settings produced it, or it is damaged."""
+        self.state = load_state(state, self.state, self.settings)
 
 
-def _are_weights(logged: Any, names: Collection[str]) -> bool:
-    """Whether a logged value is a number for each of ``names``; a damaged line may not be."""
-    return (
-        isinstance(logged, dict)
-        and logged.keys() == set(names)
-        and all(isinstance(weight, float | int) for weight in logged.values())
-    )
-
-
-def save_state(state: DogeState | DoremiState, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A hook's state as JSON values, after the ``settings`` that produced it."""
-    values = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(state).items()}
-    return {**settings, **values}
+def by_name(names: Sequence[str], weighted: Sequence[int], weights: Array) -> dict[str, float]:
+    """Domain -> weight; 0 for domains that are not in ``weighted``."""
+    found = dict(zip(weighted, weights.tolist(), strict=True))
+    return {name: found.get(position, 0.0) for position, name in enumerate(names)}
 
 
 def load_state(saved: Mapping[str, Any], first: State, settings: Mapping[str, Any]) -> State:
-    """The state in the result of :func:`save_state`.
+    """The state in the result of :meth:`MeanWeightsHook.state_dict`.
 
     Args:
         saved: from a checkpoint.
@@ -213,119 +191,213 @@ def load_state(saved: Mapping[str, Any], first: State, settings: Mapping[str, An
     return dataclasses.replace(first, **arrays, counted=saved["counted"], moved=saved["moved"])
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightPath:
-    """How the domain weights moved during a run.
+class ProxyMethod(abc.ABC, Generic[Options, State]):
+    """A method whose mixture is the mean weights of a hook over the run of a proxy.
+
+    The constructor validates the options and what they name, and writes nothing; a subclass ends it
+    with :meth:`check_proxy`.
 
     Attributes:
-        last: domain -> weight after the last step.
-        mean: domain -> mean weight, the mixture.
-        moved: sum over steps of the total-variation distance that they moved.
-        steps: number of steps, without skipped ones.
-        averaged: number of weight vectors in the mean.
-    """
-
-    last: Mapping[str, float]
-    mean: Mapping[str, float]
-    moved: float
-    steps: int
-    averaged: int
-
-
-def write_mean_weights(
-    path: WeightPath,
-    runs: Sequence[TrainingRun],
-    options: MethodOptions,
-    corpus: Corpus,
-    stopwatch: Stopwatch,
-    *,
-    method: str,
-    settings: Mapping[str, Any],
-    scores: dict[str, float],
-    inputs: Mapping[str, str],
-    paper_flops: float,
-    heading: str,
-    fix_unsettled: str,
-) -> None:
-    """Write the mean weights of a proxy to ``--output`` and print them. Called on one rank.
-
-    Warns if the weights collapsed onto a domain, or had not converged at the end.
-
-    Args:
-        path: of the weights.
-        runs: trained for the mixture, the proxy last.
         options: of the method.
         corpus: of the domains.
-        stopwatch: started with the mixture's own cost; the runs record theirs.
-        method: value of ``--method``.
-        settings: the method's parameters.
-        scores: domain -> score.
-        inputs: name -> hash of each artifact read besides the corpus.
-        paper_flops: FLOPs by the formulas of Chameleon's tables.
-        heading: the line above the table.
-        fix_unsettled: options to change in a warning.
+        weighted: positions of the domains that get a weight; all by default.
+        work_dir: folder of the proxy's run.
+        run: training options of the proxy.
+
+    Raises:
+        UserError: for a mistake in the options or in what they name.
     """
-    last, mean = path.last, path.mean
-    changes = {name: abs(last[name] - mean[name]) for name in mean}
-    last_from_mean, per_step = sum(changes.values()) / 2, path.moved / max(path.steps, 1)
-    heaviest, farthest = max(mean, key=lambda n: mean[n]), max(mean, key=lambda n: changes[n])
-    if mean[heaviest] > ONE_HOT:
-        warnings.warn(
-            f"'{heaviest}' has {mean[heaviest]:.0%} of the weight, so the other domains are hardly "
-            f"trained on; {fix_unsettled}",
-            MixtureWarning,
-            stacklevel=2,
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    hook: ClassVar[type[MeanWeightsHook[Any]]]
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.corpus = options, Corpus.load(options.corpus)
+        self.weighted: Sequence[int] = range(len(self.corpus.names))
+        check_output(options.output, Mixture.KIND)
+        self.work_dir = resolve_work_dir(options.output, options.work_dir)
+        self.run = training_options(options.proxy, options.corpus, self.work_dir / PROXY)
+
+    @classmethod
+    def compute(cls, options: Options, stops: StopRequests | None = None) -> bool:
+        """Train what is not trained yet, and write the mixture. Called on every rank.
+
+        Args:
+            options: of the method.
+            stops: stop-signal handler; created for this call if None.
+
+        Returns:
+            Whether the mixture was written; False after a stop signal.
+
+        Raises:
+            UserError: for a mistake in the options or in what they name, before any training;
+                later, as training does.
+        """
+        stops = stops or StopRequests(options.proxy.stopping)
+        parallel = forward_only(options.proxy.parallel)
+        with distributed(parallel, seed=0):
+            method = from_main(lambda: cls(options))
+        proxy = f"{cls.title}'s proxy"
+        if not method.prepare(stops) or not train_proxy(
+            method.run, stops, method.make_hook, name=proxy
+        ):
+            return False
+        with distributed(parallel, seed=0):
+            from_main(method.write_mixture)
+        return True
+
+    def prepare(self, stops: StopRequests) -> bool:
+        """Train what the proxy needs; False after a stop signal. Called on every rank."""
+        return True
+
+    @abc.abstractmethod
+    def make_hook(self, plan: TrainingPlan, layout: Layout) -> MeanWeightsHook[State]:
+        """The hook of the proxy's run."""
+
+    @abc.abstractmethod
+    def load_state(self, saved: dict[str, Any]) -> State:
+        """The hook's state in a checkpoint.
+
+        Raises:
+            UserError: if it is of another rule or damaged.
+        """
+
+    @abc.abstractmethod
+    def write_mixture(self) -> None:
+        """Write the mean weights of the finished proxy. Called on one rank."""
+
+    def check_proxy(self, plan: TrainingPlan) -> None:
+        """Check the run in the proxy's folder, and the hook's state in its newest checkpoint.
+
+        Raises:
+            UserError: if they are of other options or of another hook.
+        """
+        if not check_run_folder(plan):
+            return
+        for folder in reversed(checkpoint_folders(self.run.run_dir)):
+            try:
+                record = CheckpointRecord.load(folder)
+            except UserError:  # damaged: training reports it and resumes from the one before
+                continue
+            try:
+                self.load_state(self._hook_state(record))
+            except UserError as error:
+                raise UserError(f"{self.run.run_dir}: {error}") from None
+            return
+
+    def finished(self) -> tuple[TrainingRun, str, State]:
+        """The finished run, the hash of its weights, and the final state of its hook.
+
+        Raises:
+            UserError: if it was trained with another hook.
+        """
+        run = TrainingRun.load(self.run.run_dir)
+        record = CheckpointRecord.load(step_folder(run.root, run.step))
+        return run, record.hash, self.load_state(self._hook_state(record))
+
+    def _hook_state(self, record: CheckpointRecord) -> dict[str, Any]:
+        if record.hook is not None and record.hook.name == self.hook.__name__:
+            return record.hook.state
+        other = f"the hook {record.hook.name}" if record.hook else "no hook"
+        raise UserError(
+            f"the proxy was trained with {other}, not one of {self.title}; {FRESH_START}"
         )
-    if last_from_mean > UNSETTLED_DISTANCE:
-        warnings.warn(
-            f"the weights have not converged: the last ones are {last_from_mean:.2f} (total "
-            f"variation) from their mean, '{farthest}' {last[farthest]:.3f} and not "
-            f"{mean[farthest]:.3f}; {fix_unsettled}, or train for more steps",
-            MixtureWarning,
-            stacklevel=2,
+
+    def write_mean_weights(
+        self,
+        state: State,
+        steps: int,
+        runs: Sequence[TrainingRun],
+        stopwatch: Stopwatch,
+        *,
+        settings: Mapping[str, Any],
+        scores: Array,
+        inputs: Mapping[str, str],
+        paper_flops: float,
+        heading: str,
+        hint: str,
+    ) -> None:
+        """Write the mean weights to ``--output`` and print them. Called on one rank.
+
+        Warns if the weights collapsed onto a domain, or had not converged at the end.
+
+        Args:
+            state: final state of the hook.
+            steps: number of steps, without skipped ones.
+            runs: trained for the mixture, the proxy last.
+            stopwatch: started with the mixture's own cost; the runs record theirs.
+            settings: the method's parameters.
+            scores: [k] score of each domain.
+            inputs: name -> hash of each artifact read besides the corpus.
+            paper_flops: FLOPs by the formulas of Chameleon's tables.
+            heading: the line above the table.
+            hint: options to change in a warning.
+        """
+        options, names = self.options, self.corpus.names
+        last = by_name(names, self.weighted, state.weights)
+        mean = by_name(names, self.weighted, state.mean)
+        changes = {name: abs(last[name] - mean[name]) for name in names}
+        last_from_mean, per_step = sum(changes.values()) / 2, state.moved / max(steps, 1)
+        heaviest, farthest = max(names, key=mean.__getitem__), max(names, key=changes.__getitem__)
+        if mean[heaviest] > ONE_HOT:
+            warnings.warn(
+                f"'{heaviest}' has {mean[heaviest]:.0%} of the weight, so the other domains are "
+                f"hardly trained on; {hint}",
+                MixtureWarning,
+                stacklevel=2,
+            )
+        if last_from_mean > UNSETTLED_DISTANCE:
+            warnings.warn(
+                f"the weights have not converged: the last ones are {last_from_mean:.2f} (total "
+                f"variation) from their mean, '{farthest}' {last[farthest]:.3f} and not "
+                f"{mean[farthest]:.3f}; {hint}, or train for more steps",
+                MixtureWarning,
+                stacklevel=2,
+            )
+        logged = [
+            (line["step"], line["hook"]["weights"])
+            for line in runs[-1].metrics()
+            if "weights" in (line.get("hook") or {})
+        ]
+        stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
+        shown = logged[::-stride][::-1]  # includes the last step
+        later = [weights for _step, weights in logged[len(logged) // 2 :]]
+        own = stopwatch.cost(num_devices=runs[-1].cost.num_devices)
+        total = sum((run.cost for run in runs), own)
+        mixture = Mixture(
+            **epoch_limit(options, self.corpus, names).mixture_fields(
+                np.array(list(mean.values()))
+            ),
+            method=self.name,
+            parameters={
+                **settings,
+                "last_weights": last,
+                "last_from_mean": last_from_mean,
+                "moved_per_step": per_step,
+                "range_in_second_half": {
+                    name: [min(w[name] for w in later), max(w[name] for w in later)]
+                    for name in names
+                    if later
+                },
+                "trajectory": {
+                    "steps": [step for step, _weights in shown],
+                    "weights": {name: [w[name] for _step, w in shown] for name in names},
+                },
+                "steps_averaged": state.counted,
+                "made_from": [os.path.relpath(run.root, options.output.parent) for run in runs],
+                "total_cost": cost_totals(total),
+                "paper_flops": paper_flops,
+            },
+            scores=dict(zip(names, scores.tolist(), strict=True)),
+            provenance=provenance(options, {"corpus": self.corpus.hash, **inputs}),
+            cost=own,
         )
-    logged = [
-        (line["step"], line["hook"]["weights"])
-        for line in runs[-1].metrics()
-        if _are_weights((line.get("hook") or {}).get("weights"), mean)
-    ]
-    stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
-    shown = logged[::-stride][::-1]  # includes the last step
-    later = [weights for _step, weights in logged[len(logged) // 2 :]]
-    own = stopwatch.cost(num_devices=runs[-1].cost.num_devices)
-    total = sum((run.cost for run in runs), own)
-    limit = epoch_limit(options, corpus, corpus.names)
-    mixture = Mixture(
-        **limit.mixture_fields(np.array(list(mean.values()))),
-        method=method,
-        parameters={
-            **settings,
-            "last_weights": dict(last),
-            "last_from_mean": last_from_mean,
-            "moved_per_step": per_step,
-            "range_in_second_half": {
-                name: [min(w[name] for w in later), max(w[name] for w in later)]
-                for name in mean
-                if later
-            },
-            "trajectory": {
-                "steps": [step for step, _weights in shown],
-                "weights": {name: [weights[name] for _step, weights in shown] for name in mean},
-            },
-            "steps_averaged": path.averaged,
-            "made_from": [os.path.relpath(run.root, options.output.parent) for run in runs],
-            "total_cost": cost_totals(total),
-            "paper_flops": paper_flops,
-        },
-        scores=scores,
-        provenance=provenance(options, {"corpus": corpus.hash, **inputs}),
-        cost=own,
-    )
-    write_and_print(
-        mixture,
-        options,
-        heading,
-        f"total variation: last weights {last_from_mean:.3f} from their mean, {per_step:.3f} per "
-        "step",
-        *(f"cost of {run.root}: {run.cost.flops:.2e} FLOPs" for run in runs),
-    )
+        write_and_print(
+            mixture,
+            options,
+            heading,
+            f"total variation: last weights {last_from_mean:.3f} from their mean, {per_step:.3f} "
+            "per step",
+            *(f"cost of {run.root}: {run.cost.flops:.2e} FLOPs" for run in runs),
+        )

@@ -13,9 +13,9 @@ from megatron_chameleon.methods.chameleon.options import (
 )
 from megatron_chameleon.methods.discovery.discover import discover_domains
 from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
-from megatron_chameleon.methods.doge.compute import compute_doge
+from megatron_chameleon.methods.doge.compute import Doge
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
-from megatron_chameleon.methods.doremi.compute import compute_doremi
+from megatron_chameleon.methods.doremi.compute import Doremi
 from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.options import ProxyOptions
 from tests.distributed.cases import (
@@ -49,7 +49,7 @@ def doremi(places: Places, name: str, case: Case) -> None:
         rule=DoremiRule("fork" if name.endswith("fork") else "original", doremi_eta=0.5),
         proxy=proxy_options(places, name, case),
     )
-    assert compute_doremi(options)
+    assert Doremi.compute(options)
 
 
 def doge(places: Places, name: str, case: Case, *, is_targeted: bool) -> None:
@@ -63,7 +63,7 @@ def doge(places: Places, name: str, case: Case, *, is_targeted: bool) -> None:
         rule=DogeRule(doge_mu=0.002 if is_targeted else 0.05, doge_eps=0.01),
         proxy=dataclasses.replace(proxy_options(places, name, case), model_size="nano"),
     )
-    assert compute_doge(options)
+    assert Doge.compute(options)
 
 
 def discover(places: Places, name: str) -> None:

@@ -12,9 +12,9 @@ from megatron_chameleon.methods.method import Method
 
 def run(options: DogeOptions) -> int | None:
     """Train the proxy and write the mixture."""
-    from megatron_chameleon.methods.doge.compute import compute_doge
+    from megatron_chameleon.methods.doge.compute import Doge
 
-    return None if compute_doge(options) else STOPPED_STATUS
+    return None if Doge.compute(options) else STOPPED_STATUS
 
 
 METHOD = Method(

@@ -6,112 +6,82 @@ afterwards, by tools/pretrain_gpt.py.
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
-from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch
-from megatron_chameleon.artifacts.record import check_output
+from megatron_chameleon.artifacts import Corpus, Stopwatch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge.hook import GradientAlignment
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
-from megatron_chameleon.methods.output import (
-    epoch_limit,
-    select_domains,
-)
-from megatron_chameleon.methods.proxy import (
-    PROXY,
-    HookedProxy,
-    WeightPath,
-    forward_only,
-    resolve_work_dir,
-    train_proxy,
-    training_options,
-    write_mean_weights,
-)
-from megatron_chameleon.mixture.doge import DogeRecipe, Roles
+from megatron_chameleon.methods.output import epoch_limit, select_domains
+from megatron_chameleon.methods.proxy import ProxyMethod
+from megatron_chameleon.mixture.doge import DogeRecipe, DogeState, Roles
 from megatron_chameleon.model.flops import PaperSettings, paper_flops
-from megatron_chameleon.model.sizes import ModelShape, name_of
-from megatron_chameleon.parallel.layout import distributed, from_main
-from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.stopping import StopRequests
+from megatron_chameleon.model.sizes import name_of
+from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.plan import TrainingPlan, plan_training
 
 # The paper's values for the universal target, and for a target that is not trained on.
 MU, MU_OUT_OF_DOMAIN = 0.01, 0.05
 
 
-@dataclasses.dataclass(frozen=True)
-class DogePlan:
-    """Validated options and the artifacts that they name.
+class Doge(ProxyMethod[DogeOptions, DogeState]):
+    """DoGE with validated options: mean weights by the alignment of gradients."""
 
-    Attributes:
-        options: of the method.
-        corpus: of the domains.
-        recipe: of the update rule.
-        roles: of the corpus's domains, in its order.
-        proxy: its run.
-        shape: of the proxy.
-    """
+    name, title, hook = "doge", "DoGE", GradientAlignment
 
-    options: DogeOptions
-    corpus: Corpus
-    recipe: DogeRecipe
-    roles: Roles
-    proxy: HookedProxy
-    shape: ModelShape
+    def __init__(self, options: DogeOptions) -> None:
+        super().__init__(options)
+        self.roles = roles_of(options, self.corpus)
+        self.weighted = self.roles.train
+        is_trained_on = set(self.roles.target) <= set(self.roles.train)
+        self.recipe = recipe_of(options.rule, MU if is_trained_on else MU_OUT_OF_DOMAIN)
+        # A target that is not trained on gets no weight, so that its tokens fill no budget.
+        trained = [self.corpus.names[position] for position in self.roles.train]
+        epoch_limit(options, self.corpus, trained).check()
+        plan = plan_training(self.run)
+        self.size = plan.shape.size
+        self.check_proxy(plan)
 
+    def make_hook(
+        self, plan: TrainingPlan | None = None, layout: Layout | None = None
+    ) -> GradientAlignment:
+        """The hook of the proxy's run."""
+        return GradientAlignment(self.corpus.names, self.recipe, self.roles)
 
-def compute_doge(options: DogeOptions, stops: StopRequests | None = None) -> bool:
-    """Train the proxy unless it is finished, and write the mixture. Called on every rank.
+    def load_state(self, saved: dict[str, Any]) -> DogeState:
+        """The hook's state in a checkpoint."""
+        hook = self.make_hook()
+        hook.load_state_dict(saved)
+        return hook.state
 
-    Args:
-        options: of the method.
-        stops: stop-signal handler; created for this call if None.
-
-    Returns:
-        Whether the mixture was written; False after a stop signal.
-
-    Raises:
-        UserError: for a mistake in the options or in what they name, before any training; later,
-            as training does.
-    """
-    stops = stops or StopRequests(options.proxy.stopping)
-    parallel = forward_only(options.proxy.parallel)
-    with distributed(parallel, seed=0):
-        plan = from_main(lambda: plan_doge(options))
-    names = plan.corpus.names
-    finished = train_proxy(
-        plan.proxy.options,
-        stops,
-        lambda _run, _layout: GradientAlignment(names, plan.recipe, plan.roles),
-        name="DoGE's proxy",
-    )
-    if finished:
-        with distributed(parallel, seed=0):
-            from_main(lambda: _write_mixture(plan))
-    return finished
-
-
-def plan_doge(options: DogeOptions) -> DogePlan:
-    """Validate the options, what they name, and the content of the run folder. Writes nothing.
-
-    Args:
-        options: of the method.
-
-    Raises:
-        UserError: for the first mistake found.
-    """
-    corpus = Corpus.load(options.corpus)
-    roles = roles_of(options, corpus)
-    is_trained_on = set(roles.target) <= set(roles.train)
-    recipe = recipe_of(options.rule, MU if is_trained_on else MU_OUT_OF_DOMAIN)
-    # A target that is not trained on gets no weight, so that its tokens fill no budget.
-    epoch_limit(options, corpus, [corpus.names[position] for position in roles.train]).check()
-    check_output(options.output, Mixture.KIND)
-    folder = resolve_work_dir(options.output, options.work_dir)
-    proxy_run = training_options(options.proxy, options.corpus, folder / PROXY)
-    proxy = HookedProxy("DoGE", GradientAlignment, proxy_run)
-    training_plan = plan_training(proxy_run)
-    proxy.check_saved(training_plan, GradientAlignment(corpus.names, recipe, roles).load_state_dict)
-    return DogePlan(options, corpus, recipe, roles, proxy, training_plan.shape)
+    def write_mixture(self) -> None:
+        """Write the mean weights of the finished proxy. Called on one rank."""
+        stopwatch, names, options, recipe = (
+            Stopwatch(),
+            self.corpus.names,
+            self.options,
+            self.recipe,
+        )
+        run, proxy_hash, state = self.finished()
+        target = "all domains"
+        if options.target is not None:
+            trained = "trained on" if options.train_on_target else "not trained on"
+            target = f"{', '.join(names[position] for position in self.roles.target)} ({trained})"
+        settings = PaperSettings(model_size=self.size, trained_tokens=run.tokens)
+        proxy = {"model_size": name_of(self.size), "train_iters": self.run.train_iters}
+        self.write_mean_weights(
+            state,
+            state.counted,
+            [run],
+            stopwatch,
+            settings={**self.make_hook().settings, "proxy": proxy},
+            scores=state.mean_alignment,
+            inputs={"proxy": proxy_hash},
+            paper_flops=paper_flops(self.name, settings),
+            heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights "
+            f"of {run.step:,} steps; score: mean alignment with the target",
+            hint="use a larger --doge-mu or --doge-eps",
+        )
 
 
 def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
@@ -154,44 +124,3 @@ def recipe_of(rule: DogeRule, mu: float) -> DogeRecipe:
     except ValueError as error:
         argument, _, problem = str(error).partition(" ")
         raise UserError(f"--doge-{argument.replace('_', '-')} {problem}") from error
-
-
-def _write_mixture(plan: DogePlan) -> None:
-    """Write the mean weights of the finished proxy and print them, on one rank."""
-    stopwatch, names, roles, recipe = Stopwatch(), plan.corpus.names, plan.roles, plan.recipe
-    run, proxy_hash, saved = plan.proxy.finished()
-    hook = GradientAlignment(names, recipe, roles)
-    hook.load_state_dict(saved)
-    logged, steps = hook.metrics(), hook.state.counted
-    target = "all domains"
-    if plan.options.target is not None:
-        trained = "trained on" if plan.options.train_on_target else "not trained on"
-        target = f"{', '.join(names[position] for position in roles.target)} ({trained})"
-    size = plan.shape.size
-    write_mean_weights(
-        WeightPath(
-            last=logged["weights"],
-            mean=logged["mean_weights"],
-            moved=logged["moved"],
-            steps=steps,
-            averaged=steps,
-        ),
-        [run],
-        plan.options,
-        plan.corpus,
-        stopwatch,
-        method="doge",
-        settings={
-            **hook.settings,
-            "proxy": {
-                "model_size": name_of(size),
-                "train_iters": plan.proxy.options.train_iters,
-            },
-        },
-        scores=dict(zip(names, hook.state.mean_alignment.tolist(), strict=True)),
-        inputs={"proxy": proxy_hash},
-        paper_flops=paper_flops("doge", PaperSettings(model_size=size, trained_tokens=run.tokens)),
-        heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights of "
-        f"{run.step:,} steps; score: mean alignment with the target",
-        fix_unsettled="use a larger --doge-mu or --doge-eps",
-    )

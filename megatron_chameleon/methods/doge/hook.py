@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_chameleon.methods.proxy import load_state, save_state
-from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.methods.proxy import MeanWeightsHook
 from megatron_chameleon.mixture.doge import (
     DogeRecipe,
     DogeState,
@@ -22,10 +21,9 @@ from megatron_chameleon.mixture.doge import (
     gradient_weights,
 )
 from megatron_chameleon.training.domain_gradients import DomainGradients
-from megatron_chameleon.training.hook import TrainingHook
 
 
-class GradientAlignment(TrainingHook):
+class GradientAlignment(MeanWeightsHook[DogeState]):
     """Weighs the gradient of each domain by its alignment with the target's.
 
     Samples always follow the run's mixture; only the weights of their gradients change.
@@ -39,15 +37,13 @@ class GradientAlignment(TrainingHook):
     combines_gradients = True
 
     def __init__(self, names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> None:
-        super().__init__()
-        self._names, self._recipe, self._roles = list(names), recipe, roles
-        self.state = DogeState.first(len(names), roles)
-        # What a state depends on besides the options of the run, as JSON values.
-        self.settings: dict[str, Any] = {
+        settings = {
             "rule": dataclasses.asdict(recipe),
             "trained_on": [names[position] for position in roles.train],
             "target_domains": [names[position] for position in roles.target],
         }
+        super().__init__(names, roles.train, DogeState.first(len(names), roles), settings)
+        self._recipe, self._roles = recipe, roles
 
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
         """Update the weights by the gradients' inner products, and weigh the gradients by them.
@@ -56,7 +52,7 @@ class GradientAlignment(TrainingHook):
         that is trained on.
         """
         products = gradients.dot_products().cpu().numpy()
-        present, factors = gradients.present, np.ones(len(self._names))
+        present, factors = gradients.present, np.ones(len(self.names))
         if np.isfinite(products).all():
             factors = clip_factors(products, self._recipe.max_norm)
             self.state = self.state.after(
@@ -66,26 +62,5 @@ class GradientAlignment(TrainingHook):
 
     def metrics(self) -> dict[str, Any]:
         """Weights after the last step, their mean, and each domain's alignment."""
-        return {
-            "weights": self._by_name(self.state.weights),
-            "mean_weights": self._by_name(self.state.mean),
-            "alignment": dict(zip(self._names, self.state.alignment.tolist(), strict=True)),
-            "moved": self.state.moved,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the weights, and the rule and roles that produced it."""
-        return save_state(self.state, self.settings)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``.
-
-        Raises:
-            UserError: if it is of another rule, target or number of domains, or damaged.
-        """
-        self.state = load_state(state, self.state, self.settings)
-
-    def _by_name(self, weights: Array) -> dict[str, float]:
-        """Domain -> weight, 0 for domains that are not trained on."""
-        trained = dict(zip(self._roles.train, weights.tolist(), strict=True))
-        return {name: trained.get(position, 0.0) for position, name in enumerate(self._names)}
+        alignment = dict(zip(self.names, self.state.alignment.tolist(), strict=True))
+        return {**super().metrics(), "alignment": alignment}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.options import MethodOptions, ProxyOptions
+from megatron_chameleon.methods.options import ProxyMethodOptions
 from megatron_chameleon.ranges import BelowOne, CheckedOptions, NonNegative, Positive
 
 
@@ -30,22 +29,19 @@ class DogeRule(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DogeOptions(MethodOptions):
+class DogeOptions(ProxyMethodOptions):
     """Train a proxy that upweights domains by the alignment of their gradients with the target's.
 
     The mixture is the mean of the weights over the proxy's steps. An interrupted command resumes
     when it is run again.
     """
 
-    work_dir: Path | None = None
-    """Folder of the proxy's run; --output without .json by default."""
     target: str | None = None
     """Target domains of the corpus, a,b: they are sampled like the others, but not trained on, and
     get no weight. By default all domains are the target, and all are trained on."""
     train_on_target: bool = False
     """Train on the domains of --target, too, and give them weights."""
     rule: DogeRule = dataclasses.field(default_factory=DogeRule)
-    proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other."""

@@ -12,9 +12,9 @@ from megatron_chameleon.methods.method import Method
 
 def run(options: DoremiOptions) -> int | None:
     """Train reference and proxy, and write the mixture."""
-    from megatron_chameleon.methods.doremi.compute import compute_doremi
+    from megatron_chameleon.methods.doremi.compute import Doremi
 
-    return None if compute_doremi(options) else STOPPED_STATUS
+    return None if Doremi.compute(options) else STOPPED_STATUS
 
 
 METHOD = Method(

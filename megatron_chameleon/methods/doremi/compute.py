@@ -11,77 +11,102 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, Stopwatch, TrainingRun
+from megatron_chameleon.artifacts import Mixture, MixtureWarning, Stopwatch, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.record import check_output, json_values
+from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.checkpoint.load import require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.doremi.hook import (
-    ExcessLossReweighting,
-    Reference,
-    parse_state,
-)
+from megatron_chameleon.methods.doremi.hook import ExcessLossReweighting, Reference
 from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.output import epoch_limit
 from megatron_chameleon.methods.proxy import (
-    PROXY,
-    HookedProxy,
-    WeightPath,
+    ProxyMethod,
     forward_only,
     is_finished,
-    resolve_work_dir,
+    load_state,
     train_proxy,
     training_options,
-    write_mean_weights,
 )
-from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.doremi import RECIPES, DoremiRecipe
+from megatron_chameleon.mixture.doremi import RECIPES, DoremiRecipe, DoremiState
 from megatron_chameleon.mixture.natural import natural_weights
 from megatron_chameleon.model.flops import PaperSettings, paper_flops
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.sizes import ModelShape, name_of
-from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.model.sizes import name_of
+from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.ranges import flag_of
 from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.options import PretrainOptions
-from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.plan import TrainingPlan, plan_training
 from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.stopping import StopRequests
 
 REFERENCE, NATURAL = "reference", "natural"
 
 
-@dataclasses.dataclass(frozen=True)
-class DoremiPlan:
-    """Validated options and the artifacts that they name.
+class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
+    """DoReMi with validated options: mean weights by the excess loss over a reference."""
 
-    Attributes:
-        options: of the method.
-        corpus: of the domains.
-        recipe: of the update rule.
-        reference_dir: run folder of the reference.
-        reference_run: its training options; None for a user-supplied reference.
-        proxy: its run.
-        shape: of the proxy.
-    """
+    name, title, hook = "doremi", "DoReMi", ExcessLossReweighting
 
-    options: DoremiOptions
-    corpus: Corpus
-    recipe: DoremiRecipe
-    reference_dir: Path
-    reference_run: PretrainOptions | None
-    proxy: HookedProxy
-    shape: ModelShape
+    def __init__(self, options: DoremiOptions) -> None:
+        super().__init__(options)
+        self.recipe, corpus = recipe_of(options.rule), self.corpus
+        if len(corpus.names) < 2:
+            raise UserError(
+                f"{corpus.root}: DoReMi needs at least 2 domains, there is 1; add another"
+            )
+        epoch_limit(options, corpus, corpus.names).check()
+        self.reference_dir = options.reference or self.work_dir / REFERENCE
+        self.reference: Reference | None = None
+        plan = plan_training(self.run)
+        self.shape = plan.shape
+        if options.reference is not None:
+            self.reference = self.load_reference()
+            self._warn_reference_differences()
+        else:
+            run = self.reference_run
+            if options.reference_mixture == NATURAL:  # not written yet
+                plan_training(dataclasses.replace(run, mixture="uniform"))
+            else:
+                check_run_folder(plan_training(run))
+        self.check_proxy(plan)
 
-    def reference(self) -> Reference:
+    @property
+    def reference_run(self) -> PretrainOptions:
+        """Training options of the reference, if it is not user-supplied."""
+        options = self.options
+        size = options.reference_model_size or options.proxy.model_size
+        mixture = options.reference_mixture or "uniform"
+        if mixture == NATURAL:
+            mixture = str(self.work_dir / "reference-mixture.json")
+        proxy = dataclasses.replace(options.proxy, model_size=size)
+        return training_options(proxy, options.corpus, self.reference_dir, mixture)
+
+    def prepare(self, stops: StopRequests) -> bool:
+        """Train the reference unless it is user-supplied."""
+        if self.options.reference is not None:
+            return True
+        run, parallel = self.reference_run, forward_only(self.options.proxy.parallel)
+        if self.options.reference_mixture == NATURAL:
+            tokens = self.corpus.train_tokens
+            shares = natural_weights(list(tokens.values())).tolist()
+            mixture = Mixture(dict(zip(tokens, shares, strict=True)), method=NATURAL)
+            with distributed(parallel, seed=0):
+                from_main(lambda: mixture.save(Path(str(run.mixture))))
+        if not train_proxy(run, stops, name="DoReMi's reference"):
+            return False
+        with distributed(parallel, seed=0):
+            self.reference = from_main(self.load_reference)
+        return True
+
+    def load_reference(self) -> Reference:
         """The trained reference.
 
         Raises:
             UserError: if it is not finished, or its losses are not of the proxy's tokens.
         """
-        folder, name = self.reference_dir, "--reference"
-        if self.reference_run:
-            name = "DoReMi's reference"
+        folder = self.reference_dir
+        name = "--reference" if self.options.reference else "DoReMi's reference"
         if not TrainingRun.exists(folder):
             raise UserError(f"{name} {folder}: no run there; pass the folder of a finished run")
         run = TrainingRun.load(folder)
@@ -102,116 +127,89 @@ class DoremiPlan:
                     f"{record.root} was trained with {flag} {theirs}, the proxy has {mine}; use "
                     "the same, or another --reference"
                 )
-        check_model_layout(shape.size, self.proxy.options.parallel, shape.max_sequence_length)
+        check_model_layout(shape.size, self.run.parallel, shape.max_sequence_length)
         return Reference(record, shape)
 
+    def make_hook(self, plan: TrainingPlan, layout: Layout) -> ExcessLossReweighting:
+        """The hook of the proxy's run."""
+        assert self.reference is not None
+        return ExcessLossReweighting(plan, layout, self.reference, self.recipe)
 
-def compute_doremi(
-    options: DoremiOptions,
-    stops: StopRequests | None = None,
-    reference_run: PretrainOptions | None = None,
-) -> bool:
-    """Train what is not trained yet, and write the mixture. Called on every rank.
+    def load_state(self, saved: dict[str, Any]) -> DoremiState:
+        """The hook's state in a checkpoint."""
+        if self.reference is None:
+            if not is_finished(self.reference_dir):
+                raise UserError(
+                    f"the reference of this proxy, {self.reference_dir}, is missing or not "
+                    f"finished: restore it, or {FRESH_START}"
+                )
+            self.reference = self.load_reference()
+        first = DoremiState.first(len(self.corpus.names), self.shape.vocab_size, self.recipe)
+        return load_state(saved, first, self.reference.settings(self.recipe))
 
-    Args:
-        options: of the method.
-        stops: stop-signal handler; created for this call if None.
-        reference_run: training options of the reference, if ``options`` do not determine them.
-
-    Returns:
-        Whether the mixture was written; False after a stop signal.
-
-    Raises:
-        UserError: for a mistake in the options or in what they name, before any training; later,
-            as training does.
-    """
-    stops = stops or StopRequests(options.proxy.stopping)
-    parallel = forward_only(options.proxy.parallel)
-    with distributed(parallel, seed=0):
-        plan = from_main(lambda: plan_doremi(options, reference_run))
-        from_main(lambda: _write_natural(plan))
-    run = plan.reference_run
-    if run and not train_proxy(run, stops, name="DoReMi's reference"):
-        return False
-    with distributed(parallel, seed=0):
-        reference = from_main(plan.reference)
-    finished = train_proxy(
-        plan.proxy.options,
-        stops,
-        lambda run, layout: ExcessLossReweighting(run, layout, reference, plan.recipe),
-        name="DoReMi's proxy",
-    )
-    if finished:
-        with distributed(parallel, seed=0):
-            from_main(lambda: _write_mixture(plan, reference))
-    return finished
-
-
-def plan_doremi(
-    options: DoremiOptions,
-    reference_run: PretrainOptions | None = None,
-) -> DoremiPlan:
-    """Validate the options, what they name, and the content of the run folders. Writes nothing.
-
-    Args:
-        options: of the method.
-        reference_run: training options of the reference, if ``options`` do not determine them.
-
-    Raises:
-        UserError: for the first mistake found.
-    """
-    recipe = recipe_of(options.rule)
-    corpus = Corpus.load(options.corpus)
-    if len(corpus.names) < 2:
-        raise UserError(f"{corpus.root}: DoReMi needs at least 2 domains, there is 1; add another")
-    epoch_limit(options, corpus, corpus.names).check()
-    check_output(options.output, Mixture.KIND)
-    folder = resolve_work_dir(options.output, options.work_dir)
-    if options.reference is not None:
-        reference_run = None
-    elif reference_run is None:
-        size = options.reference_model_size or options.proxy.model_size
-        mixture = options.reference_mixture or "uniform"
-        if mixture == NATURAL:
-            mixture = str(folder / "reference-mixture.json")
-        reference_run = training_options(
-            dataclasses.replace(options.proxy, model_size=size),
-            options.corpus,
-            folder / REFERENCE,
-            mixture,
-        )
-    reference_dir = reference_run.run_dir if reference_run else options.reference
-    assert reference_dir is not None
-    proxy_run = training_options(options.proxy, options.corpus, folder / PROXY)
-    training_plan = plan_training(proxy_run)
-    plan = DoremiPlan(
-        options=options,
-        corpus=corpus,
-        recipe=recipe,
-        reference_dir=reference_dir,
-        reference_run=reference_run,
-        proxy=HookedProxy("DoReMi", ExcessLossReweighting, proxy_run),
-        shape=training_plan.shape,
-    )
-    reference = None
-    if reference_run is None:
-        reference = plan.reference()
-        _warn_reference_differences(plan)
-    elif options.reference_mixture == NATURAL:  # not written yet
-        plan_training(dataclasses.replace(reference_run, mixture="uniform"))
-    else:
-        check_run_folder(plan_training(reference_run))
-
-    def parse(state: dict[str, Any]) -> None:
-        if reference is None and not is_finished(plan.reference_dir):
-            raise UserError(
-                f"the reference of this proxy, {plan.reference_dir}, is missing or not finished: "
-                f"restore it, or {FRESH_START}"
+    def _warn_reference_differences(self) -> None:
+        """Warn if a user-supplied reference was trained on other data than the proxy."""
+        run = TrainingRun.load(self.reference_dir)
+        before = run.provenance.options.get("boundaries", {})
+        differences = []
+        if run.provenance.inputs.get("corpus") != self.corpus.hash:
+            differences.append(f"on another corpus than {self.corpus.root}")
+        for name, value in json_values(self.run.boundaries).items():
+            # With --eod-mask-loss, the masked tokens have no excess loss either.
+            if before.get(name, False) != value and not (name == "eod_mask_loss" and value):
+                differences.append(f"with {flag_of(name)} {before.get(name, False)}, not {value}")
+        if differences:
+            warnings.warn(
+                f"--reference {self.reference_dir} was trained {' and '.join(differences)}: the "
+                "excess losses include that difference",
+                MixtureWarning,
+                stacklevel=2,
             )
-        parse_state(state, len(corpus.names), recipe, reference or plan.reference())
 
-    plan.proxy.check_saved(training_plan, parse)
-    return plan
+    def write_mixture(self) -> None:
+        """Write the mean weights of the finished proxy. Called on one rank."""
+        stopwatch, recipe, variant = Stopwatch(), self.recipe, self.options.rule.doremi_variant
+        trained = TrainingRun.load(self.reference_dir)
+        run, proxy_hash, state = self.finished()
+        reference = self.reference
+        assert reference is not None
+        # Chameleon's formula counts pairs of runs of one size and length; each run is half of a
+        # pair.
+        flops = [
+            paper_flops(self.name, PaperSettings(model_size=size, trained_tokens=tokens)) / 2
+            for size, tokens in (
+                (reference.shape.size, trained.tokens),
+                (self.shape.size, run.tokens),
+            )
+        ]
+        self.write_mean_weights(
+            state,
+            state.counted - int(recipe.count_first),
+            [trained, run],
+            stopwatch,
+            settings={
+                "variant": variant,
+                "eta": recipe.eta,
+                "eps": recipe.eps,
+                "excess_floor": recipe.floor,
+                "excess_ceiling": recipe.ceiling,
+                "reference": {
+                    "model_size": name_of(reference.shape.size),
+                    "train_iters": trained.step,
+                    "mixture": trained.mixture,
+                },
+                "proxy": {
+                    "model_size": name_of(self.shape.size),
+                    "train_iters": self.run.train_iters,
+                },
+            },
+            scores=state.excess,
+            inputs={"reference": reference.checkpoint.hash, "proxy": proxy_hash},
+            paper_flops=sum(flops),
+            heading=f"\nDoReMi, {variant}, eta {recipe.eta:g}, eps {recipe.eps:g}: mean weights of "
+            f"{run.step:,} steps, reference {trained.root}; score: last excess loss",
+            hint="use a smaller --doremi-eta, a larger --doremi-eps or an --excess-ceiling",
+        )
 
 
 def recipe_of(rule: DoremiRule) -> DoremiRecipe:
@@ -233,86 +231,3 @@ def recipe_of(rule: DoremiRule) -> DoremiRecipe:
         raise UserError(
             f"--doremi-eta, --doremi-eps, --excess-floor or --excess-ceiling: {error}"
         ) from error
-
-
-def _warn_reference_differences(plan: DoremiPlan) -> None:
-    """Warn if a user-supplied reference was trained on other data than the proxy."""
-    run = TrainingRun.load(plan.reference_dir)
-    before = run.provenance.options.get("boundaries", {})
-    differences = []
-    if run.provenance.inputs.get("corpus") != plan.corpus.hash:
-        differences.append(f"on another corpus than {plan.corpus.root}")
-    for name, value in json_values(plan.proxy.options.boundaries).items():
-        # With --eod-mask-loss, the masked tokens have no excess loss either.
-        if before.get(name, False) != value and not (name == "eod_mask_loss" and value):
-            differences.append(f"with {flag_of(name)} {before.get(name, False)}, not {value}")
-    if differences:
-        warnings.warn(
-            f"--reference {plan.reference_dir} was trained {' and '.join(differences)}: the excess "
-            "losses include that difference",
-            MixtureWarning,
-            stacklevel=2,
-        )
-
-
-def _write_natural(plan: DoremiPlan) -> None:
-    """Write the natural mixture if the reference is trained with it."""
-    if plan.options.reference_mixture == NATURAL and plan.reference_run is not None:
-        tokens = plan.corpus.train_tokens
-        shares = natural_weights(list(tokens.values())).tolist()
-        mixture = Mixture(dict(zip(tokens, shares, strict=True)), method=NATURAL)
-        mixture.save(Path(str(plan.reference_run.mixture)))
-
-
-def _write_mixture(plan: DoremiPlan, reference: Reference) -> None:
-    """Write the mean weights of the finished proxy and print them, on one rank."""
-    stopwatch, recipe, variant = Stopwatch(), plan.recipe, plan.options.rule.doremi_variant
-    trained = TrainingRun.load(plan.reference_dir)
-    run, proxy_hash, saved = plan.proxy.finished()
-    names = plan.corpus.names
-    state = parse_state(saved, len(names), recipe, reference)
-
-    def by_name(values: Array) -> dict[str, float]:
-        return dict(zip(names, values.tolist(), strict=True))
-
-    # Chameleon's formula counts pairs of runs of one size and length; each run is half of a pair.
-    flops = [
-        paper_flops("doremi", PaperSettings(model_size=size, trained_tokens=each.tokens)) / 2
-        for size, each in ((reference.shape.size, trained), (plan.shape.size, run))
-    ]
-    write_mean_weights(
-        WeightPath(
-            last=by_name(state.weights),
-            mean=by_name(state.mean),
-            moved=state.moved,
-            steps=state.counted - int(recipe.count_first),
-            averaged=state.counted,
-        ),
-        [trained, run],
-        plan.options,
-        plan.corpus,
-        stopwatch,
-        method="doremi",
-        settings={
-            "variant": variant,
-            "eta": recipe.eta,
-            "eps": recipe.eps,
-            "excess_floor": recipe.floor,
-            "excess_ceiling": recipe.ceiling,
-            "reference": {
-                "model_size": name_of(reference.shape.size),
-                "train_iters": trained.step,
-                "mixture": trained.mixture,
-            },
-            "proxy": {
-                "model_size": name_of(plan.shape.size),
-                "train_iters": plan.proxy.options.train_iters,
-            },
-        },
-        scores=by_name(state.excess),
-        inputs={"reference": reference.checkpoint.hash, "proxy": proxy_hash},
-        paper_flops=sum(flops),
-        heading=f"\nDoReMi, {variant}, eta {recipe.eta:g}, eps {recipe.eps:g}: mean weights of "
-        f"{run.step:,} steps, reference {trained.root}; score: last excess loss",
-        fix_unsettled="use a smaller --doremi-eta, a larger --doremi-eps or an --excess-ceiling",
-    )

@@ -16,14 +16,13 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.checkpoint.load import load_weights
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.proxy import load_state, save_state
-from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.methods.proxy import MeanWeightsHook
 from megatron_chameleon.mixture.doremi import DoremiRecipe, DoremiState, token_weights
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.memory import TrainingSetup, stage_parameters
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.hook import GlobalBatch, TrainingHook
+from megatron_chameleon.training.hook import GlobalBatch
 from megatron_chameleon.training.optimizer import batch_shape
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import Passes
@@ -36,8 +35,12 @@ class Reference:
     checkpoint: CheckpointRecord
     shape: ModelShape
 
+    def settings(self, recipe: DoremiRecipe) -> dict[str, Any]:
+        """Everything that the hook's state depends on besides the options of the proxy's run."""
+        return {"rule": dataclasses.asdict(recipe), "reference": self.checkpoint.hash}
 
-class ExcessLossReweighting(TrainingHook):
+
+class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
     """Weighs the loss of each domain by its excess loss.
 
     Samples always follow the run's mixture; only their loss weights change. Proxy and reference run
@@ -53,13 +56,14 @@ class ExcessLossReweighting(TrainingHook):
     def __init__(
         self, plan: TrainingPlan, layout: Layout, reference: Reference, recipe: DoremiRecipe
     ) -> None:
-        super().__init__()
+        names = plan.data.names
+        first = DoremiState.first(len(names), plan.shape.vocab_size, recipe)
+        super().__init__(names, range(len(names)), first, reference.settings(recipe))
         self._plan, self._layout = plan, layout
-        self._names, self._recipe, self._reference = plan.data.names, recipe, reference
+        self._recipe, self._reference = recipe, reference
         sampling = np.array(plan.schedule.weights_at(0), np.float64)
         self._sampling = sampling / sampling.sum()
         self._passes: Passes | None = None
-        self._state = DoremiState.first(len(self._names), plan.shape.vocab_size, recipe)
 
     def prepare(self) -> None:
         """Build the frozen reference and load its weights."""
@@ -74,7 +78,7 @@ class ExcessLossReweighting(TrainingHook):
         load_weights(self._reference.checkpoint, model)
         for chunk in model:
             chunk.eval().requires_grad_(False)
-        self._passes = Passes(model, batch_shape(self._plan, self._layout), len(self._names))
+        self._passes = Passes(model, batch_shape(self._plan, self._layout), len(self.names))
 
     def extra_bytes(self, setup: TrainingSetup, stage: int, num_domains: int) -> dict[str, int]:
         """The reference's weights, in the precision that the proxy is trained in."""
@@ -101,54 +105,19 @@ class ExcessLossReweighting(TrainingHook):
         totals = torch.stack([sums, batch.domain_tokens, losses]).cpu().numpy()
         tokens = totals[1]
         if np.isfinite(totals).all():
-            self._state = self._state.after(totals[0], tokens, recipe)
+            self.state = self.state.after(totals[0], tokens, recipe)
         else:  # if it is the proxy's, the step is skipped as without a hook
             finite = np.isfinite(batch.domain_sums(reference).cpu().numpy())
             if not finite.all():
                 raise UserError(
                     f"the reference {self._reference.checkpoint.root} has a loss that is not "
-                    f"finite on '{self._names[int(finite.argmin())]}'; use another one, for "
+                    f"finite on '{self.names[int(finite.argmin())]}'; use another one, for "
                     "example trained with a lower --lr"
                 )
-        weights = token_weights(self._state.log_weights, self._sampling, tokens)
+        weights = token_weights(self.state.log_weights, self._sampling, tokens)
         return to_device(torch.from_numpy(weights), sums.device)
 
     def metrics(self) -> dict[str, Any]:
         """Weights after the last step, their mean, and excess losses in nats per token."""
-        return {
-            "weights": self._by_name(self._state.weights),
-            "mean_weights": self._by_name(self._state.mean),
-            "excess": self._by_name(self._state.excess),
-            "moved": self._state.moved,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the weights, and the rule and reference that produced it."""
-        return save_state(self._state, _settings(self._recipe, self._reference))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``.
-
-        Raises:
-            UserError: if it is of another rule or reference, or damaged.
-        """
-        self._state = parse_state(state, len(self._names), self._recipe, self._reference)
-
-    def _by_name(self, values: Array) -> dict[str, float]:
-        return dict(zip(self._names, values.tolist(), strict=True))
-
-
-def parse_state(
-    state: dict[str, Any], num_domains: int, recipe: DoremiRecipe, reference: Reference
-) -> DoremiState:
-    """Validate and convert the result of :meth:`ExcessLossReweighting.state_dict`.
-
-    Raises:
-        UserError: if it is of another rule, reference or number of domains, or damaged.
-    """
-    first = DoremiState.first(num_domains, reference.shape.vocab_size, recipe)
-    return load_state(state, first, _settings(recipe, reference))
-
-
-def _settings(recipe: DoremiRecipe, reference: Reference) -> dict[str, Any]:
-    return {"rule": dataclasses.asdict(recipe), "reference": reference.checkpoint.hash}
+        excess = dict(zip(self.names, self.state.excess.tolist(), strict=True))
+        return {**super().metrics(), "excess": excess}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.options import MethodOptions, ProxyOptions
+from megatron_chameleon.methods.options import ProxyMethodOptions
 from megatron_chameleon.ranges import BelowOne, CheckedOptions, Positive, flag_of
 
 
@@ -32,15 +32,13 @@ class DoremiRule(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DoremiOptions(MethodOptions):
+class DoremiOptions(ProxyMethodOptions):
     """Train a reference, then a proxy that upweights domains by its excess loss over the reference.
 
     The mixture is the mean of the weights over the proxy's steps. An interrupted command resumes
     when it is run again.
     """
 
-    work_dir: Path | None = None
-    """Folder of the two runs, reference and proxy; --output without .json by default."""
     reference: Path | None = None
     """Finished run to use as the reference, with the same tokenizer and sequence length and of any
     size; by default one is trained with the options of the proxy."""
@@ -50,7 +48,6 @@ class DoremiOptions(MethodOptions):
     reference_model_size: str | None = None
     """Model size of the reference; the proxy's by default."""
     rule: DoremiRule = dataclasses.field(default_factory=DoremiRule)
-    proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other."""

@@ -26,14 +26,20 @@ from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.compute import compute_mixture, embedding_recipe
 from megatron_chameleon.methods.chameleon.options import ChameleonOptions
-from megatron_chameleon.methods.doge.compute import MU, compute_doge, plan_doge
+from megatron_chameleon.methods.doge.compute import MU, Doge
 from megatron_chameleon.methods.doge.compute import recipe_of as doge_recipe
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
-from megatron_chameleon.methods.doremi.compute import compute_doremi, plan_doremi
+from megatron_chameleon.methods.doremi.compute import Doremi
 from megatron_chameleon.methods.doremi.compute import recipe_of as doremi_recipe
 from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.output import require_training_tokens
-from megatron_chameleon.methods.proxy import PROXY, forward_only, train_proxy, training_options
+from megatron_chameleon.methods.proxy import (
+    PROXY,
+    forward_only,
+    is_finished,
+    train_proxy,
+    training_options,
+)
 from megatron_chameleon.methods.sweep.options import SweepOptions
 from megatron_chameleon.mixture.doge import DogeRecipe
 from megatron_chameleon.mixture.doremi import DoremiRecipe
@@ -220,17 +226,21 @@ def point_of(options: SweepOptions, values: Values) -> Point:
             values,
             mixture,
             (work_dir / PROXY,),
-            check=lambda: plan_doge(doge),
-            compute=lambda stops: compute_doge(doge, stops),
+            check=lambda: Doge(doge),
+            compute=lambda stops: Doge.compute(doge, stops),
         )
     doremi = DoremiOptions(rule=options.doremi, **shared)
-    return Point(
-        values,
-        mixture,
-        (plain.run_dir, work_dir / PROXY),
-        check=lambda: plan_doremi(doremi, plain),
-        compute=lambda stops: compute_doremi(doremi, stops, plain),
-    )
+    with_reference = dataclasses.replace(doremi, reference=plain.run_dir)
+
+    def check() -> None:
+        check_run_folder(plan_training(plain))
+        Doremi(with_reference if is_finished(plain.run_dir) else doremi)
+
+    def compute(stops: StopRequests) -> bool:
+        finished = train_proxy(plain, stops, name="DoReMi's reference")
+        return finished and Doremi.compute(with_reference, stops)
+
+    return Point(values, mixture, (plain.run_dir, work_dir / PROXY), check, compute)
 
 
 def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions) -> Point:

@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import HookState, step_folder
-from megatron_chameleon.methods.doge.compute import compute_doge
+from megatron_chameleon.methods.doge.compute import Doge
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
-from megatron_chameleon.methods.doremi.compute import compute_doremi
+from megatron_chameleon.methods.doremi.compute import Doremi
 from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.training.options import OptimizerOptions
@@ -52,7 +52,7 @@ def method_options(name: str, output: Path, **changes: Any) -> Any:
 
 
 def compute(options: DoremiOptions | DogeOptions) -> bool:
-    return (compute_doremi if isinstance(options, DoremiOptions) else compute_doge)(options)  # type: ignore[arg-type]
+    return Doremi.compute(options) if isinstance(options, DoremiOptions) else Doge.compute(options)
 
 
 def proxy_run(output: Path) -> TrainingRun:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_chameleon.artifacts import Mixture
-from megatron_chameleon.methods.doge.compute import compute_doge
+from megatron_chameleon.methods.doge.compute import Doge
 from megatron_chameleon.methods.doge.hook import GradientAlignment
 from megatron_chameleon.methods.doge.options import DogeRule
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
@@ -32,7 +32,7 @@ __all__ = ["micro_batches"]  # a fixture
 def test_a_target_is_trained_on_only_if_requested(corpus, tmp_path, train_on_target):
     settings = {"target": "poems", "rule": DogeRule(), "train_on_target": train_on_target}
     options = method_options("doge", tmp_path / "doge.json", corpus=corpus.root, **settings)
-    assert compute_doge(options)
+    assert Doge.compute(options)
     mixture, run = Mixture.load(options.output), proxy_run(options.output)
     assert sum(mixture.weights.values()) == pytest.approx(1.0)
     trained = list(DOMAINS if train_on_target else DOMAINS[:2])

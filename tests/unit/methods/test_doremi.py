@@ -16,7 +16,7 @@ from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doremi import compute as compute_module
-from megatron_chameleon.methods.doremi.compute import compute_doremi, plan_doremi
+from megatron_chameleon.methods.doremi.compute import Doremi
 from megatron_chameleon.methods.doremi.hook import ExcessLossReweighting
 from megatron_chameleon.methods.doremi.options import DoremiRule
 from megatron_chameleon.training.hook import GlobalBatch
@@ -64,7 +64,7 @@ class Checked(ExcessLossReweighting):
         weights = super().loss_weights(batch)
         tokens: list[list[float]] = [[], [], []]
         weighed = [0.0, 0.0]
-        alpha = self._state.weights
+        alpha = self.state.weights
         for part, losses in zip(batch.micro_batches, losses_of_proxy, strict=True):
             reference = self.reader.token_losses(part["tokens"], part["labels"])
             assert reference is not None
@@ -81,7 +81,7 @@ class Checked(ExcessLossReweighting):
         expected, other = clipped_tokens, clipped_means
         if not self._recipe.clip_tokens:
             expected, other = clipped_means, clipped_tokens
-        np.testing.assert_allclose(self._state.excess[present], expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(self.state.excess[present], expected, rtol=1e-4, atol=1e-6)
         Checked.apart = max(Checked.apart, float(np.abs(np.subtract(expected, other)).max()))
         Checked.highest = max(Checked.highest, max(max(part, default=0.0) for part in tokens))
         # The loss of the step: the sum of weight times loss over the number of tokens.
@@ -110,7 +110,7 @@ def test_excess_losses_and_the_loss_equal_a_loop_over_tokens(options, monkeypatc
         monkeypatch.setattr(Checked, name, value)
     boundaries = DocumentBoundaryOptions(eod_mask_loss=masked)
     made = options(rule=rule, train_iters=3, boundaries=boundaries)
-    assert compute_doremi(made)
+    assert Doremi.compute(made)
     assert Checked.steps == 3
     assert Checked.apart > 1e-3  # the variants differ,
     assert Checked.highest > 0.3  # and the ceiling has an effect
@@ -126,7 +126,7 @@ def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpu
     made = options(
         reference=None, reference_mixture="natural", reference_model_size="tiny", train_iters=4
     )
-    assert compute_doremi(made)
+    assert Doremi.compute(made)
     proxy = proxy_run(made.output)
     reference = TrainingRun.load(proxy.root.with_name("reference"))
     assert (reference.status, proxy.status) == ("finished", "finished")
@@ -147,20 +147,20 @@ def test_a_run_killed_in_the_reference_equals_one_with_that_reference(
     options, finished_run, tmp_path, monkeypatch
 ):
     given, made = options(output=tmp_path / "given.json"), options(reference=None)
-    assert compute_doremi(given)
+    assert Doremi.compute(given)
     with monkeypatch.context() as patched:
         before_steps(patched, {5: kill})
         with pytest.raises(RuntimeError, match="killed"):
-            compute_doremi(made)
+            Doremi.compute(made)
     assert not (made.output.with_suffix("") / "proxy").exists()
-    assert compute_doremi(made)
+    assert Doremi.compute(made)
     assert hooks_of(made.output) == hooks_of(given.output)
     assert Mixture.load(made.output).weights == Mixture.load(given.output).weights
     costs = [run.cost.flops for run in (TrainingRun.load(finished_run), proxy_run(given.output))]
     assert costs[1] == pytest.approx(costs[0] * (1 + 2 / 3))  # with two forward passes
     shutil.rmtree(made.output.with_suffix("") / "proxy")
     with pytest.raises(UserError, match=r"reference.*--seed 1234, not 7"):
-        compute_doremi(options(reference=None, seed=7))
+        Doremi.compute(options(reference=None, seed=7))
 
 
 def scale_losses(monkeypatch, factor, *, of_reference):
@@ -178,7 +178,7 @@ def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch):
     """Even if clipping would hide them."""
     scale_losses(monkeypatch, math.inf, of_reference=False)
     made = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=0.3))
-    compute_doremi(made)
+    Doremi.compute(made)
     hooks = hooks_of(made.output)
     assert hooks[2] == hooks[1]
     assert state_of(made.output)["counted"] == STEPS
@@ -189,13 +189,13 @@ def test_non_finite_losses_of_the_reference_are_errors(options, monkeypatch, fac
     """Also infinite ones, which clipping would turn into an excess loss of 0."""
     scale_losses(monkeypatch, factor, of_reference=True)
     with pytest.raises(UserError, match="'news'"):
-        compute_doremi(options(rule=DoremiRule(variant, 0.1)))
+        Doremi.compute(options(rule=DoremiRule(variant, 0.1)))
 
 
 def test_an_unusable_reference_or_corpus_is_an_error(options, tmp_path, trained_run):
     alone = write_small_corpus(tmp_path / "corpus", ("news",))
     with pytest.raises(UserError, match="2 domains"):
-        compute_doremi(options(corpus=alone.root))
+        Doremi.compute(options(corpus=alone.root))
     path = find_checkpoint(trained_run) / CheckpointRecord.FILE_NAME
     content = path.read_text()
     for field, value, problem in (
@@ -207,11 +207,11 @@ def test_an_unusable_reference_or_corpus_is_an_error(options, tmp_path, trained_
         del body["checksum"]
         path.write_text(json.dumps(body))
         with pytest.raises(UserError, match=problem):
-            compute_doremi(options(reference=trained_run))
+            Doremi.compute(options(reference=trained_run))
     run = TrainingRun.load(trained_run)
     dataclasses.replace(run, status="interrupted", step=3).save()
     with pytest.raises(UserError, match="step 3 of 6"):
-        compute_doremi(options(reference=trained_run))
+        Doremi.compute(options(reference=trained_run))
     assert not (tmp_path / "4-mixture").exists()
 
 
@@ -226,7 +226,7 @@ def test_a_reference_trained_on_other_data_is_warned_of(
     options, tmp_path, recwarn, boundaries, warned
 ):
     other = write_small_corpus(tmp_path / "corpus", seed=1)
-    plan_doremi(options(corpus=other.root, boundaries=boundaries))
+    Doremi(options(corpus=other.root, boundaries=boundaries))
     (message,) = [str(w.message) for w in recwarn if w.category is MixtureWarning]
     assert str(other.root) in message
     assert ("--reset-attention-mask" in message) is warned
