@@ -66,7 +66,7 @@ def compute_natural(options: NaturalOptions) -> None:
     """Write the domains' shares of the training tokens to the power 1/T."""
     from megatron_chameleon.errors import UserError
     from megatron_chameleon.methods.output import AssignedWeights, run_training_free
-    from megatron_chameleon.mixture.natural import natural_weights
+    from megatron_chameleon.mixture.weights import natural_weights
 
     temperature = options.temperature
 

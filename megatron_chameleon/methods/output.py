@@ -23,13 +23,15 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.options import ChosenDomainsOptions, MethodOptions
-from megatron_chameleon.mixture import CappedWeights, capped_weights
 from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.mixture.constraints import capped_weights
 
 # A table of more domains than MAX_ROWS shows the heaviest and the lightest.
 MAX_ROWS = 40
 HEAVIEST, LIGHTEST = 25, 10
 SMALL_WEIGHT = 1e-3
+# A larger weight is nearly all of the mixture.
+ONE_HOT = 0.95
 MAX_NAMES = 10
 
 
@@ -116,17 +118,17 @@ class EpochLimit:
 
     def check(self) -> None:
         """Raise UserError if the domains cannot fill the budget within the limit."""
-        if self.max_epochs is None or self.token_budget is None:
-            return
-        available = self.max_epochs * sum(self.tokens.values())
-        if available < self.token_budget:
-            raise UserError(
-                f"--max-epochs {self.max_epochs:g}: the weighted domains have {available:,.0f} "
-                f"tokens in {self.max_epochs:g} epochs, less than --token-budget "
-                f"{self.token_budget:,}; raise --max-epochs or lower --token-budget"
-            )
+        self.apply(np.full(len(self.tokens), 1.0 / len(self.tokens)))
 
-    def apply(self, weights: Array) -> CappedWeights:
+    @property
+    def caps(self) -> Array | None:
+        """Maximum weights [num_domains]; None without a limit."""
+        if self.max_epochs is None or self.token_budget is None:
+            return None
+        tokens = np.array(list(self.tokens.values()), np.float64)
+        return tokens * (self.max_epochs / self.token_budget)
+
+    def apply(self, weights: Array) -> Array:
         """The nearest weights within the limit.
 
         Args:
@@ -135,14 +137,14 @@ class EpochLimit:
         Raises:
             UserError: if the domains with a weight cannot fill the budget.
         """
-        if self.max_epochs is None or self.token_budget is None:
-            return CappedWeights(weights, ())
-        tokens = np.array(list(self.tokens.values()), np.float64)
-        caps = tokens * (self.max_epochs / self.token_budget)
         try:
-            return capped_weights(weights, caps)
+            return weights if self.caps is None else capped_weights(weights, self.caps)
         except ValueError as error:
-            raise UserError(f"--max-epochs {self.max_epochs:g}: {error}") from error
+            raise UserError(
+                f"--max-epochs {self.max_epochs:g}: the domains with a weight have fewer tokens in "
+                f"so many epochs than --token-budget {self.token_budget:,}; raise --max-epochs or "
+                "lower --token-budget"
+            ) from error
 
     def mixture_fields(self, unconstrained: Array) -> dict[str, Any]:
         """Fields of a Mixture: weights, epochs and the effect of the limit. Warn of capped domains.
@@ -151,14 +153,14 @@ class EpochLimit:
             unconstrained: [num_domains] float64 weights without the limit.
         """
         names, limited = list(self.tokens), self.apply(unconstrained)
-        weights = dict(zip(names, limited.weights.tolist(), strict=True))
+        weights = dict(zip(names, limited.tolist(), strict=True))
         if self.token_budget is None:
             return {"weights": weights}
         epochs = implied_epochs(self.tokens, weights, self.token_budget)
         fields = {"weights": weights, "token_budget": self.token_budget, "epochs": epochs}
-        if self.max_epochs is None:
+        if self.caps is None:
             return fields
-        capped = [names[position] for position in limited.binding]
+        capped = [names[i] for i in np.flatnonzero((unconstrained > 0) & (limited == self.caps))]
         if capped:
             warnings.warn(
                 f"--max-epochs {self.max_epochs:g} caps {format_names(capped)} in "

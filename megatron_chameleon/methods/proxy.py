@@ -28,8 +28,7 @@ from megatron_chameleon.artifacts.checkpoint import (
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.options import ProxyMethodOptions, ProxyOptions
-from megatron_chameleon.methods.output import cost_totals, epoch_limit, write_and_print
-from megatron_chameleon.mixture.bootstrap import ONE_HOT
+from megatron_chameleon.methods.output import ONE_HOT, cost_totals, epoch_limit, write_and_print
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doge import DogeState
 from megatron_chameleon.mixture.doremi import DoremiState

@@ -1,4 +1,4 @@
-"""Bootstrap over windows: intervals of the weights, and the windows that a precision needs."""
+"""Bootstrap over windows: confidence intervals of the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_chameleon.mixture.checks import Array, as_matrix, check_positive
+from megatron_chameleon.mixture.checks import Array, as_matrix
 from megatron_chameleon.mixture.weights import DegenerateScoreWarning
 
 # Values per block of resampled means, and in one domain's counts: 256 MiB each. Every block reads
@@ -30,12 +30,6 @@ class BootstrapResult:
 
     high: Array
     """[k] upper end."""
-
-    confidence: float
-    """Coverage of the intervals."""
-
-    num_windows: tuple[int, ...]
-    """Windows per domain."""
 
 
 def bootstrap_weights(
@@ -80,20 +74,16 @@ def bootstrap_weights(
         raise ValueError(f"seed is {seed}: it must not be negative")
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence is {confidence}: it must lie between 0 and 1, such as 0.95")
-    rows, num_degenerate = [], 0
-    for embeddings in _resampled_means(windows, num_resamples, seed):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", DegenerateScoreWarning)
-            rows.append(weight_fn(embeddings))
-        degenerate = [each for each in caught if each.category is DegenerateScoreWarning]
-        num_degenerate += bool(degenerate)
-        for each in caught:
-            if each not in degenerate:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    weights = np.array(rows)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DegenerateScoreWarning)
+        means = _resampled_means(windows, num_resamples, seed)
+        weights = np.array([weight_fn(embeddings) for embeddings in means])
     if weights.shape != (num_resamples, len(windows)):
         raise ValueError("weight_fn must map embeddings [k, h] to weights [k]")
-    if num_degenerate:
+    others = [each for each in caught if each.category is not DegenerateScoreWarning]
+    for each in others:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if num_degenerate := len(caught) - len(others):
         warnings.warn(
             f"leverage scores were clipped in {num_degenerate} of {num_resamples} "
             "resamples, so the intervals are partly bounds: use more windows per domain",
@@ -102,7 +92,7 @@ def bootstrap_weights(
         )
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(weights, [tail, 1.0 - tail], axis=0)
-    return BootstrapResult(weights, low, high, confidence, tuple(len(w) for w in windows))
+    return BootstrapResult(weights, low, high)
 
 
 def resampled_means_direct(
@@ -213,10 +203,6 @@ def grouped_windows(
     return means.astype(np.float32)
 
 
-# One domain with nearly all of the weight.
-ONE_HOT = 0.95
-
-
 def outweighing_probability(
     resampled: BootstrapResult, one: npt.ArrayLike, other: npt.ArrayLike
 ) -> Array:
@@ -234,31 +220,3 @@ def outweighing_probability(
     difference = first - second
     likely: Array = (difference > 0).mean(axis=0) + (difference == 0).mean(axis=0) / 2
     return likely
-
-
-def windows_needed(half_width: float, num_windows: int, precision: float) -> int:
-    """Windows per domain at which the widest interval would be about +- ``precision``.
-
-    The standard error of a mean over n windows goes with n^-1/2, and the weights are smooth in the
-    means, so (half width / precision)^2 times the windows are needed.
-
-    Args:
-        half_width: half the width of the widest interval, with ``num_windows`` windows.
-        num_windows: of the domain with the fewest.
-        precision: above 0.
-
-    Raises:
-        ValueError: if ``precision`` is not finite and > 0.
-    """
-    return math.ceil(num_windows * (half_width / check_positive(precision, "precision")) ** 2)
-
-
-def is_within_noise_of_uniform(resampled: BootstrapResult) -> bool:
-    """Whether every interval contains 1 / k."""
-    uniform = 1.0 / len(resampled.low)
-    return bool(((resampled.low <= uniform) & (uniform <= resampled.high)).all())
-
-
-def is_one_hot(resampled: BootstrapResult) -> bool:
-    """Whether one of several domains has nearly all of the weight in most resamples."""
-    return bool(len(resampled.low) > 1 and np.median(resampled.weights.max(axis=1)) > ONE_HOT)

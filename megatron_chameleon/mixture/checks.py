@@ -46,32 +46,23 @@ def as_embeddings(embeddings: npt.ArrayLike) -> Array:
 def as_affinity(affinity: npt.ArrayLike) -> Array:
     """Return an affinity matrix as an exactly symmetric float64 array [k, k].
 
-    Differences between the two triangles of the size of rounding are averaged away. A Gram matrix
-    has |K_ij|^2 <= K_ii K_jj (Cauchy-Schwarz); checking only these 2 x 2 minors costs k^2, not k^3.
+    Rounding differences between the two triangles are averaged. A Gram matrix has
+    |K_ij|^2 <= K_ii K_jj (Cauchy-Schwarz); checking only these 2 x 2 minors costs k^2, not k^3.
     """
     matrix = as_matrix(affinity, "affinity", "domain")
     fix = "build it with affinity_matrix(embeddings, center=...)"
     if matrix.shape[0] != matrix.shape[1]:
         raise ValueError(f"affinity must be square, but has shape {matrix.shape}: {fix}")
-    slack = AFFINITY_TOLERANCE * float(np.abs(matrix).max())
-    asymmetry = np.abs(matrix - matrix.T)
-    if asymmetry.max() > slack:
-        i, j = divmod(int(asymmetry.argmax()), len(matrix))
-        raise ValueError(
-            f"affinity is not symmetric: entry [{i}, {j}] is {matrix[i, j]:.6g} but "
-            f"[{j}, {i}] is {matrix[j, i]:.6g}: {fix}"
-        )
-    if asymmetry.any():
-        matrix = (matrix + matrix.T) / 2
     norms = np.sqrt(np.maximum(np.diagonal(matrix), 0.0))
-    excess = np.abs(matrix) - np.outer(norms, norms)
-    if excess.max() > slack:
-        i, j = divmod(int(excess.argmax()), len(matrix))
+    asymmetry = np.abs(matrix - matrix.T)
+    errors = np.maximum(asymmetry, np.abs(matrix) - np.outer(norms, norms))
+    if errors.max() > AFFINITY_TOLERANCE * float(np.abs(matrix).max()):
+        i, j = divmod(int(errors.argmax()), len(matrix))
         raise ValueError(
-            f"affinity entry [{i}, {j}] is {matrix[i, j]:.6g}, which the squared norms on the "
-            f"diagonal do not allow, so these are not inner products: {fix}"
+            f"affinity is not a matrix of inner products: entry [{i}, {j}] is {matrix[i, j]:.6g}, "
+            f"not {matrix[j, i]:.6g} as [{j}, {i}], or above the norms on the diagonal: {fix}"
         )
-    return matrix
+    return (matrix + matrix.T) / 2 if asymmetry.any() else matrix
 
 
 def as_scores(scores: npt.ArrayLike) -> Array:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_chameleon.mixture.checks import Array, check_positive
-from megatron_chameleon.mixture.exponentiated import exponentiated_step, total_variation
+from megatron_chameleon.mixture.exponentiated import WeightState, exponentiated_step
 
 # Added to the mean norm, as in the authors' code.
 NORM_EPS = 1e-6
@@ -60,40 +60,26 @@ class Roles:
 
 
 @dataclasses.dataclass(frozen=True)
-class DogeState:
+class DogeState(WeightState):
     """The weights after some steps.
 
     Attributes:
-        log_weights: ln alpha of the domains that are trained on, float64.
         products: [k, k] float64, inner products of all domains' clipped gradients, each as of the
             last step with both domains; 0 before the first.
         alignment: [k] float64, the last <g_i, sum_{j in target} g_j> / (mean norm + 1e-6).
-        mean: the mean of alpha over steps.
         mean_alignment: [k] float64, the mean of the alignment over steps.
-        counted: number of steps in the means.
-        moved: sum over steps of the total-variation distance that alpha moved.
     """
 
-    log_weights: Array
     products: Array
     alignment: Array
-    mean: Array
     mean_alignment: Array
-    counted: int = 0
-    moved: float = 0.0
 
     @classmethod
     def first(cls, num_domains: int, roles: Roles) -> DogeState:
         """The initial state: uniform weights, unknown gradients."""
         uniform = np.full(len(roles.train), 1.0 / len(roles.train))
         zeros = np.zeros(num_domains)
-        return cls(np.log(uniform), np.zeros((num_domains, num_domains)), zeros, uniform, zeros)
-
-    @property
-    def weights(self) -> Array:
-        """The alpha of the domains that are trained on, float64, summing to 1."""
-        weights: Array = np.exp(self.log_weights)
-        return weights / weights.sum()
+        return cls(np.log(uniform), uniform, 0, 0.0, np.outer(zeros, zeros), zeros, zeros)
 
     def after(
         self,
@@ -126,15 +112,9 @@ class DogeState:
         limited = np.clip(alignment[list(roles.train)], recipe.dw_min, recipe.dw_max)
         gains = learning_rate * limited
         log_weights = exponentiated_step(self.log_weights, gains, 1.0 / recipe.mu, recipe.eps)
-        counted = self.counted + 1
-        new = dataclasses.replace(
-            self, log_weights=log_weights, products=known, alignment=alignment, counted=counted
-        )
-        return dataclasses.replace(
-            new,
-            mean=self.mean + (new.weights - self.mean) / counted,
-            mean_alignment=self.mean_alignment + (alignment - self.mean_alignment) / counted,
-            moved=self.moved + total_variation(self.weights, new.weights),
+        mean = self.mean_alignment + (alignment - self.mean_alignment) / (self.counted + 1)
+        return self.with_weights(
+            log_weights, products=known, alignment=alignment, mean_alignment=mean
         )
 
 

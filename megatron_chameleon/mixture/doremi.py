@@ -1,7 +1,6 @@
 """DoReMi's update of domain weights from excess losses.
 
-Xie et al.: DoReMi, NeurIPS 2023, Algorithm 1. Weights are stored as logarithms: none overflows, and
-none underflows to a zero from which it could not recover.
+Xie et al.: DoReMi, NeurIPS 2023, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from megatron_chameleon.mixture.checks import Array, check_positive
-from megatron_chameleon.mixture.exponentiated import exponentiated_step, total_variation
+from megatron_chameleon.mixture.exponentiated import WeightState, exponentiated_step
 
 Variant: TypeAlias = Literal["original", "fork"]
 
@@ -60,36 +59,22 @@ assert tuple(RECIPES) == get_args(Variant)
 
 
 @dataclasses.dataclass(frozen=True)
-class DoremiState:
-    """The weights after some steps.
+class DoremiState(WeightState):
+    """The weights [k] after some steps.
 
     Attributes:
-        log_weights: ln alpha, [k] float64, as :func:`exponentiated_step` gives it.
         excess: lambda, [k] float64: excess loss per token in nats, as of the last batch with the
             domain.
-        mean: [k] float64, the mean of the weights over steps.
-        counted: number of weight vectors in the mean.
-        moved: sum over steps of the total-variation distance that the weights moved.
     """
 
-    log_weights: Array
     excess: Array
-    mean: Array
-    counted: int
-    moved: float = 0.0
 
     @classmethod
     def first(cls, num_domains: int, vocab_size: int, recipe: DoremiRecipe) -> DoremiState:
         """The initial state: uniform weights; the excess is the loss of a uniform guess, ln V."""
         uniform = np.full(num_domains, 1.0 / num_domains)
         excess = np.full(num_domains, math.log(vocab_size))
-        return cls(np.log(uniform), excess, uniform, counted=int(recipe.count_first))
-
-    @property
-    def weights(self) -> Array:
-        """alpha, [k] float64, summing to 1."""
-        weights: Array = np.exp(self.log_weights)
-        return weights / weights.sum()
+        return cls(np.log(uniform), uniform, int(recipe.count_first), 0.0, excess)
 
     def after(self, excess_sums: Array, tokens: Array, recipe: DoremiRecipe) -> DoremiState:
         """The state after a step.
@@ -111,13 +96,7 @@ class DoremiState:
             means = np.clip(means, recipe.floor, recipe.ceiling)
         excess = np.where(tokens > 0, means, self.excess)
         log_weights = exponentiated_step(self.log_weights, excess, recipe.eta, recipe.eps)
-        counted = self.counted + 1
-        new = DoremiState(log_weights, excess, self.mean, counted)
-        return dataclasses.replace(
-            new,
-            mean=self.mean + (new.weights - self.mean) / counted,
-            moved=self.moved + total_variation(self.weights, new.weights),
-        )
+        return self.with_weights(log_weights, excess=excess)
 
 
 def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:

@@ -6,7 +6,9 @@ not recover.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,6 +16,37 @@ from megatron_chameleon.mixture.checks import Array
 
 # Logarithm of the smallest normal float.
 LOWEST_LOG = math.log(np.finfo(np.float64).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightState:
+    """Domain weights after some steps, and their running mean.
+
+    Attributes:
+        log_weights: ln alpha of the domains that are trained on, float64.
+        mean: the mean of alpha over steps, the mixture.
+        counted: number of weight vectors in the mean.
+        moved: sum over steps of the total-variation distance that alpha moved.
+    """
+
+    log_weights: Array
+    mean: Array
+    counted: int
+    moved: float
+
+    @property
+    def weights(self) -> Array:
+        """alpha, float64, summing to 1."""
+        weights: Array = np.exp(self.log_weights)
+        return weights / weights.sum()
+
+    def with_weights(self, log_weights: Array, **others: Any) -> Self:
+        """The state one step later, with these ``log_weights`` and ``others`` of its fields."""
+        counted = self.counted + 1
+        new = dataclasses.replace(self, log_weights=log_weights, counted=counted, **others)
+        distance = float(np.abs(self.weights - new.weights).sum() / 2)
+        mean = self.mean + (new.weights - self.mean) / counted
+        return dataclasses.replace(new, mean=mean, moved=self.moved + distance)
 
 
 def exponentiated_step(log_weights: Array, gains: Array, step_size: float, eps: float) -> Array:
@@ -36,8 +69,3 @@ def exponentiated_step(log_weights: Array, gains: Array, step_size: float, eps: 
         log_softmax = np.logaddexp(math.log1p(-eps) + log_softmax, share)
     floored: Array = np.maximum(log_softmax, LOWEST_LOG)
     return floored
-
-
-def total_variation(one: Array, other: Array) -> float:
-    """Half the sum of the absolute differences of two weight vectors."""
-    return float(np.abs(one - other).sum() / 2)

@@ -1,4 +1,4 @@
-"""Leverage scores -> domain weights."""
+"""Domain weights from leverage scores, or from the sizes of the domains."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from megatron_chameleon.mixture.checks import Array, Mode, as_scores, check_mode
 
 # Scores below this share of the mean score are rounding errors.
 SCORE_FLOOR = 1e-10
-
-MAX_POSITIONS_SHOWN = 8
 
 
 class DegenerateScoreWarning(UserWarning):
@@ -68,14 +66,11 @@ def domain_weights(
     check_score_limits(score_floor, score_ceiling)
     limited, degenerate = clip_scores(vector, mode, score_floor, score_ceiling, prior)
     if degenerate:
-        more = len(degenerate) - MAX_POSITIONS_SHOWN
-        shown = ", ".join(map(str, degenerate[:MAX_POSITIONS_SHOWN]))
         warnings.warn(
-            f"leverage scores at position {shown}{f' and {more} more' if more > 0 else ''} are "
-            f"below {score_floor:g} or above {score_ceiling:g} times the mean score (a domain at "
-            "the mean of all, a near-duplicate of it, or one unlike any other): they are clipped "
-            "and their weights are bounds; inspect these domains, or change the temperature or "
-            "the score limits",
+            f"{len(degenerate)} leverage scores (position {', '.join(map(str, degenerate[:8]))}"
+            f"{', ...' if len(degenerate) > 8 else ''}) were clipped to {score_floor:g} or "
+            f"{score_ceiling:g} times the mean score, so their weights are bounds; inspect these "
+            "domains, or change the temperature or the score limits",
             DegenerateScoreWarning,
             stacklevel=2,
         )
@@ -127,27 +122,32 @@ def clip_scores(
     return limited, tuple(np.flatnonzero(clipped).tolist()) if scores.size > 1 else ()
 
 
-def placed_weights(weights: npt.ArrayLike, before: npt.ArrayLike, is_old: npt.ArrayLike) -> Array:
-    """Add new domains to a mixture whose other domains keep their ratios.
+def natural_weights(tokens: npt.ArrayLike, temperature: float = 1.0) -> Array:
+    """w_i proportional to n_i^(1/T), with n_i the tokens of domain i.
+
+    T = 1 samples every token with the same probability, T > 1 moves towards uniform, T < 1 towards
+    the largest domain. This is the T of multilingual pretraining; for the exponent alpha of a paper
+    (XLM-R 0.3, RegMix's prior 0.5), T is 1 / alpha.
 
     Args:
-        weights: [k] of all domains, old and new, >= 0, summing to 1.
-        before: [k] earlier weights of the old domains; entries of new ones are ignored.
-        is_old: [k] bool.
+        tokens: n, [k], not negative, not all zero. A domain without tokens gets the weight 0.
+        temperature: T, above 0.
 
     Returns:
         [k] float64, summing to 1.
 
     Raises:
-        ValueError: not three vectors of one length, or no old domain with a weight.
+        ValueError: not a vector, a count that is negative or not finite, no tokens at all, or a T
+            that is not finite and > 0.
     """
-    all_of_them = np.asarray(weights, dtype=np.float64)
-    old = np.asarray(is_old, dtype=bool)
-    earlier = np.where(old, np.asarray(before, dtype=np.float64), 0.0)
-    if all_of_them.ndim != 1 or not all_of_them.shape == old.shape == earlier.shape:
-        raise ValueError("weights, before and is_old must be vectors of one length")
-    if not earlier.sum() > 0:
-        raise ValueError("no old domain has a weight: there are no ratios to keep")
-    rest = all_of_them[old].sum() / all_of_them.sum()
-    result: Array = np.where(old, rest * earlier / earlier.sum(), all_of_them / all_of_them.sum())
-    return result
+    counts = np.asarray(tokens, dtype=np.float64)
+    if counts.ndim != 1 or not (np.isfinite(counts).all() and (counts >= 0).all()):
+        raise ValueError("tokens must be a vector of finite numbers >= 0")
+    if not (counts > 0).any():
+        raise ValueError("no tokens: at least one domain needs text")
+    check_positive(temperature, "temperature")
+    # Relative to the largest, so that no T overflows; the logarithm of 0 is -inf.
+    with np.errstate(divide="ignore", over="ignore"):
+        powers = np.exp(np.log(counts / counts.max()) / temperature)
+    weights: Array = powers / powers.sum()
+    return weights

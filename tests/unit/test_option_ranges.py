@@ -10,7 +10,7 @@ import pytest
 
 from megatron_chameleon.cli import parse_options, run_tool
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.manual.options import ManualOptions
+from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.ranges import LARGEST_FLOAT32, LARGEST_INT64
 from megatron_chameleon.training.options import PretrainOptions
 from tests.unit.test_options import options_of_the_package

@@ -47,6 +47,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.explain import explain
 from megatron_chameleon.methods.chameleon.options import ChameleonOptions, ExtractionOptions
 from megatron_chameleon.methods.output import (
+    ONE_HOT,
     epoch_limit,
     format_names,
     format_weight,
@@ -56,26 +57,22 @@ from megatron_chameleon.methods.output import (
     write_and_print,
 )
 from megatron_chameleon.mixture import (
-    BootstrapResult,
     DegenerateScoreWarning,
-    Mode,
     Recipe,
     WeightResult,
     bootstrap_weights,
     chameleon_weight_fn,
     chameleon_weights,
+)
+from megatron_chameleon.mixture.bootstrap import (
+    BootstrapResult,
     group_size,
     grouped_windows,
-    is_one_hot,
-    is_within_noise_of_uniform,
     outweighing_probability,
-    placed_weights,
-    similarity_shares,
-    target_prior,
-    windows_needed,
 )
-from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.target import DEFAULT_STRENGTH
+from megatron_chameleon.mixture.checks import Array, Mode
+from megatron_chameleon.mixture.constraints import placed_weights
+from megatron_chameleon.mixture.target import DEFAULT_STRENGTH, similarity_shares, target_prior
 from megatron_chameleon.model.flops import PaperSettings, paper_flops
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
@@ -86,8 +83,8 @@ from megatron_chameleon.progress import progress_bar
 TEXT_SUFFIXES = (".txt", ".jsonl")
 # In place of a domain name where windows are sampled, so that the sample does not depend on a path.
 TARGET_KEY = "--target"
-# Smallest gain of the target's domains without a warning, as a fraction of an average weight.
-MIN_TARGET_GAIN = 0.05
+# A target that moves less of the weight than this raises a warning.
+MIN_TARGET_EFFECT = 0.01
 PROGRESS_DELAY_SECONDS = 2.0
 
 
@@ -198,7 +195,22 @@ def compute_mixture(options: ChameleonOptions) -> None:
         )
         if plan.target is not None:
             heading += f"\ntarget: {plan.target.value}, strength {plan.target.strength:g}"
-        closing = _certainty(mixture, windows, options.weighting.precision)
+        closing = []
+        if mixture.outweighs:
+            one, other, likely = min(mixture.outweighs, key=lambda pair: pair[2])
+            closing.append(
+                f"least certain order: {one} outweighs {other} in {likely:.0%} of resamples"
+            )
+        assert mixture.intervals is not None
+        half_width = max(high - low for low, high in mixture.intervals.values()) / 2
+        fewest, precision = min(windows.counts), options.weighting.precision
+        # The standard error of a mean over n windows goes with n^-1/2.
+        needed = math.ceil(fewest * (half_width / precision) ** 2)
+        grouped = f" (bootstrap over means of {windows.group})" if windows.group > 1 else ""
+        closing.append(
+            f"widest interval: +-{format_weight(half_width)} with {fewest:,} windows per "
+            f"domain{grouped}; +-{precision:g} takes about {needed:,}"
+        )
         if options.explain:
             prior = plan.target.prior if plan.target else None
 
@@ -417,9 +429,24 @@ def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
         return placed_weights(weights, before, is_old) if plan.kept else weights
 
     def constrained(weights: Array) -> Array:
-        return limit.apply(place(weights)).weights
+        return limit.apply(place(weights))
 
-    bootstrap = _bootstrap(plan, windows, constrained)
+    weigh_resample = chameleon_weight_fn(options.mode, plan.recipe, prior=prior)
+    resamples = options.weighting.bootstrap_resamples
+    bar = progress_bar(resamples, " resamples", "intervals", delay=PROGRESS_DELAY_SECONDS)
+    with bar as progress:
+
+        def weigh_and_count(means: Array) -> Array:
+            progress.update()
+            return constrained(weigh_resample(means))
+
+        bootstrap = bootstrap_weights(
+            windows.resampled,
+            weigh_and_count,
+            num_resamples=resamples,
+            seed=options.extraction.extraction_seed,
+            confidence=options.weighting.confidence,
+        )
     _warn_uninformative(plan, result, untargeted, bootstrap)
     fields = limit.mixture_fields(place(result.weights))
     order = np.argsort(-np.array(list(fields["weights"].values())), kind="stable").tolist()
@@ -439,7 +466,7 @@ def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
         "effective_temperature": result.effective_temperature,
         "effective_dimension": result.effective_dimension,
         "windows": dict(zip(names, windows.counts, strict=True)),
-        "bootstrap_resamples": options.weighting.bootstrap_resamples,
+        "bootstrap_resamples": resamples,
         "bootstrap_group": windows.group,
         "paper_flops": paper_flops("chameleon", settings),
     }
@@ -461,7 +488,7 @@ def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
         parameters=parameters,
         scores=dict(zip(names, result.scores.tolist(), strict=True)),
         intervals=dict(zip(names, ends, strict=True)),
-        confidence=bootstrap.confidence,
+        confidence=options.weighting.confidence,
         outweighs=[
             (names[one], names[other], share)
             for (one, other), share in zip(itertools.pairwise(order), likely, strict=True)
@@ -469,31 +496,6 @@ def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
         affinity=result.affinity.tolist() if len(names) <= MAX_AFFINITY_DOMAINS else None,
         provenance=plan.provenance,
     )
-
-
-def _bootstrap(
-    plan: MixturePlan, windows: DomainWindows, constrained: Callable[[Array], Array]
-) -> BootstrapResult:
-    """The constrained weights over resamples of the windows."""
-    options = plan.options
-    prior = plan.target.prior if plan.target else None
-    weigh_resample = chameleon_weight_fn(options.mode, plan.recipe, prior=prior)
-    resamples = options.weighting.bootstrap_resamples
-    with progress_bar(
-        resamples, " resamples", "intervals", delay=PROGRESS_DELAY_SECONDS
-    ) as progress:
-
-        def weigh_and_count(means: Array) -> Array:
-            progress.update()
-            return constrained(weigh_resample(means))
-
-        return bootstrap_weights(
-            windows.resampled,
-            weigh_and_count,
-            num_resamples=resamples,
-            seed=options.extraction.extraction_seed,
-            confidence=options.weighting.confidence,
-        )
 
 
 def warn_degenerate(names: Sequence[str], result: WeightResult, hint: str) -> None:
@@ -521,59 +523,24 @@ def _warn_uninformative(
     """
     hint = "try --recipe scaled or, with --target, a smaller --target-strength; see --explain"
     warn_degenerate(plan.names, result, hint)
-    if len(bootstrap.low) > 1 and is_within_noise_of_uniform(bootstrap):
+    uniform, several = 1.0 / len(plan.names), len(plan.names) > 1
+    if several and ((bootstrap.low <= uniform) & (uniform <= bootstrap.high)).all():
         warnings.warn(
             "no weight differs significantly from uniform: use more windows (--num-windows) or a "
             "proxy trained for longer, or train uniformly",
             stacklevel=3,
         )
-    if is_one_hot(bootstrap):
+    if several and np.median(bootstrap.weights.max(axis=1)) > ONE_HOT:
         warnings.warn(
             "one domain has nearly all of the weight, as with an undertrained proxy: train it for "
             "longer, or use --recipe scaled or a higher --temperature",
             stacklevel=3,
         )
-    if plan.target is None:
-        return
-    if result.prior is None:
+    moved = float(np.abs(result.weights - untargeted.weights).sum()) / 2
+    if plan.target is not None and moved < MIN_TARGET_EFFECT:
+        ridge = "smaller" if plan.options.mode == "pretrain" else "larger"
         warnings.warn(
-            "--target has no effect, since its shares of all domains are equal: name fewer "
-            "domains, or pass a text that resembles some of them",
+            f"--target moves {moved:.2%} of the weight, with ridge {result.effective_ridge:.3g}: "
+            f"try a {ridge} --ridge, fewer domains, or another text",
             stacklevel=3,
         )
-        return
-    above = np.maximum(result.prior - 1.0, 0.0)
-    gain = len(above) * float(
-        above @ (result.weights - untargeted.weights)
-    )  # 1 is an average weight
-    if gain < MIN_TARGET_GAIN * float(above.sum()):
-        warnings.warn(
-            f"--target has almost no effect, or the opposite one, with ridge "
-            f"{result.effective_ridge:.3g}: try a "
-            f"{'smaller' if plan.options.mode == 'pretrain' else 'larger'} --ridge",
-            stacklevel=3,
-        )
-
-
-def _certainty(mixture: Mixture, windows: DomainWindows, precision: float) -> list[str]:
-    """Lines on the certainty of the order and of the weights.
-
-    Args:
-        mixture: with intervals.
-        windows: that they were computed from.
-        precision: sufficient half width of an interval.
-    """
-    assert mixture.intervals is not None
-    lines = []
-    if mixture.outweighs:
-        one, other, likely = min(mixture.outweighs, key=lambda pair: pair[2])
-        lines.append(f"least certain order: {one} outweighs {other} in {likely:.0%} of resamples")
-    half_width = max(high - low for low, high in mixture.intervals.values()) / 2
-    fewest = min(windows.counts)
-    needed = windows_needed(half_width, fewest, precision)
-    grouped = f" (bootstrap over means of {windows.group})" if windows.group > 1 else ""
-    return [
-        *lines,
-        f"widest interval: +-{format_weight(half_width)} with {fewest:,} windows per "
-        f"domain{grouped}; +-{precision:g} takes about {needed:,}",
-    ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from megatron_chameleon.methods.output import align_columns, format_weight
-from megatron_chameleon.mixture import Recipe, WeightResult, nearest_rows
+from megatron_chameleon.mixture import Recipe, WeightResult
+from megatron_chameleon.mixture.affinity import nearest_rows
 
 WIDTH = 100
 # Of more domains, those with the largest weights are shown.
@@ -47,10 +49,20 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
                 ", ".join(f"{labels[j]} ({100 * cosine:.0f})" for j, cosine in near),
             ]
         )
+    pretrain, finetune = recipe.temperature_pretrain, recipe.temperature_finetune
+    changes: dict[str, dict[str, Any]] = {
+        "ridge/10": {"ridge": recipe.ridge / 10},
+        "ridge*10": {"ridge": recipe.ridge * 10},
+        "temp/2": {"temperature_pretrain": pretrain / 2, "temperature_finetune": finetune / 2},
+        "temp*2": {"temperature_pretrain": pretrain * 2, "temperature_finetune": finetune * 2},
+        "uncenter" if recipe.center else "center": {"center": not recipe.center},
+    }
+    if not recipe.temperature_relative:  # which requires normalized scores
+        flipped = "raw score" if recipe.normalize else "normalize"
+        changes[flipped] = {"normalize": not recipe.normalize}
     weights = {"now": result.weights}
-    for heading, changes in _changes(recipe).items():
-        changed = dataclasses.replace(recipe, **changes)  # type: ignore[arg-type]
-        weights[heading] = weigh(changed).weights
+    for heading, change in changes.items():
+        weights[heading] = weigh(dataclasses.replace(recipe, **change)).weights
     columns = weights.values()
     moved = [f"{np.abs(column - result.weights).sum() / 2:.1%}" for column in columns]
     hyperparameters = [
@@ -79,24 +91,3 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
     if len(names) > MAX_DOMAINS:
         parts.append(f"{len(names) - MAX_DOMAINS:,} domains with less weight are not shown.")
     return "\n\n".join(parts)
-
-
-def _changes(recipe: Recipe) -> dict[str, dict[str, float | bool]]:
-    """Column -> changed fields of ``recipe``."""
-    temperatures = {
-        heading: {
-            field: factor * getattr(recipe, field)
-            for field in ("temperature_pretrain", "temperature_finetune")
-        }
-        for heading, factor in (("temp/2", 0.5), ("temp*2", 2.0))
-    }
-    changes: dict[str, dict[str, float | bool]] = {
-        "ridge/10": {"ridge": recipe.ridge / 10},
-        "ridge*10": {"ridge": recipe.ridge * 10},
-        **temperatures,
-        "uncenter" if recipe.center else "center": {"center": not recipe.center},
-    }
-    if not recipe.temperature_relative:  # which requires normalized scores
-        flipped = "raw score" if recipe.normalize else "normalize"
-        changes[flipped] = {"normalize": not recipe.normalize}
-    return changes

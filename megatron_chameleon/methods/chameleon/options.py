@@ -23,24 +23,30 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExtractionOptions(CheckedOptions):
-    """Sampling and embedding of text windows. An embedding store is valid for one set of them."""
+class EmbeddingOptions(CheckedOptions):
+    """Embedding of text windows with a proxy."""
 
     layer: int | None = None
     """Use hidden states after this many layers; default: the middle layer."""
+    window_length: Count | None = None
+    """Maximum tokens per window; default: the proxy's sequence length."""
+    embedding_batch_size: Count = 32
+    """Windows per forward pass and rank; does not change the result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtractionOptions(EmbeddingOptions):
+    """Sampling and embedding of text windows. An embedding store is valid for one set of them."""
+
     final_norm: bool = False
     """Apply the proxy's final layer norm to the hidden states before averaging them; the authors'
     code does not."""
     num_windows: Count = 4096
     """Windows sampled per domain (paper: 4k)."""
-    window_length: Count | None = None
-    """Maximum tokens per window; default: the proxy's sequence length."""
     cross_documents: bool = False
     """Let windows cross document boundaries, as in the authors' code."""
     extraction_seed: Seed = 0
     """Random seed of the sampled windows."""
-    embedding_batch_size: Count = 32
-    """Windows per forward pass and rank; does not change the result."""
     embedding_dtype: Literal["float32", "bfloat16"] = "float32"
     """The proxy's compute precision. 'bfloat16' is faster where the device supports it, but rounds;
     means over tokens and windows are taken in float32 either way."""
@@ -74,7 +80,7 @@ class RecipeOptions(CheckedOptions):
         Raises:
             UserError: for a combination that no recipe can have.
         """
-        from megatron_chameleon.mixture import resolve_recipe
+        from megatron_chameleon.mixture.chameleon import resolve_recipe
 
         try:
             return resolve_recipe(

@@ -1,4 +1,8 @@
-"""tools/discover_domains.py: domains for unlabelled text, as clusters of document embeddings."""
+"""tools/discover_domains.py: domains for unlabelled text, as clusters of document embeddings.
+
+A document's vector is the mean over a few of its windows. The embedding store holds the vectors in
+blocks of documents, so that memory is bounded and an interrupted run loses at most one block.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +17,49 @@ from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.metrics import pairwise_distances_argmin, silhouette_score
 from sklearn.preprocessing import StandardScaler, normalize
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, EmbeddingStore, Split, Stopwatch
+from megatron_chameleon.artifacts import (
+    SPLITS,
+    Corpus,
+    Cost,
+    EmbeddingRecipe,
+    EmbeddingStore,
+    Split,
+    Stopwatch,
+    provenance,
+)
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.discovered import (
     DiscoveredDomain,
     DiscoveredDomains,
     NearDocument,
 )
 from megatron_chameleon.artifacts.files import writing
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
+from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.corpus.join import regroup
+from megatron_chameleon.corpus.options import is_domain_name
 from megatron_chameleon.corpus.staging import corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
+from megatron_chameleon.embedding.embed import embed_windows, open_store, windows_flops
+from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon.compute import embedding_recipe
+from megatron_chameleon.methods.chameleon.options import ExtractionOptions
 from megatron_chameleon.methods.discovery.options import DiscoverOptions
-from megatron_chameleon.methods.discovery.vectors import (
-    DiscoverPlan,
-    cluster_names,
-    embed_missing,
-    plan_discovery,
-)
-from megatron_chameleon.methods.output import align_columns
-from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.methods.output import align_columns, select_domains
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
+# Lost when a run is killed, and in memory at a time: 256 MiB at 4 windows per document and a hidden
+# size of 2048.
+BLOCK_DOCUMENTS = 8192
+# Windows per mini-batch of k-means.
 BATCH_ROWS = 1024
-"""Windows per mini-batch of k-means."""
+# Windows sampled for a silhouette: their distances take 34 MB.
 SILHOUETTE_ROWS = 2048
-"""Windows sampled for a silhouette: their distances take 34 MB."""
 NEAREST_SHOWN = 3
 PREVIEW_CHARACTERS = 100
 # Enough for PREVIEW_CHARACTERS, except for text of one token per byte.
@@ -63,7 +83,7 @@ def discover_domains(options: DiscoverOptions) -> None:
         if not layout.is_main:
             return
         stopwatch = Stopwatch()
-        windows = np.concatenate([store.vectors(plan.fit_windows(name)[0]) for name in plan.names])
+        windows = np.concatenate([store.vectors(block.key) for block in plan.samples()])
         fit = fit_clusters(windows, options.numbers, options.seed, options.restarts)
         clusters = assign_documents(plan, store, fit)
         if clusters.dissolved:
@@ -74,6 +94,229 @@ def discover_domains(options: DiscoverOptions) -> None:
                 stacklevel=2,
             )
         print(_summary(plan, _write(plan, store, clusters, cost, stopwatch)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Vectors that are embedded together: of documents, or of windows to fit k-means to.
+
+    Attributes:
+        key: the name of the vectors in the store.
+        domain: of the documents.
+        split: of the documents.
+        first: first document; 0 for windows.
+        stop: one after the last document.
+        sample: number of windows sampled from all documents; None for document vectors.
+    """
+
+    key: str
+    domain: str
+    split: Split
+    first: int
+    stop: int
+    sample: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DiscoverPlan:
+    """Checked options with their artifacts.
+
+    Attributes:
+        options: of the tool.
+        corpus: to read.
+        names: the domains to cluster.
+        checkpoint: of the proxy.
+        shape: of the proxy.
+        recipe: of the embedding store; ``num_windows`` is the maximum per document.
+        provenance: of the new corpus.
+    """
+
+    options: DiscoverOptions
+    corpus: Corpus
+    names: list[str]
+    checkpoint: CheckpointRecord
+    shape: ModelShape
+    recipe: EmbeddingRecipe
+    provenance: Provenance
+
+    def samples(self) -> list[Block]:
+        """The windows to fit k-means to: of each domain by its share of the tokens, at least one.
+
+        Sampled from tokens, so that documents count by their length.
+        """
+        tokens, seed = self.corpus.train_tokens, self.options.seed
+        total = sum(tokens[name] for name in self.names)
+        blocks = []
+        for name in self.names:
+            count = max(1, round(self.options.embedding.fit_windows * (tokens[name] / total)))
+            documents = self.corpus.domains[name].train.documents
+            key = f"{name}/windows-{count}-seed{seed}"
+            blocks.append(Block(key, name, "train", 0, documents, count))
+        return blocks
+
+    def documents(self) -> list[Block]:
+        """The documents to cluster, in the order of the corpus."""
+        blocks = []
+        for name in self.names:
+            for split in SPLITS:
+                count = self.corpus.domains[name].split(split).documents
+                for first in range(0, count, BLOCK_DOCUMENTS):
+                    stop = min(first + BLOCK_DOCUMENTS, count)
+                    key = f"{name}/{split}/{first}-{stop}"
+                    blocks.append(Block(key, name, split, first, stop))
+        return blocks
+
+    def windows(self, block: Block, tokens: TokenFile) -> Windows:
+        """The windows of ``block``, of which ``tokens`` is the file."""
+        length, most = self.recipe.window_length, self.recipe.num_windows
+        if block.sample is not None:
+            seed, name = self.options.seed, block.domain
+            windows = draw_windows(tokens.lengths, length, block.sample, seed, name)
+        else:
+            windows = spread_windows(tokens.lengths[block.first : block.stop], length, most)
+            windows = dataclasses.replace(windows, document=windows.document + block.first)
+        return windows.longest_first()
+
+
+def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
+    """Load and check what ``options`` name; nothing is written.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    if Corpus.exists(options.output):
+        raise UserError(f"{options.output} already holds a corpus; choose another --output")
+    corpus = Corpus.load(options.corpus)
+    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    require_tokenizer(checkpoint, corpus)
+    names = select_domains(options.domains, corpus)
+    cluster, most, least = options.cluster_name, options.numbers[-1], options.min_tokens_per_split
+    if not is_domain_name(cluster) or not cluster.isprintable() or "," in cluster:
+        raise UserError(
+            f"--cluster-name {cluster!r}: must be a domain name, on one line and without commas"
+        )
+    if taken := {*cluster_names(cluster, most, most)}.intersection(corpus.names).difference(names):
+        raise UserError(
+            f"--cluster-name {cluster}: the corpus keeps a domain '{min(taken)}'; pass another name"
+        )
+    for split in SPLITS:
+        for name in names:
+            lengths = open_tokens(corpus, name, split).lengths
+            if len(lengths) and lengths.min() == 0:
+                raise UserError(
+                    f"{corpus.prefix(name, split)}.idx has a document without tokens, which has no "
+                    "embedding; preprocess again"
+                )
+        tokens = sum(corpus.domains[name].split(split).tokens for name in names)
+        if tokens < 2 * least:
+            raise UserError(
+                f"--min-tokens-per-split {least}: the text to cluster has {tokens} {split} tokens, "
+                "too few for two clusters; lower it, or add text"
+            )
+    corpus_tokenizer(corpus)  # needed at the end: a missing file shows at once
+    shape = shape_of(checkpoint)
+    extraction = ExtractionOptions(
+        layer=options.embedding.layer,
+        window_length=options.embedding.window_length,
+        num_windows=options.embedding.windows_per_document,
+    )
+    recipe = embedding_recipe(extraction, shape, checkpoint.hash, corpus.tokenizer.sha256)
+    check_model_layout(shape.size, options.parallel, recipe.window_length)
+    made = provenance(options, {"corpus": corpus.hash, "checkpoint": checkpoint.hash})
+    return DiscoverPlan(options, corpus, names, checkpoint, shape, recipe, made)
+
+
+def cluster_names(name: str, count: int, most: int) -> list[str]:
+    """``name-00``, ``name-01`` and so on, with the digits that ``most`` of them need, at least 2.
+
+    Names do not depend on the number of clusters that is chosen after embedding.
+    """
+    digits = max(2, len(str(most - 1)))
+    return [f"{name}-{number:0{digits}d}" for number in range(count)]
+
+
+def embed_missing(plan: DiscoverPlan, layout: Layout) -> tuple[EmbeddingStore, Cost]:
+    """Embed the vectors that the store lacks. Collective; rank 0 writes.
+
+    Returns:
+        The store, complete on rank 0, and the cost of the new vectors.
+
+    Raises:
+        UserError: if the store has another recipe, the proxy's hidden states are not finite, or the
+            disk is full.
+    """
+    corpus, layer = plan.corpus, plan.recipe.layer
+    batch_size = plan.options.embedding.embedding_batch_size
+    folder, width = plan.options.store_folder, plan.shape.size.hidden_size
+    store = from_main(lambda: open_store(folder, plan.recipe, width, plan.provenance))
+    missing: list[Block] = from_main(
+        lambda: [
+            block
+            for block in plan.samples() + plan.documents()
+            if not store.holds(block.key, corpus.domain_hash(block.domain))
+        ]
+    )
+    spent = Cost()
+    if not missing:
+        return store, spent
+    reader = open_reader(plan.checkpoint, layout)
+    places = {(block.domain, block.split) for block in missing}
+    files = {place: open_tokens(corpus, *place) for place in places}
+    total = sum(len(plan.windows(block, files[block.domain, block.split])) for block in missing)
+    with progress_bar(total, " windows", quiet=not layout.is_main) as progress:
+        for block in missing:
+            progress.set_description(f"embedding {block.key}")
+            stopwatch, tokens = Stopwatch(), files[block.domain, block.split]
+            windows = plan.windows(block, tokens)
+            vectors = embed_windows(
+                reader, tokens, windows, layer, batch_size, progress, block.domain
+            )
+            if block.sample is None:
+                vectors = document_means(vectors, windows.document)
+            cost = stopwatch.cost(windows_flops(plan.shape, layer, windows), layout.world_size)
+            spent += cost
+            if layout.is_main:
+                text = corpus.domain_hash(block.domain)
+                store = store.with_domain(block.key, vectors, text, cost)
+    return store, spent
+
+
+def document_means(
+    vectors: NDArray[np.float32], document: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """The mean over the windows of each document [d, h], from the vectors of windows [n, h].
+
+    Args:
+        vectors: of the windows.
+        document: [n] document of each window.
+    """
+    order = np.argsort(document, kind="stable")
+    counts = np.unique(document, return_counts=True)[1]
+    sums = np.add.reduceat(vectors[order], np.cumsum(counts) - counts, axis=0, dtype=np.float64)
+    means: NDArray[np.float32] = (sums / counts[:, None]).astype(np.float32)
+    return means
+
+
+def spread_windows(document_lengths: NDArray[np.integer], window_length: int, most: int) -> Windows:
+    """At most ``most`` evenly spaced windows of each document; at least one.
+
+    Each document is cut into the fewest windows of nearly equal length that fit, as by
+    :func:`draw_windows`. Of p windows, m are taken: those numbered floor((i + 1/2) p / m).
+
+    Args:
+        document_lengths: [d] tokens per document, at least 1 each.
+        window_length: maximum tokens per window.
+        most: windows per document.
+    """
+    lengths = np.asarray(document_lengths, dtype=np.int64)
+    num_windows = -(-lengths // window_length)
+    taken = np.minimum(num_windows, most)
+    document = np.repeat(np.arange(len(lengths)), taken)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(taken) - taken, taken)
+    part = (2 * number + 1) * num_windows[document] // (2 * taken[document])
+    start = lengths[document] * part // num_windows[document]
+    end = lengths[document] * (part + 1) // num_windows[document]
+    return Windows(document, start, end - start)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,7 +440,7 @@ def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) 
         documents = sum(int((here == dissolved).sum()) for here in labels.values())
         bar = progress_bar(documents, " documents", "assigning", delay=_PROGRESS_DELAY_SECONDS)
         with bar as progress:
-            for block in plan.blocks():
+            for block in plan.documents():
                 here = labels[block.domain, block.split][block.first : block.stop]
                 rows = np.flatnonzero(here == dissolved)
                 if rows.size:
@@ -240,7 +483,7 @@ def nearest_documents(
     Nearest first; ``document`` counts from 0.
     """
     nearest: list[list[tuple[float, str, int]]] = [[] for _ in clusters.centroids]
-    for block in plan.blocks():
+    for block in plan.documents():
         if block.split != "train":
             continue
         labels = clusters.labels[block.domain, block.split][block.first : block.stop]

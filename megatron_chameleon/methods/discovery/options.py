@@ -6,24 +6,19 @@ import dataclasses
 from pathlib import Path
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon.options import EmbeddingOptions
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.ranges import CheckedOptions, Count, Repetitions, Seed, SeveralRepetitions
 
 
 @dataclasses.dataclass(frozen=True)
-class DocumentEmbeddingOptions(CheckedOptions):
-    """Which windows of the documents are embedded, and how."""
+class DocumentEmbeddingOptions(EmbeddingOptions):
+    """Windows of the documents that are embedded."""
 
-    layer: int | None = None
-    """Hidden states after this many layers, before the final norm; default: the middle layer."""
-    window_length: Count | None = None
-    """Maximum tokens per window; default: the proxy's sequence length."""
     windows_per_document: Count = 4
     """Maximum windows per document, evenly spaced; their mean decides the document's cluster."""
     fit_windows: SeveralRepetitions = 20_000
     """Windows sampled from the training text to fit k-means."""
-    embedding_batch_size: Count = 32
-    """Windows per forward pass and rank."""
 
 
 @dataclasses.dataclass(frozen=True)

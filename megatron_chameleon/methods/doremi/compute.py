@@ -28,7 +28,7 @@ from megatron_chameleon.methods.proxy import (
     training_options,
 )
 from megatron_chameleon.mixture.doremi import RECIPES, DoremiRecipe, DoremiState
-from megatron_chameleon.mixture.natural import natural_weights
+from megatron_chameleon.mixture.weights import natural_weights
 from megatron_chameleon.model.flops import PaperSettings, paper_flops
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import name_of

@@ -2,8 +2,43 @@
 
 from __future__ import annotations
 
-from megatron_chameleon.methods.manual.options import ManualOptions
+import dataclasses
+from typing import Annotated
+
+import tyro
+
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.method import Method
+from megatron_chameleon.methods.options import ChosenDomainsOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManualOptions(ChosenDomainsOptions):
+    """Validate known weights against the corpus, and write them as a mixture."""
+
+    weights: str | None = None
+    """a=0.3,b=0.7, or a file: a mixture (.json), or a table (.csv) with the columns domain and
+    weight. They are normalized to sum to 1."""
+    published: str | None = None
+    """A column of Chameleon's tables, such as slimpajama/doremi; an unknown name lists them all."""
+    rename: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
+    """OLD=NEW: the weight of OLD is that of NEW in the corpus; several OLD of one NEW add up, and
+    OLD= drops it. Can be repeated, or take several values."""
+
+    @property
+    def renames(self) -> list[str]:
+        """The values of all occurrences of ``--rename``."""
+        return [rename for group in self.rename for rename in group]
+
+    def __post_init__(self) -> None:
+        """Raise UserError unless there is exactly one source of weights."""
+        super().__post_init__()
+        if self.weights is not None and self.published is not None:
+            raise UserError("--weights and --published are mutually exclusive: leave one out")
+        if self.weights is None and self.published is None:
+            raise UserError(
+                "--method manual requires --weights a=0.3,b=0.7, --weights FILE or --published NAME"
+            )
 
 
 def run(options: ManualOptions) -> None:

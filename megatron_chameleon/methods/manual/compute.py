@@ -17,7 +17,7 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture import normalized
 from megatron_chameleon.artifacts.published import published_column
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.manual.options import ManualOptions
+from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.output import (
     AssignedWeights,
     format_names,
@@ -100,6 +100,8 @@ def read_weights(options: ManualOptions) -> KnownWeights:
         try:
             with path.open(encoding="utf-8-sig", newline="") as stream:
                 rows = list(csv.DictReader(stream, skipinitialspace=True))
+            if any(None in row for row in rows):
+                raise csv.Error("a row has more values than the header")
             pairs = [(row["domain"] or "", row["weight"] or "") for row in rows]
             fields = {"parameters": {"file": source}, "inputs": {"csv": sha256_of_files(path)}}
         except KeyError:
@@ -123,8 +125,6 @@ def read_weights(options: ManualOptions) -> KnownWeights:
             weights[name] = float(number)
         except ValueError:
             raise UserError(f"{source}: weight '{number}' of '{name}' is not a number") from None
-    if not weights:
-        raise UserError(f"{source}: no domain is named")
     return KnownWeights(source, weights, fields)
 
 

@@ -134,7 +134,7 @@ def test_the_epoch_limit_of_uniform_weights_is_unimax(sizes, max_epochs, share):
     budget = max(1, int(share * max_epochs * sum(sizes)))
     assume(budget <= max_epochs * sum(sizes))
     even = np.full(len(sizes), 1 / len(sizes))
-    weights = EpochLimit(tokens, budget, max_epochs).apply(even).weights
+    weights = EpochLimit(tokens, budget, max_epochs).apply(even)
     expected = unimax_of_the_paper(np.array(sizes, np.float64), budget, max_epochs)
     np.testing.assert_allclose(weights, expected, rtol=1e-9)
 

@@ -44,9 +44,8 @@ from megatron_chameleon.mixture import (
     bootstrap_weights,
     chameleon_weight_fn,
     chameleon_weights,
-    similarity_shares,
-    target_prior,
 )
+from megatron_chameleon.mixture.target import similarity_shares, target_prior
 from megatron_chameleon.model.flops import paper_parameters
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.distributed.launch import flags

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from safetensors.numpy import load_file
 from sklearn.metrics import adjusted_rand_score, pairwise_distances_argmin
-from tqdm import tqdm
 
 from megatron_chameleon.artifacts import (
     SPLITS,
@@ -34,14 +33,13 @@ from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.chameleon.options import ChameleonOptions, RecipeOptions
-from megatron_chameleon.methods.discovery import vectors
-from megatron_chameleon.methods.discovery.discover import discover_domains, fit_clusters
-from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
-from megatron_chameleon.methods.discovery.vectors import (
-    DocumentBlock,
-    embed_block,
+from megatron_chameleon.methods.discovery import discover as discover_module
+from megatron_chameleon.methods.discovery.discover import (
+    discover_domains,
+    fit_clusters,
     spread_windows,
 )
+from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.options import OptimizerOptions
@@ -214,7 +212,7 @@ def test_other_numbers_of_clusters_need_no_embedding(discover, found, proxy, tmp
     def no_proxy(*_):
         raise AssertionError("the proxy is not needed")
 
-    monkeypatch.setattr(vectors, "open_reader", no_proxy)
+    monkeypatch.setattr(discover_module, "open_reader", no_proxy)
     store = found.root.with_name("found.embeddings")
     other = discover(discover="2", store=store)
     assert len(other.names) == 2
@@ -234,7 +232,7 @@ def test_other_numbers_of_clusters_need_no_embedding(discover, found, proxy, tmp
 
 def test_a_killed_run_resumes(discover, options, found, monkeypatch):
     """Killed while embedding, and while writing the corpus: finished blocks are kept."""
-    monkeypatch.setattr(vectors, "BLOCK_DOCUMENTS", 50)
+    monkeypatch.setattr(discover_module, "BLOCK_DOCUMENTS", 50)
     write = EmbeddingStore.with_domain
     written_blocks: list[Path] = []
 
@@ -297,7 +295,6 @@ def test_a_cluster_without_held_out_text_is_dissolved(labelled, discover, tmp_pa
     ("changes", "embedding", "named"),
     [
         ({"discover": "many"}, {}, "--discover many"),
-        ({"discover": "3,181"}, {}, "180"),
         ({"min_tokens_per_split": 100_000}, {}, "--min-tokens-per-split 100000"),
         ({"cluster_name": "a,b"}, {}, "--cluster-name"),
         ({}, {"fit_windows": 2}, "--fit-windows 2"),
@@ -363,26 +360,21 @@ def test_windows_of_a_document_are_disjoint_and_cover_short_ones(lengths, window
             assert windows.length[here].sum() == length
 
 
-def test_a_document_is_the_mean_of_its_windows(corpus, finished_run):
-    name = corpus.names[1]
-    tokens = open_tokens(corpus, name, "train")
-    block = DocumentBlock(name, "train", 20, 45)
-    windows = spread_windows(tokens.lengths[20:45], 32, 3)
-    checkpoint = CheckpointRecord.load(find_checkpoint(finished_run))
-    with (
-        distributed(ParallelOptions(), seed=0) as layout,
-        tqdm(total=len(windows), disable=True) as progress,
-    ):
+def test_a_document_is_the_mean_of_its_windows(found, web, proxy):
+    store = EmbeddingStore.load(found.root.with_name("found.embeddings"))
+    (key,) = [key for key in store.domains if key.startswith("web/valid/")]
+    tokens, vectors = open_tokens(web, "web", "valid"), store.vectors(key)
+    assert len(vectors) == len(tokens)
+    windows = spread_windows(tokens.lengths, 32, 4)
+    assert len(windows) > len(tokens)
+    checkpoint = CheckpointRecord.load(find_checkpoint(proxy))
+    with distributed(ParallelOptions(), seed=0) as layout:
         reader = open_reader(checkpoint, layout)
-        found = embed_block(reader, tokens, block, windows, 2, 7, progress)
-        assert found.dtype == np.float32
-        for row, vector in enumerate(found):
+        for row, vector in enumerate(vectors):
             means = []
             for window in np.flatnonzero(windows.document == row):
                 start, length = int(windows.start[window]), int(windows.length[window])
-                text = tokens.get(20 + row, start, length).astype(np.int64)
+                text = tokens.get(row, start, length).astype(np.int64)
                 hidden = reader.hidden_states(torch.from_numpy(text)[None], 2)
-                assert hidden is not None
                 means.append(hidden[:, 0].double().mean(0).numpy())
             np.testing.assert_allclose(vector, np.mean(means, axis=0), atol=1e-6)
-    assert found.shape == (25, 64)

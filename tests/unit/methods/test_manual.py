@@ -13,7 +13,7 @@ from megatron_chameleon.cli import parse_options
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import ExportOptions, exported_text
 from megatron_chameleon.methods.manual.compute import compute_manual
-from megatron_chameleon.methods.manual.options import ManualOptions
+from megatron_chameleon.methods.manual import ManualOptions
 from tests.small_corpus import write_small_corpus
 
 SLIMPAJAMA = ("arxiv", "book", "cc", "c4", "github", "stackexchange", "wikipedia")
@@ -69,10 +69,25 @@ def test_weights_of_a_csv_table(manual, corpus, tmp_path):
     Mixture({"news": 0.2, "code": 0.3, "poems": 0.5}).save(path)
     table.write_text(exported_text(ExportOptions(mixture=path, corpus=corpus.root, format="csv")))
     assert manual(weights=str(table)).weights == Mixture.load(path).weights
-    for content in (b"name,share\nnews,1\n", b"", b"domain,weight\nn\xff,1\n"):
-        table.write_bytes(content)
-        with pytest.raises(UserError, match=r"given\.csv"):
-            manual(weights=str(table))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"name,share\nnews,1\n",
+        b"domain,weight\nn\xff,1\n",
+        b"domain,weight\nnews,0.5\ncode\n",  # short
+        b"domain,weight\nnews,0.5\n,0.5\n",
+        b"domain,weight\nnews,0,5\ncode,0,5\n",  # long: decimal commas
+    ],
+)
+def test_a_damaged_csv_table_is_an_error(manual, tmp_path, content):
+    table = tmp_path / "given.csv"
+    table.write_bytes(content)
+    with pytest.raises(UserError, match=r"given\.csv") as error:
+        manual(weights=str(table))
+    assert "\n" not in str(error.value)
 
 
 def test_the_cost_of_a_mixture_is_inherited_across_folders(manual, tmp_path):

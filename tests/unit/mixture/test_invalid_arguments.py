@@ -10,19 +10,16 @@ import pytest
 from megatron_chameleon.mixture import (
     affinity_matrix,
     bootstrap_weights,
-    capped_weights,
     chameleon_weights,
     domain_weights,
     leverage_scores,
-    placed_weights,
 )
+from megatron_chameleon.mixture.constraints import capped_weights, placed_weights
 from megatron_chameleon.mixture.doge import DogeRecipe, DogeState, Roles
 from megatron_chameleon.mixture.doremi import DoremiRecipe, DoremiState
-from megatron_chameleon.mixture.fit_quality import folds_of
-from megatron_chameleon.mixture.leverage import feature_ridge_leverage
-from megatron_chameleon.mixture.mixing_laws import LawSettings, fit_mixing_laws, fit_power_laws
-from megatron_chameleon.mixture.natural import natural_weights
+from megatron_chameleon.mixture.mixing_laws import fit_power_laws
 from megatron_chameleon.mixture.sampling import SamplingRule, sample_mixtures
+from megatron_chameleon.mixture.weights import natural_weights
 
 NAN, ONE, TWO = np.nan, np.ones(1), np.ones(2)
 ONE_WINDOW, WIDER = np.ones((2, 3)), np.ones((2, 4))
@@ -38,42 +35,23 @@ DOGE, DOREMI = DogeState.first(2, BOTH), DoremiState.first(2, 100, DoremiRecipe(
         ("shape", affinity_matrix, (np.zeros((0, 4)), True)),
         ("row 1", affinity_matrix, ([[1.0, 2.0], [3.0, NAN]], True)),
         ("inner products", affinity_matrix, ([[1e200, 0.0], [1.0, 0.0]], True)),
-        ("square", leverage_scores, (np.ones((2, 3)), 1.0)),
-        ("not symmetric", leverage_scores, ([[1.0, 0.5], [0.2, 1.0]], 1.0)),
+        (r"entry \[0, 1\]", leverage_scores, ([[1.0, 0.5], [0.2, 1.0]], 1.0)),
         (r"entry \[0, 1\]", leverage_scores, ([[1.0, 2.0], [2.0, 1.0]], 1.0)),
-        ("eigenvalue", leverage_scores, (INDEFINITE, 1e-9)),
         ("eigenvalue", leverage_scores, (INDEFINITE, 1e-2)),
         ("ridge", leverage_scores, (np.eye(2), 0.0)),
-        ("ridge", feature_ridge_leverage, (np.eye(2), NAN)),
         ("vector", domain_weights, ([], "pretrain", 5.0, True)),
         ("entry 1", domain_weights, ([0.5, -0.1], "pretrain", 5.0, True)),
-        ("entry 0", domain_weights, ([1e308, 1e308], "pretrain", 5.0, True)),
-        ("temperature", domain_weights, (TWO, "pretrain", NAN, True)),
-        ("mode", domain_weights, (TWO, "train", 5.0, True)),
         ("of one length", placed_weights, ([0.5, 0.25, 0.25], [1.0, 2.0], [1, 1])),
         ("no old domain", placed_weights, ([0.5, 0.25, 0.25], [0.0, 0.0, 5.0], [1, 1, 0])),
-        ("papers", chameleon_weights, (np.eye(3), "pretrain", "papers")),
         (r"\[1\] has 4 features", bootstrap_weights, ([ONE_WINDOW, WIDER], np.ones)),
         (r"\[1\] row 1", bootstrap_weights, ([np.ones((2, 1)), [[1.0], [NAN]]], np.ones)),
-        ("num_resamples", bootstrap_weights, ([ONE_WINDOW], np.ones, 1)),
         ("confidence", bootstrap_weights, ([ONE_WINDOW], np.ones, 5, 0, 1.0)),
-        ("weight_fn", bootstrap_weights, ([ONE_WINDOW], lambda embeddings: embeddings)),
-        ("vectors of one length", capped_weights, ([0.5, 0.5], [1.0])),
-        ("not negative", capped_weights, ([0.5, -0.5], [1, 1])),
         (">= 0", capped_weights, ([0.5, 0.5], [NAN, 1])),
         (r"sum to 0\.9, less than 1", capped_weights, ([0.5, 0.5], [0.4, 0.5])),
         ("no tokens", natural_weights, ([0, 0],)),
-        (">= 0", natural_weights, ([1, -1],)),
-        ("temperature", natural_weights, ([1, 2], 0.0)),
         ("finite", DOGE.after, (np.full((2, 2), NAN), [0, 1], 0.1, DogeRecipe(), BOTH)),
         ("nan", DOREMI.after, (np.array([0.0, NAN]), TWO, DoremiRecipe())),
-        ("24 folds of 23 runs", folds_of, (23, 24, 1)),
-        ("losses", fit_mixing_laws, (np.eye(2), np.array([[1.0], [0.0]]), LawSettings())),
         ("2 points", fit_power_laws, (TWO, np.ones((1, 2)))),
-        ("x must", fit_power_laws, (np.array([3.0, 2.0, 1.0]), np.ones((1, 3)))),
-        ("prior", sample_mixtures, ([0.5, NAN], 1, 0)),
-        ("count", sample_mixtures, (TWO, 0, 0)),
-        ("only 1 distinct", sample_mixtures, (ONE, 2, 0)),
         ("fewer than 40", sample_mixtures, (np.ones(3), 40, 0, SamplingRule(smallest_weight=0.25))),
         ("1 times its prior", sample_mixtures, (TWO, 9, 0, SamplingRule(max_upweighting=1.0))),
     ],
@@ -87,13 +65,10 @@ def test_invalid_arguments_are_rejected(message, function, arguments):
     ("settings", "changes"),
     [
         (DogeRecipe(), {"mu": 1e-310}),
-        (DogeRecipe(), {"eps": 1.0}),
         (DogeRecipe(), {"dw_min": 5.0}),
         (DoremiRecipe(), {"eta": NAN}),
-        (DoremiRecipe(), {"floor": -np.inf}),
         (DoremiRecipe(), {"ceiling": 0.0}),
         (SamplingRule(), {"min_strength": 9.0}),
-        (SamplingRule(), {"smallest_weight": 0.0}),
         (SamplingRule(), {"max_upweighting": 0.5}),
     ],
 )
@@ -110,7 +85,6 @@ def test_settings_out_of_range_are_rejected(settings, changes):
         ("score_floor", {"score_floor": NAN}),
         ("score_ceiling", {"score_ceiling": 1.0}),
         ("prior has shape", {"prior": [1.0, 2.0]}),
-        ("prior is", {"prior": [1.0, 2.0, NAN]}),
     ],
 )
 def test_invalid_recipes_and_priors_are_rejected(message, changes):

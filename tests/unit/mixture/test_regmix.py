@@ -1,11 +1,16 @@
-"""RegMix's regression and the mixture that it predicts to be best."""
+"""RegMix's regression and optimum, and the quality of fits on held-out runs."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megatron_chameleon.mixture.fit_quality import quality_of
+from megatron_chameleon.mixture.fit_quality import (
+    folds_of,
+    held_out_predictions,
+    quality_of,
+    reach_of,
+)
 from megatron_chameleon.mixture.regmix import (
     TreeSettings,
     fit_trees,
@@ -102,3 +107,43 @@ def test_the_public_optimum_for_web_text_is_mostly_web_text(public, web_text):
     weights = dict(zip(domains, found.weights, strict=True))
     assert 0.85 <= weights["pile_cc"] <= 0.92
     assert max(weights, key=lambda name: weights[name] * (name != "pile_cc")) == "ubuntu_irc"
+
+
+def test_folds_hold_every_run_once():
+    folds = folds_of(23, 5, seed=1)
+    assert sorted(np.concatenate(folds).tolist()) == list(range(23))
+    assert {len(fold) for fold in folds} == {4, 5}
+
+
+def test_a_run_is_predicted_without_having_been_seen():
+    losses = np.arange(12.0).reshape(6, 2)
+    seen = []
+
+    def remember(mixtures, values):
+        seen.append(values)
+        return lambda others: np.full((len(others), 2), values.mean(axis=0))
+
+    folds = [np.array([0, 3]), np.array([1, 5]), np.array([2, 4])]
+    predicted = held_out_predictions(remember, np.eye(6), losses, folds)
+    for fold, values in zip(folds, seen, strict=True):
+        assert not {tuple(row) for row in losses[fold]} & {tuple(row) for row in values}
+        np.testing.assert_allclose(predicted[fold], np.tile(values.mean(axis=0), (2, 1)))
+
+
+def test_a_mixture_far_from_the_trained_ones_is_extrapolated():
+    trained = np.random.default_rng(0).dirichlet(np.ones(3), 50)
+    reach = reach_of(trained[7], trained)
+    assert (reach.nearest, reach.distance, reach.outside) == (7, 0.0, ())
+    distances = [
+        [np.abs(a - b).sum() / 2 for n, b in enumerate(trained) if n != m]
+        for m, a in enumerate(trained)
+    ]
+    assert reach.usual == pytest.approx(np.quantile([min(row) for row in distances], 0.95))
+    assert not reach.extrapolates
+    # In a gap, though no weight is outside of the range.
+    corners = np.eye(3) * 0.94 + 0.02
+    rng = np.random.default_rng(0)
+    trained = np.concatenate([0.98 * row + 0.02 * rng.dirichlet(np.ones(3), 20) for row in corners])
+    reach = reach_of(np.full(3, 1 / 3), trained)
+    assert (reach.outside, reach.distance > reach.usual) == ((), True)
+    assert reach.extrapolates

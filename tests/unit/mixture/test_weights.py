@@ -1,4 +1,4 @@
-"""Weights from leverage scores."""
+"""Weights from leverage scores and from sizes, and mixtures under constraints."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.optimize import minimize
 
-from megatron_chameleon.mixture import DegenerateScoreWarning, domain_weights, placed_weights
+from megatron_chameleon.mixture import DegenerateScoreWarning, domain_weights
+from megatron_chameleon.mixture.constraints import capped_weights, placed_weights
+from megatron_chameleon.mixture.weights import natural_weights
 
 any_scores = hnp.arrays(
     np.float64, st.integers(1, 40), elements=st.floats(0.0, 1.0, allow_subnormal=True)
@@ -64,3 +67,63 @@ def test_score_limits_bound_the_odds():
 def test_new_domains_have_their_share_and_old_ones_their_ratios():
     placed = placed_weights([0.4, 0.3, 0.2, 0.1], [0.75, 9.0, 0.25, 9.0], [1, 0, 1, 0])
     np.testing.assert_allclose(placed, [0.45, 0.3, 0.15, 0.1])
+
+
+def by_optimizer(target, caps):
+    """The same minimum by a general solver."""
+    k = len(target)
+    found = minimize(
+        lambda w: float((w * np.log(np.maximum(w, 1e-300) / target)).sum()),
+        np.minimum(caps, 1.0) / np.minimum(caps, 1.0).sum(),
+        jac=lambda w: np.log(np.maximum(w, 1e-300) / target) + 1,
+        bounds=[(1e-12, min(cap, 1.0)) for cap in caps],
+        constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": lambda w: np.ones(k)},
+        options={"maxiter": 500, "ftol": 1e-14},
+    )
+    assert found.success, found.message
+    return found.x
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_the_mixture_of_smallest_divergence(seed):
+    generator = np.random.default_rng(seed)
+    target = generator.dirichlet(np.ones(6))
+    caps = generator.dirichlet(np.ones(6)) * generator.uniform(1.05, 3)
+    found = capped_weights(target, caps)
+    assert found.sum() == pytest.approx(1, abs=1e-12)
+    assert (found <= caps).all()
+    np.testing.assert_allclose(found, by_optimizer(target, caps), atol=2e-6)
+
+
+def test_a_cap_that_binds_only_because_others_do_is_found():
+    """0.3 fits under 0.35 until the first domain gives its weight away."""
+    found = capped_weights([0.6, 0.3, 0.1], [0.2, 0.35, 1.0])
+    np.testing.assert_allclose(found, [0.2, 0.35, 0.45])
+    assert found[:2].tolist() == [0.2, 0.35]
+
+
+@pytest.mark.parametrize("k", [2, 7, 59])
+def test_caps_that_sum_to_one_up_to_rounding_are_accepted(k):
+    """As if the budget is all of the text."""
+    caps = np.ones(k) * (1.0 / k) * (1 - 1e-15)
+    found = capped_weights(np.full(k, 1 / k), caps)
+    np.testing.assert_allclose(found, caps, rtol=1e-12)
+    with pytest.raises(ValueError, match="less than 1"):
+        capped_weights(np.full(k, 1 / k), caps * (1 - 1e-9))
+
+
+def test_the_temperature_is_the_inverse_of_the_exponent():
+    np.testing.assert_allclose(natural_weights([1, 4, 0, 9], 2.0), np.array([1, 2, 0, 3]) / 6)
+    np.testing.assert_allclose(natural_weights([1, 2, 3], 0.5), np.array([1, 4, 9]) / 14)
+
+
+@given(
+    st.lists(st.integers(1, 10**15), min_size=1, max_size=20),
+    st.floats(1e-300, 1e300, allow_subnormal=False),
+)
+def test_any_sizes_and_any_temperature_give_a_mixture(tokens, temperature):
+    weights = natural_weights(tokens, temperature)
+    assert weights.sum() == pytest.approx(1.0)
+    assert (weights >= 0).all()
+    order = np.argsort(tokens, kind="stable")
+    assert (np.diff(weights[order]) >= 0).all()
