@@ -7,6 +7,7 @@ tools/pretrain_gpt.py with uniform weights; for fine-tuning, it is the model to 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import (
     Corpus,
@@ -83,8 +83,8 @@ from megatron_chameleon.progress import progress_bar
 TEXT_SUFFIXES = (".txt", ".jsonl")
 # In place of a domain name where windows are sampled, so that the sample does not depend on a path.
 TARGET_KEY = "--target"
-# A target that moves less of the weight than this raises a warning.
-MIN_TARGET_EFFECT = 0.01
+# Smallest gain of the target's domains without a warning, as a fraction of an average weight.
+MIN_TARGET_GAIN = 0.05
 PROGRESS_DELAY_SECONDS = 2.0
 
 
@@ -182,47 +182,23 @@ def compute_mixture(options: ChameleonOptions) -> None:
                 plan = dataclasses.replace(plan, target=target)
             if missing:
                 store, spent = fill_store(store, plan.corpus, reader, missing, batch_size)
-        if not layout.is_main:
-            return
-        stopwatch = Stopwatch()
-        windows = read_windows(store, plan.names, options.extraction.extraction_seed)
-        mixture = weigh(plan, windows)
-        cost = stopwatch.cost(num_devices=layout.world_size) + text_cost
-        heading = (
-            f"Chameleon, {options.mode} weights, recipe {plan.recipe.name}, layer "
-            f"{plan.embedding.layer} of {plan.shape.size.num_layers}, "
-            f"{len(plan.names) - len(missing)} domains reused from {plan.store}"
-        )
-        if plan.target is not None:
-            heading += f"\ntarget: {plan.target.value}, strength {plan.target.strength:g}"
-        closing = []
-        if mixture.outweighs:
-            one, other, likely = min(mixture.outweighs, key=lambda pair: pair[2])
-            closing.append(
-                f"least certain order: {one} outweighs {other} in {likely:.0%} of resamples"
+        if layout.is_main:
+            stopwatch = Stopwatch()
+            closing = (
+                f"embedding {len(missing)} domains took {spent.flops:.2e} FLOPs and "
+                f"{spent.wall_seconds:.1f} s"
             )
-        assert mixture.intervals is not None
-        half_width = max(high - low for low, high in mixture.intervals.values()) / 2
-        fewest, precision = min(windows.counts), options.weighting.precision
-        # The standard error of a mean over n windows goes with n^-1/2.
-        needed = math.ceil(fewest * (half_width / precision) ** 2)
-        grouped = f" (bootstrap over means of {windows.group})" if windows.group > 1 else ""
-        closing.append(
-            f"widest interval: +-{format_weight(half_width)} with {fewest:,} windows per "
-            f"domain{grouped}; +-{precision:g} takes about {needed:,}"
-        )
-        if options.explain:
-            prior = plan.target.prior if plan.target else None
-
-            def weigh_by(recipe: Recipe) -> WeightResult:
-                return weigh_means(windows.means, options.mode, recipe, prior)
-
-            closing += ["", explain(plan.names, plan.recipe, weigh_by), ""]
-        closing.append(
-            f"embedding {len(missing)} domains took {spent.flops:.2e} FLOPs and "
-            f"{spent.wall_seconds:.1f} s"
-        )
-        write_and_print(dataclasses.replace(mixture, cost=cost), options, heading, *closing)
+            reused = f"{len(plan.names) - len(missing)} domains reused from {plan.store}"
+            mixture, lines = weigh(plan, store)
+            cost = stopwatch.cost(num_devices=layout.world_size) + text_cost
+            heading = (
+                f"Chameleon, {options.mode} weights, recipe {plan.recipe.name}, layer "
+                f"{plan.embedding.layer} of {plan.shape.size.num_layers}, {reused}"
+            )
+            if plan.target is not None:
+                heading += f"\ntarget: {plan.target.value}, strength {plan.target.strength:g}"
+            mixture = dataclasses.replace(mixture, cost=cost)
+            write_and_print(mixture, options, heading, *lines, closing)
 
 
 def plan_mixture(options: ChameleonOptions) -> MixturePlan:
@@ -353,45 +329,6 @@ def read_text(path: Path, corpus: Corpus) -> TokenFile:
     return TokenFile(path, BlockTokens(path, tokens), lengths, pointers, boundaries)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class DomainWindows:
-    """Statistics of the windows of k domains.
-
-    Attributes:
-        means: [k, h] float64, the domain embeddings.
-        resampled: k arrays [n_i, h] for the bootstrap: windows, or means over groups of them.
-        counts: windows per domain.
-        group: windows per group; 1 without grouping.
-    """
-
-    means: Array
-    resampled: list[NDArray[np.floating]]
-    counts: tuple[int, ...]
-    group: int
-
-
-def read_windows(store: EmbeddingStore, names: Sequence[str], seed: int) -> DomainWindows:
-    """Read the vectors of ``names`` one domain at a time, in bounded memory.
-
-    Args:
-        store: with all these domains.
-        names: in the order of the result.
-        seed: of the random groups.
-
-    Raises:
-        UserError: if a file of the store is damaged.
-    """
-    means, resampled, counts = [], [], []
-    most = max(store.domains[name].windows for name in names)
-    group = group_size(len(names), most, store.hidden_size)
-    for name in names:
-        vectors = store.vectors(name)
-        means.append(vectors.mean(axis=0, dtype=np.float64))
-        resampled.append(grouped_windows(vectors, group, seed))
-        counts.append(len(vectors))
-    return DomainWindows(np.stack(means), resampled, tuple(counts), group)
-
-
 def weigh_means(
     means: Array, mode: Mode, recipe: Recipe, prior: Callable[[Array], Array] | None = None
 ) -> WeightResult:
@@ -409,17 +346,36 @@ def weigh_means(
         return chameleon_weights(means, mode, recipe, prior=prior and prior(means))
 
 
-def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
+def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]:
     """Compute the mixture, without its cost. Runs on one rank, in float64.
+
+    Vectors are read one domain at a time. For the bootstrap, a large number of windows is replaced
+    by means over groups of them.
 
     Args:
         plan: checked options; a target text is embedded.
-        windows: of ``plan.names``.
+        store: with the vectors of ``plan.names``.
+
+    Returns:
+        The mixture, and lines on its certainty and, with ``--explain``, its causes.
+
+    Raises:
+        UserError: if a file of the store is damaged.
     """
     options, names, target = plan.options, plan.names, plan.target
+    seed, weighting = options.extraction.extraction_seed, options.weighting
+    most = max(store.domains[name].windows for name in names)
+    group = group_size(len(names), most, store.hidden_size)
+    rows, resampled, counts = [], [], []
+    for name in names:
+        vectors = store.vectors(name)
+        rows.append(vectors.mean(axis=0, dtype=np.float64))
+        resampled.append(grouped_windows(vectors, group, seed))
+        counts.append(len(vectors))
+    means = np.stack(rows)
     prior = target.prior if target else None
-    result = weigh_means(windows.means, options.mode, plan.recipe, prior)
-    untargeted = weigh_means(windows.means, options.mode, plan.recipe) if target else result
+    result = weigh_means(means, options.mode, plan.recipe, prior)
+    untargeted = weigh_means(means, options.mode, plan.recipe) if target else result
     limit = epoch_limit(options, plan.corpus, names)
     kept = plan.kept.weights if plan.kept else {}
     before = np.array([kept.get(name, 0.0) for name in names])
@@ -428,33 +384,28 @@ def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
     def place(weights: Array) -> Array:
         return placed_weights(weights, before, is_old) if plan.kept else weights
 
-    def constrained(weights: Array) -> Array:
-        return limit.apply(place(weights))
-
     weigh_resample = chameleon_weight_fn(options.mode, plan.recipe, prior=prior)
-    resamples = options.weighting.bootstrap_resamples
+    resamples = weighting.bootstrap_resamples
     bar = progress_bar(resamples, " resamples", "intervals", delay=PROGRESS_DELAY_SECONDS)
     with bar as progress:
 
-        def weigh_and_count(means: Array) -> Array:
+        def constrained(embeddings: Array) -> Array:
             progress.update()
-            return constrained(weigh_resample(means))
+            return limit.apply(place(weigh_resample(embeddings)))
 
-        bootstrap = bootstrap_weights(
-            windows.resampled,
-            weigh_and_count,
-            num_resamples=resamples,
-            seed=options.extraction.extraction_seed,
-            confidence=options.weighting.confidence,
-        )
+        bootstrap = bootstrap_weights(resampled, constrained, resamples, seed, weighting.confidence)
     _warn_uninformative(plan, result, untargeted, bootstrap)
     fields = limit.mixture_fields(place(result.weights))
     order = np.argsort(-np.array(list(fields["weights"].values())), kind="stable").tolist()
     likely = outweighing_probability(bootstrap, order[:-1], order[1:]).tolist()
+    outweighs = [
+        (names[one], names[other], probability)
+        for (one, other), probability in zip(itertools.pairwise(order), likely, strict=True)
+    ]
     settings = PaperSettings(  # with the proxy's training, even if it serves several mixtures
         model_size=plan.shape.size,
         trained_tokens=sum(plan.checkpoint.domain_tokens.values()),
-        embedded_tokens=sum(windows.counts) * plan.embedding.window_length,
+        embedded_tokens=sum(counts) * plan.embedding.window_length,
     )
     recipe = dataclasses.asdict(plan.recipe)
     parameters: dict[str, Any] = {
@@ -465,37 +416,50 @@ def weigh(plan: MixturePlan, windows: DomainWindows) -> Mixture:
         "effective_ridge": result.effective_ridge,
         "effective_temperature": result.effective_temperature,
         "effective_dimension": result.effective_dimension,
-        "windows": dict(zip(names, windows.counts, strict=True)),
+        "windows": dict(zip(names, counts, strict=True)),
         "bootstrap_resamples": resamples,
-        "bootstrap_group": windows.group,
+        "bootstrap_group": group,
         "paper_flops": paper_flops("chameleon", settings),
     }
     if target is not None:
+        without = limit.apply(place(untargeted.weights))
         parameters["target"] = {
             "given": target.value,
             "strength": target.strength,
-            "prior": dict(zip(names, target.prior(windows.means).tolist(), strict=True)),
-            "weights_without": dict(
-                zip(names, constrained(untargeted.weights).tolist(), strict=True)
-            ),
+            "prior": dict(zip(names, target.prior(means).tolist(), strict=True)),
+            "weights_without": dict(zip(names, without.tolist(), strict=True)),
+            **({} if target.windows is None else {"windows": target.windows}),
         }
-        if target.windows is not None:
-            parameters["target"]["windows"] = target.windows
     ends = zip(bootstrap.low.tolist(), bootstrap.high.tolist(), strict=True)
-    return Mixture(
+    mixture = Mixture(
         **fields,
         method=f"chameleon-{options.mode}",
         parameters=parameters,
         scores=dict(zip(names, result.scores.tolist(), strict=True)),
         intervals=dict(zip(names, ends, strict=True)),
-        confidence=options.weighting.confidence,
-        outweighs=[
-            (names[one], names[other], share)
-            for (one, other), share in zip(itertools.pairwise(order), likely, strict=True)
-        ],
+        confidence=weighting.confidence,
+        outweighs=outweighs,
         affinity=result.affinity.tolist() if len(names) <= MAX_AFFINITY_DOMAINS else None,
         provenance=plan.provenance,
     )
+    lines = []
+    if outweighs:
+        heavier, lighter, share = min(outweighs, key=lambda pair: pair[2])
+        lines.append(
+            f"least certain order: {heavier} outweighs {lighter} in {share:.0%} of resamples"
+        )
+    half_width = float((bootstrap.high - bootstrap.low).max()) / 2
+    # The standard error of a mean over n windows goes with n^-1/2.
+    needed = math.ceil(min(counts) * (half_width / weighting.precision) ** 2)
+    grouped = f" (bootstrap over means of {group})" if group > 1 else ""
+    lines.append(
+        f"widest interval: +-{format_weight(half_width)} with {min(counts):,} windows per "
+        f"domain{grouped}; +-{weighting.precision:g} takes about {needed:,}"
+    )
+    if options.explain:
+        by_recipe = functools.partial(weigh_means, means, options.mode, prior=prior)
+        lines += ["", explain(names, plan.recipe, by_recipe), ""]
+    return mixture, lines
 
 
 def warn_degenerate(names: Sequence[str], result: WeightResult, hint: str) -> None:
@@ -536,11 +500,14 @@ def _warn_uninformative(
             "longer, or use --recipe scaled or a higher --temperature",
             stacklevel=3,
         )
-    moved = float(np.abs(result.weights - untargeted.weights).sum()) / 2
-    if plan.target is not None and moved < MIN_TARGET_EFFECT:
+    if plan.target is None:
+        return
+    above = np.zeros(1) if result.prior is None else np.maximum(result.prior - 1.0, 0.0)
+    gain = len(above) * float((above * (result.weights - untargeted.weights)).sum())
+    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # also of equal priors: 0 <= 0
         ridge = "smaller" if plan.options.mode == "pretrain" else "larger"
         warnings.warn(
-            f"--target moves {moved:.2%} of the weight, with ridge {result.effective_ridge:.3g}: "
-            f"try a {ridge} --ridge, fewer domains, or another text",
+            "--target has almost no effect, or the opposite one, with ridge "
+            f"{result.effective_ridge:.3g}: try a {ridge} --ridge, fewer domains, or another text",
             stacklevel=3,
         )

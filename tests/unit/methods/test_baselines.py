@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 
 import numpy as np
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods import baselines
-from megatron_chameleon.methods import output as output_module
 from megatron_chameleon.methods.output import EpochLimit
 from tests.small_corpus import without_training_text
 
@@ -103,15 +101,6 @@ def test_domains_output_and_record(options, compute, corpus, capsys, monkeypatch
     assert not output.exists()
 
 
-def test_a_long_table_shows_the_heaviest_and_the_lightest(capsys, corpus, options, monkeypatch):
-    for name, value in (("MAX_ROWS", 2), ("HEAVIEST", 1), ("LIGHTEST", 1)):
-        monkeypatch.setattr(output_module, name, value)
-    METHODS["natural"].compute(options("natural"))
-    _, first, _, last = (line.split()[0] for line in capsys.readouterr().out.splitlines()[1:5])
-    by_tokens = sorted(corpus.names, key=lambda name: corpus.train_tokens[name])
-    assert (first, last) == (by_tokens[-1], by_tokens[0])
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_the_epoch_limit_caps_domains_with_a_warning(compute, corpus, name):
     budget = int(tokens_of(corpus).sum() * 0.9995)
@@ -154,16 +143,6 @@ def test_mistakes_are_errors_and_write_nothing(compute, tmp_path, name, changes,
         compute(name, **changes)
     assert "\n" not in str(error.value)
     assert list(tmp_path.glob("*.json")) == []
-
-
-def test_only_a_mixture_is_overwritten(options, compute, corpus):
-    output = options("uniform").output
-    for source in (next(corpus.root.rglob("*.bin")), corpus.root / "corpus.json"):
-        shutil.copy(source, output)
-        with pytest.raises(UserError, match="exists"):
-            compute("uniform")
-        assert output.read_bytes() == source.read_bytes()
-        output.unlink()
 
 
 def test_a_domain_without_text_gets_no_weight(compute, corpus, tmp_path):

@@ -219,7 +219,6 @@ def test_a_mistake_writes_nothing(options, tmp_path):
     changing = DataOptions(permutation="epoch", mixture_change=(("4=uniform",),))
     Mixture({"news": 0.0, "code": 1.0, "poems": 0.0}).save(alone)
     for changes, named in (
-        ({"online": online(online_interval=6)}, "--online-interval 6"),
         ({"online": online(online_layer=5)}, "--online-layer 5"),
         ({"data": DataOptions()}, "--permutation epoch"),
         ({"data": changing}, "--mixture-change"),

@@ -22,7 +22,6 @@ from megatron_chameleon.artifacts import (
     CheckpointRecord,
     Corpus,
     EmbeddingStore,
-    Mixture,
     find_checkpoint,
 )
 from megatron_chameleon.artifacts.corpus import Domain, DomainSplit
@@ -31,8 +30,6 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon.compute import compute_mixture
-from megatron_chameleon.methods.chameleon.options import ChameleonOptions, RecipeOptions
 from megatron_chameleon.methods.discovery import discover as discover_module
 from megatron_chameleon.methods.discovery.discover import (
     discover_domains,
@@ -154,7 +151,7 @@ def found(three):
     return Corpus.load(three.output)
 
 
-def test_clusters_recover_the_kinds_and_keep_every_document(found, kind_of, labelled):
+def test_clusters_recover_the_kinds_and_keep_every_document(found, kind_of):
     found.verify()
     assert found.names == ["cluster-00", "cluster-01", "cluster-02"]
     texts = [(n, s, text) for n in found.names for s in SPLITS for text in texts_of(found, n, s)]
@@ -164,9 +161,6 @@ def test_clusters_recover_the_kinds_and_keep_every_document(found, kind_of, labe
     assert (len(kinds), {kind for _, kind in kinds}) == (3, set(DOMAINS))
     sizes = [sum(found.domains[name].split(s).tokens for s in SPLITS) for name in found.names]
     assert sizes == sorted(sizes, reverse=True)
-    assert found.tokenizer == labelled.tokenizer
-    bytes_ = [d.split(s).text_bytes for d in found.domains.values() for s in SPLITS]
-    assert sum(bytes_) == 5 * sum(sizes)
 
 
 def test_the_record_describes_the_clusters(found, web, proxy):
@@ -175,8 +169,6 @@ def test_the_record_describes_the_clusters(found, web, proxy):
     assert record.provenance.inputs == {"corpus": web.hash, "checkpoint": checkpoint.hash}
     assert found.provenance == record.provenance
     assert (record.num_clusters, record.dissolved, record.divided) == (3, 0, ["web"])
-    assert (record.layer, record.window_length, record.windows_per_document) == (2, 32, 4)
-    assert record.fitted_windows == 200
     assert record.cost.flops > 0
     assert list(record.domains) == found.names
     for name, domain in record.domains.items():
@@ -192,23 +184,18 @@ def test_the_record_describes_the_clusters(found, web, proxy):
             tokens = open_tokens(web, near.domain, "train").get(near.document)
             assert tokens.tobytes() in own
             assert near.text == " ".join(map(str, tokens[:-1].tolist()))[:100]
-    arrays = load_file(found.root / CENTROIDS_NAME)
-    assert arrays["centroids"].shape == (3, 64)
-    assert arrays["mean"].shape == arrays["deviation"].shape == (64,)
+    assert load_file(found.root / CENTROIDS_NAME)["centroids"].shape == (3, 64)
 
 
-def test_several_numbers_the_best_silhouette_wins(discover, found, capsys, tmp_path):
+def test_several_numbers_the_best_silhouette_wins(discover, found, tmp_path):
     best = discover(discover="5, 2,3", output=tmp_path / "best")
     record = DiscoveredDomains.load(best.root)
     assert list(record.silhouettes) == [2, 3, 5]
     assert max(record.silhouettes, key=lambda k: record.silhouettes[k]) == 3
     assert best.hash == found.hash  # with embeddings of its own: the seed determines the result
-    printed = capsys.readouterr().out
-    assert ", ".join(f"{k}: {score:.3f}" for k, score in record.silhouettes.items()) in printed
-    assert all(near.text in printed for d in record.domains.values() for near in d.nearest)
 
 
-def test_other_numbers_of_clusters_need_no_embedding(discover, found, proxy, tmp_path, monkeypatch):
+def test_other_numbers_of_clusters_need_no_embedding(discover, found, tmp_path, monkeypatch):
     def no_proxy(*_):
         raise AssertionError("the proxy is not needed")
 
@@ -222,12 +209,6 @@ def test_other_numbers_of_clusters_need_no_embedding(discover, found, proxy, tmp
     embedding = DocumentEmbeddingOptions(fit_windows=200, windows_per_document=2)
     with pytest.raises(UserError, match="num_windows 4, not 2"):
         discover(output=tmp_path / "third", store=store, embedding=embedding)
-    mixture = tmp_path / "mixture.json"
-    weighting = RecipeOptions(recipe="scaled", bootstrap_resamples=20)
-    compute_mixture(
-        ChameleonOptions(corpus=other.root, checkpoint=proxy, output=mixture, weighting=weighting)
-    )
-    assert list(Mixture.load(mixture).weights) == other.names
 
 
 def test_a_killed_run_resumes(discover, options, found, monkeypatch):
@@ -257,10 +238,8 @@ def test_a_killed_run_resumes(discover, options, found, monkeypatch):
     resumed = discover()
     assert [path.stat().st_mtime_ns for path in written_blocks] == before
     assert resumed.hash == found.hash
-    assert [path.name for path in resumed.root.iterdir() if path.name.startswith(".")] == []
     with pytest.raises(UserError, match="--output"):
         discover_domains(options(discover="2"))
-    assert Corpus.load(resumed.root) == resumed
 
 
 def test_selected_domains_are_clustered_and_the_others_unchanged(discover, labelled, tmp_path):
@@ -294,11 +273,9 @@ def test_a_cluster_without_held_out_text_is_dissolved(labelled, discover, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "embedding", "named"),
     [
-        ({"discover": "many"}, {}, "--discover many"),
         ({"min_tokens_per_split": 100_000}, {}, "--min-tokens-per-split 100000"),
         ({"cluster_name": "a,b"}, {}, "--cluster-name"),
         ({}, {"fit_windows": 2}, "--fit-windows 2"),
-        ({}, {"window_length": 33}, "--window-length 33"),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(options, changes, embedding, named, tmp_path):
@@ -334,8 +311,8 @@ def test_known_clusters_and_their_number_are_found(num_clusters):
     assert fit.inertia == pytest.approx(np.square(scaled - fit.centroids[found]).sum(), rel=1e-3)
 
 
-@pytest.mark.parametrize("windows", [np.eye(3, 5), np.repeat(np.eye(3, 5), 40, axis=0)])
-def test_too_few_or_too_similar_windows(windows):
+def test_too_few_distinct_windows():
+    windows = np.repeat(np.eye(3, 5), 40, axis=0)
     with pytest.raises(UserError, match="--discover 4"):
         fit_clusters(windows.astype(np.float32), [2, 4], seed=0, restarts=3)
 

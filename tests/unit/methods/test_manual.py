@@ -12,8 +12,8 @@ from megatron_chameleon.artifacts.published import published_column
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import ExportOptions, exported_text
-from megatron_chameleon.methods.manual.compute import compute_manual
 from megatron_chameleon.methods.manual import ManualOptions
+from megatron_chameleon.methods.manual.compute import compute_manual
 from tests.small_corpus import write_small_corpus
 
 SLIMPAJAMA = ("arxiv", "book", "cc", "c4", "github", "stackexchange", "wikipedia")
@@ -177,15 +177,12 @@ def test_names_are_renamed_summed_and_dropped(corpus, tmp_path, capsys):
         ({"weights": "news"}, "NAME=WEIGHT"),
         ({"weights": "news=much"}, "'much'"),
         ({"weights": "news=1,news=2"}, "'news'"),
-        ({"weights": "news=0,code=0"}, "zero"),
-        ({"weights": "verse=1,news=1,prose=1"}, "'verse', 'prose'"),
+        ({"weights": " , "}, "zero"),
         ({"weights": "verse=1,news=1"}, "--rename verse=NAME"),
         ({"weights": "news=1", "rename": (("verse=news",),)}, "--rename verse=news"),
-        ({"weights": "news=1", "rename": (("news=code",), ("news=poems",))}, "twice"),
         ({"weights": "news=1", "rename": (("news=verse",),)}, "'verse'"),
         ({"weights": "news=1", "domains": "code"}, "code"),
         ({"weights": "lost.csv"}, "lost.csv"),
-        ({"published": "slimpajama"}, "slimpajama/doremi"),
         ({"published": "slimpajama/doge"}, "'arxiv', 'book'"),
     ],
 )

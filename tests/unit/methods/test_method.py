@@ -167,9 +167,3 @@ def test_discovery_imports_no_torch():
     command += "; f(); sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", command], check=True, env=environment, cwd=ROOT)
-
-
-def test_the_docs_list_every_method():
-    text = (ROOT / "docs/methods/index.md").read_text()
-    rows = re.findall(r"^\| (?:\[)?`([\w-]+)`", text, re.MULTILINE)
-    assert sorted(set(rows) - {"--method"}) == sorted(NAMES)

@@ -95,19 +95,6 @@ def test_many_steps_equal_plain_loops(variant):
     assert np.abs(np.array(other[-1]) - weights[-1]).max() > 0.01
 
 
-def test_the_loss_of_a_batch_is_a_weighted_mean():
-    rng = np.random.default_rng(1)
-    alpha, sampling = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.25, 0.25])
-    tokens = np.array([5.0, 3.0, 2.0])
-    losses = [rng.random(int(count)) for count in tokens]
-    per_token = alpha / sampling
-    expected = sum((w * loss).sum() for w, loss in zip(per_token, losses, strict=True))
-    expected /= per_token @ tokens
-    weights = token_weights(np.log(alpha), sampling, tokens)
-    found = sum((w * loss).sum() for w, loss in zip(weights, losses, strict=True)) / tokens.sum()
-    assert found == pytest.approx(expected)
-
-
 def test_token_weights_of_absent_domains_and_of_tiny_weights():
     log_weights, sampling = np.log([0.7, 0.2, 0.1]), np.full(3, 1 / 3)
     weights = token_weights(log_weights, sampling, np.array([0.0, 6.0, 3.0]))
