@@ -353,5 +353,6 @@ def test_a_document_is_the_mean_of_its_windows(found, web, proxy):
                 start, length = int(windows.start[window]), int(windows.length[window])
                 text = tokens.get(row, start, length).astype(np.int64)
                 hidden = reader.hidden_states(torch.from_numpy(text)[None], 2)
+                assert hidden is not None
                 means.append(hidden[:, 0].double().mean(0).numpy())
             np.testing.assert_allclose(vector, np.mean(means, axis=0), atol=1e-6)
