@@ -3,7 +3,7 @@
 UniMax (Chung et al., ICLR 2023) divides the budget evenly, and redistributes evenly what a domain
 cannot take within its epochs. That is the mixture min(cap, s/k) nearest to uniform, which
 :class:`~megatron_chameleon.methods.output.EpochLimit` computes. A budget beyond the epochs of all
-domains is an error, where the paper takes as many tokens as there are.
+domains is an error; the paper takes fewer tokens instead.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ METHODS = (
         options=UnimaxOptions,
         compute=compute_equal,
         summary="as uniform as a limit on epochs allows",
-        needs="the token budget of the training to come (--token-budget)",
+        needs="the token budget of the target run (--token-budget)",
         cost="nothing",
         good_for="domains of very different sizes, with small ones among them: many languages",
         source="Chung et al.: UniMax, ICLR 2023",

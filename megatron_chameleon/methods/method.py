@@ -15,7 +15,7 @@ from megatron_chameleon import methods
 from megatron_chameleon.methods.options import MethodOptions
 
 DEFAULT_METHOD = "chameleon"
-# What methods share. Every other module needs a METHOD.
+# Shared modules. Every other module needs a METHOD.
 SHARED_MODULES = {"method", "options", "output", "proxy"}
 
 

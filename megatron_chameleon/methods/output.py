@@ -1,4 +1,4 @@
-"""From selected domains to the result of a method: epoch limit, mixture file, and its table."""
+"""Shared by the methods: selected domains, the epoch limit, the mixture file and its table."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class EpochLimit:
 
     Attributes:
         tokens: domain -> training tokens.
-        token_budget: tokens of the training to come; epochs are not computed without it.
+        token_budget: tokens of the target run; epochs are not computed without it.
         max_epochs: no limit if None.
     """
 
@@ -141,9 +141,8 @@ class EpochLimit:
             return weights if self.caps is None else capped_weights(weights, self.caps)
         except ValueError as error:
             raise UserError(
-                f"--max-epochs {self.max_epochs:g}: the domains with a weight have fewer tokens in "
-                f"so many epochs than --token-budget {self.token_budget:,}; raise --max-epochs or "
-                "lower --token-budget"
+                f"--max-epochs {self.max_epochs:g}: the weighted domains have too few tokens for "
+                f"--token-budget {self.token_budget:,}; raise --max-epochs or lower --token-budget"
             ) from error
 
     def mixture_fields(self, unconstrained: Array) -> dict[str, Any]:
@@ -280,9 +279,9 @@ def format_weight(weight: float) -> str:
 
 
 def mixture_table(mixture: Mixture) -> str:
-    """A table with one row per domain: scores, weights and what they imply.
+    """A table of scores, weights and epochs, with one row per domain.
 
-    Of more than ``MAX_ROWS`` domains, only the heaviest and the lightest, sorted by weight.
+    Of more than ``MAX_ROWS`` domains, it shows the heaviest and the lightest, sorted by weight.
     """
     names = list(mixture.weights)
     hidden = len(names) - HEAVIEST - LIGHTEST if len(names) > MAX_ROWS else 0

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array, as_embeddings
 
-# Centred entries up to this many float64 steps of their column's largest value are rounding errors,
-# not differences between domains.
+# Centred entries below this many float64 steps of their column's largest value count as rounding
+# errors.
 CENTERING_STEPS = 4
 
 
@@ -41,8 +41,8 @@ def center_embeddings(embeddings: npt.ArrayLike) -> Array:
 def affinity_matrix(embeddings: npt.ArrayLike, center: bool) -> Array:
     """Inner products of the domain embeddings, K = X X^T.
 
-    Chameleon (Xie, Tonin and Cevher, ICML 2025), section 3.1. With ``center`` the mean of the
-    domains is taken off X first, which is K double-centred, as the authors' code does.
+    Chameleon (Xie, Tonin and Cevher, ICML 2025), section 3.1. With ``center``, the mean over
+    domains is subtracted from X first, which double-centres K, as in the authors' code.
 
     Args:
         embeddings: [k, h], one row per domain, any real dtype; computed in float64.
@@ -85,7 +85,7 @@ def squared_norms(features: Array) -> Array:
     return norms
 
 
-# Rows of cosines held at once: [1024, k] float64 is 40 MB for 5000 domains.
+# Rows of cosines computed at a time: [1024, k] float64 is 40 MB for 5000 domains.
 BLOCK_ROWS = 1024
 
 
@@ -101,9 +101,9 @@ def unit_rows(features: Array) -> Array:
 def nearest_rows(
     features: Array, count: int, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, Array]:
-    """The ``count`` other rows of largest cosine for each row, nearest first.
+    """For each row, the ``count`` other rows with the largest cosines, nearest first.
 
-    Costs r k h, in memory of ``BLOCK_ROWS`` * k.
+    Takes r k h time and ``BLOCK_ROWS`` * k memory.
 
     Args:
         features: [k, h] float64.

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from megatron_chameleon.mixture.checks import Array, as_matrix
 from megatron_chameleon.mixture.weights import DegenerateScoreWarning
 
-# Values per block of resampled means, and in one domain's counts: 256 MiB each. Every block reads
-# all domains, so small blocks are slow where there are many.
+# Maximum values of a block of resampled means, and of one domain's counts: 256 MiB each. Each block
+# reads the windows of all domains, so smaller blocks are slower.
 BLOCK_VALUES = 1 << 25
 
 
@@ -116,10 +116,10 @@ def resampled_means_direct(
 def _resampled_means(
     windows: list[npt.NDArray[np.floating]], num_resamples: int, seed: int
 ) -> Iterator[Array]:
-    """Resampled domain means [k, h], num_resamples times.
+    """Yield the domain means [k, h] of each resample.
 
-    The mean of n sampled windows is counts @ windows / n, a matrix product per domain and block of
-    resamples in place of a copy of the windows per resample.
+    The mean of n sampled windows is counts @ windows / n, one matrix product per domain and block
+    of resamples, instead of a copy of the windows per resample.
     """
     num_domains, width = len(windows), windows[0].shape[1]
     largest = max(num_domains * width, max(len(vectors) for vectors in windows))
@@ -154,10 +154,10 @@ def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArra
     return windows
 
 
-# Values kept for the bootstrap, over all domains: 1 GiB in float32. 80 domains of 4096 windows,
-# 768 wide, have fewer.
+# Maximum values of all domains' windows in memory: 1 GiB in float32, enough for 80 domains of 4096
+# windows with 768 features.
 MAX_VALUES = 1 << 28
-# A variance from fewer groups would be noise: its relative error is 1 / sqrt(2 * 31) = 13% here.
+# Minimum groups of a domain: the relative error of a variance from 32 is 1 / sqrt(2 * 31) = 13%.
 FEWEST_GROUPS = 32
 
 
@@ -178,15 +178,15 @@ def group_size(num_domains: int, num_windows: int, width: int) -> int:
 def grouped_windows(
     vectors: npt.NDArray[np.floating], size: int, seed: int
 ) -> npt.NDArray[np.floating]:
-    """Means of random groups of ``size`` windows; resampling them is a bootstrap, too.
+    """Means of random groups of ``size`` windows, to resample in place of the windows.
 
     The mean of n / g resampled groups of g windows has the variance of the mean of n resampled
-    windows: a group's mean has the g-th part of a window's variance. Windows beyond the last whole
-    group are left out, and the groups are moved so that their mean is that of all windows.
+    windows: a group's mean has 1 / g of a window's variance. Windows beyond the last whole group
+    are left out, and the group means are shifted so that their mean is that of all windows.
 
     Args:
         vectors: [n, h], any real dtype; sums are taken in float64.
-        size: g, windows in a group; smaller where there would be fewer than ``FEWEST_GROUPS``.
+        size: g, windows per group; reduced if there would be fewer than ``FEWEST_GROUPS`` groups.
         seed: of the groups.
 
     Returns:
@@ -211,10 +211,10 @@ def outweighing_probability(
     Args:
         resampled: the weights over resamples.
         one: [n] positions of domains.
-        other: [n] positions of those that they are compared with.
+        other: [n] positions of the domains to compare them with.
 
     Returns:
-        [n] float64; 1 minus that with ``one`` and ``other`` exchanged.
+        [n] float64.
     """
     first, second = (resampled.weights[:, np.asarray(each, dtype=int)] for each in (one, other))
     difference = first - second

@@ -107,8 +107,8 @@ PAPER = Recipe(
 
 The paper gives its temperatures as ranges, [5, 10] and [0.2, 0.5]. The lower ends are taken, as in
 the authors' code, so that this recipe and ``REFERENCE`` differ by centring and normalisation only.
-The scores depend on the scale of the embeddings: where K is far above k * ridge they all near 1 and
-the weights are near uniform; where it is far below, one domain gets all of the weight.
+The scores depend on the scale of the embeddings. Where K is far above k * ridge, all scores are
+near 1 and the weights near uniform; where it is far below, one domain gets all of the weight.
 """
 
 REFERENCE = dataclasses.replace(PAPER, name="reference", center=True, normalize=True)
@@ -134,7 +134,7 @@ SCALED = Recipe(
 A normalised 1 / S grows with k, so the fixed temperatures of ``REFERENCE`` give one-hot weights
 from about a hundred domains on. Here z = 1 / (k S) for pretraining and k S for fine-tuning, with
 the temperatures that equal the reference's at k = 7, the number of domains of most of the paper's
-experiments. Scores are held within 0.2 and 5 times their mean, so that no domain outweighs an
+experiments. Scores are clipped to 0.2 to 5 times their mean, so that no domain outweighs an
 average one by more than exp(4 * 7 / 5) = 270 times, however many there are. The scores that the
 paper's tables imply at the reference's temperatures are 0.4 to 1.9 times their mean.
 """
@@ -215,7 +215,7 @@ def chameleon_weights(
     prior: npt.ArrayLike | None = None,
     **overrides: Any,
 ) -> WeightResult:
-    """Domain weights from domain embeddings (Chameleon, Algorithm 1, from its third step on).
+    """Domain weights from domain embeddings (Chameleon, Algorithm 1, steps 3 onwards).
 
     Costs k^3, or k h^2 where there are more domains than features.
 

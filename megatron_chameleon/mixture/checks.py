@@ -59,8 +59,9 @@ def as_affinity(affinity: npt.ArrayLike) -> Array:
     if errors.max() > AFFINITY_TOLERANCE * float(np.abs(matrix).max()):
         i, j = divmod(int(errors.argmax()), len(matrix))
         raise ValueError(
-            f"affinity is not a matrix of inner products: entry [{i}, {j}] is {matrix[i, j]:.6g}, "
-            f"not {matrix[j, i]:.6g} as [{j}, {i}], or above the norms on the diagonal: {fix}"
+            f"affinity is not a Gram matrix: entry [{i}, {j}] is {matrix[i, j]:.6g}, entry "
+            f"[{j}, {i}] is {matrix[j, i]:.6g}, and the norms are {norms[i]:.6g} and "
+            f"{norms[j]:.6g}: {fix}"
         )
     return (matrix + matrix.T) / 2 if asymmetry.any() else matrix
 
@@ -68,7 +69,7 @@ def as_affinity(affinity: npt.ArrayLike) -> Array:
 def as_scores(scores: npt.ArrayLike) -> Array:
     """Return leverage scores as a finite, non-negative float64 vector [k].
 
-    Negative values of the size of rounding become zero.
+    Negative rounding errors become zero.
     """
     vector = np.asarray(scores, dtype=np.float64)
     if vector.ndim != 1 or vector.size == 0:

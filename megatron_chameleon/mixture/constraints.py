@@ -14,10 +14,10 @@ ROUNDING = 1e-12
 def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
     """The mixture w with w_i <= c_i nearest to p in Kullback-Leibler divergence.
 
-    Minimising sum_i w_i log(w_i / p_i) over the simplex under the caps, domains below
-    their cap keep their ratios: w_i = min(c_i, s p_i) with the s for which the sum is 1 (by the
-    Karush-Kuhn-Tucker conditions; the reverse divergence has the same minimum). Caps bind in the
-    order of c_i / p_i, in which s is searched.
+    At the minimum of sum_i w_i log(w_i / p_i), domains below their cap keep their ratios:
+    w_i = min(c_i, s p_i), with the s for which the sum is 1 (by the Karush-Kuhn-Tucker conditions;
+    the reverse divergence has the same minimum). Caps bind in the order of c_i / p_i, so s is found
+    by sorting.
 
     Args:
         weights: p, [k], not negative, summing to 1. Domains of weight 0 keep it.

@@ -1,7 +1,8 @@
 """DoGE's update of domain weights from inner products of the domains' gradients.
 
 Fan, Pagliardini, Jaggi: DoGE, ICML 2024, Algorithm 1 and the authors' code. Norms, clipping
-and alignment all follow from the inner products of the gradients, so that these are not needed.
+and alignment all follow from the inner products of the gradients, so the gradients themselves are
+not needed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DogeRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Positions of the domains that are trained on, and so get a weight, and of the target."""
+    """Positions of the training domains, which have weights, and of the target domains."""
 
     train: tuple[int, ...]
     target: tuple[int, ...]
@@ -155,7 +156,7 @@ def gradient_weights(
 
     alpha_i times its clipping factor, with the alphas of the present domains scaled to sum to 1.
     The authors' code uses the last gradient of an absent domain instead, which takes a copy of the
-    model's size per domain.
+    gradient per domain.
 
     Args:
         state: state of the weights after the step's update of alpha.

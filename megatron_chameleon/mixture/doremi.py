@@ -53,8 +53,9 @@ RECIPES: dict[Variant, DoremiRecipe] = {
     "original": DoremiRecipe(),
     "fork": DoremiRecipe(eta=0.1, eps=0.0, clip_tokens=False, count_first=False),
 }
-"""The authors' code with the values of its launch script, and the third-party implementation
-that Chameleon's baseline uses, which clips domain means and takes small steps without smoothing."""
+"""original: the authors' code with the values of its launch script. fork: the third-party
+implementation in Chameleon's baseline; it clips domain means, and takes small steps without
+smoothing."""
 assert tuple(RECIPES) == get_args(Variant)
 
 
@@ -100,10 +101,10 @@ class DoremiState(WeightState):
 
 
 def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:
-    """Weights of the tokens' losses, for which the mean over a batch is sum(w l) / sum(w).
+    """Per-domain weights w of the token losses l; the loss of a batch is sum(w l) / sum(w).
 
-    w_i is proportional to alpha_i over the sampling rate of the domain, and scaled so that the sum
-    over all tokens is their number, by which the loss is divided afterwards.
+    w_i is proportional to alpha_i over the sampling rate of the domain, and scaled to sum to the
+    number of tokens, by which the trainer divides the loss.
 
     Args:
         log_weights: ln alpha, [k] float64.
@@ -117,8 +118,8 @@ def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:
     present = tokens > 0
     if present.any():
         logits = log_weights[present] - np.log(sampling[present])
-        # Relative to the largest that is present: if all of these weights underflow, the batch is
-        # still divided among its domains by their ratios.
+        # Relative to the largest weight in the batch, so that ratios hold even if all of its
+        # weights underflow.
         weights[present] = np.exp(logits - logits.max())
         weights *= tokens.sum() / (weights @ tokens)
     return weights

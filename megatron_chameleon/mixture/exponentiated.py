@@ -1,7 +1,7 @@
 """Exponentiated gradient ascent on domain weights, for DoReMi and DoGE.
 
-Weights are stored as logarithms: none overflows, and none underflows to a zero from which it could
-not recover.
+Weights are stored as logarithms: they neither overflow nor underflow to 0, from which a weight
+could not recover.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class WeightState:
 
 
 def exponentiated_step(log_weights: Array, gains: Array, step_size: float, eps: float) -> Array:
-    """The logarithm of (1 - eps) softmax(ln alpha + step_size gains) + eps / k; nothing overflows.
+    """The logarithm of (1 - eps) softmax(ln alpha + step_size gains) + eps / k, without overflow.
 
-    The largest gain is subtracted before the multiplication, which changes no weight: only -inf, a
-    weight of 0, is then possible.
+    The largest gain is subtracted before the multiplication. This changes no weight, and an
+    overflow can only be -inf, a weight of 0.
 
     Args:
         log_weights: ln alpha, [k] float64.

@@ -18,7 +18,8 @@ Predict: TypeAlias = Callable[[Array], Array]
 Fit: TypeAlias = Callable[[Array, Array], Predict]
 """Mixtures [n, k] and losses [n, m] -> predictor."""
 
-# Quantile of the distances between neighbouring trained mixtures that is the usual distance.
+# The usual distance is this quantile of the trained mixtures' distances to their nearest
+# neighbours.
 USUAL_SHARE = 0.95
 
 

@@ -5,7 +5,7 @@ S_i = [K (K + k * ridge * I)^-1]_ii (Chameleon, Xie, Tonin and Cevher, ICML 2025
 A high score means that a domain is hard to write as a combination of the others.
 
 With K = U diag(sigma) U^T the score is sum_j sigma_j / (sigma_j + k * ridge) * U_ij^2. (The
-appendix of the paper prints this without the factor k, which Definition and text have.)
+appendix of the paper omits the factor k of the Definition.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
     kernel = as_affinity(affinity)
     shift = kernel.shape[0] * check_positive(ridge, "ridge")
     if float(np.trace(kernel)) <= CHOLESKY_LIMIT * shift:
-        # Only a K with an eigenvalue below -k * ridge has no factor; the spectral form reports it.
+        # Fails only if K has an eigenvalue below -k * ridge, which the spectral form reports.
         with contextlib.suppress(linalg.LinAlgError):
             factor = linalg.cho_factor(_shifted(kernel, shift), lower=True, overwrite_a=True)
             # Row i of the product sums K_ij (A^-1)_ij: an all-zero row of K scores exactly 0, which
@@ -53,7 +53,7 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
             return scores
     eigenvalues, eigenvectors = linalg.eigh(kernel)
     tolerance = kernel.shape[0] * np.finfo(np.float64).eps * float(np.abs(eigenvalues).max())
-    # Rounding alone keeps eigenvalues above -tolerance; a factor of 1e4 is left for K's own error.
+    # Rounding alone keeps eigenvalues above -tolerance; the factor 1e4 allows for errors in K.
     if float(eigenvalues[0]) < -1e4 * tolerance:
         raise ValueError(
             f"affinity has the eigenvalue {float(eigenvalues[0]):.6g}, but inner products have "

@@ -18,11 +18,11 @@ from scipy.optimize import minimize, minimize_scalar
 
 from megatron_chameleon.mixture.checks import Array
 
-# Far from any law of losses in nats; they keep exp() finite on the whole simplex.
+# Wide bounds for losses in nats, which keep exp() finite on the simplex.
 LOG_BOUNDS = (-20.0, 10.0)
 EXPONENT_BOUNDS = (-50.0, 50.0)
 MAX_LAW_STEPS = 2000
-# Additional starting points of fits to a subset of the runs, next to the laws of all runs.
+# Starting points of a fit to a subset of the runs, in addition to the laws of all runs.
 COLD_STARTS = 3
 
 
@@ -31,7 +31,7 @@ class LawSettings:
     """Settings of a fit."""
 
     huber_delta: float = 0.05
-    """Residuals above this count linearly (paper: 0.05)."""
+    """The loss is linear for residuals above this (paper: 0.05)."""
     ridge: float = 1e-3
     """Ridge penalty on the exponents t, relative to the mean Huber loss over runs in units of
     delta^2, which makes it independent of the number of runs."""
@@ -73,11 +73,11 @@ def fit_mixing_laws(
 ) -> MixingLaws:
     """Fit the laws by penalised Huber loss; the best of several starting points.
 
-    With ``near``, laws of all runs of which these are a subset, the points are those laws and
-    ``COLD_STARTS`` others. Leaving out a few runs moves the laws little, so this takes a fraction
-    of the time. Starting from ``near`` alone would leak the held-out runs where the others and the
-    ridge do not determine the fit: with as many unknowns as runs and no ridge, laws fitted to noise
-    seemed to predict it.
+    ``near`` are laws fitted to all runs, of which these runs are a subset. The starting points are
+    then those laws and ``COLD_STARTS`` others, which takes a fraction of the time, since leaving
+    out a few runs moves the laws little. Starting from ``near`` alone would leak the held-out runs
+    where the other runs and the ridge do not determine the fit: with as many unknowns as runs and
+    no ridge, laws fitted to noise seemed to predict it.
 
     Args:
         mixtures: [n, k] rows that sum to 1.
@@ -120,7 +120,7 @@ def penalised_huber(
     grown = np.exp(parameters[1] + mixtures @ exponents)
     residuals = constant + grown - losses
     slopes = np.clip(residuals, -delta, delta)
-    # Half the square up to delta; beyond it a line with the slope that the square has there.
+    # Huber loss: quadratic up to delta, linear beyond.
     huber = slopes * (residuals - slopes / 2)
     unit = 1.0 / (len(losses) * delta**2)
     value = unit * huber.sum() + settings.ridge * (exponents**2).sum()
@@ -222,7 +222,7 @@ def law_optimum(
     def value(weights: Array) -> float:
         return float(laws.predict(weights[None])[0] @ shares)
 
-    steps = max(  # of the finest grid with at most so many points
+    steps = max(  # the finest grid of at most MAX_GRID_POINTS points
         (
             steps
             for steps in range(1, FINEST_GRID + 1)
@@ -291,7 +291,7 @@ class PowerLaws:
     factor: Array
     """[curves] x0^a / unit^a, >= 0: the loss above c at x = ``unit``."""
     exponent: float
-    """a, shared: a single curve of few points does not determine it (the paper ties it, too)."""
+    """a, shared by all curves as in the paper: few points of one curve do not determine it."""
     unit: float
     """Unit of x, which keeps numbers near 1."""
 

@@ -14,7 +14,7 @@ from scipy.spatial import cKDTree
 
 from megatron_chameleon.mixture.checks import Array
 
-# Mixtures chosen together, from the samples of their block and those left over by earlier blocks.
+# Mixtures per block, chosen from the samples of this block and the unused ones of earlier blocks.
 BLOCK = 32
 
 
@@ -93,7 +93,7 @@ def sample_mixtures(
         found = drop_near_duplicates(quantize(allowed, rule.smallest_weight), rule.near_duplicate)
         known = np.concatenate([chosen, left])
         if len(known) and len(found):
-            beyond = np.nextafter(rule.near_duplicate, np.inf)  # the bound itself is not searched
+            beyond = np.nextafter(rule.near_duplicate, np.inf)  # the query's bound is exclusive
             nearest, _ = cKDTree(known).query(found, p=1, distance_upper_bound=beyond)
             found = found[np.isinf(nearest)]
         left = np.concatenate([left, found])

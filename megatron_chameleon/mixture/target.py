@@ -15,13 +15,13 @@ With D = diag(sqrt(eta)), K + k lambda D^-2 = D^-1 (D K D + k lambda I) D^-1, an
 the scores are the ridge leverage scores of the features scaled by sqrt(eta_i), at the same ridge.
 
 Fine-tuning takes S. Raising eta_i, with the others held or scaled down, raises S_i and lowers
-every other S_j: S_i never falls against another, nor its weight where scores are not normalised.
+every other S_j: S_i / S_j never falls, nor does the weight of i where scores are not normalised.
 
 Pretraining takes z_i = k C(x_i) = eta_i / S_i; 1 / S_i alone would lower the target's weight. Let
-q_i = x_i^T (k lambda I + sum_{j != i} eta_j x_j x_j^T)^-1 x_i, in which eta_i is not. Then
+q_i = x_i^T (k lambda I + sum_{j != i} eta_j x_j x_j^T)^-1 x_i, which does not contain eta_i. Then
 S_i = eta_i q_i / (1 + eta_i q_i) and z_i = eta_i + 1 / q_i: the prior is added to a term of the
-other domains. Where scores are divided by their sum, z_i = eta_i sum(S) / S_i: with eta
-of mean 1 the total score is kept in, and equal priors give the plain weights.
+other domains. Where scores are divided by their sum, z_i = eta_i sum(S) / S_i: eta has mean 1, so
+equal priors give the plain weights.
 
 The effect of the prior depends on the ridge. Where K is far below k lambda, 1 / q_i is near
 k lambda / K_ii and the pretraining weights ignore the prior. Where K is far above and of full rank,
@@ -30,7 +30,7 @@ and S is near 1 - (1 / eta_i) / sum_j (1 / eta_j).
 
 In pretraining, a larger prior does not always increase a domain's weight. Raising eta_i alone
 raises z_i by as much, but another z_j by more where x_j is a fraction of x_i, and sum(S) moves too.
-It was so in a tenth of random problems with about as many domains as features.
+This happened in a tenth of random problems with about as many domains as features.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
     t_i = max(0, cos(x_i - m, y - m))^2 with m the mean of the domain embeddings and y the target's.
     Hidden states have a large common mean, with which all cosines would be near 1. The square is
     the part of the target's squared distance from m that lies in the domain's direction; it keeps
-    many unrelated domains from outweighing a near one. Since the x_i - m sum to zero, some cosine
-    is above 0 unless the target is orthogonal to all; then, and where it lies at m, all are equal.
+    many unrelated domains from outweighing a near one. The x_i - m sum to zero, so some cosine is
+    above 0, unless the target is at m or orthogonal to all domains: the shares are then equal.
 
     Args:
         embeddings: x, [k, h], any real dtype; float64 inside.

@@ -75,9 +75,9 @@ def domain_weights(
             stacklevel=2,
         )
     if normalize:
-        # Divided by the sum before the limits: afterwards one huge outlier, held at the ceiling,
-        # would lift all others and so undo the ceiling. A mean of 0, that of denormal scores too,
-        # has made all scores equal.
+        # Divide by the sum of the unclipped scores: the sum of the clipped ones would be smaller if
+        # an outlier is clipped to the ceiling, and raise all other scores. Scores with a mean of 0
+        # have been set equal.
         limited = limited / float((vector if vector.mean() > 0.0 else limited).sum())
     logits = 1.0 / limited if mode == "pretrain" else limited
     with np.errstate(over="ignore", under="ignore"):
@@ -102,12 +102,11 @@ def clip_scores(
     score_ceiling: float,
     prior: Array | None = None,
 ) -> tuple[Array, tuple[int, ...]]:
-    """Clip the scores [k] as ``domain_weights`` does.
+    """Clip the scores [k] for ``domain_weights``.
 
     Returns:
-        What is inverted in pretraining, S / eta, or S in fine-tuning or without a prior, clipped;
-        and the positions that were. A single domain has weight 1 for any score, so it is never
-        one of them.
+        The clipped scores: S / eta with a prior in pretraining, S otherwise. And the positions of
+        the clipped ones; none for a single domain, which has weight 1 for any score.
     """
     mean = float(scores.mean())
     if mean == 0.0:

@@ -81,9 +81,9 @@ from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
 TEXT_SUFFIXES = (".txt", ".jsonl")
-# In place of a domain name where windows are sampled, so that the sample does not depend on a path.
+# Seeds the window sampling of a target text, which has no domain name.
 TARGET_KEY = "--target"
-# Smallest gain of the target's domains without a warning, as a fraction of an average weight.
+# Warn if the target's domains gain less, relative to the average weight.
 MIN_TARGET_GAIN = 0.05
 PROGRESS_DELAY_SECONDS = 2.0
 
@@ -160,7 +160,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
         store, text, missing = from_main(
             lambda: (
                 store := open_store(plan.store, plan.embedding, hidden_size, plan.provenance),
-                # Before anything is embedded, so that a malformed text fails at once.
+                # Read before anything is embedded, so that a malformed text fails early.
                 plan.target and plan.target.text and read_text(plan.target.text, plan.corpus),
                 missing_domains(store, plan.corpus, plan.names),
             )
@@ -341,7 +341,7 @@ def weigh_means(
         prior: domain embeddings -> prior [k]; None without a target.
     """
     with warnings.catch_warnings():
-        # It gives positions; the caller warns with the domains' names.
+        # The warning gives positions; the caller warns with the domains' names.
         warnings.simplefilter("ignore", DegenerateScoreWarning)
         return chameleon_weights(means, mode, recipe, prior=prior and prior(means))
 
@@ -402,7 +402,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         (names[one], names[other], probability)
         for (one, other), probability in zip(itertools.pairwise(order), likely, strict=True)
     ]
-    settings = PaperSettings(  # with the proxy's training, even if it serves several mixtures
+    settings = PaperSettings(  # includes the proxy's training, even if several mixtures use it
         model_size=plan.shape.size,
         trained_tokens=sum(plan.checkpoint.domain_tokens.values()),
         embedded_tokens=sum(counts) * plan.embedding.window_length,
@@ -504,7 +504,7 @@ def _warn_uninformative(
         return
     above = np.zeros(1) if result.prior is None else np.maximum(result.prior - 1.0, 0.0)
     gain = len(above) * float((above * (result.weights - untargeted.weights)).sum())
-    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # also of equal priors: 0 <= 0
+    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # equal priors, too: 0 <= 0
         ridge = "smaller" if plan.options.mode == "pretrain" else "larger"
         warnings.warn(
             "--target has almost no effect, or the opposite one, with ridge "

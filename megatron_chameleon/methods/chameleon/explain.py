@@ -14,7 +14,7 @@ from megatron_chameleon.mixture import Recipe, WeightResult
 from megatron_chameleon.mixture.affinity import nearest_rows
 
 WIDTH = 100
-# Of more domains, those with the largest weights are shown.
+# Domains shown: those with the largest weights.
 MAX_DOMAINS = 20
 MAX_NAME = 12
 NUM_NEAREST = 2
@@ -30,7 +30,7 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
     """
     result = weigh(recipe)
     shown = np.argsort(-result.weights, kind="stable")[:MAX_DOMAINS]
-    # Numbers keep names apart that are cut to the same text.
+    # Numbers distinguish names with the same first characters.
     labels = [f"{number} {name[:MAX_NAME]}" for number, name in enumerate(names, start=1)]
     norms = np.square(result.features).sum(axis=1)
     sizes = norms / (norms.sum() or 1.0)
@@ -73,7 +73,7 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
     rank = min(len(names) - int(recipe.center), result.features.shape[1])
     order = "lower" if result.mode == "pretrain" else "higher"
     paragraphs = [
-        "SCORES: ridge leverage scores, 0 to 1: how little the other domains explain of a domain; "
+        "SCORES: ridge leverage scores, 0 to 1: how poorly the other domains explain a domain; "
         f"{order} scores give more weight. Size: share of the squared norms"
         f"{' after centering' if recipe.center else ''}. Nearest: domains with the largest "
         "100 x cosine. Effective dimension (sum of the scores): "

@@ -28,7 +28,7 @@ from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.hook import TrainingHook, reading
 from megatron_chameleon.training.plan import TrainingPlan
 
-# Layouts differ by rounding, and any difference in the mixture would change the samples.
+# Weights are rounded: the rounding errors of parallel layouts must not change the samples.
 DECIMALS = 6
 
 
@@ -98,7 +98,7 @@ class OnlineChameleon(TrainingHook):
             )
             return None
         before = self._rounded()
-        # On one rank: last digits may depend on the processor, but all ranks need the same samples.
+        # On one rank: last digits may depend on the processor, but all ranks need the same weights.
         self._weights = from_main(lambda: self._smoothed(np.stack(rows)))
         self._recomputed += 1
         after = self._rounded()

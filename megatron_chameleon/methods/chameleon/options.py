@@ -36,7 +36,7 @@ class EmbeddingOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ExtractionOptions(EmbeddingOptions):
-    """Sampling and embedding of text windows. An embedding store is valid for one set of them."""
+    """Sampling and embedding of text windows; an embedding store holds one set of these options."""
 
     final_norm: bool = False
     """Apply the proxy's final layer norm to the hidden states before averaging them; the authors'
@@ -109,8 +109,8 @@ class ChameleonOptions(ChosenDomainsOptions):
     store: Path | None = None
     """Embedding store to reuse and extend; default: the folder 'embeddings' next to the output."""
     keep: Path | None = None
-    """A mixture whose domains keep their relative weights: only new domains are placed, each with
-    the weight that it has among all domains."""
+    """A mixture whose domains keep their relative weights. A new domain gets the weight that it has
+    among all domains."""
     target: str | None = None
     """Target of the mixture: domains, a,b or with shares a=2,b=1; or a text file (.txt, or .jsonl
     with documents in the field "text"), which is embedded like the domains and upweights the

@@ -53,8 +53,8 @@ from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
-# Lost when a run is killed, and in memory at a time: 256 MiB at 4 windows per document and a hidden
-# size of 2048.
+# Documents embedded at a time, and lost when a run is killed: 256 MiB at 4 windows per document and
+# a hidden size of 2048.
 BLOCK_DOCUMENTS = 8192
 # Windows per mini-batch of k-means.
 BATCH_ROWS = 1024
@@ -62,7 +62,7 @@ BATCH_ROWS = 1024
 SILHOUETTE_ROWS = 2048
 NEAREST_SHOWN = 3
 PREVIEW_CHARACTERS = 100
-# Enough for PREVIEW_CHARACTERS, except for text of one token per byte.
+# Enough tokens for PREVIEW_CHARACTERS in nearly all text.
 _PREVIEW_TOKENS = 4 * PREVIEW_CHARACTERS
 _SHARES_SHOWN = 4
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -75,7 +75,8 @@ def discover_domains(options: DiscoverOptions) -> None:
     """Cluster the documents of a corpus and write the corpus of the clusters. Collective.
 
     Raises:
-        UserError: for a mistake in the options or in what they name. Embeddings are kept.
+        UserError: for a mistake in the options or in the files that they name. Finished embeddings
+        are kept.
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_discovery(options))
@@ -140,9 +141,9 @@ class DiscoverPlan:
     provenance: Provenance
 
     def samples(self) -> list[Block]:
-        """The windows to fit k-means to: of each domain by its share of the tokens, at least one.
+        """The windows to fit k-means to, one block per domain.
 
-        Sampled from tokens, so that documents count by their length.
+        The number of windows of a domain is proportional to its tokens, at least one.
         """
         tokens, seed = self.corpus.train_tokens, self.options.seed
         total = sum(tokens[name] for name in self.names)
@@ -167,7 +168,7 @@ class DiscoverPlan:
         return blocks
 
     def windows(self, block: Block, tokens: TokenFile) -> Windows:
-        """The windows of ``block``, of which ``tokens`` is the file."""
+        """The windows of ``block`` in its token file ``tokens``."""
         length, most = self.recipe.window_length, self.recipe.num_windows
         if block.sample is not None:
             seed, name = self.options.seed, block.domain
@@ -213,7 +214,7 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
                 f"--min-tokens-per-split {least}: the text to cluster has {tokens} {split} tokens, "
                 "too few for two clusters; lower it, or add text"
             )
-    corpus_tokenizer(corpus)  # needed at the end: a missing file shows at once
+    corpus_tokenizer(corpus)  # a missing file is an error before embedding
     shape = shape_of(checkpoint)
     extraction = ExtractionOptions(
         layer=options.embedding.layer,
@@ -227,7 +228,7 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
 
 
 def cluster_names(name: str, count: int, most: int) -> list[str]:
-    """``name-00``, ``name-01`` and so on, with the digits that ``most`` of them need, at least 2.
+    """``name-00``, ``name-01``, ...: padded for ``most`` names, to at least two digits.
 
     Names do not depend on the number of clusters that is chosen after embedding.
     """
@@ -300,7 +301,7 @@ def document_means(
 def spread_windows(document_lengths: NDArray[np.integer], window_length: int, most: int) -> Windows:
     """At most ``most`` evenly spaced windows of each document; at least one.
 
-    Each document is cut into the fewest windows of nearly equal length that fit, as by
+    Each document is split into the fewest windows of nearly equal length that fit, as by
     :func:`draw_windows`. Of p windows, m are taken: those numbered floor((i + 1/2) p / m).
 
     Args:
@@ -351,7 +352,7 @@ class KMeansFit:
 def fit_clusters(
     vectors: NDArray[np.float32], numbers: list[int], seed: int, restarts: int
 ) -> KMeansFit:
-    """Mini-batch k-means (Sculley, 2010) from k-means++ starts, refined by Lloyd's; scikit-learn's.
+    """Fit mini-batch k-means (Sculley, 2010) from k-means++ starts, and refine it by Lloyd's.
 
     The result depends on the arguments only.
 
@@ -389,11 +390,12 @@ def fit_clusters(
                     f"--discover {number}: {len(scaled)} windows are too few or too similar for so "
                     "many clusters; pass fewer, or more --fit-windows"
                 )
-            # Mini-batches stop early: Lloyd's iterations over all windows finish the best run.
+            # Mini-batch k-means stops early: finish the best run with Lloyd's iterations over all
+            # windows.
             centroids = chosen.cluster_centers_
             fitted[number] = KMeans(number, init=centroids, n_init=1).fit(scaled)
             size, labels = min(SILHOUETTE_ROWS, len(scaled)), fitted[number].labels_
-            silhouettes[number] = 0.0  # of a sample of one cluster, or only clusters of one
+            silhouettes[number] = 0.0  # if undefined: a sample of one cluster, or one per window
             with contextlib.suppress(ValueError):
                 silhouettes[number] = float(
                     silhouette_score(scaled, labels, sample_size=size, random_state=seed)
@@ -478,7 +480,7 @@ def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) 
 def nearest_documents(
     plan: DiscoverPlan, store: EmbeddingStore, clusters: DocumentClusters
 ) -> list[list[tuple[float, str, int]]]:
-    """Per cluster (distance, domain, document) of the training documents nearest to its centroid.
+    """The training documents nearest to each centroid, as (distance, domain, document).
 
     Nearest first; ``document`` counts from 0.
     """
@@ -505,7 +507,7 @@ def _write(
     embedding: Cost,
     stopwatch: Stopwatch,
 ) -> DiscoveredDomains:
-    """Write the corpus and its record, which appear together; return the record."""
+    """Publish the corpus and its record in one rename, and return the record."""
     options, corpus, fit, recipe = plan.options, plan.corpus, clusters.fit, plan.recipe
     names = cluster_names(options.cluster_name, len(clusters.centroids), options.numbers[-1])
     tokenizer = corpus_tokenizer(corpus)
@@ -570,7 +572,7 @@ def _write(
 def _preview(plan: DiscoverPlan, domain: str, document: int, tokenizer: Tokenizer) -> str:
     """The beginning of a training document, with unprintable characters escaped."""
     tokens = open_tokens(plan.corpus, domain, "train").get(document)
-    # The last one ends the document.
+    # Without the end-of-document token.
     text = tokenizer.decode(tokens[:-1][:_PREVIEW_TOKENS].tolist())
     return repr(text[:PREVIEW_CHARACTERS])[1:-1]  # on one line
 
@@ -595,8 +597,8 @@ def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
             "",
             *described,
             "",
-            f"wrote {output}; {plan.options.store_folder} holds the embeddings, with which other "
-            "numbers of clusters need no new ones; remove it when you are done",
+            f"wrote {output}; {plan.options.store_folder} holds the embeddings, which other "
+            "numbers of clusters reuse; delete it when you are done",
             f"next: torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {corpus} "
             f"--checkpoint {proxy} --output MIXTURE.json",
         ]

@@ -38,7 +38,7 @@ class DiscoverOptions(CheckedOptions):
     discover: str
     """Number of clusters, 2 or more; of several, as in 4,8,16, the one with the best silhouette."""
     output: Path
-    """The corpus folder to write. No text moves between splits."""
+    """The corpus folder to write. Documents stay in their split."""
     domains: str | None = None
     """Cluster only these domains, a,b,c; the others are unchanged. Default: all."""
     cluster_name: str = "cluster"

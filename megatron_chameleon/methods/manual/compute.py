@@ -33,7 +33,7 @@ class KnownWeights:
         source: their origin for messages.
         weights: name -> weight.
         fields: of :class:`AssignedWeights`: parameters, inputs and costs.
-        aliases: another name that a corpus may use for a domain -> its name in ``weights``.
+        aliases: alternative domain name -> name in ``weights``.
         printed_sum: sum of the weights of a printed column.
     """
 
@@ -129,10 +129,10 @@ def read_weights(options: ManualOptions) -> KnownWeights:
 
 
 def _read_mixture(path: Path, output: Path) -> KnownWeights:
-    """The weights of a mixture file, with the total cost of obtaining them if the file holds it.
+    """Read the weights of a mixture file, and their total cost if the file records it.
 
-    The parameter ``made_from`` of the new mixture locates the rest: it names the file, which names
-    other artifacts by hash, and the paths that the file names, so that these are found without it.
+    The parameter ``made_from`` of the new mixture lists this file, and the paths that the file
+    itself lists. The report follows them to the other costs.
     """
     if path.resolve() == output.resolve():
         raise UserError(f"--weights and --output are both {path}: choose another --output")
@@ -148,7 +148,8 @@ def _read_mixture(path: Path, output: Path) -> KnownWeights:
     if old.get("unknown_costs"):
         parameters["unknown_costs"] = old["unknown_costs"]
     recorded, cost = old.get("total_cost"), None
-    # A Chameleon mixture holds the cost of its algebra; proxy and embeddings hold their own.
+    # A Chameleon mixture records the cost of its algebra only; its proxy and store record their
+    # own.
     by_hash = mixture.provenance is not None and "checkpoint" in mixture.provenance.inputs
     if isinstance(recorded, dict):
         cost = Cost(float(recorded["flops"]), float(recorded["device_seconds"]))
@@ -166,7 +167,7 @@ def _read_mixture(path: Path, output: Path) -> KnownWeights:
 def match_domains(
     known: KnownWeights, renames: Sequence[str], corpus_names: Sequence[str]
 ) -> dict[str, float]:
-    """Known weights by the names of a corpus, summed over names that map to the same domain.
+    """Known weights by the domains of a corpus; weights of names that map to one domain add up.
 
     Args:
         known: weights by the names of their source.

@@ -101,17 +101,6 @@ def test_domains_output_and_record(options, compute, corpus, capsys, monkeypatch
     assert not output.exists()
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_epoch_limit_caps_domains_with_a_warning(compute, corpus, name):
-    budget = int(tokens_of(corpus).sum() * 0.9995)
-    changes = {"temperature": 0.5} if name == "natural" else {}
-    with pytest.warns(MixtureWarning, match="--max-epochs 1"):
-        mixture = compute(name, token_budget=budget, max_epochs=1.0, **changes)
-    assert max(mixture.epochs.values()) == pytest.approx(1.0)
-    assert mixture.capped
-    assert mixture.unconstrained != mixture.weights
-
-
 @given(
     st.lists(st.integers(1, 10**9), min_size=1, max_size=30),
     st.floats(0.01, 10.0),

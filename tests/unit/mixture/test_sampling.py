@@ -43,14 +43,6 @@ def test_mixtures_are_distinct_and_not_far_above_the_prior():
     assert (sampled(count=400, max_upweighting=1e9)[:, -1] > bound[-1] + step).any()
 
 
-def test_the_mean_lies_between_the_prior_and_uniform():
-    free = {"max_upweighting": 1e9, "min_strength": 5.0, "oversampling": 10}
-    for exponent in (0.0, 0.5, 1.0):
-        expected = PRIOR**exponent / (PRIOR**exponent).sum()
-        mean = sampled(count=800, prior_exponent=exponent, **free).mean(axis=0)
-        np.testing.assert_allclose(mean, expected, atol=0.02)
-
-
 def quantized_directly(row, smallest):
     """Largest remainders, one weight at a time."""
     steps = round(1 / smallest)
