@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -154,11 +155,22 @@ class DomainOptions(CheckedOptions):
         """The domain for a source's ``name``; None if its text is left out."""
         return self.rename_table.get(name, self.rename_table.get(ALL_OTHERS, name))
 
-    def unused_renames(self, names: Collection[str]) -> str:
-        """A message with the OLD names that are not among the sources' ``names``; '' if none."""
-        unused = self.rename_table.keys() - {*names, ALL_OTHERS}
-        listed = quoted([name for name in self.rename_table if name in unused])
-        return f"--rename-domain: no domain is called {listed}" if unused else ""
+    def report_renames(self, found: Mapping[str, int], unit: str) -> None:
+        """Warn about domains that are left out, and about OLD names that no source has.
+
+        Args:
+            found: a source's name of a domain -> number of its files or documents.
+            unit: of that number.
+        """
+        left_out = {name: count for name, count in found.items() if self.renamed(name) is None}
+        if left_out:
+            warnings.warn(
+                f"--rename-domain leaves out {sum(left_out.values()):,} {unit}, of "
+                f"{quoted(left_out)}",
+                stacklevel=3,
+            )
+        if unused := [name for name in self.rename_table if name not in {*found, ALL_OTHERS}]:
+            warnings.warn(f"--rename-domain: no domain is called {quoted(unused)}", stacklevel=3)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,15 +11,14 @@ import dataclasses
 import functools
 import multiprocessing
 import os
-import shlex
 import signal
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.sharedctypes import Synchronized
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,10 @@ from megatron_chameleon.artifacts.files import sha256_of_json, writing
 from megatron_chameleon.artifacts.record import FileRecord
 from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.join import Joined, join_shards
-from megatron_chameleon.corpus.options import PreprocessOptions, quoted
+from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import DocumentReader, MalformedLines
 from megatron_chameleon.corpus.shards import Shard, make_shard
-from megatron_chameleon.corpus.sources import Source, find_sources
+from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
     SOURCES_NAME,
     CorpusFolder,
@@ -40,16 +39,13 @@ from megatron_chameleon.corpus.staging import (
     make_plan,
 )
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
-from megatron_chameleon.errors import UserError, system_error_message
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
 
 # Less than this is read before another process has started.
 _BYTES_WORTH_A_PROCESS = 32_000_000
-_SHARES_SHOWN = 10
-_SECONDS_BETWEEN_REPORTS = 0.2
 
 OnBytes = Callable[[int], object]
-Work = Callable[[OnBytes], Callable[[int], object]]
 
 
 def preprocess_data(options: PreprocessOptions) -> None:
@@ -75,18 +71,13 @@ def preprocess_data(options: PreprocessOptions) -> None:
             if options.shard_share is not None:
                 first, step = options.shard_share
                 run.make_shards(range(total)[first - 1 :: step], tokenizer)
-                missing = sorted({n % step + 1 for n in set(range(total)) - folder.finished()})
-                others = [f"--shard {i}/{step}" for i in missing[:_SHARES_SHOWN]]
-                others += ["..."] if len(missing) > _SHARES_SHOWN else []
                 print(
-                    f"--shard {options.shard} is done\nnext: the same command "
-                    + (f"with {', '.join(others)}, then " if others else "")
-                    + f"without --shard, which joins all {total} shards"
+                    f"--shard {options.shard} is done: {len(folder.finished())} of {total} shards "
+                    "are finished\nnext: when all are, the same command without --shard joins them"
                 )
                 return
             run.make_shards(range(total), tokenizer)
             joined = run.join(found, tokenizer, stopwatch)
-            remote = folder.remote_staging()
         except BaseException:
             finished = len(folder.finished())
             if total == 1 and options.shard is None and not folder.is_publishing:
@@ -100,12 +91,6 @@ def preprocess_data(options: PreprocessOptions) -> None:
                 )
             raise
     corpus = Corpus.load(options.output)
-    if remote:
-        more = f" and {len(remote) - 1} more" if len(remote) > 1 else ""
-        print(
-            f"{folder.partial} still holds unfinished work of other machines ({remote[0]}{more}): "
-            f"when none of them is running, remove it by rm -r {shlex.quote(str(folder.partial))}"
-        )
     print(_summary(corpus, joined.malformed))
     reused = f"; {len(found)} of {total} shards were finished before" if found else ""
     print(
@@ -138,14 +123,9 @@ class _Run:
     folder: CorpusFolder
     gigatoken: bool = False
 
-    def shard_maker(self, on_bytes: OnBytes) -> Callable[[int], object]:
-        """Load the tokenizer, in a worker process; return the function that makes a shard."""
-        tokenizer = _load_tokenizer(self.options)
-        if self.gigatoken:
-            tokenizer = with_gigatoken(tokenizer)
-        return functools.partial(self.make_shard, tokenizer, on_bytes)
-
-    def make_shard(self, tokenizer: Tokenizer, on_bytes: OnBytes, number: int) -> None:
+    def make_shard(
+        self, tokenizer: Tokenizer, number: int, on_bytes: OnBytes = lambda num_bytes: None
+    ) -> None:
         """Write shard ``number`` and move it to the folder of finished shards."""
         folder = self.folder.staging / f"{number:06d}"
         with writing(folder):
@@ -159,31 +139,22 @@ class _Run:
         Raises:
             UserError: naming the first source whose content has changed.
         """
-        modified = {
-            number
-            for number, (source, before) in enumerate(
-                zip(self.plan.sources, existing.sources, strict=True)
-            )
-            if source.modified_ns != before.modified_ns
-        }
-        if not modified:
-            return
-        total = sum(map(self.plan.shard_bytes, finished))
-        with progress_bar(total, "B", "reading again") as bar:
-            reader = self._reader(bar.update)
+        before = [source.modified_ns for source in existing.sources]
+        hashes: dict[Chunk, str] = {}
+        if before != [source.modified_ns for source in self.plan.sources]:
             for number in finished:
-                hashes = self._load(number).hashes
-                for chunk, before in zip(self.plan.shards[number], hashes, strict=True):
-                    if chunk.source not in modified:
-                        continue
-                    for _ in reader.read(chunk):
-                        pass
-                    if reader.hashes[chunk] != before:
-                        raise UserError(
-                            f"{self.plan.sources[chunk.source].name} has changed since it was read "
-                            f"for {existing.root}; restore it, or remove {existing.root} to start "
-                            "from scratch"
-                        )
+                hashes |= zip(self.plan.shards[number], self._load(number).hashes, strict=True)
+        for chunk, sha256 in hashes.items():
+            source = self.plan.sources[chunk.source]
+            if source.modified_ns != before[chunk.source]:
+                reader = self._reader()
+                for _ in reader.read(chunk):
+                    pass
+                if reader.hashes[chunk] != sha256:
+                    raise UserError(
+                        f"{source.name} has changed since it was read for {existing.root}; restore "
+                        f"it, or remove {existing.root} to start from scratch"
+                    )
 
     def make_shards(self, wanted: Sequence[int], tokenizer: Tokenizer) -> None:
         """Make those of the ``wanted`` shards that are missing."""
@@ -208,10 +179,10 @@ class _Run:
             if num_workers > 1:
                 run = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
                 del tokenizer  # the workers have their own and need its memory
-                work_in_processes(run.shard_maker, missing, num_workers, bar.update)
+                make_in_processes(run, missing, num_workers, bar.update)
                 return
             for number in missing:
-                self.make_shard(tokenizer, bar.update, number)
+                self.make_shard(tokenizer, number, bar.update)
 
     def join(self, found: Sequence[int], tokenizer: Tokenizer, stopwatch: Stopwatch) -> Joined:
         """Make a corpus of all shards, of which ``found`` were finished before this run."""
@@ -226,9 +197,7 @@ class _Run:
             joined = join_shards(shards, first_domains, made, drop, bar.update)
         joined.malformed.check(self.options.source.max_malformed_share)
         if self.options.domains.domain_key is not None:  # otherwise reported with the sources
-            renamed = {name for shard in shards for name in shard.renamed}
-            if unused := self.options.domains.unused_renames(renamed):
-                warnings.warn(unused, stacklevel=2)
+            self.options.domains.report_renames(joined.malformed.names, "documents")
         check_domains(joined.domains, self.plan.sources, self.options.min_tokens_per_split)
         tokenizer.save(made)
         cost = Cost(
@@ -251,10 +220,8 @@ class _Run:
         self.folder.publish(made)
         return joined
 
-    def _reader(self, on_bytes: OnBytes = lambda num_bytes: None) -> DocumentReader:
-        return DocumentReader(
-            self.options.source, self.plan.sources, self.options.domains, on_bytes
-        )
+    def _reader(self) -> DocumentReader:
+        return DocumentReader(self.options.source, self.plan.sources, self.options.domains)
 
     def _load(self, number: int) -> Shard:
         shard = Shard.load(self.folder.shard_folder(number))
@@ -278,19 +245,14 @@ def check_domains(
     if not domains:
         raise UserError(f"there is no text in {sources[0].name}; correct --input")
     for name, domain in domains.items():
-        parts = {split: domain.split(split) for split in SPLITS}
-        for split, part in parts.items():
-            if part.documents == 0:
-                documents = sum(part.documents for part in parts.values())
+        for split in SPLITS:
+            part = domain.split(split)
+            if part.documents == 0 or part.tokens < min_tokens:
                 names = [source.name for source in sources if source.domain in (name, None)]
                 raise UserError(
-                    f"domain '{name}' has no document in {split}, and {documents} in all, from "
-                    f"{' or '.join(names[:3])}; add documents, or change --split"
-                )
-            if part.tokens < min_tokens:
-                raise UserError(
-                    f"domain '{name}' has {part.tokens} tokens in {split}, fewer than "
-                    f"--min-tokens-per-split {min_tokens}; add text, or give {split} a larger share"
+                    f"domain '{name}' has {part.documents} documents in {split} with {part.tokens} "
+                    f"tokens, fewer than --min-tokens-per-split {min_tokens} (from "
+                    f"{' or '.join(names[:3])}); add text, or change --split"
                 )
 
 
@@ -345,116 +307,65 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
     table.columns.name = "domain"
     formats = dict.fromkeys(table, "{:,}".format) | {"bytes/token": "{:.2f}".format}
     widths = {name: len(name) + 1 for name in table}
-    text = table.to_string(formatters=formats, col_space=widths)
-    if malformed.unwanted:
-        text += (
-            f"\n--rename-domain leaves out {sum(malformed.unwanted.values()):,} documents, of "
-            f"{quoted(malformed.unwanted)}"
-        )
-    return text
+    return table.to_string(formatters=formats, col_space=widths)
 
 
 # Worker processes
 
 
-def work_in_processes(
-    work: Work, numbers: Sequence[int], num_workers: int, on_bytes: OnBytes
+def make_in_processes(
+    run: _Run, numbers: Sequence[int], num_workers: int, on_bytes: Callable[[int], object]
 ) -> None:
-    """Call the function that ``work`` returns with all ``numbers``, in order, in new processes.
-
-    The processes never outlive this one.
-
-    Args:
-        work: pickled, and called once per process to set it up, with the function to call with the
-            number of bytes just read.
-        numbers: arguments of the function that it returns.
-        num_workers: number of processes, at most one per number.
-        on_bytes: called with the number of bytes that workers have read.
+    """Make the shards ``numbers`` in new processes, which never outlive this one.
 
     Raises:
         UserError: raised by a worker, or because a worker was killed.
-        RuntimeError: with the traceback of a worker that failed for another reason.
-        KeyboardInterrupt: if a worker received SIGTERM.
     """
     # A new interpreter each: a forked copy could inherit locks that our threads hold.
     context = multiprocessing.get_context("spawn")
-    num_workers = min(num_workers, len(numbers))
-    num_bytes, taken = context.Value("q"), context.Value("q")
-    received, errors = context.Pipe(duplex=False)
-    arguments = (work, numbers, num_workers, num_bytes, taken, errors)
-    workers = [context.Process(target=_work, args=arguments) for _ in range(num_workers)]
-    reported = 0
+    threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
+    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (run, threads))
     try:
-        # Processes that are started while Ctrl-C is blocked never receive it; this one ends them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Workers inherit the blocked signals: only this process receives Ctrl-C, and ends them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
-            for worker in workers:
-                worker.start()
+            made = {pool.submit(_make_shard_in_worker, number): number for number in numbers}
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        running = list(workers)
-        while running:
-            sentinels = [worker.sentinel for worker in running]
-            ended = wait([received, *sentinels], _SECONDS_BETWEEN_REPORTS)
-            total = num_bytes.get_obj().value  # a killed worker may hold the lock
-            on_bytes(total - reported)
-            reported = total
-            if received in ended:
-                raise received.recv()
-            for worker in [worker for worker in running if worker.sentinel in ended]:
-                running.remove(worker)
-                worker.join()
-                status = worker.exitcode or 0
-                if status == -signal.SIGTERM:
-                    raise KeyboardInterrupt
-                if status < 0:
-                    raise UserError(
-                        f"a worker process was killed by {signal.Signals(-status).name}, as "
-                        "happens when memory runs out: use fewer --workers, or run the same "
-                        "command again"
-                    )
-                if status:
-                    raise RuntimeError(f"a worker process exited with status {status}")
+        for future in as_completed(made):
+            future.result()
+            on_bytes(run.plan.shard_bytes(made[future]))
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker process was killed, as happens when memory runs out: use fewer --workers, "
+            "or run the same command again"
+        ) from error
     finally:
-        for worker in workers:
-            if worker.pid is not None:
-                worker.terminate()
-                worker.join()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.kill()
+            process.join()
 
 
-def _work(
-    work: Work,
-    numbers: Sequence[int],
-    num_workers: int,
-    num_bytes: Synchronized[int],
-    taken: Synchronized[int],
-    errors: Connection,
-) -> None:
-    """Process the next of ``numbers`` until all are taken."""
+_worker_run: _Run  # in a worker process
+
+
+def _start_worker(run: _Run, threads: int) -> None:
+    global _worker_run
+    _worker_run = run
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # For libraries that would use all cores.
-    threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # for libraries that would use all cores
     warnings.simplefilter("ignore")  # the parent process has warned
 
-    def add(counter: Synchronized[int], count: int) -> int:
-        with counter.get_lock():
-            counter.value += count
-            return counter.value
 
-    try:
-        task = work(functools.partial(add, num_bytes))
-        while (position := add(taken, 1) - 1) < len(numbers):
-            task(numbers[position])
-    except BaseException as error:
-        problem: Exception = RuntimeError(f"a worker process failed:\n{traceback.format_exc()}")
-        if isinstance(error, UserError):
-            problem = error
-        elif message := system_error_message(error):
-            problem = UserError(f"{message}; fix that and run the same command again")
-        with taken.get_lock():
-            errors.send(problem)
-        sys.exit(1)
+def _make_shard_in_worker(number: int) -> None:
+    _worker_run.make_shard(_worker_tokenizer(), number)
+
+
+@functools.cache
+def _worker_tokenizer() -> Tokenizer:
+    tokenizer = _load_tokenizer(_worker_run.options)
+    return with_gigatoken(tokenizer) if _worker_run.gigatoken else tokenizer
 
 
 def _exit_with_parent() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
-import operator
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -80,65 +78,50 @@ class Document(NamedTuple):
 
 
 class MalformedLineError(ValueError):
-    """A line is not a valid document; the message is the reason.
-
-    If the line lacks a required key, ``missing`` names the key, the existing ones and the fix.
-    """
-
-    def __init__(self, reason: str, missing: str = "") -> None:
-        super().__init__(reason)
-        self.missing = missing
+    """A line is not a valid document; the message is the reason."""
 
 
-# Location in the source, and a record or its error.
-_Found = tuple[str, dict[str, Any] | MalformedLineError]
+class MissingKeyError(MalformedLineError):
+    """A line has no value at a required key."""
 
 
 @dataclasses.dataclass
 class MalformedLines:
-    """Counts of skipped lines, in JSON types.
+    """Counts of the lines read and skipped, in JSON types.
 
     Attributes:
         lines: lines read, blank ones excepted.
         count: malformed lines among them.
         by_domain: malformed lines by domain; '' if the line should have named the domain.
         first: location and reason of the first ones.
-        unwanted: source's name of a domain -> documents left out by --rename-domain; they are not
-            malformed.
+        names: documents by the domain name that they hold, before renaming.
     """
 
     lines: int = 0
     count: int = 0
     by_domain: dict[str, int] = dataclasses.field(default_factory=dict)
     first: list[str] = dataclasses.field(default_factory=list)
-    unwanted: dict[str, int] = dataclasses.field(default_factory=dict)
+    names: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, other: MalformedLines) -> None:
         """Add the counts of lines that come after these."""
         self.lines += other.lines
         self.count += other.count
         self.first += other.first[: _LINES_SHOWN - len(self.first)]
-        for total, added in (
-            (self.by_domain, other.by_domain),
-            (self.unwanted, other.unwanted),
-        ):
-            for name, count in added.items():
-                total[name] = total.get(name, 0) + count
-
-    def describe(self) -> str:
-        """One line with the count and the first locations."""
-        more = f"; and {self.count - _LINES_SHOWN} more" if self.count > _LINES_SHOWN else ""
-        return f"{self.count} of {self.lines} lines are malformed: {'; '.join(self.first)}{more}"
+        self.by_domain = dict(Counter(self.by_domain) + Counter(other.by_domain))
+        self.names = dict(Counter(self.names) + Counter(other.names))
 
     def check(self, max_share: float) -> None:
         """Warn about malformed lines; raise UserError if they exceed ``max_share`` of all lines."""
+        more = f"; and {self.count - _LINES_SHOWN} more" if self.count > _LINES_SHOWN else ""
+        found = f"{self.count} of {self.lines} lines are malformed: {'; '.join(self.first)}{more}"
         if self.count > max_share * self.lines:
             raise UserError(
-                f"{self.describe()}; this exceeds --max-malformed-share {max_share:g}: correct "
-                "them, or allow a larger share"
+                f"{found}; this exceeds --max-malformed-share {max_share:g}: correct them, or "
+                "allow a larger share"
             )
         if self.count:
-            warnings.warn(f"{self.describe()}; they are skipped", stacklevel=3)
+            warnings.warn(f"{found}; they are skipped", stacklevel=3)
 
 
 class DocumentReader:
@@ -151,7 +134,6 @@ class DocumentReader:
         malformed: counts of the lines skipped so far, of all chunks.
         hashes: SHA-256 of the contents of each chunk that was read completely: of the bytes of
             JSON lines; of the documents of parquet and data sets.
-        final_names: the sources' names of domains found so far -> domain, None if left out.
 
     Args:
         options: the text to read.
@@ -173,76 +155,66 @@ class DocumentReader:
     ) -> None:
         self.malformed = MalformedLines()
         self.hashes: dict[Chunk, str] = {}
-        self.final_names: dict[str, str | None] = {}
         self.on_bytes = on_bytes
         self._options, self._sources, self._domains = options, sources, domains
 
     def read(self, chunk: Chunk) -> Iterator[Document]:
         """The documents of ``chunk``, in the order of the source."""
         source = self._sources[chunk.source]
-        parser = RecordParser(
-            source, self._options, self._domains, self.malformed, self.final_names
-        )
+        parser = _Parser(source, self._options, self._domains, self.malformed)
         digest = hashlib.sha256()
         _check_unchanged(source)
         read = self._from_lines if source.kind == "lines" else self._from_tables
         for documents in read(source, chunk, parser, digest):
             yield from documents
         if (chunk.start, chunk.stop) == (0, None):  # another chunk may have the key
-            parser.check_keys()
+            parser.check_keys(1)
         _check_unchanged(source)
         self.hashes[chunk] = digest.hexdigest()
 
     def _from_lines(
-        self, source: Source, chunk: Chunk, parser: RecordParser, digest: hashlib._Hash
+        self, source: Source, chunk: Chunk, parser: _Parser, digest: hashlib._Hash
     ) -> Iterator[list[Document]]:
         def on_block(block: bytes) -> None:
             digest.update(block)
             self.on_bytes(len(block))
 
+        def place(position: int) -> str:
+            if chunk.start == 0:
+                return f"{number + position}"
+            sizes = (line if isinstance(line, int) else len(line) for line in lines[:position])
+            return f"byte {begin + position + sum(sizes)}"
+
         longest, number = self._options.max_document_bytes, 1
         for begin, lines in read_lines(source.path, on_block, longest, chunk.start, chunk.stop):
             if begin == 0 and not isinstance(lines[0], int):
                 lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
-            loads: Callable[[Any], Any] = orjson.loads  # an int is a JSONDecodeError
-            documents = parser.parse_batch(map(loads, lines))
-            if documents is None:
-                first = None if chunk.start else number
-                documents = parser.parse_each(_records(lines, begin, first))
+            documents = parser.parse(lines, place)
             number += len(lines)
             lines.clear()  # a single text may take most of the memory
             yield documents
 
     def _from_tables(
-        self, source: Source, chunk: Chunk, parser: RecordParser, digest: hashlib._Hash
+        self, source: Source, chunk: Chunk, parser: _Parser, digest: hashlib._Hash
     ) -> Iterator[list[Document]]:
-        for first_row, batch in self._tables(source, chunk, parser.keys):
+        if source.kind == "parquet":
+            batches = self._row_groups(source.path, chunk.start, chunk.stop, parser.keys)
+        else:
+            batches = read_dataset_shard(source)
+        for first_row, batch in batches:
+            if source.kind == "dataset":
+                names = columns_for(batch.schema.names, parser.keys, source.name)
+                batch = batch.select(list(dict.fromkeys(names)))
             rows: list[Any]
             try:
                 rows = batch.to_pylist()
             except UnicodeDecodeError:
                 rows = [_row(batch, position) for position in range(batch.num_rows)]
-            documents = parser.parse_batch(rows)
-            if documents is None:
-                found = ((f"row {row}", record) for row, record in enumerate(rows, start=first_row))
-                documents = parser.parse_each(found)
+            documents = parser.parse(rows, lambda position, row=first_row: f"row {row + position}")
             for document in documents:
                 head = f"{len(document.domain)} {len(document.text)} "
                 digest.update(f"{head}{document.domain}{document.text}".encode())
             yield documents
-
-    def _tables(
-        self, source: Source, chunk: Chunk, keys: Mapping[str, str]
-    ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """The number of the first row, from 1, and rows with the columns of ``keys``."""
-        if source.kind == "parquet":
-            yield from self._row_groups(source.path, chunk.start, chunk.stop, keys)
-            return
-        for row, batch in read_dataset_shard(source):
-            names = batch.schema.names
-            leaves = columns_for(batch.schema, keys, source.name)
-            columns = [leaf if leaf in names else leaf.split(".")[0] for leaf in leaves]
-            yield row, batch.select(list(dict.fromkeys(columns)))
 
     def _row_groups(
         self, path: str, start: int, stop: int | None, keys: Mapping[str, str]
@@ -251,7 +223,8 @@ class DocumentReader:
         with _opened(path) as file:
             # Statistics of columns are not read: where they are damaged, pyarrow ends the process.
             metadata, sizes = file.metadata, _bytes_on_disk(path, file.metadata)
-            columns = columns_for(file.schema_arrow, keys, path)
+            leaves = [file.schema.column(i).path for i in range(len(file.schema))]
+            columns = columns_for(leaves, keys, path)
             row = 1 + sum(metadata.row_group(group).num_rows for group in range(start))
             for group in range(start, metadata.num_row_groups if stop is None else stop):
                 num_rows = metadata.row_group(group).num_rows
@@ -284,11 +257,8 @@ def _check_unchanged(source: Source) -> None:
 # Records
 
 
-class RecordParser:
+class _Parser:
     """Turn the records of one source into documents.
-
-    :meth:`parse` is the reference. :meth:`parse_batch` converts many records at once, far faster,
-    and returns None where any of them is unusual: :meth:`parse_each` then determines the result.
 
     Attributes:
         keys: flag -> key, of the values that a record must have.
@@ -297,8 +267,7 @@ class RecordParser:
         source: its domain and split are those of all its documents, unless they are None.
         options: the text to read.
         domains: where records name their domains; None if domains are not requested.
-        malformed: counts lines.
-        final_names: caches the domain for each name.
+        counts: of lines; updated.
     """
 
     def __init__(
@@ -306,130 +275,75 @@ class RecordParser:
         source: Source,
         options: SourceOptions,
         domains: DomainOptions | None,
-        malformed: MalformedLines,
-        final_names: dict[str, str | None],
+        counts: MalformedLines,
     ) -> None:
-        self._source, self._domains = source, domains
+        self._source, self._domains, self._counts = source, domains, counts
         self._max_bytes = options.max_document_bytes
-        self._malformed, self._final_names = malformed, final_names
-        self._lines_without_key, self._missing, self._any_document = 0, "", False
+        self._lines = self._without_key = 0
         self.keys = {"--text-key": options.text_key}
         if domains is not None and domains.domain_key is not None and source.domain is None:
             self.keys["--domain-key"] = domains.domain_key
 
-    def parse(self, record: dict[str, Any]) -> Document | None:
-        """The document in ``record``, None if its domain is to be left out.
+    def parse(self, found: Sequence[Any], place: Callable[[int], str]) -> list[Document]:
+        """The documents in lines, or in the rows of a table; malformed ones are counted.
+
+        Args:
+            found: lines as :func:`read_lines` yields them, rows, or the errors of rows.
+            place: returns the location of the line or row at a position in ``found``.
 
         Raises:
-            MalformedLineError: if there is none.
+            UserError: if the source begins with many lines that all lack the key.
         """
+        documents = []
+        source_name, lines = self._source.name, len(found)
+        for position, line in enumerate(found):
+            try:
+                if isinstance(line, MalformedLineError):
+                    raise line
+                document = self._document(line if isinstance(line, dict) else object_in(line))
+            except MalformedLineError as error:
+                if isinstance(line, bytes | bytearray) and not line.strip():
+                    lines -= 1
+                    continue
+                if isinstance(error, MissingKeyError):
+                    self._without_key += 1
+                    self._last_error = error
+                by_domain = {self._source.domain or "": 1}
+                first = [f"{source_name}:{place(position)} {error}"]
+                self._counts.add(MalformedLines(0, 1, by_domain, first))
+                continue
+            if document is not None:
+                documents.append(document)
+        self._lines += lines
+        self._counts.lines += lines
+        self.check_keys(_LINES_BEFORE_GIVING_UP)
+        return documents
+
+    def check_keys(self, least: int) -> None:
+        """Raise UserError if ``least`` lines or more were read, and all of them lack a key."""
+        if self._without_key == self._lines >= least:
+            raise UserError(f"every line of {self._source.name} {self._last_error}")
+
+    def _document(self, record: dict[str, Any]) -> Document | None:
+        """The document in ``record``; None if its domain is left out."""
         text, *names = (text_at(record, key, flag) for flag, key in self.keys.items())
-        if self._may_be_too_long(text) and (length := len(text.encode())) > self._max_bytes:
-            raise MalformedLineError(
-                f"has {length:,} bytes of text, more than --max-document-bytes"
-            )
+        if len(text) > self._max_bytes // _LONGEST_CHARACTER:
+            length = len(text.encode())
+            if length > self._max_bytes:
+                raise MalformedLineError(
+                    f"has {length:,} bytes of text, more than --max-document-bytes"
+                )
         domain: str | None = self._source.domain or ""
         for name in names:
-            if not is_domain_name(name):
+            if name not in self._counts.names and not is_domain_name(name):
                 raise MalformedLineError(
                     f"has {len(name.encode())} bytes of domain name at "
                     f"'{self.keys['--domain-key']}', not 1 to {MAX_DOMAIN_BYTES}"
                 )
-            domain = self._final_name(name)
-            if domain is None:
-                self._malformed.add(MalformedLines(unwanted={name: 1}))
+            self._counts.names[name] = 1 + self._counts.names.get(name, 0)
+            assert self._domains is not None
+            domain = self._domains.renamed(name)
         return None if domain is None else Document(domain, text, self._source.split)
-
-    def parse_each(self, found: Iterable[_Found]) -> list[Document]:
-        """The documents in records; counts the malformed ones.
-
-        Raises:
-            UserError: if the source begins with too many records without the key.
-        """
-        documents = []
-        for where, record in found:
-            self._malformed.lines += 1
-            try:
-                if isinstance(record, MalformedLineError):
-                    raise record
-                document = self.parse(record)
-            except MalformedLineError as error:
-                by_domain = {self._source.domain or "": 1}
-                first = [f"{self._source.name}:{where} {error}"]
-                self._malformed.add(MalformedLines(0, 1, by_domain, first))
-                if error.missing:
-                    self._missing = error.missing
-                    self._lines_without_key += 1
-                    if self._lines_without_key >= _LINES_BEFORE_GIVING_UP:
-                        self.check_keys()
-                continue
-            self._any_document = True
-            if document is not None:
-                documents.append(document)
-        return documents
-
-    def check_keys(self) -> None:
-        """Raise UserError if records so far lacked a key and none was a document."""
-        if self._missing and not self._any_document:
-            raise UserError(f"{self._source.name}: no line has the {self._missing}")
-
-    def parse_batch(self, records: Iterable[Any]) -> list[Document] | None:
-        """The documents in regular records, which may raise JSONDecodeError; None otherwise."""
-        get_text, *get_names = map(_value_getter, self.keys.values())
-        names: list[Any] = []
-        try:
-            if get_names:
-                records = list(records)
-                names = [get_names[0](record) for record in records]
-            texts = [get_text(record) for record in records]
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-            return None
-        if not {*map(type, texts), *map(type, names)} <= {str}:
-            return None
-        if any(map(self._may_be_too_long, texts)) or not all(map(is_domain_name, set(names))):
-            return None
-        self._malformed.lines += len(texts)
-        self._any_document |= bool(texts)
-        split, domain = self._source.split, self._source.domain or ""
-        if not get_names:
-            return [Document(domain, text, split) for text in texts]
-        final = {name: self._final_name(name) for name in dict.fromkeys(names)}
-        if None in final.values():
-            unwanted = Counter(name for name in names if final[name] is None)
-            self._malformed.add(MalformedLines(unwanted=unwanted))
-        return [
-            Document(final_name, text, split)
-            for text, name in zip(texts, names, strict=True)
-            if (final_name := final[name]) is not None
-        ]
-
-    def _may_be_too_long(self, text: str) -> bool:
-        return len(text) > self._max_bytes // _LONGEST_CHARACTER
-
-    def _final_name(self, name: str) -> str | None:
-        assert self._domains is not None, "records name domains only where they are requested"
-        if name not in self._final_names:
-            self._final_names[name] = self._domains.renamed(name)
-        return self._final_names[name]
-
-
-def _records(lines: Iterable[Line], begin: int, first: int | None) -> Iterator[_Found]:
-    """The records in the lines that are not blank.
-
-    Args:
-        lines: consecutive lines.
-        begin: the byte at which they begin.
-        first: number of the first line; None if it is unknown, bytes are reported then.
-    """
-    for position, line in enumerate(lines):
-        where = f"byte {begin}" if first is None else f"{first + position}"
-        begin += 1 + (line if isinstance(line, int) else len(line))
-        if not isinstance(line, int) and not line.strip():
-            continue
-        try:
-            yield where, object_in(line)
-        except MalformedLineError as error:
-            yield where, error
 
 
 def object_in(line: Line) -> dict[str, Any]:
@@ -463,12 +377,13 @@ def text_at(record: dict[str, Any], key: str, flag: str) -> str:
         MalformedLineError: if there is no such key, which ``flag`` requested, or the value is of
             another type.
     """
+    value = record.get(key)
+    if type(value) is str:
+        return value
     value = _value_at(record, key)
     if value is _MISSING:
-        existing = ", ".join(_keys_of(record)[:_KEYS_SHOWN]) or "(none)"
-        raise MalformedLineError(
-            f"has no key '{key}'", f"key '{key}'; existing keys: {existing}; correct {flag}"
-        )
+        existing = ", ".join(list(record)[:_KEYS_SHOWN]) or "(none)"
+        raise MissingKeyError(f"has no key '{key}' ({flag}), only: {existing}")
     if value is None:
         return ""
     if isinstance(value, bytes):  # a column of a table that is not marked as text
@@ -476,15 +391,6 @@ def text_at(record: dict[str, Any], key: str, flag: str) -> str:
     if not isinstance(value, str):
         raise MalformedLineError(f"has {_kind(value)} at '{key}', not a string")
     return value
-
-
-def _value_getter(key: str) -> Callable[[Any], Any]:
-    """A fast getter of the value at ``key`` of a regular record.
-
-    It raises KeyError, TypeError or AttributeError, or returns a non-string, for records that need
-    :func:`text_at`.
-    """
-    return functools.partial(_value_at, key=key) if "." in key else operator.itemgetter(key)
 
 
 def _decoded(value: bytes | bytearray) -> str:
@@ -509,17 +415,6 @@ def _parsed(value: Any) -> Any:
         with contextlib.suppress(orjson.JSONDecodeError):
             return orjson.loads(value)
     return value
-
-
-def _keys_of(record: dict[str, Any], prefix: str = "") -> list[str]:
-    """Every possible key, nested ones with dots."""
-    keys = []
-    for key, value in record.items():
-        keys.append(prefix + key)
-        inside = _parsed(value)
-        if isinstance(inside, dict):
-            keys += _keys_of(inside, f"{prefix}{key}.")
-    return keys
 
 
 def _kind(value: Any) -> str:
@@ -663,43 +558,29 @@ def row_group_bytes(path: str) -> list[int]:
         return _bytes_on_disk(path, file.metadata)
 
 
-def columns_for(schema: pa.Schema, keys: Mapping[str, str], name: str) -> list[str]:
-    """The columns, or leaves of columns, that hold the values of ``keys``.
+def columns_for(columns: Collection[str], keys: Mapping[str, str], name: str) -> list[str]:
+    """The columns that hold the values of ``keys``.
 
     Args:
-        schema: of the table.
+        columns: of the table; of nested columns the leaves, as paths with dots.
         keys: flag -> key, a column or a path with dots into one.
         name: of the table, for messages.
 
     Raises:
-        UserError: listing the columns, if a key matches none or several.
+        UserError: if a key matches no column.
     """
-    import pyarrow as pa
-
     found = []
     for flag, key in keys.items():
-        path, *inside = [key] if key in schema.names else key.split(".")
-        if schema.names.count(path) > 1:
-            raise UserError(
-                f"{name} has {schema.names.count(path)} columns '{path}'; rename all but the one "
-                f"for {flag}"
-            )
-        field = schema.field(path) if path in schema.names else None
-        while field is not None and inside:
-            kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-            if not pa.types.is_struct(kind):
-                # Objects can be written as strings; their keys are known when they are read.
-                field = field if str(kind) in ("string", "large_string", "string_view") else None
-                break
-            index = kind.get_field_index(inside[0])
-            field = kind.field(index) if index >= 0 else None
-            path = f"{path}.{inside.pop(0)}"
-        if field is None:
-            existing = ", ".join(schema.names[:_KEYS_SHOWN]) or "(none)"
+        column = key
+        # A column of strings may hold objects: only its beginning is a column then.
+        while column and not any(f"{path}.".startswith(f"{column}.") for path in columns):
+            column = column.rpartition(".")[0]
+        if not column:
+            existing = ", ".join(list(columns)[:_KEYS_SHOWN]) or "(none)"
             raise UserError(
                 f"{name} has no column '{key}'; existing columns: {existing}; correct {flag}"
             )
-        found.append(path)
+        found.append(column)
     return found
 
 

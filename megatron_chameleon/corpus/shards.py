@@ -15,10 +15,9 @@ import contextlib
 import dataclasses
 import hashlib
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -89,12 +88,11 @@ class Shard(FolderRecord):
         checksums: file -> hex XXH3 (128 bits) of its content.
         malformed: the lines that were skipped.
         seconds: wall time.
-        renamed: domain names that --rename-domain has changed or left out.
     """
 
     KIND = "preprocessed shard"
     FILE_NAME = "shard.json"
-    FORMAT_VERSION = 4  # 3 listed pairs in malformed
+    FORMAT_VERSION = 5  # 4 had other counts in malformed
     MADE_BY = "remove the folder, and run tools/preprocess_data.py again"
 
     plan: str
@@ -109,7 +107,6 @@ class Shard(FolderRecord):
     checksums: dict[InnerPath, str]
     malformed: MalformedLines
     seconds: float
-    renamed: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def token_bytes(self) -> int:
@@ -300,12 +297,12 @@ def make_shard(
     sys.setswitchinterval(_SWITCH_SECONDS)
     with contextlib.ExitStack() as stack:
         stack.callback(sys.setswitchinterval, switch_interval)
-        writing_thread = stack.enter_context(ThreadPoolExecutor(1))
+        threads = stack.enter_context(ThreadPoolExecutor(2))
         # Pipeline: one batch is read and one is written while another is encoded.
-        ahead = _next_in_thread(unread)
-        written = writing_thread.submit(lambda: None)
+        ahead = threads.submit(next, unread, None)
+        written = threads.submit(lambda: None)
         while (batch := ahead.result()) is not None:
-            ahead = _next_in_thread(unread)
+            ahead = threads.submit(next, unread, None)
             tokens, lengths = tokenizer.encode_documents(batch.texts)
             batch.documents["tokens"] = lengths
             kept = lengths > 1  # all have an end-of-document token
@@ -313,9 +310,7 @@ def make_shard(
                 without_tokens.update(batch.documents["domain"][~kept].tolist())
                 tokens = tokens[np.repeat(kept, lengths)]
             written.result()
-            written = writing_thread.submit(
-                writer.add, tokens, batch.documents[kept], batch.digests[kept]
-            )
+            written = threads.submit(writer.add, tokens, batch.documents[kept], batch.digests[kept])
         written.result()
     checksums = writer.finish()
     empty = without_text + without_tokens
@@ -333,26 +328,7 @@ def make_shard(
         checksums=checksums,
         malformed=reader.malformed,
         seconds=stopwatch.seconds(),
-        renamed=sorted(options.domains.rename_table.keys() & reader.final_names.keys()),
     ).save()
-
-
-def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:
-    """The next batch, None after the last, read by a daemon thread.
-
-    A read that hangs, as of a stalled disk or network, does not keep the process from ending; an
-    executor would wait for it.
-    """
-    future: Future[_Batch | None] = Future()
-
-    def read() -> None:
-        try:
-            future.set_result(next(batches, None))
-        except BaseException as error:  # raised again by result()
-            future.set_exception(error)
-
-    threading.Thread(target=read, name="read-ahead", daemon=True).start()
-    return future
 
 
 class _Batch(NamedTuple):

@@ -25,7 +25,6 @@ from megatron_chameleon.corpus.options import (
     SourceOptions,
     flat,
     is_domain_name,
-    quoted,
 )
 from megatron_chameleon.errors import UserError
 
@@ -56,7 +55,10 @@ _SPLITS: dict[str, Split] = {
 }
 _HELD_OUT_WORDS = {"validation", "valid", "val", "test"}
 _BATCH_ROWS = 256
-_HUB_SECONDS = 10
+# A folder, or a name and its revision; config; split.
+_DATASET_NAME = re.compile(
+    r"(?:([./~][^#]*?)|([^@:#]+)(?:@([^:#]+))?)(?::([^/#]+))?(?:#(.+))?", re.DOTALL
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,14 +158,8 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
             f"{domains.domain_flags[0]} has no effect: every --input names its domain; leave out "
             "one or the other"
         )
-    if left_out := [name for name in found if domains.renamed(name) is None]:
-        num_files = sum(found[name] for name in left_out)
-        warnings.warn(
-            f"--rename-domain leaves out {num_files:,} files, of {quoted(left_out)}", stacklevel=2
-        )
-    unused = domains.unused_renames(found)
-    if unused and domains.domain_key is None:  # with a key it is known when all was read
-        warnings.warn(unused, stacklevel=2)
+    if domains.domain_key is None:  # with a key, names are known when all lines were read
+        domains.report_renames(found, "files")
     if not sources:
         raise UserError("--rename-domain leaves out all of --input; correct it")
     # Assign all of --input to train for domains with valid and test sources of their own. With a
@@ -285,13 +281,14 @@ def find_files(pattern: str, flag: str) -> list[str]:
             in_order = sorted(_walk(match), key=PurePath)
             inside = [file for file in in_order if kind_of_file(file, FOLDER_SUFFIXES)]
             files += inside
-            words = {word for file in inside for word in _words(os.path.relpath(file, match))}
-            held_out = sorted(words & _HELD_OUT_WORDS)
-            if "train" in words and held_out:
+            below = " ".join(os.path.relpath(file, match) for file in inside)
+            words = set(re.findall("[a-z]+", below.lower()))
+            if "train" in words and words & _HELD_OUT_WORDS:
                 warnings.warn(
                     f"{flag} {match}: files are named after the splits train and "
-                    f"{', '.join(held_out)}, which are treated alike; pass the others by "
-                    f"--valid-input and --test-input, or all as {DATASET_PREFIX}{match}",
+                    f"{', '.join(sorted(words & _HELD_OUT_WORDS))}, which are treated alike; pass "
+                    f"the others by --valid-input and --test-input, or all as "
+                    f"{DATASET_PREFIX}{match}",
                     stacklevel=4,
                 )
         elif kind_of_file(match) is None:
@@ -304,10 +301,6 @@ def find_files(pattern: str, flag: str) -> list[str]:
         if any("\ud800" <= character <= "\udfff" for character in file):
             raise UserError(f"{flag} {file!a}: file name is not UTF-8; rename it")
     return files
-
-
-def _words(name: str) -> list[str]:
-    return re.findall("[a-z]+", name.lower())
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -404,19 +397,11 @@ class DatasetName:
         Raises:
             UserError: if it has no name.
         """
-        rest, _, split = text.removeprefix(DATASET_PREFIX).partition("#")
-        head, colon, config = rest.rpartition(":")
-        if not colon or "/" in config or os.path.isdir(os.path.expanduser(rest)):
-            head, config = rest, ""
-        folder = os.path.expanduser(head)
-        revision = ""
-        if os.path.isdir(folder) or head[:1] in ("/", ".", "~"):
-            head = folder
-        else:
-            head, _, revision = head.partition("@")
-        if not head:
+        match = _DATASET_NAME.fullmatch(text.removeprefix(DATASET_PREFIX))
+        if match is None:
             raise UserError(f"{text}: must be {DATASET_PREFIX}OWNER/NAME[:CONFIG]")
-        return cls(head, revision or None, config or None, split or None)
+        folder, name, revision, config, split = match.groups()
+        return cls(os.path.expanduser(folder) if folder else name, revision, config, split)
 
     def __str__(self) -> str:
         parts = (("@", self.revision), (":", self.config), ("#", self.split))
@@ -452,9 +437,6 @@ def _dataset_sources(text: str, flag: str, wanted: Split | None) -> list[Source]
     with _dataset_errors(name):
         import datasets
 
-        is_folder = name.path.startswith(("/", ".")) or os.path.isdir(name.path)
-        if not is_folder and not datasets.config.HF_HUB_OFFLINE:
-            _require_hub(name)
         configs = [name.config]
         if name.config == ALL_CONFIGS:
             configs = datasets.get_dataset_config_names(name.path, revision=name.revision)
@@ -490,19 +472,6 @@ def _split_sources(
         name = f"{dataset} ({shard + 1} of {len(files)})"
         source = Source(name, "dataset", dataset, split=split, dataset=dataset)
         yield dataclasses.replace(source, shard=shard, num_shards=len(files))
-
-
-def _require_hub(name: DatasetName) -> None:
-    """Try one request: ``datasets`` would retry for half a minute without a network."""
-    from huggingface_hub import constants, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception as error:  # of httpx or requests, depending on the release
-        raise UserError(
-            f"{name}: cannot reach {constants.ENDPOINT} ({one_line(error)}); check the network, "
-            "download the data set and pass its folder, or use a cached one by HF_HUB_OFFLINE=1"
-        ) from error
 
 
 def _splits_of(name: DatasetName, existing: list[str]) -> dict[str, Split | None]:

@@ -8,8 +8,8 @@
                                        cleaning up after a run that was killed before it could
 
 The plan contains everything that determines the contents of the shards. Correctness relies on
-renames alone, which work on any disk that machines share. The locks only prevent starting the same
-work twice on one machine and identify stale staging directories.
+renames alone, which work on any disk that machines share. The lock only prevents starting the same
+work twice on one machine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import glob
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -112,12 +112,10 @@ class Plan(FolderRecord):
         now, then = self._compared(), existing._compared()
         if list(now.items()) == list(then.items()) and self.shards == existing.shards:
             return None
-        changes = (
-            f"{what} is {now.get(what, 'absent')} and was {then.get(what, 'absent')}"
-            for what in {**now, **then}
-            if now.get(what) != then.get(what)
-        )
-        change = next(changes, "the order or the row groups of --input have changed")
+        change = "the order or the row groups of --input have changed"
+        for name in {**then, **now}:
+            if now.get(name) != then.get(name):
+                change = f"{name} is {now.get(name, 'absent')} and was {then.get(name, 'absent')}"
         return (
             f"{change} when the work in {existing.root} was started; restore it, or remove "
             f"{existing.root} to start from scratch"
@@ -125,15 +123,12 @@ class Plan(FolderRecord):
 
     def _compared(self) -> dict[str, str]:
         """Everything that determines the shards, by name for messages."""
-        return {
-            **{flag_of(name): repr(value) for name, value in self.options.items()},
-            "the hash of --tokenizer-model": self.tokenizer,
-            **self.versions,
-            **{
-                source.name: f"{source.bytes} bytes of domain {source.domain}, split {source.split}"
-                for source in self.sources
-            },
-        }
+        compared = {flag_of(name): repr(value) for name, value in self.options.items()}
+        compared |= {"the hash of --tokenizer-model": self.tokenizer, **self.versions}
+        for source in self.sources:
+            domain = f"domain {source.domain}, split {source.split}"
+            compared[source.name] = f"{source.bytes} bytes of {domain}"
+        return compared
 
 
 def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequence[Source]) -> Plan:
@@ -176,13 +171,14 @@ def divide(sources: Sequence[Source], target_bytes: int) -> list[list[Chunk]]:
     shards: list[list[Chunk]] = []
     room = 0
     for number, source in enumerate(sources):
-        is_size_unknown = source.kind == "dataset" and source.bytes == 0
         for chunk in _chunks(number, source, target_bytes):
-            if not shards or chunk.bytes > room or is_size_unknown:
+            is_size_unknown = source.kind == "dataset" and source.bytes == 0
+            size = target_bytes if is_size_unknown else chunk.bytes
+            if not shards or size > room:
                 shards.append([])
                 room = target_bytes
             shards[-1].append(chunk)
-            room = -1 if is_size_unknown else room - chunk.bytes
+            room -= size
     return shards
 
 
@@ -235,9 +231,9 @@ class CorpusFolder:
         draft, path = self.staging / Plan.FILE_NAME, self.partial / Plan.FILE_NAME
         try:
             os.link(draft, path)
-        except OSError as error:
+        except OSError:
             # Without hard links, of two processes at the same instant the last one's plan is read.
-            if isinstance(error, FileExistsError) or path.exists():
+            if path.exists():
                 existing = Plan.load(self.partial)
                 problem = plan.difference(existing)
                 if problem is None:
@@ -302,24 +298,17 @@ class CorpusFolder:
         if exist and published.read_text() == sha256_of_files(corpus):
             self.remove_work()
 
-    def remote_staging(self) -> list[str]:
-        """Staging directories of other machines: in use, or left by killed processes."""
-        names = sorted(path.name for path in self.staging.parent.iterdir())
-        return [name for name in names if not _is_from_here(name)]
-
     @property
     def is_publishing(self) -> bool:
         """Whether files of the corpus are being moved into place."""
         return (self.partial / _PUBLISHED_NAME).exists()
 
     def remove_work(self) -> None:
-        """Remove all shards and the plan."""
+        """Remove all shards, the plan and the staging directories."""
         with contextlib.suppress(OSError):  # none was finished, or another process was faster
             # By one rename: otherwise a partial set of shards could pass for finished.
-            os.rename(self.partial / _SHARDS_NAME, self.staging / "joined")
-        (self.partial / Plan.FILE_NAME).unlink(missing_ok=True)
-        (self.partial / _PUBLISHED_NAME).unlink(missing_ok=True)
-        shutil.rmtree(self.staging / "joined", ignore_errors=True)
+            os.rename(self.partial / _SHARDS_NAME, self.partial / "removed")
+        shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def _own_files(root: Path) -> list[Path]:
@@ -345,100 +334,60 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
     """
     is_new = not root.exists()
     partial = root / PARTIAL_NAME
+    host = socket.gethostname()
+    staging = partial / _STAGING_NAME / f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    folder = CorpusFolder(root, staging)
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
-    with _opened(root) as descriptor:
         # The lock is on the folder itself, so that no file is left, and ends with the process.
-        if _try_lock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX) is False:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            is_alone = not shared
+        except BlockingIOError:
             raise UserError(
                 f"another process is writing a corpus into {root}; wait for it, or choose "
                 "another --output"
-            )
+            ) from None
+        except OSError:  # a disk without locks
+            is_alone = False
+        if is_alone:  # on this machine: its other directories are of killed processes
+            for stale in staging.parent.glob(f"{glob.escape(host)}-*"):
+                if stale.name.rsplit("-", 2)[0] == host:
+                    shutil.rmtree(stale, ignore_errors=True)
         try:
-            with staging_directory(partial / _STAGING_NAME) as staging:
-                folder = CorpusFolder(root, staging)
-                folder.remove_published_work()
-                has_corpus = (root / Corpus.FILE_NAME).exists()
-                if has_corpus and not overwrite:
-                    raise UserError(
-                        f"{root} already holds a corpus; choose another --output or pass "
-                        "--overwrite"
-                    )
-                require_kind(root / Corpus.FILE_NAME, Corpus.KIND)
-                if not has_corpus and not (partial / Plan.FILE_NAME).exists():
-                    require_new(_own_files(root), "choose another --output")
-                yield folder
+            folder.remove_published_work()
+            has_corpus = (root / Corpus.FILE_NAME).exists()
+            if has_corpus and not overwrite:
+                raise UserError(
+                    f"{root} already holds a corpus; choose another --output or pass --overwrite"
+                )
+            require_kind(root / Corpus.FILE_NAME, Corpus.KIND)
+            if not has_corpus and not (partial / Plan.FILE_NAME).exists():
+                require_new(_own_files(root), "choose another --output")
+            with writing(staging):
+                _make_directory(staging)
+            yield folder
         finally:
+            shutil.rmtree(staging, ignore_errors=True)
             with contextlib.suppress(OSError):  # a folder is not empty, or another process began
-                (partial / _STAGING_NAME).rmdir()
-                (partial / _SHARDS_NAME).mkdir(exist_ok=True)
-                (partial / _SHARDS_NAME).rmdir()
+                for name in (_STAGING_NAME, _SHARDS_NAME):
+                    (partial / name).mkdir(exist_ok=True)
+                    (partial / name).rmdir()
                 for name in (Plan.FILE_NAME, _PUBLISHED_NAME):
                     (partial / name).unlink(missing_ok=True)
                 partial.rmdir()
             if is_new:
                 with contextlib.suppress(OSError):  # it is not empty
                     root.rmdir()
-
-
-@contextlib.contextmanager
-def staging_directory(folder: Path) -> Iterator[Path]:
-    """Yield a new directory in ``folder`` for this process alone; remove it at the end.
-
-    Unlocked ones, left by killed processes of this machine, are removed first.
-
-    Raises:
-        UserError: if it cannot be created.
-    """
-    with writing(folder):
-        directory, descriptor = _new_directory(folder)
-    try:
-        yield directory
     finally:
         os.close(descriptor)
-        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _is_from_here(name: str) -> bool:
-    """Whether a process of this machine has made the staging directory ``name``."""
-    return bool(re.fullmatch(rf"{re.escape(socket.gethostname())}-\d+-[0-9a-f]{{8}}", name))
-
-
-def _new_directory(folder: Path) -> tuple[Path, int]:
-    """A new directory, and the descriptor that holds its lock."""
+def _make_directory(path: Path) -> None:
     for _ in range(_ATTEMPTS):
-        directory = folder / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        # Another process may have found the folder empty, and removed it.
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in filter(lambda path: _is_from_here(path.name), folder.iterdir()):
-                with contextlib.suppress(FileNotFoundError), _opened(left) as descriptor:
-                    if _try_lock(descriptor, fcntl.LOCK_EX):
-                        shutil.rmtree(left, ignore_errors=True)
-            directory.mkdir()
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            # Before it was locked, another process may have removed it as stale.
-            if _try_lock(descriptor, fcntl.LOCK_EX) is not False and directory.exists():
-                return directory, descriptor
-            os.close(descriptor)
-    raise FileExistsError(errno.EEXIST, "no name was free", str(folder))
-
-
-@contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int, kind: int) -> bool | None:
-    """Lock a folder without waiting: whether it worked, None if this disk has no locks."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
+        with contextlib.suppress(FileNotFoundError):  # another process removed the empty parent
+            path.mkdir(parents=True)
+            return
+    path.mkdir(parents=True)
