@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import unicodedata
 import warnings
@@ -55,11 +56,8 @@ _SCHEMES = {
 }
 
 _MAX_SPECIAL_TOKENS = 300
-_UNKNOWN, _STABLE, _UNSTABLE = 0, 1, 2
-# U+0378 is the first undefined character.
-_ALL_STABLE_BELOW = 0x378
 # New pictographs are added each year, but never as letters or digits.
-_PICTOGRAPHS = range(0x1F300, 0x1FB00)
+_PICTOGRAPHS = slice(0x1F300, 0x1FB00)
 # Letters, digits, marks and spaces since release 14, for a Python whose own tables are newer.
 _NEW = """
 558 58B-58C 5C8-5C9 88F 897 B53-B54 C5C CDC CF3 ECE 1ACF-1AF0 1C89-1C8A 208F 209D-209F A7CB-A7CF
@@ -69,45 +67,31 @@ A7D2 A7D4 A7DA-A7F1 AB6C-AB6D 105C0-105F3 107BB-107BF 10940-10959 10D40-10D85 10
 18CD6-18CFF 18D09-191D2 1B123-1B132 1B155 1B168 1CCF0-1CCF9 1D127-1D128 1D250-1D2D3 1D6A6
 1DF1F-1DFFF 1E030-1E08F 1E4D0-1E6FF 2B739-2B73F 2B81E 2CEA2-2CEAD 2EBF0-2EE5D 31350-3FC3F
 """
-_NEW_RANGES = [
-    range(int(first, 16), int(last or first, 16) + 1)
-    for first, _, last in (part.partition("-") for part in _NEW.split())
-]
 
 
-class StableCharacters:
-    """Detect texts whose characters have the same properties in every Unicode release in use.
+@functools.cache
+def unstable_characters() -> NDArray[np.bool_]:
+    """[0x110000] whether each character has other properties in some Unicode release in use.
 
     Libraries use the tables of different releases. A character that is a letter in one of them and
     undefined in another is split from its neighbours by one library and not by the other. A defined
     character keeps its properties, so characters are unstable if they were undefined in release 14,
     the oldest in use.
-
-    Results are cached: 1 byte for each of the 1.1 million characters.
     """
-
-    def __init__(self) -> None:
-        self._known: NDArray[np.uint8] = np.zeros(0x110000, dtype=np.uint8)
-
-    def all_in(self, text: str) -> bool:
-        """Whether all characters of ``text`` are stable."""
-        if text.isascii():
-            return True
-        characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        high = characters[characters >= _ALL_STABLE_BELOW]
-        for number in np.unique(high[self._known[high] == _UNKNOWN]).tolist():
-            self._known[number] = _STABLE if is_stable(chr(number)) else _UNSTABLE
-        return not (self._known[high] == _UNSTABLE).any()
+    categories = map(unicodedata.category, map(chr, range(0x110000)))
+    unstable = np.fromiter((category == "Cn" for category in categories), np.bool_, 0x110000)
+    for first, _, last in (part.partition("-") for part in _NEW.split()):
+        unstable[int(first, 16) : int(last or first, 16) + 1] = True
+    unstable[_PICTOGRAPHS] = False
+    return unstable
 
 
-def is_stable(character: str) -> bool:
-    """Whether one character is stable."""
-    number = ord(character)
-    if number in _PICTOGRAPHS:
+def is_stable(text: str) -> bool:
+    """Whether all characters of ``text`` have the same properties in every Unicode release."""
+    if text.isascii():
         return True
-    return unicodedata.category(character) != "Cn" and not any(
-        number in some for some in _NEW_RANGES
-    )
+    characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    return not unstable_characters()[characters].any()
 
 
 class CannotEncodeError(UserError):
@@ -128,45 +112,36 @@ class GigatokenEncoder:
 
     def __init__(self, file: TokenizerFile, own: Encoder, eod_id: int) -> None:
         self._file, self._own, self._eod_id = file, own, eod_id
-        self._stable = StableCharacters()
         self._process = psutil.Process()
         self._since_comparison = self._since_memory_check = 0
         self._load()
 
     def encode_documents(
         self, texts: Sequence[str]
-    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]] | None:
-        """Encode texts in one call, on one core.
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Encode texts on one core; those that gigatoken may split differently by ``own``.
 
         Returns:
             tokens [num_tokens] uint32 of all texts, each with its end-of-document token, and
-            lengths [num_texts] int64; or None if gigatoken cannot encode one of the texts: use
-            :meth:`encode_batch` then.
+            lengths [num_texts] int64.
 
         Raises:
             UserError: if the libraries' ids differ for a compared text.
         """
-        if not all(map(self._stable.all_in, texts)):
-            return None
-        tokens = self._encode(texts)
-        ends = np.flatnonzero(tokens == self._eod_id)
-        if ends.size != len(texts):
-            return None
         self._compare_and_trim(texts)
-        return tokens, np.diff(ends, prepend=-1)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, [num_tokens] uint32, without special tokens.
-
-        Raises:
-            UserError: if the libraries' ids differ for a compared text.
-        """
+        if all(map(is_stable, texts)):
+            tokens = self._encode(texts)
+            ends = np.flatnonzero(tokens == self._eod_id)
+            if ends.size == len(texts):  # no text contains _END
+                return tokens, np.diff(ends, prepend=-1)
+        end = np.array([self._eod_id], np.uint32)
         encoded = [
-            self._encode([text])[:-1] if self._supports(text) else self._own.encode_batch([text])[0]
+            self._encode([text])
+            if self._supports(text)
+            else np.append(self._own.encode_batch([text])[0], end)
             for text in texts
         ]
-        self._compare_and_trim(texts)
-        return encoded
+        return np.concatenate(encoded), np.array([ids.size for ids in encoded])
 
     def first_difference(
         self, texts: Sequence[str], reference_ids: Callable[[], Sequence[NDArray[np.uint32]]]
@@ -187,7 +162,7 @@ class GigatokenEncoder:
         return None
 
     def _supports(self, text: str) -> bool:
-        return self._stable.all_in(text) and _END not in text
+        return is_stable(text) and _END not in text
 
     def _encode(self, texts: Sequence[str]) -> NDArray[np.uint32]:
         """Token ids of all texts, with the end-of-document token after each."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -196,23 +195,20 @@ def join_shards(
     domain_numbers = [
         np.array([numbers[name] for name in shard.domains], dtype=np.int64) for shard in shards
     ]
-    left_out_folder = folder / "left-out"
     with writing(folder):
-        left_out_folder.mkdir()
         (folder / TOKENS_NAME).mkdir()
-    left_out = find_left_out(shards, domain_numbers, left_out_folder)
+    left_out = find_left_out(shards, domain_numbers, folder / "left-out")
     writer = CorpusWriter(folder, list(numbers), shards[0].dtype, on_bytes)
     malformed = MalformedLines()
     empty: Counter[int] = Counter()
-    for number, (shard, own_numbers) in enumerate(zip(shards, domain_numbers, strict=True)):
-        reasons = left_out.reasons(number)
-        first = start = 0
+    first = 0
+    for shard, own_numbers in zip(shards, domain_numbers, strict=True):
+        start = 0
         with (shard.root / SHARD_TOKENS_NAME).open("rb") as tokens:
             for documents in shard.blocks(DOCUMENTS_NAME, DOCUMENT, _BLOCK_DOCUMENTS):
                 files = own_numbers[documents["domain"]] * len(SPLITS) + documents["split"]
-                if reasons is not None:
-                    here = reasons[first : first + documents.size]
-                    files[here != KEPT if drop_duplicates else here == HELD_OUT] = -1
+                here = left_out.reasons(first, documents.size)
+                files[here != KEPT if drop_duplicates else here == HELD_OUT] = -1
                 lengths = documents["tokens"]
                 read = functools.partial(_read_file, tokens)
                 writer.copy(files, lengths, documents["text_bytes"], read, start)
@@ -221,7 +217,7 @@ def join_shards(
         malformed.add(shard.malformed)
         for domain, count in zip(own_numbers.tolist(), shard.empty, strict=True):
             empty[domain] += count
-    shutil.rmtree(left_out_folder)
+    left_out.path.unlink()
     not_written = {
         name: NotWritten(
             duplicates=left_out.duplicates[number],
@@ -239,73 +235,61 @@ class LeftOut:
     """Dropped documents.
 
     Attributes:
-        folder: holds a file per shard, of one byte a document: KEPT, DUPLICATE or HELD_OUT; none
-            where all are kept.
+        path: file of one byte a document of the corpus: KEPT, DUPLICATE or HELD_OUT.
         duplicates: number by domain; counted even if they are kept.
         held_out: number by domain of documents with a text of another split.
     """
 
-    folder: Path
+    path: Path
     duplicates: Counter[int] = dataclasses.field(default_factory=Counter)
     held_out: Counter[int] = dataclasses.field(default_factory=Counter)
 
-    def reasons(self, shard: int) -> NDArray[np.uint8] | None:
-        """[num_documents] of a shard, on disk; None where all of its documents are kept."""
-        path = self.folder / f"{shard:06d}"
-        return np.memmap(path, np.uint8, "r+") if path.exists() else None
+    def reasons(self, first: int, count: int) -> NDArray[np.uint8]:
+        """[count] reasons of the documents from ``first`` on."""
+        return np.fromfile(self.path, np.uint8, count, offset=first)
 
     def add(
         self,
-        shard: int,
-        documents: int,
-        positions: NDArray[np.integer],
+        documents: NDArray[np.integer],
         reasons: NDArray[np.uint8],
-        domains: NDArray[np.int64],
+        domains: NDArray[np.integer],
     ) -> None:
-        """Record ``reasons`` at ``positions`` of a shard of so many ``documents``."""
-        path = self.folder / f"{shard:06d}"
-        if not path.exists():
-            with writing(path), path.open("xb") as stream:
-                # A full disk is detected here: writing through memory would kill the process.
-                os.posix_fallocate(stream.fileno(), 0, documents)
-        np.memmap(path, np.uint8, "r+")[positions] = reasons
-        self.duplicates.update(domains[reasons == DUPLICATE].tolist())
-        self.held_out.update(domains[reasons == HELD_OUT].tolist())
+        """Record the ``reasons`` of ``documents`` of the corpus."""
+        if documents.size:
+            np.memmap(self.path, np.uint8, "r+")[documents] = reasons
+            self.duplicates.update(domains[reasons == DUPLICATE].tolist())
+            self.held_out.update(domains[reasons == HELD_OUT].tolist())
 
 
 def find_left_out(
-    shards: Sequence[Shard], domain_numbers: Sequence[NDArray[np.int64]], folder: Path
+    shards: Sequence[Shard], domain_numbers: Sequence[NDArray[np.int64]], path: Path
 ) -> LeftOut:
     """Compare the texts of all documents.
 
     Args:
         shards: in the order of the corpus.
         domain_numbers: for each shard, the corpus's number of each of the shard's domains.
-        folder: an existing, empty folder for the results.
+        path: of the file to write the results to.
 
     Raises:
         UserError: if the disk is full.
     """
-    found = LeftOut(folder)
+    found = LeftOut(path)
     bases = np.cumsum([0, *(shard.documents for shard in shards)])
+    with writing(path), path.open("xb") as stream:
+        # A full disk is detected here: writing through memory would kill the process.
+        os.posix_fallocate(stream.fileno(), 0, max(1, int(bases[-1])))
     for texts in _ranges(shards, domain_numbers, bases):
         reasons = reasons_to_leave_out(texts)
         left = np.flatnonzero(reasons)
-        left = left[np.argsort(texts["order"][left])]
-        cuts = np.searchsorted(texts["order"][left], bases)
-        for number in np.flatnonzero(np.diff(cuts)).tolist():
-            here = left[cuts[number] : cuts[number + 1]]
-            positions = texts["order"][here] - bases[number]
-            domains = texts["domain"][here]
-            found.add(number, shards[number].documents, positions, reasons[here], domains)
+        found.add(texts["order"][left], reasons[left], texts["domain"][left])
     # Documents that repeat a text of the same sorted run.
     for number, shard in enumerate(shards):
         for copies in shard.blocks(COPIES_NAME, COPY, _COPIES):
-            noted = found.reasons(number)
-            is_held_out = False if noted is None else noted[copies["first"]] == HELD_OUT
-            reasons = np.where(is_held_out, HELD_OUT, np.full(copies.size, DUPLICATE, np.uint8))
+            of_first = np.memmap(path, np.uint8, "r")[bases[number] + copies["first"]]
+            reasons = np.where(of_first == HELD_OUT, HELD_OUT, DUPLICATE).astype(np.uint8)
             domains = domain_numbers[number][copies["domain"]]
-            found.add(number, shard.documents, copies["document"], reasons, domains)
+            found.add(bases[number] + copies["document"], reasons, domains)
     return found
 
 

@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -32,6 +32,9 @@ from megatron_chameleon.artifacts.corpus import tokenizer_hash
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.corpus.indexed import TokenType, token_type
 from megatron_chameleon.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_chameleon.corpus.gigatoken import GigatokenEncoder
 
 TokenizerKind = Literal["tokenizers", "sentencepiece", "tiktoken"]
 
@@ -443,7 +446,14 @@ def tokenizer_json_of(vocab_file: Path) -> bytes:
     if not merges_file.is_file():
         raise UserError(f"{merges_file} is missing; {vocab_file} needs its merges")
     try:
-        vocab, merges = BPE.read_file(str(vocab_file), str(merges_file))
+        vocab: dict[str, int] = json.loads(vocab_file.read_bytes())
+        lines = merges_file.read_text(encoding="utf-8").split("\n")
+        # transformers skips blank lines, which the library rejects.
+        merges: list[Any] = [
+            tuple(line.split())
+            for line in lines
+            if line.strip() and not line.startswith("#version")
+        ]
         BPE(vocab, merges)
         if missing := sorted(set(ByteLevel.alphabet()) - vocab.keys()):
             raise ValueError(f"there is no entry for {len(missing)} of the 256 bytes")
@@ -460,44 +470,15 @@ def tokenizer_json_of(vocab_file: Path) -> bytes:
         for token, number in ordered
         if token not in made
     ]
-    byte_flags = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    by_bytes = {"type": "ByteLevel", **byte_flags}
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": None,
-        "pre_tokenizer": by_bytes,
-        "post_processor": None,
-        "decoder": by_bytes,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": dict(ordered),
-            "merges": [" ".join(merge) for merge in merges],
-        },
-    }
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    by_bytes |= {"use_regex": True}
+    unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    model = {"type": "BPE", **dict.fromkeys(unused), "fuse_unk": False, "byte_fallback": False}
+    model |= {"vocab": dict(ordered), "merges": [" ".join(merge) for merge in merges]}
+    content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": special}
+    content |= {"normalizer": None, "pre_tokenizer": by_bytes, "post_processor": None}
+    content |= {"decoder": by_bytes, "model": model}
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
-
-
-class FastEncoder(Protocol):
-    """Encoder that replaces the tokenizer's library for preprocessing."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, [num_tokens] uint32, without special tokens."""
-        ...
-
-    def encode_documents(
-        self, texts: Sequence[str]
-    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]] | None:
-        """Tokens of all texts with end-of-document tokens, and lengths; None if unsupported."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -514,7 +495,7 @@ class Tokenizer:
     file: TokenizerFile
     encoder: Encoder
     eod_id: int
-    fast_encoder: FastEncoder | None = None
+    fast_encoder: GigatokenEncoder | None = None
 
     @property
     def path(self) -> Path:
@@ -584,10 +565,10 @@ class Tokenizer:
             temporary.write_bytes(self.file.content)
 
     def _encode(self, texts: Sequence[str]) -> _Encoded:
-        together = None if self.fast_encoder is None else self.fast_encoder.encode_documents(texts)
-        if together is not None:
-            return together[0].astype(self.token_type), together[1]
-        encoded = (self.fast_encoder or self.encoder).encode_batch(texts)
+        if self.fast_encoder is not None:
+            tokens, lengths = self.fast_encoder.encode_documents(texts)
+            return tokens.astype(self.token_type), lengths
+        encoded = self.encoder.encode_batch(texts)
         end = np.array([self.eod_id], dtype=np.uint32)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded)) + 1
         ended = [end[:0], *itertools.chain.from_iterable((ids, end) for ids in encoded)]
