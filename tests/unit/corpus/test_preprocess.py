@@ -169,7 +169,7 @@ def test_malformed_lines_of_all_shards_count_together(options, jsonl, texts, cap
 @pytest.mark.parametrize(
     ("files", "changes", "problem"),
     [
-        ({"void": ["", b""]}, {}, "domain 'void' has no document in .*--split"),
+        ({"void": ["", b""]}, {}, "domain 'void' has 0 documents in .*--split"),
         ({"a": 300}, {"min_tokens_per_split": 10**6}, "--min-tokens-per-split"),
         ({"": 300}, {"domains": DomainOptions(domain_key="text")}, "more than 3 domains"),
         ({"a": 300, "b": 300}, {"text_key": "no", "workers": 2, "shard_bytes": 40_000}, "'no'"),
@@ -260,15 +260,12 @@ def test_the_corpus_does_not_depend_on_the_file_format(options, tmp_path, texts)
         assert_same_tokens(make_corpus(other), plain)
 
 
-def test_the_corpus_does_not_depend_on_who_makes_the_shards(mixed, tmp_path, capsys):
+def test_the_corpus_does_not_depend_on_who_makes_the_shards(mixed, tmp_path):
     alone = make_corpus(mixed)
     shared = dataclasses.replace(mixed, output=tmp_path / "shared")
     for shard in ("2/3", "3/3", "1/3"):
-        capsys.readouterr()
         preprocess_data(dataclasses.replace(shared, shard=shard))
         assert not (shared.output / "corpus.json").exists()
-        left = "--shard 1/3, --shard 3/3" in capsys.readouterr().out
-        assert left == (shard == "2/3")
     assert number_of_shards(shared) > 8
     assert_same(make_corpus(shared), alone)
     processes = dataclasses.replace(mixed, output=tmp_path / "processes", workers=2)

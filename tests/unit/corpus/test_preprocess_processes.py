@@ -2,67 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_chameleon.artifacts import Corpus
-from megatron_chameleon.corpus.preprocess import work_in_processes
-from megatron_chameleon.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-# Worker processes
-
-
-@dataclasses.dataclass(frozen=True)
-class Writing:
-    """Write a file for each number, with the id of the process."""
-
-    folder: Path
-    ends_at: int | None = None
-    how: str = ""
-
-    def __call__(self, on_bytes: Callable[[int], object]) -> Callable[[int], object]:
-        def write(number: int) -> None:
-            if number == self.ends_at:
-                self._end()
-            on_bytes(number)
-            (self.folder / f"{number}").write_text(f"{os.getpid()}")
-
-        return write
-
-    def _end(self) -> None:
-        if self.how == "mistake":
-            raise UserError("a mistake of the user")
-        if self.how == "defect":
-            raise KeyError("a defect")
-        if self.how == "exit":
-            os._exit(3)
-        if self.how == "sleep":
-            (self.folder / "asleep").touch()
-            time.sleep(600)
-        os.kill(os.getpid(), getattr(signal, self.how))
-
-
-@pytest.fixture
-def no_new_children():
-    """Check that no child process is left; multiprocessing's own helper may stay."""
-    before = set(psutil.Process().children())
-    yield
-    children = set(psutil.Process().children()) - before
-    assert all("resource_tracker" in " ".join(child.cmdline()) for child in children)
 
 
 def wait_until(condition):
@@ -70,74 +24,6 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
-
-
-def test_all_numbers_are_processed_once(tmp_path, no_new_children):
-    num_bytes: list[int] = []
-    work_in_processes(Writing(tmp_path), list(range(40)), 2, num_bytes.append)
-    workers = {int((tmp_path / f"{number}").read_text()) for number in range(40)}
-    assert len(workers) <= 2  # one may do all before the other has started
-    assert os.getpid() not in workers
-    assert sum(num_bytes) == sum(range(40))
-
-
-@pytest.mark.parametrize(
-    ("how", "kind", "message"),
-    [
-        ("mistake", UserError, r"^a mistake of the user$"),
-        ("defect", RuntimeError, r"in _end(.|\n)*KeyError: 'a defect'"),
-        ("SIGKILL", UserError, "SIGKILL.*--workers"),
-        ("SIGTERM", KeyboardInterrupt, None),
-        ("exit", RuntimeError, "status 3"),
-    ],
-)
-def test_the_end_of_a_worker_is_reported_and_ends_the_others(
-    tmp_path, no_new_children, how, kind, message
-):
-    with pytest.raises(kind, match=message):
-        work_in_processes(Writing(tmp_path, 5, how), list(range(1000)), 2, lambda _: None)
-    assert not (tmp_path / "5").exists()
-    assert len(list(tmp_path.iterdir())) < 999
-
-
-@pytest.mark.parametrize(
-    ("how", "status", "early"), [(signal.SIGKILL, -9, False), (signal.SIGINT, -2, True)]
-)
-def test_no_worker_outlives_the_process_that_started_it(tmp_path, how, status, early):
-    code = (
-        "import sys, pathlib\n"
-        "from megatron_chameleon.corpus.preprocess import work_in_processes\n"
-        "from tests.unit.corpus.test_preprocess_processes import Writing\n"
-        "if __name__ == '__main__':\n"
-        "    work = Writing(pathlib.Path(sys.argv[2]), 0, 'sleep')\n"
-        "    work_in_processes(work, [0, 1], 2, lambda _: None)\n"
-    )
-    script, folder = tmp_path / "script.py", tmp_path / "done"
-    script.write_text(code)
-    folder.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, script, "--", folder],
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        if early:  # while they are being started
-            wait_until(lambda: len(psutil.Process(process.pid).children()) >= 3)
-            time.sleep(0.15)
-        else:
-            wait_until(lambda: {path.name for path in folder.iterdir()} == {"asleep", "1"})
-        workers = psutil.Process(process.pid).children(recursive=True)
-        assert len(workers) >= 2
-        # A terminal sends SIGINT to the whole group.
-        os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == status
-        wait_until(lambda: not any(worker.is_running() for worker in workers))
-        assert errors.count(b"KeyboardInterrupt") == (1 if how == signal.SIGINT else 0)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 # The command
@@ -177,9 +63,18 @@ def test_the_command_makes_a_corpus_without_importing_torch(command, jsonl, text
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("how", "target", "status"),
+    [
+        (signal.SIGKILL, "parent", -signal.SIGKILL),
+        (signal.SIGINT, "group", 130),
+        (signal.SIGINT, "early", 130),
+        (signal.SIGTERM, "group", 130),
+        (signal.SIGKILL, "worker", 2),
+    ],
+)
 def test_an_interrupted_run_leaves_finished_shards_to_resume_from(
-    command, jsonl, texts, tmp_path, how
+    command, jsonl, texts, tmp_path, how, target, status
 ):
     total = -(-jsonl("a.jsonl", texts(1500)).stat().st_size // 2000)
     arguments = command("--input", f"a={tmp_path}/a.jsonl", "--shard-bytes", 2000, "--workers", 2)
@@ -187,22 +82,37 @@ def test_an_interrupted_run_leaves_finished_shards_to_resume_from(
         arguments, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, start_new_session=True
     )
     shards = tmp_path / "corpus" / ".partial" / "shards"
-    wait_until(lambda: process.poll() is not None or len(list(shards.glob("*"))) >= 3)
+
+    def workers():
+        children = psutil.Process(process.pid).children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    if target == "early":  # while they are being started
+        wait_until(lambda: process.poll() is not None or len(workers()) >= 2)
+    else:
+        wait_until(lambda: process.poll() is not None or len(list(shards.glob("*"))) >= 3)
     children = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
+    if target == "worker":
+        workers()[0].send_signal(how)
+    elif target == "parent":
+        process.send_signal(how)
+    else:  # a terminal, or a scheduler, sends it to all
+        os.killpg(process.pid, how)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130)
+    assert process.returncode == status
     assert b"Traceback" not in errors
+    assert (b"--workers" in errors) == (target == "worker")
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
-    finished = len(list(shards.iterdir()))
-    if how == signal.SIGINT:
-        assert f"{finished} of {total} shards are finished and kept" in errors.decode()
+    finished = len(list(shards.glob("*")))
+    if target != "parent":
+        kept = f"{finished} of {total} shards are finished and kept"
+        assert kept in errors.decode() or finished == 0
         assert not (tmp_path / "corpus" / ".partial" / "staging").exists()
 
     done = run(arguments)
     assert done.returncode == 0, done.stderr
-    assert f"{finished} of {total} shards were finished before" in done.stdout
+    assert f"{finished} of {total} shards were finished before" in done.stdout or finished == 0
     names = {path.name for path in (tmp_path / "corpus").iterdir()}
     assert names == {"corpus.json", "sources.json", "tokenizer.json", "tokens"}
     Corpus.load(tmp_path / "corpus").verify()

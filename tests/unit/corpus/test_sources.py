@@ -50,7 +50,10 @@ def names(folder, found):
     return [(str(Path(source.path).relative_to(folder)), source.domain) for source in found]
 
 
-def test_folders_are_searched_at_any_depth(folder, tmp_path):
+def test_folders_are_searched_at_any_depth(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    for path in (".", "./", *READ_IN_FOLDERS):  # a file has one name, however its folder is passed
+        assert {source.name for source in find(path)} <= set(READ_IN_FOLDERS)
     assert names(folder, find(f"x={folder}")) == [(name, "x") for name in READ_IN_FOLDERS]
     assert names(folder, find(f"{folder}/[x].jsonl")) == [("[x].jsonl", None)]
     elsewhere = tmp_path / "elsewhere"

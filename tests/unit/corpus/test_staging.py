@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
 import os
-import subprocess
-import sys
-import time
+import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.corpus import staging
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
@@ -24,7 +19,6 @@ from megatron_chameleon.corpus.staging import (
     corpus_folder,
     divide,
     make_plan,
-    staging_directory,
 )
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
@@ -190,41 +184,12 @@ def test_a_folder_has_one_writer_unless_it_is_shared(tmp_path):
             assert (folder.staging / "half-written").exists()
 
 
-def test_staging_directories_do_not_collide(tmp_path, monkeypatch):
-    try_lock = staging._try_lock
-
-    def slow_lock(descriptor, kind):
-        time.sleep(0.001)
-        return try_lock(descriptor, kind)
-
-    monkeypatch.setattr(staging, "_try_lock", slow_lock)
-
-    def enter_and_leave(number):
-        for _ in range(20):
-            with staging_directory(tmp_path / "staging") as directory:
-                (directory / "mine").write_text(f"{number}")
-                time.sleep(0.0005)
-                assert (directory / "mine").read_text() == f"{number}"
-            with contextlib.suppress(OSError):
-                (tmp_path / "staging").rmdir()
-
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        list(threads.map(enter_and_leave, range(8)))
-    assert not left_in(tmp_path)
-
-
 def test_only_stale_directories_of_this_machine_are_removed(tmp_path):
-    code = (
-        "import os, sys, pathlib\n"
-        "from megatron_chameleon.corpus.staging import staging_directory\n"
-        "with staging_directory(pathlib.Path(sys.argv[1])) as directory:\n"
-        "    (directory / 'half-written').touch()\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    assert subprocess.run([sys.executable, "-c", code, tmp_path], env=environment).returncode == -9
-    assert len(left_in(tmp_path)) == 1
-    (tmp_path / "elsewhere-abc").mkdir()  # of another machine, which may be at work
-    with staging_directory(tmp_path) as first, staging_directory(tmp_path) as second:
-        assert set(tmp_path.iterdir()) == {first, second, tmp_path / "elsewhere-abc"}
-    assert set(tmp_path.iterdir()) == {tmp_path / "elsewhere-abc"}
+    host = socket.gethostname()
+    for name in (f"{host}-7-abc", f"{host}-b-7-abc"):  # killed, and on another machine
+        write(tmp_path / ".partial" / "staging" / name, "half-written")
+    for shared in (True, False):
+        with corpus_folder(tmp_path, overwrite=False, shared=shared) as folder:
+            found = {path.name for path in folder.staging.parent.iterdir()}
+            assert (f"{host}-7-abc" in found) == shared
+            assert {folder.staging.name, f"{host}-b-7-abc"} <= found

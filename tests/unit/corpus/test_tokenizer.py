@@ -231,6 +231,9 @@ def test_gpt2_files_may_have_other_names_and_orders(tokenizer_json, tmp_path):
     vocab_file = write_gpt2_files(tokenizer_json, tmp_path)
     expected = tokenizer_json_of(vocab_file)
     assert tokenizer_json_of(write_gpt2_files(tokenizer_json, tmp_path, "gpt2-")) == expected
+    merges_file = tmp_path / "merges.txt"
+    merges_file.write_text(merges_file.read_text().replace("\n", "\n\n", 3) + "\n")
+    assert tokenizer_json_of(vocab_file) == expected  # blank lines, as transformers skips them
     vocab = json.loads(vocab_file.read_text())
     vocab_file.write_text(json.dumps(dict(reversed(vocab.items()))))
     first_release = vocab_file.rename(tmp_path / "encoder.json")
