@@ -438,26 +438,20 @@ def open_token_file(
         UserError: naming the file, the problem and the fix.
     """
     idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    content, bin_content = _map(idx_path), _map(bin_path)
+    hint = "restore it, or pass the path of a .bin/.idx pair without suffix"
+    content, bin_content = _map(idx_path, hint), _map(bin_path, hint)
     if content.size < HEADER.size:
         raise _damaged(idx_path, f"it ends after {content.size} bytes, within the header")
     header = HEADER.unpack(content[: HEADER.size].tobytes())
     magic, version, code, num_sequences, num_boundaries = header
     if (magic, version) != (MAGIC, VERSION) or code not in _TOKEN_TYPES:
-        raise _damaged(
-            idx_path,
-            f"its magic, version and token type are {header[:3]}; {MAGIC!r}, {VERSION} and one of "
-            f"{_TOKEN_TYPES} are known",
-        )
+        raise _damaged(idx_path, f"its magic, version and token type are {header[:3]}")
     dtype = np.dtype(_TOKEN_TYPES[code])
     after_lengths = HEADER.size + 4 * num_sequences  # Python's integers: no overflow
     after_pointers = after_lengths + 8 * num_sequences
     if not num_boundaries or content.size != after_pointers + 8 * num_boundaries:
-        raise _damaged(
-            idx_path,
-            f"it holds {content.size} bytes, which do not fit its {num_sequences} sequences and "
-            f"{num_boundaries} document boundaries",
-        )
+        counts = f"{num_sequences} sequences and {num_boundaries} document boundaries"
+        raise _damaged(idx_path, f"it has {content.size} bytes, which do not fit its {counts}")
     if expected is not None:
         for field, found, recorded in (
             ("token type", dtype.name, expected.dtype),
@@ -501,15 +495,10 @@ def expected_tokens(corpus: Corpus, part: DomainSplit) -> ExpectedTokens:
     return ExpectedTokens(corpus.dtype, part.documents, part.tokens, part.block_checksums)
 
 
-def _map(path: Path) -> NDArray[np.uint8]:
+def _map(path: Path, hint: str = _HINT) -> NDArray[np.uint8]:
     try:
         return map_file(path)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path} is missing; restore it, or pass the path of a .bin/.idx pair without suffix"
-        ) from error
     except OSError as error:
-        hint = "make it a readable file"
         if error.errno == errno.ENOMEM:
             hint = "raise the limit of maps (vm.max_map_count) or of memory (ulimit -v)"
         raise UserError(f"cannot read {path}: {error.strerror}; {hint}") from error
@@ -523,10 +512,7 @@ def _open_checksums(
     The .bin's checksums are read together with its blocks: those of trillions of tokens take
     gigabytes. Damage to them looks like damage to a block.
     """
-    try:
-        content = map_file(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; {_HINT}") from error
+    content = _map(path)
     bin_blocks = num_blocks(tokens.size)
     if content.size != 8 * (bin_blocks + num_blocks(index.size)):
         raise UserError(f"{path} does not have the size of its .bin's checksums; {_HINT}")
@@ -561,12 +547,8 @@ def _check_sequences(
         begins = pointers[first : first + _CHECK_BLOCK].copy()  # aligned, which halves the time
         wrong = (block < 0) | (begins + block != ends)
         if wrong.any():
-            place = int(np.argmax(wrong))
-            raise _damaged(
-                path,
-                f"sequence {first + place} begins at byte {begins[place]} and has {block[place]}, "
-                f"where those before it end at {ends[place] - block[place]}",
-            )
+            place = first + int(np.argmax(wrong))
+            raise _damaged(path, f"sequence {place} does not begin where the one before it ends")
         size = int(ends[-1])
         if size > bin_bytes:  # reported by the caller; the sum could overflow further on
             break
@@ -578,15 +560,13 @@ def _check_boundaries(
 ) -> None:
     """Boundaries rise from 0 to the number of sequences, in steps of 1 if ``one_each``."""
     if (boundaries[0], boundaries[-1]) != (0, num_sequences):
-        problem = f"go from {boundaries[0]} to {boundaries[-1]}, not from 0 to {num_sequences}"
-        raise _damaged(path, f"its document boundaries {problem}")
+        raise _damaged(path, f"its document boundaries do not go from 0 to {num_sequences}")
     for first in range(0, len(boundaries) - 1, _CHECK_BLOCK):
         block = boundaries[first : first + _CHECK_BLOCK + 1].copy()
         wrong = np.diff(block) != 1 if one_each else block[1:] < block[:-1]
         if wrong.any():
-            place = int(np.argmax(wrong))
-            problem = f"is {block[place + 1]} after {block[place]}"
-            raise _damaged(path, f"its document boundary {first + place + 1} {problem}")
+            place = first + 1 + int(np.argmax(wrong))
+            raise _damaged(path, f"its document boundary {place} is {boundaries[place]}")
 
 
 def _damaged(path: Path, problem: str) -> UserError:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import orjson
 
-from megatron_chameleon.artifacts.files import replacing, write_json
+from megatron_chameleon.artifacts.files import replacing, write_json, writing
 from megatron_chameleon.corpus.options import GatherOptions
 from megatron_chameleon.errors import UserError
 
@@ -121,11 +121,16 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
             holds files of other origin.
     """
     folder = options.output_dir
-    earlier = _earlier_files(folder)
+    own = {SUMMARY_FILE, *(f"{domain.name}.jsonl" for domain in DOMAINS)}
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if other := sorted({path.name for path in folder.iterdir()} - own):
+            raise UserError(
+                f"--output-dir {folder} has files of other origin ({other[0]}); pass a new folder"
+            )
     files = list_files(options.roots or default_roots())
     by_domain = assign_domains(files, DOMAINS)
     gathered: list[DomainText] = []
-    too_small: list[DomainText] = []
     seen: set[bytes] = set()
     for domain in DOMAINS:
         if len(gathered) == options.num_domains:
@@ -137,17 +142,14 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
             found.num_bytes >= options.min_bytes_per_domain
             and len(found.documents) >= options.min_documents_per_domain
         )
-        (gathered if has_enough else too_small).append(found)
+        if has_enough:
+            gathered.append(found)
     needed = min(MIN_DOMAINS, options.num_domains)
     if len(gathered) < needed:
-        sizes = ", ".join(
-            f"{each.domain.name} {each.num_bytes / 1e6:.1f} MB in {len(each.documents)} documents"
-            for each in [*gathered, *too_small]
-        )
         raise UserError(
             f"{len(gathered)} of the {needed} domains that are needed have "
-            f"{options.min_bytes_per_domain / 1e6:g} MB and {options.min_documents_per_domain} "
-            f"documents: {sizes}; lower --min-bytes-per-domain, or add folders with --roots"
+            f"{options.min_bytes_per_domain:,} bytes in {options.min_documents_per_domain} "
+            "documents; lower --min-bytes-per-domain, or add folders with --roots"
         )
     summaries = []
     for found in gathered:
@@ -159,11 +161,11 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
         summary = {"name": found.domain.name, "what": found.domain.what, "file": file}
         counts = {"documents": len(found.documents), "bytes": found.num_bytes}
         summaries.append({**summary, **counts, "packages": found.packages})
-        earlier.discard(file)
+        own.discard(file)
     limits = dataclasses.asdict(options)
     del limits["output_dir"], limits["roots"]
     write_json(folder / SUMMARY_FILE, {"domains": summaries, "limits": limits})
-    for name in earlier - {SUMMARY_FILE}:
+    for name in own - {SUMMARY_FILE}:  # of an earlier run
         (folder / name).unlink(missing_ok=True)
     return gathered
 
@@ -241,41 +243,14 @@ def _collect(
 
 
 def format_table(gathered: Sequence[DomainText]) -> str:
-    """Format the table: domain, documents, MB (10^6 bytes) and origin."""
-    lines = [f"{'domain':22}{'documents':>10}{'MB':>7}  what, and where from"]
-    for found in gathered:
-        packages = f"{', '.join(found.packages[:3])}{', ...' if len(found.packages) > 3 else ''}"
-        lines.append(
-            f"{found.domain.name:22}{len(found.documents):>10,}{found.num_bytes / 1e6:>7.1f}  "
-            f"{found.domain.what} ({packages})"
-        )
-    documents = sum(len(found.documents) for found in gathered)
-    num_bytes = sum(found.num_bytes for found in gathered)
-    return "\n".join([*lines, f"{'total':22}{documents:>10,}{num_bytes / 1e6:>7.1f}"])
+    """Format the table: domain, documents, MB (10^6 bytes) and contents."""
+    rows = [(f.domain.name, len(f.documents), f.num_bytes / 1e6, f.domain.what) for f in gathered]
+    rows.append(("total", sum(row[1] for row in rows), sum(row[2] for row in rows), ""))
+    header = f"{'domain':22}{'documents':>10}{'MB':>7}  contents"
+    lines = [f"{name:22}{count:>10,}{size:>7.1f}  {what}" for name, count, size, what in rows]
+    return "\n".join([header, *lines])
 
 
 def _any_of(patterns: str) -> re.Pattern[str]:
     """One expression for all patterns; for none, one that matches nothing."""
     return re.compile("|".join(map(fnmatch.translate, patterns.split())) or "(?!)")
-
-
-def _earlier_files(folder: Path) -> set[str]:
-    """Names that an earlier run wrote to ``folder``; they are replaced or removed.
-
-    Raises:
-        UserError: if the folder has other files, which could be mistaken for domains.
-    """
-    if not folder.exists():
-        return set()
-    if not folder.is_dir():
-        raise UserError(f"--output-dir {folder} is a file; pass a folder")
-    names = {path.name for path in folder.iterdir()}
-    known = [f"{domain.name}.jsonl" for domain in DOMAINS] + [SUMMARY_FILE]
-    # A killed run may leave a temporary file.
-    own = _any_of(" ".join([*known, *(f".{name}.*.tmp" for name in known)]))
-    for name in sorted(names):
-        if not own.match(name):
-            raise UserError(
-                f"--output-dir {folder} has files of other origin ({name}); pass a new folder"
-            )
-    return names

@@ -17,7 +17,15 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.ranges import CheckedOptions, Count, LargeCount, Processes, Share
+from megatron_chameleon.ranges import (
+    LARGEST_INT32,
+    Between,
+    CheckedOptions,
+    Count,
+    LargeCount,
+    Processes,
+    Share,
+)
 
 Inputs = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 EncoderChoice = Literal["auto", "own", "gigatoken"]
@@ -263,7 +271,7 @@ class TrainTokenizerOptions(CheckedOptions):
     output: Path
     """The file to write: NAME.json trains byte-level BPE (tokenizers), NAME.model trains
     SentencePiece BPE with byte fallback."""
-    vocab_size: Count = 8192
+    vocab_size: Annotated[int, Between(MIN_VOCABULARY, LARGEST_INT32)] = 8192
     """Size of the vocabulary, the end-of-document token included."""
     eod_token: str = "<|endoftext|>"
     """The end-of-document token of the vocabulary."""
@@ -271,17 +279,12 @@ class TrainTokenizerOptions(CheckedOptions):
     """Replace the output file."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for an unknown suffix or too small a vocabulary."""
+        """Raise UserError for an unknown suffix or a value out of range."""
         super().__post_init__()
         if self.output.suffix not in (".json", ".model"):
             raise UserError(
                 f"--output {self.output}: must end in .json for byte-level BPE, or in .model for "
                 "SentencePiece"
-            )
-        if self.vocab_size < MIN_VOCABULARY:
-            raise UserError(
-                f"--vocab-size {self.vocab_size} has no room for the 256 bytes, {self.eod_token} "
-                f"and a merge; must be at least {MIN_VOCABULARY}"
             )
 
 

@@ -285,29 +285,26 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
     """A table with a row per domain and the total, and the documents left out."""
     import pandas as pd
 
-    rows: dict[str, dict[str, float]] = {}
+    rows = {}
     for name, domain in corpus.domains.items():
-        parts = {split: domain.split(split) for split in SPLITS}
-        left_out = corpus.not_written[name]
+        parts = [domain.split(split) for split in SPLITS]
         rows[name] = {
-            "documents": sum(part.documents for part in parts.values()),
-            **{f"{split} tokens": part.tokens for split, part in parts.items()},
-            "bytes/token": sum(part.text_bytes for part in parts.values()),
-            "duplicates": left_out.duplicates,
-            "held out": left_out.held_out,
-            "empty": left_out.empty,
-            "malformed": left_out.malformed,
+            "documents": sum(part.documents for part in parts),
+            **{f"{split} tokens": part.tokens for split, part in zip(SPLITS, parts, strict=True)},
+            "bytes/token": sum(part.text_bytes for part in parts),
+            "duplicates": corpus.not_written[name].duplicates,
+            "held out": corpus.not_written[name].held_out,
+            "empty": corpus.not_written[name].empty,
+            "malformed": corpus.not_written[name].malformed,
         }
     table = pd.DataFrame.from_dict(rows, orient="index")
     total = {**table.sum(), "malformed": malformed.count}
     table = pd.concat([table, pd.DataFrame(total, index=["total"])])
-    table["bytes/token"] /= table[[f"{split} tokens" for split in SPLITS]].sum(axis="columns")
-    if not total["held out"]:
-        del table["held out"]
+    tokens = table[[f"{split} tokens" for split in SPLITS]].sum(axis="columns")
+    table["bytes/token"] = (table["bytes/token"] / tokens).map("{:.2f}".format)
     table.columns.name = "domain"
-    formats = dict.fromkeys(table, "{:,}".format) | {"bytes/token": "{:.2f}".format}
-    widths = {name: len(name) + 1 for name in table}
-    return table.to_string(formatters=formats, col_space=widths)
+    formats = dict.fromkeys(table.columns.drop("bytes/token"), "{:,}".format)
+    return table.to_string(formatters=formats, col_space={n: len(n) + 1 for n in table})
 
 
 # Worker processes

@@ -66,8 +66,6 @@ _PACKAGES = ("megatron-chameleon", "tokenizers", "sentencepiece", "tiktoken")
 # Options not compared: resolved sources are compared instead; malformed lines are checked at the
 # end.
 _NOT_COMPARED = ("input", "valid_input", "test_input", "max_malformed_share")
-# Each has its own folder.
-_MAX_SHARDS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +133,8 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
     """The plan for ``options``.
 
     Raises:
-        UserError: if it has too many shards, or a source that has to be divided cannot be read.
+        UserError: if a source that has to be divided cannot be read.
     """
-    shards_at_least = sum(source.bytes for source in sources) // options.shard_bytes
-    if shards_at_least > _MAX_SHARDS:
-        raise UserError(
-            f"--shard-bytes {options.shard_bytes} makes {shards_at_least} shards; use a larger one"
-        )
     compared = {
         **json_values(options.source),
         **json_values(options.domains),

@@ -95,39 +95,28 @@ class PublishedFile(NamedTuple):
     special_tokens: Mapping[str, int]
 
 
-_GPT2_SPECIAL_TOKENS = {_EOD: 50_256}
-_CL100K_SPECIAL_TOKENS = {
-    _EOD: 100_257,
-    "<|fim_prefix|>": 100_258,
-    "<|fim_middle|>": 100_259,
-    "<|fim_suffix|>": 100_260,
-    "<|endofprompt|>": 100_276,
-}
-_O200K_SPECIAL_TOKENS = {_EOD: 199_999, "<|endofprompt|>": 200_018}
+_GPT2 = PublishedFile("gpt2", {_EOD: 50_256})
+_CL100K_NAMES = (_EOD, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+_CL100K = PublishedFile(
+    "cl100k_base",
+    {name: 100_257 + i for i, name in enumerate(_CL100K_NAMES)} | {"<|endofprompt|>": 100_276},
+)
+_O200K = PublishedFile("o200k_base", {_EOD: 199_999, "<|endofprompt|>": 200_018})
 # Llama 3 has 256; those whose names differ between its releases are unnamed.
 _LLAMA3_NAMES = {0: "begin_of_text", 1: "end_of_text", 9: "eot_id"}
 _LLAMA3_NAMES |= {6: "start_header_id", 7: "end_header_id"}
-_LLAMA3_SPECIAL_TOKENS = {
-    f"<|{_LLAMA3_NAMES.get(i, f'unnamed_{i}')}|>": 128_000 + i for i in range(256)
-}
+_LLAMA3 = PublishedFile(
+    "llama3",
+    {f"<|{_LLAMA3_NAMES.get(i, f'unnamed_{i}')}|>": 128_000 + i for i in range(256)},
+)
 # By the SHA-256 of the file: r50k_base (GPT-2), p50k_base, cl100k_base, o200k_base, Llama 3's
 # tokenizer.model.
 PUBLISHED = {
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": PublishedFile(
-        "gpt2", _GPT2_SPECIAL_TOKENS
-    ),
-    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": PublishedFile(
-        "gpt2", _GPT2_SPECIAL_TOKENS
-    ),
-    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": PublishedFile(
-        "cl100k_base", _CL100K_SPECIAL_TOKENS
-    ),
-    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": PublishedFile(
-        "o200k_base", _O200K_SPECIAL_TOKENS
-    ),
-    "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": PublishedFile(
-        "llama3", _LLAMA3_SPECIAL_TOKENS
-    ),
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": _GPT2,
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": _GPT2,
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": _CL100K,
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": _O200K,
+    "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": _LLAMA3,
 }
 
 

@@ -126,18 +126,6 @@ def test_slimpajama_6b(tmp_path, run):
     assert contents(tmp_path) == with_own_splits(SLIMPAJAMA)
 
 
-def test_slimpajama_627b_on_two_machines(tmp_path, run):
-    """Compressed JSON lines in folders by split and chunk."""
-    root = tmp_path / "slimpajama"
-    pattern = f"{root}/{{split}}/chunk{{i}}/example_{{split}}_0.jsonl.zst"
-    write_mixed(pattern, SLIMPAJAMA, "redpajama_set_name")
-    for shard in ("1/2", "2/2"):
-        assert run("slimpajama_627b", root, "--shard-bytes", "500", SHARD=shard).returncode == 0
-        assert not (tmp_path / "corpus" / "corpus.json").exists()
-    assert run("slimpajama_627b", root, "--shard-bytes", "500").returncode == 0
-    assert contents(tmp_path) == with_own_splits(SLIMPAJAMA)
-
-
 def test_pile(tmp_path, run):
     """Compressed JSON lines; five domains are not used."""
     root, pattern = tmp_path / "pile", f"{tmp_path}/pile/{{split}}/{{i:02}}.jsonl.zst"
@@ -178,9 +166,3 @@ def test_stack(tmp_path, run):
     for theirs, ours in STACK.items():
         assert found[ours][theirs] == 40  # the 20 of the first file are in the second one too
         assert min(found[ours][f"either in {split}"] for split in SPLITS) > 1
-
-
-def test_missing_data_is_reported(run):
-    ran = run("pile", "absent")
-    assert ran.returncode == 2
-    assert len(ran.stderr.splitlines()) == 1

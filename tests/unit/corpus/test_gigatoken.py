@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.corpus import gigatoken, preprocess
 from megatron_chameleon.corpus.gigatoken import (
-    GigatokenEncoder,
     difficult_texts,
     gigatoken_for,
     is_stable,
@@ -158,17 +157,6 @@ def test_a_difference_that_is_found_later_ends_the_run(disagreeing, monkeypatch)
     fast.encode_documents(["a Q"])  # too soon after the last comparison
     with pytest.raises(UserError, match="--encoder own"):
         fast.encode_documents(["Q " * 5000])
-
-
-def test_its_memory_is_released_when_it_has_grown(json_tokenizer, monkeypatch):
-    monkeypatch.setattr(gigatoken, "_MAX_GROWTH_BYTES", -(1 << 40))
-    monkeypatch.setattr(gigatoken, "_CHECK_MEMORY_EVERY", 100)
-    fast = with_gigatoken(json_tokenizer)
-    assert isinstance(fast.fast_encoder, GigatokenEncoder)
-    loaded = fast.fast_encoder._gigatoken
-    before = fast.encode_documents(["abc def " * 20])
-    assert fast.fast_encoder._gigatoken is not loaded
-    np.testing.assert_array_equal(fast.encode_documents(["abc def " * 20])[0], before[0])
 
 
 def test_two_releases_of_unicode_agree_on_stable_characters(monkeypatch):

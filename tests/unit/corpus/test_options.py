@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions, SourceOptions
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.errors import UserError
 
 
@@ -31,19 +31,3 @@ def test_values_out_of_range_are_rejected(changes):
     (name,) = changes
     with pytest.raises(UserError, match=f"--{name}"):
         options(**changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"rename_domain": (("a=b",),)}, "--rename-domain a=b has no effect"),
-        ({"domain_key": "set", "domain_from_path": "(a)"}, "--domain-key and --domain-from-path"),
-        ({"domain_from_path": "("}, "not a regular expression"),
-        ({"domain_from_path": "(a)(b)"}, "has 2 groups"),
-        ({"domain_key": "set", "rename_domain": (("=b",),)}, "OLD=NEW"),
-        ({"domain_key": "set", "rename_domain": (("a=b", "a="),)}, "'a' is also renamed to 'b'"),
-    ],
-)
-def test_domain_options_that_contradict_each_other_are_rejected(changes, problem):
-    with pytest.raises(UserError, match=problem):
-        DomainOptions(**changes)
