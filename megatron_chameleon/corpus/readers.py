@@ -197,11 +197,15 @@ class DocumentReader:
     def _from_tables(
         self, source: Source, chunk: Chunk, parser: _Parser, digest: hashlib._Hash
     ) -> Iterator[list[Document]]:
+        def place(position: int) -> str:
+            return f"row {first_row + position}"
+
         if source.kind == "parquet":
             batches = self._row_groups(source.path, chunk.start, chunk.stop, parser.keys)
         else:
             batches = read_dataset_shard(source)
-        for first_row, batch in batches:
+        for row, batch in batches:
+            first_row = row
             if source.kind == "dataset":
                 names = columns_for(batch.schema.names, parser.keys, source.name)
                 batch = batch.select(list(dict.fromkeys(names)))
@@ -210,7 +214,7 @@ class DocumentReader:
                 rows = batch.to_pylist()
             except UnicodeDecodeError:
                 rows = [_row(batch, position) for position in range(batch.num_rows)]
-            documents = parser.parse(rows, lambda position, row=first_row: f"row {row + position}")
+            documents = parser.parse(rows, place)
             for document in documents:
                 head = f"{len(document.domain)} {len(document.text)} "
                 digest.update(f"{head}{document.domain}{document.text}".encode())

@@ -464,7 +464,12 @@ def tokenizer_json_of(vocab_file: Path) -> bytes:
     unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     model = {"type": "BPE", **dict.fromkeys(unused), "fuse_unk": False, "byte_fallback": False}
     model |= {"vocab": dict(ordered), "merges": [" ".join(merge) for merge in merges]}
-    content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": special}
+    content: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+    }
     content |= {"normalizer": None, "pre_tokenizer": by_bytes, "post_processor": None}
     content |= {"decoder": by_bytes, "model": model}
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
