@@ -145,7 +145,7 @@ class DownstreamResult(FileRecord):
 
 
 def require_same_questions(results: dict[str, DownstreamResult]) -> None:
-    """Check that results answer the same questions.
+    """Check that results answer the same questions in the tasks and shots that both have.
 
     Raises:
         UserError: naming two that differ, and the difference.
@@ -162,15 +162,12 @@ def require_same_questions(results: dict[str, DownstreamResult]) -> None:
 def _difference(one: DownstreamResult, other: DownstreamResult) -> str | None:
     for name, (first, second) in differences(one.protocol, other.protocol).items():
         return f"{name} is {first} and {second}"
-    alone = sorted(set(one.complete_tasks) ^ set(other.complete_tasks))
-    if alone:
-        return f"only one of them has {', '.join(alone)}"
-    for task in one.complete_tasks:
-        scores = [result.tasks[task] for result in (one, other)]
-        if scores[0].metric != scores[1].metric:
-            return f"the metrics of {task} are {scores[0].metric} and {scores[1].metric}"
-        hashes = [{s: x.requests_hash for s, x in score.by_shots.items()} for score in scores]
-        if hashes[0] != hashes[1]:
+    for task in (name for name in one.tasks if name in other.tasks):
+        first, second = one.tasks[task], other.tasks[task]
+        if first.metric != second.metric:
+            return f"the metrics of {task} are {first.metric} and {second.metric}"
+        shots = first.by_shots.keys() & second.by_shots.keys()
+        if any(first.by_shots[n].requests_hash != second.by_shots[n].requests_hash for n in shots):
             return f"the requests of {task} differ"
     return None
 

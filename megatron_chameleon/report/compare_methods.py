@@ -39,6 +39,7 @@ from megatron_chameleon.report.run_folder import (
     same_weights,
 )
 from megatron_chameleon.report.tables import (
+    METHOD_LABELS,
     MISSING,
     UNKNOWN,
     Table,
@@ -47,21 +48,12 @@ from megatron_chameleon.report.tables import (
     format_flops,
     format_perplexity,
     format_weight,
+    formatted,
     markdown,
     markdown_table,
     terminal_table,
 )
 
-LABELS = {
-    "uniform": "Uniform",
-    "natural": "Natural",
-    "unimax": "UniMax",
-    "chameleon": "Chameleon",
-    "doremi": "DoReMi",
-    "doge": "DoGE",
-    "regmix": "RegMix",
-    "mixing-laws": "Mixing laws",
-}
 LEAST_RATIO = 2.0
 """Mixtures are distinguishable if their spread is at least this many times that of the seeds."""
 UNITS = {"flops": "FLOPs", "device_seconds": "device-seconds"}
@@ -99,6 +91,12 @@ class ComparedMixture:
     def label(self) -> str:
         """As in tables and figures."""
         return mixture_label(self.name)
+
+    @property
+    def costs(self) -> dict[str, float | None]:
+        """Unit -> cost to obtain the mixture; None where it is unknown."""
+        is_known = self.paid.is_known
+        return {unit: getattr(self.paid.cost, unit) if is_known else None for unit in UNITS}
 
 
 def paired_difference(ours: Array, theirs: Array) -> tuple[float, float, float]:
@@ -180,19 +178,18 @@ class MethodComparison:
     @functools.cached_property
     def details(self) -> dict[str, dict[str, Any]]:
         """Mixture name -> its unrounded metrics, keyed as in the JSON file."""
-        baseline, found = self.options.mixtures.index(self.options.baseline), {}
-        means = self.perplexities.mean(axis=1)
-
-        def costs(mixture: ComparedMixture) -> dict[str, float | None]:
-            known = mixture.paid.is_known
-            return {unit: getattr(mixture.paid.cost, unit) if known else None for unit in UNITS}
-
-        units = {} if self.reference is None else costs(self.reference)
+        baseline, means = self.mixtures.index(self.baseline), self.perplexities.mean(axis=1)
+        unit = self.reference
+        found = {}
         for i, mixture in enumerate(self.mixtures):
-            averages, amounts = self.averages[i], costs(mixture)
+            averages, costs = self.averages[i], mixture.costs
             mean, error, half_width = paired_difference(averages, self.averages[baseline])
             seeds = [f"seed {seed}" for seed in self.options.seeds]
             perplexity = pd.DataFrame(self.perplexities[i], seeds, list(self.domains))
+            ratios: dict[str, float | None] = dict.fromkeys(UNITS)
+            for key, cost in costs.items():
+                by = None if unit is None else unit.costs[key]
+                ratios[key] = cost / by if cost is not None and by else None
             found[mixture.name] = {
                 "label": mixture.label,
                 "same_models_as": mixture.same_as,
@@ -203,13 +200,8 @@ class MethodComparison:
                 "standard_error": error,
                 "half_width_95": half_width,
                 "domains_better": int((means[i] < means[baseline]).sum()),
-                **amounts,
-                **{
-                    f"{unit}_by_reference": amount / unit_cost
-                    if amount is not None and (unit_cost := units.get(unit))
-                    else None
-                    for unit, amount in amounts.items()
-                },
+                **costs,
+                **{f"{key}_by_reference": ratio for key, ratio in ratios.items()},
                 "cost_made_of": list(mixture.paid.parts),
                 "cost_missing": list(mixture.paid.missing),
                 "perplexity": perplexity.to_dict("index"),
@@ -237,19 +229,24 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
     text = "\n\n\n".join(map(terminal_table, tables)) + "\n"
     page = "\n\n".join(map(markdown_table, tables))
     picture = f"![Average perplexity against cost]({options.name}.png)"
-    content = {
-        ".png": figures.png(cost_figure(compared)),
-        ".txt": text.encode(),
-        ".md": f"# {PAGE_TITLE}\n\n{page}\n\n{picture}\n".encode(),
-        ".csv": as_csv(compared).encode(),
+    files = {
+        stem.with_suffix(".png"): figures.png(cost_figure(compared)),
+        stem.with_suffix(".txt"): text.encode(),
+        stem.with_suffix(".md"): f"# {PAGE_TITLE}\n\n{page}\n\n{picture}\n".encode(),
+        stem.with_suffix(".csv"): as_csv(compared).encode(),
     }
-    for suffix, data in content.items():
-        with replacing(stem.with_suffix(suffix)) as temporary:
+    if record is not None:
+        made = _record(compared)
+        heading = f"# {PAGE_TITLE}\n\n{_record_sentence(made)}"
+        files[record.with_suffix(".md")] = f"{heading}\n\n{page}\n".encode()
+        write_json(record, {**made, **as_json(compared)})
+    for path, data in files.items():
+        with replacing(path) as temporary:
             temporary.write_bytes(data)
     write_json(stem.with_suffix(".json"), as_json(compared))
     print(text)
     if record is not None:
-        _write_record(compared, record, page)
+        print(f"recorded in {record} and {record.with_suffix('.md')}")
     print(f"written to {stem}.txt, .md, .csv, .json and .png", flush=True)
     return compared
 
@@ -271,23 +268,21 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
             raise UserError(f"{folder.root / MIXTURE / name}.json does not exist; {HINT}")
         mixture = folder.mixtures[name]
         # Without models of its own, it shows those of another mixture with the same weights.
-        sources = [
+        sources = (
             other
             for other in (name, *options.mixtures)
             if other in folder.mixtures
             and all(run in folder.base_runs for run in options.run_names(other))
             and same_weights(folder.mixtures[other].weights, mixture.weights)
-        ]
-        source = next(iter(sources), name)
-        bases = options.run_names(source)
-        found = [
-            _load_base(folder, base, seed, mixture.weights)
-            for base, seed in zip(bases, options.seeds, strict=True)
-        ]
-        runs, evaluations = zip(*found, strict=True)
+        )
+        source = next(sources, name)
+        runs = []
+        for base, seed in zip(options.run_names(source), options.seeds, strict=True):
+            run, results[base] = _load_base(folder, base, seed, mixture.weights)
+            runs.append(run)
+        found = tuple(results[base] for base in options.run_names(source))
         same_as = None if source == name else mixture_label(source)
-        mixtures.append(ComparedMixture(name, mixture, costs[name], runs, evaluations, same_as))
-        results |= dict(zip(bases, evaluations, strict=True))
+        mixtures.append(ComparedMixture(name, mixture, costs[name], tuple(runs), found, same_as))
     require_comparable(results)
     first, *others = [run for each in mixtures for run in each.runs]
     one = first.provenance.options
@@ -314,8 +309,8 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
 def mixture_label(name: str) -> str:
     """Label of the mixture ``name``; doremi-2k is "DoReMi 2k"."""
     for known in (name, name.rpartition("-")[0]):
-        if known in LABELS:
-            return f"{LABELS[known]} {name.removeprefix(known).removeprefix('-')}".strip()
+        if known in METHOD_LABELS:
+            return f"{METHOD_LABELS[known]} {name.removeprefix(known).removeprefix('-')}".strip()
     return name
 
 
@@ -420,17 +415,17 @@ def comparison_table(compared: MethodComparison) -> Table:
 
 def domain_table(compared: MethodComparison) -> Table:
     """Per domain: mean perplexity over seeds, and its standard deviation."""
-    means = compared.perplexities.mean(axis=1)
-    deviations = compared.perplexities.std(axis=1, ddof=1)
-    return Table.of(
-        "Held-out perplexity by domain",
-        ["domain", *(each.label for each in compared.mixtures)],
-        [
-            [name, *cells_of(means[:, k], format_perplexity, min, deviations[:, k])]
-            for k, name in enumerate(compared.domains)
-        ],
-        notes=["Mean over seeds ± standard deviation; the lowest mean of each row is marked."],
+    means, deviations = (
+        pd.DataFrame(figures, [each.name for each in compared.mixtures], compared.domains).T
+        for figures in (
+            compared.perplexities.mean(axis=1),
+            compared.perplexities.std(axis=1, ddof=1),
+        )
     )
+    texts = formatted(means, format_perplexity, min, deviations)
+    texts.columns = [each.label for each in compared.mixtures]
+    note = "Mean over seeds ± standard deviation; the lowest mean of each row is marked."
+    return Table.by_row("Held-out perplexity by domain", "domain", texts, notes=[note])
 
 
 def notes(compared: MethodComparison) -> list[str]:
@@ -490,77 +485,65 @@ def notes(compared: MethodComparison) -> list[str]:
 def cost_figure(compared: MethodComparison) -> Figure:
     """Average perplexity against FLOPs: a dot for each base model, a bar at each mixture's mean.
 
-    The axis of FLOPs is logarithmic, and linear near 0. Mixtures of unknown cost are right of the
-    most expensive; several of them, or several without cost, are spread out around their place.
+    The axis of FLOPs is logarithmic, and linear near 0. Mixtures of unknown cost are only in the
+    legend.
     """
     figure = figures.new_figure(8.0, 4.8)
     axes = figure.add_subplot()
-    # None becomes NaN.
-    flops = np.array([found["flops"] for found in compared.details.values()], dtype=np.float64)
-    costs = flops[flops > 0] if (flops > 0).any() else np.ones(1)
-    threshold, unknown = costs.min() / 10, 10 * costs.max()
-    places = np.nan_to_num(flops, nan=unknown)
-    for place in (0, unknown):
-        (same,) = np.nonzero(places == place)
-        turns = np.arange(len(same)) - (len(same) - 1) / 2
-        places[same] = place * 1.3**turns if place else threshold * turns / 2
-    handles = []
-    for i, averages in enumerate(compared.averages):
+    handles, labels = [], []
+    for i, (mixture, averages) in enumerate(zip(compared.mixtures, compared.averages, strict=True)):
         color, marker = figures.color_of(i), "o" if i < len(figures.COLORS) else "s"
-        x = np.full(len(averages), places[i])
-        handles += axes.plot(x, averages, marker, color=color, ms=4.5, ls="none")
-        axes.plot(places[i], averages.mean(), "_", color=color, ms=20, mew=2)
-    axes.set_xscale("symlog", linthresh=threshold, linscale=0.3)
+        flops = mixture.costs["flops"]
+        x = math.nan if flops is None else flops
+        handles += axes.plot([x] * len(averages), averages, marker, color=color, ms=4.5, ls="none")
+        labels.append(mixture.label if flops is not None else f"{mixture.label} (unknown cost)")
+        axes.plot(x, averages.mean(), "_", color=color, ms=20, mew=2)
+    costs = [flops for each in compared.mixtures if (flops := each.costs["flops"])]
+    axes.set_xscale("symlog", linthresh=min(costs, default=1.0) / 10, linscale=0.3)
     axes.margins(x=0.1)
-    right = "; right of the line: unknown" if np.isnan(flops).any() else ""
-    if right:
-        axes.axvline(3 * costs.max(), color=figures.REFERENCE_COLOR, ls="--", linewidth=0.9)
-    axes.set_xlabel(f"FLOPs to obtain the mixture{right}")
+    axes.set_xlabel("FLOPs to obtain the mixture")
     axes.set_ylabel("average held-out perplexity")
     axes.grid(color=figures.GRID_COLOR)
     figures.tidy(axes)
-    figures.legend_above(figure, handles, [each.label for each in compared.mixtures])
+    figures.legend_above(figure, handles, labels)
     return figure
 
 
-def _write_record(compared: MethodComparison, path: Path, page: str) -> None:
-    """Write date, machine, command and tables as JSON and Markdown."""
+def _record(compared: MethodComparison) -> dict[str, Any]:
+    """When, where and with what the compared runs were made."""
     runs = [run for each in compared.mixtures for run in each.runs]
-    versions = runs[0].provenance.versions
     layout = CheckpointRecord.load(checkpoint_folders(runs[0].root)[-1]).layout
-    commits = [c for c in dict.fromkeys(run.provenance.git_commit for run in runs) if c]
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
-    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
-    machine = {
-        "device": layout["device"],
-        "devices_of_a_base_run": layout["world_size"],
-        "processor": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
-        "system": platform.platform(),
-    }
-    date, seconds = datetime.date.today().isoformat(), compared.options.wall_seconds
-    where = {
-        "date": date,
-        "machine": machine,
-        "versions": versions,
-        "git_commits": commits,
+    commits = dict.fromkeys(run.provenance.git_commit for run in runs)
+    seconds = compared.options.wall_seconds
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": {
+            "device": layout["device"],
+            "devices_of_a_base_run": layout["world_size"],
+            "processor": platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+            "system": platform.platform(),
+        },
+        "versions": runs[0].provenance.versions,
+        "git_commits": [commit for commit in commits if commit],
         "command": compared.options.command,
         **({} if seconds is None else {"wall_seconds": seconds}),
     }
-    write_json(path, {**where, **as_json(compared)})
-    took = "" if seconds is None else f", in {seconds / 60:.0f} minutes in all"
-    text = (
-        f"# {PAGE_TITLE}\n\nMade on {date} by `{compared.options.command}`{took}, on "
-        f"{machine['device']} ({markdown(str(machine['processor']))}, {machine['cores']} cores, "
-        f"{machine['memory_gb']} GB, {machine['system']}), with "
-        f"{', '.join(f'{package} {version}' for package, version in versions.items())}; commit "
-        f"{', '.join(commits) or 'unknown'}.\n\n{page}\n"
+
+
+def _record_sentence(record: Mapping[str, Any]) -> str:
+    """The same as a sentence in Markdown."""
+    machine, took = record["machine"], ""
+    if "wall_seconds" in record:
+        took = f", in {record['wall_seconds'] / 60:.0f} minutes"
+    return (
+        f"Made on {record['date']} by `{record['command']}`{took}, on {machine['device']} "
+        f"({markdown(machine['processor'])}, {machine['cores']} cores, {machine['memory_gb']} GB, "
+        f"{machine['system']}), with "
+        f"{', '.join(f'{package} {version}' for package, version in record['versions'].items())}; "
+        f"commit {', '.join(record['git_commits']) or 'unknown'}."
     )
-    with replacing(path.with_suffix(".md")) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    print(f"recorded in {path} and {path.with_suffix('.md')}")
 
 
 def as_json(compared: MethodComparison) -> dict[str, Any]:

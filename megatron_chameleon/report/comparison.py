@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 import pandas as pd
@@ -35,9 +34,10 @@ from megatron_chameleon.report.tables import (
     Table,
     cells_of,
     format_perplexity,
+    formatted,
     unique_labels,
 )
-from megatron_chameleon.report.weights import rows_by_domain, weight_columns
+from megatron_chameleon.report.weights import Columns, weight_columns
 
 # Loss differences beyond this many standard errors are unlikely to be due to the sampled documents.
 SURE = 2.0
@@ -91,62 +91,57 @@ class Comparison:
 
     @functools.cached_property
     def perplexity(self) -> pd.DataFrame:
-        """Perplexity by domain (rows) and name of the run (columns)."""
+        """Perplexity by domain (rows) and label of the run (columns)."""
+        return self.by_domain(lambda loss: loss.perplexity)
+
+    def by_domain(self, figure: Callable[[DomainLoss], float | None]) -> pd.DataFrame:
+        """``figure`` of each domain (rows) and run (columns, by label)."""
         columns = {
-            run.name: [run.result.domains[name].perplexity for name in self.domains]
+            run.label: [figure(run.result.domains[name]) for name in self.domains]
             for run in self.runs
         }
-        return pd.DataFrame(columns, index=self.domains)
+        return pd.DataFrame(columns, index=self.domains, dtype=float)
 
     def domains_better(self, runs: Sequence[Evaluated], than: Sequence[Evaluated]) -> int:
         """Number of domains where the mean perplexity of ``runs`` is below that of ``than``."""
         ours, theirs = (
-            self.perplexity[[r.name for r in each]].mean(axis=1) for each in (runs, than)
+            self.perplexity[[run.label for run in each]].mean(axis=1) for each in (runs, than)
         )
         return int((ours < theirs).sum())
 
     def table(
         self,
         title: str,
-        header: Iterable[str],
-        row: Callable[[str], Sequence[str]],
+        columns: Sequence[pd.DataFrame | pd.Series[str]],
         summary: Iterable[Sequence[str]] = (),
         notes: Iterable[str] = (),
     ) -> Table:
-        """A table of ``row`` of each domain; figures of a domain left out are '-'."""
-        names = ["domain", *header]
-        dashes = [[name, *[MISSING] * (len(names) - 1)] for name in self.left_out]
-        rows = [[name, *row(name)] for name in self.domains]
-        return Table.of(title, names, rows + dashes, summary, notes)
-
-
-def spread_of(figures: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; NaN for a single figure or where one is infinite."""
-    known = len(figures) > 1 and all(map(math.isfinite, figures))
-    return sum(figures) / len(figures), statistics.stdev(figures) if known else math.nan
+        """A table of texts by domain; those of a domain left out are '-'."""
+        texts = pd.concat(columns, axis=1).reindex([*self.domains, *self.left_out])
+        return Table.by_row(title, "domain", texts, summary, notes)
 
 
 @dataclasses.dataclass(frozen=True)
 class SeedGroup:
     """Runs with the same weights whose names differ by their seed only; or a single run.
 
-    The standard deviation across them shows the noise of training, unlike the standard error of one
-    run, which is that of another sample of held-out text.
+    The standard deviation across them is the noise of training. The standard error of a single run
+    is instead that of sampling the held-out text.
     """
 
     label: str
     runs: tuple[Evaluated, ...]
 
     @property
-    def averages(self) -> list[float]:
-        """Average perplexity of each run."""
-        return [run.result.mean_perplexity for run in self.runs]
+    def averages(self) -> pd.Series[float]:
+        """Average perplexity of each run, by seed."""
+        return pd.Series({run.seed: run.result.mean_perplexity for run in self.runs})
 
     def __str__(self) -> str:
         """For example '20.12 ± 0.31 over 3 seeds', or '20.12' for one run."""
-        mean, deviation = spread_of(self.averages)
+        found = self.averages
         seeds = f" over {len(self.runs)} seeds" if len(self.runs) > 1 else ""
-        return cells_of([mean], format_perplexity, errors=[deviation])[0] + seeds
+        return cells_of([found.mean()], format_perplexity, errors=[found.std()])[0] + seeds
 
 
 def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
@@ -274,9 +269,9 @@ def findings(comparison: Comparison) -> list[str]:
             "domains."
             for group in (reference, *groups)
         ]
-    by_seed, found = {run.seed: run for run in reference.runs}, []
+    found = []
     for group in groups:
-        mean, theirs = (spread_of(each.averages)[0] for each in (group, reference))
+        mean, theirs = group.averages.mean(), reference.averages.mean()
         change = []
         if math.isfinite(mean) and math.isfinite(theirs):
             change.append(f"{mean / theirs - 1:+.1%}")
@@ -284,11 +279,9 @@ def findings(comparison: Comparison) -> list[str]:
             error = mean_perplexity_difference(group.runs[0].result, reference.runs[0].result).error
             change += [] if error is None else [f"{mean - theirs:+.2f} ± {error:.2f}"]
         else:
-            pairs = [(run, by_seed[run.seed]) for run in group.runs if run.seed in by_seed]
-            gaps = [a.result.mean_perplexity - b.result.mean_perplexity for a, b in pairs]
-            gap, deviation = spread_of(gaps or [math.nan])
-            if not math.isnan(deviation):
-                change.append(f"{gap:+.2f} ± {deviation:.2f} paired by {len(pairs)} seeds")
+            gaps = (group.averages - reference.averages).dropna()
+            if math.isfinite(gaps.std()):
+                change.append(f"{gaps.mean():+.2f} ± {gaps.std():.2f} paired by {len(gaps)} seeds")
         changes = f" ({', '.join(change)})" if change else ""
         better = comparison.domains_better(group.runs, reference.runs)
         found.append(
@@ -309,40 +302,30 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     for run in comparison.others or runs:
         if run.run is not None and not any(run.has_weights_of(other) for other in mixed):
             mixed.append(run)
-    columns: dict[str, dict[str, str]] = {}
+    weights: Columns = {}
     for run in mixed:
         assert run.run is not None
         label = run.label if len(mixed) > 1 else ""
-        columns |= weight_columns(label, run.run.mixture, mixture_of(folder, run))
-    unigram = {name: loss.unigram_perplexity for name, loss in runs[0].result.domains.items()}
-    weights = {
-        name: texts for name, *texts in rows_by_domain([*domains, *comparison.left_out], columns)
-    }
-    rows = [
-        [
-            name,
-            *weights[name],
-            format_perplexity(unigram[name]),
-            *cells_of(comparison.perplexity.loc[name], format_perplexity, min),
-        ]
-        for name in domains
-    ]
-    rows += [[name, *weights[name], *[MISSING] * (1 + len(runs))] for name in comparison.left_out]
-    blank, averages = [""] * len(columns), [run.result.mean_perplexity for run in runs]
-    mean_unigram = format_perplexity(math.fsum(unigram.values()) / len(unigram))
-    summary = [["average", *blank, mean_unigram, *cells_of(averages, format_perplexity, min)]]
+        weights |= weight_columns(label, run.run.mixture, mixture_of(folder, run))
+    unigram = pd.Series({name: d.unigram_perplexity for name, d in runs[0].result.domains.items()})
+    perplexities = formatted(comparison.perplexity, format_perplexity, min)
+    averages = cells_of([run.result.mean_perplexity for run in runs], format_perplexity, min)
+    summary = [["average", format_perplexity(unigram.mean()), *averages]]
     if baseline is not None and comparison.others:
         better = [comparison.domains_better([run], [baseline]) for run in comparison.others]
         counts = [f"{count} of {len(domains)}" for count in better]
-        label = f"domains better than {baseline.label}"
-        summary.append([label, *blank, "", MISSING, *counts])
+        summary.append([f"domains better than {baseline.label}", MISSING, *counts])
     marked = "; the lowest of each row is marked" if len(runs) > 1 else ""
     notes = [f"On {runs[0].result.protocol.describe()}. Lower is better{marked}."]
     if comparison.left_out:
         empty = ", ".join(comparison.left_out)
-        notes.append(f"Nothing to predict, and not in the average: {empty}.")
-    header = ["domain", *columns, "unigram perplexity", *(f"perplexity {r.label}" for r in runs)]
-    return Table.of("Held-out perplexity", header, rows, summary, notes)
+        notes.append(f"No held-out text, and not in the average: {empty}.")
+    columns = [
+        pd.DataFrame(weights),
+        unigram.map(format_perplexity).rename("unigram perplexity"),
+        perplexities.add_prefix("perplexity "),
+    ]
+    return comparison.table("Held-out perplexity", columns, summary, notes)
 
 
 def seed_table(comparison: Comparison) -> Table | None:
@@ -353,15 +336,18 @@ def seed_table(comparison: Comparison) -> Table | None:
     groups = seed_groups(comparison)
     if all(len(group.runs) == 1 for group in groups):
         return None
-
-    def cells(figures: Iterable[Sequence[float]]) -> list[str]:
-        means, deviations = zip(*map(spread_of, figures), strict=True)
-        return cells_of(means, format_perplexity, min, deviations)
-
-    def row(name: str) -> list[str]:
-        return cells(comparison.perplexity.loc[name, [r.name for r in g.runs]] for g in groups)
-
-    summary = [["average", *cells(group.averages for group in groups)]]
+    runs = {g.label: comparison.perplexity[[run.label for run in g.runs]] for g in groups}
+    means = pd.DataFrame({label: found.mean(axis=1) for label, found in runs.items()})
+    deviations = pd.DataFrame({label: found.std(axis=1) for label, found in runs.items()})
+    texts = formatted(means, format_perplexity, min, deviations)
+    averages = [group.averages for group in groups]
+    average = cells_of(
+        [each.mean() for each in averages],
+        format_perplexity,
+        min,
+        [each.std() for each in averages],
+    )
+    summary = [["average", *average]]
     if comparison.baseline is not None and len(groups) > 1:
         reference = groups[0]
         better = [comparison.domains_better(group.runs, reference.runs) for group in groups[1:]]
@@ -369,71 +355,68 @@ def seed_table(comparison: Comparison) -> Table | None:
         summary.append([f"domains better than {reference.label}", MISSING, *counts])
     seeds = ", ".join(f"{group.label} {len(group.runs)}" for group in groups)
     note = f"Means over seeds ± the standard deviation across seeds; seeds: {seeds}."
-    header = [f"perplexity {group.label}" for group in groups]
-    return comparison.table("Held-out perplexity over seeds", header, row, summary, [note])
+    columns = [texts.add_prefix("perplexity ")]
+    return comparison.table("Held-out perplexity over seeds", columns, summary, [note])
 
 
 def loss_table(comparison: Comparison) -> Table:
     """Per domain: predicted tokens, the loss of every run, and the others' minus the baseline's."""
     runs, baseline = comparison.runs, comparison.baseline
-    others = comparison.others if baseline else ()
-    # [others][k]
-    differences = [
-        [
-            loss_difference(run.result.domains[name], baseline.result.domains[name])
-            for name in comparison.domains
-        ]
-        for run in others
-        if baseline is not None
+    tokens = pd.Series({n: f"{d.tokens:,}" for n, d in runs[0].result.domains.items()})
+    losses, errors = (
+        comparison.by_domain(lambda d: d.loss),
+        comparison.by_domain(lambda d: d.loss_error),
+    )
+    columns: list[pd.DataFrame | pd.Series[str]] = [
+        tokens.rename("tokens"),
+        formatted(losses, "{:.4f}".format, errors=errors).add_prefix("loss "),
     ]
-
-    def row(name: str) -> list[str]:
-        losses = [run.result.domains[name] for run in runs]
-        errors = [each.loss_error for each in losses]
-        cells = cells_of([each.loss for each in losses], "{:.4f}".format, errors=errors)
-        gaps = [found[comparison.domains.index(name)] for found in differences]
-        errors = [gap.error for gap in gaps]
-        cells += cells_of([gap.value for gap in gaps], "{:+.4f}".format, errors=errors)
-        return [f"{losses[0].tokens:,}", *cells]
-
-    summary = []
-    for label, sign in (("surely lower", -1), ("surely higher", 1)) if others else ():
-        known = [
-            [sign * each.value > SURE * each.error for each in found if each.error is not None]
-            for found in differences
-        ]
-        counts = [f"{sum(each)} of {len(each)}" if each else MISSING for each in known]
-        summary.append([label, *[""] * (1 + len(runs)), *counts])
     notes = [
-        "Nats per token ± the standard error over documents: that of another sample of held-out "
-        "text, not of another training run."
+        "Nats per token ± the standard error over documents: the effect of sampling the held-out "
+        "text, not that of another training run."
     ]
-    label = baseline.label if baseline else ""
-    if others:
+    summary = []
+    if baseline is not None and comparison.others:
+        differences = {
+            run.label: {
+                name: loss_difference(run.result.domains[name], baseline.result.domains[name])
+                for name in comparison.domains
+            }
+            for run in comparison.others
+        }
+        pairs = pd.DataFrame(differences)
+        gaps = pairs.map(lambda each: each.value).astype(float)
+        errors = pairs.map(lambda each: each.error).astype(float)
+        texts = formatted(gaps, "{:+.4f}".format, errors=errors)
+        columns.append(texts.add_suffix(f" minus {baseline.label}"))
+        known = errors.notna().sum()
+        for label, beyond in (
+            ("surely lower", gaps < -SURE * errors),
+            ("surely higher", gaps > SURE * errors),
+        ):
+            counts = zip(beyond.sum(), known, strict=True)
+            summary.append([label, *(f"{n} of {k}" if k else MISSING for n, k in counts)])
         notes.append(
-            f"Differences to {label} are paired: both models predict the same tokens. The last "
-            f"rows count those beyond {SURE:g} standard errors."
+            f"Differences to {baseline.label} are paired: both models predict the same tokens. The "
+            f"last rows count those beyond {SURE:g} standard errors."
         )
-    header = ["tokens", *(f"loss {run.label}" for run in runs)]
-    header += [f"{run.label} minus {label}" for run in others]
-    return comparison.table("Held-out loss", header, row, summary, notes)
+    return comparison.table("Held-out loss", columns, summary, notes)
 
 
 def bits_per_byte_table(comparison: Comparison) -> Table | None:
     """Per domain: bytes of text and bits per byte of every run; None where no bytes are known."""
-    runs = comparison.runs
-    if not any(domain.text_bytes for domain in runs[0].result.domains.values()):
+    sizes = {name: d.text_bytes for name, d in comparison.runs[0].result.domains.items()}
+    if not any(sizes.values()):
         return None
-
-    def row(name: str) -> list[str]:
-        losses: list[DomainLoss] = [run.result.domains[name] for run in runs]
-        size, errors = losses[0].text_bytes, [each.bits_per_byte_error for each in losses]
-        cells = cells_of([each.bits_per_byte for each in losses], "{:.4f}".format, min, errors)
-        return [MISSING if size is None else f"{size:,}", *cells]
-
+    texts = formatted(
+        comparison.by_domain(lambda d: d.bits_per_byte),
+        "{:.4f}".format,
+        min,
+        comparison.by_domain(lambda d: d.bits_per_byte_error),
+    )
+    size = pd.Series({name: MISSING if n is None else f"{n:,}" for name, n in sizes.items()})
     note = (
         "Bits of loss per UTF-8 byte of the predicted text, comparable across tokenizers; ± the "
         "standard error over documents."
     )
-    header = ["bytes of text", *(run.label for run in runs)]
-    return comparison.table("Bits per byte", header, row, notes=[note])
+    return comparison.table("Bits per byte", [size.rename("bytes of text"), texts], notes=[note])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+
+import pandas as pd
 
 from megatron_chameleon.artifacts.downstream_result import (
     Accuracy,
@@ -18,7 +19,7 @@ from megatron_chameleon.report.run_folder import (
     first_uniform,
     run_labels,
 )
-from megatron_chameleon.report.tables import MISSING, Table, cells_of, listed, unique_labels
+from megatron_chameleon.report.tables import MISSING, Table, formatted, listed, unique_labels
 
 METRIC_NAMES = {"acc_norm": "normalised accuracy", "acc": "accuracy"}
 
@@ -41,20 +42,6 @@ class DownstreamRun:
             return None
         return score.mean if shots is None else score.by_shots.get(shots)
 
-    def average(self, tasks: Iterable[str], shots: int | None = None) -> Accuracy | None:
-        """Average over ``tasks``, which it has, each with the same weight; None of no task.
-
-        Tasks have different questions, so their squared standard errors add up.
-        """
-        known = [found for task in tasks if (found := self.accuracy(task, shots)) is not None]
-        if not known:
-            return None
-        mean = math.fsum(each.accuracy for each in known) / len(known)
-        errors = [each.standard_error for each in known if each.standard_error is not None]
-        if len(errors) < len(known):
-            return Accuracy(mean, None)
-        return Accuracy(mean, math.sqrt(math.fsum(error**2 for error in errors)) / len(known))
-
 
 @dataclasses.dataclass(frozen=True)
 class DownstreamComparison:
@@ -72,13 +59,15 @@ class DownstreamComparison:
 
     def complete(self, shots: int | None = None) -> list[str]:
         """The tasks that every run has with this, or with every number of shots."""
-        return [task for task in self.tasks if all(r.accuracy(task, shots) for r in self.runs)]
+        return list(self.accuracies(shots).dropna().index)
 
-    def tasks_better(self, run: DownstreamRun, tasks: Iterable[str]) -> int:
-        """In how many of ``tasks``, which all have, ``run`` is more accurate than the baseline."""
-        assert self.baseline is not None
-        pairs = [(run.accuracy(task), self.baseline.accuracy(task)) for task in tasks]
-        return sum(a.accuracy > b.accuracy for a, b in pairs if a is not None and b is not None)
+    def accuracies(self, shots: int | None = None, field: str = "accuracy") -> pd.DataFrame:
+        """Accuracy, or its standard error, by task (rows) and label of the run (columns)."""
+        found = {
+            run.label: [getattr(run.accuracy(task, shots), field, None) for task in self.tasks]
+            for run in self.runs
+        }
+        return pd.DataFrame(found, self.tasks, dtype=float)
 
 
 def compare_downstream(
@@ -97,22 +86,7 @@ def compare_downstream(
     results = folder.downstream
     if not results:
         return None
-    # Compare the tasks and numbers of shots that all have.
-    everyone = list(results.values())
-    tasks = set.intersection(*(set(result.tasks) for result in everyone))
-    shots = {t: set.intersection(*(set(r.tasks[t].by_shots) for r in everyone)) for t in tasks}
-    shared = {}
-    for name, result in results.items():
-        kept = {}
-        for task, score in result.tasks.items():
-            by_shots = {n: s for n, s in score.by_shots.items() if n in shots.get(task, ())}
-            if by_shots:
-                mean = math.fsum(each.accuracy for each in by_shots.values()) / len(by_shots)
-                kept[task] = dataclasses.replace(
-                    score, by_shots=by_shots, mean=Accuracy(mean, None)
-                )
-        shared[name] = dataclasses.replace(result, tasks=kept)
-    require_same_questions(shared)
+    require_same_questions(results)
     runs = {name: base_run_of(folder, name) for name in results}
     run_label, count = run_labels(folder.base_runs, runs.values()), Counter(runs.values())
     labels = unique_labels({n: run_label[r] if count[r] == 1 else n for n, r in runs.items()})
@@ -143,38 +117,50 @@ def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Ta
     if found is None:
         return []
 
-    def row(name: str, accuracies: Sequence[Accuracy | None]) -> list[str]:
-        values = [None if each is None else each.accuracy for each in accuracies]
-        errors = [None if each is None else each.standard_error for each in accuracies]
-        return [name, *cells_of(values, lambda share: f"{100 * share:.1f}", max, errors)]
+    def rows(shots: int | None) -> tuple[pd.DataFrame, list[str]]:
+        """Texts by task, and the row of averages over the tasks that all runs have."""
+        values, errors = found.accuracies(shots), found.accuracies(shots, "standard_error")
+        shared = errors.loc[found.complete(shots)]
+        # Tasks have different questions, so that their errors are independent.
+        error = (shared**2).sum(skipna=False) ** 0.5 / len(shared) if len(shared) else math.nan
+        means = pd.DataFrame({"mean": values.loc[shared.index].mean(), "error": error}).T
+        texts = formatted(
+            pd.concat([values, means.loc[["mean"]]]),
+            percent,
+            max,
+            pd.concat([errors, means.loc[["error"]].set_axis(["mean"])]),
+        )
+        suffix = "" if shots is None else f", {shots}-shot"
+        last = texts.iloc[-1]
+        return texts.iloc[:-1].rename(lambda task: f"{task}{suffix}"), [f"average{suffix}", *last]
 
-    def rows(all_shots: Sequence[int | None]) -> tuple[list[list[str]], list[list[str]]]:
-        """Rows of accuracies, and of their averages over the tasks that all runs have."""
-        name = {shots: "" if shots is None else f", {shots}-shot" for shots in all_shots}
-        by_task = [
-            row(f"{task}{name[shots]}", [run.accuracy(task, shots) for run in found.runs])
-            for task in found.tasks
-            for shots in all_shots
-        ]
-        return by_task, [
-            row(f"average{name[n]}", [r.average(found.complete(n), n) for r in found.runs])
-            for n in all_shots
-        ]
+    def percent(share: float) -> str:
+        return f"{100 * share:.1f}"
 
-    header = ["task", *(run.label for run in found.runs)]
-    means, averages = rows([None])
+    means, average = rows(None)
+    summary = [average]
     if found.baseline is not None and len(found.runs) > 1:
-        tasks = found.complete()
-        better = [f"{found.tasks_better(run, tasks)} of {len(tasks)}" for run in found.runs[1:]]
-        averages.append([f"tasks better than {found.baseline.label}", MISSING, *better])
+        shared = found.accuracies().dropna()
+        better = shared.gt(shared[found.baseline.label], axis=0).sum()[1:]
+        counts = [f"{count} of {len(shared)}" for count in better]
+        summary.append([f"tasks better than {found.baseline.label}", MISSING, *counts])
     note = (
         "± is the standard error over questions. Each average is over the tasks that all runs have "
         "with that number of shots."
     )
-    title, by_shots = "Downstream accuracy, mean over shots (%)", rows(_shots(found))
+    all_shots, averages = zip(*map(rows, _shots(found)), strict=True)
+    by_shots = pd.concat(all_shots)
+    order = [f"{task}, {n}-shot" for task in found.tasks for n in _shots(found)]
+    title = "Downstream accuracy, mean over shots (%)"
     return [
-        Table.of(title, header, means, averages, _notes(found)),
-        Table.of("Downstream accuracy by number of shots (%)", header, *by_shots, [note]),
+        Table.by_row(title, "task", means, summary, _notes(found)),
+        Table.by_row(
+            "Downstream accuracy by number of shots (%)",
+            "task",
+            by_shots.loc[order],
+            averages,
+            [note],
+        ),
     ]
 
 

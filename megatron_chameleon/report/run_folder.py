@@ -21,7 +21,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from megatron_chameleon.artifacts.record import kind_of
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.tables import unique_labels
+from megatron_chameleon.report.tables import METHOD_LABELS, unique_labels
 
 CORPUS = "1-corpus"
 PROXY = "2-proxy"
@@ -52,12 +52,6 @@ _FAMILIES = (
 # An error message lists at most this many domains.
 MOST_LISTED = 3
 BASELINE_METHOD = "uniform"
-# Runs of other methods are labelled by their names.
-METHOD_LABELS = {
-    "uniform": "Uniform",
-    "chameleon-pretrain": "Chameleon",
-    "chameleon-finetune": "Chameleon (fine-tuning)",
-}
 # Weights of a run and of its mixture file differ by rounding at most.
 SAME_WEIGHT = 1e-9
 
@@ -334,8 +328,8 @@ def run_labels(runs: Mapping[str, TrainingRun], names: Iterable[str]) -> dict[st
     names = list(names)
     methods = {name: runs[name].mixture_method for name in names if name in runs}
     count, known = Counter(methods.values()), dict(METHOD_LABELS)
-    if count["chameleon-finetune"]:  # "Chameleon" alone would be ambiguous
-        known["chameleon-pretrain"] = "Chameleon (pretraining)"
+    if not count["chameleon-finetune"]:  # otherwise "Chameleon" would be ambiguous
+        known["chameleon-pretrain"] = "Chameleon"
     labels = {
         name: known[method]
         for name, method in methods.items()

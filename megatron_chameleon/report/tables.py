@@ -15,6 +15,19 @@ import pandas as pd
 MISSING = "-"
 UNKNOWN = "unknown"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+METHOD_LABELS = {
+    "uniform": "Uniform",
+    "natural": "Natural",
+    "human": "Human",
+    "unimax": "UniMax",
+    "chameleon": "Chameleon",
+    "chameleon-pretrain": "Chameleon (pretraining)",
+    "chameleon-finetune": "Chameleon (fine-tuning)",
+    "doremi": "DoReMi",
+    "doge": "DoGE",
+    "regmix": "RegMix",
+    "mixing-laws": "Mixing laws",
+}
 NOTE_WIDTH, NAME_WIDTH = 80, 60
 SECONDS_PER_HOUR = 3600.0
 # Backslash escapes of these work in every Markdown dialect that has tables.
@@ -55,10 +68,31 @@ class Table:
         summary: Iterable[Sequence[str]] = (),
         notes: Iterable[str] = (),
     ) -> Table:
-        """A table from rows of texts as long as ``header``."""
-        last = list(summary)
-        cells = pd.DataFrame([*rows, *last], columns=list(header), dtype=object)
+        """A table from rows of texts.
+
+        A shorter row of ``summary`` has blank cells between its name and the others.
+        """
+        columns = list(header)
+        last = [[name, *[""] * (len(columns) - 1 - len(texts)), *texts] for name, *texts in summary]
+        cells = pd.DataFrame([*rows, *last], columns=columns, dtype=object)
         return cls(title, cells, len(last), tuple(notes))
+
+    @classmethod
+    def by_row(
+        cls,
+        title: str,
+        heading: str,
+        texts: pd.DataFrame,
+        summary: Iterable[Sequence[str]] = (),
+        notes: Iterable[str] = (),
+    ) -> Table:
+        """A table from a frame indexed by row name; ``heading`` is that of the row names.
+
+        Missing texts become '-'.
+        """
+        shown = texts.astype(object).where(texts.notna(), MISSING)
+        rows = [[name, *row] for name, row in zip(shown.index, shown.to_numpy(), strict=True)]
+        return cls.of(title, [heading, *shown.columns], rows, summary, notes)
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -111,6 +145,26 @@ def cells_of(
             text += f" ± {form(error).lstrip('+')}"
         texts.append(Best(text) if value is not None and value == chosen else text)
     return texts
+
+
+def formatted(
+    values: pd.DataFrame,
+    form: Callable[[float], str],
+    best: Callable[[list[float]], float] | None = None,
+    errors: pd.DataFrame | None = None,
+) -> pd.DataFrame:
+    """Format each row of a frame as :func:`cells_of` does; ``errors`` has the shape of ``values``.
+
+    None and NaN become '-'.
+    """
+    none = pd.DataFrame(math.nan, values.index, values.columns) if errors is None else errors
+    rows = [
+        cells_of([None if math.isnan(v) else v for v in row], form, best, row_errors)
+        for row, row_errors in zip(
+            values.to_numpy(float), none.to_numpy(float).tolist(), strict=True
+        )
+    ]
+    return pd.DataFrame(rows, values.index, values.columns, dtype=object)
 
 
 def terminal_table(table: Table) -> str:

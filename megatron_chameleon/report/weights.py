@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import Mixture, Sweep, TrainingRun
+from megatron_chameleon.artifacts import Mixture, Sweep
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder, run_labels, uniform_first
-from megatron_chameleon.report.tables import MISSING, Table, format_weight
+from megatron_chameleon.report.tables import MISSING, Table, format_weight, formatted
 
-# With more groups of runs than this, a single table shows the extremes of each group.
+# With more runs than this, a single table shows the extremes of each run.
 MOST_TABLES = 6
-# A note lists this many runs.
-MOST_NAMES = 12
 # A sweep's table lists this many domains, those that change most.
 MOST_ROWS = 40
 # Other hyperparameters are labelled by their names.
@@ -44,11 +42,6 @@ def weight_columns(label: str, weights: Mapping[str, float], mixture: Mixture | 
             for domain, ends in mixture.intervals.items()
         }
     return columns
-
-
-def rows_by_domain(domains: Iterable[str], columns: Columns) -> list[list[str]]:
-    """A row of texts per domain; '-' where a column has none."""
-    return [[d, *(texts.get(d, MISSING) for texts in columns.values())] for d in domains]
 
 
 def weight_tables(folder: RunFolder) -> list[Table]:
@@ -80,8 +73,8 @@ def weight_tables(folder: RunFolder) -> list[Table]:
         columns |= weight_columns("fine-tuning", mixture.weights, mixture)
         title = "Weights for pretraining and fine-tuning"
         title += f": {name}" if len(finetune) > 1 else ""
-        rows = rows_by_domain(mixture.weights, columns)
-        found.append(Table.of(title, ["domain", *columns], rows, notes=notes))
+        texts = pd.DataFrame(columns, list(mixture.weights))
+        found.append(Table.by_row(title, "domain", texts, notes=notes))
         shown |= {name, partner}
     if not folder.mixtures.keys() <= shown:
         columns, notes = {}, ["Shares of training tokens."]
@@ -92,8 +85,8 @@ def weight_tables(folder: RunFolder) -> list[Table]:
         ]
         notes += [f"Methods: {', '.join(methods)}."] if methods else []
         domains = dict.fromkeys(d for m in folder.mixtures.values() for d in m.weights)
-        rows = rows_by_domain(domains, columns)
-        found.insert(0, Table.of("Weights of each mixture", ["domain", *columns], rows, (), notes))
+        texts = pd.DataFrame(columns, list(domains))
+        found.insert(0, Table.by_row("Weights of each mixture", "domain", texts, notes=notes))
     return found
 
 
@@ -113,55 +106,48 @@ def mode_of(name: str, mixture: Mixture) -> str | None:
 def token_tables(folder: RunFolder) -> list[Table]:
     """Per base run and domain: target tokens, actual tokens, their difference and the epochs.
 
-    Runs with the same targets share a table, which shows differing values as ranges. With more than
-    ``MOST_TABLES`` groups, a single table shows each group's largest difference and most epochs.
+    With more than ``MOST_TABLES`` runs, a single table shows each run's largest difference and most
+    epochs.
     """
-    alike: dict[object, dict[str, TrainingRun]] = {}
-    for name in uniform_first(folder.base_runs):
-        run = folder.base_runs[name]
-        if run.domain_tokens:
-            targets = tuple((domain, tokens.target) for domain, tokens in run.domain_tokens.items())
-            alike.setdefault((run.mixture_method, targets), {})[name] = run
-    labels = run_labels(folder.base_runs, (name for runs in alike.values() for name in runs))
+    runs = {n: folder.base_runs[n] for n in uniform_first(folder.base_runs)}
+    runs = {name: run for name, run in runs.items() if run.domain_tokens}
+    labels = run_labels(folder.base_runs, runs)
+    percent, count = "{:+.2%}".format, "{:,.0f}".format
     tables, extremes = [], []
-    for runs in alike.values():
-        first, *others = runs
-        label = f"{first} and {len(others)} more with the same weights" if others else labels[first]
-        tokens = {name: run.domain_tokens for name, run in runs.items()}
-        # By domain; actual tokens and epochs [k, runs]; the difference is relative to the target.
-        target = pd.Series({domain: each.target for domain, each in tokens[first].items()})
-        actual = pd.DataFrame({n: {d: t.actual for d, t in ts.items()} for n, ts in tokens.items()})
-        epochs = pd.DataFrame({n: {d: t.epochs for d, t in ts.items()} for n, ts in tokens.items()})
-        difference = actual.sub(target, axis=0).div(target.where(target != 0), axis=0)
-        goal, sums = math.fsum(target), actual.sum()
-        percent, count = "{:+.2%}".format, "{:,.0f}".format
+    for name, run in runs.items():
+        frame = pd.DataFrame({d: dataclasses.asdict(t) for d, t in run.domain_tokens.items()}).T
+        target, actual, epochs = frame["target"], frame["actual"], frame["epochs"]
+        gaps = (actual - target) / target.where(target != 0)
         columns = {
             "target tokens": target.map(count),
-            "actual tokens": actual.apply(_range, axis=1, form=count),
-            "difference": difference.apply(_range, axis=1, form=percent),
-            "epochs": epochs.apply(_range, axis=1, form=format_epochs),
+            "actual tokens": actual.map(count),
+            "difference": gaps.map(percent, na_action="ignore"),
+            "epochs": epochs.map(format_epochs),
         }
-        gaps = (sums - goal) / (goal or math.nan)
-        total = ["total", count(goal), _range(sums, count), _range(gaps, percent), ""]
+        goal = math.fsum(target)
+        gap = percent(actual.sum() / goal - 1) if goal else MISSING
+        total = ["total", count(goal), count(actual.sum()), gap, ""]
         notes = [
             "Targets are the weights times all steps done; epochs are passes over the domain's "
-            "training tokens.",
-            *_token_notes([runs]),
+            "training tokens."
         ]
-        rows = [[domain, *(texts[domain] for texts in columns.values())] for domain in target.index]
-        title = f"Sampled tokens: {label}"
-        tables.append(Table.of(title, ["domain", *columns], rows, [total], notes))
-        most = [_extreme(difference, percent), _extreme(epochs, format_epochs)]
-        extremes.append([label, count(goal), *most])
+        notes += ["The weights changed during training."] if len(run.mixture_phases) > 1 else []
+        notes += [f"Training has not finished ({run.status})."] if run.status != "finished" else []
+        title = f"Sampled tokens: {labels[name]}"
+        tables.append(Table.by_row(title, "domain", pd.DataFrame(columns), [total], notes))
+        most = [
+            f"{form(values[domain])} ({domain})" if (domain := _largest(values)) else MISSING
+            for values, form in ((gaps, percent), (epochs, format_epochs))
+        ]
+        extremes.append([labels[name], count(goal), *most])
     if len(tables) <= MOST_TABLES:
         return tables
     note = (
-        "Per run the domain with the largest difference between actual and target tokens, and the "
-        "one with the most epochs. run.json of each run has all of them."
+        "Per run, the domain with the largest difference between actual and target tokens, and the "
+        "one with the most epochs. The run's run.json has all of them."
     )
     header = ["run", "target tokens", "largest difference", "most epochs"]
-    notes = [note, *_token_notes(list(alike.values()))]
-    return [Table.of("Sampled tokens", header, extremes, notes=notes)]
+    return [Table.of("Sampled tokens", header, extremes, notes=[note])]
 
 
 def format_epochs(epochs: float) -> str:
@@ -169,40 +155,10 @@ def format_epochs(epochs: float) -> str:
     return f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.3g}"
 
 
-def _range(values: pd.Series[float], form: Callable[[float], str]) -> str:
-    """The smallest and largest figure, or the only one; '-' where one is NaN."""
-    if values.isna().any():
-        return MISSING
-    return " to ".join(dict.fromkeys((form(values.min()), form(values.max()))))
-
-
-def _extreme(frame: pd.DataFrame, form: Callable[[float], str]) -> str:
-    """The figure farthest from 0 over all domains and runs, with its domain; '-' for none."""
-    figures = frame.stack(future_stack=True).dropna()
-    if figures.empty:
-        return MISSING
-    place = figures.abs().idxmax()
-    return f"{form(figures[place])} ({place[0]})"
-
-
-def _token_notes(groups: list[dict[str, TrainingRun]]) -> list[str]:
-    """Which runs share a row or table, changed their weights, or are still training."""
-
-    def names(runs: Iterable[str]) -> str:
-        first, rest = list(runs)[:MOST_NAMES], list(runs)[MOST_NAMES:]
-        return ", ".join(first) + (f" and {len(rest)} more" if rest else "")
-
-    runs = {name: run for group in groups for name, run in group.items()}
-    found = {
-        "Runs with the same weights, shown as a range": "; ".join(
-            names(group) for group in groups if len(group) > 1
-        ),
-        "The weights changed during training": names(
-            name for name, run in runs.items() if len(run.mixture_phases) > 1
-        ),
-        "Training has not finished": names(n for n, r in runs.items() if r.status != "finished"),
-    }
-    return [f"{what}: {which}." for what, which in found.items() if which]
+def _largest(values: pd.Series[float]) -> str | None:
+    """The domain with the largest absolute value; None if none is known."""
+    known = values.dropna().abs()
+    return None if known.empty else str(known.idxmax())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -288,16 +244,17 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
 
 def sweep_table(axis: SweptAxis) -> Table:
     """Weight per domain at each value, and the distance of each value from the centre."""
-    changes = np.abs(axis.changes)
-    largest = changes.max(axis=0)
-    shown = sorted(np.argsort(-largest, kind="stable")[:MOST_ROWS])
     values = [f"{v} (centre)" if i == axis.centre else v for i, v in enumerate(axis.values)]
+    changes = pd.DataFrame(np.abs(axis.changes).T, axis.names, values)
+    largest = changes.max(axis=1)
+    shown = largest.sort_values(ascending=False, kind="stable").index[:MOST_ROWS]
+    weights = pd.DataFrame(axis.weights.T, axis.names, values).assign(**{"largest change": largest})
+    summary = {"largest change": changes.max(), "total variation": axis.distances}
     hidden = len(axis.names) - len(shown)
-    summary = {"largest change": changes.max(axis=1), "total variation": axis.distances}
-    return Table.of(
+    return Table.by_row(
         f"Weights over {axis.label}",
-        ["domain", *values, "largest change"],
-        [[axis.names[k], *map(format_weight, (*axis.weights[:, k], largest[k]))] for k in shown],
-        [[n, *map(format_weight, (*each, each.max()))] for n, each in summary.items()],
-        [*([f"{hidden} other domains move by less."] if hidden else []), f"{axis.sentence}."],
+        "domain",
+        formatted(weights[weights.index.isin(shown)], format_weight),
+        [[name, *map(format_weight, (*each, each.max()))] for name, each in summary.items()],
+        [*([f"{hidden} other domains change less."] if hidden else []), f"{axis.sentence}."],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import warnings
 from typing import Any
@@ -75,13 +74,8 @@ def window_map(folder: RunFolder) -> WindowMap | None:
     name = max(enough, key=lambda name: sizes[name])
     store = folder.embeddings[name]
     counts = {domain: entry.windows for domain, entry in store.domains.items() if entry.windows}
-    # As evenly as the counts allow, and at least one of each.
-    fitting = bisect.bisect_right(
-        range(1, max(counts.values()) + 1),
-        MOST_WINDOWS,
-        key=lambda most: sum(min(count, most) for count in counts.values()),
-    )
-    taken = [min(count, max(fitting, 1)) for count in counts.values()]
+    most = max(1, MOST_WINDOWS // len(counts))
+    taken = [min(count, most) for count in counts.values()]
     sampled = []
     for number, (domain, count) in enumerate(zip(counts, taken, strict=True)):
         rng = np.random.default_rng([SEED, number])
@@ -110,13 +104,9 @@ def pca_points(vectors: Array) -> tuple[Array, tuple[float, float]]:
     centred = vectors.astype(np.float64) - vectors.mean(axis=0, dtype=np.float64)
     _, sizes, directions = np.linalg.svd(centred, full_matrices=False)
     kept = directions[:2]
-    largest = np.abs(kept).argmax(axis=1)
-    kept = kept * np.sign(kept[np.arange(len(kept)), largest])[:, None]
-    points = np.zeros((len(vectors), 2), dtype=np.float32)
-    points[:, : len(kept)] = centred @ kept.T
-    shares = sizes**2 / max(float((sizes**2).sum()), np.finfo(np.float64).tiny)
-    first, second = [*map(float, shares[:2]), 0.0][:2]
-    return points, (first, second)
+    kept = kept * np.sign(np.take_along_axis(kept, np.abs(kept).argmax(axis=1)[:, None], axis=1))
+    shares = sizes[:2] ** 2 / max(float((sizes**2).sum()), np.finfo(np.float64).tiny)
+    return (centred @ kept.T).astype(np.float32), (float(shares[0]), float(shares[1]))
 
 
 def umap_points(vectors: Array) -> Array | None:
@@ -190,13 +180,11 @@ def named_domains(found: WindowMap) -> list[int]:
     Greedily: first the centroid farthest from the middle, then each time the one farthest from all
     chosen before.
     """
-    count = len(found.names)
-    if count <= figures.MOST_NAMED:
-        return list(range(count))
-    centres = found.centroids
-    chosen = [int(np.linalg.norm(centres - centres.mean(axis=0), axis=1).argmax())]
-    nearest = np.full(count, np.inf)
-    while len(chosen) < figures.MOST_NAMED:
-        nearest = np.minimum(nearest, np.linalg.norm(centres - centres[chosen[-1]], axis=1))
+    centres, chosen = found.centroids, list[int]()
+    nearest = np.linalg.norm(centres - centres.mean(axis=0), axis=1)
+    for _ in range(min(len(centres), figures.MOST_NAMED)):
         chosen.append(int(nearest.argmax()))
+        distances = np.linalg.norm(centres - centres[chosen[-1]], axis=1)
+        nearest = np.minimum(nearest, distances) if len(chosen) > 1 else distances
+        nearest[chosen] = -1.0
     return sorted(chosen)
