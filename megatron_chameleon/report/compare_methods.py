@@ -237,8 +237,8 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
     }
     if record is not None:
         made = _record(compared)
-        heading = f"# {PAGE_TITLE}\n\n{_record_sentence(made)}"
-        files[record.with_suffix(".md")] = f"{heading}\n\n{page}\n".encode()
+        where = "\n".join(f"- {key}: {markdown(str(value))}" for key, value in made.items())
+        files[record.with_suffix(".md")] = f"# {PAGE_TITLE}\n\n{where}\n\n{page}\n".encode()
         write_json(record, {**made, **as_json(compared)})
     for path, data in files.items():
         with replacing(path) as temporary:
@@ -530,20 +530,6 @@ def _record(compared: MethodComparison) -> dict[str, Any]:
         "command": compared.options.command,
         **({} if seconds is None else {"wall_seconds": seconds}),
     }
-
-
-def _record_sentence(record: Mapping[str, Any]) -> str:
-    """The same as a sentence in Markdown."""
-    machine, took = record["machine"], ""
-    if "wall_seconds" in record:
-        took = f", in {record['wall_seconds'] / 60:.0f} minutes"
-    return (
-        f"Made on {record['date']} by `{record['command']}`{took}, on {machine['device']} "
-        f"({markdown(machine['processor'])}, {machine['cores']} cores, {machine['memory_gb']} GB, "
-        f"{machine['system']}), with "
-        f"{', '.join(f'{package} {version}' for package, version in record['versions'].items())}; "
-        f"commit {', '.join(record['git_commits']) or 'unknown'}."
-    )
 
 
 def as_json(compared: MethodComparison) -> dict[str, Any]:

@@ -179,31 +179,10 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
 
 
 def mixture_of(folder: RunFolder, evaluated: Evaluated) -> Mixture | None:
-    """The file in 4-mixture with the weights that the run was trained with.
-
-    Of several, the one that the run is named after is preferred.
-    """
-    if evaluated.run is None:
-        return None
-    weights = evaluated.run.mixture
-    same = [name for name, m in folder.mixtures.items() if same_weights(m.weights, weights)]
-    own = _named_after(folder, evaluated.name, evaluated.run)
-    return folder.mixtures[min(same, key=lambda name: name != own)] if same else None
-
-
-def _named_after(folder: RunFolder, name: str, run: TrainingRun) -> str | None:
-    """The mixture that a run is named after: the longest name before the end or a hyphen.
-
-    In merged folders, a mixture with a folder's suffix only fits the runs of that folder.
-    """
-    stem, _ = folder.split_name(name)
-    found = {}
-    for mixture in folder.mixtures:
-        mixture_stem, root = folder.split_name(mixture)
-        fits = stem == mixture_stem or stem.startswith(f"{mixture_stem}-")
-        if fits and (root is None or run.root.is_relative_to(root)):
-            found[mixture] = len(mixture_stem)
-    return max(found, key=lambda mixture: found[mixture], default=None)
+    """A mixture in 4-mixture with the weights that the run was trained with."""
+    weights = {} if evaluated.run is None else evaluated.run.mixture
+    same = (m for m in folder.mixtures.values() if same_weights(m.weights, weights))
+    return next(same, None)
 
 
 def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
@@ -223,8 +202,9 @@ def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
     if unfinished:
         found.append(f"Training has not finished: {', '.join(unfinished)}.")
     for run, trained in known:
-        name = _named_after(folder, run.name, trained)
-        if name is not None and mixture_of(folder, run) is None:
+        # Its mixture by name: examples and guides name a run MIXTURE-seedN.
+        name = next((n for n in folder.mixtures if f"{run.name}-".startswith(f"{n}-seed")), None)
+        if name is not None and not same_weights(folder.mixtures[name].weights, trained.mixture):
             found.append(
                 f"{folder.paths[f'{MIXTURE}/{name}']} has changed since {trained.root} was trained "
                 "with it: its intervals are not shown."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from megatron_chameleon.report.run_folder import (
     run_labels,
     uniform_first,
 )
-from megatron_chameleon.report.tables import display_width, shortened, unique_labels
+from megatron_chameleon.report.tables import display_width, shortened
 from megatron_chameleon.report.weights import SweptAxis, mode_of
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -68,7 +67,6 @@ MOST_PANELS, MOST_BARS = 24, 60
 SMOOTH_POINTS = 25
 # Domains of a sweep, or of a map of windows, that have a colour and marker of their own.
 MOST_NAMED = 3 * len(COLORS)
-MODE_LABELS = {"pretrain": "pretraining", "finetune": "fine-tuning"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,7 +157,7 @@ def freeze_layout(figure: Figure) -> None:
 
 def weights_picture(folder: RunFolder) -> Picture:
     """A bar per domain and mixture."""
-    title, mixtures = "Weight of each domain", weight_series(folder)
+    title, mixtures = "Weight of each domain", charted_mixtures(folder)
     if not mixtures:
         return Picture("weights", title, missing="4-mixture holds no mixture but uniform")
     count = bar_domains(mixtures)[1]
@@ -171,18 +169,11 @@ def weights_picture(folder: RunFolder) -> Picture:
     return Picture("weights", title, caption, weights_figure(mixtures))
 
 
-def weight_series(folder: RunFolder) -> dict[str, Mixture]:
-    """Label -> mixture of the bar chart: pretraining first, uniform left out."""
-    modes = {
-        name: mode_of(name, mixture)
-        for name, mixture in folder.mixtures.items()
-        if mixture.method != BASELINE_METHOD
-    }
-    order: list[str | None] = [*MODE_LABELS]
-    names = sorted(modes, key=lambda n: order.index(modes[n]) if modes[n] in order else len(order))
-    count = list(modes.values()).count
-    labels = {n: MODE_LABELS.get(modes[n] or "", n) if count(modes[n]) == 1 else n for n in names}
-    return {label: folder.mixtures[name] for name, label in unique_labels(labels).items()}
+def charted_mixtures(folder: RunFolder) -> dict[str, Mixture]:
+    """Name -> mixture, without uniform, those for fine-tuning last."""
+    names = sorted(folder.mixtures, key=lambda n: mode_of(n, folder.mixtures[n]) == "finetune")
+    mixtures = {name: folder.mixtures[name] for name in names}
+    return {name: m for name, m in mixtures.items() if m.method != BASELINE_METHOD}
 
 
 def bar_domains(mixtures: Mapping[str, Mixture]) -> tuple[list[str], int]:
@@ -213,37 +204,26 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
         positions = np.arange(len(names)) + (i + 0.5) * thickness - 0.4
         weights = [mixture.weights.get(name, 0.0) for name in names]
         handles.append(axes.barh(positions, weights, thickness * 0.92, color=color_of(i))[0])
-        ends = [(mixture.intervals or {}).get(name, (np.nan, np.nan)) for name in names]
-        if mixture.intervals:
-            # End to end: the weight itself may lie outside a bootstrap interval.
-            low, high = np.array(ends).T
-            there = ~np.isnan(low)
-            look: dict[str, Any] = {"fmt": "none", "ecolor": "black"}
-            middle, half = ((low + high) / 2)[there], ((high - low) / 2)[there]
-            axes.errorbar(middle, positions[there], xerr=half, elinewidth=1.1, capsize=2.5, **look)
+        intervals = mixture.intervals or {}
+        there = [k for k, name in enumerate(names) if name in intervals]
+        if there:
+            low, high = np.array([intervals[names[k]] for k in there]).T
+            axes.hlines(positions[there], low, high, color="black", linewidth=1.1)
     handles.append(axes.axvline(1 / count, color=REFERENCE_COLOR, linestyle="--", linewidth=1.2))
     axes.set_yticks(range(len(names)), [shortened(n, NAME_LIMIT) for n in names], parse_math=False)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)
-    coverages = {mixture.confidence for mixture in mixtures.values() if mixture.intervals}
-    whiskers = f"; whiskers: {_coverage(coverages)}bootstrap interval" if coverages else ""
-    axes.set_xlabel(f"weight (share of training tokens){whiskers}")
+    axes.set_xlabel("weight (share of training tokens)")
     axes.grid(axis="x", color=GRID_COLOR)
     tidy(axes)
     legend_above(figure, handles, [*mixtures, f"uniform (1/{count})"])
     return figure
 
 
-def _coverage(coverages: set[float | None]) -> str:
-    """For example '95% ', where it is known and the same."""
-    (only,) = coverages if len(coverages) == 1 else (None,)
-    return f"{100 * only:g}% " if only else ""
-
-
 def affinity_picture(folder: RunFolder) -> Picture:
     """Heat map of the first mixture that has an affinity matrix."""
-    title, series = "Affinity of the domains", weight_series(folder).items()
-    label, mixture = next(((n, m) for n, m in series if m.affinity is not None), ("", None))
+    title, mixtures = "Affinity of the domains", charted_mixtures(folder).items()
+    label, mixture = next(((n, m) for n, m in mixtures if m.affinity is not None), ("", None))
     if mixture is None:
         return Picture("affinity", title, missing="no mixture in 4-mixture has an affinity matrix")
     names, rows = list(mixture.weights), mixture.affinity or []
@@ -337,28 +317,24 @@ def smoothing_window(curve: pd.Series[float]) -> int:
 
 
 def smoothed(curve: pd.Series[float]) -> pd.Series[float]:
-    """Centred running mean of steps and losses; half a window is left out at each end."""
-    if curve.empty:
-        return curve
-    axes, window = (curve.to_numpy(float), curve.index.to_numpy(float)), smoothing_window(curve)
-    means = (np.lib.stride_tricks.sliding_window_view(a, window).mean(axis=1) for a in axes)
-    return pd.Series(*means)
+    """Centred running mean of the losses; half a window is left out at each end."""
+    return curve.rolling(smoothing_window(curve), center=True).mean().dropna()
 
 
 def panel_domains(runs: Sequence[RunCurves]) -> pd.Series[float]:
-    """The domains with losses, in the order of the metrics -> range of their last losses.
+    """Domain -> range over the runs of its last smoothed loss, in the order of the metrics.
 
-    That is the highest minus the lowest of the runs, in training or else on held-out text.
+    It is the training loss, or else the loss on held-out text.
     """
-    names = dict.fromkeys(name for run in runs for name in (*run.domains, *run.validation))
-    ranges = pd.Series(0.0, list(names))
-    for name in names:
-        for curves in ([run.validation for run in runs], [run.domains for run in runs]):
-            last = [float(smoothed(found[name]).iloc[-1]) for found in curves if name in found]
-            last = [loss for loss in last if math.isfinite(loss)]
-            if len(last) > 1:
-                ranges[name] = max(last) - min(last)
-    return ranges
+    last = [
+        {
+            name: smoothed(run.domains.get(name, run.validation.get(name))).iloc[-1]
+            for name in dict.fromkeys((*run.domains, *run.validation))
+        }
+        for run in runs
+    ]
+    frame = pd.DataFrame(last, dtype=float)
+    return (frame.max() - frame.min()).fillna(0.0)
 
 
 def loss_picture(folder: RunFolder) -> Picture:
@@ -478,8 +454,7 @@ def sweep_figure(axes: Sequence[SweptAxis]) -> Figure:
     others = sorted(by_weight[MOST_NAMED:].tolist())
     labels = [*(first.names[k] for k in named), *(["other domains"] if others else []), "centre"]
     width = max(6.4, 3.3 * len(axes))
-    rows = -(-len(labels) // legend_columns(width, labels))
-    figure = new_figure(width, 3.9 + LEGEND_ROW_HEIGHT * min(rows, LEGEND_ROWS))
+    figure = new_figure(width, 4.4)
     panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
     # Lines are shifted so that their bars do not overlap.
     shift = min(0.36, 0.04 * (len(named) - 1))
@@ -512,8 +487,8 @@ def sweep_figure(axes: Sequence[SweptAxis]) -> Figure:
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("weight (share of training tokens)")
     has_bars = not all(np.isnan(axis.intervals).all() for axis in axes)
-    bars = f"; bars: {_coverage({a.confidence for a in axes})}bootstrap intervals"
-    figure.supxlabel(f"flat lines: stable weights{bars if has_bars else ''}", fontsize=9)
+    bars = "; bars: bootstrap intervals" if has_bars else ""
+    figure.supxlabel(f"flat lines: stable weights{bars}", fontsize=9)
     legend_above(figure, handles, labels)
     return figure
 
@@ -527,16 +502,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 def legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
     """Add a legend above all axes; the figure grows with a long one."""
-    columns = legend_columns(figure.get_figwidth(), labels)
+    longest = max((display_width(shortened(label, LABEL_LIMIT)) for label in labels), default=0)
+    columns = max(1, min(4, len(labels), int(figure.get_figwidth() / (0.65 + 0.085 * longest))))
     more_rows = max(0, -(-len(labels) // columns) - LEGEND_ROWS)
     figure.set_figheight(figure.get_figheight() + more_rows * LEGEND_ROW_HEIGHT)
     plain_legend(figure, handles, labels, loc="outside upper center", ncols=columns)
-
-
-def legend_columns(width: float, labels: Sequence[str]) -> int:
-    """Columns of ``labels`` that fit in a legend of ``width`` inches, 4 at most."""
-    longest = max((display_width(shortened(label, LABEL_LIMIT)) for label in labels), default=0)
-    return max(1, min(4, len(labels), int(width / (0.65 + 0.085 * longest))))
 
 
 def plain_legend(

@@ -14,12 +14,12 @@ import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
-from megatron_chameleon.artifacts import Provenance, Sweep, TrainingRun
+from megatron_chameleon.artifacts import Provenance, Sweep
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import package_versions
 from megatron_chameleon.errors import UserError
@@ -67,6 +67,7 @@ PAGE_NAME, TABLES_NAME = "report.html", "tables.md"
 TABLES_FOLDER = "tables"
 # The files of a report, so that the next one removes those that it does not replace.
 LIST_NAME = "report_files.json"
+_FILE_NAME = re.compile(rf"[\w-]+\.\w+|{TABLES_FOLDER}/[\w-]+\.csv")
 PACKAGES_OF_A_REPORT = ("megatron-chameleon", "numpy", "pandas", "matplotlib")
 HASH_DIGITS = 12
 NOT_EVALUATED = (
@@ -293,30 +294,22 @@ def _origins_section(
             f"{name} {version}" for name, version in package_versions(PACKAGES_OF_A_REPORT).items()
         ),
     }
-    labels = run_labels(folder.base_runs, folder.base_runs)
-    title, columns = "Base runs", ["step", "status"]
-    rows: list[tuple[str, str, TrainingRun | None, list[str]]] = [
-        (name, labels[name], run, [f"{run.step:,}", run.status])
-        for name, run in folder.base_runs.items()
-    ]
-    if comparison is not None:
-        title, columns = "Evaluated runs", ["evaluated at step", "checkpoint"]
-        rows = [
-            (e.name, e.label, e.run, [f"{e.result.step:,}", e.result.checkpoint_hash[:HASH_DIGITS]])
-            for e in comparison.runs
-        ]
-    header = ["run", "label", "method", "parameters", "training tokens", *columns]
-    cells = [
-        [name, label]
-        + ([run.mixture_method, f"{run.parameters:,}", f"{run.tokens:,}"] if run else [MISSING] * 3)
-        + last
-        for name, label, run, last in rows
-    ]
+    names = [run.name for run in comparison.runs] if comparison else list(folder.base_runs)
+    labels = run_labels(folder.base_runs, names)
+    cells = []
+    for name in names:
+        run, result = folder.base_runs.get(name), folder.evaluations.get(name)
+        counts = [f"{run.parameters:,}", f"{run.tokens:,}"] if run else []
+        trained = [run.mixture_method, *counts, run.status] if run else [MISSING] * 4
+        evaluated = [f"{result.step:,}", result.checkpoint_hash[:HASH_DIGITS]] if result else []
+        cells.append([name, labels[name], *trained, *(evaluated or [MISSING] * 2)])
+    header = ["run", "label", "method", "parameters", "training tokens", "status"]
+    header += ["evaluated at step", "checkpoint"]
     return Section(
         "origins",
         "Provenance",
         "What was read, and what it was made with.",
-        [Table.of(title, header, cells)] if cells else [],
+        [Table.of("Runs", header, cells)] if cells else [],
         facts={what: which for what, which in facts.items() if which},
     )
 
@@ -399,17 +392,14 @@ def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
         UserError: if a file cannot be written (earlier ones stay), or would replace one that is not
             of a report, or if the list of an earlier report's files is damaged.
     """
-    path, earlier = folder / LIST_NAME, set()
+    path, earlier = folder / LIST_NAME, set[str]()
     if os.path.lexists(path):
         hint = "choose another --output, or remove the folder"
-        body = read_json(path, hint)
-        names = body.get("files")
-        if set(body) != {"files"} or not isinstance(names, list):
+        names = read_json(path, hint).get("files")
+        if not isinstance(names, list):
             raise UserError(f"{path} is not a list of a report's files; {hint}")
-        for name in filter(lambda name: isinstance(name, str), names):
-            inner = PurePosixPath(name)
-            if len(inner.parts) in (1, 2) and not inner.is_absolute() and ".." not in inner.parts:
-                earlier.add(name)
+        # A damaged list must not name a file elsewhere.
+        earlier = {name for name in map(str, names) if _FILE_NAME.fullmatch(name)}
     new = [folder / name for name in files if name not in earlier]
     require_new(new, "choose another --output, or move it away")
     # If this is interrupted, the next report knows all files that are there.

@@ -42,13 +42,6 @@ _PREFIXES = {
     "evaluations": f"{EVALUATION}/",
     "downstream": f"{EVALUATION}/",
 }
-# Fields whose artifacts are renamed together.
-_FAMILIES = (
-    ("proxies",),
-    ("embeddings",),
-    ("mixtures",),
-    ("base_runs", "evaluations", "downstream"),
-)
 # An error message lists at most this many domains.
 MOST_LISTED = 3
 BASELINE_METHOD = "uniform"
@@ -67,7 +60,6 @@ class RunFolder:
     Attributes:
         paths: key in the ledger, like ``5-base/name`` -> path of the artifact.
         copies: path of an identical artifact of a merged folder -> key of the one that is listed.
-        renamed_copies: keys of identical artifacts that are listed under names of their own.
         roots: merged folder -> suffix of its names where they collide.
     """
 
@@ -83,7 +75,6 @@ class RunFolder:
     paths: Mapping[str, Path]
     roots: Mapping[Path, str]
     copies: Mapping[Path, str] = dataclasses.field(default_factory=dict)
-    renamed_copies: frozenset[str] = frozenset()
 
     @classmethod
     def load(cls, root: Path) -> RunFolder:
@@ -95,11 +86,21 @@ class RunFolder:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder; pass the one that holds {CORPUS} and so on")
 
-        def inside(stage: str, pattern: str = "*", is_file: bool = False) -> list[Path]:
-            found = sorted((root / stage).glob(pattern))
-            return [path for path in found if (path.is_file() if is_file else path.is_dir())]
+        def inside(stage: str, suffix: str = "") -> list[Path]:
+            """The folders of a stage, or its files with ``suffix``."""
+            try:
+                found = sorted((root / stage).iterdir())
+            except FileNotFoundError:
+                return []
+            except OSError as error:
+                raise UserError(
+                    f"cannot list {root / stage}: {error.strerror}; make it a readable folder"
+                ) from None
+            if suffix:
+                return [path for path in found if path.suffix == suffix and path.is_file()]
+            return [path for path in found if path.is_dir()]
 
-        results = inside(EVALUATION, "*.json", is_file=True)
+        results = inside(EVALUATION, ".json")
         downstream = [path for path in results if kind_of(path) == DownstreamResult.KIND]
         stores = (root / EMBEDDINGS, *inside(EMBEDDINGS), *inside(MIXTURE))
         paths = {
@@ -107,7 +108,7 @@ class RunFolder:
             "embeddings": {
                 p.relative_to(root).as_posix(): p for p in stores if EmbeddingStore.exists(p)
             },
-            "mixtures": {p.stem: p for p in inside(MIXTURE, "*.json", is_file=True)},
+            "mixtures": {p.stem: p for p in inside(MIXTURE, ".json")},
             "base_runs": {p.name: p for p in inside(BASE) if TrainingRun.exists(p)},
             "evaluations": {p.stem: p for p in results if p not in downstream},
             "downstream": {p.stem: p for p in downstream},
@@ -149,21 +150,13 @@ class RunFolder:
         found: dict[Path, str] = {}
         # Stable: targets before links.
         for entry in sorted(self.paths, key=lambda entry: self.paths[entry].is_symlink()):
-            if entry not in self.renamed_copies:
-                found.setdefault(self.paths[entry].resolve(), entry)
+            found.setdefault(self.paths[entry].resolve(), entry)
         return found | {p: found[self.paths[e].resolve()] for p, e in self.copies.items()}
 
     @functools.cached_property
     def uncounted(self) -> frozenset[str]:
         """Keys of links to and copies of other artifacts, which cost nothing."""
         return frozenset(e for e, path in self.paths.items() if self.entries[path.resolve()] != e)
-
-    def split_name(self, name: str) -> tuple[str, Path | None]:
-        """A name without the suffix that ``merge`` appended, and the folder of that suffix."""
-        for root, ending in self.roots.items():
-            if ending and name.endswith(f" ({ending})"):
-                return name.removesuffix(f" ({ending})"), root
-        return name, None
 
 
 def require_one_corpus(folders: Sequence[RunFolder]) -> None:
@@ -217,8 +210,8 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
     """Merge ``folders`` into one run folder; a single folder is returned as it is.
 
     If different artifacts have the same name, each gets its folder's name appended, as in
-    ``uniform-seed0 (run-b)``; the results of a base run are renamed with it. Identical artifacts,
-    linked or copied, are listed and counted once. ``root`` is the first folder's.
+    ``uniform-seed0 (run-b)``; the results of a base run are renamed with it. Identical artifacts
+    with the same name are listed and counted once. ``root`` is the first folder's.
 
     Args:
         folders: at least one, with distinct roots.
@@ -241,32 +234,28 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
     found: dict[str, dict[str, Any]] = {field: {} for field in _PREFIXES}
     paths: dict[str, Path] = {}
     copies: dict[Path, str] = {}
-    renamed_copies: set[str] = set()
-    for family in _FAMILIES:
-        sources = [
-            (field, folder, name, artifact)
-            for field in family
-            for folder in folders
-            for name, artifact in getattr(folder, field).items()
-        ]
-        by_name: dict[tuple[str, str], Any] = {}
-        colliding = {
-            _stem(folder, field, name)
-            for field, folder, name, artifact in sources
-            if not _is_same(by_name.setdefault((field, name), artifact), artifact)
-        }
-        for field, folder, name, artifact in sources:
-            stem, new, prefix = _stem(folder, field, name), name, _PREFIXES[field]
-            if stem in colliding:
-                separator = "/" if stem == EMBEDDINGS else " "
-                new = f"{stem}{separator}({roots[folder.root]}){name.removeprefix(stem)}"
-            same = next((n for n, a in found[field].items() if _is_same(artifact, a)), None)
-            path = folder.paths[f"{prefix}{name}"]
-            if same is not None:
-                copies.setdefault(path.resolve(), f"{prefix}{same}")
-            if same != new:
-                found[field][new], paths[f"{prefix}{new}"] = artifact, path
-                renamed_copies |= set() if same is None else {f"{prefix}{new}"}
+    sources = [
+        (field, folder, name, artifact)
+        for field in _PREFIXES
+        for folder in folders
+        for name, artifact in getattr(folder, field).items()
+    ]
+    by_name: dict[tuple[str, str], Any] = {}
+    # Results of a run are renamed with it.
+    colliding = {
+        _stem(folder, field, name)
+        for field, folder, name, artifact in sources
+        if not _is_same(by_name.setdefault((field, name), artifact), artifact)
+    }
+    for field, folder, name, artifact in sources:
+        stem, new, path = _stem(folder, field, name), name, folder.paths[_PREFIXES[field] + name]
+        if stem in colliding:
+            separator = "/" if stem == EMBEDDINGS else " "
+            new = f"{stem}{separator}({roots[folder.root]}){name.removeprefix(stem)}"
+        if new in found[field]:
+            copies.setdefault(path.resolve(), f"{_PREFIXES[field]}{new}")
+        else:
+            found[field][new], paths[f"{_PREFIXES[field]}{new}"] = artifact, path
     return RunFolder(
         first.root,
         corpus=next((folder.corpus for folder in folders if folder.corpus is not None), None),
@@ -274,7 +263,6 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
         paths=paths,
         roots=roots,
         copies=copies,
-        renamed_copies=frozenset(renamed_copies),
         **{field: dict(sorted(artifacts.items())) for field, artifacts in found.items()},
     )
 

@@ -220,24 +220,19 @@ def csv_table(table: Table) -> str:
     Cells like '1.20 ± 0.03' and '0.1 to 0.2' take two columns; thousands have no comma, and missing
     values are empty.
     """
-    names, *columns = table.cells.map(one_line).to_numpy().T
-    titles, texts = [one_line(table.header[0])], [names]
-    for title, column in zip(map(one_line, table.header[1:]), columns, strict=True):
-        pairs: dict[str, list[str]] = {}
+    frame = table.cells.map(one_line)
+    titles, texts = [one_line(table.header[0])], [list(frame.iloc[:, 0])]
+    for i, title in enumerate(map(one_line, table.header[1:]), start=1):
+        column = ["" if text == MISSING else text for text in frame.iloc[:, i]]
+        columns = {title: column}
         for sign, (first, second) in {" ± ": ("", " ±"), " to ": (" from", " to")}.items():
-            split = [text.split(sign) for text in column]
-            figures = [figure for parts in split if len(parts) == 2 for figure in parts]
-            if figures and all(map(_NUMBER.fullmatch, figures)):
-                pairs[title + first] = [parts[0] for parts in split]
+            pairs = [text.partition(sign) for text in column]
+            if any(b and _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b) for a, _, b in pairs):
                 # A single figure is both ends of its range.
-                alone = 0 if sign == " to " else 1
-                pairs[title + second] = [
-                    (*parts, "")[1 if len(parts) > 1 else alone] for parts in split
-                ]
-                break
-        for heading, cells in (pairs or {title: column}).items():
-            plain = ["" if text == MISSING else text for text in cells]
-            texts.append([t.replace(",", "") if _NUMBER.fullmatch(t) else t for t in plain])
+                lasts = [b or (a if sign == " to " else "") for a, _, b in pairs]
+                columns = {title + first: [a for a, *_ in pairs], title + second: lasts}
+        for heading, cells in columns.items():
+            texts.append([t.replace(",", "") if _NUMBER.fullmatch(t) else t for t in cells])
             titles.append(heading)
     return csv_text(pd.DataFrame(dict(enumerate(texts)), dtype=object).set_axis(titles, axis=1))
 

@@ -172,7 +172,6 @@ class SweptAxis:
         names: k domains.
         weights: [n, k].
         intervals: [n, k, 2], the ends of the bootstrap intervals; NaN where there is none.
-        confidence: coverage of the intervals; None where they differ.
     """
 
     label: str
@@ -181,7 +180,6 @@ class SweptAxis:
     names: tuple[str, ...]
     weights: Array
     intervals: Array
-    confidence: float | None
 
     @property
     def changes(self) -> Array:
@@ -224,7 +222,6 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
                     f"{sweep.root / sweep.FILE_NAME}: {point.mixture} has other domains than "
                     f"{sweep.centre.mixture}; run the sweep again"
                 )
-        coverages = {mixture.confidence for mixture in mixtures}
         intervals = [[(m.intervals or {}).get(n, unknown) for n in names] for m in mixtures]
         axis = SweptAxis(
             label=SWEPT_LABELS.get(parameter, parameter),
@@ -236,7 +233,6 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
             names=names,
             weights=np.array([[m.weights[name] for name in names] for m in mixtures]),
             intervals=np.array(intervals),
-            confidence=coverages.pop() if len(coverages) == 1 else None,
         )
         axes.append(axis)
     return axes
