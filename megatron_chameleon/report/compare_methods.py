@@ -120,7 +120,7 @@ def spread_of(averages: Array) -> dict[str, Any]:
         effect: the root of the sum of squared residuals of y[m, s] = mixture m + seed s, divided by
         their (m - 1)(s - 1) degrees of freedom. ``ratio`` of the two, infinite without any effect
         of the seed; without any effect of the mixture it is around 1 / sqrt(number of seeds).
-        ``is_told_apart``: whether the ratio is ``LEAST_RATIO`` or more.
+        ``are_distinguishable``: whether the ratio is ``LEAST_RATIO`` or more.
     """
     by_mixture = averages.mean(axis=1, keepdims=True)
     residuals = averages - by_mixture - averages.mean(axis=0, keepdims=True) + averages.mean()
@@ -132,7 +132,7 @@ def spread_of(averages: Array) -> dict[str, Any]:
         "between_mixtures": mixtures,
         "between_seeds": seeds,
         "ratio": ratio,
-        "is_told_apart": ratio >= LEAST_RATIO,
+        "are_distinguishable": ratio >= LEAST_RATIO,
     }
 
 
@@ -178,18 +178,13 @@ class MethodComparison:
     @functools.cached_property
     def details(self) -> dict[str, dict[str, Any]]:
         """Mixture name -> its unrounded metrics, keyed as in the JSON file."""
-        baseline, means = self.mixtures.index(self.baseline), self.perplexities.mean(axis=1)
-        unit = self.reference
+        baseline = self.mixtures.index(self.baseline)
+        means, deviations = self.perplexities.mean(axis=1), self.perplexities.std(axis=1, ddof=1)
+        units = dict.fromkeys(UNITS) if self.reference is None else self.reference.costs
         found = {}
         for i, mixture in enumerate(self.mixtures):
-            averages, costs = self.averages[i], mixture.costs
+            averages = self.averages[i]
             mean, error, half_width = paired_difference(averages, self.averages[baseline])
-            seeds = [f"seed {seed}" for seed in self.options.seeds]
-            perplexity = pd.DataFrame(self.perplexities[i], seeds, list(self.domains))
-            ratios: dict[str, float | None] = dict.fromkeys(UNITS)
-            for key, cost in costs.items():
-                by = None if unit is None else unit.costs[key]
-                ratios[key] = cost / by if cost is not None and by else None
             found[mixture.name] = {
                 "label": mixture.label,
                 "same_models_as": mixture.same_as,
@@ -200,13 +195,23 @@ class MethodComparison:
                 "standard_error": error,
                 "half_width_95": half_width,
                 "domains_better": int((means[i] < means[baseline]).sum()),
-                **costs,
-                **{f"{key}_by_reference": ratio for key, ratio in ratios.items()},
+                **mixture.costs,
+                **{
+                    f"{unit}_by_reference": cost / by
+                    if cost is not None and (by := units[unit])
+                    else None
+                    for unit, cost in mixture.costs.items()
+                },
                 "cost_made_of": list(mixture.paid.parts),
                 "cost_missing": list(mixture.paid.missing),
-                "perplexity": perplexity.to_dict("index"),
-                "mean_perplexity": perplexity.mean().to_dict(),
-                "perplexity_standard_deviation": perplexity.std().to_dict(),
+                "perplexity": {
+                    f"seed {seed}": dict(zip(self.domains, row, strict=True))
+                    for seed, row in zip(self.options.seeds, self.perplexities[i], strict=True)
+                },
+                "mean_perplexity": dict(zip(self.domains, means[i], strict=True)),
+                "perplexity_standard_deviation": dict(
+                    zip(self.domains, deviations[i], strict=True)
+                ),
             }
         return found
 
@@ -285,15 +290,14 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         mixtures.append(ComparedMixture(name, mixture, costs[name], tuple(runs), found, same_as))
     require_comparable(results)
     first, *others = [run for each in mixtures for run in each.runs]
-    one = first.provenance.options
     for run in others:
-        other = run.provenance.options
-        different = [k for k in {**one, **other} if one.get(k) != other.get(k)]
-        for key in (key for key in different if key not in MAY_DIFFER):
-            raise UserError(
-                f"{run.root} and {first.root} differ in the option {key} ({other.get(key)} and "
-                f"{one.get(key)}); compare runs that differ in their mixture and seed only"
-            )
+        one, other = first.provenance.options, run.provenance.options
+        for key in sorted((one.keys() | other.keys()) - MAY_DIFFER):
+            if one.get(key) != other.get(key):
+                raise UserError(
+                    f"{run.root} and {first.root} differ in the option {key} ({other.get(key)} and "
+                    f"{one.get(key)}); compare runs that differ in their mixture and seed only"
+                )
     domains = tuple(mixtures[0].results[0].domains)
     for name, result in results.items():
         if set(result.domains) != set(domains):
@@ -319,19 +323,16 @@ def _load_base(
 ) -> tuple[TrainingRun, EvaluationResult]:
     """A finished base run trained with ``weights`` and ``seed``, and its evaluation."""
     run, result = folder.base_runs.get(name), folder.evaluations.get(name)
-    place = folder.root / BASE / name
+    place, path = folder.root / BASE / name, folder.root / EVALUATION / f"{name}.json"
     if run is None or run.status != "finished":
-        state = "does not exist" if run is None else f"is {run.status}"
-        raise UserError(f"{place} {state}; {HINT}")
+        raise UserError(f"{place} {'is missing' if run is None else f'is {run.status}'}; {HINT}")
     if not same_weights(run.mixture, weights):
         raise UserError(
             f"{place} was trained with other weights than its mixture in {MIXTURE} has now; delete "
             f"the run and its evaluation, and {HINT}"
         )
-    trained_with = run.provenance.options.get("seed")
-    if trained_with != seed:
+    if (trained_with := run.provenance.options.get("seed")) != seed:
         raise UserError(f"{place} was trained with --seed {trained_with}; delete it, and {HINT}")
-    path = folder.root / EVALUATION / f"{name}.json"
     if result is None:
         raise UserError(f"{path} does not exist; {HINT}")
     _require_last_checkpoint(path, result, run)
@@ -342,15 +343,11 @@ def _require_last_checkpoint(path: Path, result: EvaluationResult, run: Training
     """Raise UserError unless ``result``, read from ``path``, is of the last weights of ``run``."""
     folders = checkpoint_folders(run.root)
     if not folders:
-        raise UserError(
-            f"{run.root} has no checkpoint to match its evaluation with; put it back, or delete "
-            f"the run, and {HINT}"
-        )
-    checkpoint = CheckpointRecord.load(folders[-1])
-    if (result.step, result.checkpoint_hash) != (run.step, checkpoint.hash):
+        raise UserError(f"{run.root} has no checkpoint; put it back, or delete the run, and {HINT}")
+    if (result.step, result.checkpoint_hash) != (run.step, CheckpointRecord.load(folders[-1]).hash):
         raise UserError(
             f"{path} is of other weights (step {result.step} of {result.checkpoint}) than "
-            f"{checkpoint.root}; {HINT}"
+            f"{folders[-1]}; {HINT}"
         )
 
 
@@ -432,21 +429,18 @@ def notes(compared: MethodComparison) -> list[str]:
     """Notes below the table: protocol, significance and cost accounting."""
     mixtures, baseline, seeds = compared.mixtures, compared.baseline, compared.options.seeds
     run, protocol = mixtures[0].runs[0], mixtures[0].results[0].protocol
-    most = f", at most {protocol.max_tokens:,} tokens a domain" if protocol.max_tokens else ""
     sentences = [
         f"Each mixture was computed once and trains models of {run.parameters:,} parameters for "
-        f"{run.step:,} steps ({run.tokens:,} tokens) with the seeds "
-        f"{', '.join(map(str, seeds[:-1]))} and {seeds[-1]}; models of one seed start from the "
-        f"same weights and sample with the same seed. Perplexity on the {protocol.split} split, in "
-        f"{protocol.packing} windows of {protocol.window_length} tokens{most}, averaged over "
-        "domains, each with the same weight."
+        f"{run.step:,} steps ({run.tokens:,} tokens) with {len(seeds)} seeds "
+        f"({', '.join(map(str, seeds))}); models of one seed start from the same weights and sample with the same seed. Perplexity "
+        f"on {protocol.describe()}, averaged over domains, each with the same weight."
     ]
     spread = compared.spread
     if spread is None:
         sentences.append("All of these mixtures have the same weights and show the same models.")
     else:
         verdict = "the mixtures are distinguishable"
-        if not spread["is_told_apart"]:
+        if not spread["are_distinguishable"]:
             verdict = "the mixtures are not distinguishable: train longer, or more base models"
         sentences.append(
             "Standard deviation between mixtures, divided by that between seeds: "
@@ -466,20 +460,19 @@ def notes(compared: MethodComparison) -> list[str]:
             f"of the paired difference, Student's t over {len(seeds)} seeds, not corrected for the "
             "number of pairs)."
         )
-    sentences += [
-        f"{each.label} has the weights of {each.same_as}: the same models are shown."
-        for each in mixtures
-        if each.same_as is not None
-    ]
     sentences.append(
         "A mixture's cost includes its proxies, swarm, held-out passes, embeddings and final fit. "
         "FLOPs are counted from the models' shapes; device-seconds exclude start-up."
     )
-    return sentences + [
-        f"The cost of {each.label} is unknown: no cost of {', '.join(each.paid.missing)}."
-        for each in mixtures
-        if not each.paid.is_known
-    ]
+    for each in mixtures:
+        if each.same_as is not None:
+            sentences.append(
+                f"{each.label} has the weights of {each.same_as}: the same models are shown."
+            )
+        if not each.paid.is_known:
+            missing = ", ".join(each.paid.missing)
+            sentences.append(f"The cost of {each.label} is unknown: no cost of {missing}.")
+    return sentences
 
 
 def cost_figure(compared: MethodComparison) -> Figure:

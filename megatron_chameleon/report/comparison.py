@@ -163,10 +163,9 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
         )
     require_one_corpus([folder])
     require_comparable(results)
-    (first_name, first), *others = results.items()
-    for name, result in others:
-        different = set(first.domains) ^ set(result.domains)
-        if different:
+    first_name, first = next(iter(results.items()))
+    for name, result in results.items():
+        if different := set(first.domains) ^ set(result.domains):
             raise UserError(
                 f"{EVALUATION}/{name}.json and {first_name}.json: only one of them has the domain "
                 f"'{min(different)}'; evaluate both on all domains"
@@ -224,13 +223,13 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
         else:
             groups.append([run])
     first = {group[0].name: group[0] for group in groups}
-    methods = run_labels({n: run.run for n, run in first.items() if run.run is not None}, first)
-    labels = {}
+    labels = run_labels({n: run.run for n, run in first.items() if run.run is not None}, first)
     for group in groups:
-        name, label = group[0].name, group[0].label
-        if len(group) > 1:
-            label = methods[name] if methods[name] != name else _SEED.sub("", name, count=1)
-        labels[name] = label
+        name = group[0].name
+        if len(group) == 1:
+            labels[name] = group[0].label
+        elif labels[name] == name:
+            labels[name] = _SEED.sub("", name, count=1)
     return [
         SeedGroup(label, tuple(sorted(group, key=lambda run: run.seed or 0)))
         for label, group in zip(unique_labels(labels).values(), groups, strict=True)

@@ -160,14 +160,13 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
     rows = []
     for name, mixture in ledger.mixtures.items():
         row = [name, *mixture.cells()]
-        if reference is not None:
-            unit, cost = ledger.mixtures[reference], mixture.cost
-            known = mixture.is_known and unit.is_known
-            pairs = [(cost.flops, unit.cost.flops)]
-            pairs.append((cost.device_seconds, unit.cost.device_seconds))
-            for ratio in (a / b if known and a and b else 0.0 for a, b in pairs):
-                form = f"{ratio:.2g}x" if ratio < 0.995 else f"{ratio:.1f}x"
-                row.append(form if ratio else MISSING)
+        for unit in ("flops", "device_seconds") if reference is not None else ():
+            other = ledger.mixtures[reference or name]
+            cost, by = getattr(mixture.cost, unit), getattr(other.cost, unit)
+            ratio = cost / by if mixture.is_known and other.is_known and by else 0.0
+            row.append(
+                (f"{ratio:.2g}x" if ratio < 0.995 else f"{ratio:.1f}x") if ratio else MISSING
+            )
         rows.append([*row, format_flops(mixture.paper_flops)] if by_paper else row)
     notes = [
         "Includes the proxies and embeddings that a mixture was made from. What several mixtures "

@@ -267,16 +267,18 @@ def _origins_section(
     folder: RunFolder, comparison: Comparison | None, runs: Sequence[Path]
 ) -> Section:
     """Provenance of the report: folders, corpus, protocol, software and dates of its artifacts."""
-    fields = (folder.proxies, folder.embeddings, folder.mixtures, folder.base_runs)
-    results = (folder.evaluations, folder.downstream)
-    artifacts = [folder.corpus, *(a for found in (*fields, *results) for a in found.values())]
-    found = (getattr(artifact, "provenance", None) for artifact in artifacts)
-    made: list[Provenance] = [provenance for provenance in found if provenance is not None]
+    made: list[Provenance] = [
+        artifact.provenance
+        for found in (
+            {"corpus": folder.corpus} if folder.corpus else {},
+            *(folder.proxies, folder.embeddings, folder.mixtures, folder.base_runs),
+            *(folder.evaluations, folder.downstream),
+        )
+        for artifact in found.values()
+        if artifact.provenance is not None
+    ]
     days = sorted(each.created[:10] for each in made)
-    used: dict[str, dict[str, None]] = {}
-    for each in made:
-        for package, version in each.versions.items():
-            used.setdefault(package, {})[version] = None
+    versions = {f"{p} {v}": None for each in made for p, v in each.versions.items()}
     corpus, baseline = folder.corpus, comparison.baseline if comparison else None
     facts = {
         "run folders": ", ".join(map(str, runs)),
@@ -289,7 +291,7 @@ def _origins_section(
         "compared with": baseline.name if baseline else "",
         "artifacts made": " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
         "by commit": ", ".join(sorted({each.git_commit for each in made if each.git_commit})),
-        "with": ", ".join(f"{package} {' and '.join(vs)}" for package, vs in used.items()),
+        "with": ", ".join(versions),
         "report made with": ", ".join(
             f"{name} {version}" for name, version in package_versions(PACKAGES_OF_A_REPORT).items()
         ),
@@ -418,12 +420,10 @@ def report_stability(sweep: Sweep) -> None:
     Raises:
         UserError: if a mixture cannot be read or the figure cannot be written.
     """
-    axes = swept_axes(sweep)
+    axes, stem = swept_axes(sweep), sweep.root / REPORT / "stability"
     figure = figures.sweep_figure(axes)
-    written = []
-    for suffix, content in (("png", figures.png(figure)), ("pdf", figures.pdf(figure))):
-        written.append(sweep.root / REPORT / f"stability.{suffix}")
-        with replacing(written[-1]) as temporary:
+    for suffix, content in ((".png", figures.png(figure)), (".pdf", figures.pdf(figure))):
+        with replacing(stem.with_suffix(suffix)) as temporary:
             temporary.write_bytes(content)
     tables = "\n\n\n".join(terminal_table(sweep_table(axis)) for axis in axes)
     cost, centre = sweep.cost, sweep.root / sweep.centre.mixture
@@ -431,7 +431,7 @@ def report_stability(sweep: Sweep) -> None:
         f"\n{tables}\n\n"
         f"{len(sweep.points)} mixtures took {cost.flops:.2e} FLOPs and "
         f"{cost.device_seconds / SECONDS_PER_HOUR:.3g} device-hours, including existing proxies\n"
-        f"written to {sweep.root / sweep.FILE_NAME}, {written[0]} and {written[1]}\n"
+        f"written to {sweep.root / sweep.FILE_NAME}, {stem}.png and {stem}.pdf\n"
         f"next: tools/pretrain_gpt.py --mixture {centre}, or another one of {centre.parent}",
         flush=True,
     )

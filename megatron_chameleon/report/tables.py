@@ -157,12 +157,11 @@ def formatted(
 
     None and NaN become '-'.
     """
-    none = pd.DataFrame(math.nan, values.index, values.columns) if errors is None else errors
+    known = values.astype(object).where(values.notna(), None).to_numpy()
+    errors = pd.DataFrame(index=values.index, columns=values.columns) if errors is None else errors
     rows = [
-        cells_of([None if math.isnan(v) else v for v in row], form, best, row_errors)
-        for row, row_errors in zip(
-            values.to_numpy(float), none.to_numpy(float).tolist(), strict=True
-        )
+        cells_of(row, form, best, row_errors)
+        for row, row_errors in zip(known, errors.to_numpy(float), strict=True)
     ]
     return pd.DataFrame(rows, values.index, values.columns, dtype=object)
 

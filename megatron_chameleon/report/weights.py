@@ -51,31 +51,25 @@ def weight_tables(folder: RunFolder) -> list[Table]:
     pretrain = [name for name, mode in modes.items() if mode == "pretrain"]
     finetune = [name for name, mode in modes.items() if mode == "finetune"]
     for name in finetune:
-        mixture, notes = folder.mixtures[name], []
-        scores, columns = mixture.scores or {}, {}
+        mixture, columns = folder.mixtures[name], Columns()
+        scores = mixture.scores or {}
         columns["leverage score"] = {
             # Four digits below 0.01.
             domain: f"{score:.4f}" if score >= 0.01 or score == 0 else f"{score:.3e}"
             for domain, score in scores.items()
         }
-        # Its pretraining partner is the mixture of the same name, or the only one.
-        same_name = name.replace("finetune", "pretrain")
-        partner = same_name if same_name in pretrain else None
-        if partner is None and len(pretrain) == 1:
-            (partner,) = pretrain
-            notes.append(f"The pretraining weights are those of {partner}, the only ones here.")
-        if partner is not None:
+        # Its pretraining partner is the mixture of the same name.
+        partner = name.replace("finetune", "pretrain")
+        if partner in pretrain:
             other = folder.mixtures[partner]
             columns |= weight_columns("pretraining", other.weights, other)
-            pair = pd.DataFrame([scores, other.scores or {}])
-            if scores and other.scores and not np.allclose(pair.iloc[0], pair.iloc[1], rtol=1e-4):
-                notes.append("The pretraining weights come from other scores than those shown.")
+            shown.add(partner)
         columns |= weight_columns("fine-tuning", mixture.weights, mixture)
         title = "Weights for pretraining and fine-tuning"
         title += f": {name}" if len(finetune) > 1 else ""
         texts = pd.DataFrame(columns, list(mixture.weights))
-        found.append(Table.by_row(title, "domain", texts, notes=notes))
-        shown |= {name, partner}
+        found.append(Table.by_row(title, "domain", texts))
+        shown.add(name)
     if not folder.mixtures.keys() <= shown:
         columns, notes = {}, ["Shares of training tokens."]
         for name, mixture in folder.mixtures.items():
