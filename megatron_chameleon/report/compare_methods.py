@@ -433,8 +433,8 @@ def notes(compared: MethodComparison) -> list[str]:
         f"Each mixture was computed once and trains models of {run.parameters:,} parameters for "
         f"{run.step:,} steps ({run.tokens:,} tokens) with {len(seeds)} seeds "
         f"({', '.join(map(str, seeds))}); models of one seed start from the same weights and "
-        f"sample with the same seed. Perplexity on {protocol.describe()}, averaged over domains, each "
-        "with the same weight."
+        f"sample with the same seed. Perplexity on {protocol.describe()}, averaged over domains, "
+        "each with the same weight."
     ]
     spread = compared.spread
     if spread is None:

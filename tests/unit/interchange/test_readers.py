@@ -1,7 +1,7 @@
-"""Samples of other trainers that read our exports.
+"""OLMo-core samples with an exported mixture.
 
-Their packages are no dependencies of ours: they are installed here into a virtual environment, and
-skipped if pip does not find them.
+It is no dependency of ours: it is installed here into a virtual environment, and the test is skipped
+if pip does not find it.
 """
 
 from __future__ import annotations
@@ -18,57 +18,27 @@ import pytest
 
 from tests.small_corpus import EOD, STATES
 
-READERS = Path(__file__).parent / "readers"
+READER = Path(__file__).parent / "readers/olmo_core_reads.py"
 SEQUENCE_LENGTH = 32
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """``environment(package)``: the python of a fresh virtual environment that has the package."""
+def python(tmp_path_factory):
+    """The python of a virtual environment with OLMo-core."""
     folder = tmp_path_factory.mktemp("readers")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    python = folder / "venv" / "bin" / "python"
-    constraints = folder / "constraints.txt"
-    # The installed torch, so that packages do not bring another.
+    python, constraints = folder / "venv/bin/python", folder / "constraints.txt"
+    # The installed torch, so that the package does not bring another.
     torch = importlib.metadata.version("torch").partition("+")[0]
     constraints.write_text(f"torch=={torch}\n")
-    installed: set[str] = set()
-
-    def install(package):
-        if package in installed:
-            return
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        done = subprocess.run(
-            [*pip, "--constraint", constraints, package], capture_output=True, text=True
-        )
+    for package in ("torch", "ai2-olmo-core"):
+        pip = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints, package]
+        done = subprocess.run(pip, capture_output=True, text=True)
         if f"No matching distribution found for {package}" in done.stderr:
             pytest.skip(f"pip does not find {package}")
         assert done.returncode == 0, done.stderr
-        installed.add(package)
-
-    def with_package(package):
-        install("torch")
-        install(package)
-        return python
-
-    return with_package
-
-
-@pytest.fixture
-def draw(environment, export, tmp_path):
-    """``draw(package, reader, format, **options)``: the samples that the reader draws."""
-
-    def samples(package, reader, chosen, **options):
-        python = environment(package)
-        exported = tmp_path / "export.json"
-        exported.write_text(export(chosen, **options))
-        command = [python, READERS / reader, exported, tmp_path, str(SEQUENCE_LENGTH)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return json.loads((tmp_path / "samples.json").read_text())
-
-    return samples
+    return python
 
 
 def domain_tokens(corpus, name):
@@ -89,10 +59,15 @@ def shares(samples, corpus):
     return {name: count / len(samples) for name, count in origins.items()}
 
 
-def test_olmo_core_samples_with_the_exported_weights(draw, corpus, sampled, tmp_path):
+def test_olmo_core_samples_with_the_exported_weights(python, export, corpus, sampled, tmp_path):
     budget = 4 * sum(corpus.train_tokens.values())
     (tmp_path / "token_budget.json").write_text(json.dumps(budget))
-    samples = draw("ai2-olmo-core", "olmo_core_reads.py", "olmo-core", token_budget=budget)
+    exported = tmp_path / "export.json"
+    exported.write_text(export("olmo-core", token_budget=budget))
+    command = [python, READER, exported, tmp_path, str(SEQUENCE_LENGTH)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    samples = json.loads((tmp_path / "samples.json").read_text())
     assert len(samples) * SEQUENCE_LENGTH == pytest.approx(budget, rel=0.01)
     assert shares(samples, corpus) == pytest.approx(sampled, abs=0.01)
     windows = {
@@ -103,27 +78,3 @@ def test_olmo_core_samples_with_the_exported_weights(draw, corpus, sampled, tmp_
         ).tolist()
     }
     assert all(tuple(sample) in windows for sample in samples)
-
-
-# 2,000 independent draws: 0.04 is nearly four standard deviations of a share.
-@pytest.mark.parametrize(
-    ("package", "reader", "chosen"),
-    [
-        ("litdata", "litdata_reads.py", "litgpt"),
-        ("torchtitan", "torchtitan_reads.py", "torchtitan"),
-    ],
-)
-def test_reader_samples_with_the_exported_weights(
-    draw, corpus, sampled, tmp_path, package, reader, chosen
-):
-    for name in corpus.names:
-        # Repeated, since litdata's sampling ends with the first exhausted data set.
-        tokens = domain_tokens(corpus, name)
-        (tmp_path / f"{name}.json").write_text(json.dumps(tokens.tolist() * 8))
-        ends = np.flatnonzero(tokens == EOD) + 1
-        texts = [" ".join(map(str, part)) for part in np.split(tokens, ends)[:-1]]
-        lines = [json.dumps({"text": text}) for text in texts]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    samples = draw(package, reader, chosen)
-    assert len(samples) == 2000
-    assert shares(samples, corpus) == pytest.approx(sampled, abs=0.04)

@@ -6,7 +6,6 @@ import dataclasses
 from typing import cast
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
 
@@ -15,21 +14,15 @@ from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.report.figures import (
     COLORS,
     GRID_COLOR,
-    IMAGE_DPI,
     PAGE_COLORS,
-    RunCurves,
     affinity_figure,
-    bar_domains,
-    freeze_layout,
     loss_figure,
-    new_figure,
     png,
     run_curves,
     svg_content,
     weights_figure,
 )
 from tests.unit.artifacts.artifact_samples import write_metrics
-from tests.unit.report.html_reading import read_html
 from tests.unit.report.samples import (
     NAMES,
     random_mixture,
@@ -140,38 +133,6 @@ def test_names_are_shown_as_they_are_and_cut_where_long(tmp_path, rng):
     assert losses.legends[0].get_texts()[0].get_text() == "_$r$"
 
 
-MANY = [f"domain {i:03d}" for i in range(300)]
-TALLEST = 60  # inches
-
-
-def curves(last, validation=None):
-    """A run whose losses fall from 9 to ``last`` (name -> loss)."""
-    steps = np.arange(1.0, 4.0)
-    training, held_out = (
-        {name: pd.Series([9.0, 8.0, loss], steps) for name, loss in found.items()}
-        for found in (last, validation or {})
-    )
-    return RunCurves("run", pd.Series(steps, steps), training, held_out)
-
-
-def test_no_picture_is_too_tall():
-    count = len(MANY)
-    run = curves(dict.fromkeys(MANY[:count], 3.0))
-    second = dataclasses.replace(run, label="second")
-    # The heaviest domain of the second mixture is the lightest of the first.
-    first = dict(zip(MANY, range(count, 0, -1), strict=False))
-    mixture = Mixture({n: w / sum(first.values()) for n, w in first.items()})
-    other = Mixture(dict.fromkeys(MANY[:count], 0.5 / (count - 1)) | {MANY[count - 1]: 0.5})
-    mixtures = {"one": mixture, "two": other}
-    losses, weights = loss_figure([run, second]), weights_figure(mixtures)
-    assert bar_domains(mixtures) == ([*MANY[:59], MANY[299]], count)
-    for figure in (losses, weights):
-        freeze_layout(figure)
-        assert 2 < figure.get_figheight() < TALLEST
-    assert len(losses.axes) == 1 + 24
-    assert len(weights.axes[0].patches) == 2 * 60
-
-
 def test_colours_are_variables_of_the_page(mixtures):
     page = svg_content(weights_figure(mixtures), "w")
     for name in ("--paper", "--grid", "--reference", "--series-0"):
@@ -180,16 +141,3 @@ def test_colours_are_variables_of_the_page(mixtures):
         assert color not in page.lower()
     assert GRID_COLOR.lower() in PAGE_COLORS
     assert {color.lower() for color in COLORS} <= set(PAGE_COLORS)
-
-
-@pytest.mark.parametrize(("count", "images"), [(300, 0), (5000, 1)])
-def test_many_points_are_one_image(rng, count, images):
-    figure = new_figure(5, 5)
-    figure.add_subplot().plot(*rng.normal(size=(2, count)), "ko", rasterized=True)
-    svg = read_html(f"<!DOCTYPE html>\n<svg>{svg_content(figure, 'picture')}</svg>")
-    assert len(svg.all("image")) == images
-    assert len(svg.all("use")) >= (0 if images else count)
-    if images:
-        image = svg.all("image")[0].attributes
-        assert image["href"].startswith("data:image/png;base64,")
-        assert len(image["href"]) < IMAGE_DPI**2 * 25

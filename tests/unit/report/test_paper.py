@@ -9,7 +9,12 @@ import pytest
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol
 from megatron_chameleon.report.comparison import compare
-from megatron_chameleon.report.paper import paper_names, paper_settings, paper_tables
+from megatron_chameleon.report.paper import (
+    paper_names,
+    paper_settings,
+    paper_tables,
+    printed_figures,
+)
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import terminal_table
 from tests.unit.report.samples import downstream, edit_evaluation, rows_of, save, write_run_folder
@@ -70,7 +75,7 @@ def column_of(table, heading):
     ],
 )
 def test_spellings_of_the_domains_are_known(names, data_set):
-    sets = {s.data_set.name: s.data_set for s in paper_settings().values()}
+    sets = {setting.data_set: setting for setting in paper_settings().values()}
     found = {name: paper_names(each, names) for name, each in sets.items()}
     assert [name for name, known in found.items() if known is not None] == [data_set]
     printed = next(iter(sets[data_set].columns.values())).printed
@@ -96,7 +101,7 @@ def test_perplexities_are_next_to_the_papers(root):
     setting = paper_settings()["slimpajama-684m"]
     assert perplexity.header[:4] == ("domain", "Uniform", "Chameleon", "paper: Uniform")
     found = column_of(perplexity, "paper: DoGE")
-    doge = setting.perplexity[0].figures["doge"]
+    doge = printed_figures(setting.perplexity[0])["doge"]
     assert [float(found[name]) for name in SLIMPAJAMA] == list(doge)
     assert found["average"] == "22.32"
     assert found["domains better than Uniform"] == "4 of 7"
@@ -114,7 +119,8 @@ def test_a_domain_without_text_is_in_no_average_of_either_side(root):
     perplexity = tables_of(root)[0]
     found = column_of(perplexity, "paper: Uniform")
     assert found["c4"] == "49.00"
-    printed = paper_settings()["slimpajama-684m"].perplexity[0].figures["uniform"]
+    setting = paper_settings()["slimpajama-684m"]
+    printed = printed_figures(setting.perplexity[0])["uniform"]
     rest = sum(value for name, value in printed.items() if name != "c4") / 6
     assert found["average"] == f"{rest:.2f}"
     assert column_of(perplexity, "paper: DoGE")["domains better than Uniform"] == "3 of 6"

@@ -62,12 +62,12 @@ def test_names_that_collide_get_their_folders(roots):
     change_cost(roots[1] / f"5-base/{UNIFORM}/run.json", 999.0)
     both = merged(roots)
     assert list(both.base_runs) == [CHAMELEON, f"{UNIFORM} (run-a)", f"{UNIFORM} (run-b)"]
-    # The evaluations go with them, though they are equal.
+    # Evaluations are renamed with their runs.
     assert list(both.evaluations) == list(both.base_runs)
     costs = [both.base_runs[f"{UNIFORM} ({run})"].cost for run in ("run-a", "run-b")]
     assert [cost.device_seconds for cost in costs] == [60.0, 999.0]
     once = total(RunFolder.load(roots[0])).device_seconds
-    assert total(both).device_seconds == pytest.approx(once + 999.0)
+    assert total(both).device_seconds == pytest.approx(once + 999.0 + 3.0)  # and the evaluation
 
 
 def test_a_linked_proxy_counts_once_wherever_it_is_named_from(roots):
@@ -89,8 +89,7 @@ def test_a_linked_proxy_counts_once_wherever_it_is_named_from(roots):
     for name in ("one", "two"):
         assert list(ledger.mixtures[name].parts) == [f"4-mixture/{name}", "2-proxy/tiny-seed1"]
     once = total(RunFolder.load(roots[0])).device_seconds
-    # 'one' and 'two' say the same: they are copies of one mixture.
-    assert total(both).device_seconds == pytest.approx(once)
+    assert total(both).device_seconds == pytest.approx(once + 7.0)  # the mixture of run-b
 
 
 def test_mixtures_of_one_name_are_read_from_their_folders(roots):
@@ -112,6 +111,13 @@ def test_mixtures_of_one_name_are_read_from_their_folders(roots):
     assert "4-mixture/doge/proxy-a (run-a)" in ledger.entries
     assert "4-mixture/doge/proxy-b (run-b)" in ledger.entries
     assert not any(mixture.missing for name, mixture in ledger.mixtures.items() if "doge" in name)
+
+
+def test_stage_that_cannot_be_listed_is_an_error(roots):
+    shutil.rmtree(roots[0] / "5-base")
+    (roots[0] / "5-base").write_text("a file")
+    with pytest.raises(UserError, match="cannot list .*5-base: Not a directory"):
+        RunFolder.load(roots[0])
 
 
 def test_another_corpus_is_rejected_with_both_hashes(tmp_path, roots):

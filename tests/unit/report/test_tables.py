@@ -16,7 +16,6 @@ from megatron_chameleon.report.tables import (
     csv_text,
     display_width,
     markdown,
-    markdown_table,
     terminal_table,
 )
 
@@ -47,17 +46,6 @@ def test_terminal_columns_end_at_the_same_place():
     shifts = [display_width(line) - len(line) for line in body]
     ends = [[p + shift for p in ps] for ps, shift in zip(points, shifts, strict=True)]
     assert ends[0] == ends[1] == ends[2]
-
-
-def test_markdown_has_the_same_content():
-    lines = markdown_table(table()).splitlines()
-    assert lines[0] == "## Title"
-    assert unescaped_cells(lines[2]) == ["domain", "first value", "second"]
-    assert lines[3] == "| --- | ---: | ---: |"
-    assert unescaped_cells(lines[4]) == ["a|b_<x>", "**1.25**", "10.50"]
-    assert unescaped_cells(lines[5]) == ["日本語", "13.00", "**2.00**"]
-    assert unescaped_cells(lines[6]) == ["average", "7.12", "**6.25**"]
-    assert lines[-1] == "A note."
 
 
 @pytest.mark.parametrize(
