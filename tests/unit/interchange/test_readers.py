@@ -1,7 +1,6 @@
 """OLMo-core samples with an exported mixture.
 
-It is no dependency of ours: it is installed here into a virtual environment, and the test is skipped
-if pip does not find it.
+OLMo-core is installed into a virtual environment; the test is skipped if pip does not find it.
 """
 
 from __future__ import annotations

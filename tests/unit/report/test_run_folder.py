@@ -116,7 +116,7 @@ def test_mixtures_of_one_name_are_read_from_their_folders(roots):
 def test_stage_that_cannot_be_listed_is_an_error(roots):
     shutil.rmtree(roots[0] / "5-base")
     (roots[0] / "5-base").write_text("a file")
-    with pytest.raises(UserError, match="cannot list .*5-base: Not a directory"):
+    with pytest.raises(UserError, match=r"cannot list .*5-base: Not a directory"):
         RunFolder.load(roots[0])
 
 
