@@ -353,7 +353,7 @@ def _weights_table(
 
 def _cost_table(setting: Setting, folder: RunFolder) -> list[Table]:
     """The cost of each mixture of the folder, and the printed cost of its method."""
-    others: Mapping[str, float] = setting.data.get("other_flops", {})
+    others: dict[str, float] = setting.data.get("other_flops", {})
     flops = {m: c.flops for m, c in setting.columns.items() if c.flops is not None} | others
     mixtures = ledger_of(folder).mixtures
     if not flops or not mixtures:
