@@ -13,41 +13,27 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from pydantic import NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.initialization import INIT_STD, global_name, own_shard
+from megatron_chameleon.model.initialization import (
+    INIT_STD,
+    WORD_EMBEDDINGS,
+    global_name,
+    own_shard,
+)
 from megatron_chameleon.model.sizes import Activation, ModelShape, ModelSize
-
-LAYER_NORM_EPSILON = 1e-5
 
 Tensors = dict[str, torch.Tensor]
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-_POSITIONS = "embedding.position_embeddings.weight"
 _TIED_HEAD = "lm_head.weight"
 _PREFIX = "transformer."
-_LAYER_PARTS = {
-    "input_layernorm": "ln_1",
-    "self_attention.linear_qkv": "attn.c_attn",
-    "self_attention.linear_proj": "attn.c_proj",
-    "pre_mlp_layernorm": "ln_2",
-    "mlp.linear_fc1": "mlp.c_fc",
-    "mlp.linear_fc2": "mlp.c_proj",
-}
 # The causal mask, stored as tensors in older folders.
 _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +50,13 @@ class GPT2Config:
     n_layer: PositiveInt = 12
     n_head: PositiveInt = 12
     n_inner: PositiveInt | None = None
-    activation_function: str = "gelu_new"
+    activation_function: Literal[
+        "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"
+    ] = "gelu_new"
     resid_pdrop: NonNegativeFloat = 0.1
     embd_pdrop: NonNegativeFloat = 0.1
     attn_pdrop: NonNegativeFloat = 0.1
-    layer_norm_epsilon: float = LAYER_NORM_EPSILON
+    layer_norm_epsilon: Annotated[float, Field(ge=1e-5, le=1e-5)] = 1e-5  # the model's
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     add_cross_attention: Literal[False] = False
@@ -91,17 +79,10 @@ def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][:1]) or "(the whole file)"
-        raise _unfit(where, field, body.get(field), first["msg"]) from error
-    if config.activation_function not in _ACTIVATIONS:
-        reason = f"not one of {', '.join(_ACTIVATIONS)}"
-        raise _unfit(where, "activation_function", config.activation_function, reason)
-    if config.layer_norm_epsilon != LAYER_NORM_EPSILON:
-        reason = f"only {LAYER_NORM_EPSILON:g} is supported"
-        raise _unfit(where, "layer_norm_epsilon", config.layer_norm_epsilon, reason)
+        raise _unsupported(where, field, body.get(field), first["msg"]) from error
     if config.n_embd % config.n_head:
-        raise _unfit(
-            where, "n_head", config.n_head, f"n_embd {config.n_embd} must be divisible by n_head"
-        )
+        reason = f"must divide n_embd, {config.n_embd}"
+        raise _unsupported(where, "n_head", config.n_head, reason)
     return config
 
 
@@ -113,7 +94,8 @@ def shape_of_config(config: GPT2Config) -> ModelShape:
         hidden_size=config.n_embd,
         ffn_hidden_size=config.n_inner or 4 * config.n_embd,
     )
-    activation = _ACTIVATIONS[config.activation_function]
+    is_exact = config.activation_function in ("gelu", "gelu_python")
+    activation: Activation = "gelu" if is_exact else "gelu_tanh"
     return ModelShape(size, config.vocab_size, config.n_positions, activation)
 
 
@@ -144,16 +126,34 @@ def config_of_shape(shape: ModelShape, dtype: torch.dtype, eod_id: int) -> dict[
     }
 
 
-def huggingface_names(shape: ModelShape) -> dict[str, str]:
-    """Map parameter names of the whole model to Hugging Face's names."""
-    names = {_EMBEDDING: "wte.weight", _POSITIONS: "wpe.weight"}
-    for layer in range(shape.size.num_layers):
-        for ours, theirs in _LAYER_PARTS.items():
-            for kind in ("weight", "bias"):
-                names[f"decoder.layers.{layer}.{ours}.{kind}"] = f"h.{layer}.{theirs}.{kind}"
-    for kind in ("weight", "bias"):
-        names[f"decoder.final_layernorm.{kind}"] = f"ln_f.{kind}"
-    return {ours: _PREFIX + theirs for ours, theirs in names.items()}
+def huggingface_tensors(shape: ModelShape) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Map parameter names of the whole model to Hugging Face's names and shapes."""
+    h, f = shape.size.hidden_size, shape.size.ffn_hidden_size
+    layer = {
+        "input_layernorm": ("ln_1", (h,)),
+        "self_attention.linear_qkv": ("attn.c_attn", (h, 3 * h)),
+        "self_attention.linear_proj": ("attn.c_proj", (h, h)),
+        "pre_mlp_layernorm": ("ln_2", (h,)),
+        "mlp.linear_fc1": ("mlp.c_fc", (h, f)),
+        "mlp.linear_fc2": ("mlp.c_proj", (f, h)),
+    }
+    modules: dict[str, tuple[str, tuple[int, ...]]] = {
+        f"decoder.layers.{number}.{ours}": (f"h.{number}.{theirs}", size)
+        for number in range(shape.size.num_layers)
+        for ours, (theirs, size) in layer.items()
+    }
+    modules["decoder.final_layernorm"] = "ln_f", (h,)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        WORD_EMBEDDINGS: ("transformer.wte.weight", (shape.vocab_size, h)),
+        "embedding.position_embeddings.weight": (
+            "transformer.wpe.weight",
+            (shape.max_sequence_length, h),
+        ),
+    }
+    for ours, (theirs, size) in modules.items():
+        tensors[f"{ours}.weight"] = f"{_PREFIX}{theirs}.weight", size
+        tensors[f"{ours}.bias"] = f"{_PREFIX}{theirs}.bias", size[-1:]
+    return tensors
 
 
 def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) -> Tensors:
@@ -165,13 +165,13 @@ def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) ->
     """
     heads = shape.size.num_attention_heads
     tensors = {}
-    for ours, theirs in huggingface_names(shape).items():
+    for ours, (theirs, _) in huggingface_tensors(shape).items():
         tensor = parameters[ours].detach()
-        if ours == _EMBEDDING:
+        if ours == WORD_EMBEDDINGS:
             tensor = tensor[: shape.vocab_size].clone()  # a slice would be stored with its padding
         if "linear_qkv" in ours:
             tensor = _swap_outer(tensor, heads, 3)
-        if _is_stored_transposed(ours, tensor):
+        if tensor.dim() == 2 and "decoder" in ours:
             tensor = tensor.T
         tensors[theirs] = tensor.contiguous()
     return tensors
@@ -187,13 +187,13 @@ def from_huggingface(tensors: Mapping[str, torch.Tensor], shape: ModelShape, row
     """
     heads = shape.size.num_attention_heads
     parameters = {}
-    for ours, theirs in huggingface_names(shape).items():
+    for ours, (theirs, _) in huggingface_tensors(shape).items():
         tensor = tensors[theirs]
-        if _is_stored_transposed(ours, tensor):
+        if tensor.dim() == 2 and "decoder" in ours:
             tensor = tensor.T
         if "linear_qkv" in ours:
             tensor = _swap_outer(tensor, 3, heads)
-        if ours == _EMBEDDING:
+        if ours == WORD_EMBEDDINGS:
             padding = tensor.new_zeros(rows - shape.vocab_size, shape.size.hidden_size)
             tensor = torch.cat([tensor, padding])
         parameters[ours] = tensor
@@ -243,7 +243,7 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
     found = {name: tensor for name, tensor in found.items() if not _MASK.fullmatch(name)}
     head = found.pop(_TIED_HEAD, None)
     checked = {}
-    for name, expected in huggingface_shapes(shape).items():
+    for name, expected in huggingface_tensors(shape).values():
         plain = name.removeprefix(_PREFIX)
         if plain not in found:
             raise UserError(f"{where} holds no tensor {name}, which its config.json requires")
@@ -269,29 +269,12 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
     return checked
 
 
-def huggingface_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Map Hugging Face's names to shapes."""
-    h, f = shape.size.hidden_size, shape.size.ffn_hidden_size
-    matrices = {"c_attn": (h, 3 * h), "attn.c_proj": (h, h), "c_fc": (h, f), "mlp.c_proj": (f, h)}
-    matrices |= {"wte": (shape.vocab_size, h), "wpe": (shape.max_sequence_length, h)}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in huggingface_names(shape).values():
-        module, kind = name.rsplit(".", 1)
-        whole = next((size for end, size in matrices.items() if module.endswith(end)), (h,))
-        shapes[name] = whole if kind == "weight" else whole[-1:]
-    return shapes
-
-
-def _is_stored_transposed(ours: str, tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 2 and ours.startswith("decoder.layers.")
-
-
 def _swap_outer(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Reorder rows [outer x inner x head_dim, ...] to [inner x outer x head_dim, ...]."""
     return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def _unfit(where: str, field: str, value: object, reason: str) -> UserError:
+def _unsupported(where: str, field: str, value: object, reason: str) -> UserError:
     return UserError(
         f"{where}: field {field} {value!r}: {reason}; this model is not supported, use another"
     )

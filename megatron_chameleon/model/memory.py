@@ -102,9 +102,7 @@ class RankMemory:
     @property
     def parts(self) -> dict[str, int]:
         """Name -> bytes."""
-        fields = dataclasses.asdict(self)
-        del fields["stage"]
-        return fields
+        return {name: size for name, size in vars(self).items() if name != "stage"}
 
 
 def estimate_memory(setup: TrainingSetup) -> list[RankMemory]:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-import os
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -75,10 +74,15 @@ def acceleration_report(root: Path) -> AccelerationReport:
         ),
         features=(
             Feature("CUDA", *_cuda(), "everything runs on the CPU over gloo, for smoke tests only"),
-            Feature("TF32", *_tf32(), "fp32 means fp32, at a fraction of TF32's speed; use --bf16"),
-            Feature("bf16", *_bf16(), "train in fp32, at half the speed or less"),
-            Feature("flash attention", *_flash_attention(), "slower kernels with the same result"),
-            Feature("Transformer Engine", *_transformer_engine(), "no FP8 or context parallelism"),
+            # parallel/layout.py disables it, whatever the container sets.
+            Feature("TF32", "unused", "the tools disable it", "use --bf16 for speed"),
+            *_torch_kernels(),
+            # The layers are megatron-core's plain ones, with torch's norms.
+            Feature(
+                "Transformer Engine",
+                *_package("transformer_engine.pytorch", "megatron-core uses only its FusedAdam"),
+                "no FP8 or context parallelism",
+            ),
             nvidia_apex(),
             Feature("Triton", *_triton(), "no --compile-layers; slower cross entropy and pooling"),
             Feature("fused Adam", *_fused_adam(), "parameters are updated one after the other"),
@@ -112,12 +116,12 @@ def nvidia_apex() -> Feature:
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if spec and not all(any((f / sub).is_dir() for f in folders) for sub in APEX_SUBPACKAGES):
         detail = (
-            f"apex {_version('apex')} in {folders[0] if folders else spec.origin} is another "
-            "project, which megatron-core mistakes for NVIDIA's: pip uninstall apex"
+            f"{folders[0] if folders else spec.origin} is another project of that name, which "
+            "megatron-core mistakes for NVIDIA's: pip uninstall apex"
         )
         return Feature(name, "wrong package", detail, without)
     used_for = "its FusedAdam, and gradient_accumulation_fusion if built with it"
-    return Feature(name, *_package("apex", "apex.optimizers", used_for), without)
+    return Feature(name, *_package("apex.optimizers", used_for), without)
 
 
 def cuda_coverage(root: Path) -> tuple[Coverage, ...]:
@@ -167,40 +171,25 @@ def _cuda() -> tuple[State, str]:
     return "absent", f"torch is built for CUDA {torch.version.cuda} but sees no device"
 
 
-def _tf32() -> tuple[State, str]:
-    """Report whether TF32 may replace fp32; parallel/layout.py disables it in every tool."""
-    if torch.get_float32_matmul_precision() == "highest":
-        return "unused", "this torch does not enable it"
-    variable = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-    return "unused", f"{variable}={os.environ.get(variable, '')} allows it; the tools reset it"
-
-
-def _bf16() -> tuple[State, str]:
-    if not torch.cuda.is_available():
-        return "absent", "no CUDA device"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return "available", "pass --bf16 to train with it"
-    return "absent", "the device has no bf16 units"
-
-
-def _flash_attention() -> tuple[State, str]:
-    if not torch.cuda.is_available():
-        return "absent", "no CUDA device; torch's CPU kernel is used"
-    if not torch.backends.cuda.is_flash_attention_available():
-        return "unused", "this torch was built without it"
-    if not torch.backends.cuda.flash_sdp_enabled():
-        return "unused", "disabled"
-    return "available", "torch's, for --bf16; fp32 uses another kernel"
-
-
-def _transformer_engine() -> tuple[State, str]:
-    # The layers are megatron-core's plain ones, with torch's norms.
-    used_for = "megatron-core uses only its FusedAdam"
-    return _package("transformer_engine", "transformer_engine.pytorch", used_for)
+def _torch_kernels() -> tuple[Feature, Feature]:
+    """Report bf16 and flash attention."""
+    bf16: tuple[State, str] = "absent", "no CUDA device"
+    flash: tuple[State, str] = "absent", "no CUDA device; torch's CPU kernel is used"
+    if torch.cuda.is_available():
+        bf16 = "absent", "the device has no bf16 units"
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            bf16 = "available", "pass --bf16 to train with it"
+        flash = "unused", "this torch was built without it"
+        if torch.backends.cuda.is_flash_attention_available():
+            flash = "available", "torch's, for --bf16; fp32 uses another kernel"
+    return (
+        Feature("bf16", *bf16, "train in fp32, at half the speed or less"),
+        Feature("flash attention", *flash, "slower kernels with the same result"),
+    )
 
 
 def _triton() -> tuple[State, str]:
-    state, detail = _package("triton", "triton", "the cross entropy, pooling, --compile-layers")
+    state, detail = _package("triton", "the cross entropy, pooling, --compile-layers")
     problem = triton_problem() if state == "available" else None
     return ("broken", problem) if problem else (state, detail)
 
@@ -224,24 +213,22 @@ def _nccl() -> tuple[State, str]:
     return "active", ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _package(package: str, module: str, used_for: str) -> tuple[State, str]:
+def _package(module: str, used_for: str) -> tuple[State, str]:
     """Check that a package's ``module`` imports; ``used_for``: its purpose on a CUDA device."""
+    package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         return "absent", "not installed"
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
         return "broken", f"does not import: {_first_line(error)}"
-    if not torch.cuda.is_available():
-        return "unused", f"{_version(package)}, but there is no CUDA device"
-    return "available", f"{_version(package)}: {used_for}"
-
-
-def _version(package: str) -> str:
     try:
-        return metadata.version(package)
+        version = metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "of unknown version"
+        version = "unknown version"
+    if not torch.cuda.is_available():
+        return "unused", f"{version}, but there is no CUDA device"
+    return "available", f"{version}: {used_for}"
 
 
 def _first_line(error: Exception) -> str:
