@@ -151,12 +151,12 @@ class ScorerLM(TemplateLM):
             context = tokens if len(tokens) else np.array([self.eot_token_id], dtype=np.int32)
             prompts.append(Prompt(context, settings["max_gen_toks"], tuple(stops)))
         self.failed = True
-        generated = self.scorer.generate(prompts)
+        generated, flops = self.scorer.generate(prompts)
         self.failed = False
-        self.flops += generated.flops
+        self.flops += flops
         return [
             postprocess_generated_text(self.tok_decode(new), list(prompt.stops), None)
-            for prompt, new in zip(prompts, generated.tokens, strict=True)
+            for prompt, new in zip(prompts, generated, strict=True)
         ]
 
     def get_model_info(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ ranks cannot disagree on the requests. The other ranks :meth:`Scorer.serve`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,14 +83,6 @@ class Prompt:
     context: Tokens
     max_new_tokens: int
     stops: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Generated:
-    """New tokens of each prompt, the end-of-document token included; forward FLOPs of all ranks."""
-
-    tokens: list[list[int]]
-    flops: float
 
 
 @dataclasses.dataclass
@@ -264,41 +256,6 @@ def batch_flops(shape: ModelShape, batch: Sequence[Row], width: int) -> float:
     return shape.size.num_layers * layer + places * head_forward_flops(shape)
 
 
-def score_labels(
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    rows: torch.Tensor,
-    labels: torch.Tensor,
-    rows_at_once: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of labels, and whether each is the most likely token.
-
-    Logits are computed a few rows at a time, and only for the places that predict: for whole
-    contexts they would cost as much as the layers of a small model.
-
-    Args:
-        logits_of: the output layer, [n, h] -> [n, v] float32.
-        hidden: [n, h] states after the final layer norm.
-        rows: [m] int64, the row of ``hidden`` that predicts each label.
-        labels: [m] int64.
-        rows_at_once: rows of ``hidden`` per call of ``logits_of``.
-
-    Returns:
-        [m] float32 in nats and [m] bool; of several most likely tokens, the first counts.
-    """
-    log_probabilities = torch.zeros(len(rows), device=hidden.device)
-    is_likeliest = torch.zeros(len(rows), dtype=torch.bool, device=hidden.device)
-    for start in range(0, len(hidden), rows_at_once):
-        logits = logits_of(hidden[start : start + rows_at_once])
-        # All labels in every chunk: selecting the chunk's own would synchronise with the host.
-        is_own = (rows >= start) & (rows < start + rows_at_once)
-        own_rows = (rows - start).clamp(0, len(logits) - 1)
-        scores = logits[own_rows, labels] - logits.logsumexp(dim=1)[own_rows]
-        log_probabilities = torch.where(is_own, scores, log_probabilities)
-        is_likeliest |= is_own & (logits.argmax(dim=1)[own_rows] == labels)
-    return log_probabilities, is_likeliest
-
-
 class Scorer:
     """Scores continuations and generates text with a model.
 
@@ -328,11 +285,15 @@ class Scorer:
         """
         return self._score(*self._call("score", questions, description)[1:])
 
-    def generate(self, prompts: Sequence[Prompt]) -> Generated:
+    def generate(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], float]:
         """Continue each prompt greedily up to a stop or the end of a document.
 
         There is no key-value cache: each new token costs a forward pass over the unfinished
         sequences. The tasks of the paper generate nothing.
+
+        Returns:
+            New tokens of each prompt, the end-of-document token included; forward FLOPs of all
+            ranks.
         """
         return self._generate(*self._call("generate", prompts)[1:])
 
@@ -403,23 +364,36 @@ class Scorer:
         return whole[-(self.max_length + 1) :][:-1] if len(question.continuation) else whole[:1]
 
     def _score_batch(self, batch: Batch, sums: torch.Tensor) -> None:
-        """Add the log-likelihoods and misses of a batch to ``sums`` [2, n]."""
+        """Add the log-likelihoods and misses of a batch to ``sums`` [2, n].
+
+        Logits are computed a few states at a time, and only for the places that predict: for whole
+        contexts they would cost as much as the layers of a small model. Of several most likely
+        tokens, the first counts.
+        """
         hidden = self.reader.final_hidden_states(
             batch["tokens"], batch["positions"], batch.get("attention_mask")
         )
-        if hidden is None or not len(batch["labels"]):
+        rows, labels = batch["rows"], batch["labels"]
+        if hidden is None or not len(labels):
             return
         states = hidden.transpose(0, 1).flatten(0, 1)[batch["places"]]
         elements = LOGITS_ON_GPU if hidden.is_cuda else LOGITS_ON_CPU
-        rows_at_once = max(1, elements // self.reader.shape.vocab_size)
-        scores, hits = score_labels(
-            self._logits, states, batch["rows"], batch["labels"], rows_at_once
-        )
-        sums[0].index_add_(0, batch["questions"], scores.double())
+        chunk = max(1, elements // self.reader.shape.vocab_size)
+        log_probabilities = torch.zeros(len(rows), device=hidden.device)
+        hits = torch.zeros(len(rows), dtype=torch.bool, device=hidden.device)
+        for start in range(0, len(states), chunk):
+            logits = self._logits(states[start : start + chunk])
+            # All labels in every chunk: selecting the chunk's own would synchronise with the host.
+            is_own = (rows >= start) & (rows < start + chunk)
+            own_rows = (rows - start).clamp(0, len(logits) - 1)
+            scores = logits[own_rows, labels] - logits.logsumexp(dim=1)[own_rows]
+            log_probabilities = torch.where(is_own, scores, log_probabilities)
+            hits |= is_own & (logits.argmax(dim=1)[own_rows] == labels)
+        sums[0].index_add_(0, batch["questions"], log_probabilities.double())
         sums[1].index_add_(0, batch["questions"], (~hits).double())
 
     @torch.no_grad()
-    def _generate(self, prompts: Sequence[Prompt]) -> Generated:
+    def _generate(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], float]:
         """Continue ``sequences_at_once`` prompts of similar lengths at a time."""
         layout, size = self.layout, self.sequences_at_once
         order = sorted(range(len(prompts)), key=lambda n: len(prompts[n].context))
@@ -445,10 +419,8 @@ class Scorer:
         everywhere: list[tuple[list[list[int]], float]] = [([], 0.0)] * layout.world_size
         dist.all_gather_object(everywhere, (new, flops) if reports else ([], 0.0))
         found = [tokens for tokens, _ in everywhere if tokens]
-        return Generated(
-            tokens=[next((t for t in each if t), []) for each in zip(*found, strict=True)],
-            flops=sum(each for _, each in everywhere),
-        )
+        tokens = [next((t for t in each if t), []) for each in zip(*found, strict=True)]
+        return tokens, sum(each for _, each in everywhere)
 
     def _is_finished(self, prompt: Prompt, new: list[int]) -> bool:
         if len(new) >= prompt.max_new_tokens or new[-1:] == [self.eod_id]:

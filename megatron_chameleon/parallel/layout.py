@@ -84,26 +84,52 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     # torchrun sets both; a scheduler may set only WORLD_SIZE, also for a single process.
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     check_layout(options, world_size)
-    virtual = options.for_training().num_virtual_stages_per_pipeline_rank
+    training, timeout_minutes = options.for_training(), options.distributed_timeout_minutes
+    virtual = training.num_virtual_stages_per_pipeline_rank
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     # Lets tensor-parallel communication overlap with computation on the GPU; megatron requires it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = _prepare_device()
-    _init_process_group(world_size, device, options.distributed_timeout_minutes)
+    on_gpu, alone = device.type == "cuda", "RANK" not in os.environ
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=torch._C._distributed_c10d.HashStore() if alone else _new_store(timeout),
+        rank=0 if alone else int(os.environ["RANK"]),
+        world_size=world_size,
+        device_id=device if on_gpu else None,
+        timeout=timeout,
+    )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         # megatron takes None for a pipeline that is not interleaved.
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=options.distributed_timeout_minutes,
+        distributed_timeout_minutes=timeout_minutes,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+    layout = Layout(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=options.tensor_model_parallel_size,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=options.pipeline_model_parallel_size,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        sequence_parallel=options.sequence_parallel,
+        use_distributed_optimizer=training.use_distributed_optimizer,
+        device=device,
+        virtual_size=virtual,
+        overlap_grad_reduce=training.overlap_grad_reduce,
+        overlap_param_gather=training.overlap_param_gather,
+    )
     try:
-        yield _current_layout(options, device)
+        yield layout
     except BaseException:
         # Over NCCL, ranks that wait in a collective could block this one here, and its error would
         # not be reported. The process is about to end anyway.
@@ -197,20 +223,6 @@ def _prepare_device() -> torch.device:
     return device
 
 
-def _init_process_group(world_size: int, device: torch.device, timeout_minutes: int) -> None:
-    on_gpu = device.type == "cuda"
-    alone = "RANK" not in os.environ  # then there is no torchrun with a store
-    timeout = datetime.timedelta(minutes=timeout_minutes)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=torch._C._distributed_c10d.HashStore() if alone else _new_store(timeout),
-        rank=0 if alone else int(os.environ["RANK"]),
-        world_size=world_size,
-        device_id=device if on_gpu else None,
-        timeout=timeout,
-    )
-
-
 def _new_store(timeout: datetime.timedelta) -> Store:
     """Return a new namespace of torchrun's store for the process groups.
 
@@ -220,25 +232,3 @@ def _new_store(timeout: datetime.timedelta) -> Store:
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore(f"start-{store.add(f'starts-of-rank-{rank}', 1)}", store)
-
-
-def _current_layout(options: ParallelOptions, device: torch.device) -> Layout:
-    from megatron.core import parallel_state
-
-    training = options.for_training()
-    return Layout(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-        sequence_parallel=options.sequence_parallel,
-        use_distributed_optimizer=training.use_distributed_optimizer,
-        device=device,
-        virtual_size=training.num_virtual_stages_per_pipeline_rank,
-        overlap_grad_reduce=training.overlap_grad_reduce,
-        overlap_param_gather=training.overlap_param_gather,
-    )

@@ -65,14 +65,14 @@ def answer(folder: Path, name: str) -> None:
         scorer = Scorer(open_reader(record, layout), batch, tokenizer)
         if layout.is_main:
             answers = scorer.score(make_questions())
-            generated = scorer.generate(make_prompts())
+            generated, flops = scorer.generate(make_prompts())
             scorer.stop()
             np.savez(
                 folder / f"{name}.npz",
                 log_likelihoods=answers.log_likelihoods,
                 is_greedy=answers.is_greedy,
-                generated=np.array([str(tokens) for tokens in generated.tokens]),
-                flops_of_generation=generated.flops,
+                generated=np.array([str(tokens) for tokens in generated]),
+                flops_of_generation=flops,
             )
         else:
             scorer.serve()

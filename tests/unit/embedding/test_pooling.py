@@ -23,10 +23,8 @@ def mean_direct(hidden, lengths):
     return means
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(
-    ("shape", "offset"), [((1, 1, 1), 1), ((128, 3, 64), 1), ((2000, 1, 2), 6e4)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "offset"), [((128, 3, 64), 1), ((2000, 1, 2), 6e4)])
 def test_mean_over_the_tokens(dtype, shape, offset):
     """In float32: sums of float16 around 60,000 would overflow."""
     generator = torch.Generator().manual_seed(0)
@@ -69,13 +67,6 @@ def test_layouts_masks_and_norm(states):
     normed = torch.nn.functional.layer_norm(states, (6,), weight, bias, 1e-3)
     torch.testing.assert_close(mean, masked_mean(normed, lengths=LENGTHS))
     assert not mean[3].any()
-
-
-def test_lengths_or_a_mask_of_the_right_shape_are_required(states):
-    lengths, mask = torch.ones(4), torch.ones(4, 9)
-    for wrong in ({}, {"lengths": lengths, "mask": mask}, {"lengths": mask[0]}, {"mask": mask.t()}):
-        with pytest.raises(ValueError, match=r"lengths|mask"):
-            masked_mean(states, **wrong)  # type: ignore[arg-type]
 
 
 def test_kernels_in_the_interpreter():

@@ -72,10 +72,10 @@ def test_generated_texts_equal_the_exported_models(ours, theirs):
 def test_generation_ends_at_an_end_of_document(ours, monkeypatch):
     context = np.array(ours.tok_encode(CONTEXTS[0]), np.int32)
     prompt = Prompt(context, max_new_tokens=6, stops=())
-    (six,) = ours.scorer.generate([prompt]).tokens
+    (six,), _ = ours.scorer.generate([prompt])
     assert len(six) == 6
     monkeypatch.setattr(ours.scorer, "eod_id", six[1])
-    (ended,) = ours.scorer.generate([prompt]).tokens
+    (ended,), _ = ours.scorer.generate([prompt])
     assert ended == six[: six.index(six[1]) + 1]
     assert len(ended) < 6
 

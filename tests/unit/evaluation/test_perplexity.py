@@ -197,7 +197,7 @@ def test_mistakes_are_rejected_and_nothing_is_written(evaluate, tmp_path, change
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_tokenizer_is_rejected(evaluate, tmp_path):
+def test_a_corpus_of_another_tokenizer_is_rejected(evaluate, tmp_path):
     other = write_small_corpus(tmp_path / "other", tokenizer_hash="9" * 64)
     with pytest.raises(UserError, match="tokenizer"):
         evaluate(corpus=other.root)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.readout import Reader, check_layer, check_window
+from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.model.sizes import ModelShape, model_size
 
 SHAPE = ModelShape(model_size("nano"), vocab_size=250, max_sequence_length=32)
@@ -58,14 +57,3 @@ def test_token_losses_are_minus_the_log_of_the_models_probabilities(reader, toke
     assert losses.dtype == torch.float32
     assert not losses.requires_grad
     torch.testing.assert_close(losses.double(), -probabilities.log(), atol=1e-5, rtol=0)
-
-
-def test_layers_and_windows_have_defaults_and_ranges():
-    assert check_layer(SHAPE, None) == SHAPE.size.num_layers // 2
-    assert check_window(SHAPE, None) == 32
-    for layer in (0, SHAPE.size.num_layers + 1):
-        with pytest.raises(UserError, match=f"--layer {layer}"):
-            check_layer(SHAPE, layer)
-    for window in (0, 33):
-        with pytest.raises(UserError, match=f"--window-length {window}"):
-            check_window(SHAPE, window)
