@@ -419,8 +419,8 @@ class Scorer:
         everywhere: list[tuple[list[list[int]], float]] = [([], 0.0)] * layout.world_size
         dist.all_gather_object(everywhere, (new, flops) if reports else ([], 0.0))
         found = [tokens for tokens, _ in everywhere if tokens]
-        tokens = [next((t for t in each if t), []) for each in zip(*found, strict=True)]
-        return tokens, sum(each for _, each in everywhere)
+        merged = [next((t for t in each if t), []) for each in zip(*found, strict=True)]
+        return merged, sum(each for _, each in everywhere)
 
     def _is_finished(self, prompt: Prompt, new: list[int]) -> bool:
         if len(new) >= prompt.max_new_tokens or new[-1:] == [self.eod_id]:

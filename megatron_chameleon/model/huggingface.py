@@ -110,7 +110,7 @@ def config_of_shape(shape: ModelShape, dtype: torch.dtype, eod_id: int) -> dict[
         n_layer=size.num_layers,
         n_head=size.num_attention_heads,
         n_inner=size.ffn_hidden_size,
-        activation_function={"gelu": "gelu", "gelu_tanh": "gelu_new"}[shape.activation],
+        activation_function="gelu" if shape.activation == "gelu" else "gelu_new",
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
