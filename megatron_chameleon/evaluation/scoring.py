@@ -419,7 +419,9 @@ class Scorer:
         everywhere: list[tuple[list[list[int]], float]] = [([], 0.0)] * layout.world_size
         dist.all_gather_object(everywhere, (new, flops) if reports else ([], 0.0))
         found = [tokens for tokens, _ in everywhere if tokens]
-        merged = [next((t for t in each if t), []) for each in zip(*found, strict=True)]
+        merged: list[list[int]] = [
+            next((t for t in each if t), []) for each in zip(*found, strict=True)
+        ]
         return merged, sum(each for _, each in everywhere)
 
     def _is_finished(self, prompt: Prompt, new: list[int]) -> bool:
