@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import math
+import itertools
 import statistics
 import sys
 import warnings
@@ -29,22 +29,17 @@ import psutil
 import torch
 
 from benchmarks.measure import device_file, interleaved, machine, put_row
-from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.methods.doge.hook import GradientAlignment
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
-from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.hook import HookRunner
-from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
-from megatron_chameleon.training.options import OptimizerOptions
-from megatron_chameleon.training.step import BatchShape, Passes, train_step
+from tests.random_training import OPTIMIZER, RandomTraining, random_batches
 
 VOCAB_SIZE = 50_257  # of GPT-2's tokenizer
 SAMPLES = 128
 PAPERS_RATIO = {7: 1.7, 17: 2.5}
-OPTIMIZER = OptimizerOptions(lr=1e-4, min_lr=1e-5, lr_warmup_iters=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,70 +59,37 @@ class Case:
         return f"{self.size}, sequence {self.seq_length}, micro-batch {self.micro_batch_size}, bf16"
 
 
-class Trained:
-    """A model with its optimizer, and the two kinds of training steps."""
+def steps_of(case: Case, layout: Layout) -> dict[str, Callable[[], None]]:
+    """Training steps of one model: a plain one, and one with DoGE for each number of domains."""
+    training = RandomTraining(case.shape, layout, bf16=True, per_token_loss=True)
+    num_microbatches = SAMPLES // case.micro_batch_size
 
-    def __init__(self, case: Case, layout: Layout) -> None:
-        self._case, self._layout = case, layout
-        chunks = build_model_chunks(case.shape, layout, seed=0, bf16=True, per_token_loss=True)
-        self._chunks = data_parallel(chunks, layout, bf16=True)
-        self._optimizer = build_optimizer(self._chunks, OPTIMIZER, layout, bf16=True)
-        self._scheduler = build_scheduler(self._optimizer, OPTIMIZER, train_iters=10**6)
-        count = SAMPLES // case.micro_batch_size
-        self._batch_shape = BatchShape(count, case.micro_batch_size, case.seq_length)
-
-    def plain_step(self) -> None:
-        """A training step without a hook."""
-        batches = random_batches(self._case, num_domains=1)
-        passes = Passes(self._chunks, self._batch_shape, num_domains=1)
-        self._step(lambda: passes.forward_backward(iter(batches)))
-
-    def doge_step(self, num_domains: int) -> Callable[[], None]:
-        """A function that runs a training step with DoGE on ``num_domains`` domains."""
+    def make_step(num_domains: int, *, is_plain: bool = False) -> Callable[[], None]:
+        passes = training.passes(num_microbatches, case.micro_batch_size, num_domains)
         everything = tuple(range(num_domains))
         names = [f"domain {number}" for number in everything]
         hook = GradientAlignment(names, DogeRecipe(), Roles(everything, everything))
-        passes = Passes(self._chunks, self._batch_shape, num_domains)
-        hooked = HookRunner(hook, passes, self._case.shape, self._layout)
+        hooked = HookRunner(hook, passes, case.shape, layout)
 
         def step() -> None:
-            batches = random_batches(self._case, num_domains)
-            self._step(lambda: hooked.forward_backward(iter(batches), 0, OPTIMIZER.lr))
+            random = random_batches(VOCAB_SIZE, case.micro_batch_size, case.seq_length, num_domains)
+            batches = itertools.islice(random, num_microbatches)
+            if is_plain:
+                training.step(lambda: passes.forward_backward(batches))
+            else:
+                training.step(lambda: hooked.forward_backward(batches, 0, OPTIMIZER.lr))
+            torch.cuda.synchronize()
 
         return step
 
-    def _step(self, forward_backward: Callable[[], torch.Tensor]) -> None:
-        result = train_step(self._chunks, self._optimizer, self._scheduler, forward_backward)
-        assert math.isfinite(result.grad_norm)
-        torch.cuda.synchronize()
-
-
-def random_batches(case: Case, num_domains: int) -> list[Batch]:
-    """A step's micro-batches of random tokens, with the domains in round-robin order."""
-    generator = torch.Generator().manual_seed(0)
-    b, s = case.micro_batch_size, case.seq_length
-    text = torch.randint(VOCAB_SIZE, (SAMPLES, s + 1), generator=generator)
-    domains = torch.arange(SAMPLES) % num_domains
-    return [
-        {
-            "tokens": text[start : start + b, :-1].contiguous(),
-            "labels": text[start : start + b, 1:].contiguous(),
-            "loss_mask": torch.ones(b, s),
-            "position_ids": torch.arange(s).repeat(b, 1),
-            "domain": domains[start : start + b],
-        }
-        for start in range(0, SAMPLES, b)
-    ]
+    steps = {"plain": make_step(1, is_plain=True)}
+    return steps | {f"{count} domains": make_step(count) for count in PAPERS_RATIO}
 
 
 def measured(case: Case, layout: Layout, repeats: int) -> dict[str, Any]:
     """A row: seconds, median time relative to a plain step, and memory."""
-    trained = Trained(case, layout)
-    steps = {"plain": trained.plain_step}
-    memory = {"plain": taken_memory(trained.plain_step)}
-    for count in PAPERS_RATIO:
-        steps[f"{count} domains"] = trained.doge_step(count)
-        memory[f"{count} domains"] = taken_memory(steps[f"{count} domains"])
+    steps = steps_of(case, layout)
+    memory = {name: taken_memory(step) for name, step in steps.items()}
     seconds = interleaved(steps, repeats)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return {

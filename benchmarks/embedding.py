@@ -21,34 +21,50 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GPT2Model, PreTrainedTokenizerFast
 
-VOCAB_SIZE = 50_257
-EOD_TOKEN = "<|endoftext|>"
+from benchmarks.measure import compared, device_file, format_row, interleaved, machine, put_row
+from benchmarks.real_text import read_texts, write_real_text
+from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
+from megatron_chameleon.corpus.preprocess import preprocess_data
+from megatron_chameleon.embedding.embed import embed_windows
+from megatron_chameleon.embedding.windows import draw_windows
+from megatron_chameleon.methods.chameleon.options import ExtractionOptions
+from megatron_chameleon.model.sizes import model_size
+from megatron_chameleon.parallel.layout import Layout, device_name, distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.progress import progress_bar
+from tests.text_checkpoint import EOD_TOKEN, TextCheckpoint, write_text_checkpoint
+
 SIZE = "82m"
 THEIR_BATCH = 64
-TEXT_BYTES, TRAINING_BYTES = 20_000_000, 5_000_000
+TEXT_BYTES = 20_000_000
 # Maximum difference between vectors; their entries are about 0.1.
 TOLERANCE = 1e-4
+
+Vectors = NDArray[np.float32]
 
 
 def main() -> None:
     """Prepare the inputs, compare the vectors, time both interleaved, and write the results."""
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, default=64, help="windows per run")
+    parser.add_argument("--window-length", type=int, default=512, help="maximum tokens per window")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each")
+    arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    import torch
-
-    from benchmarks.measure import compared, device_file, format_row, interleaved, machine, put_row
-    from megatron_chameleon.parallel.layout import device_name, distributed
-    from megatron_chameleon.parallel.options import ParallelOptions
-
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         task = prepare(folder, arguments.windows, arguments.window_length)
@@ -57,123 +73,87 @@ def main() -> None:
         on = machine() | {"device": name, "cuda": torch.version.cuda}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads", flush=True)
         our_vectors, their_vectors = ours(task, layout), theirs(task, layout.device)
-        agreement = compare(our_vectors(), *their_vectors())
-        rounded = ours(task, layout, bf16=True)
-        agreement["bf16_largest_relative_difference"] = distance(rounded(), our_vectors())
-        contestants = {"ours": our_vectors, "ours, bf16": rounded, "theirs": their_vectors}
+        rounded_vectors = ours(task, layout, bf16=True)
+        exact, (others, same) = our_vectors(), their_vectors()
+        assert same.any(), "no window kept its tokens"
+        difference = float(np.abs(exact[same] - others[same]).max())
+        assert difference < TOLERANCE, f"vectors differ by {difference}"
+        errors = np.linalg.norm(rounded_vectors() - exact, axis=1) / np.linalg.norm(exact, axis=1)
+        contestants = {"ours": our_vectors, "ours, bf16": rounded_vectors, "theirs": their_vectors}
         seconds = interleaved(contestants, arguments.repeats)
         row = compared(
             f"{SIZE}, {len(task.windows)} windows of up to {arguments.window_length} tokens",
             seconds,
             tokens=int(task.windows.length.sum()),
             all_seconds=seconds,
-            vectors=agreement,
+            vectors={
+                "same_tokens": int(same.sum()),
+                "largest_difference": difference,
+                "bf16_largest_relative_difference": float(errors.max()),
+            },
         )
-        row["windows_per_second"] = {
-            name: len(task.windows) / seconds for name, seconds in row["seconds"].items()
-        }
+        speeds = {name: len(task.windows) / each for name, each in row["seconds"].items()}
         print(format_row(row))
-        speeds = ", ".join(f"{name} {each:.2f}" for name, each in row["windows_per_second"].items())
+        per_second = ", ".join(f"{name} {each:.2f}" for name, each in speeds.items())
         print(
-            f"windows per second: {speeds}; {agreement['same_tokens']} of the windows have the "
-            f"same tokens, whose vectors differ by {agreement['largest_difference']:.1e} at most"
+            f"windows per second: {per_second}; {same.sum()} of the windows have the same tokens, "
+            f"whose vectors differ by {difference:.1e} at most"
         )
+        row["windows_per_second"] = speeds
         print(f"written to {put_row(device_file('embedding', name), on, row)}")
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=64, help="windows per run")
-    parser.add_argument("--window-length", type=int, default=512, help="maximum tokens per window")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each")
-    return parser.parse_args()
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The windows and the models of both."""
+    """Windows of a domain's training documents, in sampling order, and the model of both."""
 
     source: Any
-    """TokenFile: the domain's training documents."""
     windows: Any
-    """The sampled windows, in sampling order."""
-    model: Path
-    """A Hugging Face GPT-2 folder with its tokenizer."""
-    checkpoint: Path
-    """The same weights as our checkpoint."""
+    model: TextCheckpoint
 
 
 def prepare(folder: Path, num_windows: int, window_length: int) -> Task:
     """Write text, tokenizer, weights and corpus; sample the windows."""
-    from benchmarks.real_text import train_tokenizer_on, write_real_text
-    from megatron_chameleon.artifacts import Corpus
-    from megatron_chameleon.checkpoint.convert import convert_from_huggingface
-    from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions
-    from megatron_chameleon.corpus.indexed import open_tokens
-    from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
-    from megatron_chameleon.corpus.preprocess import preprocess_data
-    from megatron_chameleon.embedding.windows import draw_windows
-
-    text, model, corpus = folder / "text.jsonl", folder / "model", folder / "corpus"
+    text, corpus = folder / "text.jsonl", folder / "corpus"
     write_real_text(text, TEXT_BYTES)
-    write_model(model)
-    train_tokenizer_on(text, TRAINING_BYTES, VOCAB_SIZE, model / "tokenizer.json")
     with contextlib.redirect_stdout(io.StringIO()):
+        model = write_model(folder, text)
         preprocess_data(
             PreprocessOptions(
                 source=SourceOptions(input=((f"text={text}",),)),
-                tokenizer_model=model / "tokenizer.json",
+                tokenizer_model=model.tokenizer,
                 output=corpus,
             )
         )
-        convert_from_huggingface(FromHuggingFaceOptions(model=model, output=folder / "checkpoint"))
     source = open_tokens(Corpus.load(corpus), "text", "train")
     windows = draw_windows(source.lengths, window_length, num_windows, 0, "text")
-    return Task(source, windows, model, folder / "checkpoint")
+    return Task(source, windows, model)
 
 
-def write_model(folder: Path) -> None:
-    """Write a GPT-2 of random weights, with the shape of the 82m."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from megatron_chameleon.model.sizes import model_size
-
+def write_model(folder: Path, text: Path) -> TextCheckpoint:
+    """Write random weights of the 82m shape, and a tokenizer trained on ``text``."""
     size = model_size(SIZE)
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB_SIZE,
+    return write_text_checkpoint(
+        folder,
+        read_texts(text, TEXT_BYTES // 4),
+        vocab_size=50_257,
         n_positions=1024,
         n_layer=size.num_layers,
         n_embd=size.hidden_size,
         n_head=size.num_attention_heads,
     )
-    GPT2LMHeadModel(config).save_pretrained(folder)
 
 
-def ours(task: Task, layout: Any, *, bf16: bool = False) -> Callable[[], NDArray[np.float32]]:
+def ours(task: Task, layout: Layout, *, bf16: bool = False) -> Callable[[], Vectors]:
     """Embed as tools/compute_mixture.py does, sorted by window length."""
-    import numpy as np
-
-    from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-    from megatron_chameleon.checkpoint.load import open_reader
-    from megatron_chameleon.embedding.embed import embed_windows
-    from megatron_chameleon.methods.chameleon.options import ExtractionOptions
-    from megatron_chameleon.progress import progress_bar
-
-    record = CheckpointRecord.load(find_checkpoint(task.checkpoint))
-    reader = open_reader(record, layout, bf16=bf16)
-    sorted_windows = task.windows.longest_first()
+    reader = open_reader(CheckpointRecord.load(task.model.checkpoint), layout, bf16=bf16)
+    windows = task.windows.longest_first()
     order = np.argsort(-task.windows.length, kind="stable")
-    layer = reader.shape.size.num_layers // 2
-    batch_size = ExtractionOptions.embedding_batch_size
+    layer, batch = reader.shape.size.num_layers // 2, ExtractionOptions.embedding_batch_size
 
-    def run() -> NDArray[np.float32]:
-        with progress_bar(len(sorted_windows), " windows", quiet=True) as bar:
-            found = embed_windows(
-                reader, task.source, sorted_windows, layer, batch_size, bar, "text"
-            )
+    def run() -> Vectors:
+        with progress_bar(len(windows), " windows", quiet=True) as bar:
+            found = embed_windows(reader, task.source, windows, layer, batch, bar, "text")
         vectors = np.empty_like(found)
         vectors[order] = found
         return vectors
@@ -181,16 +161,12 @@ def ours(task: Task, layout: Any, *, bf16: bool = False) -> Callable[[], NDArray
     return run
 
 
-def theirs(task: Task, device: Any) -> Callable[[], tuple[NDArray[np.float32], NDArray[np.bool_]]]:
+def theirs(task: Task, device: torch.device) -> Callable[[], tuple[Vectors, NDArray[np.bool_]]]:
     """Embed as the authors do; returns the vectors, and which windows kept their tokens."""
-    import numpy as np
-    import torch
-    from transformers import GPT2Model, PreTrainedTokenizerFast
-
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(task.model / "tokenizer.json"), pad_token=EOD_TOKEN
+        tokenizer_file=str(task.model.tokenizer), pad_token=EOD_TOKEN
     )
-    model = GPT2Model.from_pretrained(task.model).eval().to(device)
+    model = GPT2Model.from_pretrained(task.model.exported).eval().to(device)
     windows, source = task.windows, task.source
     firsts = source.starts[windows.document] + windows.start
     tokens = [
@@ -199,7 +175,7 @@ def theirs(task: Task, device: Any) -> Callable[[], tuple[NDArray[np.float32], N
     ]
 
     @torch.no_grad()
-    def run() -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    def run() -> tuple[Vectors, NDArray[np.bool_]]:
         vectors, same = [], []
         for first in range(0, len(tokens), THEIR_BATCH):
             rows = tokens[first : first + THEIR_BATCH]
@@ -219,30 +195,6 @@ def theirs(task: Task, device: Any) -> Callable[[], tuple[NDArray[np.float32], N
         return np.concatenate(vectors), np.array(same)
 
     return run
-
-
-def compare(
-    ours: NDArray[np.float32], theirs: NDArray[np.float32], same: NDArray[np.bool_]
-) -> dict[str, float]:
-    """Check that the vectors agree for windows whose text was tokenized to the same tokens again.
-
-    Raises:
-        AssertionError: if they differ.
-    """
-    import numpy as np
-
-    assert same.any(), "no window kept its tokens"
-    largest = float(np.abs(ours[same] - theirs[same]).max())
-    assert largest < TOLERANCE, f"vectors differ by {largest}"
-    return {"same_tokens": int(same.sum()), "largest_difference": largest}
-
-
-def distance(rounded: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
-    """Largest relative error (L2) of a window's vector."""
-    import numpy as np
-
-    lengths = np.linalg.norm(exact, axis=1)
-    return float((np.linalg.norm(rounded - exact, axis=1) / lengths).max())
 
 
 if __name__ == "__main__":

@@ -14,28 +14,40 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import logging
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
+import datasets
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 
-VOCAB_SIZE = 50_257
-SIZE = "82m"
-TEXT_BYTES = 5_000_000
+from benchmarks.embedding import SIZE, TEXT_BYTES, write_model
+from benchmarks.measure import compared, device_file, format_row, interleaved, machine, put_row
+from benchmarks.real_text import write_real_text
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
+from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions
+from megatron_chameleon.evaluation.scoring import Scorer
+from megatron_chameleon.evaluation.tasks import TaskLibrary
+from megatron_chameleon.parallel.layout import device_name, distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from tests.fixtures.task_data import write_task_data
+from tests.text_checkpoint import EOD_TOKEN
+
 TOLERANCE = 1e-4
-Pairs = list[tuple[float, bool]]
 
 
 def main() -> None:
@@ -43,28 +55,36 @@ def main() -> None:
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    import torch
-
-    from benchmarks.measure import compared, device_file, format_row, interleaved, machine, put_row
-    from megatron_chameleon.parallel.layout import device_name, distributed
-    from megatron_chameleon.parallel.options import ParallelOptions
-
+    datasets.disable_progress_bars()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        places = prepare(folder, arguments.documents + max(arguments.shots) + 1)
+        write_real_text(folder / "text.jsonl", TEXT_BYTES)
+        with contextlib.redirect_stdout(io.StringIO()):
+            model = write_model(folder, folder / "text.jsonl")
+        num_documents = arguments.documents + max(arguments.shots) + 1
+        data = write_task_data(folder / "data", num_documents)
         layout = stack.enter_context(distributed(ParallelOptions(), seed=0))
         name = device_name(layout.device)
         on = machine() | {"device": name, "cuda": torch.version.cuda}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads", flush=True)
-        models = {
-            "ours": our_model(places, layout),
-            "theirs": their_model(places, layout.device, arguments.their_batch_size),
+        reader = open_reader(CheckpointRecord.load(model.checkpoint), layout)
+        tokenizer = load_tokenizer(model.tokenizer, EOD_TOKEN)
+        batch_size = DownstreamOptions.evaluation_batch_size
+        models: dict[str, Any] = {
+            "ours": ScorerLM(Scorer(reader, batch_size, tokenizer)),
+            # lm-eval's model shares the context of single-token answers.
+            "theirs": HFLM(
+                str(model.exported),
+                device=str(layout.device),
+                dtype="float32",
+                batch_size=arguments.their_batch_size,
+            ),
         }
         for shots in arguments.shots:
-            requests = make_requests(places, shots, arguments.documents)
-            contestants = {who: answering(model, requests) for who, model in models.items()}
-            agreement = compare(*(run() for run in contestants.values()))
-            seconds = interleaved(contestants, arguments.repeats)
+            requests = make_requests(data, shots, arguments.documents)
+            runs = {who: partial(answer, model, requests) for who, model in models.items()}
+            difference = compare(*(run() for run in runs.values()))
+            seconds = interleaved(runs, arguments.repeats)
             row = compared(
                 f"{SIZE}, thirteen tasks with {shots} shots",
                 seconds,
@@ -72,27 +92,14 @@ def main() -> None:
                 documents_of_each_task=arguments.documents,
                 their_batch_size=arguments.their_batch_size,
                 all_seconds=seconds,
-                answers=agreement,
+                answers={"largest_difference": difference},
             )
-            add_speeds(row)
-            print(format_row(row), format_speeds(row), sep="\n")
+            speeds = {who: len(requests) / each for who, each in row["seconds"].items()}
+            row["requests_per_second"] = speeds
+            print(format_row(row))
+            per_second = ", ".join(f"{who} {each:.1f}" for who, each in speeds.items())
+            print(f"requests per second: {per_second}; answers differ by {difference:.1e} at most")
             print(f"written to {put_row(device_file('evaluation', name), on, row)}")
-
-
-def add_speeds(row: dict[str, Any]) -> None:
-    """Add requests per second, by the median time."""
-    row["requests_per_second"] = {
-        who: row["requests"] / seconds for who, seconds in row["seconds"].items()
-    }
-
-
-def format_speeds(row: dict[str, Any]) -> str:
-    """Requests per second, and the largest difference between answers."""
-    speeds = ", ".join(f"{who} {each:.1f}" for who, each in row["requests_per_second"].items())
-    return (
-        f"requests per second: {speeds}; answers differ by "
-        f"{row['answers']['largest_difference']:.1e} at most"
-    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -109,53 +116,9 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """The input files of both."""
-
-    checkpoint: Path
-    """The checkpoint, for ours."""
-    exported: Path
-    """The same weights for transformers, with the tokenizer."""
-    tokenizer: Path
-    """The tokenizer.json of both."""
-    data: Path
-    """The datasets of the tasks."""
-
-
-def prepare(folder: Path, documents: int) -> Places:
-    """Write weights, tokenizer and datasets with ``documents`` documents per split."""
-    import datasets
-
-    from benchmarks.embedding import EOD_TOKEN, write_model
-    from benchmarks.real_text import train_tokenizer_on, write_real_text
-    from megatron_chameleon.checkpoint.convert import (
-        convert_from_huggingface,
-        convert_to_huggingface,
-    )
-    from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
-    from tests.fixtures.task_data import write_task_data
-
-    assert FromHuggingFaceOptions.eod_token == EOD_TOKEN
-    datasets.disable_progress_bars()
-    text, model = folder / "text.jsonl", folder / "model"
-    write_real_text(text, TEXT_BYTES)
-    write_model(model)
-    train_tokenizer_on(text, TEXT_BYTES, VOCAB_SIZE, model / "tokenizer.json")
-    checkpoint, exported = folder / "checkpoint", folder / "exported"
-    with contextlib.redirect_stdout(io.StringIO()):
-        convert_from_huggingface(FromHuggingFaceOptions(model=model, output=checkpoint))
-        convert_to_huggingface(ToHuggingFaceOptions(checkpoint=checkpoint, output=exported))
-    data = write_task_data(folder / "data", documents)
-    return Places(checkpoint, exported, model / "tokenizer.json", data)
-
-
-def make_requests(places: Places, shots: int, documents: int) -> list[Instance]:
+def make_requests(data: Path, shots: int, documents: int) -> list[Instance]:
     """lm-eval's requests for ``documents`` documents of each of the thirteen tasks."""
-    from megatron_chameleon.evaluation.options import PAPER_TASKS
-    from megatron_chameleon.evaluation.tasks import TaskLibrary
-
-    library = TaskLibrary(PAPER_TASKS, places.data)
+    library = TaskLibrary(PAPER_TASKS, data)
     requests: list[Instance] = []
     with contextlib.redirect_stderr(io.StringIO()):
         for name in PAPER_TASKS:
@@ -166,42 +129,15 @@ def make_requests(places: Places, shots: int, documents: int) -> list[Instance]:
     return requests
 
 
-def our_model(places: Places, layout: Any) -> Any:
-    """The model of tools/evaluate.py downstream, with its default batch size."""
-    from benchmarks.embedding import EOD_TOKEN
-    from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-    from megatron_chameleon.checkpoint.load import open_reader
-    from megatron_chameleon.corpus.tokenizer import load_tokenizer
-    from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
-    from megatron_chameleon.evaluation.options import DownstreamOptions
-    from megatron_chameleon.evaluation.scoring import Scorer
-
-    tokenizer = load_tokenizer(places.tokenizer, EOD_TOKEN)
-    record = CheckpointRecord.load(places.checkpoint)
-    size = DownstreamOptions.evaluation_batch_size
-    return ScorerLM(Scorer(open_reader(record, layout), size, tokenizer))
+def answer(model: Any, requests: list[Instance]) -> list[tuple[float, bool]]:
+    """Log-likelihood, and whether it is greedy, of each request, without a progress bar."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        answers: list[tuple[float, bool]] = model.loglikelihood(list(requests), disable_tqdm=True)
+    return answers
 
 
-def their_model(places: Places, device: Any, batch_size: int) -> Any:
-    """lm-eval's own model, which shares the context of single-token answers."""
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM(str(places.exported), device=str(device), dtype="float32", batch_size=batch_size)
-
-
-def answering(model: Any, requests: Sequence[Instance]) -> Callable[[], Pairs]:
-    """A function that answers all requests, without a progress bar."""
-
-    def run() -> Pairs:
-        with contextlib.redirect_stderr(io.StringIO()):
-            answers: Pairs = model.loglikelihood(list(requests), disable_tqdm=True)
-        return answers
-
-    return run
-
-
-def compare(ours: Pairs, theirs: Pairs) -> dict[str, float]:
-    """Check that all answers agree.
+def compare(ours: list[tuple[float, bool]], theirs: list[tuple[float, bool]]) -> float:
+    """Check that all answers agree; returns the largest difference.
 
     Raises:
         AssertionError: if one differs.
@@ -209,7 +145,7 @@ def compare(ours: Pairs, theirs: Pairs) -> dict[str, float]:
     largest = max(abs(one[0] - other[0]) for one, other in zip(ours, theirs, strict=True))
     assert largest < TOLERANCE, f"log-likelihoods differ by {largest}"
     assert [pair[1] for pair in ours] == [pair[1] for pair in theirs], "greedy answers differ"
-    return {"largest_difference": largest}
+    return largest
 
 
 if __name__ == "__main__":

@@ -48,6 +48,22 @@ def interleaved(
     return seconds
 
 
+def milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """Median milliseconds of a GPU operation by CUDA events, after three warm-up runs."""
+    import torch
+
+    times = []
+    for number in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        if number >= 3:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
 def compared(what: str, seconds: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
     """A row of results: median seconds, and the speedup of each contestant over "theirs"."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -72,22 +88,16 @@ def machine() -> dict[str, Any]:
     """The processor, the cores this process may use, memory, and software versions."""
     with open("/proc/cpuinfo", encoding="utf-8") as stream:
         models = [line.split(":", 1)[1].strip() for line in stream if line.startswith("model name")]
+    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     return {
         "processor": models[0] if models else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(psutil.virtual_memory().total / 1e9),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed.get(name) for name in PACKAGES},
         "load_at_start": os.getloadavg()[0],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def device_file(name: str, device: str) -> str:
@@ -95,21 +105,16 @@ def device_file(name: str, device: str) -> str:
     return f"{name}-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def read_rows(name: str) -> list[dict[str, Any]]:
-    """The rows of results/``name``.json; empty if there is no such file."""
-    path = RESULTS / f"{name}.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
-    return rows
-
-
 def put_row(name: str, on: Mapping[str, Any], row: dict[str, Any]) -> Path:
     """Write ``row`` to results/``name``.json, replacing the row with the same "what".
 
     Each row has its own date and machine, since rows may come from different machines.
     """
-    others = [other for other in read_rows(name) if other["what"] != row["what"]]
-    rows = sorted([*others, {"date": _today(), "machine": on, **row}], key=lambda r: str(r["what"]))
     path = RESULTS / f"{name}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    rows = [other for other in rows if other["what"] != row["what"]]
+    rows = sorted([*rows, {"date": today, "machine": on, **row}], key=lambda r: str(r["what"]))
     write_json(path, json.loads(json.dumps({"rows": rows})))
     return path
 
@@ -149,14 +154,3 @@ def measure_rows(
                 stream.write(f"{what}\n")
         longest = max(longest, time.perf_counter() - row_begin)
     return status
-
-
-def _today() -> str:
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
-
-
-def write_results(name: str, rows: list[dict[str, Any]], on: Mapping[str, Any]) -> Path:
-    """Write ``rows`` to results/``name``.json with the machine ``on`` and the date."""
-    path = RESULTS / f"{name}.json"
-    write_json(path, json.loads(json.dumps({"date": _today(), "machine": on, "rows": rows})))
-    return path

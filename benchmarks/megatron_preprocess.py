@@ -1,4 +1,4 @@
-"""The algorithm of Megatron-LM's tools/preprocess_data.py, the baseline of data_preprocess.py.
+"""The algorithm of Megatron-LM's tools/preprocess_data.py, the baseline of data.py.
 
 One process per core parses lines, encodes each document separately with the tokenizers library and
 appends the end-of-document token; the main process passes the results, 32 lines at a time, to

@@ -4,8 +4,8 @@
 
 Both tools run as commands, and start-up and saving are part of the time. The text is collected from
 the installed packages, as in the quickstart, in seven domains; it is small, so training repeats it
-for many epochs, which are printed and do not change the time. For a domain with fewer than 4096
-windows, the time of the missing ones is extrapolated. With --work the text is kept and an
+for many epochs, which does not change the time. For a domain with fewer than 4096 windows, the time
+of the missing ones is extrapolated. With --work the text is kept and an
 interrupted run is resumed; its whole time counts.
 
 On a CPU a few small steps and windows are timed, and the total is projected from their FLOP/s. The
@@ -23,13 +23,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_chameleon.artifacts import Corpus, EmbeddingStore, Mixture, TrainingRun
+import torch
+
+from benchmarks.measure import device_file, machine, put_row
+from megatron_chameleon.artifacts import Corpus, EmbeddingStore, TrainingRun
+from megatron_chameleon.model.flops import embedding_flops, training_flops
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.parallel.layout import device_name
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 SIZE = "82m"
@@ -38,8 +43,6 @@ NUM_DOMAINS, BYTES_PER_DOMAIN = 7, 16_000_000
 STEPS, BATCH, WINDOWS = 2000, 128, 4096
 """As in the paper."""
 PAPER_HOURS = 0.8
-ASSUMED_RATES = (400e12, 500e12)
-"""Sustained FLOP/s for projections: about 40 and 50% of an H100's peak."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,44 +57,29 @@ class Scale:
     dtype: str
     """Compute precision of the embeddings."""
 
-    @classmethod
-    def of_device(cls, *, has_gpu: bool, micro_batch: int) -> Scale:
-        """All of it on a GPU, and enough to measure the speed on a CPU."""
-        if has_gpu:
-            flags = ("--bf16", "--compile-layers")
-            return cls(STEPS, BATCH, micro_batch, WINDOWS, flags, "bfloat16")
-        return cls(6, 4, 2, 8, (), "float32")
-
 
 def main() -> None:
     """Run both tools, sum their time, and write the results."""
-    import torch
-
-    from benchmarks.measure import device_file, machine, put_row
-    from megatron_chameleon.parallel.layout import device_name
-
-    arguments = parse_arguments()
-    has_gpu = torch.cuda.is_available()
-    name = device_name(torch.device("cuda" if has_gpu else "cpu"))
-    on = machine() | {"device": name, "cuda": torch.version.cuda}
-    scale = Scale.of_device(has_gpu=has_gpu, micro_batch=arguments.micro_batch_size)
-    with tempfile.TemporaryDirectory() as temporary:
-        work = arguments.work or Path(temporary)
-        prepare(work)
-        row = measure(work, arguments.seq_length, scale)
-    print(format_row(row))
-    print(f"written to {put_row(device_file('mixture-cost', name), on, row)}")
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seq-length", type=int, default=1024, help="tokens per sample and window")
     parser.add_argument(
         "--micro-batch-size", type=int, default=64, help="sequences per pass on a GPU"
     )
     parser.add_argument("--work", type=Path, help="working folder, to resume in")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    name = device_name(torch.device("cuda" if has_gpu else "cpu"))
+    on = machine() | {"device": name, "cuda": torch.version.cuda}
+    scale = Scale(6, 4, 2, 8, (), "float32")  # on a CPU, enough to measure the speed
+    if has_gpu:
+        flags = ("--bf16", "--compile-layers")
+        scale = Scale(STEPS, BATCH, arguments.micro_batch_size, WINDOWS, flags, "bfloat16")
+    with tempfile.TemporaryDirectory() as temporary:
+        work = arguments.work or Path(temporary)
+        prepare(work)
+        row = measure(work, arguments.seq_length, scale)
+    print(format_row(row))
+    print(f"written to {put_row(device_file('mixture-cost', name), on, row)}")
 
 
 def prepare(work: Path) -> None:
@@ -124,16 +112,21 @@ def run(tool: str, *arguments: str) -> float:
 
 def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
     """Time both commands, and compute the total time at their speed."""
-    from megatron_chameleon.model.flops import embedding_flops, training_flops
-    from megatron_chameleon.model.sizes import ModelShape, model_size
-
     corpus, proxy = work / "corpus", work / f"proxy-{seq_length}"
     output = work / f"mixture-{seq_length}.json"
     store_folder = work / f"embeddings-{seq_length}"
     resumed_at = TrainingRun.load(proxy).step if TrainingRun.exists(proxy) else 0
     before = EmbeddingStore.load(store_folder) if EmbeddingStore.exists(store_folder) else None
     embedded = before.cost.wall_seconds if before else 0.0
-    train = run("pretrain_gpt.py", *training_flags(corpus, proxy, seq_length, scale))
+    train = run(
+        *("pretrain_gpt.py", "--corpus", str(corpus), "--run-dir", str(proxy)),
+        *("--model-size", SIZE, "--seq-length", str(seq_length)),
+        *("--train-iters", str(scale.steps), "--global-batch-size", str(scale.batch)),
+        *("--micro-batch-size", str(scale.micro_batch)),
+        *("--lr-warmup-iters", str(min(500, scale.steps // 2))),
+        *("--log-interval", str(max(1, scale.steps // 100))),
+        *scale.flags,
+    )
     weigh = run(
         *("compute_mixture.py", "--corpus", str(corpus), "--checkpoint", str(proxy)),
         *("--store", str(store_folder), "--output", str(output)),
@@ -141,83 +134,48 @@ def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
         *("--embedding-dtype", scale.dtype),
     )
     trained, store = TrainingRun.load(proxy), EmbeddingStore.load(store_folder)
-    names = Corpus.load(corpus).names
+    num_domains = len(Corpus.load(corpus).names)
     shape = ModelShape(model_size(SIZE), VOCAB_SIZE, seq_length)
-    step = seconds_of_a_step(trained, scale.batch * seq_length)
+    speeds = [line["tokens_per_second"] for line in trained.metrics()]
+    # The first line of the log includes the start-up.
+    step = scale.batch * seq_length / statistics.median(speeds[1:])
     rates = {
         "training": training_flops(shape, scale.batch * seq_length, seq_length) / step,
         "embedding": store.cost.flops / store.cost.wall_seconds,
     }
-    wanted = {
+    total_flops = {
         "training": training_flops(shape, STEPS * BATCH * seq_length, seq_length),
         "embedding": embedding_flops(
-            shape, store.recipe.layer, len(names) * WINDOWS * seq_length, seq_length
+            shape, store.recipe.layer, num_domains * WINDOWS * seq_length, seq_length
         ),
     }
     around = {
         "training": train - (scale.steps - resumed_at) * step,
         "embedding": weigh - (store.cost.wall_seconds - embedded),
     }
-    seconds = {part: around[part] + wanted[part] / rates[part] for part in wanted}
+    seconds = {part: around[part] + total_flops[part] / rates[part] for part in total_flops}
     return {
         "what": f"{SIZE}, sequence {seq_length}, {STEPS} steps of {BATCH}, "
-        f"{len(names)} domains of {WINDOWS} windows",
+        f"{num_domains} domains of {WINDOWS} windows",
         "hours": sum(seconds.values()) / 3600,
         "paper_hours": PAPER_HOURS,
         "is_projected": scale.steps < STEPS,
         "seconds": seconds,
         "seconds_outside_of_steps_and_windows": around,
-        "flops": wanted,
+        "flops": total_flops,
         "flops_per_second": rates,
         "measured": dataclasses.asdict(scale) | {"training": train, "embedding": weigh},
-        "hours_at": {
-            f"{rate:.0e}": (sum(wanted.values()) / rate + sum(around.values())) / 3600
-            for rate in ASSUMED_RATES
-        },
-        "epochs_of_the_whole": epochs(corpus, seq_length),
-        "weights": Mixture.load(output).weights,
     }
-
-
-def training_flags(corpus: Path, proxy: Path, seq_length: int, scale: Scale) -> Sequence[str]:
-    """Flags of tools/pretrain_gpt.py for the paper's proxy, or the part of it in ``scale``."""
-    return [
-        *("--corpus", str(corpus), "--run-dir", str(proxy), "--model-size", SIZE),
-        *("--seq-length", str(seq_length), "--train-iters", str(scale.steps)),
-        *("--global-batch-size", str(scale.batch), "--micro-batch-size", str(scale.micro_batch)),
-        *("--lr-warmup-iters", str(min(500, scale.steps // 2))),
-        *("--log-interval", str(max(1, scale.steps // 100))),
-        *scale.flags,
-    ]
-
-
-def seconds_of_a_step(trained: TrainingRun, tokens: int) -> float:
-    """Median over the lines of the log, except for the first, which includes the start-up."""
-    speeds = [line["tokens_per_second"] for line in trained.metrics()]
-    return tokens / statistics.median(speeds[1:])
-
-
-def epochs(corpus: Path, seq_length: int) -> dict[str, float]:
-    """Epochs of each domain in a complete run with uniform weights."""
-    tokens = Corpus.load(corpus).train_tokens
-    share = STEPS * BATCH * seq_length / len(tokens)
-    return {name: share / count for name, count in tokens.items()}
 
 
 def format_row(row: dict[str, Any]) -> str:
     """A row as printed lines."""
     seconds, rates = row["seconds"], row["flops_per_second"]
     kind = "projected from a few steps and windows" if row["is_projected"] else "measured"
-    weights = ", ".join(f"{name} {weight:.3f}" for name, weight in row["weights"].items())
-    most = max(row["epochs_of_the_whole"].values())
-    at = ", ".join(f"{hours:.3f} at {rate}" for rate, hours in row["hours_at"].items())
     return (
         f"\n{row['what']}: {row['hours']:.3f} hours, {kind} (paper: {row['paper_hours']})\n"
         f"  training {seconds['training']:.0f} s at {rates['training']:.2e} FLOP/s, "
-        f"embedding {seconds['embedding']:.0f} s at {rates['embedding']:.2e} FLOP/s\n"
-        f"  hours at other speeds, in FLOP/s: {at}\n"
-        f"  up to {most:.0f} epochs of a domain's text\n"
-        f"  weights: {weights}"
+        f"embedding {seconds['embedding']:.0f} s at {rates['embedding']:.2e} FLOP/s"
     )
 
 

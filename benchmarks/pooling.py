@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch.nn.functional import layer_norm
 
-from benchmarks.device_timing import milliseconds
-from benchmarks.measure import device_file, machine, write_results
+from benchmarks.measure import device_file, machine, milliseconds, put_row
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
 
 SHAPES = ((1024, 64, 768), (1024, 64, 1200), (512, 128, 768))
@@ -35,13 +34,15 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     rates = memory_rates()
     print(f"{device}: {', '.join(f'{name} {rate:,.0f} GB/s' for name, rate in rates.items())}")
-    rows: list[dict[str, Any]] = []
+    on = machine() | {"device": device, "cuda": torch.version.cuda, "gigabytes_per_second": rates}
     for shape in SHAPES:
         for full in (True, False):
-            rows.append(measure(shape, full, max(rates.values())))
-            print(format_row(rows[-1]), flush=True)
-    on = machine() | {"device": device, "cuda": torch.version.cuda, "gigabytes_per_second": rates}
-    print(f"written to {write_results(device_file('pooling', device), rows, on)}")
+            row = measure(shape, full, max(rates.values()))
+            shares = row["share_of_fastest_read"]
+            times = row["milliseconds"].items()
+            parts = [f"{name} {ms:.3f} ms ({shares[name]:.0%})" for name, ms in times]
+            print(f"{row['what']}: {', '.join(parts)}", flush=True)
+            put_row(device_file("pooling", device), on, row)
 
 
 def memory_rates() -> dict[str, float]:
@@ -106,13 +107,6 @@ def contestants(
         "torch, norm": lambda: normed_mean(states),
         "torch compiled, norm": lambda: normed_compiled(states),
     }
-
-
-def format_row(row: dict[str, Any]) -> str:
-    """A row on one line."""
-    shares = row["share_of_fastest_read"]
-    parts = [f"{name} {ms:.3f} ms ({shares[name]:.0%})" for name, ms in row["milliseconds"].items()]
-    return f"{row['what']}: {', '.join(parts)}"
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -81,11 +80,8 @@ def seconds_of(command: Sequence[str]) -> float:
         UserError: if it fails, with the end of its output.
     """
     begin = time.perf_counter()
-    process = _started(command)
-    output = process.communicate()[0]
-    seconds = time.perf_counter() - begin
-    _check(process, command, output)
-    return seconds
+    _run(command, lambda process: None)
+    return time.perf_counter() - begin
 
 
 def peak_bytes_of(command: Sequence[str]) -> int:
@@ -97,39 +93,26 @@ def peak_bytes_of(command: Sequence[str]) -> int:
     Raises:
         UserError: if it fails, with the end of its output.
     """
-    process = _started(command)
     peak = 0
-    while process.poll() is None:
-        peak = max(peak, _resident_bytes(process.pid))
-        time.sleep(_SECONDS_BETWEEN_SAMPLES)
-    _check(process, command, process.communicate()[0])
+
+    def sample(process: subprocess.Popen[str]) -> None:
+        nonlocal peak
+        while process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(process.pid)
+                tree = [parent, *parent.children(recursive=True)]
+                peak = max(peak, sum(each.memory_info().rss for each in tree))
+            time.sleep(_SECONDS_BETWEEN_SAMPLES)
+
+    _run(command, sample)
     return peak
 
 
-def _started(command: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def _run(command: Sequence[str], during: Callable[[subprocess.Popen[str]], None]) -> None:
+    with subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def _check(process: subprocess.Popen[str], command: Sequence[str], output: str) -> None:
+    ) as process:
+        during(process)
+        output = process.communicate()[0]
     if process.returncode:
         raise UserError(f"{' '.join(command)} failed: {output[-2000:]}")
-
-
-def _resident_bytes(pid: int) -> int:
-    """Resident bytes of a process and its descendants, read from /proc, which is cheap."""
-    try:
-        own = _pages(pid)
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        children = " ".join((thread / "children").read_text() for thread in threads).split()
-        # A child between fork and exec still has its parent's memory.
-        others = [child for child in map(int, children) if _pages(child) != own]
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return 0
-    return own[1] * resource.getpagesize() + sum(map(_resident_bytes, others))
-
-
-def _pages(pid: int) -> list[int]:
-    """The fields of statm: total pages, resident pages, and more."""
-    return list(map(int, Path(f"/proc/{pid}/statm").read_text().split()))

@@ -17,41 +17,154 @@ vocabulary and count half of causal attention; MFU is their share of the dense b
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
+import itertools
+import statistics
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
+
+from benchmarks.measure import (
+    device_file,
+    interleaved,
+    machine,
+    measure_rows,
+    milliseconds,
+    put_row,
+)
+from benchmarks.plain_gpt import PlainGPT, plain_optimizer, plain_step
+from megatron_chameleon.blend.prefetch import read_ahead
+from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
+from megatron_chameleon.model.flops import (
+    dense_bf16_peak,
+    model_flops_utilization,
+    training_flops,
+)
+from megatron_chameleon.model.layers import SDPACoreAttention
+from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.parallel.layout import Layout, device_name, distributed
+from megatron_chameleon.parallel.options import TrainingParallelOptions
+from tests.random_training import RandomTraining, random_batches
+
+VOCAB_SIZE = 50_257  # of GPT-2's tokenizer
 GPU_SIZES = ("684m", "1.2b", "124m", "82m")
 CPU_SIZES = ("82m",)
 LEAST_REPEATS = 5
+CPU_MICRO_BATCH = 2
 MICRO_BATCH_TOKENS = (8_192, 16_384, 32_768, 65_536)
+KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+PADDED_HEAD_DIMS = {"684m": (None, 56, 64), "1.2b": (None,), "124m": (None,)}
+KERNEL_TOKENS = 16_384
+
+Row = dict[str, Any]
+Rows = dict[str, Callable[[], Row]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model size and the steps to time."""
+
+    size: str
+    seq_length: int
+    bf16: bool
+    tokens_per_step: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the model."""
+        return ModelShape(model_size(self.size), VOCAB_SIZE, self.seq_length)
+
+    def num_microbatches(self, micro_batch_size: int) -> int:
+        """Micro-batches per step."""
+        return max(1, self.tokens_per_step // (micro_batch_size * self.seq_length))
+
+    def __str__(self) -> str:
+        return f"{self.size}, sequence {self.seq_length}, {'bf16' if self.bf16 else 'fp32'}"
+
+
+class Contestant(Protocol):
+    """A model that can be trained with any micro-batch size."""
+
+    def run(self, micro_batch_size: int, steps: int, each: Callable[[], object]) -> None:
+        """Train for ``steps`` steps, and call ``each`` after each of them."""
+        ...
+
+
+class Ours:
+    """Training as tools/pretrain_gpt.py does it, without logs and checkpoints."""
+
+    def __init__(
+        self, case: Case, layout: Layout, *, compiled: bool = False, head_dim_multiple: int = 0
+    ) -> None:
+        self._case = case
+        backend = "inductor" if compiled else None
+        self._training = RandomTraining(case.shape, layout, bf16=case.bf16, compiled=backend)
+        for module in self._training.chunks[0].modules():
+            if isinstance(module, SDPACoreAttention) and head_dim_multiple:
+                module.head_dim_multiple = head_dim_multiple
+
+    def run(self, micro_batch_size: int, steps: int, each: Callable[[], object]) -> None:
+        """See :class:`Contestant`."""
+        case, training = self._case, self._training
+        passes = training.passes(case.num_microbatches(micro_batch_size), micro_batch_size)
+        random = random_batches(VOCAB_SIZE, micro_batch_size, case.seq_length)
+        with read_ahead(random, training.layout.device) as batches:
+            for _ in range(steps):
+                training.step(lambda: passes.forward_backward(batches))
+                each()
+
+
+class Plain:
+    """The plain model, on the same batches."""
+
+    def __init__(self, case: Case, layout: Layout, *, compiled: bool = False) -> None:
+        self._case, self._device = case, layout.device
+        torch.manual_seed(0)
+        self._model = PlainGPT(case.shape).to(layout.device)
+        self._optimizer = plain_optimizer(self._model)
+        # The simulated CUDA device of the tests disables compiling.
+        self._stance: Any = "default" if compiled else "force_eager"
+        if compiled:
+            self._model.compile_regions()
+
+    def run(self, micro_batch_size: int, steps: int, each: Callable[[], object]) -> None:
+        """See :class:`Contestant`."""
+        case = self._case
+        random = random_batches(VOCAB_SIZE, micro_batch_size, case.seq_length)
+        with read_ahead(random, self._device) as batches:
+            for _ in range(steps):
+                step = itertools.islice(batches, case.num_microbatches(micro_batch_size))
+                with torch.compiler.set_stance(self._stance):
+                    plain_step(self._model, self._optimizer, list(step), bf16=case.bf16)
+                each()
 
 
 def main() -> int:
     """Measure on one rank and write the results."""
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")
-    import torch
-
-    from benchmarks.measure import device_file, machine, measure_rows, put_row
-    from megatron_chameleon.model.flops import dense_bf16_peak
-    from megatron_chameleon.parallel.layout import device_name, distributed
-    from megatron_chameleon.parallel.options import TrainingParallelOptions
-
-    if arguments.compiled and torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    if arguments.compiled and on_gpu:
         sys.exit("--compiled is for CPUs: on a GPU the plain model is always compiled")
     with distributed(TrainingParallelOptions(), seed=0) as layout:
         name = device_name(layout.device)
-        on = machine() | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn_version()}
+        cudnn = torch.backends.cudnn.version() if on_gpu else None  # has an attention kernel
+        on = machine() | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads")
         tflops = arguments.peak_tflops
         arguments.peak = tflops * 1e12 if tflops else dense_bf16_peak(name)
-        rows = (on_gpu if layout.device.type == "cuda" else on_cpu)(layout, arguments)
+        rows = (gpu_rows if on_gpu else cpu_rows)(layout, arguments)
         save = partial(put_row, device_file("train", name), on)
         return measure_rows(rows, save, arguments.seconds, arguments.resume)
 
@@ -73,47 +186,42 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def cudnn_version() -> int | None:
-    """CuDNN's version, which determines the attention kernel."""
-    import torch
-
-    return torch.backends.cudnn.version() if torch.cuda.is_available() else None
-
-
-Rows = dict[str, Callable[[], dict[str, Any]]]
-
-
-def on_cpu(layout: Any, arguments: argparse.Namespace) -> Rows:
+def cpu_rows(layout: Layout, arguments: argparse.Namespace) -> Rows:
     """Rows of the small case, interleaved: ours and the plain model, eager by default."""
-    from benchmarks.train_contestants import Case, Contestant, Ours, Plain
-    from benchmarks.train_timing import free_memory, timed_in_turn
-
     print("CPU: sequence 512 only, micro-batch 2, one micro-batch per step, interleaved")
 
-    def row(case: Case) -> dict[str, Any]:
+    def row(case: Case) -> Row:
         contestants: dict[str, Contestant] = {
             "ours": Ours(case, layout),
             "plain": Plain(case, layout),
         }
         if arguments.compiled:
             contestants["plain compiled"] = Plain(case, layout, compiled=True)
-        found = timed_in_turn(contestants, case, 2, arguments.peak, arguments.repeats)
-        del contestants
-        free_memory()
-        return compared(case, found)
+        return compared(case, time_interleaved(contestants, case, arguments))
 
     sizes = arguments.size or CPU_SIZES
     cases = [Case(size, 512, bf16, 1024) for size in sizes for bf16 in (False, True)]
     return {str(case): partial(row, case) for case in cases}
 
 
-def on_gpu(layout: Any, arguments: argparse.Namespace) -> Rows:
-    """Rows of the kernels, and of every size and sequence length at the best micro-batch sizes."""
-    from benchmarks.train_contestants import Case, Contestant, Ours, Plain
-    from benchmarks.train_parts import parts
-    from benchmarks.train_timing import timed_at_its_best
+def time_interleaved(
+    contestants: Mapping[str, Contestant], case: Case, arguments: argparse.Namespace
+) -> dict[str, Row]:
+    """Figures of all contestants, interleaved, so that other load affects all of them."""
+    for contestant in contestants.values():
+        contestant.run(CPU_MICRO_BATCH, 2, lambda: None)
+    one_step = {
+        name: partial(contestant.run, CPU_MICRO_BATCH, 1, lambda: None)
+        for name, contestant in contestants.items()
+    }
+    seconds = interleaved(one_step, arguments.repeats)
+    return {name: figures(case, CPU_MICRO_BATCH, s, arguments.peak) for name, s in seconds.items()}
 
-    def row(case: Case) -> dict[str, Any]:
+
+def gpu_rows(layout: Layout, arguments: argparse.Namespace) -> Rows:
+    """Rows of the kernels, and of every size and sequence length at the best micro-batch sizes."""
+
+    def row(case: Case) -> Row:
         contestants: dict[str, Callable[[], Contestant]] = {
             "ours": lambda: Ours(case, layout),
             "ours compiled": lambda: Ours(case, layout, compiled=True),
@@ -123,36 +231,95 @@ def on_gpu(layout: Any, arguments: argparse.Namespace) -> Rows:
             contestants["ours compiled, heads padded to 64"] = lambda: Ours(
                 case, layout, compiled=True, head_dim_multiple=64
             )
-        found = {
-            name: timed_at_its_best(
-                make, case, MICRO_BATCH_TOKENS, arguments.peak, arguments.repeats
-            )
-            for name, make in contestants.items()
-        }
+        found = {name: time_at_best(make, case, arguments) for name, make in contestants.items()}
         return compared(case, found)
 
     sizes = arguments.size or GPU_SIZES
     cases = [Case(size, length, True, 65_536) for length in (1024, 512) for size in sizes]
-    return parts() | {str(case): partial(row, case) for case in cases}
+    return kernel_rows() | {str(case): partial(row, case) for case in cases}
 
 
-def compared(case: Any, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Print and return a row; the ratio is of our fastest to the fastest plain model."""
-    best = {
-        side: max(
-            (f["tokens_per_second"] for n, f in found.items() if n.startswith(side) and "mfu" in f),
-            default=0.0,
-        )
-        for side in ("ours", "plain")
+def time_at_best(
+    make: Callable[[], Contestant], case: Case, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Figures of one contestant at its fastest micro-batch size, and the speed of each size.
+
+    Sizes increase until one does not fit or is slower than the previous one.
+    """
+    contestant = make()
+    speeds: dict[int, float] = {}
+    try:
+        for size in (max(1, tokens // case.seq_length) for tokens in MICRO_BATCH_TOKENS):
+            try:
+                seconds = min(step_seconds(contestant, size, warm_up=1, repeats=2))
+            except torch.OutOfMemoryError:
+                free_memory()
+                break
+            speeds[size] = case.num_microbatches(size) * size * case.seq_length / seconds
+            if speeds[size] < max(speeds.values()):
+                break
+        if not speeds:
+            return {"out_of_memory": True}
+        best = max(speeds, key=speeds.__getitem__)
+        torch.cuda.reset_peak_memory_stats()
+        times = step_seconds(contestant, best, 2, arguments.repeats)
+        return figures(case, best, times, arguments.peak) | {
+            "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "tokens_per_second_by_micro_batch": speeds,
+        }
+    finally:
+        del contestant
+        free_memory()
+
+
+def step_seconds(
+    contestant: Contestant, micro_batch_size: int, warm_up: int, repeats: int
+) -> list[float]:
+    """Seconds of each of ``repeats`` steps after ``warm_up`` steps, with synchronization."""
+    marks: list[float] = []
+
+    def mark() -> None:
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+
+    contestant.run(micro_batch_size, warm_up + repeats, mark)
+    return [end - begin for begin, end in itertools.pairwise(marks[warm_up - 1 :])]
+
+
+def free_memory() -> None:
+    """Free the memory of the last contestant, also after it ran out of memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def figures(case: Case, micro_batch_size: int, seconds: list[float], peak: float | None) -> Row:
+    """Medians in the units to compare; MFU is null if the device's peak is unknown."""
+    tokens = case.num_microbatches(micro_batch_size) * micro_batch_size * case.seq_length
+    speed = tokens / statistics.median(seconds)
+    per_token = training_flops(case.shape, 1, case.seq_length)
+    return {
+        "micro_batch_size": micro_batch_size,
+        "tokens_per_step": tokens,
+        "seconds": seconds,
+        "tokens_per_second": speed,
+        "model_tflops": per_token * speed / 1e12,
+        "mfu": model_flops_utilization(per_token, speed, peak),
     }
-    ratio = best["ours"] / best["plain"] if best["plain"] else None
+
+
+def compared(case: Case, found: dict[str, Row]) -> Row:
+    """Print and return a row; the ratio is of our fastest to the fastest plain model."""
+    best = {"ours": 0.0, "plain": 0.0}
     for name, f in found.items():
+        side = name.split()[0]
+        best[side] = max(best[side], f.get("tokens_per_second", 0.0))
         print(f"{case} | {name:34} | {format_figures(f)}", flush=True)
+    ratio = best["ours"] / best["plain"] if best["plain"] else None
     print(f"{case} | ours to plain: {ratio and round(ratio, 3)}", flush=True)
     return {"what": str(case), "ours_to_plain": ratio, "contestants": found}
 
 
-def format_figures(figures: dict[str, Any]) -> str:
+def format_figures(figures: Row) -> str:
     """A contestant's figures on one line."""
     if "out_of_memory" in figures:
         return "out of memory"
@@ -163,6 +330,80 @@ def format_figures(figures: dict[str, Any]) -> str:
         + (f", MFU {mfu:.1%}" if mfu is not None else "")
         + (f", {memory:.1f} GB at most" if memory is not None else "")
     )
+
+
+# Kernels of a training step on a GPU, in milliseconds, forward and backward together.
+
+
+def kernel_rows() -> Rows:
+    """Rows of attention by kernel and head padding, and of the loss."""
+
+    def row(what: str, measure: Callable[[], dict[str, float | str]]) -> Row:
+        times = measure()
+        print(what, times, flush=True)
+        return {"what": what, "milliseconds": times}
+
+    measured: dict[str, Callable[[], dict[str, float | str]]] = {
+        f"attention of {name}": partial(time_attention, name, widths)
+        for name, widths in PADDED_HEAD_DIMS.items()
+    }
+    measured[f"loss of {KERNEL_TOKENS} tokens, bf16 logits"] = time_loss
+    return {what: partial(row, what, measure) for what, measure in measured.items()}
+
+
+def time_attention(size_name: str, widths: tuple[int | None, ...]) -> dict[str, float | str]:
+    """Causal attention of a model size by each kernel, with heads padded to each of ``widths``."""
+    size = model_size(size_name)
+    shape = (KERNEL_TOKENS // 1024, size.num_attention_heads, 1024, size.head_dim)
+    q, k, v = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)
+    )
+    found: dict[str, float | str] = {}
+    for width in widths:
+        padding = (width or size.head_dim) - size.head_dim
+
+        def attend(padding: int = padding) -> None:
+            query, key, value = (pad(x, (0, padding)) if padding else x for x in (q, k, v))
+            context = scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=size.head_dim**-0.5
+            )
+            context[..., : size.head_dim].sum().backward()
+
+        suffix = f"width {width or 'as it is'}"
+        found[f"as torch chooses, {suffix}"] = milliseconds(attend)
+        for kernel in KERNELS:
+            try:
+                with sdpa_kernel(kernel):
+                    found[f"{kernel.name}, {suffix}"] = milliseconds(attend)
+            except RuntimeError as error:  # this kernel does not support the head size
+                found[f"{kernel.name}, {suffix}"] = str(error).splitlines()[0]
+    return found
+
+
+def time_loss() -> dict[str, float | str]:
+    """Ours, torch's on a float32 copy, and the latter compiled, on full-width logits."""
+    logits = torch.randn(KERNEL_TOKENS, 50_304, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(VOCAB_SIZE, (KERNEL_TOKENS,), device="cuda")
+
+    def torchs(x: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(x.float(), labels)
+
+    losses: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "ours": lambda x: chunked_cross_entropy(x, labels, VOCAB_SIZE).mean(),
+        "torch": torchs,
+        "torch compiled": torch.compile(torchs, dynamic=False),
+    }
+    found: dict[str, float | str] = {}
+    for name, loss in losses.items():
+
+        def both_ways(loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> None:
+            loss(logits.requires_grad_() * 1).backward()
+
+        found[name] = milliseconds(both_ways)
+        logits.grad = None
+    copy = milliseconds(lambda: logits.detach() * 1)
+    found["of each: the copy that the backward pass may overwrite"] = copy
+    return found
 
 
 if __name__ == "__main__":

@@ -85,49 +85,27 @@ def _train(setup: TrainingSetup, layout: Layout) -> None:
 
 
 def training_step(setup: TrainingSetup, layout: Layout) -> Callable[[], None]:
-    """Build model and optimizer; each call of what is returned trains them for one step."""
-    from megatron_chameleon.model.gpt import build_model_chunks
-    from megatron_chameleon.training.optimizer import (
-        build_optimizer,
-        build_scheduler,
-        data_parallel,
-    )
-    from megatron_chameleon.training.options import OptimizerOptions
-    from megatron_chameleon.training.step import (
-        BatchShape,
-        Passes,
-        train_step,
-    )
+    """Build model and optimizer; each call of the returned function trains them for one step."""
+    from tests.random_training import RandomTraining, random_batches
 
-    options = OptimizerOptions(lr_warmup_iters=1)
-    chunks = build_model_chunks(
-        setup.shape, layout, 0, bf16=setup.bf16, recompute=setup.parallel.recompute
+    rows, length = setup.micro_batch_size, setup.shape.max_sequence_length
+    training = RandomTraining(
+        setup.shape, layout, bf16=setup.bf16, recompute=setup.parallel.recompute
     )
-    model = data_parallel(chunks, layout, bf16=setup.bf16)
-    optimizer = build_optimizer(model, options, layout, bf16=setup.bf16)
-    scheduler = build_scheduler(optimizer, options, train_iters=10)
-    length = setup.shape.max_sequence_length
-    passes = Passes(
-        model, BatchShape(setup.num_microbatches, setup.micro_batch_size, length), num_domains=1
-    )
-    batches = (_batch(setup, layout.device) for _ in range(STEPS * setup.num_microbatches))
+    passes = training.passes(setup.num_microbatches, rows)
+    batches = random_batches(setup.shape.vocab_size, rows, length)
+
+    def on_device() -> Iterator[dict[str, torch.Tensor]]:
+        for batch in itertools.islice(batches, setup.num_microbatches):
+            if layout.device.type == "cpu":
+                yield batch
+            else:
+                yield {
+                    name: part.pin_memory().to(layout.device, non_blocking=True)
+                    for name, part in batch.items()
+                }
 
     def step() -> None:
-        train_step(model, optimizer, scheduler, lambda: passes.forward_backward(batches))
+        training.step(lambda: passes.forward_backward(on_device()))
 
     return step
-
-
-def _batch(setup: TrainingSetup, device: torch.device) -> dict[str, torch.Tensor]:
-    rows, length = setup.micro_batch_size, setup.shape.max_sequence_length
-    text = torch.randint(setup.shape.vocab_size, (rows, length + 1))
-    batch = {
-        "tokens": text[:, :-1].contiguous(),
-        "labels": text[:, 1:].contiguous(),
-        "loss_mask": torch.ones(rows, length),
-        "position_ids": torch.arange(length).expand(rows, length).contiguous(),
-        "domain": torch.zeros(rows, dtype=torch.int64),
-    }
-    if device.type == "cpu":
-        return batch
-    return {name: part.pin_memory().to(device, non_blocking=True) for name, part in batch.items()}

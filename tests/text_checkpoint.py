@@ -1,33 +1,39 @@
-"""A checkpoint of a small model that reads text, with its tokenizer, and what it was made from."""
+"""A checkpoint of random weights that reads text, with its tokenizer and a Hugging Face copy."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.fixtures.task_data import Words
 
-VOCAB_SIZE, POSITIONS = 601, 256
-EOD_TOKEN = "<|endoftext|>"
+EOD_TOKEN, POSITIONS = "<|endoftext|>", 256
+SMALL: dict[str, Any] = {"vocab_size": 601, "n_positions": POSITIONS, "n_layer": 4, "n_head": 4}
+# The weights are large enough that answers differ.
+SMALL |= {"n_embd": 64, "initializer_range": 0.1}
 
 
 @dataclasses.dataclass(frozen=True)
 class TextCheckpoint:
-    """Where things lie.
-
-    Attributes:
-        checkpoint: the checkpoint, of step 0.
-        exported: the same as a Hugging Face folder, written from it.
-        tokenizer: the tokenizer.json that the checkpoint names.
-    """
+    """Paths of a checkpoint of step 0, the Hugging Face folder exported from it, its tokenizer."""
 
     checkpoint: Path
     exported: Path
     tokenizer: Path
 
 
-def write_text_checkpoint(folder: Path) -> TextCheckpoint:
-    """Write a GPT-2 of random weights, which are large enough to have opinions."""
+def write_text_checkpoint(
+    folder: Path, texts: Iterator[str] | None = None, **config: Any
+) -> TextCheckpoint:
+    """Write a GPT-2 of random weights and a tokenizer trained on ``texts``.
+
+    Args:
+        folder: target folder.
+        texts: training text of the tokenizer; made-up sentences by default.
+        config: of transformers' GPT2Config; a small model by default.
+    """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -38,19 +44,13 @@ def write_text_checkpoint(folder: Path) -> TextCheckpoint:
     from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
     from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 
+    config = config or SMALL
+    texts = texts or iter([Words("tokenizer").text(2000)])
     model, checkpoint, exported = folder / "model", folder / "checkpoint", folder / "exported"
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_positions=POSITIONS,
-        n_layer=4,
-        n_head=4,
-        n_embd=64,
-        initializer_range=0.1,
-    )
-    GPT2LMHeadModel(config).save_pretrained(model)
-    texts = iter([Words("tokenizer").text(2000)])
-    (model / "tokenizer.json").write_bytes(byte_level_bpe(texts, VOCAB_SIZE, EOD_TOKEN))
+    GPT2LMHeadModel(GPT2Config(**config)).save_pretrained(model)
+    tokenizer = model / "tokenizer.json"
+    tokenizer.write_bytes(byte_level_bpe(texts, config["vocab_size"], EOD_TOKEN))
     convert_from_huggingface(FromHuggingFaceOptions(model=model, output=checkpoint))
     convert_to_huggingface(ToHuggingFaceOptions(checkpoint=checkpoint, output=exported))
-    return TextCheckpoint(checkpoint, exported, model / "tokenizer.json")
+    return TextCheckpoint(checkpoint, exported, tokenizer)

@@ -8,6 +8,7 @@ case -> losses and gradient norms of both, graphs compiled, and reasons of graph
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -22,35 +23,23 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.variables.torch import constant_fold_functions
 
-from megatron_chameleon.model.compiled_layers import compile_layers
-from megatron_chameleon.model.gpt import build_model_chunks, unwrap
+from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.layout import Layout, distributed
-from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
-from megatron_chameleon.training.step import BatchShape, Passes, train_step
 from tests.distributed.cases import COMPILED, CompiledCase
+from tests.random_training import RandomTraining, random_batches
 
 SHAPE = ModelShape(ModelSize(4, 2, 32, 64), vocab_size=100, max_sequence_length=16)
-OPTIMIZER = OptimizerOptions(lr=1e-2, lr_warmup_iters=1)
 STEPS, MICRO_BATCHES, ROWS = 2, 4, 2
 DOCUMENT_START = 7
 
 
-def batches(case: CompiledCase, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
+def batches(case: CompiledCase, layout: Layout) -> Iterator[Batch]:
     """Micro-batches of random text for this rank."""
-    generator = torch.Generator().manual_seed(3)
-    length = SHAPE.max_sequence_length
-    positions = torch.arange(length).expand(ROWS, length)
-    for number in range(STEPS * MICRO_BATCHES):
-        text = torch.randint(SHAPE.vocab_size, (ROWS, length + 1), generator=generator)
-        batch = {
-            "tokens": text[:, :-1].contiguous(),
-            "labels": text[:, 1:].contiguous(),
-            "position_ids": positions,
-            "loss_mask": torch.ones(ROWS, length),
-            "domain": torch.arange(ROWS),
-        }
+    random = random_batches(SHAPE.vocab_size, ROWS, SHAPE.max_sequence_length, num_domains=ROWS)
+    for number, batch in enumerate(itertools.islice(random, STEPS * MICRO_BATCHES)):
+        positions = batch["position_ids"]
         if case.document_masks:
             batch["document_starts"] = torch.where(positions >= DOCUMENT_START, DOCUMENT_START, 0)
         if number % layout.data_size == layout.data_rank:
@@ -61,19 +50,18 @@ def train(
     case: CompiledCase, layout: Layout, backend: CompileCounterWithBackend | None
 ) -> list[Any]:
     """Return per step this rank's losses by domain, and the gradient's norm."""
-    parallel = case.parallel
-    chunks = build_model_chunks(SHAPE, layout, 1, bf16=case.bf16, recompute=parallel.recompute)
-    if backend:
-        for chunk in chunks:
-            compile_layers(unwrap(chunk), backend=backend)
-    model = data_parallel(chunks, layout, bf16=case.bf16)
-    optimizer = build_optimizer(model, OPTIMIZER, layout, bf16=case.bf16)
-    scheduler = build_scheduler(optimizer, OPTIMIZER, 10)
-    shape = BatchShape(MICRO_BATCHES // layout.data_size, ROWS, SHAPE.max_sequence_length)
-    passes, given = Passes(model, shape, num_domains=ROWS), batches(case, layout)
-    found = []
+    training = RandomTraining(
+        SHAPE,
+        layout,
+        bf16=case.bf16,
+        compiled=backend,
+        optimizer=OptimizerOptions(lr=1e-2, lr_warmup_iters=1),
+        recompute=case.parallel.recompute,
+    )
+    passes = training.passes(MICRO_BATCHES // layout.data_size, ROWS, num_domains=ROWS)
+    of_rank, found = batches(case, layout), []
     for _ in range(STEPS):
-        result = train_step(model, optimizer, scheduler, lambda: passes.forward_backward(given))
+        result = training.step(lambda: passes.forward_backward(of_rank))
         found.append([*result.domain_sums[:, 0].tolist(), result.grad_norm])
     return found
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+
+import pytest
 import torch
 
-from benchmarks import doge
-from benchmarks.doge import Case as DogeCase
+from benchmarks import doge, train
 from benchmarks.plain_gpt import PlainGPT
-from benchmarks.train_contestants import Case, Contestant, Ours, Plain
-from benchmarks.train_timing import timed_at_its_best, timed_in_turn
+from benchmarks.train import Case, Contestant, Ours, Plain
 
 CASE = Case("nano", 32, False, tokens_per_step=128)
+ARGUMENTS = argparse.Namespace(peak=None, repeats=5)
 
 
 def test_plain_model_has_the_same_size():
-    """But for rows that pad the vocabulary, to 50,304 in both."""
+    """Apart from rows that pad the vocabulary, to 50,304 in both."""
     plain = PlainGPT(CASE.shape)
-    held = sum(parameter.numel() for parameter in plain.parameters())
+    count = sum(parameter.numel() for parameter in plain.parameters())
     padding = (50_304 - CASE.shape.vocab_size) * CASE.shape.size.hidden_size
-    assert held - padding == CASE.shape.num_parameters
+    assert count - padding == CASE.shape.num_parameters
 
 
 def test_contestants_train_on_the_same_number_of_tokens(one_rank):
@@ -26,11 +28,10 @@ def test_contestants_train_on_the_same_number_of_tokens(one_rank):
         "ours": Ours(CASE, one_rank),
         "plain": Plain(CASE, one_rank),
     }
-    found = timed_in_turn(contestants, CASE, micro_batch_size=2, peak=None, repeats=1)
+    found = train.time_interleaved(contestants, CASE, ARGUMENTS)
     assert found.keys() == contestants.keys()
     for entry in found.values():
-        assert entry["tokens_per_step"] == 128
-        assert len(entry["seconds"]) == 1
+        assert (entry["tokens_per_step"], len(entry["seconds"])) == (128, 5)
 
 
 class OutOfMemoryFrom:
@@ -46,21 +47,24 @@ class OutOfMemoryFrom:
             each()
 
 
-def test_timing_uses_the_best_micro_batch_that_fits(one_rank):  # whose device can be waited for
-    found = timed_at_its_best(lambda: OutOfMemoryFrom(4), CASE, (32, 64, 128, 256), None, 5)
+@pytest.mark.usefixtures("one_rank")  # whose device can be waited for
+def test_timing_uses_the_best_micro_batch_that_fits(monkeypatch):
+    monkeypatch.setattr(train, "MICRO_BATCH_TOKENS", (32, 64, 128, 256))
+    for name in ("reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    found = train.time_at_best(lambda: OutOfMemoryFrom(4), CASE, ARGUMENTS)
     assert found["micro_batch_size"] in found["tokens_per_second_by_micro_batch"]
-    assert set(map(int, found["tokens_per_second_by_micro_batch"])) <= {1, 2}
+    assert set(found["tokens_per_second_by_micro_batch"]) <= {1, 2}
     assert len(found["seconds"]) == 5
-    found = timed_at_its_best(lambda: OutOfMemoryFrom(1), CASE, (32, 64), None, 5)
+    found = train.time_at_best(lambda: OutOfMemoryFrom(1), CASE, ARGUMENTS)
     assert found == {"out_of_memory": True}
 
 
 def test_doge_row_has_the_ratios_to_the_plain_step(one_rank, monkeypatch):
     monkeypatch.setattr(doge, "VOCAB_SIZE", 500)
-    row = doge.measured(DogeCase("nano", 8, 32), one_rank, repeats=1)
-    names = ["7 domains", "17 domains"]
-    assert list(row["times_a_plain_step"]) == names
-    for name in names:
+    row = doge.measured(doge.Case("nano", 8, 32), one_rank, repeats=1)
+    assert list(row["times_a_plain_step"]) == ["7 domains", "17 domains"]
+    for name, ratio in row["times_a_plain_step"].items():
         (seconds,), (plain,) = row["seconds"][name], row["seconds"]["plain"]
-        assert row["times_a_plain_step"][name] == seconds / plain
+        assert ratio == seconds / plain
         assert row["memory_gb"][name] > 0

@@ -75,29 +75,22 @@ def test_every_experiment_and_method_has_a_launcher():
     assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*PAPER, *WEIGHING, *SWEEPING, *OTHERS}
     methods = {name.partition("/")[2].replace("_", "-") for name in BASELINES}
     assert methods == set(find_methods()) - {DEFAULT_METHOD}
-    for path in (*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")):
-        subprocess.run(["bash", "-n", str(path)], check=True)
-
-
-@pytest.mark.parametrize("name", ["pretrain_684m", "transfer_pile", "baselines/doge"])
-def test_mistakes_are_rejected(launch, name):
-    assert "lost" in rejected(launch(name, CORPUS="lost"))
-    assert "--seed" in rejected(launch(name, "--seed", "3"))
 
 
 @pytest.mark.parametrize(
-    ("name", "choices", "named"),
+    ("command", "choices", "named"),
     [
+        *((name, {"CORPUS": "lost"}, "lost") for name in ("pretrain_684m", "transfer_pile")),
+        ("baselines/doge --seed 3", {}, "--seed"),
         ("pretrain_684m", {"MIXTURE": "doremi"}, "runs/slimpajama/4-mixture/doremi"),
         ("finetune_stack", {"PRETRAINED": "lost"}, "lost"),
         ("transfer_pile", {"PROXY": "lost"}, "lost"),
         ("evaluate_downstream", {"RUN": "nowhere"}, "nowhere/5-base"),
-        ("baselines/manual", {"PUBLISHED": "doge"}, "PUBLISHED=doge"),
         ("baselines/manual", {"PUBLISHED": "pile/human slimpajama/doge"}, "slimpajama/doge"),
     ],
 )
-def test_missing_inputs_are_rejected(launch, name, choices, named):
-    assert named in rejected(launch(name, **choices))
+def test_user_mistakes_are_rejected_before_anything_starts(launch, command, choices, named):
+    assert named in rejected(launch(*command.split(), **choices))
 
 
 # Training
@@ -113,18 +106,6 @@ def test_launcher_trains_what_it_reproduces(launch, name):
         assert (options.global_batch_size, options.seq_length) == (batch, 1024)
         assert (options.optimizer.lr, options.optimizer.min_lr) == rates
         assert options.bf16
-
-
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_tiny_runs_are_short_and_on_two_ranks(launch, name):
-    launched = succeeded(launch(name, SIZE="tiny"))
-    assert launched.training()
-    for call in launched.calls:
-        assert call.ranks is None or (call.ranks.nproc_per_node, call.ranks.nnodes) == ("2", "1:1")
-    for options in launched.training():
-        assert (options.model_size, options.bf16) == ("tiny", False)
-        assert options.train_iters * options.global_batch_size * options.seq_length < 10_000
-        assert options.run_dir.parts[:3] == ("runs", "tiny", name)
 
 
 @pytest.mark.parametrize("name", ["pretrain_82m_proxy", "pretrain_684m"])
@@ -153,12 +134,9 @@ def test_several_nodes_meet_on_the_first(launch):
     without = launch("pretrain_1_2b", NNODES="4")
     assert without.status != 0
     assert "MASTER_ADDR" in without.errors
-
-
-@pytest.mark.parametrize("name", ["finetune_stack", *BASELINES])
-def test_only_the_first_node_runs_what_has_no_ranks(launch, name):
-    launched = succeeded(launch(name, NNODES="2", NODE_RANK="1", MASTER_ADDR="first"))
-    assert {call.program for call in launched.calls} <= {"torchrun"}
+    for name in ("finetune_stack", "baselines/regmix", "baselines/unimax"):  # one node runs python
+        others = succeeded(launch(name, NNODES="2", NODE_RANK="1", MASTER_ADDR="first"))
+        assert {call.program for call in others.calls} <= {"torchrun"}
 
 
 def test_fine_tuning_compares_three_mixtures_from_one_checkpoint(launch):
@@ -190,21 +168,18 @@ def test_time_limit_is_passed_to_training(launch):
 def test_tools_without_a_time_limit_are_ended_at_it(launch, tmp_path, name):
     """The script then exits with 0, so that a scheduler submits the same command again."""
     (tmp_path / "runs/slimpajama/5-base/uniform-seed1").mkdir(parents=True)
-    torchrun = launch.programs / "torchrun"
-    torchrun.write_text(f"{RECORDER}exec sleep 100\n")
-    ended = succeeded(launch(name, STOP_AT=str(int(time.time()) + 4)))
+
+    def launched(torchrun, seconds):
+        (launch.programs / "torchrun").write_text(f"{RECORDER}{torchrun}\n")
+        return launch(name, STOP_AT=str(int(time.time()) + seconds))
+
+    ended = succeeded(launched("exec sleep 100", 3))
     assert len(ended.calls) == 1
     assert "STOP_AT" in ended.said
-    late = succeeded(launch(name, STOP_AT="1000000000"))
-    assert (late.calls, late.training()) == ([], [])
-    torchrun.write_text(f"{RECORDER}exit 3\n")
-    assert launch(name, STOP_AT=str(int(time.time()) + 100)).status == 3
-
-
-def test_ranks_lost_at_the_time_limit_are_no_failure(launch):
-    wait = "while (($(date +%s) < STOP_AT)); do sleep 0.01; done\nexit 1\n"
-    (launch.programs / "torchrun").write_text(f"{RECORDER}{wait}")
-    assert len(succeeded(launch("transfer_pile", STOP_AT=str(int(time.time()) + 2))).calls) == 1
+    assert succeeded(launched("exec sleep 100", -1)).calls == []
+    assert launched("exit 3", 100).status == 3
+    lost_rank = "while (($(date +%s) < STOP_AT)); do sleep 0.01; done; exit 1"
+    assert len(succeeded(launched(lost_rank, 2)).calls) == 1
 
 
 # Mixtures
@@ -212,10 +187,8 @@ def test_ranks_lost_at_the_time_limit_are_no_failure(launch):
 
 @pytest.mark.parametrize("name", WEIGHING)
 def test_chameleon_choices(launch, name, tmp_path):
-    for call in succeeded(launch(name)).calls:
-        assert call.options.extraction.num_windows == 4096
-        assert call.options.weighting.recipe == "reference"
     (tmp_path / "model").mkdir()
+    assert {call.options.extraction.num_windows for call in launch(name).calls} == {4096}
     choices = {"TP": "2", "NPROC": "4", "RUN": "my run", "CORPUS": "runs/stack/1-corpus"}
     choices |= {"PROXY": "model", "PRETRAINED": "model"}
     calls = succeeded(launch(name, "--", "--ridge", "3", "--num-windows", "99", **choices)).calls
@@ -226,9 +199,6 @@ def test_chameleon_choices(launch, name, tmp_path):
         assert (options.weighting.ridge, options.extraction.num_windows) == (3.0, 99)
         assert (options.checkpoint, options.corpus) == (Path("model"), Path("runs/stack/1-corpus"))
         assert options.output.parent == Path("my run/4-mixture")
-    first, *_ = succeeded(launch(name, SIZE="tiny")).calls
-    assert (first.ranks.nproc_per_node, first.options.extraction.num_windows) == ("2", 64)
-    assert first.options.output.parts[:3] == ("runs", "tiny", name)
 
 
 def test_sweep_is_the_papers(launch):
@@ -266,25 +236,15 @@ def test_baseline_computes_a_mixture_by_its_method(launch, name):
     assert type(options) is find_methods()[method].options
     assert options.corpus == Path("runs/slimpajama/1-corpus")
     assert options.output.parent == Path("runs/slimpajama/4-mixture")
-    assert name not in MODEL_FREE or {call.program for call in launched.calls} == {"python"}
+    if name in MODEL_FREE:
+        assert {call.program for call in launched.calls} == {"python"}
+        assert options.token_budget == 10_000 * 128 * 1024  # of the 684m base model
     choices = {"RUN": "my run", "CORPUS": "runs/stack/1-corpus", "NPROC": "3"}
     for call in method_calls(launch(name, "--", "--token-budget", "77", **choices)):
         assert call.options.corpus == Path("runs/stack/1-corpus")
         assert call.options.output.parent == Path("my run/4-mixture")
         assert call.options.token_budget == 77
         assert call.ranks is None or call.ranks.nproc_per_node == "3"
-    for call in method_calls(launch(name, SIZE="tiny")):
-        assert call.ranks is None or call.ranks.nproc_per_node == "2"
-        assert call.options.corpus == Path("runs/quickstart/1-corpus")
-        assert call.options.output.parts[:2] == ("runs", "tiny")
-
-
-@pytest.mark.parametrize("name", MODEL_FREE)
-@pytest.mark.parametrize("size", ["684m", "tiny"])
-def test_token_budget_is_that_of_the_base_model(launch, name, size):
-    options = method_calls(launch(name, SIZE=size))[-1].options
-    (base,) = launch("pretrain_684m", SIZE=size, MIXTURE="uniform").training()
-    assert options.token_budget == base.train_iters * base.global_batch_size * base.seq_length
 
 
 def test_published_mixtures_are_those_of_the_papers_tables(launch):
@@ -315,12 +275,11 @@ def test_downstream_tasks_are_the_papers(launch, tmp_path):
     assert len(calls) == len(list((tmp_path / base).iterdir()))
     assert options.output == Path("runs/slimpajama/6-evaluation/uniform-seed1-downstream.json")
     assert (options.tasks, options.shots, options.limit) == (PAPER_TASKS, (0, 1, 2, 3, 4, 5), None)
-    tiny = {"SIZE": "tiny", "DATA_DIR": "my copies", "CHECKPOINTS": "here there", "RUN": "run"}
-    first, _ = launch("evaluate_downstream", "--", "--tasks", "sciq", **tiny).calls
+    choices = {"DATA_DIR": "my copies", "CHECKPOINTS": "here there", "RUN": "run"}
+    first, _ = launch("evaluate_downstream", "--", "--tasks", "sciq", **choices).calls
     assert (first.options.checkpoint, first.options.tasks) == (Path("here"), ("sciq",))
-    assert (first.options.shots, first.options.limit) == ((0, 1), 4)
     assert first.options.output == Path("run/6-evaluation/here-downstream.json")
-    assert (first.options.data_dir, first.ranks.nproc_per_node) == (Path("my copies"), "2")
+    assert first.options.data_dir == Path("my copies")
 
 
 # SLURM
@@ -332,7 +291,7 @@ echo "${SRUN_CPUS_PER_TASK:-none}" > "$OUT/cores.txt"
 echo "$LASTS" > "$OUT/later"
 exit "$STATUS"
 """,
-    "squeue": 'echo "${SAYS:-$(date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S)}"',
+    "squeue": 'echo "${SQUEUE:-$(date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S)}"',
     "date": """
 [ "$*" = +%s ] || exec /bin/date "$@"
 echo $(($(/bin/date +%s) + $(cat "$OUT/later" 2> /dev/null || echo 0)))
@@ -413,16 +372,11 @@ def test_only_a_run_stopped_by_its_time_limit_is_requeued(
 
 
 @pytest.mark.parametrize(
-    ("left", "arguments", "says"),
-    [
-        (500, [SCRIPT], ""),
-        (7200, [SCRIPT], "N/A"),
-        (7200, [], ""),
-        (7200, ["examples/nothing.sh"], ""),
-    ],
+    ("left", "script", "squeue"),
+    [(500, SCRIPT, ""), (7200, SCRIPT, "N/A"), (7200, "examples/nothing.sh", "")],
 )
-def test_invalid_slurm_job_is_rejected(job, tmp_path, left, arguments, says):
-    done = job(left, *arguments, SAYS=says)
+def test_invalid_slurm_job_is_rejected(job, tmp_path, left, script, squeue):
+    done = job(left, script, SQUEUE=squeue)
     assert done.returncode == 2
     assert done.stderr
     assert not (tmp_path / "srun.txt").exists()

@@ -1,9 +1,8 @@
-"""make measure-gpu: steps are isolated, resumable, and their results are committed."""
+"""make measure-gpu: steps are isolated and resumable."""
 
 from __future__ import annotations
 
 import ast
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -15,10 +14,7 @@ from benchmarks.measure import measure_rows
 from benchmarks.measure_gpu import ROOT, STEPS, Step, measure
 
 WRITING = """
-import json, pathlib, sys
-folder = pathlib.Path("benchmarks/results")
-folder.mkdir(parents=True, exist_ok=True)
-(folder / f"{sys.argv[1]}.json").write_text(json.dumps({"rows": []}))
+import pathlib, sys
 with open("calls", "a") as calls:
     calls.write(sys.argv[1] + "\\n")
 """
@@ -40,29 +36,17 @@ sys.exit(0 if rows.read_text() == "rowrow" else 75)
 """
 
 
-def git(repository: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(repository), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("AUTHOR", "COMMITTER"):
-        monkeypatch.setenv(f"GIT_{name}_NAME", "A Tester")
-        monkeypatch.setenv(f"GIT_{name}_EMAIL", "tester@example.org")
-    git(tmp_path, "init", "--quiet")
-    (tmp_path / ".gitignore").write_text("/runs/\ncalls\nchild\n")
+def checkout(tmp_path: Path) -> Path:
     (tmp_path / "writing.py").write_text(WRITING)
     (tmp_path / "hanging.py").write_text(HANGING)
     (tmp_path / "unfinished.py").write_text(WRITING + UNFINISHED)
     (tmp_path / "failing.py").write_text(WRITING + "\nsys.exit('no such device')\n")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "--quiet", "--message", "start")
     return tmp_path
 
 
-def run(repository: Path, *steps: Step, retry=False, seconds=600.0) -> int:
-    return measure(steps, repository, commit=True, retry=retry, seconds=seconds)
+def run(checkout: Path, *steps: Step, retry=False, seconds=600.0) -> int:
+    return measure(steps, checkout, retry=retry, seconds=seconds)
 
 
 FIRST, LAST = (Step(name, ("writing.py", name), 60) for name in ("first", "last"))
@@ -71,49 +55,34 @@ HANGING_STEP = Step("hanging", ("hanging.py",), 5)
 UNFINISHED_STEP = Step("unfinished", ("unfinished.py", "rows", "{folder}/rows"), 60)
 
 
-def calls(repository: Path) -> list[str]:
-    return (repository / "calls").read_text().split()
+def calls(checkout: Path) -> list[str]:
+    return (checkout / "calls").read_text().split()
 
 
-def committed(repository: Path) -> list[str]:
-    return git(repository, "ls-files", "benchmarks/results").split()
-
-
-def test_failed_and_hanging_steps_do_not_stop_the_others(repository, capfd, monkeypatch):
+def test_failed_and_hanging_steps_do_not_stop_the_others(checkout, capfd, monkeypatch):
     monkeypatch.setattr(process_tree, "SECONDS_TO_STOP", 1)
-    (repository / "staged").touch()
-    git(repository, "add", "staged")
-    assert run(repository, FIRST, FAILING, HANGING_STEP, LAST) == 1
-    assert committed(repository) == [f"benchmarks/results/{n}.json" for n in ("first", "last")]
-    assert git(repository, "log", "--format=%s").count("benchmarks: ") == 2
-    assert "A  staged" in git(repository, "status", "--porcelain")
+    assert run(checkout, FIRST, FAILING, HANGING_STEP, LAST) == 1
+    assert calls(checkout) == ["first", "failing", "last"]
     table = capfd.readouterr().out.splitlines()[-4:]
     assert [line.split()[1] for line in table] == ["ok", "failed", "timed", "ok"]
     assert "no such device" in table[1]
-    child = int((repository / "child").read_text())
+    child = int((checkout / "child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_finished_steps_are_skipped_and_the_others_resumed(repository):
-    assert run(repository, FIRST, FAILING) == 1
-    assert run(repository, FIRST, FAILING, LAST) == 1
-    assert calls(repository) == ["first", "failing", "last"]
-    assert run(repository, FIRST, FAILING, LAST, retry=True) == 1
-    assert calls(repository)[3:] == ["failing"]
-    assert run(repository, UNFINISHED_STEP) == 75
-    assert run(repository, UNFINISHED_STEP) == 0
-    (repository / "writing.py").write_text(WRITING + "# changed\n")
+def test_finished_steps_are_skipped_and_the_others_resumed(checkout):
+    assert run(checkout, FIRST, FAILING) == 1
+    assert run(checkout, FIRST, FAILING, LAST) == 1
+    assert calls(checkout) == ["first", "failing", "last"]
+    assert run(checkout, FIRST, FAILING, LAST, retry=True) == 1
+    assert calls(checkout)[3:] == ["failing"]
+    assert run(checkout, UNFINISHED_STEP) == 75
+    assert run(checkout, UNFINISHED_STEP) == 0
+    (checkout / "writing.py").write_text(WRITING + "# changed\n")
     long = Step("long", ("writing.py", "long"), 500)
-    assert run(repository, FIRST, long, seconds=100) == 75  # the time limit leaves it
-    assert run(repository, long) == 0
-    assert calls(repository)[-2:] == ["first", "long"]
-
-
-def test_results_without_git_are_kept(repository, monkeypatch, capfd):
-    monkeypatch.setenv("PATH", str(repository))
-    assert [run(repository, step) for step in (FIRST, FIRST, LAST)] == [0, 0, 0]
-    assert calls(repository) == ["first", "last"]
-    assert "not committed" in capfd.readouterr().out
+    assert run(checkout, FIRST, long, seconds=100) == 75  # the time limit leaves it
+    assert run(checkout, long) == 0
+    assert calls(checkout)[-2:] == ["first", "long"]
 
 
 def test_rows_that_would_exceed_the_time_limit_are_deferred(tmp_path, monkeypatch):

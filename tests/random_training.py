@@ -1,0 +1,81 @@
+"""Optimizer steps of a real model on random tokens, without a corpus, logs or checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.model.compiled_layers import compile_layers
+from megatron_chameleon.model.gpt import build_model_chunks, unwrap
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
+from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.step import BatchShape, Passes, StepResult, train_step
+
+OPTIMIZER = OptimizerOptions(lr=1e-4, min_lr=1e-5, lr_warmup_iters=0)
+
+
+def random_batches(
+    vocab_size: int, rows: int, length: int, num_domains: int = 1
+) -> Iterator[Batch]:
+    """Endless micro-batches of random tokens [rows, length], with the domains in turn."""
+    generator = torch.Generator().manual_seed(0)
+    first = 0
+    while True:
+        text = torch.randint(vocab_size, (rows, length + 1), generator=generator)
+        yield {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "loss_mask": torch.ones(rows, length),
+            "position_ids": torch.arange(length).repeat(rows, 1),
+            "domain": torch.arange(first, first + rows) % num_domains,
+        }
+        first += rows
+
+
+class RandomTraining:
+    """A model with its optimizer and scheduler.
+
+    Args:
+        shape: of the model.
+        layout: of the ranks.
+        bf16: train in bfloat16 with main weights in float32.
+        compiled: backend of torch.compile for the layers; None trains eagerly.
+        optimizer: the optimizer's options.
+        model: further arguments of build_model_chunks.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        *,
+        bf16: bool,
+        compiled: Any = None,
+        optimizer: OptimizerOptions = OPTIMIZER,
+        **model: Any,
+    ) -> None:
+        self.shape, self.layout = shape, layout
+        chunks = build_model_chunks(shape, layout, seed=0, bf16=bf16, **model)
+        if compiled is not None:
+            for chunk in chunks:
+                compile_layers(unwrap(chunk), backend=compiled)
+        self.chunks = data_parallel(chunks, layout, bf16=bf16)
+        self._optimizer = build_optimizer(self.chunks, optimizer, layout, bf16=bf16)
+        self._scheduler = build_scheduler(self._optimizer, optimizer, train_iters=10**6)
+
+    def passes(self, num_microbatches: int, rows: int, num_domains: int = 1) -> Passes:
+        """The forward and backward passes of one step on this rank."""
+        shape = BatchShape(num_microbatches, rows, self.shape.max_sequence_length)
+        return Passes(self.chunks, shape, num_domains)
+
+    def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
+        """One optimizer step, whose gradient norm must be finite."""
+        result = train_step(self.chunks, self._optimizer, self._scheduler, forward_backward)
+        assert math.isfinite(result.grad_norm)
+        return result
