@@ -37,12 +37,6 @@ TOOLS = {
 }
 EVALUATIONS = {"perplexity": PerplexityToolOptions, "downstream": DownstreamOptions}
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'
-CHOICES: tuple[str, ...] = ("CORPUS", "MIXTURE", "RUN", "SIZE", "PRETRAINED", "PROXY", "SEED")
-CHOICES += ("TP", "PP", "NPROC", "STOP_AT")
-CHOICES += ("VARIANT", "BASE", "METHODS", "SEEDS", "BASELINE", "PROXY_SEED")
-CHOICES += ("BASE_STEPS", "PROXY_STEPS", "LONG_PROXY_STEPS", "MEMBER_STEPS")
-CHOICES += ("JOBS_AT_ONCE", "RECORD", "CHECKPOINTS", "DATA_DIR")
-NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NODEID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +71,7 @@ class Launched:
     """Exit status, output and recorded commands of a launcher."""
 
     def __init__(self, done: subprocess.CompletedProcess[str], calls: Path) -> None:
-        self.status, self.said, self.errors = done.returncode, done.stdout, done.stderr
+        self.status, self.printed, self.errors = done.returncode, done.stdout, done.stderr
         text = calls.read_text() if calls.exists() else ""
         self.calls = [Call.read(line.split("\0")) for line in text.split("\0\n\0")[:-1]]
 
@@ -97,17 +91,29 @@ class Launcher:
 
     def __call__(self, name: str, *arguments: str, **environment: str) -> Launched:
         """Run examples/NAME.sh with only these choices in the environment."""
-        kept = {key: value for key, value in os.environ.items() if key not in CHOICES + NODES}
         path = f"{self.programs}:{os.environ['PATH']}"
         self.calls.unlink(missing_ok=True)
         done = subprocess.run(
             ["bash", str(EXAMPLES / f"{name}.sh"), *arguments],
-            env={**kept, "PATH": path, "CALLS": str(self.calls), **environment},
+            env={"PATH": path, "CALLS": str(self.calls), **environment},
             cwd=self.folder,
             capture_output=True,
             text=True,
         )
         return Launched(done, self.calls)
+
+
+def succeeded(launched: Launched) -> Launched:
+    assert launched.status == 0, launched.errors + launched.printed
+    return launched
+
+
+def rejected(launched: Launched) -> str:
+    """The message of a launcher that rejects its choices before it starts anything."""
+    assert (launched.status, launched.calls) == (2, [])
+    (line,) = launched.errors.splitlines()
+    assert line.startswith("error: ")
+    return line
 
 
 def write_everything(folder: Path) -> None:

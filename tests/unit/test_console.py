@@ -39,28 +39,21 @@ def run(program, *arguments, **settings):
     return subprocess.run(command, timeout=120, text=True, cwd=REPOSITORY, **settings)
 
 
-def closed_pipe():
-    """The writing end of a pipe without a reader."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    return writer
-
-
-def full():
-    return os.open("/dev/full", os.O_WRONLY)
-
-
 @pytest.mark.parametrize(
-    ("stdout", "prints_log", "status", "message"),
+    ("is_full", "prints_log", "status", "message"),
     [
-        (closed_pipe, False, 0, ""),
-        (closed_pipe, True, 0, "warning: "),
-        (full, False, 2, "error: "),
-        (full, True, 0, "warning: "),
+        (False, False, 0, ""),
+        (False, True, 0, "warning: "),
+        (True, False, 2, "error: "),
+        (True, True, 0, "warning: "),
     ],
 )
-def test_lost_output_does_not_stop_the_tool(tmp_path, stdout, prints_log, status, message):
-    descriptor = stdout()
+def test_lost_output_does_not_stop_the_tool(tmp_path, is_full, prints_log, status, message):
+    """The output is a full disk, or a pipe without a reader."""
+    reader, descriptor = os.pipe()
+    os.close(reader)
+    if is_full:
+        descriptor = os.open("/dev/full", os.O_WRONLY)
     done = run(WORK % prints_log, tmp_path / "made", stdout=descriptor)
     os.close(descriptor)
     assert (tmp_path / "made").read_text() == "done"
@@ -70,7 +63,7 @@ def test_lost_output_does_not_stop_the_tool(tmp_path, stdout, prints_log, status
     assert "Exception" not in done.stderr
 
 
-@pytest.mark.parametrize(("closed", "status"), [((1,), 2), ((2,), 0), ((0, 1, 2), 2)])
+@pytest.mark.parametrize(("closed", "status"), [((2,), 0), ((0, 1, 2), 2)])
 def test_no_file_reuses_a_closed_standard_descriptor(tmp_path, closed, status):
     program = f"import os\nfor n in {closed}: os.close(n)\nos.execv({sys.executable!r}, "
     program += f"[{sys.executable!r}, '-c', {WORK % False!r}, {str(tmp_path / 'made')!r}])"
@@ -134,38 +127,31 @@ run_tool(work, DoctorOptions, [])
 
 SYSTEM_ERRORS = [
     OSError(errno.ENOSPC, "No space left on device", "store"),
-    OSError(errno.EIO, "Input/output error"),
-    OSError(errno.EMFILE, "Too many open files"),
     PermissionError(errno.EACCES, "Permission denied", "store"),
     RuntimeError("[enforce fail at x.cpp:1] store\nNo space left on device"),
     MemoryError("Unable to allocate 8 TiB"),
 ]
 
 
-def test_system_errors_are_one_line_and_bugs_are_not(capsys):
-    for error in SYSTEM_ERRORS:
+@pytest.mark.parametrize("error", SYSTEM_ERRORS, ids=lambda error: type(error).__name__)
+def test_system_errors_are_one_line_and_bugs_are_not(capsys, error):
+    def fail(_options):
+        raise error
 
-        def fail(_options, error=error):
-            raise error
-
-        def fail_in_a_library(_options, error=error):
-            try:
-                raise error
-            except Exception as cause:
-                raise KeyError("of a library") from cause
-
-        for work in (fail, fail_in_a_library):
-            with pytest.raises(SystemExit) as left:
-                run_tool(work, DoctorOptions, [])
-            assert left.value.code == 2
-            (line,) = capsys.readouterr().err.splitlines()
-            assert line.startswith("error: ")
+    def fail_in_a_library(_options):
+        raise KeyError("of a library") from error
 
     def fail_in_the_handler(_options):
         try:
-            raise SYSTEM_ERRORS[0]
-        except OSError:
+            raise error
+        except type(error):
             dict[str, int]()["handled"]
 
+    for work in (fail, fail_in_a_library):
+        with pytest.raises(SystemExit) as left:
+            run_tool(work, DoctorOptions, [])
+        assert left.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
     with pytest.raises(KeyError):
         run_tool(fail_in_the_handler, DoctorOptions, [])

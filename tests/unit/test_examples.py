@@ -22,6 +22,8 @@ from tests.unit.launched import (
     WEIGHING,
     Launched,
     Launcher,
+    rejected,
+    succeeded,
     write_everything,
 )
 
@@ -45,30 +47,10 @@ OTHERS |= {"evaluate_downstream"}
 
 
 @pytest.fixture
-def empty(tmp_path, monkeypatch):
-    """``empty(launcher, *arguments, **choices)`` in an empty folder."""
-    monkeypatch.delenv("PUBLISHED", raising=False)
-    return Launcher(tmp_path)
-
-
-@pytest.fixture
-def launch(empty, tmp_path):
-    """The same with all corpora, mixtures and runs that launchers look for."""
+def launch(tmp_path):
+    """``launch(launcher, *arguments, **choices)`` with all inputs that launchers look for."""
     write_everything(tmp_path)
-    return empty
-
-
-def succeeded(launched: Launched) -> Launched:
-    assert launched.status == 0, launched.errors + launched.said
-    return launched
-
-
-def rejected(launched: Launched) -> str:
-    """The message of a launcher that rejects its choices before it starts anything."""
-    assert (launched.status, launched.calls) == (2, [])
-    (line,) = launched.errors.splitlines()
-    assert line.startswith("error: ")
-    return line
+    return Launcher(tmp_path)
 
 
 def test_every_experiment_and_method_has_a_launcher():
@@ -175,7 +157,7 @@ def test_tools_without_a_time_limit_are_ended_at_it(launch, tmp_path, name):
 
     ended = succeeded(launched("exec sleep 100", 3))
     assert len(ended.calls) == 1
-    assert "STOP_AT" in ended.said
+    assert "STOP_AT" in ended.printed
     assert succeeded(launched("exec sleep 100", -1)).calls == []
     assert launched("exit 3", 100).status == 3
     lost_rank = "while (($(date +%s) < STOP_AT)); do sleep 0.01; done; exit 1"

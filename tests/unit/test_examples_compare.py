@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_chameleon.evaluation.options import PerplexityToolOptions
@@ -17,10 +19,76 @@ from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.methods.options import MethodOptions
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.training.options import PretrainOptions
-from tests.unit.compared import CORPUS, METHODS, NAME, WORKER, Workers, papers, small
-from tests.unit.launched import EXAMPLES, Launched, write_everything
+from tests.unit.launched import (
+    EXAMPLES,
+    RECORDER,
+    Launched,
+    Launcher,
+    rejected,
+    succeeded,
+    write_everything,
+)
 
 RUN = Path("runs/compare-mini")
+NAME = "compare_methods"
+METHODS = ["uniform", "natural", "unimax", "chameleon", "doremi", "doge", "regmix", "mixing-laws"]
+CORPUS = "runs/quickstart/1-corpus"
+# Concurrent programs write whole lines.
+ONE_AT_A_TIME = '#!/usr/bin/env bash\nexec 9>> "$CALLS.lock"\nflock 9\n'
+# Writes the outputs of the real program: a mixture whose weights depend on its name (UniMax's are
+# uniform's), a finished run, a result. The command that writes to a path with $FAILS in it fails
+# with status $FAILS_WITH.
+WORKER = """
+while (($#)); do
+  case $1 in
+    --output | --run-dir)
+      mkdir -p "$(dirname "$2")"
+      if [[ -n ${FAILS:-} && $2 == */$FAILS* ]]; then
+        echo "error: it is $FAILS" >&2
+        exit "${FAILS_WITH:-2}"
+      fi
+      case $1 in
+        --run-dir) mkdir -p "$2"; echo '"status": "finished"' > "$2/run.json" ;;
+        *) name=$(basename "$2" .json); name=${name/unimax/uniform}
+          printf '  "weights": {\\n    "a": 0.%09d\\n  }\\n' \\
+            "$(cksum <<< "$name" | cut -c-8)" > "$2" ;;
+      esac
+      ;;
+  esac
+  shift
+done
+"""
+# The real tool checks the choice. An evaluation is valid unless it contains "of other weights";
+# tests/launchers calls the real check of evaluations.
+CHECKS = f"""#!/usr/bin/env bash
+case " $* " in
+  *" --check choice "*) exec {sys.executable} "$@" ;;
+  *" --check evaluations "*)
+    [[ " $* " =~ " --run "([^ ]*)" --mixtures "([^ ]*)" " ]] || exit 1
+    ! grep -qs "of other weights" "${{BASH_REMATCH[1]}}/6-evaluation/${{BASH_REMATCH[2]}}-seed"*
+    exit ;;
+esac
+"""
+
+
+class Workers(Launcher):
+    """A launcher whose programs write results, on which later stages depend."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        for name in ("torchrun", "python"):
+            text = f"{CHECKS}{ONE_AT_A_TIME}{RECORDER}exec 9>&-\n{WORKER}"
+            (self.programs / name).write_text(text)
+
+
+def small(launch: Launcher, **choices: str) -> Launched:
+    return launch(
+        NAME, **{"SIZE": "mini", "CORPUS": CORPUS, "METHODS": "uniform chameleon"} | choices
+    )
+
+
+def papers(launch: Launcher, **choices: str) -> Launched:
+    return launch(NAME, **{"SIZE": "paper", **choices})
 
 
 @pytest.fixture
@@ -35,19 +103,11 @@ def kinds(launched: Launched) -> list[type]:
 
 def started(launched: Launched) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """Methods by name of the mixture, proxy runs and base runs."""
-    assert launched.status == 0, launched.errors + launched.said
-    runs = launched.training()
+    runs = succeeded(launched).training()
     methods = [c.options for c in launched.calls if isinstance(c.options, MethodOptions)]
     proxies = [run for run in runs if run.run_dir.parent.name == "2-proxy"]
     bases = [run for run in runs if run.run_dir.parent.name == "5-base"]
     return {options.output.stem: options for options in methods}, proxies, bases
-
-
-def rejected(launched: Launched) -> str:
-    assert (launched.status, launched.calls) == (2, [])
-    (line,) = launched.errors.splitlines()
-    assert line.startswith("error: ")
-    return line
 
 
 def test_mini_compares_all_methods_within_an_hour(launch):
@@ -56,9 +116,9 @@ def test_mini_compares_all_methods_within_an_hour(launch):
     launched = launch(NAME, SIZE="mini", CORPUS=CORPUS)
     methods, proxies, bases = started(launched)
     assert set(methods) == {*METHODS}
-    begun = re.findall(r"started: (\S+) ", launched.said)
+    begun = re.findall(r"started: (\S+) ", launched.printed)
     assert begun[:5] == ["proxy", "regmix", "doremi", "mixing-laws", "doge"]
-    (minutes,) = re.findall(r"all jobs take about (\d+) minutes", launched.said)
+    (minutes,) = re.findall(r"all jobs take about (\d+) minutes", launched.printed)
     assert 45 <= int(minutes) <= 58
     assert len(proxies) == 1
     # UniMax's mixture is Uniform's here, so it needs no base runs.
@@ -143,7 +203,7 @@ def test_job_ended_by_the_time_limit_has_not_failed(launch, tool, fails, message
     torchrun.write_text(torchrun.read_text().replace(WORKER, passes + WORKER))
     choices = {"METHODS": "uniform natural", "FAILS": fails, "FAILS_WITH": "1", "STOP_AT": "2000"}
     launched = papers(launch, **choices)
-    assert message in launched.said + launched.errors
+    assert message in launched.printed + launched.errors
     assert launched.status == (1 if message.startswith("failed") else 0)
 
 
@@ -201,10 +261,8 @@ def test_sigterm_ends_the_running_jobs(tmp_path):
         begun = [process.stdout.readline() for _ in range(3)]
         assert [line.split(" (")[0] for line in begun[1:]] == ["started: one", "started: two"]
         time.sleep(0.2)
-        children = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-        ).stdout.split()
+        children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 130
     assert len(children) == 2
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert not any(child.is_running() for child in children)
