@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron_chameleon.artifacts.training_run import (
     keep_metrics_until,
 )
 from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.checkpoint.save import SaveError, plan_save
 from megatron_chameleon.checkpoint.state import State
@@ -35,40 +37,23 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout, from_main, on_every_rank
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.ranges import flag_of
+from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.run_folder import FRESH_START, Progress, RunRecords
+from megatron_chameleon.training.records import Progress, RunRecords
+from megatron_chameleon.training.run_folder import FRESH_START
 
-# Options that may change on resume, since they do not affect results. Data, initial mixture and
-# pretrained weights are compared by hash instead of by path. Planned mixture changes ahead may
-# differ; whether a hook changes the mixture is checked against the checkpoint.
-FREE_OPTIONS = (
-    "corpus",
-    "data_path",
-    "split",
-    "tokenizer_model",
-    "tiktoken_pattern",
-    "eod_token",
-    "data_cache_path",
-    "verify_corpus",
-    "mixture",
-    "mixture_change",
-    "online",
-    "pretrained_checkpoint",
-    "run_dir",
-    "micro_batch_size",
-    "log_interval",
-    "save_interval",
-    "overwrite",
-    "compile_layers",
-    "deterministic",
-    "dry_first_step",
-    "parallel",
-    "checkpointing",
-    "guards",
-    "stopping",
-    "validation",
-    "logging",
-    "profiling",
+# Options that affect results, and so may not change on resume. Data, initial mixture and pretrained
+# weights are compared by hash; the mixture's changes and a hook, with the checkpoint.
+FIXED_OPTIONS = (
+    "model_size",
+    "seq_length",
+    "train_iters",
+    "global_batch_size",
+    "seed",
+    "bf16",
+    "permutation",
+    *(field.name for field in dataclasses.fields(DocumentBoundaryOptions)),
+    *(field.name for field in dataclasses.fields(OptimizerOptions)),
 )
 
 
@@ -139,8 +124,8 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
                 f"{run.root} holds a run with {name} {_input(name, options_before, inputs_before)},"
                 f" not {_input(name, options, inputs)}; {FRESH_START}"
             )
-    before, now = _compared(options_before), _compared(options)
-    for name in {**now, **before}:
+    before, now = _flat(options_before), _flat(options)
+    for name in FIXED_OPTIONS:
         if before.get(name) != now.get(name):
             raise UserError(
                 f"{run.root} holds a run with {flag_of(name)} {before.get(name)}, not "
@@ -159,12 +144,11 @@ def _input(name: str, options: dict[str, Any], inputs: dict[str, str]) -> str:
     return f"{paths.get(name)} (SHA-256 {inputs[name][:8]})" if inputs.get(name) else "none"
 
 
-def _compared(options: dict[str, Any]) -> dict[str, Any]:
-    """All options but the free ones, without nesting."""
+def _flat(options: dict[str, Any]) -> dict[str, Any]:
+    """Options without nesting."""
     flat: dict[str, Any] = {}
     for name, value in options.items():
-        if name not in FREE_OPTIONS:
-            flat |= _compared(value) if isinstance(value, dict) else {name: value}
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
     return flat
 
 

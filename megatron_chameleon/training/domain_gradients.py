@@ -30,33 +30,44 @@ Span = tuple[int, int]
 class DomainGradients:
     """Gradients of the domains' mean losses over one global batch.
 
+    The storage for a gradient of each domain is allocated once; with the distributed optimizer, a
+    rank stores only its shard of each.
+
     Args:
-        rows: storage for a gradient of each domain.
-        domain_tokens: [k] float64, tokens with a loss per domain in the global batch.
-        learning_rate: learning rate of the upcoming update.
+        model: this rank's chunks, wrapped for data parallelism.
+        num_domains: number of domains (k).
 
     Attributes:
+        domain_tokens: [k] float64, tokens with a loss per domain in the global batch.
+        learning_rate: learning rate of the upcoming update.
         present: domains with tokens in the batch, in order; the other gradients are zero.
     """
 
-    def __init__(
-        self, rows: GradientRows, domain_tokens: torch.Tensor, learning_rate: float
-    ) -> None:
+    def __init__(self, model: Sequence[DistributedDataParallel], num_domains: int) -> None:
+        self._buckets = list(_buckets(model, num_domains))
+
+    def start_batch(self, domain_tokens: torch.Tensor, learning_rate: float) -> None:
+        """Start a global batch, before the gradients of its domains are computed."""
         self.domain_tokens, self.learning_rate = domain_tokens, learning_rate
         self.present = [domain for domain, tokens in enumerate(domain_tokens.tolist()) if tokens]
         present = torch.tensor(self.present, dtype=torch.int64)
-        self._places = to_device(present, domain_tokens.device)
-        self._rows = rows
+        self._present = to_device(present, domain_tokens.device)
 
     def keep(self, domain: int) -> None:
-        """Copy the gradient buffers as the gradient of ``domain``."""
-        self._rows.keep(self.present.index(domain))
+        """Copy the gradient buffers as the gradient of ``domain``, one of those present."""
+        for bucket in self._buckets:
+            bucket.rows[self.present.index(domain)].copy_(bucket.gradient)
 
     def dot_products(self) -> torch.Tensor:
         """[k, k] float64: dot products of all pairs of gradients, identical on every rank."""
-        k = self.domain_tokens.numel()
+        k, count = self.domain_tokens.numel(), len(self.present)
         products = torch.zeros(k, k, dtype=torch.float64, device=self.domain_tokens.device)
-        products[self._places[:, None], self._places] = self._rows.products(len(self.present))
+        total = products.new_zeros(count, count)
+        for bucket in self._buckets:
+            for start, stop in bucket.spans:
+                total += span_products(bucket.rows[:count, start:stop])
+        dist.all_reduce(total)
+        products[self._present[:, None], self._present] = total
         return products
 
     def combine(self, weights: torch.Tensor) -> None:
@@ -67,125 +78,72 @@ class DomainGradients:
         """
         agreed = to_device(weights.to(torch.float64, copy=True), self.domain_tokens.device)
         dist.broadcast(agreed, src=0)
-        self._rows.write_sum(agreed[self._places])
-
-
-@dataclasses.dataclass(frozen=True)
-class MicroBatching:
-    """Micro-batches of one domain's samples on one rank.
-
-    Attributes:
-        count: number of micro-batches, at least 1.
-        size: samples of the largest; the others have as many, or one fewer.
-        filled: samples including padding samples, which have no loss.
-    """
-
-    count: int
-    size: int
-    filled: int
-
-
-def split_samples(samples: int, largest: int, pipeline: int = 1, rounds: int = 1) -> MicroBatching:
-    """Split samples into as few micro-batches as possible, of about the same size.
-
-    Args:
-        samples: number of samples; without any, one padding sample is used.
-        largest: maximum samples of a micro-batch.
-        pipeline: number of pipeline stages; with several, all micro-batches have the same shape.
-        rounds: the number of micro-batches is a multiple of this, as interleaved stages require.
-    """
-    count = max(-(-samples // largest), 1)
-    count = -(-count // rounds) * rounds
-    size = max(-(-samples // count), 1)
-    return MicroBatching(count, size, count * size if pipeline > 1 else max(samples, 1))
+        factors = agreed[self._present].float()
+        for bucket in self._buckets:
+            if self.present:
+                rows = bucket.rows[: len(self.present)]
+                torch.mv(rows.T, factors, out=bucket.gradient)
+            else:
+                bucket.gradient.zero_()
 
 
 def micro_batches_by_domain(
     micro_batches: Sequence[Batch],
     rows: Mapping[int, Sequence[int]],
-    splits: Mapping[int, MicroBatching],
+    largest: int,
+    pipeline: int = 1,
+    rounds: int = 1,
 ) -> dict[int, list[Batch]]:
     """Regroup micro-batches so that each has one domain, with a single gather.
+
+    Each domain has as few micro-batches as possible, of about the same size, the largest first.
+    Padding samples, which have no loss, follow those of the domain where the sizes require them.
 
     Args:
         micro_batches: one rank's micro-batches of a step.
         rows: domain -> its samples, as indices into the concatenated ``micro_batches``.
-        splits: domain -> how to split its samples; padding samples have no loss.
+        largest: maximum samples of a micro-batch.
+        pipeline: number of pipeline stages; with several, all micro-batches of a domain have the
+            same size.
+        rounds: the number of micro-batches is a multiple of this, as interleaved stages require.
     """
-    filled = [
-        row
-        for domain, split in splits.items()
-        for row in (*rows[domain], *[0] * (split.filled - len(rows[domain])))
-    ]
-    device = micro_batches[0]["tokens"].device
-    index = to_device(torch.tensor(filled, dtype=torch.int64), device)
-    chosen = {
-        name: torch.cat([batch[name] for batch in micro_batches])[index]
+    counts, padded = {}, {}
+    for domain, own in rows.items():
+        count = max(-(-len(own) // largest), 1)
+        counts[domain] = count = -(-count // rounds) * rounds
+        filled = -(-len(own) // count) * count if pipeline > 1 else len(own)
+        padded[domain] = [*own, *[0] * (max(filled, count) - len(own))]
+    index = torch.tensor([row for own in padded.values() for row in own], dtype=torch.int64)
+    index = to_device(index, micro_batches[0]["tokens"].device)
+    fields = {
+        name: torch.cat([batch[name] for batch in micro_batches])[index].split(
+            [len(own) for own in padded.values()]
+        )
         for name in micro_batches[0]
     }
-    sizes = [split.filled for split in splits.values()]
-    fields = {name: part.split(sizes) for name, part in chosen.items()}
     found = {}
-    for number, (domain, split) in enumerate(splits.items()):
-        fields["loss_mask"][number][len(rows[domain]) :] = 0.0
-        parts = {name: part[number].tensor_split(split.count) for name, part in fields.items()}
+    for number, (domain, own) in enumerate(rows.items()):
+        fields["loss_mask"][number][len(own) :] = 0.0
+        parts = {name: part[number].tensor_split(counts[domain]) for name, part in fields.items()}
         found[domain] = [
-            {name: part[turn] for name, part in parts.items()} for turn in range(split.count)
+            {name: part[turn] for name, part in parts.items()} for turn in range(counts[domain])
         ]
     return found
 
 
 @dataclasses.dataclass
-class Part:
+class GradientBucket:
     """This rank's part of one bucket of the gradient buffers.
 
     Attributes:
         gradient: [n] float32 view of the bucket, or of this rank's shard of it.
         spans: ranges of it that this rank counts in dot products; other ranks count the rest.
-        rows: [count, n] float32 copies.
+        rows: [k, n] float32 copies.
     """
 
     gradient: torch.Tensor
     spans: list[Span]
     rows: torch.Tensor
-
-
-class GradientRows:
-    """Storage for several gradients, allocated once.
-
-    With the distributed optimizer, a rank stores only its shard of each.
-
-    Args:
-        model: this rank's chunks, wrapped for data parallelism.
-        count: maximum number of gradients.
-    """
-
-    def __init__(self, model: Sequence[DistributedDataParallel], count: int) -> None:
-        self._parts = list(_parts(model, count))
-        self._device = self._parts[0].gradient.device
-
-    def keep(self, row: int) -> None:
-        """Copy the gradient buffers to ``row``."""
-        for part in self._parts:
-            part.rows[row].copy_(part.gradient)
-
-    def products(self, count: int) -> torch.Tensor:
-        """[count, count] float64: dot products of the first rows, identical on every rank."""
-        total = torch.zeros(count, count, dtype=torch.float64, device=self._device)
-        for part in self._parts:
-            for start, stop in part.spans:
-                total += span_products(part.rows[:count, start:stop])
-        dist.all_reduce(total)
-        return total
-
-    def write_sum(self, weights: torch.Tensor) -> None:
-        """Write the sum of the first rows, weighted by ``weights`` [count], to the buffers."""
-        factors = weights.to(self._device, torch.float32)
-        for part in self._parts:
-            if factors.numel():
-                torch.mv(part.rows[: factors.numel()].T, factors, out=part.gradient)
-            else:
-                part.gradient.zero_()
 
 
 def span_products(rows: torch.Tensor) -> torch.Tensor:
@@ -206,8 +164,8 @@ def span_products(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _parts(model: Sequence[DistributedDataParallel], count: int) -> Iterator[Part]:
-    """The part of each bucket, with storage for ``count`` rows."""
+def _buckets(model: Sequence[DistributedDataParallel], count: int) -> Iterator[GradientBucket]:
+    """This rank's part of each bucket, with storage for ``count`` rows."""
     sharded = bool(model[0].ddp_config.use_distributed_optimizer)
     for chunk in model:
         for buffer in chunk.buffers:
@@ -225,7 +183,7 @@ def _parts(model: Sequence[DistributedDataParallel], count: int) -> Iterator[Par
                 gradient = bucket.grad_data[first:last] if sharded else bucket.grad_data
                 mine = bucket.offset + first, bucket.offset + last
                 spans = spans_within(counted, mine, bucket.offset + (first if sharded else 0))
-                yield Part(gradient, spans, gradient.new_empty(count, gradient.numel()))
+                yield GradientBucket(gradient, spans, gradient.new_empty(count, gradient.numel()))
 
 
 def spans_within(spans: Iterable[Span], within: Span, origin: int) -> list[Span]:

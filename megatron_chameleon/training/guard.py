@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.metrics import finite
 from megatron_chameleon.training.options import GuardOptions
 from megatron_chameleon.training.step import counts_losses
 from megatron_chameleon.training.stopping import REASONS, SIGNAL_NAMES
@@ -38,7 +37,12 @@ class SkippedStep:
     domain_loss: dict[str, float]
 
     def __str__(self) -> str:
-        return f"step {self.step} skipped: {self.reason}; {_worst_losses([self])}"
+        losses = {name: f"{loss:.4g}" for name, loss in self.domain_loss.items()}
+        domains = (
+            f"{name} ({count} samples, loss {losses.get(name, 'none')})"
+            for name, count in self.domain_samples.items()
+        )
+        return f"step {self.step} skipped: {self.reason}; {', '.join(domains)}"
 
 
 class StepGuard:
@@ -53,7 +57,7 @@ class StepGuard:
     Attributes:
         skipped: skipped steps over the whole run.
         updates: steps over the whole run that were not skipped.
-        streak: the consecutive skipped steps up to the last step.
+        streak: numbers of the consecutive skipped steps up to the last step.
         unlogged: steps skipped since the last log.
         reason: why the last step was skipped, or None.
     """
@@ -65,7 +69,9 @@ class StepGuard:
         self._phase: int | None = state.get("phase")  # older checkpoints lack it
         self.skipped: int = state.get("skipped", 0)
         self.updates: int = state.get("updates", 0)
-        self.streak = [_restored(step) for step in state.get("streak", ())]
+        # Older checkpoints hold the skipped steps themselves.
+        streak = state.get("streak", ())
+        self.streak: list[int] = [s["step"] if isinstance(s, dict) else s for s in streak]
         self.unlogged: list[SkippedStep] = []
         self.reason: str | None = None
 
@@ -110,31 +116,15 @@ class StepGuard:
             return math.inf
         return statistics.fmean(values) + factor * statistics.stdev(values)
 
-    def record(self, step: SkippedStep) -> None:
-        """Record a step that was not accepted."""
-        self.streak.append(step)
-        self.unlogged.append(step)
+    def record(self, step: SkippedStep, *, is_last_step: bool) -> bool:
+        """Record a step that was not accepted; return whether to stop the run.
 
-    def gives_up(self, *, is_last_step: bool) -> bool:
-        """Whether to stop: the streak reached its limit, or no step of the run was accepted."""
-        limit = self._options.max_consecutive_skipped_steps
-        return bool(self.streak) and (
-            len(self.streak) >= limit or (is_last_step and not self.updates)
-        )
-
-    def give_up_message(self, checkpoint: str | None) -> str:
-        """Error message for a run that stops.
-
-        Args:
-            checkpoint: the last checkpoint before the streak, if any.
+        It stops if the streak has reached its limit, or if no step of the run was accepted.
         """
-        first, last = self.streak[0], self.streak[-1]
-        return (
-            f"{len(self.streak)} steps in a row were skipped, {first.step} to {last.step}, the "
-            f"last because {last.reason}; their samples: {_worst_losses(self.streak)}; last "
-            f"checkpoint before them: {checkpoint or 'none'}; start a new run with a lower --lr, a "
-            "longer --lr-warmup-iters, or without the text of these domains (--mixture)"
-        )
+        self.streak.append(step.step)
+        self.unlogged.append(step)
+        is_over = len(self.streak) >= self._options.max_consecutive_skipped_steps
+        return is_over or (is_last_step and not self.updates)
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON values; a resumed run makes the same decisions."""
@@ -143,34 +133,8 @@ class StepGuard:
             "updates": self.updates,
             "phase": self._phase,
             **{name: list(window) for name, window in self._windows.items()},
-            "streak": finite([dataclasses.asdict(step) for step in self.streak]),
+            "streak": list(self.streak),
         }
-
-
-def _restored(step: dict[str, Any]) -> SkippedStep:
-    """A skipped step from a checkpoint, which holds null for losses that are not finite."""
-    losses = {n: math.nan if x is None else x for n, x in step["domain_loss"].items()}
-    return SkippedStep(**{**step, "domain_loss": losses})
-
-
-def _worst_losses(steps: Sequence[SkippedStep]) -> str:
-    """'news (12 samples, loss nan), code (4 samples, loss 3.1)', NaN and highest loss first."""
-    samples: Counter[str] = Counter()
-    worst: dict[str, float] = {}
-    for step in steps:
-        samples.update(step.domain_samples)
-        for name, loss in step.domain_loss.items():
-            worst[name] = max(worst.get(name, -math.inf), loss, key=_nan_is_largest)
-    ranked = sorted(samples, key=lambda name: -_nan_is_largest(worst.get(name, -math.inf)))
-    return ", ".join(  # without a loss if all tokens are masked
-        f"{name} ({samples[name]} samples, "
-        + (f"loss {worst[name]:.4g})" if name in worst else "no loss)")
-        for name in ranked
-    )
-
-
-def _nan_is_largest(loss: float) -> float:
-    return math.inf if math.isnan(loss) else loss
 
 
 class StepSync:

@@ -29,10 +29,7 @@ from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.domain_gradients import (
     DomainGradients,
-    GradientRows,
-    MicroBatching,
     micro_batches_by_domain,
-    split_samples,
 )
 from megatron_chameleon.training.metrics import sum_over_ranks
 from megatron_chameleon.training.plan import TrainingPlan
@@ -268,10 +265,9 @@ class HookRunner:
         self._hook, self._passes, self._shape, self._layout = hook, passes, shape, layout
         # Trained chunks are wrapped for data parallelism.
         self._model: Sequence[DistributedDataParallel] = passes.model
-        self._rows = (
-            GradientRows(self._model, passes.num_domains) if hook.combines_gradients else None
-        )
-        self._flops_counted = hook.flops
+        self._gradients: DomainGradients | None = None
+        if hook.combines_gradients:
+            self._gradients = DomainGradients(self._model, passes.num_domains)
         self._before_step: dict[str, Any] = {}
 
     def change_mixture(self, step: int, samples: BlendedTokens, global_batch_size: int) -> bool:
@@ -303,10 +299,10 @@ class HookRunner:
             step, micro_batches, self._passes, self._shape, self._layout, self._spend
         )
         weights = self._hook.loss_weights(batch)
-        if self._rows is None:
+        if self._gradients is None:
             return self._passes.forward_backward(iter(micro_batches), loss_weights=weights)
-        gradients = DomainGradients(self._rows, batch.domain_tokens, learning_rate)
-        return self._combine_gradients(batch, weights, gradients)
+        self._gradients.start_batch(batch.domain_tokens, learning_rate)
+        return self._combine_gradients(batch, weights, self._gradients)
 
     def undo_step(self) -> None:
         """Restore the hook's state from before the last step, which was skipped.
@@ -314,16 +310,6 @@ class HookRunner:
         Such a step's loss or gradient may be NaN, and so may the hook's state after it.
         """
         self._hook.load_state_dict(self._before_step)
-
-    def take_flops(self) -> float:
-        """The hook's floating-point operations since the last call."""
-        flops = self._hook.flops - self._flops_counted
-        self._flops_counted = self._hook.flops
-        return flops
-
-    def metrics(self) -> dict[str, Any]:
-        """The hook's metrics."""
-        return self._hook.metrics()
 
     def state(self) -> HookState:
         """A snapshot of the hook's state for a checkpoint.
@@ -353,32 +339,31 @@ class HookRunner:
         domains = torch.cat([part["domain"] for part in batch.micro_batches])
         for row, domain in enumerate(domains.tolist()):  # synchronizes once
             rows[domain].append(row)
-        splits = {domain: self._split(len(rows[domain])) for domain in gradients.present}
-        parts = micro_batches_by_domain(batch.micro_batches, dict(enumerate(rows)), splits)
+        stages = self._layout.pipeline_size
+        by_domain = micro_batches_by_domain(
+            batch.micro_batches,
+            {domain: rows[domain] for domain in gradients.present},
+            largest=self._passes.shape.micro_batch_size,
+            pipeline=stages,
+            rounds=stages if len(self._model) > 1 else 1,  # interleaved
+        )
         sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
-        for domain, split in splits.items():
+        padding = torch.zeros(1, dtype=torch.int64, device=self._passes.device)
+        for domain, own in by_domain.items():
             for chunk in self._model:
                 chunk.zero_grad_buffer()
-            sums += self._passes.forward_backward(
-                iter(parts[domain]), split.count, loss_weights, split.size
-            )
+            sizes = [len(part["domain"]) for part in own]
+            sums += self._passes.forward_backward(iter(own), len(own), loss_weights, sizes[0])
             gradients.keep(domain)
+            padding += sum(sizes) - len(rows[domain])
         gradients.combine(self._hook.gradient_weights(gradients))
         length = self._passes.shape.seq_length
-        mine = sum(split.filled - len(rows[domain]) for domain, split in splits.items())
-        padding = torch.full((1,), mine, dtype=torch.int64, device=self._passes.device)
         padded = int(sum_over_ranks(padding, self._layout)) * length
         self._spend(training_flops(self._shape, padded, length))
         if self._layout.is_last_stage:  # without the padding samples
             sampled = torch.tensor([len(own) * length for own in rows])
             sums[:, 2] = to_device(sampled, self._passes.device)
         return sums
-
-    def _split(self, samples: int) -> MicroBatching:
-        """Split ``samples`` samples of one domain into micro-batches for this layout."""
-        stages = self._layout.pipeline_size
-        rounds = stages if len(self._model) > 1 else 1  # interleaved
-        return split_samples(samples, self._passes.shape.micro_batch_size, stages, rounds)
 
     def _spend(self, flops: float) -> None:
         self._hook.flops += flops

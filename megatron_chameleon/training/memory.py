@@ -16,7 +16,6 @@ from megatron_chameleon.host_memory import require_host_memory
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.memory import (
     TrainingSetup,
-    chunks_in_flight,
     estimate_memory,
     fullest_stage,
 )
@@ -127,22 +126,16 @@ def explain_out_of_memory(
         yield
     except torch.OutOfMemoryError as error:
         setup = training_setup(plan.options, plan.shape, layout.world_size)
-        names = plan.data.names
-        of_hook = {
-            memory.stage: hook.extra_bytes(setup, memory.stage, len(names)) if hook else {}
-            for memory in estimate_memory(setup)
-        }
-        stages = {m.stage: {**m.parts, **of_hook[m.stage]} for m in estimate_memory(setup)}
-        stage = max(stages, key=lambda number: sum(stages[number].values()))
-        # The largest, and always the hook's, which no training flag reduces.
-        largest = sorted(stages[stage].items(), key=lambda part: -part[1])[:3]
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {size / GB:.1f}"
-            for name, size in {**dict(largest), **of_hook[stage]}.items()
+        stages = {memory.stage: dict(memory.parts) for memory in estimate_memory(setup)}
+        for stage, parts in stages.items():
+            parts |= hook.extra_bytes(setup, stage, len(plan.data.names)) if hook else {}
+        stage, parts = max(stages.items(), key=lambda item: sum(item[1].values()))
+        sizes = ", ".join(
+            f"{name.replace('_', ' ')} {size / GB:.1f}" for name, size in parts.items() if size
         )
         raise UserError(
             f"out of memory: a rank of pipeline stage {stage} needs about "
-            f"{sum(stages[stage].values()) / GB:.1f} GB ({parts}) besides CUDA's own; "
+            f"{sum(parts.values()) / GB:.1f} GB ({sizes}) besides CUDA's own; "
             f"{memory_hint(setup)}"
         ) from error
 
@@ -185,7 +178,9 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
     for part in parts:  # allocates Adam's moments of the parameters that have none yet
         part.init_state_fn(part.optimizer, part.config)
     optimizer.accepts = lambda _grad_norm: False
-    count = microbatches_to_peak(training_setup(plan.options, plan.shape, layout.world_size))
+    # Two rounds fill the pipeline if its stages are interleaved, one otherwise.
+    count = layout.pipeline_size * (2 if len(model.chunks) > 1 else 1)
+    count = min(count, model.passes.shape.num_microbatches)
     model.passes.forward_backward(_random_batches(plan, count), count)
     optimizer.step()
 
@@ -197,16 +192,6 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
     for group, values in zip(groups, bookkeeping, strict=True):
         vars(group).update(values)
     set_random_states(states)
-
-
-def microbatches_to_peak(setup: TrainingSetup) -> int:
-    """The fewest micro-batches whose passes need as much memory as those of a whole step."""
-    parallel = setup.parallel
-    virtual = parallel.num_virtual_stages_per_pipeline_rank
-    # The first stage has most chunks in flight. Interleaved stages take whole rounds.
-    needed = -(-chunks_in_flight(setup, stage=0) // virtual)
-    rounds = parallel.pipeline_model_parallel_size if virtual > 1 else 1
-    return min(-(-needed // rounds) * rounds, setup.num_microbatches)
 
 
 def _random_batches(plan: TrainingPlan, count: int) -> Iterator[Batch]:

@@ -137,18 +137,6 @@ def most_memory_bytes(device: torch.device) -> int:
     return int(mine)
 
 
-def format_duration(seconds: float) -> str:
-    """'42 s', '3 min 05 s', '2 h 07 min' or '3 d 04 h'."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    days, hours_left = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours_left:02d} h"
-    if hours:
-        return f"{hours} h {minutes_left:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
 class PhaseTimers:
     """Sum the seconds of each phase of training until they are read.
 

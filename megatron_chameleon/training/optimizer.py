@@ -3,13 +3,12 @@
 Without Transformer Engine and Apex, megatron-core updates parameters, clips gradients and computes
 their norm tensor by tensor, and copies every tensor's norm to the host: hundreds of
 synchronizations per step. Here the update is one fused kernel, clipping is a few, and the norm is
-copied once. megatron-core also copies bf16 weights back tensor by tensor; here one kernel does.
+copied once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,9 +22,6 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import layers, param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -147,28 +143,8 @@ class GuardedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Global gradient norm before clipping, identical on every rank.
-
-        As megatron's, which counts one of several copies of a gradient; but a copy that is not
-        finite, on any rank, makes the norm NaN.
-        """
-        counted = [
-            gradient
-            for part in self.chained_optimizers
-            for gradient in part.get_main_grads_for_grad_norm()
-        ]
-        uncounted = [
-            parameter.grad
-            for part in self.chained_optimizers
-            for parameter in part.get_parameters()
-            if parameter.grad is not None and not is_counted(parameter)
-        ]
-        self._grad_norm = float(
-            get_grad_norm_fp32(
-                with_copies(counted, uncounted),
-                grad_stats_parallel_group=self.get_grad_stats_parallel_group(),
-            )
-        )
+        """Global gradient norm before clipping, identical on every rank."""
+        self._grad_norm = float(super().get_grad_norm())
         return self._grad_norm
 
     @torch.no_grad()
@@ -186,34 +162,12 @@ def is_counted(parameter: torch.nn.Parameter) -> bool:
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
 
-def with_copies(
-    counted: Sequence[torch.Tensor], uncounted: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Gradients with bitwise the norm of ``counted``, or NaN if one of ``uncounted`` is not finite.
-
-    Needs no additional reduction or synchronization: 0 times the copies' norm is added to the
-    smallest gradient.
-    """
-    if not uncounted:
-        return list(counted)
-    flag = 0.0 * torch.nn.utils.get_total_norm(uncounted)
-    if not counted:
-        return [flag.view(1)]
-    smallest = min(range(len(counted)), key=lambda number: counted[number].numel())
-    return [
-        gradient + flag if number == smallest else gradient
-        for number, gradient in enumerate(counted)
-    ]
-
-
 def use_fused_kernels(optimizer: GuardedOptimizer) -> None:
     """Use torch's fused kernels in ``optimizer`` and in megatron's gradient clipping.
 
     Functions of Transformer Engine or Apex are kept.
     """
     for part in optimizer.chained_optimizers:
-        if isinstance(part, (DistributedOptimizer, Float16OptimizerWithFloat16Params)):
-            part._copy_main_params_to_model_params = functools.partial(write_back, part)
         if isinstance(part.optimizer, torch.optim.AdamW):
             _fuse(part.optimizer)
             # Loading a checkpoint restores the settings of its parameter groups.
@@ -223,26 +177,6 @@ def use_fused_kernels(optimizer: GuardedOptimizer) -> None:
         clip_grads.l2_norm_impl = l2_norm
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
         clip_grads.multi_tensor_scale_impl = scale
-
-
-def write_back(optimizer: DistributedOptimizer | Float16OptimizerWithFloat16Params) -> None:
-    """Copy the fp32 main weights, or this rank's shard of them, to the model's bf16 weights.
-
-    As megatron's ``_copy_main_params_to_model_params``, with one kernel. The main weights of an
-    fp32 model are the model's own.
-    """
-    targets, sources = [], []
-    if not isinstance(optimizer, DistributedOptimizer):
-        targets, sources = optimizer._get_model_and_main_params_data_float16()
-    elif not optimizer.is_stub_optimizer:  # a stub has no parameters
-        for parameter in (p for group in optimizer.model_float16_groups for p in group):
-            buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
-            shard = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-            weights = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
-            targets.append(weights[shard.start : shard.end])
-        sources = [main for group in optimizer.shard_fp32_from_float16_groups for main in group]
-    if targets:
-        torch._foreach_copy_(targets, sources)
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:

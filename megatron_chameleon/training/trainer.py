@@ -36,13 +36,12 @@ from megatron_chameleon.training.hook import (
     build_hook,
     load_hook,
 )
-from megatron_chameleon.training.loggers import RunLog
 from megatron_chameleon.training.memory import (
     check_host_memory,
     dry_first_step,
     explain_out_of_memory,
 )
-from megatron_chameleon.training.metrics import StepProfiler, format_duration
+from megatron_chameleon.training.metrics import StepProfiler
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import (
@@ -51,12 +50,8 @@ from megatron_chameleon.training.plan import (
     planned_epochs,
     warn_of_repeats,
 )
-from megatron_chameleon.training.run_folder import (
-    Progress,
-    RunRecords,
-    locked_run_folder,
-    starting_run,
-)
+from megatron_chameleon.training.records import Progress, RunRecords, format_duration
+from megatron_chameleon.training.run_folder import locked_run_folder, on_main, starting_run
 from megatron_chameleon.training.step import train_step
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.validation import build_validation
@@ -94,7 +89,7 @@ def pretrain(
         samples = samples_of(plan, plan.schedule)
         with explain_out_of_memory(plan, layout):
             hook = build_hook(hook_factory, plan, layout)
-        with locked_run_folder(options.run_dir):
+        with on_main(locked_run_folder(options.run_dir)):
             progress = find_progress(plan, layout)
             schedule = resumed_schedule(plan, progress.checkpoint)
             if schedule != plan.schedule:  # a hook, or an earlier command, changed the mixture
@@ -162,8 +157,8 @@ class Trainer:
         self.progress, self.samples, self.stops = progress, samples, stops
         if progress.checkpoint:
             check_same_samples(samples, progress.checkpoint)
-        self.records = RunRecords(plan, layout, samples, progress)
-        self.log = RunLog(self.records)
+        self.records = RunRecords(plan, layout, samples, progress, hook)
+        self.meter, self.phases = self.records.meter, self.records.phases
         self.checkpoints = CheckpointWriter(self.records)
         self.batches: Iterator[Batch] = micro_batches(
             samples,
@@ -206,22 +201,23 @@ class Trainer:
                 f"{self.options.train_iters}; run the same command again to resume"
             )
             return
-        with contextlib.ExitStack() as closing:  # closes both, even if closing one fails
-            closing.callback(self.log.close)
-            with starting_run(self.options.run_dir, overwrite=self.options.overwrite):
-                self.log.open()
-                roll_back(self.progress, self.options.run_dir)
+        run_dir = self.options.run_dir
+        try:
+            with on_main(starting_run(run_dir, overwrite=self.options.overwrite)):
+                from_main(self.records.open_loggers)
+                roll_back(self.progress, run_dir)
                 self.record("running")
             self._print(start_message(self.records))
-            closing.callback(lambda: self.profiler.finish(self.step))
             try:
                 self._train()
-            except KeyboardInterrupt:
-                self.record("interrupted")
+            except BaseException as error:
+                is_interrupted = isinstance(error, KeyboardInterrupt)
+                self.record("interrupted" if is_interrupted else "failed")
                 raise
-            except Exception:
-                self.record("failed")
-                raise
+            finally:
+                self.profiler.finish(self.step)
+        finally:
+            self.records.close_loggers()
         self.record("interrupted" if self._stopped_by else "finished")
         self._print(self._end_message())
 
@@ -234,8 +230,8 @@ class Trainer:
             self.explain_out_of_memory(),
             read_ahead(self.batches, self.layout.device, chunks) as batches,
         ):
-            self.batches = self.log.phases.timed(batches, "data")
-            self.log.meter.restart_clock()
+            self.batches = self.phases.timed(batches, "data")
+            self.meter.restart_clock()
             while self.step < self.options.train_iters and not self.stop_reasons:
                 self._run_step()
                 self._log_and_save()
@@ -249,13 +245,13 @@ class Trainer:
             UserError: if too many consecutive steps were skipped.
         """
         self.profiler.before_step(self.step)
-        self.log.phases.start()
+        self.phases.start()
         model = self.model
         result = train_step(model.chunks, model.optimizer, model.scheduler, self._forward_backward)
-        self.log.phases.lap("optimizer")
+        self.phases.lap("optimizer")
         self.step += 1
         self.profiler.after_step(self.step)
-        self.log.meter.add(result)
+        self.meter.add(result)
         self.stop_reasons = self.sync.stop_reasons()
         if not result.skipped:
             return
@@ -264,29 +260,33 @@ class Trainer:
             self.step,
             self.guard.reason,
             self.records.domain_samples(self.step),
-            self.log.meter.domain_losses(result.domain_sums),
+            self.meter.domain_losses(result.domain_sums),
         )
-        self.guard.record(skipped)
         self._print(str(skipped))
         if self.hook:
             self.hook.undo_step()
-        if self.guard.gives_up(is_last_step=self._is_last):
+        if self.guard.record(skipped, is_last_step=self._is_last):
             self._write_log(validate=False)
             self.checkpoints.finish()
-            before = self.records.last_checkpoint(before_step=self.guard.streak[0].step)
-            raise UserError(self.guard.give_up_message(before))
+            first = self.guard.streak[0]
+            raise UserError(
+                f"{len(self.guard.streak)} steps in a row were skipped, {first} to {self.step}; "
+                f"{skipped}; last checkpoint before them: "
+                f"{self.records.last_checkpoint(before_step=first) or 'none'}; start a new run "
+                "with a lower --lr, a longer --lr-warmup-iters, or without the text of these "
+                "domains (--mixture)"
+            )
 
     def _forward_backward(self) -> torch.Tensor:
         """Run a step's passes, then start the all-reduce of loss and stop flags."""
         if self.hook:
             batch_size = self.options.global_batch_size
             if self.hook.change_mixture(self.step, self.samples, batch_size):
-                self.log.phases.lap("mixture")
+                self.phases.lap("mixture")
             sums = self.hook.forward_backward(self.batches, self.step, self.model.lr)
-            self.records.extra_flops += self.hook.take_flops()
         else:
             sums = self.model.passes.forward_backward(self.batches)
-        self.log.phases.lap("forward_backward")
+        self.phases.lap("forward_backward")
         self.sync.send(sums, self.stops.flags())
         return sums
 
@@ -312,25 +312,24 @@ class Trainer:
         if save or leaving or validate or self.step % self.options.log_interval == 0:
             self._write_log(validate=validate)
         if save:
-            with self.log.phases.during("saving"):
+            with self.phases.during("saving"):
                 hook = self.hook.state() if self.hook else None
                 record = self.records.checkpoint(self.step, self.guard.state(), hook)
                 self.checkpoints.save(self.model.state(), record, is_last=leaving)
                 self.record("running")
             self.save_is_due = False
-            self.log.meter.restart_clock()
+            self.meter.restart_clock()
         elif self.checkpoints.finish(blocking=False):
             self.record("running")
 
     def _write_log(self, *, validate: bool) -> None:
-        interval = self.log.read(self.step)
+        interval = self.records.read_meter(self.step)
         losses: dict[str, float] = {}
         if validate and self.validation:
-            with self.log.phases.during("validation"):
+            with self.phases.during("validation"):
                 losses = self.validation.losses()
-            self.records.extra_flops += self.validation.flops(self.plan.shape)
-        hook = self.hook.metrics() if self.hook else None
-        self.log.write(self.step, interval, self.model.lr, self.guard, losses, hook)
+            self.records.validation_flops += self.validation.flops(self.plan.shape)
+        self.records.log(self.step, interval, self.model.lr, self.guard, losses)
 
     def record(self, status: Status) -> None:
         """Update run.json, on rank 0."""
@@ -352,30 +351,24 @@ class Trainer:
     def _end_message(self) -> str:
         """Tokens and cost so far, and the next command to run."""
         options, cost = self.options, self.records.cost(self.step)
-        sampled = self.records.sampled()
-        width = max(map(len, sampled))
         lines = [
             f"trained to step {self.step} in {format_duration(cost.wall_seconds)}, "
             f"{cost.flops:.2e} FLOPs",
-            "sampled so far:",
             *(
-                f"  {name:{width}}  {tokens.actual:>15,} tokens (target {tokens.target:>15,.0f}), "
+                f"  {name}: {tokens.actual:,} tokens sampled (target {tokens.target:,.0f}), "
                 f"{tokens.epochs:.2f} epochs"
-                for name, tokens in sampled.items()
+                for name, tokens in self.records.sampled().items()
             ),
-            f"checkpoint: {step_folder(options.run_dir, self.step)}",
+            f"checkpoint: {step_folder(options.run_dir, self.step)}"
+            if self.guard.updates
+            else f"no checkpoint: none of the {self.step} steps has updated the model",
+            f"stopped by {self._stopped_by} at step {self.step} of {options.train_iters}; "
+            "run the same command again to resume"
+            if self._stopped_by
+            else "next: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
+            f"--corpus {options.corpus or 'CORPUS'} --checkpoint {options.run_dir}",
         ]
-        if not self.guard.updates:
-            lines = [f"no checkpoint: none of the {self.step} steps has updated the model"]
-        if self._stopped_by:
-            return "\n".join(lines) + (
-                f"\nstopped by {self._stopped_by} at step {self.step} of {options.train_iters}; "
-                "run the same command again to resume"
-            )
-        return "\n".join(lines) + (
-            "\nnext: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
-            f"--corpus {options.corpus or 'CORPUS'} --checkpoint {options.run_dir}"
-        )
+        return "\n".join(lines)
 
 
 def start_message(records: RunRecords) -> str:
@@ -427,14 +420,11 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     # Nothing here reads uninitialized memory, so filling every new tensor would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = benchmark

@@ -188,12 +188,10 @@ UNFIXED = ("no-fix", "zero-state-only", "shared-step-count")
 """Resumptions of 'dp2-sharded' with fewer and fewer of the AdamW fixes missing."""
 
 # Validation, and a NaN gradient on one rank in two steps.
-BAD_COPIES = {f"{name}-copy-bad": RUNS[name] for name in ("tp2", "tp2-pp2", "tp2-dp2-sharded")}
-"""Here the bad gradient is of a parameter with copies, which the norm does not count."""
 BAD = {
     f"{name}-bad": RUNS[name]
     for name in ("one", "tp2", "tp2-pp2", "vpp2", "dp2", "dp2-sharded-overlapped")
-} | BAD_COPIES
+}
 """Each repeats the run of its name up to its first bad step."""
 EVAL_INTERVAL = 4
 BAD_STEPS = (6, 7)

@@ -31,7 +31,6 @@ from unittest import mock
 from megatron_chameleon.console import open_output
 from tests.distributed.cases import (
     BAD,
-    BAD_COPIES,
     BAD_STEPS,
     DISCOVERING,
     DOGE,
@@ -207,23 +206,11 @@ def train_bad(places: Places, name: str) -> None:
     def poison(model: Sequence[torch.nn.Module]) -> Any:
         if next(steps) not in BAD_STEPS or not on_last_rank:
             return None
-        return poison_gradient(model[-1], is_copy=name in BAD_COPIES)
+        matrix = [p for p in model[-1].parameters() if p.dim() == 2][-1]  # sharded
+        return matrix.register_hook(lambda gradient: gradient * float("nan"))
 
     with around_steps(poison):
         pretrain(bad_options(places, name))
-
-
-def poison_gradient(model: torch.nn.Module, *, is_copy: bool) -> Any:
-    """Make the gradient NaN of a matrix that is sharded, or of a rank's copy of a vector.
-
-    Tensor-parallel ranks hold equal copies; the last rank's is not the first one's.
-    """
-    from megatron_chameleon.model.initialization import partition_dimension
-
-    own = [p for p in model.parameters() if p.dim() == 2]
-    copies = [p for p in model.parameters() if p.dim() == 1 and partition_dimension(p) is None]
-    poisoned = (copies if is_copy else own)[-1]
-    return poisoned.register_hook(lambda gradient: gradient * float("nan"))
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ from megatron_chameleon.training.options import (
     PretrainOptions,
     ValidationOptions,
 )
-from megatron_chameleon.training.run_folder import locked_run_folder
+from megatron_chameleon.training.run_folder import locked_run_folder, on_main
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 
@@ -198,7 +198,7 @@ def train_swarm(
     parallel = ParallelOptions(distributed_timeout_minutes=options.distributed_timeout_minutes)
     with StopRequests(options.stopping) as stops, distributed(parallel, options.seed) as layout:
         shape = from_main(lambda: _model_shape(options, corpus, mixtures))
-        with locked_run_folder(folder):
+        with on_main(locked_run_folder(folder)):
             unfinished = from_main(lambda: _open_folder(options, corpus, mixtures, folder))
             members = unfinished[layout.rank :: layout.world_size]
             micro_batch_size, at_once = concurrency(options, shape, layout.device, len(members))

@@ -16,7 +16,8 @@ from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.checkpointing import find_progress, roll_back
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.run_folder import Progress, locked_run_folder, starting_run
+from megatron_chameleon.training.records import Progress
+from megatron_chameleon.training.run_folder import LOCK_NAME, locked_run_folder, starting_run
 
 
 def progress_of_run(options: PretrainOptions) -> Progress:
@@ -58,5 +59,6 @@ def weights_at(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Relative path -> bytes of every file."""
-    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """Relative path -> bytes of every file but the lock."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != LOCK_NAME]
+    return {path.relative_to(folder): path.read_bytes() for path in files}

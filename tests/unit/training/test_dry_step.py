@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +16,11 @@ from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.checkpoint.state import random_states
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.memory import chunks_in_flight
-from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training import memory, optimizer, step
 from megatron_chameleon.training.checkpointing import find_progress
-from megatron_chameleon.training.memory import (
-    dry_first_step,
-    microbatches_to_peak,
-    training_setup,
-)
+from megatron_chameleon.training.memory import dry_first_step
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
@@ -117,32 +110,6 @@ def test_dry_step_peaks_at_the_memory_of_real_steps(pretrain_options, tmp_path, 
         taken = peak_bytes(lambda: dry_first_step(plan, layout, dry))
         batches = memory._random_batches(plan, 2 * real.passes.shape.num_microbatches)
         assert taken == pytest.approx(peak_of_steps(real, batches), rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 8])
-@pytest.mark.parametrize(
-    ("pipeline", "virtual"), [(1, 1), (2, 1), (2, 2), (2, 3), (4, 1), (4, 2), (4, 3)]
-)
-def test_the_fewest_micro_batches_fill_the_pipeline(pretrain_options, pipeline, virtual, rounds):
-    parallel = TrainingParallelOptions(
-        pipeline_model_parallel_size=pipeline, num_virtual_stages_per_pipeline_rank=virtual
-    )
-    options = PretrainOptions(
-        run_dir=Path("run"),
-        corpus=Path("corpus"),
-        parallel=parallel,
-        micro_batch_size=1,
-        global_batch_size=pipeline * rounds,
-    )
-    setup = training_setup(options, ModelShape(model_size("82m"), 1000, 32), pipeline)
-    count = microbatches_to_peak(setup)
-    assert count <= setup.num_microbatches
-    assert virtual == 1 or count % pipeline == 0
-    fewer = dataclasses.replace(setup, num_microbatches=count)
-    assert chunks_in_flight(fewer, 0) == chunks_in_flight(setup, 0)
-    if count > (pipeline if virtual > 1 else 1):
-        fewest = dataclasses.replace(setup, num_microbatches=count - (count - 1) % pipeline - 1)
-        assert chunks_in_flight(fewest, 0) < chunks_in_flight(setup, 0)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.training import hook as hook_module
 from megatron_chameleon.training.domain_gradients import (
     CHUNK,
     CHUNKS_AT_ONCE,
-    GradientRows,
+    DomainGradients,
     micro_batches_by_domain,
     span_products,
-    split_samples,
 )
 from megatron_chameleon.training.hook import HookRunner, TrainingHook
 from megatron_chameleon.training.optimizer import build_optimizer, data_parallel
@@ -170,12 +170,11 @@ def test_domain_gradients_are_those_of_mean_losses_and_combine(
     assert device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch) == 3
     assert hook.flops == 0  # one stage needs no padding
 
-    class OnTwoStages(HookRunner):
-        def _split(self, samples):
-            return split_samples(samples, ROWS, pipeline=2)
+    def on_two_stages(*arguments, **options):
+        return micro_batches_by_domain(*arguments, **{**options, "pipeline": 2})
 
-    hooked = OnTwoStages(hook, passes, SHAPE, one_rank)
-    hooked.forward_backward(iter(micro_batches), step=0, learning_rate=RATE)
+    monkeypatch.setattr(hook_module, "micro_batches_by_domain", on_two_stages)
+    run(hook, passes, micro_batches, one_rank)
     # Domains 0, 1 and 3 have two, three and one samples: one padding sample.
     assert hook.flops == training_flops(SHAPE, 16, 16)
 
@@ -184,16 +183,16 @@ def test_domain_gradients_are_those_of_mean_losses_and_combine(
 def test_micro_batches_by_domain_hold_all_samples_of_the_domain(micro_batches, pipeline):
     whole = torch.cat([batch["tokens"] for batch in micro_batches])
     of_domains = dict(enumerate([[0, 5], [1, 2, 4], [], [3], [5, 4, 3, 1, 0]]))
-    splits = {d: split_samples(len(rows), ROWS, pipeline) for d, rows in of_domains.items()}
-    found = micro_batches_by_domain(micro_batches, of_domains, splits)
-    for domain, split in splits.items():
-        parts, rows = found[domain], of_domains[domain]
+    found = micro_batches_by_domain(micro_batches, of_domains, ROWS, pipeline)
+    for domain, rows in of_domains.items():
+        parts = found[domain]
         masks = torch.cat([part["loss_mask"] for part in parts])
         tokens = torch.cat([part["tokens"] for part in parts])
         assert torch.equal(tokens[: len(rows)], whole[rows])
         assert not masks[len(rows) :].any()
         sizes = [len(part["tokens"]) for part in parts]
-        assert (len(sizes), max(sizes), sum(sizes)) == (split.count, split.size, split.filled)
+        assert len(sizes) == max(-(-len(rows) // ROWS), 1)
+        assert sizes[0] == max(sizes)
         assert max(sizes) - min(sizes) <= (pipeline == 1)
         assert 1 <= min(sizes) <= max(sizes) <= ROWS
     # The original masks are unchanged.
@@ -219,18 +218,19 @@ def test_products_of_long_rows_equal_float64(length):
 
 
 def test_rows_hold_gradients_and_their_memory_is_estimated(passes):
-    rows, kept = GradientRows(passes.model, 3), []
+    gradients, kept = DomainGradients(passes.model, 3), []
+    gradients.start_batch(torch.ones(3, dtype=torch.float64), RATE)
     generator, (chunk,) = torch.Generator().manual_seed(0), passes.model
     for number in range(3):
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(generator=generator)
-        rows.keep(number)
+        gradients.keep(number)
         kept.append(torch.cat([buffer.grad_data for buffer in chunk.buffers]))
     # On one rank there are no copies and no padding.
     assert kept[0].numel() == sum(parameter.numel() for parameter in chunk.parameters())
     expected = plain_products(torch.stack(kept))
-    torch.testing.assert_close(rows.products(3), expected, rtol=1e-6, atol=1e-3)
-    rows.write_sum(torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64))
+    torch.testing.assert_close(gradients.dot_products(), expected, rtol=1e-6, atol=1e-3)
+    gradients.combine(torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64))
     found = torch.cat([buffer.grad_data for buffer in chunk.buffers])
     torch.testing.assert_close(found, 0.5 * kept[0] - 2.0 * kept[2])
     setup = TrainingSetup(SHAPE, TrainingParallelOptions(), 1, 2, 1, bf16=False)

@@ -15,7 +15,7 @@ from megatron_chameleon.blend.prefetch import prefetch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import hook as hook_module
 from megatron_chameleon.training import trainer
-from megatron_chameleon.training.domain_gradients import GradientRows
+from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.hook import GlobalBatch, TrainingHook
 from megatron_chameleon.training.trainer import pretrain
 from tests.distributed.toy_hooks import GradientCombiner, LossWeigher, MixtureChanger
@@ -84,15 +84,15 @@ def test_hook_that_does_not_fit_is_an_error_before_anything_is_written(pretrain_
 def test_dry_step_includes_the_gradients_of_all_domains(pretrain_options, tmp_path, monkeypatch):
     calls = []
 
-    class Rows(GradientRows):
+    class Gradients(DomainGradients):
         def __init__(self, model, count):
             super().__init__(model, count)
-            calls.append(f"{count} rows")
+            calls.append(f"{count} domains")
 
-    monkeypatch.setattr(hook_module, "GradientRows", Rows)
+    monkeypatch.setattr(hook_module, "DomainGradients", Gradients)
     monkeypatch.setattr(trainer, "dry_first_step", lambda *_: calls.append("dry step"))
     pretrain(pretrain_options(tmp_path / "run", dry_first_step="on"), GradientCombiner)
-    assert calls == ["3 rows", "dry step"]
+    assert calls == ["3 domains", "dry step"]
 
 
 def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, monkeypatch):

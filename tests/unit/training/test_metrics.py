@@ -24,7 +24,7 @@ from megatron_chameleon.training.loggers import (
 from megatron_chameleon.training.metrics import IntervalMeter, PhaseTimers, StepProfiler
 from megatron_chameleon.training.options import LoggingOptions, ProfilingOptions
 from megatron_chameleon.training.plan import planned_epochs
-from megatron_chameleon.training.run_folder import sampled_tokens
+from megatron_chameleon.training.records import sampled_tokens
 from megatron_chameleon.training.step import StepResult
 from tests.full_disk import largest_file_size
 
@@ -134,7 +134,7 @@ def test_metrics_are_json_lines_that_survive_a_full_disk(tmp_path):
     logger.log(1, FIGURES)
     with largest_file_size(path.stat().st_size + 5):
         for step in (2, 3):
-            with pytest.warns(UserWarning, match=r"cannot write .*metrics\.jsonl"):
+            with pytest.raises(OSError, match=r"No space|too large"):
                 logger.log(step, {"loss": 1.0})
         assert len(path.read_text(encoding="utf-8").splitlines()) == 1
     logger.log(4, {"loss": math.nan})
@@ -154,7 +154,7 @@ def test_tensorboard_survives_a_full_disk_and_a_resume(tmp_path):
 
     logger = TensorBoardLogger(tmp_path, 0)
     logger.log(1, FIGURES)
-    with largest_file_size(10), pytest.warns(UserWarning, match="cannot write"):
+    with largest_file_size(10), pytest.raises(OSError, match=r"No space|too large"):
         logger.log(2, {"loss": 2.0})
     for step in (3, 4, 5):
         logger.log(step, {"loss": float(step)})

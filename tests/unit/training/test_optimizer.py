@@ -157,29 +157,6 @@ def test_every_group_is_fused_also_after_a_load(one_rank):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_bf16_weights_are_written_back_at_once_as_by_megatron(one_rank, sharded, monkeypatch):
-    layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
-    step, copies = Stepper(layout, bf16=True), []
-    foreach_copy = torch._foreach_copy_
-
-    def counted(targets, sources):
-        copies.append(len(targets))
-        foreach_copy(targets, sources)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", counted)
-    step()
-    weights = list(step.weights.values())
-    assert copies == [len(weights)]
-    found = [weight.detach().clone() for weight in weights]
-    for weight in weights:
-        weight.data.zero_()
-    (part,) = step.optimizer.chained_optimizers
-    type(part)._copy_main_params_to_model_params(part)
-    assert all(map(torch.equal, found, weights))
-    assert all(weight.any() for weight in weights)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_rejected_step_changes_neither_weights_nor_moments(one_rank, bf16, sharded):
     layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)

@@ -15,7 +15,6 @@ from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.options import CheckpointingOptions, GuardOptions
 from megatron_chameleon.training.trainer import pretrain
-from tests.small_corpus import DOMAINS
 from tests.unit.training.bad_steps import before_steps, poison
 from tests.unit.training.runs import losses, metrics, record_at, weights_at
 
@@ -87,12 +86,9 @@ def test_streak_continues_across_a_resume(options, monkeypatch):
     kept = TrainingRun.load(run_dir).checkpoints
     assert kept == ["checkpoints/step-00000002", "checkpoints/step-00000004"]
     before_steps(monkeypatch, {1: NAN})
-    with pytest.raises(UserError, match="3 steps in a row were skipped, 3 to 5, ") as error:
+    with pytest.raises(UserError, match="3 steps in a row were skipped, 3 to 5;") as error:
         pretrain(options)
-    message = str(error.value)
-    assert str(step_folder(run_dir, 2)) in message
-    samples = 3 * options.global_batch_size
-    assert sum(int(message.split(f"{name} (")[1].split()[0]) for name in DOMAINS) == samples
+    assert str(step_folder(run_dir, 2)) in str(error.value)
     assert TrainingRun.load(run_dir).skipped_steps == 3
     assert TrainingRun.load(run_dir).checkpoints == kept
 
@@ -102,7 +98,7 @@ def test_accepted_step_ends_a_streak(options, tmp_path, pretrain_options, monkey
         before_steps(patched, {2: NAN})
         pretrain(options)
     record = record_at(options.run_dir, 6)
-    assert [step["step"] for step in record.guard["streak"]] == [6]
+    assert record.guard["streak"] == [6]
     whole = pretrain_options(tmp_path / "whole", guards=THREE, data=options.data)
     before_steps(monkeypatch, dict.fromkeys((3, 4, 6), NAN))
     pretrain(whole)

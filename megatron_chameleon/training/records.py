@@ -1,0 +1,312 @@
+"""Records of a run: its log, run.json, and the records of its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_chameleon.artifacts import Cost, MixturePhase, SampledTokens, Stopwatch, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import (
+    CheckpointRecord,
+    HookState,
+    checkpoint_folders,
+    step_folder,
+)
+from megatron_chameleon.artifacts.training_run import Status
+from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.schedule import MixtureSchedule
+from megatron_chameleon.blend.token_data import TokenData
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.flops import dense_bf16_peak, model_flops_utilization, training_flops
+from megatron_chameleon.parallel.layout import Layout, device_name
+from megatron_chameleon.training.guard import StepGuard
+from megatron_chameleon.training.hook import TrainingHook
+from megatron_chameleon.training.loggers import Logger, open_loggers
+from megatron_chameleon.training.metrics import Interval, IntervalMeter, PhaseTimers
+from megatron_chameleon.training.plan import TrainingPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Progress of a run: its last record and the checkpoint to resume from, if any.
+
+    ``problems`` are the errors of newer, damaged checkpoints.
+    """
+
+    run: TrainingRun | None = None
+    checkpoint: CheckpointRecord | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def guard(self) -> dict[str, Any]:
+        """State of the step guard."""
+        return self.checkpoint.guard if self.checkpoint else {}
+
+
+class RunRecords:
+    """Measure a run, and write its records.
+
+    Attributes:
+        first_step: steps done when this process started.
+        failed_saves: failed checkpoint saves over the whole run.
+        validation_flops: floating-point operations of validations since this start of the run.
+        meter: losses and tokens since the last log.
+        phases: timers of the training phases.
+    """
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        layout: Layout,
+        samples: BlendedTokens,
+        progress: Progress,
+        hook: TrainingHook | None = None,
+    ) -> None:
+        self.plan, self.layout, self.samples, self._hook = plan, layout, samples, hook
+        self.first_step = self._logged_step = progress.step
+        self.failed_saves = list(progress.run.failed_saves) if progress.run else []
+        self.validation_flops = 0.0
+        self.meter = IntervalMeter(plan.data.names, layout)
+        self.phases = PhaseTimers(layout.device)
+        self._stopwatch = Stopwatch()
+        self._cost_before = progress.run.cost if progress.run else Cost()
+        self._sampled = Counter(progress.checkpoint.domain_tokens if progress.checkpoint else {})
+        self._loggers: list[Logger] = []
+
+    def open_loggers(self) -> None:
+        """Open the loggers, on rank 0."""
+        self._loggers = open_loggers(self.plan.options, self.first_step)
+
+    def close_loggers(self) -> None:
+        """Close the loggers."""
+        for logger in self._loggers:
+            with contextlib.suppress(OSError):  # already reported
+                logger.close()
+
+    def samples_at(self, step: int) -> int:
+        """Samples of the first ``step`` steps."""
+        return step * self.plan.options.global_batch_size
+
+    def domain_samples(self, step: int) -> dict[str, int]:
+        """Domain -> samples in the global batch of ``step``, without zeros."""
+        before, after = (self.samples.counts(self.samples_at(s)) for s in (step - 1, step))
+        counts = zip(self.plan.data.names, (after - before).tolist(), strict=True)
+        return {name: count for name, count in counts if count}
+
+    def sampled(self) -> dict[str, SampledTokens]:
+        """Per-domain token and epoch counts up to the last log: target vs. actual."""
+        return sampled_tokens(
+            self.plan.data,
+            self.samples.schedule,
+            self.samples_at(self._logged_step),
+            self.plan.options.seq_length,
+            self._sampled,
+        )
+
+    def cost(self, step: int) -> Cost:
+        """Cost of all ranks since this start of the run, up to ``step``."""
+        tokens = (step - self.first_step) * self.plan.tokens_per_step
+        flops = training_flops(self.plan.shape, tokens, self.plan.options.seq_length)
+        flops += self.validation_flops + (self._hook.flops if self._hook else 0.0)
+        return self._stopwatch.cost(flops, self.layout.world_size)
+
+    def last_checkpoint(self, before_step: int | None = None) -> str | None:
+        """Folder of the run's last checkpoint, optionally the last before a step, if any."""
+        folders = checkpoint_folders(self.plan.options.run_dir)
+        if before_step is not None:
+            end = step_folder(self.plan.options.run_dir, before_step)
+            folders = [folder for folder in folders if folder < end]
+        return str(folders[-1]) if folders else None
+
+    def read_meter(self, step: int) -> Interval:
+        """The measurements of the interval that ends with ``step``. Collective."""
+        interval = self.meter.read()
+        self._sampled.update(interval.domain_tokens_drawn)
+        self._logged_step = step
+        return interval
+
+    def log(
+        self,
+        step: int,
+        interval: Interval,
+        lr: float,
+        guard: StepGuard,
+        validation_loss: Mapping[str, float],
+    ) -> None:
+        """Print and log an interval, on rank 0; its time is excluded from the speed.
+
+        Args:
+            step: steps done.
+            interval: measurements since the last log.
+            lr: learning rate of the last step.
+            guard: counts of skipped steps.
+            validation_loss: domain -> loss; empty without a validation after this step.
+        """
+        plan, layout = self.plan, self.layout
+        phase_seconds, skipped = self.phases.read(), guard.unlogged
+        guard.unlogged = []
+        flops_per_token = training_flops(plan.shape, 1, plan.options.seq_length)
+        tokens_per_second = interval.tokens_per_second / layout.world_size
+        tflops = flops_per_token * tokens_per_second / 1e12
+        # Peaks are known for bfloat16 only.
+        peak = dense_bf16_peak(device_name(layout.device)) if plan.options.bf16 else None
+        mfu = model_flops_utilization(flops_per_token, tokens_per_second, peak)
+        seconds = self._stopwatch.seconds()
+        hook = self._hook.metrics() if self._hook else {}
+        figures = {
+            "tokens": step * plan.tokens_per_step,
+            "lr": lr,
+            "seconds": round(self._cost_before.wall_seconds + seconds, 3),
+            **dataclasses.asdict(interval),
+            **({"validation_loss": dict(validation_loss)} if validation_loss else {}),
+            "skipped_steps": guard.skipped,
+            **({"skipped": [dataclasses.asdict(s) for s in skipped]} if skipped else {}),
+            "tflops_per_second_per_device": tflops,
+            **({"mfu": mfu} if mfu is not None else {}),
+            **({"hook": hook} if hook else {}),
+            "drawn": {
+                name: {"asked": round(d.target), "got": d.actual, "epochs": round(d.epochs, 4)}
+                for name, d in self.sampled().items()
+            },
+            "phase_seconds": phase_seconds,
+        }
+        last = plan.options.train_iters
+        done = f"step {step:{len(str(last))}d}/{last}"
+        line = [
+            done,
+            f"loss {interval.loss:.4f}",
+            f"lr {lr:.2e}",
+            f"grad norm {interval.grad_norm:.2f}",
+            f"{interval.tokens_per_second:,.0f} tokens/s",
+            f"{tflops:.3g} TFLOP/s",
+            *([f"{mfu:.1%} MFU"] if mfu is not None else []),
+            *([f"{guard.skipped} skipped"] if guard.skipped else []),
+            f"{format_duration(seconds / (step - self.first_step) * (last - step))} left",
+        ]
+        if layout.is_main:
+            with self.phases.during("logging"):
+                print(" | ".join(line))
+                if validation_loss:
+                    losses = (f"{name} {loss:.4f}" for name, loss in validation_loss.items())
+                    print(f"validation after {done} | loss {', '.join(losses)}")
+                for logger in self._loggers:
+                    try:
+                        logger.log(step, figures)
+                    except OSError as error:
+                        warnings.warn(f"cannot write metrics of step {step}: {error}", stacklevel=2)
+        self.meter.restart_clock()
+
+    def checkpoint(
+        self, step: int, guard: dict[str, Any], hook: HookState | None
+    ) -> CheckpointRecord:
+        """The record of the checkpoint after ``step`` steps, all of which are logged."""
+        plan, samples = self.plan, self.samples_at(step)
+        counts = self.samples.counts(samples).tolist()
+        return CheckpointRecord(
+            root=step_folder(plan.options.run_dir, step),
+            model=dataclasses.asdict(plan.shape),
+            step=step,
+            samples=samples,
+            domain_samples=dict(zip(plan.data.names, counts, strict=True)),
+            mixture_phases=self._phases(step),
+            domain_tokens=dict(self._sampled),
+            tokenizer_hash=plan.data.tokenizer.sha256,
+            corpus_hash=plan.data.hash,
+            mixture_hash=plan.mixture.hash,
+            layout=self.layout.describe(),
+            files={},
+            provenance=plan.provenance,
+            guard=guard,
+            hook=hook,
+            order_version=self.samples.order_version,
+        )
+
+    def write_run(
+        self, step: int, status: Status, skipped_steps: int, stopped_by: str | None = None
+    ) -> None:
+        """Update run.json, on rank 0.
+
+        Raises:
+            UserError: if the first or the last record cannot be written; otherwise a failure is a
+                warning, and the previous record is kept.
+        """
+        if not self.layout.is_main:
+            return
+        plan, sampled, run_dir = self.plan, self.sampled(), self.plan.options.run_dir
+        run = TrainingRun(
+            root=run_dir,
+            status=status,
+            step=step,
+            train_iters=plan.options.train_iters,
+            tokens=step * plan.tokens_per_step,
+            model=dataclasses.asdict(plan.shape),
+            parameters=plan.shape.num_parameters,
+            mixture={name: domain.weight for name, domain in sampled.items()},
+            mixture_phases=self._phases(step),
+            mixture_method=plan.mixture.method,
+            domain_tokens=sampled,
+            checkpoints=[str(path.relative_to(run_dir)) for path in checkpoint_folders(run_dir)],
+            provenance=plan.provenance,
+            cost=self._cost_before + self.cost(step),
+            skipped_steps=skipped_steps,
+            stopped_by=stopped_by,
+            failed_saves=self.failed_saves,
+        )
+        try:
+            run.save()
+        except UserError as error:
+            if status == "finished" or not TrainingRun.exists(run.root):
+                raise
+            warnings.warn(f"{error}; the previous record is kept", stacklevel=2)
+
+    def _phases(self, step: int) -> list[MixturePhase]:
+        """Mixture phases of the first ``step`` steps."""
+        names = self.plan.data.names
+        return [
+            MixturePhase(phase.first_sample, dict(zip(names, phase.weights, strict=True)))
+            for phase in self.samples.schedule.until(self.samples_at(step))
+        ]
+
+
+def format_duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as in '0:03:05' or '2 days, 0:03:05'."""
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def sampled_tokens(
+    data: TokenData,
+    schedule: MixtureSchedule,
+    samples: int,
+    seq_length: int,
+    actual: Mapping[str, int],
+) -> dict[str, SampledTokens]:
+    """Target and actual tokens per domain over the first ``samples`` samples.
+
+    Args:
+        data: the domains.
+        schedule: mixture schedule.
+        samples: samples read so far.
+        seq_length: tokens per sample.
+        actual: domain -> tokens counted in the batches; a missing domain counts 0.
+    """
+    weights = schedule.weights_at(max(samples - 1, 0))
+    targets = schedule.target_samples(samples)
+    return {
+        domain.name: SampledTokens(
+            weight=weight / sum(weights),
+            target=target * seq_length,
+            actual=actual.get(domain.name, 0),
+            epochs=actual.get(domain.name, 0) / max(domain.tokens, 1),
+        )
+        for domain, weight, target in zip(data.domains, weights, targets, strict=True)
+    }
