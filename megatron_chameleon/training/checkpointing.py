@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.checkpoint import (
     FOLDER_NAME,
     CheckpointRecord,
@@ -120,9 +121,10 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
         )
     for name in {**inputs, **inputs_before}:
         if inputs_before.get(name) != inputs.get(name):
+            hashes = (hashed.get(name, "none")[:8] for hashed in (inputs_before, inputs))
             raise UserError(
-                f"{run.root} holds a run with {name} {_input(name, options_before, inputs_before)},"
-                f" not {_input(name, options, inputs)}; {FRESH_START}"
+                f"{run.root} holds a run with another {name}, of SHA-256 {', not '.join(hashes)}; "
+                f"{FRESH_START}"
             )
     before, now = _flat(options_before), _flat(options)
     for name in FIXED_OPTIONS:
@@ -134,16 +136,6 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
     return run
 
 
-def _input(name: str, options: dict[str, Any], inputs: dict[str, str]) -> str:
-    """Describe a run's input: its path, and the start of its hash."""
-    paths = {
-        "corpus": options.get("corpus") or (options.get("data") or {}).get("data_path"),
-        "mixture": options.get("mixture") or "uniform",
-        "pretrained checkpoint": options.get("pretrained_checkpoint"),
-    }
-    return f"{paths.get(name)} (SHA-256 {inputs[name][:8]})" if inputs.get(name) else "none"
-
-
 def _flat(options: dict[str, Any]) -> dict[str, Any]:
     """Options without nesting."""
     flat: dict[str, Any] = {}
@@ -152,28 +144,31 @@ def _flat(options: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def verify_files(record: Corpus | CheckpointRecord, what: str, layout: Layout) -> None:
+    """Verify the hashes of the files of ``record``, sharded over the ranks. Collective.
+
+    Raises:
+        UserError: on every rank, if any file does not match its hash.
+    """
+    shard = layout.rank, layout.world_size
+    total, quiet = record.bytes_to_verify(*shard), not layout.is_main
+    with progress_bar(total, "B", f"verifying {what}", quiet=quiet) as bar:
+        on_every_rank(partial(record.verify, *shard, bar.update))
+
+
 def newest_verified_checkpoint(
     run_dir: Path, layout: Layout
 ) -> tuple[CheckpointRecord | None, list[str]]:
     """The newest checkpoint whose hashes verify, if any, and the errors of newer ones. Collective.
 
-    Each rank hashes a shard of the files.
-
     Raises:
         UserError: on every rank, if there are checkpoints and all of them are damaged.
     """
     problems: list[str] = []
-    shard = layout.rank, layout.world_size
     for folder in reversed(from_main(lambda: checkpoint_folders(run_dir))):
         try:
             checkpoint = from_main(partial(CheckpointRecord.load, folder))
-            with progress_bar(
-                checkpoint.bytes_to_verify(*shard),
-                "B",
-                f"verifying step {checkpoint.step}",
-                quiet=not layout.is_main,
-            ) as bar:
-                on_every_rank(partial(checkpoint.verify, *shard, bar.update))
+            verify_files(checkpoint, f"step {checkpoint.step}", layout)
         except UserError as error:
             problems.append(str(error))
         else:

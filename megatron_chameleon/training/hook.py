@@ -7,6 +7,7 @@ method; without a hook, none of this runs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -129,43 +130,39 @@ class TrainingHook:
         """
 
 
+@dataclasses.dataclass
 class GlobalBatch:
     """This rank's micro-batches of a step; can be read repeatedly.
 
     Per-token values exist on the last pipeline stage, sharded over the data-parallel ranks; sums
     over them are identical on every rank.
 
-    Args:
+    Attributes:
         step: steps done before this one.
         micro_batches: this rank's micro-batches.
         passes: passes of the trained model.
         shape: shape of that model.
         layout: layout of the ranks.
-        spend: callback that counts floating-point operations, over all ranks.
+        hook: the training hook, whose FLOPs are counted.
     """
 
-    def __init__(
-        self,
-        step: int,
-        micro_batches: Sequence[Batch],
-        passes: Passes,
-        shape: ModelShape,
-        layout: Layout,
-        spend: Callable[[float], None],
-    ) -> None:
-        self.step, self.micro_batches = step, list(micro_batches)
-        self._passes, self._shape, self._layout, self._spend = passes, shape, layout, spend
+    step: int
+    micro_batches: Sequence[Batch]
+    passes: Passes
+    shape: ModelShape
+    layout: Layout
+    hook: TrainingHook
 
     @property
     def num_domains(self) -> int:
         """Number of domains (k)."""
-        return self._passes.num_domains
+        return self.passes.num_domains
 
     @property
     def num_tokens(self) -> int:
         """Tokens sampled, over all ranks."""
         mine = sum(batch["tokens"].numel() for batch in self.micro_batches)
-        return mine * self._layout.data_size
+        return mine * self.layout.data_size
 
     def token_losses(
         self, other: Passes | None = None, other_shape: ModelShape | None = None
@@ -176,9 +173,9 @@ class GlobalBatch:
             other: passes of another model, such as a reference model; by default the trained one.
             other_shape: shape of that model, to count its FLOPs.
         """
-        shape = other_shape or self._shape
-        self._spend(forward_flops(shape, self.num_tokens, self._passes.shape.seq_length))
-        return (other or self._passes).token_losses(self.micro_batches)
+        shape = other_shape or self.shape
+        self.hook.flops += forward_flops(shape, self.num_tokens, self.passes.shape.seq_length)
+        return (other or self.passes).token_losses(self.micro_batches)
 
     def domain_sums(self, values: TokenValues) -> torch.Tensor:
         """[k] float64: ``values`` of unmasked tokens, summed per domain over all ranks.
@@ -186,24 +183,17 @@ class GlobalBatch:
         Args:
             values: the result of :meth:`token_losses`, or derived from it.
         """
-        sums = self._zeros()
+        sums = torch.zeros(self.num_domains, dtype=torch.float64, device=self.passes.device)
         # Empty except on the last stage.
         for batch, value in zip(self.micro_batches, values, strict=bool(values)):
             masked = value.double() * batch["loss_mask"].to(value.device)
             sums.index_add_(0, batch["domain"].to(value.device), masked.sum(1))
-        return sum_over_ranks(sums, self._layout)
+        return sum_over_ranks(sums, self.layout)
 
     @functools.cached_property
     def domain_tokens(self) -> torch.Tensor:
         """[k] float64: tokens with a loss per domain, over all ranks."""
-        counts = self._zeros()
-        for batch in self.micro_batches:
-            tokens = batch["loss_mask"].sum(1, dtype=torch.float64)
-            counts.index_add_(0, batch["domain"].to(counts.device), tokens.to(counts.device))
-        return sum_over_ranks(counts, self._layout)
-
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self.num_domains, dtype=torch.float64, device=self._passes.device)
+        return self.domain_sums([torch.ones_like(b["loss_mask"]) for b in self.micro_batches])
 
 
 HookFactory = Callable[[TrainingPlan, Layout], TrainingHook]
@@ -296,7 +286,7 @@ class HookRunner:
         self._before_step = self._copy_of_state()
         micro_batches = list(itertools.islice(batches, self._passes.shape.num_microbatches))
         batch = GlobalBatch(
-            step, micro_batches, self._passes, self._shape, self._layout, self._spend
+            step, micro_batches, self._passes, self._shape, self._layout, self._hook
         )
         weights = self._hook.loss_weights(batch)
         if self._gradients is None:
@@ -315,20 +305,13 @@ class HookRunner:
         """A snapshot of the hook's state for a checkpoint.
 
         Raises:
-            UserError: on every rank, if the state is not JSON-serializable.
+            TypeError: if the state is not JSON-serializable.
+            ValueError: if a number in it is not finite.
         """
         return HookState(type(self._hook).__name__, self._copy_of_state())
 
     def _copy_of_state(self) -> dict[str, Any]:
-        state = self._hook.state_dict()
-        try:
-            text = json.dumps(state, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{type(self._hook).__name__}.state_dict() is not JSON-serializable ({error}); "
-                "return finite numbers, strings, lists and dictionaries"
-            ) from error
-        copy: dict[str, Any] = json.loads(text)
+        copy: dict[str, Any] = json.loads(json.dumps(self._hook.state_dict(), allow_nan=False))
         return copy
 
     def _combine_gradients(
@@ -359,14 +342,11 @@ class HookRunner:
         gradients.combine(self._hook.gradient_weights(gradients))
         length = self._passes.shape.seq_length
         padded = int(sum_over_ranks(padding, self._layout)) * length
-        self._spend(training_flops(self._shape, padded, length))
+        self._hook.flops += training_flops(self._shape, padded, length)
         if self._layout.is_last_stage:  # without the padding samples
             sampled = torch.tensor([len(own) * length for own in rows])
             sums[:, 2] = to_device(sampled, self._passes.device)
         return sums
-
-    def _spend(self, flops: float) -> None:
-        self._hook.flops += flops
 
 
 @contextlib.contextmanager

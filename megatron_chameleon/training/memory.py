@@ -21,13 +21,16 @@ from megatron_chameleon.model.memory import (
 )
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import Layout, check_layout
-from megatron_chameleon.parallel.options import RecomputeOptions
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.optimizer import TrainedModel
 from megatron_chameleon.training.options import EstimateMemoryOptions, PretrainOptions
 from megatron_chameleon.training.plan import TrainingPlan
 
 GB = 1e9
+MEMORY_HINT = (
+    "try --use-distributed-optimizer, a smaller --micro-batch-size, --recompute-granularity full, "
+    "--bf16, or more ranks with a larger --tensor-model-parallel-size"
+)
 
 # Attributes of megatron's bucket groups: in its first batch a bucket learns how many gradients
 # complete it, and before each step it notes whether parameters have been gathered.
@@ -87,25 +90,9 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
         return 0
     print(
         f"does not fit in {options.device_memory_gb:g} GB: {-left:.2f} GB are missing; "
-        f"{memory_hint(setup)}"
+        f"{MEMORY_HINT}"
     )
     return 1
-
-
-def memory_hint(setup: TrainingSetup) -> str:
-    """At most two flags that reduce memory, those that cost least speed first."""
-    parallel = setup.parallel
-    is_replicated = setup.data_parallel_size > 1 and not parallel.use_distributed_optimizer
-    flags = {
-        "--use-distributed-optimizer": is_replicated,
-        f"--micro-batch-size {setup.micro_batch_size // 2}": setup.micro_batch_size % 2 == 0,
-        "--recompute-granularity full": parallel.recompute == RecomputeOptions(),
-        "--bf16": not setup.bf16,
-    }
-    hints = [flag for flag, applies in flags.items() if applies][:2]
-    if hints:
-        return f"try {' or '.join(hints)}"
-    return "use more ranks with a larger --tensor-model-parallel-size, or a smaller model"
 
 
 @contextlib.contextmanager
@@ -136,7 +123,7 @@ def explain_out_of_memory(
         raise UserError(
             f"out of memory: a rank of pipeline stage {stage} needs about "
             f"{sum(parts.values()) / GB:.1f} GB ({sizes}) besides CUDA's own; "
-            f"{memory_hint(setup)}"
+            f"{MEMORY_HINT}"
         ) from error
 
 
@@ -153,7 +140,7 @@ def check_host_memory(plan: TrainingPlan, layout: Layout) -> None:
     require_host_memory(
         ranks * fullest_stage(setup).total,
         f"training on {ranks} rank(s) of this machine",
-        memory_hint(setup),
+        MEMORY_HINT,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -23,7 +24,7 @@ from megatron_chameleon.corpus.tokenizer import (
     vocab_file_in,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
+from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.training.options import PretrainOptions
 
 FLAG = "--pretrained-checkpoint"
@@ -35,28 +36,17 @@ class Pretrained:
 
     Attributes:
         where: folder of the weights.
-        source: a checkpoint, or the weights of a Hugging Face folder.
         shape: shape of the run's model; its position table may be longer than the run's samples.
         hash: hex SHA-256 of the weights.
+        load: loads them into this rank's chunks of the model.
+        left_out: descriptions of weights that are not loaded.
     """
 
     where: Path
-    source: CheckpointRecord | HuggingFaceWeights
     shape: ModelShape
     hash: str
-
-    @property
-    def lines(self) -> list[str]:
-        """Description, to print at the start of the run."""
-        left_out = self.source.left_out if isinstance(self.source, HuggingFaceWeights) else []
-        return [f"initial weights: {self.where}", *left_out]
-
-    def load(self, model: Sequence[torch.nn.Module]) -> None:
-        """Load the weights into ``model``, this rank's chunks."""
-        if isinstance(self.source, HuggingFaceWeights):
-            self.source.load(model)
-        else:
-            load_weights(self.source, model)
+    load: Callable[[Sequence[torch.nn.Module]], None]
+    left_out: Sequence[str] = ()
 
 
 def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | None:
@@ -80,21 +70,17 @@ def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | N
         found = _from_checkpoint(path, data)
     if options.model_size is not None:
         expected = model_size(options.model_size)
-        for field in dataclasses.fields(ModelSize):
-            actual, wanted = (getattr(size, field.name) for size in (found.shape.size, expected))
-            if actual != wanted:
-                raise UserError(
-                    f"{found.where} has {field.name} {actual}, --model-size {options.model_size} "
-                    f"has {wanted}; leave --model-size out to use the size of the weights"
-                )
+        if found.shape.size != expected:
+            raise UserError(
+                f"--model-size {options.model_size}: {found.where} has {found.shape.size}, not "
+                f"{expected}; leave --model-size out to use the size of the weights"
+            )
     longest = found.shape.max_sequence_length
     if options.seq_length > longest:
         raise UserError(
             f"--seq-length {options.seq_length}: {found.where} ({FLAG}) has {longest} positions; "
             f"pass at most {longest}"
         )
-    if isinstance(found.source, HuggingFaceWeights):
-        found.source.read()  # rejects tensors that do not fit, before anything is written
     return found
 
 
@@ -111,7 +97,7 @@ def _from_checkpoint(path: Path, data: TokenData) -> Pretrained:
             f"{where} has a vocabulary of {shape.vocab_size}, {data.where} one of "
             f"{data.tokenizer.vocab_size}; pass another {FLAG}"
         )
-    return Pretrained(where, checkpoint, shape, checkpoint.hash)
+    return Pretrained(where, shape, checkpoint.hash, functools.partial(load_weights, checkpoint))
 
 
 def _from_huggingface(path: Path, options: PretrainOptions, data: TokenData) -> Pretrained:
@@ -125,7 +111,8 @@ def _from_huggingface(path: Path, options: PretrainOptions, data: TokenData) -> 
         )
     check_tokenizer(path, options, data)
     weights = dataclasses.replace(weights, vocab_size=needed)
-    return Pretrained(path, weights, weights.shape, weights.hash())
+    weights.read()  # rejects tensors that do not fit, before anything is written
+    return Pretrained(path, weights.shape, weights.hash(), weights.load, weights.left_out)
 
 
 def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> None:

@@ -19,8 +19,6 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.artifacts.training_run import Status
 from megatron_chameleon.blend.dataset import BlendedTokens
-from megatron_chameleon.blend.schedule import MixtureSchedule
-from megatron_chameleon.blend.token_data import TokenData
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import dense_bf16_peak, model_flops_utilization, training_flops
 from megatron_chameleon.parallel.layout import Layout, device_name
@@ -105,13 +103,18 @@ class RunRecords:
 
     def sampled(self) -> dict[str, SampledTokens]:
         """Per-domain token and epoch counts up to the last log: target vs. actual."""
-        return sampled_tokens(
-            self.plan.data,
-            self.samples.schedule,
-            self.samples_at(self._logged_step),
-            self.plan.options.seq_length,
-            self._sampled,
-        )
+        data, samples = self.plan.data, self.samples_at(self._logged_step)
+        weights = self.samples.schedule.weights_at(max(samples - 1, 0))
+        targets = self.samples.schedule.target_samples(samples)
+        return {
+            domain.name: SampledTokens(
+                weight=weight / sum(weights),
+                target=target * self.plan.options.seq_length,
+                actual=self._sampled[domain.name],
+                epochs=self._sampled[domain.name] / max(domain.tokens, 1),
+            )
+            for domain, weight, target in zip(data.domains, weights, targets, strict=True)
+        }
 
     def cost(self, step: int) -> Cost:
         """Cost of all ranks since this start of the run, up to ``step``."""
@@ -281,32 +284,3 @@ class RunRecords:
 def format_duration(seconds: float) -> str:
     """Hours, minutes and seconds, as in '0:03:05' or '2 days, 0:03:05'."""
     return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def sampled_tokens(
-    data: TokenData,
-    schedule: MixtureSchedule,
-    samples: int,
-    seq_length: int,
-    actual: Mapping[str, int],
-) -> dict[str, SampledTokens]:
-    """Target and actual tokens per domain over the first ``samples`` samples.
-
-    Args:
-        data: the domains.
-        schedule: mixture schedule.
-        samples: samples read so far.
-        seq_length: tokens per sample.
-        actual: domain -> tokens counted in the batches; a missing domain counts 0.
-    """
-    weights = schedule.weights_at(max(samples - 1, 0))
-    targets = schedule.target_samples(samples)
-    return {
-        domain.name: SampledTokens(
-            weight=weight / sum(weights),
-            target=target * seq_length,
-            actual=actual.get(domain.name, 0),
-            epochs=actual.get(domain.name, 0) / max(domain.tokens, 1),
-        )
-        for domain, weight, target in zip(data.domains, weights, targets, strict=True)
-    }

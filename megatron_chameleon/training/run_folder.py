@@ -94,13 +94,8 @@ def starting_run(folder: Path, *, overwrite: bool) -> Iterator[None]:
     before, replaced, moved = set(folder.iterdir()), folder / _REPLACED, False
     try:
         if overwrite and TrainingRun.exists(folder):
-            if replaced.exists():
-                raise UserError(
-                    f"{replaced}, left from a run that was overwritten, cannot be deleted; close "
-                    "programs that have its files open, such as TensorBoard, and delete it"
-                )
-            with writing(folder):
-                replaced.mkdir()
+            with writing(replaced):
+                replaced.mkdir()  # fails if the last one could not be deleted
                 for path in sorted(_contents(folder), key=_is_record):
                     os.replace(path, replaced / path.name)
             moved = True

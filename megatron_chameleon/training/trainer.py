@@ -19,14 +19,14 @@ from megatron_chameleon.blend.prefetch import read_ahead, steps_between_changes
 from megatron_chameleon.blend.sampler import Batch, check_batch_sizes, micro_batches
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.parallel.layout import Layout, distributed, from_main, on_every_rank
-from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.training.checkpointing import (
     CheckpointWriter,
     check_same_samples,
     find_progress,
     resumed_schedule,
     roll_back,
+    verify_files,
 )
 from megatron_chameleon.training.guard import SkippedStep, StepGuard, StepSync
 from megatron_chameleon.training.hook import (
@@ -84,8 +84,8 @@ def pretrain(
             options.global_batch_size // (options.micro_batch_size * layout.data_size)
         )
         check_host_memory(plan, layout)
-        if options.data.verify_corpus:
-            verify_corpus(options, layout)
+        if options.corpus and options.data.verify_corpus:
+            verify_files(Corpus.load(options.corpus), "the corpus", layout)
         samples = samples_of(plan, plan.schedule)
         with explain_out_of_memory(plan, layout):
             hook = build_hook(hook_factory, plan, layout)
@@ -108,20 +108,6 @@ def pretrain(
     # Trainer, model and process groups form reference cycles. Collecting them frees memory for the
     # next model, and stops the polling threads of the gloo groups.
     gc.collect()
-
-
-def verify_corpus(options: PretrainOptions, layout: Layout) -> None:
-    """Verify the hashes of the corpus's token files, sharded over the ranks. Collective.
-
-    Raises:
-        UserError: on every rank, if any file does not match its hash.
-    """
-    assert options.corpus is not None
-    corpus = Corpus.load(options.corpus)
-    shard = layout.rank, layout.world_size
-    total = corpus.bytes_to_verify(*shard)
-    with progress_bar(total, "B", "verifying the corpus", quiet=not layout.is_main) as bar:
-        on_every_rank(lambda: corpus.verify(*shard, bar.update))
 
 
 def samples_of(plan: TrainingPlan, schedule: MixtureSchedule) -> BlendedTokens:
@@ -381,23 +367,25 @@ def start_message(records: RunRecords) -> str:
         f"{name} {domain.weight:.3f} ({epochs[name]:.2f} epochs)"
         for name, domain in records.sampled().items()
     )
+    phases = [
+        f"from step {phase.first_sample // options.global_batch_size}: "
+        + ", ".join(f"{n} {w:.3f}" for n, w in zip(plan.data.names, phase.weights, strict=True))
+        for phase in schedule.phases
+        if phase.first_sample >= max(records.samples_at(step), 1)
+    ]
+    initial: list[str] = []
+    if plan.pretrained and not step:
+        initial = [f"initial weights: {plan.pretrained.where}", *plan.pretrained.left_out]
     lines = [
         f"{f'resuming at step {step}' if step else 'training'}: {name}, "
         f"{plan.shape.num_parameters:,} parameters, "
         f"{options.train_iters} steps of {plan.tokens_per_step:,} tokens on "
         f"{layout.world_size} x {layout.describe()['device']} (tensor {layout.tensor_size}, "
         f"pipeline {layout.pipeline_size}, data {layout.data_size})",
-        *(plan.pretrained.lines if plan.pretrained and not step else []),
+        *initial,
         f"mixture {plan.mixture.method}: {', '.join(weights)}",
+        *phases,
     ]
-    for phase in schedule.phases:
-        if phase.first_sample >= max(records.samples_at(step), 1):
-            shares = zip(plan.data.names, phase.weights, strict=True)
-            start = phase.first_sample // options.global_batch_size
-            lines.append(f"from step {start}: " + ", ".join(f"{n} {w:.3f}" for n, w in shares))
-    first = options.profiling.profile_step_start
-    if options.profiling.profile and first < step:
-        lines.append(f"no --profile: the run is past --profile-step-start {first}")
     return "\n".join(lines)
 
 
@@ -419,12 +407,8 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's
     before = torch.are_deterministic_algorithms_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    # Nothing here reads uninitialized memory, so filling every new tensor would only cost time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -45,7 +45,7 @@ class Validation:
     ) -> None:
         self._texts, self._names, self._passes, self._layout = texts, names, passes, layout
         self._rows = [
-            (domain, window)
+            (domain, text, window)
             for domain, text in enumerate(texts)
             if text is not None
             for window in range(len(text.windows))
@@ -85,36 +85,28 @@ class Validation:
         total, tokens, _ = sum_over_ranks(sums, self._layout).cpu().T.tolist()
         return mean_losses(self._names, total, tokens)
 
-    def micro_batches(self, number: int) -> list[Batch]:
-        """This rank's micro-batches of global batch ``number``; padding rows have no loss.
+    def micro_batches(self, number: int) -> Iterator[Batch]:
+        """This rank's micro-batches of global batch ``number``, as in training.
 
-        Micro-batches are assigned to data-parallel ranks round-robin.
+        Micro-batches are assigned to data-parallel ranks round-robin; padding rows have no loss.
         """
         shape, layout = self._passes.shape, self._layout
-        turns = [number * shape.num_microbatches + turn for turn in range(shape.num_microbatches)]
-        firsts = [
-            (turn * layout.data_size + layout.data_rank) * shape.micro_batch_size for turn in turns
-        ]
-        return [self._batch(self._rows[first : first + shape.micro_batch_size]) for first in firsts]
-
-    def _batch(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        """A micro-batch of the windows ``rows``, with the fields of a training batch."""
-        size, length = self._passes.shape.micro_batch_size, self._passes.shape.seq_length
-        batch = {
-            "tokens": torch.zeros(size, length, dtype=torch.int64),
-            "labels": torch.zeros(size, length, dtype=torch.int64),
-            "loss_mask": torch.zeros(size, length),
-            "position_ids": torch.arange(length).repeat(size, 1),
-            "domain": torch.zeros(size, dtype=torch.int64),
-        }
-        for place, (domain, window) in enumerate(rows):
-            text = self._texts[domain]
-            assert text is not None
-            parts = text.batch(window, window + 1)
-            for name, part in zip(("tokens", "labels", "loss_mask"), parts, strict=True):
-                batch[name][place] = part[0]
-            batch["domain"][place] = domain
-        return batch
+        size, length = shape.micro_batch_size, shape.seq_length
+        for turn in range(number * shape.num_microbatches, (number + 1) * shape.num_microbatches):
+            first = (turn * layout.data_size + layout.data_rank) * size
+            batch = {
+                "tokens": torch.zeros(size, length, dtype=torch.int64),
+                "labels": torch.zeros(size, length, dtype=torch.int64),
+                "loss_mask": torch.zeros(size, length),
+                "position_ids": torch.arange(length).repeat(size, 1),
+                "domain": torch.zeros(size, dtype=torch.int64),
+            }
+            for place, (domain, text, window) in enumerate(self._rows[first : first + size]):
+                parts = text.batch(window, window + 1)
+                for name, part in zip(("tokens", "labels", "loss_mask"), parts, strict=True):
+                    batch[name][place] = part[0]
+                batch["domain"][place] = domain
+            yield batch
 
 
 def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import megatron_chameleon.checkpoint.save as save
 import megatron_chameleon.training.trainer as training
-from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts import Corpus, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import (
     FOLDER_NAME,
     CheckpointFile,
@@ -39,13 +39,12 @@ from megatron_chameleon.artifacts.checkpoint import (
     step_folder,
 )
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
-from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.training.checkpointing import verify_files
 from megatron_chameleon.training.guard import StepSync
 from megatron_chameleon.training.metrics import memory_bytes, most_memory_bytes
-from megatron_chameleon.training.options import PretrainOptions
 from tests.distributed.cases import (
     DP2_SHARDED,
     KILLED_RUN,
@@ -276,11 +275,9 @@ def agreement(root: Path, layout: Layout) -> dict[str, Any]:
     most, mine = most_memory_bytes(layout.device), memory_bytes(layout.device)
     del taken
     group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    data = DataOptions(verify_corpus=True)
-    options = PretrainOptions(run_dir=root / "run", corpus=root / "corpus", data=data)
     damage = ""
     try:
-        training.verify_corpus(options, layout)
+        verify_files(Corpus.load(root / "corpus"), "the corpus", layout)
     except UserError as error:
         damage = str(error)
     return {
