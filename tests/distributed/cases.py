@@ -400,7 +400,7 @@ tp2-to-tp2 one-sharded-to-dp2-sharded tp2-dp2-sharded-to-one-sharded one-to-dp2
 tp2-narrow-to-one dp2-feistel-to-one pp2-to-vpp2 pp2-dp2-overlapped-to-one-sharded
 vpp2-dp2-overlapped-full-to-tp2-dp2-sharded tp2-dp2-sharded-to-vpp2-dp2-overlapped-full
 zero-state-only shared-step-count
-tp2-bad tp2-pp2-bad dp2-sharded-overlapped-bad tp2-copy-bad tp2-dp2-sharded-copy-bad
+tp2-bad tp2-pp2-bad dp2-sharded-overlapped-bad
 dp2-sharded-full
 weigher-sp2 weigher-vpp2 combiner-sp2 combiner-tp2-pp2 combiner-dp2 combiner-pp2-dp2-overlapped
 changer-pp2 weigher-tp2-pp2-to-one combiner-one-to-dp2
