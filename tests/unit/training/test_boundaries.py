@@ -88,19 +88,6 @@ def test_earlier_documents_affect_losses_unless_attention_is_reset(one_rank, opt
     assert (losses[0] == losses[1]) == (not looks_back)
 
 
-@pytest.mark.parametrize(
-    ("options", "place_matters"), [(PLAIN, True), (OWN_TEXT, True), (OWN_POSITIONS, False)], ids=str
-)
-def test_offset_in_the_window_affects_losses_unless_positions_are_reset(
-    one_rank, options, place_matters
-):
-    text, filling, rest = documents(9, 10, 6)
-    early = loss_of(one_rank, torch.cat([text, filling, rest]), slice(0, 8), options)
-    late = loss_of(one_rank, torch.cat([filling, text, rest]), slice(10, 18), options)
-    assert (abs(early - late) > NOTICEABLE) == place_matters
-    assert (early == pytest.approx(late, abs=1e-5)) == (not place_matters)
-
-
 def windows_with_ends(*rows, seed=1):
     """Windows [b, LENGTH + 1] with end-of-document tokens at these positions of each."""
     generator = torch.Generator().manual_seed(seed)
@@ -159,13 +146,3 @@ def test_masked_tokens_are_in_neither_gradients_nor_sums(one_rank, options):
     found = dict(trained.named_parameters())
     for name, gradient in zip(parameters, gradients, strict=True):
         torch.testing.assert_close(found[name].main_grad, gradient, atol=1e-6, rtol=1e-5, msg=name)
-
-
-def test_fully_masked_step_has_zero_gradients(one_rank):
-    model, result = step_on(one_rank, masked_micro_batches()[2:], per_token_loss=True)
-    assert result.grad_norm == 0.0
-    assert result.domain_sums.tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 2 * LENGTH]]
-    start = build_model(SHAPE, one_rank, seed=0)
-    for parameter, before in zip(model.parameters(), start.parameters(), strict=True):
-        assert torch.equal(parameter.main_grad, torch.zeros_like(parameter))
-        torch.testing.assert_close(parameter, before, atol=1e-9, rtol=0)

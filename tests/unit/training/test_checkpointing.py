@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import shutil
 import signal
-import time
 from functools import partial
 
 import pytest
@@ -61,32 +59,6 @@ def before_step(monkeypatch, number, act):
         return real(*arguments)
 
     monkeypatch.setattr(trainer, "train_step", train_step)
-
-
-def write_late(monkeypatch, run_dir, logged):
-    """Writing waits until the run has logged a step."""
-    real = getattr(FileSystemWriterAsync, WRITE)
-
-    def write(*arguments, **more):
-        give_up = time.monotonic() + 120
-        while max(losses(run_dir), default=0) < logged and time.monotonic() < give_up:
-            time.sleep(0.01)
-        real(*arguments, **more)
-
-    monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(write))
-
-
-def test_incomplete_checkpoint_is_not_the_latest(options_for, monkeypatch):
-    run_dir, found = run_to_step_2(options_for), []
-    write_late(monkeypatch, run_dir, logged=5)
-    # The third step from here, the fifth of the run: the checkpoint of step 4 is being written.
-    before_step(monkeypatch, 3, lambda: found.append((names_in(run_dir), checkpoints_in(run_dir))))
-    pretrain(options_for(save_interval=2, checkpointing=ASYNC))
-    (temporary, *others), checkpoints = found[0]
-    assert re.fullmatch(r"\.step-00000004\.\w+\.tmp", temporary)
-    assert others == ["latest", "step-00000002"]
-    assert checkpoints == ["checkpoints/step-00000002"]
-    assert names_in(run_dir) == ["latest", "step-00000002", "step-00000004", "step-00000006"]
 
 
 def run_to_step_2(options_for):

@@ -8,12 +8,10 @@ import math
 import os
 import signal
 import statistics
-import time
 
 import pytest
 import torch
 
-from megatron_chameleon.training import stopping
 from megatron_chameleon.training.guard import StepGuard, StepSync
 from megatron_chameleon.training.options import GuardOptions, StoppingOptions
 from megatron_chameleon.training.stopping import REASONS, StopRequests
@@ -102,22 +100,3 @@ def test_signals_are_recorded_without_interrupting():
             os.kill(os.getpid(), number)
         assert set(reasons(stops)) == {number.name for number in SIGNALS}
     assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-@pytest.mark.parametrize("second", SIGNALS[:2])
-def test_a_later_second_signal_interrupts_at_once(second, monkeypatch):
-    monkeypatch.setattr(stopping, "SECONDS_OF_ONE_REQUEST", 0.0)
-    with StopRequests(StoppingOptions()):
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), second)
-
-
-def test_exit_duration(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    stops = StopRequests(StoppingOptions(exit_duration_in_mins=0.5))
-    now[0] = 129.0
-    assert reasons(stops) == []
-    now[0] = 130.0
-    assert reasons(stops) == ["--exit-duration-in-mins"]

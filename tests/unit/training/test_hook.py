@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.gpt import build_model, unwrap
-from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training import hook as hook_module
 from megatron_chameleon.training.domain_gradients import (
     CHUNK,
     CHUNKS_AT_ONCE,
-    DomainGradients,
     micro_batches_by_domain,
     span_products,
 )
@@ -215,28 +210,3 @@ def test_products_of_long_rows_equal_float64(length):
     # Sums of CHUNK products are taken in float32, in any order.
     rounding = torch.finfo(torch.float32).eps * CHUNK**0.5
     assert (span_products(rows) - expected).abs().max() < rounding * expected.diagonal().max()
-
-
-def test_rows_hold_gradients_and_their_memory_is_estimated(passes):
-    gradients, kept = DomainGradients(passes.model, 3), []
-    gradients.start_batch(torch.ones(3, dtype=torch.float64), RATE)
-    generator, (chunk,) = torch.Generator().manual_seed(0), passes.model
-    for number in range(3):
-        for buffer in chunk.buffers:
-            buffer.grad_data.normal_(generator=generator)
-        gradients.keep(number)
-        kept.append(torch.cat([buffer.grad_data for buffer in chunk.buffers]))
-    # On one rank there are no copies and no padding.
-    assert kept[0].numel() == sum(parameter.numel() for parameter in chunk.parameters())
-    expected = plain_products(torch.stack(kept))
-    torch.testing.assert_close(gradients.dot_products(), expected, rtol=1e-6, atol=1e-3)
-    gradients.combine(torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64))
-    found = torch.cat([buffer.grad_data for buffer in chunk.buffers])
-    torch.testing.assert_close(found, 0.5 * kept[0] - 2.0 * kept[2])
-    setup = TrainingSetup(SHAPE, TrainingParallelOptions(), 1, 2, 1, bf16=False)
-    estimate = Combiner([]).extra_bytes(setup, 0, 3)
-    assert estimate == {"gradients of 3 domains": 3 * kept[0].numel() * 4}
-    shared = TrainingParallelOptions(use_distributed_optimizer=True)
-    sharded = dataclasses.replace(setup, parallel=shared, data_parallel_size=4)
-    (of_shards,) = Combiner([]).extra_bytes(sharded, 0, 3).values()
-    assert of_shards == pytest.approx(3 * kept[0].numel(), rel=1e-3)

@@ -13,12 +13,10 @@ from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.prefetch import prefetch
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.training import hook as hook_module
 from megatron_chameleon.training import trainer
-from megatron_chameleon.training.domain_gradients import DomainGradients
-from megatron_chameleon.training.hook import GlobalBatch, TrainingHook
+from megatron_chameleon.training.hook import GlobalBatch
 from megatron_chameleon.training.trainer import pretrain
-from tests.distributed.toy_hooks import GradientCombiner, LossWeigher, MixtureChanger
+from tests.distributed.toy_hooks import LossWeigher, MixtureChanger
 from tests.unit.training.bad_steps import before_steps, run_out
 from tests.unit.training.runs import losses, metrics, record_at
 
@@ -46,20 +44,6 @@ def test_skipped_step_leaves_the_hook_unchanged(pretrain_options, tmp_path, monk
     assert [line["flops"] for line in logged] == [n * logged[0]["flops"] for n in range(1, 7)]
 
 
-@pytest.mark.parametrize("bad", [{1, 2}, math.nan])
-def test_state_that_is_not_json_is_an_error_at_once(pretrain_options, tmp_path, bad):
-    class Unsavable(TrainingHook):
-        def __init__(self, *_run):
-            super().__init__()
-
-        def state_dict(self):
-            return {"weights": bad}
-
-    with pytest.raises(UserError, match=r"Unsavable\.state_dict\(\) is not JSON-serializable"):
-        pretrain(pretrain_options(tmp_path / "run"), Unsavable)
-    assert TrainingRun.load(tmp_path / "run").step == 0
-
-
 @pytest.mark.parametrize("other", [None, MixtureChanger])
 def test_run_resumes_only_with_its_own_hook(pretrain_options, tmp_path, monkeypatch, other):
     options = pretrain_options(tmp_path / "run", data=DataOptions(permutation="epoch"))
@@ -79,20 +63,6 @@ def test_hook_that_does_not_fit_is_an_error_before_anything_is_written(pretrain_
     with pytest.raises(UserError, match=r"out of memory: .*\(.*a large buffer 3\.0"):
         pretrain(pretrain_options(tmp_path / "run"), Large)
     assert not (tmp_path / "run").exists()
-
-
-def test_dry_step_includes_the_gradients_of_all_domains(pretrain_options, tmp_path, monkeypatch):
-    calls = []
-
-    class Gradients(DomainGradients):
-        def __init__(self, model, count):
-            super().__init__(model, count)
-            calls.append(f"{count} domains")
-
-    monkeypatch.setattr(hook_module, "DomainGradients", Gradients)
-    monkeypatch.setattr(trainer, "dry_first_step", lambda *_: calls.append("dry step"))
-    pretrain(pretrain_options(tmp_path / "run", dry_first_step="on"), GradientCombiner)
-    assert calls == ["3 domains", "dry step"]
 
 
 def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, monkeypatch):

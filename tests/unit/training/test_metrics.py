@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import math
-import shutil
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_chameleon.artifacts import SampledTokens, TokenizerIdentity
-from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
-from megatron_chameleon.blend.token_data import DomainData, TokenData
 from megatron_chameleon.training.loggers import (
     JsonLinesLogger,
     TensorBoardLogger,
     open_loggers,
 )
-from megatron_chameleon.training.metrics import IntervalMeter, PhaseTimers, StepProfiler
-from megatron_chameleon.training.options import LoggingOptions, ProfilingOptions
-from megatron_chameleon.training.plan import planned_epochs
-from megatron_chameleon.training.records import sampled_tokens
+from megatron_chameleon.training.metrics import IntervalMeter
+from megatron_chameleon.training.options import LoggingOptions
 from megatron_chameleon.training.step import StepResult
 from tests.full_disk import largest_file_size
 
@@ -57,77 +48,6 @@ def test_interval_sums_its_steps(one_rank):
     assert math.isnan(meter.read().loss)
 
 
-def test_phase_timers_sum_laps_blocks_and_items(monkeypatch):
-    now = [50.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def wait(seconds):
-        now[0] += seconds
-
-    def slow_items():
-        for item in range(3):
-            wait(2)
-            yield item
-
-    timers = PhaseTimers(torch.device("cpu"))
-    for _ in range(2):
-        wait(100)  # before the start: not counted
-        timers.start()
-        wait(3)
-        timers.lap("forward_backward")
-        wait(1)
-        timers.lap("optimizer")
-        with timers.during("saving"):
-            wait(7)
-    for _ in timers.timed(slow_items(), "data"):
-        wait(100)
-    expected = {"data": 6, "forward_backward": 6, "optimizer": 2, "saving": 14}
-    assert timers.read() == expected
-    assert timers.read() == {}
-
-
-def test_profiler_records_the_chosen_steps_on_rank_0(tmp_path, one_rank):
-    options = ProfilingOptions(profile=True, profile_step_start=2, profile_step_end=4)
-
-    def files(layout, first, last, options=options):
-        shutil.rmtree(tmp_path / "profile", ignore_errors=True)
-        profiler = StepProfiler(options, tmp_path, layout)
-        for done in range(first, last):
-            profiler.before_step(done)
-            torch.ones(8, 8) @ torch.ones(8, 8)
-            profiler.after_step(done + 1)
-        profiler.finish(last)
-        return [path.name for path in tmp_path.glob("profile/*")]
-
-    assert files(dataclasses.replace(one_rank, rank=1), 0, 6) == []
-    assert files(one_rank, 3, 6) == []
-    assert files(one_rank, 0, 14, ProfilingOptions()) == []
-    assert files(one_rank, 0, 3) == ["steps-3-to-3.json"]
-    assert files(one_rank, 0, 6) == ["steps-3-to-4.json"]
-    trace = json.loads((tmp_path / "profile" / "steps-3-to-4.json").read_text())["traceEvents"]
-    assert sum(event.get("name") == "aten::mm" for event in trace) == 2
-
-
-def test_sampled_tokens_target_and_actual():
-    sizes = {"news": 1000, "code": 250, "empty": 0}
-    data = TokenData(
-        "a test",
-        tuple(DomainData(name, Path(name), 0, 1, size, name, 100) for name, size in sizes.items()),
-        TokenizerIdentity("tokenizers", "tokenizer.json", "0" * 64, 100, 0),
-        "0" * 64,
-    )
-    schedule = MixtureSchedule((Phase(0, (3.0, 1.0, 0.0)), Phase(8, (0.0, 2.0, 0.0))))
-    sampled = sampled_tokens(data, schedule, 12, 10, {"news": 70, "code": 50})
-    assert sampled == {
-        "news": SampledTokens(weight=0.0, target=60.0, actual=70, epochs=0.07),
-        "code": SampledTokens(weight=1.0, target=60.0, actual=50, epochs=0.2),
-        "empty": SampledTokens(weight=0.0, target=0.0, actual=0, epochs=0.0),
-    }
-    assert sampled_tokens(data, schedule, 8, 10, {})["news"].weight == 0.75
-    epochs = {name: sampled[name].target / max(size, 1) for name, size in sizes.items()}
-    assert planned_epochs(data, schedule, 12, 10) == pytest.approx(epochs)
-
-
 def test_metrics_are_json_lines_that_survive_a_full_disk(tmp_path):
     path = tmp_path / "metrics.jsonl"
     logger = JsonLinesLogger(path)
@@ -155,7 +75,8 @@ def test_tensorboard_survives_a_full_disk_and_a_resume(tmp_path):
     logger = TensorBoardLogger(tmp_path, 0)
     logger.log(1, FIGURES)
     with largest_file_size(10), pytest.raises(OSError, match=r"No space|too large"):
-        logger.log(2, {"loss": 2.0})
+        for _ in range(100):  # the thread that writes may report the error later
+            logger.log(2, {"loss": 2.0})
     for step in (3, 4, 5):
         logger.log(step, {"loss": float(step)})
     logger.close()
@@ -166,15 +87,6 @@ def test_tensorboard_survives_a_full_disk_and_a_resume(tmp_path):
     losses = [(event.step, event.value) for event in events.Scalars("loss")]
     assert losses == [(1, 3.5), (3, 3.0), (5, 1.5)]
     assert [event.value for event in events.Scalars("domain_loss/news")] == [3.25]
-
-
-def test_a_logger_whose_package_is_missing_is_skipped(pretrain_options, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.warns(UserWarning, match="is not installed") as warned:
-        (logger,) = open_loggers(pretrain_options(tmp_path), 0)
-    assert isinstance(logger, JsonLinesLogger)
-    assert len(warned) == 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is an extra")

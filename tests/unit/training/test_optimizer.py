@@ -7,14 +7,12 @@ import functools
 import gc
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import clip_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import layers
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.nn.functional import cross_entropy
 
@@ -116,22 +114,6 @@ def test_training_is_adamw_with_clipping_decay_and_a_cosine_schedule(one_rank):
         assert step.optimizer.param_groups[0]["lr"] == pytest.approx(expected_rate(number))
 
 
-def test_a_step_reports_loss_and_tokens_per_domain(one_rank):
-    parts = list(micro_batches(3))
-    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    result, at_once = Stepper(one_rank)(), Stepper(one_rank, batches=[whole])()
-    assert at_once.grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
-    model = build_model(SHAPE, one_rank, seed=0)
-    expected = torch.zeros(NUM_DOMAINS, 3, dtype=torch.float64)
-    with torch.no_grad():
-        logits = model(whole["tokens"], whole["position_ids"], None)[..., : SHAPE.vocab_size]
-    for row, domain in enumerate(whole["domain"].tolist()):
-        losses = cross_entropy(logits[row].double(), whole["labels"][row], reduction="sum")
-        expected[domain] += torch.tensor([losses.item(), 16.0, 16.0])
-    for sums in (result.domain_sums, at_once.domain_sums):
-        torch.testing.assert_close(sums, expected, atol=1e-3, rtol=0)
-
-
 def test_a_step_synchronizes_once(one_rank, monkeypatch):
     """For the gradient norm, whatever the number of parameters and micro-batches."""
     for bf16, masked in itertools.product((False, True), repeat=2):
@@ -141,19 +123,6 @@ def test_a_step_synchronizes_once(one_rank, monkeypatch):
     # With megatron's own function the test could fail.
     monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
     assert device_reads(step, monkeypatch) > len(step.weights)
-
-
-def test_every_group_is_fused_also_after_a_load(one_rank):
-    step = Stepper(one_rank)
-    step()
-    (part,) = step.optimizer.chained_optimizers
-    saved = part.optimizer.state_dict()
-    for group in saved["param_groups"]:
-        group["fused"] = None  # as in a checkpoint without it
-    part.optimizer.load_state_dict(saved)
-    assert all(group["fused"] for group in part.optimizer.param_groups)
-    step()
-    assert {float(state["step"]) for state in part.optimizer.state.values()} == {2.0}
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -212,31 +181,6 @@ def test_gradients_are_finalized_bitwise_as_by_megatron(one_rank, num_tokens, mo
         found.append([gradient.clone() for gradient in gradients])
     assert all(map(torch.equal, *found))
     assert all(map(torch.equal, found[0], values)) == (num_tokens in (None, 0, 1))
-
-
-def test_gradients_accumulate_in_apexs_matrix_product(one_rank, monkeypatch):
-    """Into the buffers that data parallelism reduces, also for the tied embedding."""
-    products: list[torch.Size] = []
-
-    def wgrad_gemm_accum_fp32(inputs, gradient, main_grad):
-        products.append(main_grad.shape)
-        main_grad += gradient.T @ inputs
-
-    apex = SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
-    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", apex, raising=False)
-    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
-    found = []
-    for fused in (False, True):
-        model = build_model_chunks(SHAPE, one_rank, 0, gradient_accumulation_fusion=fused)
-        chunks = data_parallel(model, one_rank, bf16=False)
-        build_optimizer(chunks, OPTIONS, one_rank, bf16=False)
-        Passes(chunks, BatchShape(2, 2, 16), NUM_DOMAINS).forward_backward(micro_batches(2))
-        found.append({name: p.main_grad for name, p in chunks[0].named_parameters()})
-    # For two micro-batches: four matrices per layer, and the output layer.
-    assert len(products) == 2 * (4 * 2 + 1)
-    for name, gradient in found[0].items():
-        assert gradient.any()
-        torch.testing.assert_close(found[1][name], gradient, msg=name)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

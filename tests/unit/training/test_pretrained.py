@@ -94,15 +94,8 @@ def test_run_starts_from_a_checkpoint_and_resumes_from_its_own(
     assert losses(run_dir) == whole
     for other in (step_folder(finished_run, 3), None):
         changed = dataclasses.replace(options, pretrained_checkpoint=other, model_size="nano")
-        with pytest.raises(UserError, match="holds a run with pretrained checkpoint"):
+        with pytest.raises(UserError, match="holds a run with another pretrained checkpoint"):
             progress_of_run(changed)
-
-
-def test_bf16_main_weights_start_from_the_checkpoint(options_for, finished_run):
-    options = options_for(finished_run, bf16=True)
-    pretrain(options)
-    tuned, scratch = losses(options.run_dir), losses(finished_run)
-    assert tuned[max(tuned)][0] < 0.93 * scratch[min(scratch)][0]
 
 
 @pytest.mark.parametrize(
@@ -133,22 +126,10 @@ def test_run_starts_as_the_model_of_transformers(options_for, tmp_path, config, 
     assert_as_near(found, *logits)
 
 
-def test_run_resumes_with_a_moved_folder_but_not_with_another_model(options_for, gpt2, tmp_path):
-    options = options_for(gpt2)
-    assert plan_training(options).options.model_size == "nano"
-    pretrain(options)
-    moved = gpt2.rename(tmp_path / "moved")
-    options = dataclasses.replace(options, pretrained_checkpoint=moved, model_size="nano")
-    assert progress_of_run(options).step == 2
-    change_config(moved, activation_function="gelu")
-    with pytest.raises(UserError, match="pretrained checkpoint"):
-        progress_of_run(options)
-
-
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        ({}, {"model_size": "tiny"}, "gpt2 has hidden_size 64, --model-size tiny has 128"),
+        ({}, {"model_size": "tiny"}, "--model-size tiny: .*gpt2 has .*64"),
         ({}, {"seq_length": 41}, "--seq-length 41: .*gpt2"),
         ({}, {"parallel": TrainingParallelOptions(3)}, "does not divide 4 attention heads"),
         ({"vocab_size": 250}, {}, r"gpt2/config\.json: a vocabulary of 250 is too small"),

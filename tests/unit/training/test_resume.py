@@ -29,9 +29,8 @@ from megatron_chameleon.training.options import (
     PretrainOptions,
 )
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.records import Progress
 from megatron_chameleon.training.trainer import pretrain, samples_of
-from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
+from tests.small_corpus import DOMAINS, write_small_corpus
 from tests.unit.training.runs import contents, losses, metrics, progress_of_run, record_at
 
 
@@ -43,13 +42,6 @@ def progress_of(pretrain_options):
         return progress_of_run(pretrain_options(run_dir, **changes))
 
     return find
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_run_starts_in_a_folder_with_other_files(progress_of, tmp_path, overwrite):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert progress_of(tmp_path, overwrite=overwrite) == Progress()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 SHARDED = TrainingParallelOptions(use_distributed_optimizer=True)
@@ -101,7 +93,7 @@ def test_corpus_and_mixture_are_compared_by_content(progress_of, trained_run, co
     same.write_text(json.dumps({"weights": dict.fromkeys(DOMAINS, 1 / 3)}))
     other.write_text(json.dumps({"weights": dict(zip(DOMAINS, [0.2, 0.3, 0.5], strict=True))}))
     assert progress_of(trained_run, mixture=str(same)).step == 6
-    with pytest.raises(UserError, match=r"holds a run with mixture uniform .*, not .*other.json"):
+    with pytest.raises(UserError, match="holds a run with another mixture"):
         progress_of(trained_run, mixture=str(other))
 
 
@@ -141,18 +133,6 @@ def test_run_without_an_undamaged_checkpoint_is_unchanged(progress_of, trained_r
     with pytest.raises(UserError, match="step-00000006/"):
         progress_of(trained_run)
     assert contents(trained_run) == before
-
-
-def test_run_resumes_from_the_checkpoint_that_latest_names(
-    progress_of, pretrain_options, trained_run, finished_run
-):
-    (trained_run / "checkpoints" / "latest").write_text("step-00000003\n")
-    assert progress_of(trained_run).step == 3
-    assert list(metrics(trained_run)) == [2, 3]
-    pretrain(pretrain_options(trained_run))
-    names = sorted(path.name for path in (trained_run / "checkpoints").iterdir())
-    assert names == ["latest", "step-00000003", "step-00000006", "unused-step-00000006"]
-    assert losses(trained_run) == losses(finished_run)
 
 
 @pytest.fixture(scope="module")
@@ -220,38 +200,3 @@ def test_samples_that_contradict_the_checkpoint_are_an_error(changed_run, pretra
     other = dataclasses.replace(checkpoint, domain_samples={"news": 9, "code": 8, "poems": 7})
     with pytest.raises(UserError, match="'news'"):
         check_same_samples(samples, other)
-
-
-def test_data_path_may_move_but_not_change(pretrain_options, corpus, tmp_path):
-    poems = tmp_path / "poems.json"
-    poems.write_text(json.dumps({"weights": {"poems": 0.9, "news": 0.1, "code": 0.0}}))
-    tokenizer = word_tokenizer(tmp_path / "tokenizer.json")
-
-    def options(folder, names=DOMAINS, **changes):
-        data = DataOptions(
-            data_path=" ".join(f"1 {folder / name}" for name in names),
-            split="1",
-            tokenizer_model=tokenizer,
-            permutation="epoch",
-            **changes,
-        )
-        return pretrain_options(tmp_path / "run", corpus=None, data=data)
-
-    here, change = corpus.prefix("news", "train").parent, ((f"2={poems}",),)
-    pretrain(options(here, mixture_change=change))
-    whole = losses(tmp_path / "run")
-    shutil.rmtree(step_folder(tmp_path / "run", 6))
-    there = Path(shutil.copytree(here, tmp_path / "elsewhere"))
-    pretrain(options(there, mixture_change=change))
-    assert losses(tmp_path / "run") == whole
-
-    flipped = there / "code.bin"
-    flipped.write_bytes(flipped.read_bytes()[:-1] + b"\1")
-    with pytest.raises(UserError, match=r"holds a run with corpus .*news.* .SHA-256"):
-        pretrain(options(there, mixture_change=change))
-    shutil.copy(here / "code.bin", flipped)
-    for suffix in (".bin", ".idx"):
-        (there / f"code{suffix}").rename(there / f"programs{suffix}")
-    names = ["programs" if name == "code" else name for name in DOMAINS]
-    with pytest.raises(UserError, match="programs"):
-        pretrain(options(there, names))

@@ -123,20 +123,6 @@ def overwrite_in_vain(folder, problem):
     assert contents(folder) == before
 
 
-def test_remainder_that_cannot_be_deleted_is_an_error(trained_run, monkeypatch):
-    """As on a network disk, which keeps a file that another process has open."""
-
-    def unlink(path):
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
-
-    monkeypatch.setattr(Path, "unlink", unlink)
-    (trained_run / ".replaced").mkdir()
-    for name in ("run.json", ".nfs0001"):
-        (trained_run / ".replaced" / name).touch()
-    for _ in range(2):
-        overwrite_in_vain(trained_run, r"\.replaced, .* cannot be deleted")
-
-
 @pytest.mark.parametrize("failing", [1, 2, 4])
 def test_run_that_cannot_be_moved_is_restored(trained_run, monkeypatch, failing):
     original, calls = os.replace, []

@@ -60,30 +60,6 @@ def test_losses_equal_plain_means_and_training_is_unchanged(validation, texts):
     assert found.losses() == losses
 
 
-def test_ranks_partition_the_windows(texts, one_rank):
-    shape = BatchShape(2, 2, 32)
-    model = torch.nn.Linear(1, 1)
-    seen = []
-    for rank in range(2):
-        layout = dataclasses.replace(one_rank, data_rank=rank, data_size=2)
-        part = Validation(texts, NAMES, Passes([model], shape, 3), layout)
-        assert part.num_batches == 1
-        seen += [
-            (int(domain), tuple(row[mask > 0].tolist()))
-            for batch in part.micro_batches(0)
-            for domain, row, mask in zip(
-                batch["domain"], batch["labels"], batch["loss_mask"], strict=True
-            )
-        ]
-    expected = [
-        (domain, tuple(text.stream[begin:end].tolist()))
-        for domain, text in enumerate(texts)
-        if text is not None
-        for begin, end in zip(text.windows.begin, text.windows.end, strict=True)
-    ]
-    assert sorted(seen) == sorted(expected)
-
-
 def test_domain_may_start_within_a_file(corpus):
     (whole, *_) = corpus_tokens(corpus, "train").domains
     lengths = whole.open().lengths
