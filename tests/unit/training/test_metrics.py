@@ -74,9 +74,13 @@ def test_tensorboard_survives_a_full_disk_and_a_resume(tmp_path):
 
     logger = TensorBoardLogger(tmp_path, 0)
     logger.log(1, FIGURES)
-    with largest_file_size(10), pytest.raises(OSError, match=r"No space|too large"):
-        for _ in range(100):  # the thread that writes may report the error later
+
+    def log_until_error():  # the thread that writes may report the error later
+        for _ in range(100):
             logger.log(2, {"loss": 2.0})
+
+    with largest_file_size(10), pytest.raises(OSError, match=r"No space|too large"):
+        log_until_error()
     for step in (3, 4, 5):
         logger.log(step, {"loss": float(step)})
     logger.close()
