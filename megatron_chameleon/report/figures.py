@@ -71,7 +71,7 @@ MOST_NAMED = 3 * len(COLORS)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Picture:
-    """A figure and its texts; where ``figure`` is None, ``missing`` is the reason.
+    """A figure and its texts.
 
     Attributes:
         name: of its files, without suffix.
@@ -81,9 +81,8 @@ class Picture:
 
     name: str
     title: str
-    caption: str = ""
-    figure: Figure | None = None
-    missing: str = ""
+    caption: str
+    figure: Figure
 
 
 def png(figure: Figure) -> bytes:
@@ -155,11 +154,11 @@ def freeze_layout(figure: Figure) -> None:
     figure.set_layout_engine("none")
 
 
-def weights_picture(folder: RunFolder) -> Picture:
-    """A bar per domain and mixture."""
+def weights_picture(folder: RunFolder) -> Picture | None:
+    """A bar per domain and mixture; None where there is only uniform."""
     title, mixtures = "Weight of each domain", charted_mixtures(folder)
     if not mixtures:
-        return Picture("weights", title, missing="4-mixture holds no mixture but uniform")
+        return None
     count = bar_domains(mixtures)[1]
     caption = "Share of training tokens by each mixture; the dashed line is uniform."
     if any(mixture.intervals for mixture in mixtures.values()):
@@ -220,12 +219,12 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
     return figure
 
 
-def affinity_picture(folder: RunFolder) -> Picture:
+def affinity_picture(folder: RunFolder) -> Picture | None:
     """Heat map of the first mixture that has an affinity matrix."""
     title, mixtures = "Affinity of the domains", charted_mixtures(folder).items()
     label, mixture = next(((n, m) for n, m in mixtures if m.affinity is not None), ("", None))
     if mixture is None:
-        return Picture("affinity", title, missing="no mixture in 4-mixture has an affinity matrix")
+        return None
     names, rows = list(mixture.weights), mixture.affinity or []
     if [len(row) for row in rows] != [len(names)] * len(names):
         raise UserError(
@@ -337,14 +336,14 @@ def panel_domains(runs: Sequence[RunCurves]) -> pd.Series[float]:
     return (frame.max() - frame.min()).fillna(0.0)
 
 
-def loss_picture(folder: RunFolder) -> Picture:
-    """Loss curves of the base runs and the proxies."""
+def loss_picture(folder: RunFolder) -> Picture | None:
+    """Loss curves of the base runs and the proxies; None where no run has metrics."""
     title = "Training loss"
     labels = run_labels(folder.base_runs, folder.base_runs)
     runs = [run_curves(labels[n], folder.base_runs[n]) for n in uniform_first(folder.base_runs)]
     proxies = [run_curves(f"proxy {name}", run) for name, run in folder.proxies.items()]
     if not any(len(run.total) for run in (*runs, *proxies)):
-        return Picture("loss", title, missing="no training run has metrics")
+        return None
     caption = (
         "All domains together at the top, each domain below. Thin lines are the recorded losses, "
         "bold ones their running mean, dots losses on held-out text."

@@ -142,19 +142,17 @@ class Report:
         findings: the results, a sentence each.
         caveats: limitations of the findings, a sentence each.
         sections: non-empty sections.
-        absent: figures that could not be made.
     """
 
     title: str
     findings: Sequence[str]
     caveats: Sequence[str]
     sections: Sequence[Section]
-    absent: Sequence[Picture] = ()
 
     @property
     def pictures(self) -> list[Picture]:
         """The pictures of all sections."""
-        return [p for section in self.sections for p in section.pictures if p.figure is not None]
+        return [picture for section in self.sections for picture in section.pictures]
 
     @property
     def tables(self) -> list[Table]:
@@ -202,8 +200,6 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
         print(textwrap.fill(one_line(sentence), NOTE_WIDTH), end="\n\n")
     for picture in report.pictures:
         print(f"{picture.title}: {folder / picture.name}.png and .pdf")
-    for picture in report.absent:
-        print(f"{picture.title}: left out: {picture.missing}")
     print(f"tables in Markdown: {folder / TABLES_NAME}, as CSV: {folder / TABLES_FOLDER}")
     print(f"the whole report in one page: {folder / PAGE_NAME}", flush=True)
     return folder
@@ -241,7 +237,7 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
         "weights": figures.weights_picture(folder),
         "curves": figures.loss_picture(folder),
         "affinity": figures.affinity_picture(folder),
-        **({"stability": figures.sweep_picture(swept)} if swept else {}),
+        "stability": figures.sweep_picture(swept) if swept else None,
         "windows": windows_picture(folder),
     }
     sections = [
@@ -249,7 +245,7 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
             name,
             *texts,
             [table for table in tables.get(name, ()) if table is not None],
-            [pictures[name]] if name in pictures else [],
+            [picture] if (picture := pictures.get(name)) else [],
         )
         for name, texts in SECTIONS.items()
     ]
@@ -258,8 +254,7 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
         " + ".join(ending or root.resolve().name for root, ending in folder.roots.items()),
         [] if comparison is None else findings(comparison),
         [NOT_EVALUATED] if comparison is None else caveats(folder, comparison),
-        [s for s in sections if s.tables or s.facts or any(p.figure for p in s.pictures)],
-        [picture for picture in pictures.values() if picture.figure is None],
+        [section for section in sections if section.tables or section.facts or section.pictures],
     )
 
 
@@ -320,7 +315,6 @@ def rendered(report: Report) -> dict[str, bytes]:
     """Path below the report's folder -> content, for every file of the report."""
     files: dict[str, bytes] = {}
     for picture in report.pictures:
-        assert picture.figure is not None
         figures.freeze_layout(picture.figure)
         files[f"{picture.name}.png"] = figures.png(picture.figure)
         files[f"{picture.name}.pdf"] = figures.pdf(picture.figure)
@@ -372,11 +366,10 @@ def markdown_page(report: Report) -> str:
     parts = [f"# {markdown(report.title)}", *(["\n".join(sentences)] if sentences else [])]
     for section in report.sections:
         facts = [f"- {markdown(what)}: {markdown(which)}" for what, which in section.facts.items()]
-        shown = [picture for picture in section.pictures if picture.figure is not None]
         parts += [
             f"## {markdown(section.heading)}",
             markdown(section.introduction),
-            *(f"![{markdown(picture.title)}]({picture.name}.png)" for picture in shown),
+            *(f"![{markdown(picture.title)}]({picture.name}.png)" for picture in section.pictures),
             *(markdown_table(table, level=3) for table in section.tables),
             *(["\n".join(facts)] if facts else []),
         ]

@@ -175,10 +175,13 @@ def paper_tables(
     sizes = [None if run is None else run.model.get("size") for run in runs]
     fitting = [pair for pair in candidates if all(size == pair[0].model for size in sizes)]
     setting, names = (fitting or candidates)[0]
-    differences = _differences(runs, setting, is_model=bool(fitting))
-    if differences:
-        printed = [*setting.perplexity[:1], *setting.downstream[:1]]
-        return [_differences_table(setting, differences, printed)]
+    known = [run for run in runs if run is not None]
+    tokens = [run.tokens for run in known]
+    started = {"pretrained checkpoint" in run.provenance.inputs for run in known}
+    least, most = setting.tokens / TOKEN_FACTOR, setting.tokens * TOKEN_FACTOR
+    is_near = all(least <= count <= most for count in tokens)
+    if not (fitting and is_near and started <= {setting.fine_tuned}):
+        return [_settings_table(setting, runs)]
     tables = [] if comparison is None else [_perplexity_table(setting, names, comparison)]
     if setting.downstream:
         if comparison is not None and comparison.baseline is not None:
@@ -188,50 +191,37 @@ def paper_tables(
     return tables + _cost_table(setting, folder)
 
 
-def _differences(
-    runs: Sequence[TrainingRun | None], setting: Setting, is_model: bool
-) -> list[list[str]]:
-    """Differences in model, tokens and initial weights, as rows: aspect, here, the paper."""
+def _settings_table(setting: Setting, runs: Sequence[TrainingRun | None]) -> Table:
+    """The settings of the runs and of the paper, shown where they differ."""
 
     def model_of(run: TrainingRun | None) -> str:
         if run is None:
-            return "unknown (its run is not in 5-base)"
-        layers, width = "num_layers", "hidden_size"
+            return "unknown"
         size = run.model.get("size")
-        text = f"{run.parameters:,} parameters"
-        if not isinstance(size, dict) or not {layers, width} <= set(size):
-            return text
-        return f"{size[layers]} layers of width {size[width]:,} ({text})"
+        shape = ""
+        if isinstance(size, dict):
+            shape = f"{size.get('num_layers')} layers of width {size.get('hidden_size')}, "
+        return f"{shape}{run.parameters:,} parameters"
 
-    rows = []
+    start = {True: "trained weights", False: "random weights"}
     known = [run for run in runs if run is not None]
-    if not is_model:
-        layers, width = setting.model["num_layers"], setting.model["hidden_size"]
-        paper = f"{setting.size}: {layers} layers of width {width:,}"
-        rows.append(["model", ", ".join(dict.fromkeys(map(model_of, runs))), paper])
-    tokens, expected = [run.tokens for run in known], setting.tokens
-    if not all(expected / TOKEN_FACTOR <= count <= expected * TOKEN_FACTOR for count in tokens):
-        ends = dict.fromkeys((f"{min(tokens):,}", f"{max(tokens):,}"))
-        rows.append(["training tokens", " to ".join(ends), f"{expected:,} (assumed)"])
-    started = {"pretrained checkpoint" in run.provenance.inputs for run in known}
-    if not started <= {setting.fine_tuned}:
-        words = {True: "trained weights", False: "random weights"}
-        paper = "weights trained on the Pile" if setting.fine_tuned else words[False]
-        rows.append(["start", " and ".join(words[each] for each in sorted(started)), paper])
-    return rows
-
-
-def _differences_table(
-    setting: Setting, rows: Sequence[Sequence[str]], tables: Iterable[Mapping[str, Any]]
-) -> Table:
-    captions = " and ".join(f"'{table['caption']}'" for table in tables)
-    notes = [
-        f"{_content()['source']}, has {captions} for {setting.label}. The setting of these runs "
-        "differs, so the paper's figures are not shown.",
-        f"The paper does not print its training tokens; {setting.tokens:,} are assumed.",
-    ]
-    header = ["setting", "these runs", "the paper"]
-    return Table.of(f"{TITLE}different setting", header, rows, (), notes)
+    started = ("pretrained checkpoint" in run.provenance.inputs for run in known)
+    layers, width = setting.model["num_layers"], setting.model["hidden_size"]
+    rows = {
+        "model": (map(model_of, runs), f"{setting.size}: {layers} layers of width {width}"),
+        "training tokens": ((f"{run.tokens:,}" for run in known), f"{setting.tokens:,} (assumed)"),
+        "start": ((start[each] for each in started), start[setting.fine_tuned]),
+    }
+    note = (
+        f"{_content()['source']}, has results for {setting.label}. The setting of these runs "
+        "differs, so they are not shown."
+    )
+    return Table.of(
+        f"{TITLE}different setting",
+        ["setting", "these runs", "the paper"],
+        [[name, ", ".join(dict.fromkeys(here)), paper] for name, (here, paper) in rows.items()],
+        notes=[note],
+    )
 
 
 def _perplexity_table(setting: Setting, names: Mapping[str, str], comparison: Comparison) -> Table:
@@ -255,14 +245,9 @@ def _downstream_table(setting: Setting, folder: RunFolder, baseline: str | None)
     found = compare_downstream(folder, baseline)
     if found is None:
         return []
-    protocol, different = found.runs[0].result.protocol, []
-    if sorted(protocol.shots) != SHOTS:
-        shots = (", ".join(map(str, each)) for each in (protocol.shots, SHOTS))
-        different.append(["shots of downstream tasks", *shots])
-    if protocol.limit is not None:
-        different.append(["questions of each task", f"the first {protocol.limit:,}", "all"])
-    if different:
-        return [_differences_table(setting, different, setting.downstream[:1])]
+    protocol = found.runs[0].result.protocol
+    if sorted(protocol.shots) != SHOTS or protocol.limit is not None:
+        return []  # the paper averages over other questions
     printed = printed_figures(setting.downstream[0])
     both = [task for task in found.complete() if task in printed.index]
     notes = [

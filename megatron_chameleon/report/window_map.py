@@ -125,11 +125,11 @@ def umap_points(vectors: Array) -> Array | None:
     return np.asarray(found, dtype=np.float32)
 
 
-def windows_picture(folder: RunFolder) -> figures.Picture:
-    """A point for each window of text."""
+def windows_picture(folder: RunFolder) -> figures.Picture | None:
+    """A point for each window of text; None without embeddings."""
     title, found = "Map of window embeddings", window_map(folder)
     if found is None:
-        return figures.Picture("windows", title, missing="no embedding store has windows to show")
+        return None
     return figures.Picture(
         "windows",
         title,

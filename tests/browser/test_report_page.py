@@ -122,7 +122,7 @@ def sorting_page(browser, tmp_path_factory):
     header = ("name", *(f"c{i}" for i in range(len(ORDERED))))
     section = Section("s", "Sorted", "An introduction.", tables=[Table.of("Title", header, rows)])
     path = tmp_path_factory.mktemp("sorting") / "report.html"
-    path.write_text(html_page(Report("t", (), (), (section,), ())), encoding="utf-8")
+    path.write_text(html_page(Report("t", (), (), (section,))), encoding="utf-8")
     page = browser.new_page()
     page.goto(path.as_uri())
     yield page

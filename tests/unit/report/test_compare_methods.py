@@ -274,9 +274,7 @@ METHODS = ("uniform", "doremi", "regmix")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seeds": (1, 2)}, "--seeds 1 2: "),
         ({"seeds": (1, 2, 2)}, "--seeds 1 2 2: "),
-        ({"record": Path("x"), "command": "bash"}, r"--record x: .*\.json"),
         ({"names": ("uniform",)}, "--mixtures uniform: "),
         ({"reference": "chamelon"}, "--reference chamelon is not among --mixtures"),
         ({"names": ("uniform", "mine")}, r"--mixtures mine: unknown method, and there is"),

@@ -18,7 +18,6 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import (
     Comparison,
     Evaluated,
-    bits_per_byte_table,
     caveats,
     compare,
     findings,
@@ -153,20 +152,6 @@ def test_losses_and_paired_differences_have_their_errors(documents, losses):
             mean = weights @ values
             error = math.sqrt(3 / 2 * ((weights * (values - mean)) ** 2).sum())
             assert figure_of(cell) == pytest.approx((mean, error), abs=6e-5)
-
-
-def test_bits_per_byte_are_shown_and_the_lowest_is_marked(documents, losses):
-    table = bits_per_byte_table(compare(RunFolder.load(documents)))
-    assert table is not None
-    assert table.header == ("domain", "bytes of text", "Uniform", "Chameleon")
-    for row, better in zip(table.rows, (1, 0, 0), strict=True):
-        assert row[1] == "300"
-        assert [is_best(cell) for cell in row[2:]] == [better == 0, better == 1]
-        for cell, run in zip(row[2:], RUNS, strict=True):
-            expected = domain(losses[run][row[0]])
-            value, error = figure_of(cell)
-            assert value == pytest.approx(expected.bits_per_byte, abs=6e-5)
-            assert error == pytest.approx(expected.bits_per_byte_error, abs=6e-5)
 
 
 EVEN = dict.fromkeys(NAMES, 1 / 3)

@@ -83,14 +83,7 @@ def test_spellings_of_the_domains_are_known(names, data_set):
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        SLIMPAJAMA[:-1],
-        [*SLIMPAJAMA, "news"],
-        [*SLIMPAJAMA[:-1], "news"],
-        [*SLIMPAJAMA, "books"],
-        ["python", "java", "c", "C", "go", "ruby", "php"],
-    ],
+    "names", [SLIMPAJAMA[:-1], [*SLIMPAJAMA[:-1], "news"], [*SLIMPAJAMA, "books"]]
 )
 def test_other_domains_have_no_setting(tmp_path, names):
     assert tables_of(make(tmp_path / "run", names)) == []
@@ -129,18 +122,17 @@ def test_a_domain_without_text_is_in_no_average_of_either_side(root):
 
 
 @pytest.mark.parametrize(
-    ("changes", "aspects"),
+    "changes",
     [
-        ({"model": {"num_layers": 2}}, ["model"]),
-        ({"model": {"size": {"num_layers": 36, "hidden_size": 1200}}}, ["model"]),
-        ({"tokens": TOKENS // 3}, ["training tokens"]),
+        {"model": {"num_layers": 2}},
+        {"model": {"size": {"num_layers": 36, "hidden_size": 1200}}},
+        {"tokens": TOKENS // 3},
     ],
 )
-def test_another_setting_shows_no_figure_of_the_paper(root, changes, aspects):
+def test_another_setting_shows_no_figure_of_the_paper(root, changes):
     edit_runs(root, **changes)
     (table,) = tables_of(root)
-    assert [row[0] for row in table.rows] == aspects
-    assert "Universal generalization - perplexity" in table.notes[0]
+    assert [row[0] for row in table.rows] == ["model", "training tokens", "start"]
     assert "SlimPajama, 684m" in table.notes[0]
     for figure in ("42.55", "24.20", "0.164", "1.36e+17"):
         assert figure not in terminal_table(table)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Corpus, Cost, Mixture, TrainingRun
@@ -16,10 +15,7 @@ from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.run_folder import RunFolder, merge
 from tests.unit.report.samples import (
     NAMES,
-    random_mixture,
-    random_weights,
     write_run_folder,
-    write_sweep,
 )
 
 UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
@@ -127,26 +123,6 @@ def test_another_corpus_is_rejected_with_both_hashes(tmp_path, roots):
         merged([roots[0], other])
     for part in (*hashes, str(roots[0] / "1-corpus"), str(other / "1-corpus")):
         assert part in str(rejected.value)
-
-
-def test_one_sweep_is_kept_and_two_are_rejected(roots):
-    rng = np.random.default_rng(0)
-
-    def sweep(root, **changes):
-        features = rng.normal(size=(len(NAMES), 4))
-        mixtures = [
-            random_mixture(random_weights(NAMES, rng), "pretrain", features) for _ in range(2)
-        ]
-        return write_sweep(root, {"ridge": mixtures}, **changes)
-
-    sweep(roots[1])
-    both = merged(roots)
-    assert both.sweep is not None
-    assert both.sweep.root == roots[1]
-    assert "4-mixture/sweep/ridge-2 (run-b)" in ledger_of(both).entries
-    sweep(roots[0], cost=Cost(1.0, 1.0, 1.0, 1))
-    with pytest.raises(UserError, match="different sweeps"):
-        merged(roots)
 
 
 @pytest.fixture
