@@ -35,11 +35,11 @@ from megatron_chameleon.errors import UserError
 _SAMPLE_CHARACTERS = 1 << 20
 # Sampled from the start and the middle of each text.
 _SAMPLE_CHUNK = 1 << 13
-# Comparison interval and size in characters; costs about 1% of gigatoken's time.
+# Interval and size of a comparison, in characters; takes about 1% of gigatoken's time.
 _COMPARE_EVERY = 1 << 22
 _COMPARE_CHARACTERS = 512
-# gigatoken caches every word: reload it once the process has grown by this much. Interval of the
-# check in characters.
+# gigatoken caches every word: it is reloaded once the process has grown by this much. The check's
+# interval is in characters.
 _MAX_GROWTH_BYTES = 200_000_000
 _CHECK_MEMORY_EVERY = 1 << 24
 
@@ -71,7 +71,7 @@ A7D2 A7D4 A7DA-A7F1 AB6C-AB6D 105C0-105F3 107BB-107BF 10940-10959 10D40-10D85 10
 
 @functools.cache
 def unstable_characters() -> NDArray[np.bool_]:
-    """[0x110000] whether each character has other properties in some Unicode release in use.
+    """[0x110000] whether the Unicode releases in use classify each character differently.
 
     Libraries use the tables of different releases. A character that is a letter in one of them and
     undefined in another is split from its neighbours by one library and not by the other. A defined
@@ -87,7 +87,7 @@ def unstable_characters() -> NDArray[np.bool_]:
 
 
 def is_stable(text: str) -> bool:
-    """Whether all characters of ``text`` have the same properties in every Unicode release."""
+    """Whether every Unicode release in use classifies the characters of ``text`` alike."""
     if text.isascii():
         return True
     characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
@@ -119,7 +119,7 @@ class GigatokenEncoder:
     def encode_documents(
         self, texts: Sequence[str]
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Encode texts on one core; those that gigatoken may split differently by ``own``.
+        """Encode texts on one core; ``own`` encodes those that gigatoken may split differently.
 
         Returns:
             tokens [num_tokens] uint32 of all texts, each with its end-of-document token, and
@@ -178,7 +178,7 @@ class GigatokenEncoder:
             ) from None
 
     def _compare_and_trim(self, texts: Sequence[str]) -> None:
-        """Compare a text and limit memory, each at its interval."""
+        """Periodically compare the libraries on a text, and reload gigatoken if it has grown."""
         num_characters = sum(map(len, texts))
         self._since_comparison += num_characters
         if self._since_comparison >= _COMPARE_EVERY:
@@ -208,7 +208,7 @@ def gigatoken_for(file: TokenizerFile, eod_id: int) -> Callable[[bytes], NDArray
     """Gigatoken's function from UTF-8 to token ids, for the tokenizer ``file``.
 
     The file's special tokens are removed, since gigatoken would recognize them in text; the only
-    one is the end-of-document string, so that one call can encode many documents.
+    one left is ``_END``, so that one call can encode many documents.
 
     Raises:
         CannotEncodeError: if the package is missing or does not support the tokenizer.
@@ -334,7 +334,7 @@ def difficult_texts(special_tokens: Iterable[str]) -> list[str]:
         *runs,
         *[f"x{run}y" for run in runs],
         "".join(map(chr, range(256))),
-        # One character a text, since texts with an unstable character are not compared.
+        # One character per text, since texts with an unstable character are not compared.
         *[f"a{chr(n)}b 1{chr(n)}" for n in characters],
         "It's we'LL I'm they'Re 'tis x'y''s d'accord",
         "1 12 123 1234 12345678901234567890 1.5e-3 ½ Ⅳ ٣٤٥ 12ab34",

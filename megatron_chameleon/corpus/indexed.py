@@ -55,7 +55,7 @@ _CHECK_BLOCK = 1 << 15
 _SMALL_FILE_BYTES = 1 << 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HINT = "restore it or preprocess again"
-# The flags of files with more blocks are mapped.
+# Files with more blocks keep their flags in an anonymous memory map.
 _MAPPED_BLOCKS = 1 << 16
 
 
@@ -136,7 +136,7 @@ class IndexedWriter:
             self._lengths = bytearray()
 
     def finish(self) -> str:
-        """Write the rest and the index; return the SHA-256 of .bin and .idx, concatenated.
+        """Write the remaining tokens and the index; return the SHA-256 of .bin followed by .idx.
 
         Raises:
             UserError: if the disk is full.
@@ -273,7 +273,7 @@ class BlockTokens:
         vocab_size: ids must be in [0, vocab_size); None to skip the check.
 
     Attributes:
-        checked: [num_blocks] uint8, 1 for each block that needs no verification any more.
+        checked: [num_blocks] uint8, 1 for each verified block.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class BlockTokens:
         return np.array(self[:], dtype=dtype, copy=copy)  # type: ignore[call-overload]
 
     def check(self, blocks: NDArray[np.int64]) -> None:
-        """Verify those of ``blocks`` that were not verified yet.
+        """Verify those of ``blocks`` that are not verified yet.
 
         Raises:
             UserError: naming the file and the block.

@@ -160,7 +160,7 @@ class CorpusWriter:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Written and dropped documents by domain, and the malformed lines."""
+    """Written and dropped documents by domain, and counts of malformed lines."""
 
     domains: dict[str, Domain]
     not_written: dict[str, NotWritten]
@@ -181,7 +181,7 @@ def join_shards(
 
     Args:
         shards: all of them, in order.
-        first_domains: domains listed before those of the shards; may stay empty.
+        first_domains: domains listed before those of the shards; they may have no documents.
         folder: an existing, empty folder.
         drop_duplicates: whether repeated texts in a domain are left out.
         on_bytes: called with the number of bytes of tokens just copied.
@@ -264,7 +264,7 @@ class LeftOut:
 def find_left_out(
     shards: Sequence[Shard], domain_numbers: Sequence[NDArray[np.int64]], path: Path
 ) -> LeftOut:
-    """Compare the texts of all documents.
+    """Find duplicates and held-out documents by the digests of all texts.
 
     Args:
         shards: in the order of the corpus.

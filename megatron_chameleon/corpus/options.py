@@ -45,12 +45,12 @@ def is_domain_name(name: str) -> bool:
 
 
 def flat(groups: tuple[tuple[str, ...], ...]) -> list[str]:
-    """The values of all uses of a flag."""
+    """The values of a flag that may be repeated."""
     return [text for group in groups for text in group]
 
 
 def quoted(names: Collection[str]) -> str:
-    """The first names in quotes, and the number of the others."""
+    """The first names in quotes, followed by the number of the others."""
     more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
     return ", ".join([*(f"'{name}'" for name in list(names)[:_NAMES_SHOWN]), *more])
 
@@ -107,8 +107,8 @@ class DomainOptions(CheckedOptions):
         renames = flat(self.rename_domain)
         if renames and not used:
             raise UserError(
-                f"--rename-domain {renames[0]} has no effect where every --input names its "
-                "domain; name it as you want it there"
+                f"--rename-domain {renames[0]} has no effect because every --input names its "
+                "domain; change the name in --input"
             )
         _ = self.path_pattern, self.rename_table  # raise for invalid values
 
@@ -223,14 +223,14 @@ class PreprocessOptions(CheckedOptions):
     overwrite: bool = False
     """Replace the corpus in the output folder."""
     workers: Processes | None = None
-    """Processes that work on shards concurrently, each with its own tokenizer; by default one less
+    """Processes that work on shards concurrently, each with its own tokenizer; default: one less
     than there are cores. With 1, no other process is started."""
     shard_bytes: LargeCount = 256_000_000
-    """Bytes of input, as stored on disk, per shard, the unit of work that a killed run loses.
-    Compressed files are not divided. The corpus does not depend on it."""
+    """Bytes of input on disk per shard. A killed run loses its unfinished shards. Compressed files
+    are not divided. The corpus does not depend on this option."""
     shard: str | None = None
-    """i/n: process every n-th shard from the i-th on, and stop. For n machines that share the
-    output folder; the same command without it then joins their shards."""
+    """i/n: process every n-th shard, starting with the i-th, and stop. Use it on n machines that
+    share the output folder; then run the same command without it to join the shards."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a value out of range."""
@@ -297,11 +297,12 @@ class GatherOptions(CheckedOptions):
     roots: tuple[Path, ...] = ()
     """Folders to read; default: this environment's site-packages."""
     num_domains: Count = 8
-    """How many domains to keep: the first of the ranked list that have enough text."""
+    """Domains to keep: the first in the ranked list that have enough text."""
     max_bytes_per_domain: LargeCount = 5_000_000
     """Upper limit per domain, so that none dominates."""
     min_bytes_per_domain: int = 1_500_000
-    """A smaller domain is replaced: a held-out tenth is then 20,000 tokens or more."""
+    """A domain with less text is replaced by the next one, so that a held-out tenth has at least
+    20,000 tokens."""
     min_documents_per_domain: int = 50
     """A domain with fewer documents is replaced by the next of the ranked list."""
     min_document_characters: int = 200

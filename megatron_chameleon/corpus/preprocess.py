@@ -42,7 +42,7 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
 
-# Less than this is read before another process has started.
+# Input that one process reads while another is still starting.
 _BYTES_WORTH_A_PROCESS = 32_000_000
 
 OnBytes = Callable[[int], object]
@@ -73,7 +73,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
                 run.make_shards(range(total)[first - 1 :: step], tokenizer)
                 print(
                     f"--shard {options.shard} is done: {len(folder.finished())} of {total} shards "
-                    "are finished\nnext: when all are, the same command without --shard joins them"
+                    "are finished\nnext: once all are, join them by the same command without --shard"
                 )
                 return
             run.make_shards(range(total), tokenizer)
@@ -111,7 +111,7 @@ class _Run:
 
     Attributes:
         options: of the run.
-        plan: with the sources as they are now.
+        plan: with the current modification times of the sources.
         plan_hash: of the plan that all processes have agreed on.
         folder: the corpus folder.
         gigatoken: whether workers encode with gigatoken.
@@ -196,7 +196,7 @@ class _Run:
         with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
             joined = join_shards(shards, first_domains, made, drop, bar.update)
         joined.malformed.check(self.options.source.max_malformed_share)
-        if self.options.domains.domain_key is not None:  # otherwise reported with the sources
+        if self.options.domains.domain_key is not None:  # find_sources reports the others
             self.options.domains.report_renames(joined.malformed.names, "documents")
         check_domains(joined.domains, self.plan.sources, self.options.min_tokens_per_split)
         tokenizer.save(made)
@@ -205,7 +205,7 @@ class _Run:
             wall_seconds=stopwatch.seconds() + sum(shards[number].seconds for number in found),
         )
         sources_hash = _write_sources(made / SOURCES_NAME, self.plan, shards)
-        # The corpus does not depend on which process or machine did which part of the work.
+        # Recorded without the options on which the corpus does not depend.
         options = dataclasses.replace(self.options, workers=None, shard=None)
         inputs = {"tokenizer": tokenizer.sha256, "sources": sources_hash}
         Corpus(
@@ -243,7 +243,7 @@ def check_domains(
         UserError: naming the first domain and split that has too little.
     """
     if not domains:
-        raise UserError(f"there is no text in {sources[0].name}; correct --input")
+        raise UserError(f"no text in {sources[0].name}; correct --input")
     for name, domain in domains.items():
         for split in SPLITS:
             part = domain.split(split)
@@ -313,17 +313,17 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
 def make_in_processes(
     run: _Run, numbers: Sequence[int], num_workers: int, on_bytes: Callable[[int], object]
 ) -> None:
-    """Make the shards ``numbers`` in new processes, which never outlive this one.
+    """Make the shards ``numbers`` in worker processes, which never outlive this one.
 
     Raises:
         UserError: raised by a worker, or because a worker was killed.
     """
-    # A new interpreter each: a forked copy could inherit locks that our threads hold.
+    # Not forked: a copy could inherit locks that our threads hold.
     context = multiprocessing.get_context("spawn")
     threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
     pool = ProcessPoolExecutor(num_workers, context, _start_worker, (run, threads))
     try:
-        # Workers inherit the blocked signals: only this process receives Ctrl-C, and ends them.
+        # Workers inherit the signal mask: only this process receives Ctrl-C, and it kills them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             made = {pool.submit(_make_shard_in_worker, number): number for number in numbers}

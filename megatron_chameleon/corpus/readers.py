@@ -58,7 +58,7 @@ _MAX_BATCH_ROWS = 4096
 _CHUNK_BYTES = {False: 1 << 20, True: 1 << 23}
 
 _LINES_SHOWN = 10
-# Reading stops early if a file begins with this many lines, all without the key.
+# Reading stops if all of this many first lines lack the key.
 _LINES_BEFORE_GIVING_UP = 1000
 _KEYS_SHOWN = 20
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
@@ -94,7 +94,7 @@ class MalformedLines:
         count: malformed lines among them.
         by_domain: malformed lines by domain; '' if the line should have named the domain.
         first: location and reason of the first ones.
-        names: documents by the domain name that they hold, before renaming.
+        names: number of documents by domain name in the source, before renaming.
     """
 
     lines: int = 0
@@ -131,13 +131,13 @@ class DocumentReader:
     that is null is an empty document.
 
     Attributes:
-        malformed: counts of the lines skipped so far, of all chunks.
+        malformed: counts of the lines of all chunks read so far.
         hashes: SHA-256 of the contents of each chunk that was read completely: of the bytes of
             JSON lines; of the documents of parquet and data sets.
 
     Args:
         options: the text to read.
-        sources: what chunks refer to.
+        sources: the list that chunks refer to.
         domains: how sources without a domain are assigned one; None if domains are not requested.
         on_bytes: called with the number of bytes just read of a source.
 
@@ -289,7 +289,7 @@ class _Parser:
             self.keys["--domain-key"] = domains.domain_key
 
     def parse(self, found: Sequence[Any], place: Callable[[int], str]) -> list[Document]:
-        """The documents in lines, or in the rows of a table; malformed ones are counted.
+        """Parse lines, or the rows of a table; count malformed ones.
 
         Args:
             found: lines as :func:`read_lines` yields them, rows, or the errors of rows.
@@ -326,11 +326,15 @@ class _Parser:
     def check_keys(self, least: int) -> None:
         """Raise UserError if ``least`` lines or more were read, and all of them lack a key."""
         if self._without_key == self._lines >= least:
-            raise UserError(f"every line of {self._source.name} {self._last_error}")
+            raise UserError(
+                f"{self._source.name}: no line has the key; the last {self._last_error}"
+            )
 
     def _document(self, record: dict[str, Any]) -> Document | None:
         """The document in ``record``; None if its domain is left out."""
-        text, *names = (text_at(record, key, flag) for flag, key in self.keys.items())
+        text = record.get(self.keys["--text-key"])
+        if type(text) is not str:
+            text = text_at(record, self.keys["--text-key"], "--text-key")
         if len(text) > self._max_bytes // _LONGEST_CHARACTER:
             length = len(text.encode())
             if length > self._max_bytes:
@@ -338,7 +342,8 @@ class _Parser:
                     f"has {length:,} bytes of text, more than --max-document-bytes"
                 )
         domain: str | None = self._source.domain or ""
-        for name in names:
+        if "--domain-key" in self.keys:
+            name = text_at(record, self.keys["--domain-key"], "--domain-key")
             if name not in self._counts.names and not is_domain_name(name):
                 raise MalformedLineError(
                     f"has {len(name.encode())} bytes of domain name at "
@@ -381,13 +386,10 @@ def text_at(record: dict[str, Any], key: str, flag: str) -> str:
         MalformedLineError: if there is no such key, which ``flag`` requested, or the value is of
             another type.
     """
-    value = record.get(key)
-    if type(value) is str:
-        return value
     value = _value_at(record, key)
     if value is _MISSING:
         existing = ", ".join(list(record)[:_KEYS_SHOWN]) or "(none)"
-        raise MissingKeyError(f"has no key '{key}' ({flag}), only: {existing}")
+        raise MissingKeyError(f"has no key '{key}', only {existing}; correct {flag}")
     if value is None:
         return ""
     if isinstance(value, bytes):  # a column of a table that is not marked as text
@@ -436,7 +438,7 @@ def read_lines(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[tuple[int, list[Line]]]:
-    r"""The lines of ``path`` without their ``\n``, those of one block after another.
+    r"""Yield the lines of ``path`` without their ``\n``, one block of lines at a time.
 
     Memory holds one block and its lines, or one longer line of at most ``longest`` bytes.
 
@@ -485,7 +487,7 @@ def _line_start(stream: BinaryIO, position: int) -> int:
 def _blocks(
     stream: BinaryIO, on_block: Callable[[bytes], object], left: int | None, size: int
 ) -> Iterator[bytes]:
-    """The next ``left`` bytes, all if it is None, at most ``size`` at a time."""
+    """Yield the next ``left`` bytes (None: all) in blocks of at most ``size`` bytes."""
     while block := stream.read(size if left is None else min(size, left)):
         left = None if left is None else left - len(block)
         on_block(block)

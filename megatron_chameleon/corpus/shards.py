@@ -191,7 +191,7 @@ class ShardWriter:
             self._write_run()
 
     def finish(self) -> dict[str, str]:
-        """Write the rest and wait until it is on disk; return the checksum of each file."""
+        """Write the remaining records and flush to disk; return the checksum of each file."""
         self._write_run()
         checksums = {}
         for path in (self._folder / name for name in _NAMES):
@@ -273,7 +273,7 @@ def make_shard(
 
     Args:
         options: of the run.
-        plan: with the sources as they are now.
+        plan: with the current modification times of the sources.
         plan_hash: of the plan that all processes have agreed on.
         tokenizer: encodes the documents.
         number: of the shard.

@@ -112,14 +112,14 @@ class Chunk:
 
 
 def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -> list[Source]:
-    """The sources behind ``options.input`` and, with ``domains``, the held-out inputs, in order.
+    """List the sources of ``options.input`` and, with ``domains``, of the held-out inputs.
 
     A source that is named twice for the same domain is listed once.
 
     Args:
         options: what to read.
-        domains: how domains and splits are assigned; None if they are not requested: of data sets
-            by name only the training split is listed then.
+        domains: how domains and splits are assigned; None if they are not requested. Then only
+            the training split of a named data set is listed.
 
     Raises:
         UserError: for an input without readable files, a source without a domain, and an option
@@ -176,7 +176,7 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
 
 
 def _named_sources(flag: str, inputs: Iterable[str], split: Split | None) -> Iterator[Source]:
-    """The sources, with the domain of NAME=PATH; all for ``split`` if it is not None."""
+    """Yield the sources of ``inputs`` with the domain of NAME=PATH, and ``split`` if not None."""
     for value in inputs:
         # A path may hold '=' itself, after its first '/'.
         name, equals, pattern = value.partition("=")
@@ -224,7 +224,7 @@ def _domain_of(source: Source, domains: DomainOptions, flag: str) -> str | None:
 
 
 def _with_unique_names(sources: Iterable[Source]) -> list[Source]:
-    """The sources without repetitions.
+    """Drop repeated sources and make the names unique.
 
     Raises:
         UserError: for a source of two splits.

@@ -110,10 +110,11 @@ class Plan(FolderRecord):
         now, then = self._compared(), existing._compared()
         if list(now.items()) == list(then.items()) and self.shards == existing.shards:
             return None
+        changed = [name for name in {**now, **then} if now.get(name) != then.get(name)]
         change = "the order or the row groups of --input have changed"
-        for name in {**then, **now}:
-            if now.get(name) != then.get(name):
-                change = f"{name} is {now.get(name, 'absent')} and was {then.get(name, 'absent')}"
+        if changed:
+            now_and_then = [values.get(changed[0], "absent") for values in (now, then)]
+            change = f"{changed[0]} is {now_and_then[0]} and was {now_and_then[1]}"
         return (
             f"{change} when the work in {existing.root} was started; restore it, or remove "
             f"{existing.root} to start from scratch"
@@ -345,7 +346,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
             ) from None
         except OSError:  # a disk without locks
             is_alone = False
-        if is_alone:  # on this machine: its other directories are of killed processes
+        if is_alone:  # other directories of this machine were left by killed processes
             for stale in staging.parent.glob(f"{glob.escape(host)}-*"):
                 if stale.name.rsplit("-", 2)[0] == host:
                     shutil.rmtree(stale, ignore_errors=True)

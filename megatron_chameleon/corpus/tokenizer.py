@@ -307,7 +307,7 @@ def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether ``error`` is a Rust panic, which is neither an Exception nor importable."""
+    """Whether ``error`` is a Rust panic: a BaseException whose class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
@@ -414,7 +414,7 @@ def _read(path: Path) -> TokenizerFile:
 
 
 def vocab_file_in(folder: Path) -> Path | None:
-    """The vocabulary in ``folder``, if it is there with its merges."""
+    """The vocabulary file in ``folder``; None unless it and its merges exist."""
     for vocab, merges in _GPT2_NAMES.items():
         if (folder / vocab).is_file() and (folder / merges).is_file():
             return folder / vocab
@@ -588,13 +588,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _drops_space(self) -> bool:
-        """Whether the tokens of 'a b' are those of 'a' and 'b', a space being put before each."""
+        """Whether the tokenizer puts a space before every text, so that 'a b' is 'a', 'b'."""
         whole, first, second = self.encoder.encode_batch(["a b", "a", "b"])
         return np.array_equal(whole, np.concatenate([first, second]))
 
 
 def parts(text: str, drop_space: bool, longest: int = LONGEST_PART) -> Iterator[str]:
-    """Divide a text into parts whose tokens, one after the other, are those of the text.
+    """Divide a text into parts whose concatenated tokens are those of the text.
 
     Each part ends before a word or a line in the last 4096 of its ``longest`` characters. If there
     is none (millions of spaces, or a text without any), it ends there, and a token or two differ
@@ -648,7 +648,7 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
         name = tiktoken_pattern or (known.pattern if known else None)
         if name is None:
             raise UserError(
-                f"{file.path} has no pattern to split text into words with: pass "
+                f"{file.path} has no pattern that splits text into words: pass "
                 f"--tiktoken-pattern {', '.join(PATTERNS)} or a regular expression"
             )
         if known:
