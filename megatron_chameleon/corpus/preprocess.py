@@ -73,7 +73,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
                 run.make_shards(range(total)[first - 1 :: step], tokenizer)
                 print(
                     f"--shard {options.shard} is done: {len(folder.finished())} of {total} shards "
-                    "are finished\nnext: once all are, join them by the same command without --shard"
+                    "are finished\nnext: then join them by the same command without --shard"
                 )
                 return
             run.make_shards(range(total), tokenizer)
