@@ -358,12 +358,12 @@ def swarm_runs(
     Raises:
         UserError: if all members diverged, or no domain has held-out text.
     """
-    count = len(result.mixtures)
-    kept = np.setdiff1d(np.arange(count), result.diverged)
-    if not len(kept):
+    count, table = len(result.mixtures), result.runs(losses)
+    origin = f"{len(table.keys)} proxies of {' and '.join(map(str, folders))}"
+    if not table.metrics:
         raise UserError(
-            f"all {count} proxies diverged; lower --lr or raise --lr-warmup-iters, and choose "
-            "another --work-dir"
+            f"{origin}: no finite loss, since all {count} diverged or no domain has held-out text; "
+            "lower --lr or raise --lr-warmup-iters, and choose another --work-dir"
         )
     if result.diverged:
         warnings.warn(
@@ -372,25 +372,11 @@ def swarm_runs(
             MixtureWarning,
             stacklevel=2,
         )
-    origin = f"{len(kept)} proxies of {' and '.join(map(str, folders))}"
-    warn_rare_domains(result.domains, result.mixtures[kept], origin)
-    measured = np.any(np.isfinite(losses[kept]), axis=0)
-    if not measured.any():
-        raise UserError(
-            f"{' and '.join(map(str, folders))}: no domain has a finite held-out loss; lower --lr, "
-            "and choose another --work-dir"
-        )
-    table = MixtureRuns(
-        keys=[str(number) for number in kept],
-        domains=list(result.domains),
-        mixtures=result.mixtures[kept],
-        metrics=[name for name, has in zip(result.domains, measured, strict=True) if has],
-        losses=losses[kept][:, measured],
-    )
+    warn_rare_domains(result.domains, table.mixtures, origin)
     parameters: dict[str, object] = {
-        "runs": len(kept),
+        "runs": len(table.keys),
         "swarm": [str(folder) for folder in folders],
-        "diverged": [int(number) for number in result.diverged],
+        "diverged": result.diverged,
         "paper_flops": paper_flops,
     }
     return FitRuns(table, origin, parameters, {}, result.cost, folders)

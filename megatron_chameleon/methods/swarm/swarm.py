@@ -16,7 +16,6 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import multiprocessing
 import os
@@ -116,6 +115,21 @@ class SwarmResult:
     diverged: list[int]
     cost: Cost
 
+    def runs(self, losses: Array) -> MixtureRuns:
+        """The members that did not diverge, with ``losses`` [n, k], as a table.
+
+        Domains without a finite loss, such as those without held-out text, are no metric.
+        """
+        kept = np.setdiff1d(np.arange(len(self.mixtures)), self.diverged)
+        measured = np.flatnonzero(np.isfinite(losses[kept]).any(axis=0))
+        return MixtureRuns(
+            keys=[str(member) for member in kept],
+            domains=self.domains,
+            mixtures=self.mixtures[kept],
+            metrics=[self.domains[position] for position in measured],
+            losses=losses[kept][:, measured],
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Swarm:
@@ -197,7 +211,10 @@ def train_swarm(
     """
     parallel = ParallelOptions(distributed_timeout_minutes=options.distributed_timeout_minutes)
     with StopRequests(options.stopping) as stops, distributed(parallel, options.seed) as layout:
-        shape = from_main(lambda: _model_shape(options, corpus, mixtures))
+        data = corpus_tokens(corpus)
+        check_enough_tokens(data, mixtures.max(axis=0).tolist(), options.seq_length)
+        size, vocab_size = model_size(options.model_size), data.tokenizer.vocab_size
+        shape = ModelShape(size, vocab_size, options.seq_length)
         with on_main(locked_run_folder(folder)):
             unfinished = from_main(lambda: _open_folder(options, corpus, mixtures, folder))
             members = unfinished[layout.rank :: layout.world_size]
@@ -225,13 +242,6 @@ def train_swarm(
                     print(f"stopped; the same command resumes the swarm in {folder}")
                 return None
             return from_main(lambda: _collect(swarm))
-
-
-def _model_shape(options: SwarmOptions, corpus: Corpus, mixtures: Array) -> ModelShape:
-    """Shape of the members. Raises UserError if a domain is too short for a sample."""
-    size, data = model_size(options.model_size), corpus_tokens(corpus)
-    check_enough_tokens(data, mixtures.max(axis=0).tolist(), options.seq_length)
-    return ModelShape(size, data.tokenizer.vocab_size, options.seq_length)
 
 
 def concurrency(
@@ -331,13 +341,9 @@ def _train_members(
     pending, running = collections.deque(members), dict[Future[bool], int]()
     error: UserError | None = None
     finished, stopping = 0, False
-    steps = swarm.options.train_iters
-    step_tokens = swarm.options.global_batch_size * swarm.options.seq_length
     total = torch.tensor(len(members), device=layout.device)
     torch.distributed.all_reduce(total)
-    bar = progress_bar(
-        int(total) * steps * step_tokens, " tokens", "swarm", quiet=not layout.is_main
-    )
+    bar = progress_bar(int(total), " members", "swarm", quiet=not layout.is_main)
     with bar, _worker_pool(swarm.members_at_once, layout) as pool:
         while True:
             while pending and len(running) < swarm.members_at_once:
@@ -363,27 +369,18 @@ def _train_members(
                         )
                 except UserError as failure:
                     error = error or UserError(f"member {member}: {failure}")
-            logged = [_last_log(swarm.run_folder(member)) for member in running.values()]
-            losses = [loss for _, loss in logged if loss is not None]
-            figures = [
-                float(stopped or error is not None),
-                len(pending) + len(running),
-                finished * steps + sum(step for step, _ in logged),
-                math.fsum(losses),
-                len(losses),
-            ]
-            sums = torch.tensor(figures, dtype=torch.float64, device=layout.device)
+            busy = len(pending) + len(running)
+            sums = torch.tensor(
+                [stopped or error is not None, busy, finished], device=layout.device
+            ).long()
             torch.distributed.all_reduce(sums)
-            any_stopped, busy, steps_done, loss, count = sums.tolist()
+            any_stopped, busy, all_finished = sums.tolist()
             if any_stopped and not stopping:
                 stopping = True
                 pending.clear()
                 for process in multiprocessing.active_children():
                     process.terminate()  # saves a checkpoint first
-            if not stopping:
-                if count:
-                    bar.set_postfix_str(f"loss {loss / count:.3f}", refresh=False)
-                bar.update(int(steps_done) * step_tokens - bar.n)
+            bar.update(all_finished - bar.n)
             if not busy:
                 break
 
@@ -424,17 +421,6 @@ def _start_worker(device: str) -> None:
         os._exit(1)  # as by kill -9: checkpoints are written for that
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def _last_log(folder: Path) -> tuple[int, float | None]:
-    """Step and loss of the last line of a run's metrics."""
-    try:
-        with (folder / RUN_METRICS).open("rb") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - (1 << 16)))
-            line = json.loads(stream.read().splitlines()[-1])
-        return line["step"], line["loss"]
-    except (OSError, ValueError, LookupError):  # not yet written, or being written
-        return 0, None
 
 
 def train_member(swarm: Swarm, member: int) -> bool:
@@ -527,8 +513,7 @@ def _collect(swarm: Swarm) -> SwarmResult:
     members = finished_members(folder, count)
     losses = np.full((count, len(steps), len(domains)), np.nan)
     diverged = [member for member, record in members.items() if record.diverged is not None]
-    kept = [member for member in range(count) if member not in diverged]
-    for member in kept:
+    for member in members.keys() - diverged:
         record = members[member]
         widths = [len(row) for row in record.losses]
         if record.steps != steps or widths != [len(domains)] * len(steps):
@@ -537,20 +522,12 @@ def _collect(swarm: Swarm) -> SwarmResult:
                 f"of {len(domains)} domains; delete the file and run again"
             )
         losses[member] = np.array(record.losses, np.float64)
-    last = losses[kept, -1]
-    measured = np.flatnonzero(~np.isnan(last).all(axis=0))
-    runs = MixtureRuns(
-        keys=[str(member) for member in kept],
-        domains=domains,
-        mixtures=swarm.mixtures[kept],
-        metrics=[domains[i] for i in measured],
-        losses=last[:, measured],
-    )
-    write_mixture_runs(runs, folder / RATIOS_NAME, folder / METRICS_NAME)
+    cost = sum((record.cost for record in members.values()), start=Cost())
+    result = SwarmResult(domains, swarm.mixtures, steps, losses, diverged, cost)
+    write_mixture_runs(result.runs(losses[:, -1]), folder / RATIOS_NAME, folder / METRICS_NAME)
     left_out = f", {len(diverged)} diverged and left out" if diverged else ""
     print(
-        f"swarm: {len(kept)} members measured{left_out}; written to {folder} ({RATIOS_NAME}, "
-        f"{METRICS_NAME})"
+        f"swarm: {count - len(diverged)} members measured{left_out}; written to {folder} "
+        f"({RATIOS_NAME}, {METRICS_NAME})"
     )
-    cost = sum((record.cost for record in members.values()), start=Cost())
-    return SwarmResult(domains, swarm.mixtures, steps, losses, diverged, cost)
+    return result

@@ -85,8 +85,7 @@ def without(whole, folder, *members):
 def test_a_member_is_an_ordinary_run_with_its_own_seed(whole, corpus, tmp_path):
     result, _ = whole
     swarm = Swarm(swarm_options(), corpus, MIXTURES, tmp_path, 4, 2, 1, 9.0)
-    seeds = {swarm.member_run(member).seed for member in range(1000)}
-    assert len(seeds) == 1000
+    assert len({swarm.member_run(member).seed for member in range(1000)}) == 1000
     path = tmp_path / "mixture.json"
     Mixture(dict(zip(DOMAINS, MIXTURES[1].tolist(), strict=True))).save(path)
     run = dataclasses.replace(swarm.member_run(1), run_dir=tmp_path / "run", mixture=str(path))
@@ -119,17 +118,11 @@ def test_results_tables_and_cost(whole, corpus):
     assert (run.status, run.checkpoints) == ("finished", [])
 
 
-def test_members_are_added_and_failed_ones_named(whole, corpus, tmp_path):
+def test_members_are_added(whole, corpus, tmp_path):
     folder = without(whole, tmp_path / "more", 3)
     record = SwarmRecord.load(folder)
     dataclasses.replace(record, mixtures=record.mixtures[:3]).save()
     before = member_path(folder, 0).stat().st_mtime_ns
-    broken = folder / "members" / "00003" / "run.json"
-    broken.parent.mkdir()
-    broken.write_text("{")
-    with pytest.raises(UserError, match=r"member 3: .*run\.json"):
-        train_swarm(swarm_options(members_at_once=1), corpus, MIXTURES, folder)
-    broken.unlink()
     same(train_swarm(swarm_options(members_at_once=1), corpus, MIXTURES, folder), whole[0])
     assert member_path(folder, 0).stat().st_mtime_ns == before
 
@@ -138,12 +131,16 @@ COMMAND = """
 import sys
 from pathlib import Path
 from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.swarm.swarm import train_swarm
 from tests.unit.methods.test_swarm import MIXTURES, swarm_options
 
 def main():
     corpus, folder = map(Path, sys.argv[1:])
-    result = train_swarm(swarm_options(), Corpus.load(corpus), MIXTURES, folder)
+    try:
+        result = train_swarm(swarm_options(), Corpus.load(corpus), MIXTURES, folder)
+    except UserError as error:
+        sys.exit(f"failed: {error}")
     sys.exit(0 if result else 75)
 
 if __name__ == "__main__":
@@ -169,6 +166,12 @@ def test_an_interrupted_swarm_resumes_on_two_ranks_to_the_same_bits(
     process.send_signal(number)
     assert process.wait(240) == (75 if number == signal.SIGTERM else -signal.SIGKILL)
     assert not member_path(folder, 2).exists()
+    broken = folder / "members" / "00003" / "run.json"  # on one rank alone
+    before = broken.read_bytes() if broken.exists() else None
+    broken.write_text("{")
+    assert finish(start(torchrun(2, *arguments), log), 240) == 1
+    assert log.read_text().count("failed: member 3: ") == 2
+    broken.unlink() if before is None else broken.write_bytes(before)
     assert finish(start(torchrun(2, *arguments), log), 240) == 0, log.read_text()
     same(train_swarm(swarm_options(), corpus, MIXTURES, folder), result)
     assert (folder / "metrics.csv").read_text() == (whole[1] / "metrics.csv").read_text()
@@ -235,15 +238,11 @@ def test_the_loss_that_counts_is_weighted_by_the_mixture(losses, expected):
 def test_concurrency_follows_from_memory_and_cores(monkeypatch):
     shape = ModelShape(model_size("1m"), 50_257, 2048)
     options, gpu = SwarmOptions(), torch.device("cuda")
-    memory = 80 * 10**9
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (memory, memory))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)), raising=False)
-    size, count = concurrency(options, shape, gpu, 512)
-    assert size == 8
-    assert 2 <= count <= 8
-    assert concurrency(options, shape, gpu, 1) == (8, 1)
+    found = []
+    for memory in (80 * 10**9, 4 * 10**9):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, m=memory: (m, m))
+        found.append(concurrency(options, shape, gpu, 512))
+    assert found[0][0] == 8 > found[1][0]
+    assert 8 >= found[0][1] > found[1][1] == 1
     assert concurrency(options, shape, torch.device("cpu"), 512)[0] == 1
-    memory = 4 * 10**9
-    size, count = concurrency(options, shape, gpu, 512)
-    assert size < 8
-    assert count == 1
