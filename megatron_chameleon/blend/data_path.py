@@ -31,7 +31,7 @@ HASHED_BLOCKS, HASHED_BLOCK_BYTES = 1024, 1 << 14
 
 @dataclasses.dataclass(frozen=True)
 class DataPath:
-    """Value of ``--data-path``: prefixes, and their weights; None if it has no weights."""
+    """Value of ``--data-path``: prefixes and their weights, or None without weights."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -63,8 +63,8 @@ def data_path_tokens(
 ) -> TokenData:
     """One split of Megatron data sets, by ``--split`` as in Megatron-LM.
 
-    Neither the hash nor the order of the samples depends on where the files are, only on their
-    :func:`hash_token_file`.
+    The hash and the order of the samples depend on the contents (:func:`hash_token_file`), not on
+    the paths.
 
     Raises:
         UserError: for damaged files, or a split that leaves nothing for ``part``.
@@ -96,7 +96,7 @@ def data_path_tokens(
 
 
 def domain_names(prefixes: Sequence[str]) -> list[str]:
-    """Domain names: of each path, as many of its last parts as make it unique.
+    """Domain names: the shortest unique suffix of each path.
 
     ``data/news_document`` and ``data/code_document`` are ``news_document`` and ``code_document``;
     ``news/train`` and ``code/train`` keep both parts. So names stay the same when a folder moves.

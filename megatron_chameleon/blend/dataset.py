@@ -45,7 +45,7 @@ class _BlendedPhase:
     before: NDArray[np.int64]
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Domain and number within it of samples of this phase."""
+        """Domain of each sample of this phase, and its number within the domain."""
         domains, numbers = self.order.locate(samples - self.phase.first_sample)
         return domains, numbers + self.before[domains]
 

@@ -30,11 +30,11 @@ class View:
     """Consecutive samples of a domain: by Megatron's three indices, or one epoch in closed form.
 
     Attributes:
-        file: the tokens.
+        file: token file of the domain.
         first: number of the first sample within the domain.
         num_samples: number of samples.
         kernel: :func:`read_indexed` or :func:`read_epoch`.
-        order: the kernel's arguments between the token file and ``numbers``.
+        order: arguments of the kernel that describe the order: those before ``numbers``.
     """
 
     file: TokenFile
@@ -178,22 +178,22 @@ def read_epoch(
     """Read shuffled windows of one epoch of a domain, whose permutations are computed.
 
     Args:
-        tokens: of the file.
-        checked: 1 for each block of tokens that needs no check.
-        lengths: of the file's documents, in tokens.
+        tokens: tokens of the file.
+        checked: 1 for each block of tokens that is already verified.
+        lengths: length of each document in tokens.
         pointers: first byte of each document.
-        num_windows: windows that begin in the epoch.
-        num_tokens: tokens of the domain.
-        phase: token of the epoch at which its first window begins.
-        first_document: of the domain.
-        num_documents: of the domain.
-        keys: [3] of the permutations of the windows, the documents, and the next epoch's documents.
-        ends: of :func:`document_ends`; empty if the documents stay in file order.
+        num_windows: number of windows that begin in the epoch.
+        num_tokens: number of tokens in the domain.
+        phase: position in the epoch at which the first window begins.
+        first_document: first document of the domain.
+        num_documents: number of documents in the domain.
+        keys: [3] permutation keys: windows, documents, documents of the next epoch.
+        ends: result of :func:`document_ends`; empty if the documents stay in file order.
         numbers: [n] numbers of the samples within the epoch.
-        rows: [n] row of each.
-        done: samples read already.
-        out: [b, s + 1], written.
-        blocks: written.
+        rows: [n] row of each sample in ``out``.
+        done: number of samples that are already read.
+        out: [b, s + 1] output.
+        blocks: output: unchecked blocks of the last sample.
     """
     begin = pointers[first_document] // tokens.itemsize
     for sample in range(done, rows.size):

@@ -59,7 +59,7 @@ class EpochStream:
     shuffle_documents: bool
 
     def view_of(self, number: int) -> View:
-        """The epoch of sample ``number``, with little memory: permutations are computed."""
+        """View of the epoch that holds sample ``number``; needs little memory."""
         tokens, domain = self.domain.tokens, self.domain
         epoch = number * self.seq_length // tokens
         first, stop = (-(-e * tokens // self.seq_length) for e in (epoch, epoch + 1))
@@ -93,7 +93,7 @@ def megatron_view(
     seed: int,
     cache: Path | None = None,
 ) -> View:
-    """Samples of a domain in the order of Megatron's GPTDataset.
+    """View of a domain's samples in the order of Megatron's GPTDataset.
 
     Args:
         domain: which sequences.
@@ -172,16 +172,16 @@ def _shuffle_parts(
 
 
 def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that ``build`` returns for ``key``, mapped from ``folder`` if it has them.
+    """Map the arrays of ``key`` from ``folder``; if it has none, build and store them.
 
     An entry is one file: the arrays, their layout as JSON with its length, and the SHA-256 of all
     that. It is written atomically, so that processes may share the folder, and checked when read; a
     damaged one is rebuilt with a warning. Ranks of one machine share one copy in memory.
 
     Args:
-        folder: of the cache.
-        key: everything that determines the arrays, as JSON values.
-        build: makes the arrays, by name.
+        folder: folder of the cache.
+        key: JSON values that determine the arrays.
+        build: function that returns the arrays by name.
 
     Raises:
         UserError: if the folder cannot be written, or the new entry is damaged.

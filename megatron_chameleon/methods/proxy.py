@@ -55,7 +55,7 @@ def resolve_work_dir(output: Path, work_dir: Path | None) -> Path:
     """``--work-dir``, by default the path of the mixture without .json.
 
     Raises:
-        UserError: if there is no default since ``output`` does not end with .json.
+        UserError: if ``work_dir`` is None and ``output`` does not end with .json.
     """
     if work_dir is not None:
         return work_dir
@@ -67,7 +67,7 @@ def resolve_work_dir(output: Path, work_dir: Path | None) -> Path:
 def training_options(
     proxy: ProxyOptions, corpus: Path, run_dir: Path, mixture: str = "uniform"
 ) -> PretrainOptions:
-    """The options of a proxy's run; ``mixture`` is a value of ``--mixture``."""
+    """Training options of a proxy's run; ``mixture`` is a value of ``--mixture``."""
     fields = {field.name: getattr(proxy, field.name) for field in dataclasses.fields(ProxyOptions)}
     return PretrainOptions(run_dir=run_dir, corpus=corpus, mixture=mixture, **fields)
 
@@ -88,16 +88,16 @@ def train_proxy(
     """Train the run of ``options``, or resume it. Called on every rank.
 
     Args:
-        options: of the run.
+        options: training options of the run.
         stops: stop-signal handler, active while training.
         make_hook: constructs the training hook of the method, if it has one.
-        name: of the run in messages.
+        name: name of the run in messages.
 
     Returns:
         Whether the run is finished; False after a stop signal.
 
     Raises:
-        UserError: as :func:`pretrain`, with the name of the run.
+        UserError: the errors of :func:`pretrain`, prefixed with ``name``.
     """
     if os.environ.get("RANK", "0") == "0":
         print(f"\n{name}: {options.run_dir}")
@@ -119,10 +119,10 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
     """Base class of hooks that weigh the domains of a proxy run; the mixture is their mean weights.
 
     Args:
-        names: the corpus's domains (k).
-        weighted: positions of those that get a weight.
-        state: the initial state.
-        settings: everything that a state depends on besides the options of the run, as JSON values.
+        names: the k domains of the corpus.
+        weighted: positions of the domains that get a weight.
+        state: initial state of the weights.
+        settings: JSON values that the state depends on, in addition to the options of the run.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
         self.state: State = state
 
     def metrics(self) -> dict[str, Any]:
-        """Weights after the last step, their mean, and how far they moved."""
+        """Weights after the last step, their mean, and the total distance they moved."""
         return {
             "weights": by_name(self.names, self.weighted, self.state.weights),
             "mean_weights": by_name(self.names, self.weighted, self.state.mean),
@@ -141,13 +141,13 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, after the settings that produced it."""
+        """The settings and the state, as JSON values."""
         state = vars(self.state)
         arrays = {k: v.tolist() for k, v in state.items() if isinstance(v, np.ndarray)}
         return {**self.settings, **state, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``. Raises UserError if other settings produced it, or it is damaged."""
+        """Restore ``state``. Raises UserError if it is damaged or of other settings."""
         self.state = load_state(state, self.state, self.settings)
 
 
@@ -158,12 +158,12 @@ def by_name(names: Sequence[str], weighted: Sequence[int], weights: Array) -> di
 
 
 def load_state(saved: Mapping[str, Any], first: State, settings: Mapping[str, Any]) -> State:
-    """The state in the result of :meth:`MeanWeightsHook.state_dict`.
+    """Restore a state from the result of :meth:`MeanWeightsHook.state_dict`.
 
     Args:
-        saved: from a checkpoint.
+        saved: result of ``state_dict`` in a checkpoint.
         first: the initial state.
-        settings: those of this run.
+        settings: settings of this run.
 
     Raises:
         UserError: if ``saved`` was produced by other settings, or is damaged.
@@ -191,20 +191,20 @@ def load_state(saved: Mapping[str, Any], first: State, settings: Mapping[str, An
 
 
 class ProxyMethod(abc.ABC, Generic[Options, State]):
-    """A method whose mixture is the mean weights of a hook over the run of a proxy.
+    """Base class of methods whose mixture is the mean of the weights in a proxy's training hook.
 
-    The constructor validates the options and what they name, and writes nothing; a subclass ends it
-    with :meth:`check_proxy`.
+    The constructor validates the options and the files that they name, and writes nothing. The
+    constructor of a subclass ends with :meth:`check_proxy`.
 
     Attributes:
-        options: of the method.
-        corpus: of the domains.
+        options: options of the method.
+        corpus: corpus whose domains are weighed.
         weighted: positions of the domains that get a weight; all by default.
-        work_dir: folder of the proxy's run.
+        work_dir: folder of the runs.
         run: training options of the proxy.
 
     Raises:
-        UserError: for a mistake in the options or in what they name.
+        UserError: for a mistake in the options or in the files that they name.
     """
 
     name: ClassVar[str]
@@ -220,18 +220,18 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
 
     @classmethod
     def compute(cls, options: Options, stops: StopRequests | None = None) -> bool:
-        """Train what is not trained yet, and write the mixture. Called on every rank.
+        """Train the runs that are not finished, and write the mixture. Called on every rank.
 
         Args:
-            options: of the method.
+            options: options of the method.
             stops: stop-signal handler; created for this call if None.
 
         Returns:
             Whether the mixture was written; False after a stop signal.
 
         Raises:
-            UserError: for a mistake in the options or in what they name, before any training;
-                later, as training does.
+            UserError: for a mistake in the options or in the files that they name, before any
+                training; later, for errors of the training.
         """
         stops = stops or StopRequests(options.proxy.stopping)
         parallel = forward_only(options.proxy.parallel)
@@ -247,19 +247,19 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         return True
 
     def prepare(self, stops: StopRequests) -> bool:
-        """Train what the proxy needs; False after a stop signal. Called on every rank."""
+        """Train the runs that the proxy needs; False after a stop signal. Called on every rank."""
         return True
 
     @abc.abstractmethod
     def make_hook(self, plan: TrainingPlan, layout: Layout) -> MeanWeightsHook[State]:
-        """The hook of the proxy's run."""
+        """Construct the hook of the proxy's run."""
 
     @abc.abstractmethod
     def load_state(self, saved: dict[str, Any]) -> State:
-        """The hook's state in a checkpoint.
+        """Restore the hook's state from a checkpoint.
 
         Raises:
-            UserError: if it is of another rule or damaged.
+            UserError: if it is damaged or was produced by another rule.
         """
 
     @abc.abstractmethod
@@ -270,7 +270,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         """Check the run in the proxy's folder, and the hook's state in its newest checkpoint.
 
         Raises:
-            UserError: if they are of other options or of another hook.
+            UserError: if the run has other options or another hook.
         """
         if not check_run_folder(plan):
             return
@@ -324,14 +324,14 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         Args:
             state: final state of the hook.
             steps: number of steps, without skipped ones.
-            runs: trained for the mixture, the proxy last.
-            stopwatch: started with the mixture's own cost; the runs record theirs.
-            settings: the method's parameters.
+            runs: runs trained for the mixture, the proxy last.
+            stopwatch: measures the cost of the mixture without the runs.
+            settings: parameters of the method, for the mixture file.
             scores: [k] score of each domain.
             inputs: name -> hash of each artifact read besides the corpus.
-            paper_flops: FLOPs by the formulas of Chameleon's tables.
+            paper_flops: FLOPs, counted as in the tables of the Chameleon paper.
             heading: the line above the table.
-            hint: options to change in a warning.
+            hint: end of the warnings: options to change.
         """
         options, names = self.options, self.corpus.names
         last = by_name(names, self.weighted, state.weights)
@@ -348,9 +348,9 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             )
         if last_from_mean > UNSETTLED_DISTANCE:
             warnings.warn(
-                f"the weights have not converged: the last ones are {last_from_mean:.2f} (total "
-                f"variation) from their mean, '{farthest}' {last[farthest]:.3f} and not "
-                f"{mean[farthest]:.3f}; {hint}, or train for more steps",
+                f"the weights have not converged: the total-variation distance of the last ones "
+                f"from their mean is {last_from_mean:.2f} ('{farthest}': {last[farthest]:.3f}, "
+                f"mean {mean[farthest]:.3f}); {hint}, or train for more steps",
                 MixtureWarning,
                 stacklevel=2,
             )

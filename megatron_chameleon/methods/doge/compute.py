@@ -20,12 +20,12 @@ from megatron_chameleon.model.sizes import name_of
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.plan import TrainingPlan, plan_training
 
-# The paper's values for the universal target, and for a target that is not trained on.
+# The paper's values: all domains are the target, and the target is not trained on.
 MU, MU_OUT_OF_DOMAIN = 0.01, 0.05
 
 
 class Doge(ProxyMethod[DogeOptions, DogeState]):
-    """DoGE with validated options: mean weights by the alignment of gradients."""
+    """DoGE: mean weights of a proxy, updated by the alignment of gradients with the target."""
 
     name, title, hook = "doge", "DoGE", GradientAlignment
 
@@ -35,7 +35,7 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         self.weighted = self.roles.train
         is_trained_on = set(self.roles.target) <= set(self.roles.train)
         self.recipe = recipe_of(options.rule, MU if is_trained_on else MU_OUT_OF_DOMAIN)
-        # A target that is not trained on gets no weight, so that its tokens fill no budget.
+        # A target that is not trained on gets no weight: its tokens do not count.
         trained = [self.corpus.names[position] for position in self.roles.train]
         epoch_limit(options, self.corpus, trained).check()
         plan = plan_training(self.run)
@@ -45,11 +45,11 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
     def make_hook(
         self, plan: TrainingPlan | None = None, layout: Layout | None = None
     ) -> GradientAlignment:
-        """The hook of the proxy's run."""
+        """Construct the hook of the proxy's run."""
         return GradientAlignment(self.corpus.names, self.recipe, self.roles)
 
     def load_state(self, saved: dict[str, Any]) -> DogeState:
-        """The hook's state in a checkpoint."""
+        """Restore the hook's state from a checkpoint."""
         hook = self.make_hook()
         hook.load_state_dict(saved)
         return hook.state
@@ -85,7 +85,7 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
 
 
 def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
-    """Positions of the domains that are trained on, and of the target.
+    """Positions of the training domains and of the target domains.
 
     Raises:
         UserError: for an unknown domain, or fewer than two to weigh.
@@ -108,10 +108,10 @@ def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
 
 
 def recipe_of(rule: DogeRule, mu: float) -> DogeRecipe:
-    """The recipe of ``rule``, with ``mu`` unless it sets one.
+    """Recipe with the values of ``rule``; ``mu`` is its default.
 
     Raises:
-        UserError: for values that do not go together.
+        UserError: for values that contradict each other.
     """
     try:
         return DogeRecipe(

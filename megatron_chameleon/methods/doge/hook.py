@@ -24,14 +24,14 @@ from megatron_chameleon.training.domain_gradients import DomainGradients
 
 
 class GradientAlignment(MeanWeightsHook[DogeState]):
-    """Weighs the gradient of each domain by its alignment with the target's.
+    """Weigh the gradient of each domain by its alignment with the gradient of the target.
 
     Samples always follow the run's mixture; only the weights of their gradients change.
 
     Args:
-        names: of the corpus's domains (k).
-        recipe: of the update rule.
-        roles: of the domains.
+        names: the k domains of the corpus.
+        recipe: parameters of the update rule.
+        roles: which domains are trained on, and which are the target.
     """
 
     combines_gradients = True
@@ -48,8 +48,8 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
         """Update the weights by the gradients' inner products, and weigh the gradients by them.
 
-        Products that are not finite are ignored: the guard skips the step if they are of a domain
-        that is trained on.
+        Products that are not finite are ignored. If they belong to a training domain, the guard
+        skips the step.
         """
         products = gradients.dot_products().cpu().numpy()
         present, factors = gradients.present, np.ones(len(self.names))

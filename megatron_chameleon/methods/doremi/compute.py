@@ -44,7 +44,7 @@ REFERENCE, NATURAL = "reference", "natural"
 
 
 class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
-    """DoReMi with validated options: mean weights by the excess loss over a reference."""
+    """DoReMi: mean weights of a proxy, updated by its excess loss over a reference."""
 
     name, title, hook = "doremi", "DoReMi", ExcessLossReweighting
 
@@ -100,10 +100,10 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         return True
 
     def load_reference(self) -> Reference:
-        """The trained reference.
+        """Load the trained reference.
 
         Raises:
-            UserError: if it is not finished, or its losses are not of the proxy's tokens.
+            UserError: if it is not finished, or has another tokenizer or sequence length.
         """
         folder = self.reference_dir
         name = "--reference" if self.options.reference else "DoReMi's reference"
@@ -131,12 +131,12 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         return Reference(record, shape)
 
     def make_hook(self, plan: TrainingPlan, layout: Layout) -> ExcessLossReweighting:
-        """The hook of the proxy's run."""
+        """Construct the hook of the proxy's run."""
         assert self.reference is not None
         return ExcessLossReweighting(plan, layout, self.reference, self.recipe)
 
     def load_state(self, saved: dict[str, Any]) -> DoremiState:
-        """The hook's state in a checkpoint."""
+        """Restore the hook's state from a checkpoint."""
         if self.reference is None:
             if not is_finished(self.reference_dir):
                 raise UserError(
@@ -213,10 +213,10 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
 
 
 def recipe_of(rule: DoremiRule) -> DoremiRecipe:
-    """The recipe of the variant, with the values that ``rule`` sets.
+    """Recipe of the variant; values set in ``rule`` replace its defaults.
 
     Raises:
-        UserError: for values that do not go together.
+        UserError: for values that contradict each other.
     """
     recipe = RECIPES[rule.doremi_variant]
     try:

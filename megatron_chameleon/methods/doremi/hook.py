@@ -36,21 +36,21 @@ class Reference:
     shape: ModelShape
 
     def settings(self, recipe: DoremiRecipe) -> dict[str, Any]:
-        """Everything that the hook's state depends on besides the options of the proxy's run."""
+        """JSON values that the hook's state depends on, in addition to the options of the run."""
         return {"rule": dataclasses.asdict(recipe), "reference": self.checkpoint.hash}
 
 
 class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
-    """Weighs the loss of each domain by its excess loss.
+    """Weigh the loss of each domain by its excess loss.
 
     Samples always follow the run's mixture; only their loss weights change. Proxy and reference run
     forward over the global batch, and the step is trained with the updated weights.
 
     Args:
-        plan: of the proxy's run.
-        layout: of the ranks; the reference is sharded like the proxy.
-        reference: computes in the precision that the proxy is trained in.
-        recipe: of the update rule.
+        plan: plan of the proxy's run.
+        layout: layout of the ranks; the reference is sharded like the proxy.
+        reference: the reference, which computes in the precision of the proxy.
+        recipe: parameters of the update rule.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         if recipe.clip_tokens:
             excess = [each.clamp(recipe.floor, recipe.ceiling) for each in excess]
         sums = batch.domain_sums(excess)
-        # Finiteness is checked before clipping, which hides an infinite loss. Losses are not
-        # negative, so that a sum of both models' hides neither.
+        # Check losses before clipping, which would hide an infinite one. Losses are not negative:
+        # the sum over both models is infinite if either is.
         losses = batch.domain_sums([mine + theirs for mine, theirs in pairs])
         totals = torch.stack([sums, batch.domain_tokens, losses]).cpu().numpy()
         tokens = totals[1]
         if np.isfinite(totals).all():
             self.state = self.state.after(totals[0], tokens, recipe)
-        else:  # if it is the proxy's, the step is skipped as without a hook
+        else:  # for the proxy, the guard skips the step
             finite = np.isfinite(batch.domain_sums(reference).cpu().numpy())
             if not finite.all():
                 raise UserError(

@@ -22,7 +22,7 @@ from megatron_chameleon.ranges import (
 )
 
 MIN_POINTS = 3
-"""Of a power law; two fit any exponent."""
+"""Minimum points of a power law; two points determine no exponent."""
 
 
 @dataclasses.dataclass(frozen=True)

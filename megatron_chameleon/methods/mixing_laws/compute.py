@@ -1,4 +1,4 @@
-"""Data Mixing Laws: runs of swarms or of the user's tables, a law per loss, and the best mixture.
+"""Data Mixing Laws: fit an exponential law to each loss of runs, and find the best mixture.
 
 Ye et al.: Data Mixing Laws, ICLR 2025. Section 4 first carries the losses to the target's steps and
 model size: step law, then size law, then mixing law.
@@ -41,7 +41,7 @@ from megatron_chameleon.mixture.mixing_laws import (
 from megatron_chameleon.progress import progress_bar
 
 MIN_RUNS = 4
-# Up to so many runs, each is held out alone; more are held out in groups, to save time.
+# Maximum number of folds: up to this many runs, each run is its own fold.
 MAX_FOLDS = 128
 
 

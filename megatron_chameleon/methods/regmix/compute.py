@@ -1,4 +1,4 @@
-"""RegMix: runs of a swarm or of the user's tables, trees, and the best mixture they predict."""
+"""RegMix: fit gradient-boosted trees to the losses of runs, and find the best predicted mixture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_RANGES = 3
 
 
 class Regmix(FitMethod[RegmixOptions]):
-    """RegMix: a swarm, trees for every loss, and the mean of the mixtures predicted to be best."""
+    """RegMix: trees for every loss, and the mean of the mixtures with the lowest predictions."""
 
     name = "regmix"
 
@@ -57,7 +57,7 @@ class Regmix(FitMethod[RegmixOptions]):
         )
 
     def check_number_of_runs(self, count: int) -> None:
-        """Raise UserError if no tree could split the runs outside of a fold."""
+        """Raise UserError if there are too few runs outside of a fold for a tree to split."""
         folds = self.options.trees.folds
         left = count - -(-count // folds)
         needed = 2 * runs_in_leaf(self.settings, left)
@@ -78,9 +78,9 @@ class Regmix(FitMethod[RegmixOptions]):
         return swarm_runs(result, result.losses[:, -1], [folder], self.swarm_paper_flops(options))
 
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
-        """Fit trees to every loss, and average the sampled mixtures that they predict to be best.
+        """Fit trees to every loss; average the sampled mixtures of the lowest predicted target.
 
-        The search predicts the target alone, so its trees are separate.
+        Losses outside the target have separate trees, which the search does not evaluate.
         """
         trees, settings = self.options.trees, self.settings
         prior = token_shares(self.corpus) * table.mixtures.any(axis=0)

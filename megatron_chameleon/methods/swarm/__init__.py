@@ -1,1 +1,1 @@
-"""Many small proxies trained at once in each process: stacked weights, one mixture a member."""
+"""Swarms of small proxies, one mixture each, and the methods that fit their losses."""

@@ -1,4 +1,4 @@
-"""Fit losses over mixtures: obtain runs, fit and cross-validate them, and write the best mixture.
+"""Methods that fit losses over mixtures: obtain runs, fit, cross-validate, write the mixture.
 
 The runs are the members of swarms, or tables of existing runs (--ratios, --metrics).
 """
@@ -54,10 +54,10 @@ from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
 MAX_METRICS = 40
-# A domain that fewer runs sample is named in a warning: its effect is estimated from few runs.
+# A domain sampled in fewer runs than this is named in a warning: its effect is hardly known.
 MIN_RUNS_PER_DOMAIN = 5
-# A warning is printed if the metrics of the target differ by more than this factor; the losses of
-# one model on several domains differ by less.
+# Metrics of the target whose magnitudes differ by more than this factor are named in a warning. The
+# losses of one model on several domains differ by less.
 MAX_METRIC_RATIO = 5.0
 # A domain needs this many held-out tokens: one to predict, and one as its context.
 MIN_HELD_OUT_TOKENS = 2
@@ -66,15 +66,15 @@ Options = TypeVar("Options", bound=FitOptions)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FitRuns:
-    """Runs over the domains of the corpus, and their origin.
+    """Runs on mixtures of the corpus's domains, and where they come from.
 
     Attributes:
-        table: without runs that diverged; its domains are the corpus's.
-        origin: lines for the user.
-        parameters: of the origin, for the mixture's file.
+        table: mixtures and losses, without runs that diverged; its domains are the corpus's.
+        origin: description of the source of the runs, printed.
+        parameters: description of the source of the runs, for the mixture file.
         inputs: name of each file read -> its hash.
-        cost: of the runs; None if unknown.
-        made_from: folders of their swarms.
+        cost: cost of the runs; None if unknown.
+        made_from: folders of the swarms.
     """
 
     table: MixtureRuns
@@ -91,12 +91,12 @@ class Fitted:
 
     Attributes:
         heading: the line above the table.
-        weights: [k] the best mixture by the fit, before the epoch limit.
+        weights: [k] mixture with the lowest predicted loss, before the epoch limit.
         predict: mixtures [n, k] -> losses [n, m].
-        refit: the same fit to a subset's mixtures [n, k] and losses [n, m]; calls its last argument
-            after each of the m fits.
-        parameters: of the method, for the mixture's file.
-        remedy: what may improve a poor fit.
+        refit: function that repeats the fit on mixtures [n, k] and losses [n, m] of a subset; it
+            calls its last argument after each of the m fits.
+        parameters: parameters of the method, for the mixture file.
+        remedy: advice for a poor fit.
         closing: lines under the table.
     """
 
@@ -127,11 +127,11 @@ class FitMethod(abc.ABC, Generic[Options]):
 
     @abc.abstractmethod
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
-        """Fit the runs, and find the best mixture for shares [m] of their losses."""
+        """Fit the runs; minimize the weighted mean of their losses, with weights ``shares`` [m]."""
 
     @abc.abstractmethod
     def folds(self, count: int) -> list[Array]:
-        """Positions of ``count`` runs to hold out together, for each fold of cross-validation."""
+        """Folds of the cross-validation: positions of the held-out runs among ``count``."""
 
     def compute(self) -> bool:
         """Train or read the runs, fit them, write the mixture. Every rank calls this.
@@ -140,13 +140,13 @@ class FitMethod(abc.ABC, Generic[Options]):
             Whether there is a mixture, the same on every rank; False after a stop request.
 
         Raises:
-            UserError: for a mistake in the options or in the files that they name; as far as
-                possible before training.
+            UserError: for a mistake in the options or in the files that they name, if possible
+                before training.
         """
         options, corpus = self.options, self.corpus
         is_main = int(os.environ.get("RANK", "0")) == 0
         if len(corpus.names) < 2:
-            raise UserError(f"{corpus.root} has one domain and nothing to weigh; add another")
+            raise UserError(f"{corpus.root} has only one domain; add another")
         epoch_limit(options, corpus, corpus.names).check()
         check_output(options.output, Mixture.KIND)
         if options.ratios is not None and options.metrics is not None:
@@ -168,7 +168,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         return resolve_work_dir(self.options.output, self.options.work_dir)
 
     def swarm_paper_flops(self, options: SwarmOptions) -> float:
-        """FLOPs of a swarm as Chameleon's tables count them."""
+        """FLOPs of a swarm, counted as in the tables of the Chameleon paper."""
         tokens = options.train_iters * options.global_batch_size * options.seq_length
         settings = PaperSettings(
             model_size=options.model_size,
@@ -178,7 +178,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         return paper_flops(self.name, settings)
 
     def fit_and_write(self, runs: FitRuns) -> None:
-        """Fit the runs, cross-validate the fit and a linear one, and write the mixture."""
+        """Fit the runs, cross-validate this fit and a linear baseline, and write the mixture."""
         stopwatch, options, table = Stopwatch(), self.options, runs.table
         names, count = list(self.corpus.names), len(runs.table.keys)
         self.check_number_of_runs(count)
@@ -267,10 +267,10 @@ def token_shares(corpus: Corpus) -> Array:
 
 
 def mixtures_to_train(options: FitOptions, corpus: Corpus) -> Array:
-    """Mixtures [n, k] of the proxies; warns of domains that few of them have.
+    """Sample the proxies' mixtures [n, k]; warn of domains that few of them contain.
 
     Raises:
-        UserError: if the options do not allow as many.
+        UserError: if the sampling options do not allow that many.
     """
     count, shares = options.num_proxies, token_shares(corpus)
     rule = dict(vars(options.sampling))
@@ -291,7 +291,7 @@ def mixtures_to_train(options: FitOptions, corpus: Corpus) -> Array:
 
 
 def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
-    """Runs from the user's tables, mapped to the domains of ``corpus``.
+    """Read runs from the user's tables, and map their columns to the domains of ``corpus``.
 
     Metrics that match a domain get its name; others, such as tasks, keep theirs. Renamed columns
     are reported.
@@ -347,13 +347,11 @@ def swarm_runs(
 ) -> FitRuns:
     """The members of a swarm that did not diverge.
 
-    Domains without held-out text have no loss and are no metric.
-
     Args:
-        result: of the swarm.
-        losses: [n, k] to fit: measured after some step, or extrapolated.
-        folders: of the swarm, or of several on the same mixtures, whose results it joins.
-        paper_flops: their FLOPs as Chameleon's tables count them.
+        result: result of the swarm.
+        losses: [n, k] losses to fit: measured after a step, or extrapolated.
+        folders: folders of the swarms, which were all trained on the same mixtures.
+        paper_flops: FLOPs of the swarms, counted as in the tables of the Chameleon paper.
 
     Raises:
         UserError: if all members diverged, or no domain has held-out text.
@@ -385,13 +383,13 @@ def swarm_runs(
 def warn_rare_domains(
     domains: Sequence[str], mixtures: Array, where: str, remedy: str = ""
 ) -> None:
-    """Warn of domains with text in none or few of the runs.
+    """Warn of domains that none or few of the runs sample.
 
     Args:
-        domains: k names.
-        mixtures: [n, k] of the runs.
-        where: origin of the runs.
-        remedy: how to get more of them, as the end of the message.
+        domains: names of the k domains.
+        mixtures: [n, k] mixtures of the runs.
+        where: source of the runs, for the message.
+        remedy: end of the message.
     """
     counts = dict(zip(domains, (mixtures > 0).sum(axis=0).tolist(), strict=True))
     few = min(MIN_RUNS_PER_DOMAIN, len(mixtures))
@@ -444,7 +442,7 @@ def check_target(target: str | None, corpus: Corpus) -> None:
 def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> None:
     """Warn of a target that averages metrics of very different scales, such as accuracies.
 
-    Explicit shares are taken as intended.
+    There is no warning if the user sets the shares.
     """
     if target is not None and "=" in target:
         return
@@ -453,8 +451,8 @@ def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> Non
     if scales.max() > MAX_METRIC_RATIO * scales.min():
         small, large = (table.metrics[used[at]] for at in (scales.argmin(), scales.argmax()))
         warnings.warn(
-            f"{where}: the target averages metrics of very different scales, from {small} to "
-            f"{large}, and minimizes all, accuracies too; pass --target a,b or a=2,b=1",
+            f"{where}: the target averages metrics of very different scales, {small} and "
+            f"{large}; all of them are minimized, even accuracies; pass --target a,b or a=2,b=1",
             MixtureWarning,
             stacklevel=3,
         )
@@ -462,14 +460,14 @@ def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> Non
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossValidation:
-    """Quality of a fit and of a linear one on held-out runs.
+    """Prediction quality of a fit and of a linear baseline on held-out runs.
 
-    A target can be worse predicted than each loss in it: where one domain's loss falls another's
-    rises, and the rest of their mean is noise.
+    The target can be harder to predict than each of its losses: a mixture that lowers the loss of
+    one domain raises that of another, and little but noise remains in their mean.
 
     Attributes:
-        fit: per loss [m], and last of the target, the one weighted sum that is minimized.
-        linear: the same of the linear fit.
+        fit: quality per loss [m], followed by that of the target, the weighted mean of losses.
+        linear: the same for the linear baseline.
         procedure: how runs were held out.
     """
 
@@ -489,7 +487,7 @@ class CrossValidation:
 
     @property
     def verdict(self) -> str | None:
-        """What is wrong with the fit, if its error of the target is not the smallest."""
+        """Warning about a fit whose error on the target is not the smallest; None otherwise."""
         error = self.fit.mae[-1]
         if error >= self.fit.spread[-1]:
             return "the fit predicts the target no better than a constant: the mixture is arbitrary"
@@ -498,7 +496,7 @@ class CrossValidation:
         return None
 
     def parameters(self, metrics: Sequence[str]) -> dict[str, Any]:
-        """The figures for the mixture's file."""
+        """The quality as JSON values, for the mixture file."""
         figures = {
             "spearman": self.fit.spearman,
             "mae": self.fit.mae,
@@ -513,7 +511,7 @@ class CrossValidation:
         }
 
     def lines(self, metrics: Sequence[str], shares: Array, remedy: str) -> list[str]:
-        """A table with a row per loss and one for the target, and the verdict on a poor fit."""
+        """Lines of a table: a row per loss, a row for the target, and :attr:`verdict`."""
 
         def cells(name: str, at: int) -> list[str]:
             cells = [name]

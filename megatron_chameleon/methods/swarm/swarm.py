@@ -67,7 +67,7 @@ from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 
 RATIOS_NAME, METRICS_NAME, LOG_NAME = "ratios.csv", "metrics.csv", "log.txt"
-# Earlier releases trained members in stacks, with other numbers, and recorded no such setting.
+# Value of the setting "members". Earlier releases, whose losses differ, did not record it.
 MEMBERS = "runs"
 # Options that change speed and rounding, but not which result is computed.
 FREE_SETTINGS = (
@@ -79,18 +79,18 @@ FREE_SETTINGS = (
     "distributed_timeout_minutes",
     "stopping",
 )
-# Times the loss of uniform guessing; a model beyond it is worse than none.
+# Default of --max-loss, as a multiple of the loss of uniform guessing.
 MAX_LOSS_FACTOR = 1.5
-# Share of the memory to plan with; the rest is for workspaces, fragmentation and other processes.
+# Share of the memory used for members; the rest is for workspaces, fragmentation, other processes.
 USED_SHARE = 0.8
-# Of a process besides its tensors: libraries, and on a GPU the CUDA context.
+# Memory of a process in addition to its tensors: libraries, and the CUDA context on a GPU.
 PROCESS_BYTES = 1 << 30
 # Tokens of a forward pass of one member; concurrent members fill the device.
 TOKENS_ON_CPU, TOKENS_ON_GPU = 1 << 10, 1 << 14
-# Beyond this, more processes on a GPU only take turns.
+# More concurrent processes on a GPU do not increase the throughput.
 MEMBERS_ON_GPU = 8
 POLL_SECONDS = 0.2
-# Variables by which a worker would take itself for a rank, or report to Weights & Biases.
+# Environment variables that would make a worker a rank, or make it log to Weights & Biases.
 NOT_FOR_WORKERS = ("RANK", "WORLD_SIZE", "WANDB_API_KEY")
 
 
@@ -100,7 +100,7 @@ class SwarmResult:
 
     Attributes:
         domains: names, in the corpus's order.
-        mixtures: [n, k] float64, what each member was trained on.
+        mixtures: [n, k] float64, the mixture of each member.
         steps: after which held-out losses were measured; the last is the last step of training.
         losses: [n, len(steps), k] float64, mean loss per held-out token in nats; NaN for members
             that diverged, and for domains without held-out text.
@@ -116,9 +116,9 @@ class SwarmResult:
     cost: Cost
 
     def runs(self, losses: Array) -> MixtureRuns:
-        """The members that did not diverge, with ``losses`` [n, k], as a table.
+        """Table of the members that did not diverge, with ``losses`` [n, k].
 
-        Domains without a finite loss, such as those without held-out text, are no metric.
+        Domains without a finite loss, such as those without held-out text, are left out.
         """
         kept = np.setdiff1d(np.arange(len(self.mixtures)), self.diverged)
         measured = np.flatnonzero(np.isfinite(losses[kept]).any(axis=0))
@@ -136,13 +136,13 @@ class Swarm:
     """A swarm, and how this session trains it.
 
     Attributes:
-        options: of the swarm.
-        corpus: on which its members are trained.
-        mixtures: [n, k] float64.
-        folder: of the swarm.
-        micro_batch_size: sequences of a member per forward pass.
-        members_at_once: members trained concurrently on each device, which divide its time.
-        num_ranks: of this session.
+        options: options of the swarm.
+        corpus: training and held-out text.
+        mixtures: [n, k] float64, the mixture of each member.
+        folder: folder of the swarm.
+        micro_batch_size: sequences per forward pass of a member.
+        members_at_once: members trained concurrently on each device.
+        num_ranks: ranks that train members now.
         max_loss: held-out loss above which a member counts as diverged; nats per token.
     """
 
@@ -160,7 +160,7 @@ class Swarm:
         return member_path(self.folder, member).with_suffix("")
 
     def member_run(self, member: int) -> PretrainOptions:
-        """Options of a member's run, as of tools/pretrain_gpt.py."""
+        """Options of a member's run, those of tools/pretrain_gpt.py."""
         options, folder = self.options, self.run_folder(member)
         digest = hashlib.sha256(f"{options.seed}/member/{member}".encode()).digest()
         return PretrainOptions(
@@ -197,14 +197,14 @@ def train_swarm(
     """Train or resume a swarm, one member per mixture. Every rank calls this.
 
     Args:
-        options: of the swarm.
-        corpus: on which its members are trained.
-        mixtures: [n, k] float64, rows over ``corpus.names`` that sum to 1. A larger n than on disk
-            adds members.
-        folder: of the swarm, on storage that all ranks share.
+        options: options of the swarm.
+        corpus: training and held-out text.
+        mixtures: [n, k] float64, weights of ``corpus.names`` that sum to 1. A larger n than in the
+            folder adds members.
+        folder: folder of the swarm, on storage that all ranks share.
 
     Returns:
-        The same on every rank; None after a stop request.
+        The losses, the same on every rank; None after a stop request.
 
     Raises:
         UserError: for a mistake in the options, a folder of another swarm, or a failed member.
@@ -249,8 +249,9 @@ def concurrency(
 ) -> tuple[int, int]:
     """Micro batch size of ``members`` on a device, and how many of them to train concurrently.
 
-    By default, what fits into the memory and the CPU cores. The micro batch size depends on the
-    size of the memory, not on what is free, so that a resumed swarm computes the same.
+    Both default to the largest numbers that the memory and the CPU cores allow. The micro batch
+    size depends on the total memory, not on the free memory, so that a resumed swarm computes the
+    same.
     """
     on_gpu, ranks_here = device.type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if on_gpu:
@@ -283,7 +284,7 @@ def _unfinished(folder: Path, count: int) -> list[int]:
 
 
 def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: Path) -> list[int]:
-    """Write ``swarm.json``, or check that the one on disk describes the same swarm.
+    """Write ``swarm.json``; an existing one must describe the same swarm.
 
     Members may be added; finished ones are kept.
 
@@ -333,10 +334,11 @@ def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder:
 def _train_members(
     swarm: Swarm, members: Sequence[int], layout: Layout, stops: StopRequests
 ) -> None:
-    """Train ``members`` on this rank, until all are finished or a rank is stopped.
+    """Train ``members`` on this rank until all are finished, or any rank stops or fails.
 
     Raises:
-        UserError: on every rank, if a member failed on one; the members in progress save first.
+        UserError: on every rank, if a member failed on any rank. Running members save a checkpoint
+            before.
     """
     pending, running = collections.deque(members), dict[Future[bool], int]()
     error: UserError | None = None
@@ -362,10 +364,10 @@ def _train_members(
                     stopped |= not future.result()
                     finished += 1
                 except BrokenProcessPool:
-                    if not (stopped or stopping):  # else a worker that was just starting
+                    if not (stopped or stopping):  # otherwise it was terminated while starting
                         error = error or UserError(
-                            "a member was killed, as the system does when memory runs out; run the "
-                            "same command again, perhaps with a smaller --members-at-once"
+                            "a member was killed, probably for lack of memory; run the same "
+                            "command again with a smaller --members-at-once"
                         )
                 except UserError as failure:
                     error = error or UserError(f"member {member}: {failure}")
@@ -412,13 +414,13 @@ def _start_worker(device: str) -> None:
     for name in NOT_FOR_WORKERS:
         os.environ.pop(name, None)
     if device == "cpu":
-        torch.set_num_threads(1)  # sums are then in the same order at any number of members
+        torch.set_num_threads(1)  # so that losses do not depend on the number of concurrent members
 
     def exit_with_parent() -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
-        os._exit(1)  # as by kill -9: checkpoints are written for that
+        os._exit(1)  # like SIGKILL, which checkpoints survive
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
@@ -429,7 +431,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
     Called in a worker process, whose output goes to the member's log.
 
     Raises:
-        UserError: for any error of the training; a member that diverged raises none.
+        UserError: for any error in training, except divergence, which is recorded.
     """
     options, names = swarm.member_run(member), swarm.corpus.names
     folder, weights = options.run_dir, swarm.mixtures[member].tolist()
@@ -452,7 +454,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
     except UserError:
         if skipped_step() is None:
             raise
-    except Exception as error:  # a UserError is reported on every rank; no rank waits for this one
+    except Exception as error:  # any error is reported on every rank, so that none waits
         traceback.print_exc()
         raise UserError(
             f"{type(error).__name__}: {first_line(error)}; see {folder / LOG_NAME}"
@@ -494,8 +496,8 @@ def train_member(swarm: Swarm, member: int) -> bool:
 def own_loss(losses: Mapping[str, float | None], mixture: Mapping[str, float]) -> float:
     """Mean of a member's held-out losses weighted by its own mixture; NaN if one of them is.
 
-    A member may know nothing of a domain that it is not trained on. If none of its own domains is
-    measured, the mean is over the others.
+    Domains without weight do not count, since the member is not trained on them. If no domain with
+    a weight is measured, the mean is over the others.
     """
     own = [name for name in losses if mixture[name]] or list(losses)
     weights = [mixture[name] or 1.0 for name in own]
