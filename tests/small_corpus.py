@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,7 @@ def ring_document(number: int, rng: np.random.Generator) -> NDArray[np.integer]:
 
 
 Document = Callable[[int, np.random.Generator], NDArray[np.integer]]
+Documents = dict[str, dict[Split, list[NDArray[np.integer]]]]
 
 
 def write_small_corpus(
@@ -62,11 +63,18 @@ def write_small_corpus(
     ``document`` makes one of the domain of a number.
     """
     rng = np.random.default_rng(seed)
-    found = {
-        name: Domain(
-            **{split: _write_split(root, name, split, number, rng, document) for split in SPLITS}
-        )
+    documents: Documents = {
+        name: {split: [document(number, rng) for _ in range(DOCUMENTS[split])] for split in SPLITS}
         for number, name in enumerate(domains)
+    }
+    return write_corpus(root, documents, tokenizer_hash)
+
+
+def write_corpus(root: Path, documents: Documents, tokenizer_hash: str = TOKENIZER_HASH) -> Corpus:
+    """Write a corpus of these documents, without their end-of-document tokens."""
+    found = {
+        name: Domain(**{split: _write_split(root, name, split, texts[split]) for split in SPLITS})
+        for name, texts in documents.items()
     }
     made_by = provenance(PreprocessOptions(SourceOptions(()), root, Path("tokenizer.json")), {})
     identity = TokenizerIdentity("tokenizers", "tokenizer.json", tokenizer_hash, VOCAB_SIZE, EOD)
@@ -111,17 +119,12 @@ def word_tokenizer(path: Path) -> Path:
 
 
 def _write_split(
-    root: Path,
-    name: str,
-    split: Split,
-    number: int,
-    rng: np.random.Generator,
-    document: Document,
+    root: Path, name: str, split: Split, documents: Iterable[NDArray[np.integer]]
 ) -> DomainSplit:
     prefix = root / split / name
     prefix.parent.mkdir(parents=True, exist_ok=True)
     writer = IndexedWriter(prefix, "uint16")
-    for _ in range(DOCUMENTS[split]):
-        writer.add(np.append(document(number, rng), EOD))
+    for document in documents:
+        writer.add(np.append(document, EOD))
     counts = (writer.documents, writer.tokens, writer.tokens)
     return DomainSplit(f"{split}/{name}", *counts, writer.finish(), writer.block_checksums)

@@ -10,11 +10,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 
-from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.megatron_order import build_blending_indices
-from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.blend.order import MAX_SAMPLES
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
@@ -166,14 +164,6 @@ def test_a_batch_stacks_its_samples(corpus, permutation):
     assert (batch["tokens"].dtype, batch["tokens"].shape) == (torch.int64, (40, SEQ_LENGTH))
 
 
-def test_document_boundary_options_are_applied(corpus):
-    options = DocumentBoundaryOptions(reset_attention_mask=True, eod_mask_loss=True)
-    boundaries = DocumentBoundaries(corpus.tokenizer.eod_id, options)
-    batch = blended(corpus, [0, 1, 0, 0], 4, boundaries=boundaries).batch([0, 1])
-    for name, expected in boundaries(batch["tokens"]).items():
-        assert torch.equal(batch[name], expected), name
-
-
 def test_domains_of_weight_zero_are_never_opened_or_sampled(corpus):
     corpus.prefix("tiny", "train").with_suffix(".bin").unlink()
     corpus.prefix("long", "train").with_suffix(".idx").unlink()
@@ -298,23 +288,3 @@ def test_an_order_that_is_too_large_is_rejected(corpus):
 
 
 THREE = MixtureSchedule((Phase(0, (1, 0)), Phase(10, (1, 3)), Phase(25, (0, 2))))
-
-
-def test_a_schedule_knows_weights_phases_and_targets():
-    weights = [THREE.weights_at(sample) for sample in (0, 9, 10, 24, 25, 10**9)]
-    assert weights == [(1, 0), (1, 0), (1, 3), (1, 3), (0, 2), (0, 2)]
-    assert THREE.changed(12, [5, 5]).phases == (*THREE.phases[:2], Phase(12, (5, 5)))
-    assert THREE.changed(10, [5, 5]).phases == (THREE.phases[0], Phase(10, (5, 5)))
-    assert [len(THREE.until(sample)) for sample in (0, 10, 11, 25, 26)] == [1, 1, 2, 2, 3]
-    assert [length for _, length in THREE.spans(40)] == [10, 15, 15]
-    assert [length for _, length in THREE.spans(10)] == [10]
-    assert THREE.target_samples(30) == pytest.approx([10 + 15 / 4, 15 * 3 / 4 + 5])
-    assert THREE.target_samples(0) == [0, 0]
-
-
-def test_invalid_schedules_are_rejected():
-    for starts in ([], [1], [0, 0], [0, 5, 3]):
-        with pytest.raises(ValueError, match="phases"):
-            MixtureSchedule(tuple(Phase(start, (1,)) for start in starts))
-    with pytest.raises(ValueError, match="phases"):
-        THREE.changed(5, (1, 2, 3))

@@ -151,14 +151,6 @@ def test_permuted_positions_are_uniform(size):
         assert statistic < bins - 1 + 6 * np.sqrt(2 * (bins - 1)), position
 
 
-@pytest.mark.parametrize("size", [1000, 4097, 65536])
-def test_permuted_neighbours_are_uncorrelated(size):
-    found = permute_positions(np.arange(size), size, permutation_key(1, size)).astype(float)
-    for lag in (1, 2, 16):
-        correlation = np.corrcoef(found[:-lag], found[lag:])[0, 1]
-        assert abs(correlation) < 5 / np.sqrt(size), lag
-
-
 def test_permutations_are_the_same_in_every_release():
     # A run resumed with another release continues with the same samples.
     key = permutation_key(1234, 5, 0, 1)

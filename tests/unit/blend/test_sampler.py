@@ -96,20 +96,6 @@ def test_close_stops_the_thread():
         assert list(ahead) == []
 
 
-def test_expanded_tensors_are_pinned_as_contiguous_copies(monkeypatch):
-    """torch pins by copying into memory of the same strides, which fails where elements overlap."""
-
-    def pin_memory(tensor):
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return copy.copy_(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    expanded = torch.arange(4).expand(3, 4)
-    with pytest.raises(RuntimeError, match="single memory location"):
-        expanded.pin_memory()
-    assert torch.equal(prefetching._pinned(expanded, torch.device("cuda")), expanded)
-
-
 @pytest.mark.parametrize("first_step", [0, 1, 3])
 def test_each_part_is_prefetched_when_its_first_batch_is_read(first_step):
     """The samples may change before the first batch of a part is requested."""

@@ -6,13 +6,9 @@ import dataclasses
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
-import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,35 +88,6 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def folder_of_another() -> Iterator[Path]:
-    """A folder outside of root's own, and this process as a user without root's rights."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if os.geteuid() != 0:
-            yield folder
-            folder.chmod(0o755)
-            return
-        shutil.chown(folder, 65534)
-        os.seteuid(65534)
-        yield folder
-        os.seteuid(0)
-
-
-def test_a_read_only_folder_can_be_read(folder_of_another):
-    cached_arrays(folder_of_another, KEY, lambda: arrays_of(9))
-    folder_of_another.chmod(0o555)
-    assert_same(cached_arrays(folder_of_another, KEY, build_nothing), arrays_of(9))
-    with pytest.raises(UserError, match=r"cannot write .* choose another folder"):
-        cached_arrays(folder_of_another, {**KEY, "seed": 2}, lambda: arrays_of(9))
-    folder_of_another.chmod(0)
-    with (
-        pytest.warns(UserWarning, match="Permission denied"),
-        pytest.raises(UserError, match=r"cannot write .* choose another folder"),
-    ):
-        cached_arrays(folder_of_another, KEY, lambda: arrays_of(9))
 
 
 def build_concurrently(folder, start, results):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from megatron_chameleon.training.hook import GlobalBatch
 from megatron_chameleon.training.memory import training_setup
 from tests.small_corpus import DOMAINS, write_small_corpus
 from tests.unit.methods.proxies import STEPS, hooks_of, method_options, proxy_run, state_of
-from tests.unit.training.bad_steps import before_steps
 
 
 @pytest.fixture
@@ -32,10 +30,6 @@ def options(corpus, finished_run, tmp_path):
     settings = {"corpus": corpus.root, "reference": finished_run}
     settings["output"] = tmp_path / "4-mixture" / "doremi.json"
     return lambda **changes: method_options("doremi", **{**settings, **changes})
-
-
-def kill(_model):
-    raise RuntimeError("killed")
 
 
 class Checked(ExcessLossReweighting):
@@ -141,26 +135,6 @@ def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpu
     layers = sum(12 * size["num_layers"] * size["hidden_size"] ** 2 for size in sizes)
     assert parameters["paper_flops"] == 6 * proxy.tokens * layers
     assert parameters["made_from"] == ["doremi/reference", "doremi/proxy"]
-
-
-def test_a_run_killed_in_the_reference_equals_one_with_that_reference(
-    options, finished_run, tmp_path, monkeypatch
-):
-    given, made = options(output=tmp_path / "given.json"), options(reference=None)
-    assert Doremi.compute(given)
-    with monkeypatch.context() as patched:
-        before_steps(patched, {5: kill})
-        with pytest.raises(RuntimeError, match="killed"):
-            Doremi.compute(made)
-    assert not (made.output.with_suffix("") / "proxy").exists()
-    assert Doremi.compute(made)
-    assert hooks_of(made.output) == hooks_of(given.output)
-    assert Mixture.load(made.output).weights == Mixture.load(given.output).weights
-    costs = [run.cost.flops for run in (TrainingRun.load(finished_run), proxy_run(given.output))]
-    assert costs[1] == pytest.approx(costs[0] * (1 + 2 / 3))  # with two forward passes
-    shutil.rmtree(made.output.with_suffix("") / "proxy")
-    with pytest.raises(UserError, match=r"reference.*--seed 1234, not 7"):
-        Doremi.compute(options(reference=None, seed=7))
 
 
 def scale_losses(monkeypatch, factor, *, of_reference):

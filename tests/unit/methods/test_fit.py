@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ import pytest
 from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.artifacts.swarm import SwarmRecord
-from megatron_chameleon.errors import STOPPED_STATUS, UserError
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods import mixing_laws, regmix
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions, layer_parameters
 from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit, extrapolated
 from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
 from megatron_chameleon.methods.swarm.fit import (
     CrossValidation,
-    check_target,
     mixtures_to_train,
     swarm_runs,
     warn_mixed_scales,
@@ -33,7 +31,6 @@ from megatron_chameleon.mixture.fit_quality import fit_linear, folds_of, held_ou
 from megatron_chameleon.mixture.mixing_laws import MixingLaws, simplex_grid
 from megatron_chameleon.mixture.regmix import TreeSettings, fit_trees
 from megatron_chameleon.mixture.sampling import sample_mixtures
-from megatron_chameleon.training.options import StoppingOptions
 from tests.small_corpus import DOMAINS, write_small_corpus
 
 SWARM = SwarmOptions(
@@ -116,6 +113,7 @@ def mixture_of(compute):
         ({"sampling": MixtureSamplingOptions(max_upweighting=0.1)}, "--num-proxies"),
         ({"ratios": Path("table.csv")}, "--metrics"),
         ({"output": Path("/dev/null/mixture.json")}, "/dev/null"),
+        ({"ratios": Path("r"), "metrics": Path("m"), "swarm": SwarmOptions(seed=1)}, "--seed 1"),
     ],
 )
 def test_mistakes_are_reported_before_training(
@@ -126,31 +124,15 @@ def test_mistakes_are_reported_before_training(
     assert not list(tmp_path.glob("**/swarm.json"))
 
 
-def test_training_options_with_existing_runs_are_rejected(compute):
-    with pytest.raises(UserError, match="--mixture-seed 7"):
-        compute(RegmixOptions, runs_of(bowls), sampling=MixtureSamplingOptions(mixture_seed=7))
-    with pytest.raises(UserError, match="--num-proxies 30"):
-        compute(RegmixOptions, runs_of(bowls), num_proxies=30)
-    with pytest.raises(UserError, match="4 runs"):
-        compute(RegmixOptions, runs_of(bowls, 4))
-
-
-def test_domains_without_held_out_text_are_rejected(tmp_path):
-    corpus = write_small_corpus(tmp_path)
-    poems = corpus.domains["poems"]
-    empty = dataclasses.replace(poems, valid=dataclasses.replace(poems.valid, tokens=0))
-    corpus = dataclasses.replace(corpus, domains={**corpus.domains, "poems": empty})
-    check_target("news,code", corpus)
-    with pytest.raises(UserError, match=r"'poems' of .* --split"):
-        check_target("news,poems", corpus)
-
-
-@both_methods
-def test_a_stopped_swarm_leaves_no_mixture_and_status_75(compute, options_type):
-    at_once = dataclasses.replace(SWARM, stopping=StoppingOptions(exit_duration_in_mins=1e-9))
-    status, output = compute(options_type, swarm=at_once, num_proxies=12)
-    assert status == STOPPED_STATUS
-    assert not output.exists()
+def test_a_target_of_metrics_of_mixed_scales_gives_a_warning():
+    runs = runs_of(bowls)
+    losses = np.column_stack([runs.losses, np.linspace(0.2, 0.4, 80)])
+    mixed = dataclasses.replace(runs, metrics=[*runs.metrics, "accuracy"], losses=losses)
+    with pytest.warns(MixtureWarning, match="accuracy"):
+        warn_mixed_scales("news,accuracy", mixed, "m.csv")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_mixed_scales("news=1,accuracy=10", mixed, "m.csv")  # explicit shares
 
 
 def test_columns_are_matched_to_domains_and_reported(compute, mixture_of, tmp_path):
@@ -173,19 +155,6 @@ def test_columns_are_matched_to_domains_and_reported(compute, mixture_of, tmp_pa
     assert mixture.parameters["fit"]["spearman"]["arc_bpb"] is None
     with pytest.raises(UserError, match="songs"):
         compute(RegmixOptions, runs_of(bowls, domains=("news", "code", "songs")))
-
-
-def test_a_target_of_metrics_of_mixed_scales_gives_a_warning():
-    runs = runs_of(bowls)
-    losses = np.column_stack([runs.losses, np.linspace(0.2, 0.4, 80)])
-    mixed = dataclasses.replace(runs, metrics=[*runs.metrics, "accuracy"], losses=losses)
-    for target in (None, "news,accuracy"):
-        with pytest.warns(MixtureWarning, match="accuracy"):
-            warn_mixed_scales(target, mixed, "m.csv")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_mixed_scales("news,code", mixed, "m.csv")
-        warn_mixed_scales("news=1,accuracy=10", mixed, "m.csv")  # explicit shares
 
 
 def test_domains_in_few_mixtures_are_reported_before_training(tmp_path, monkeypatch):
@@ -259,23 +228,6 @@ def test_regmix_finds_the_best_mixture_for_the_target(mixture_of):
     assert mixture.weights["news"] > mixture.weights["poems"] > mixture.weights["code"]
 
 
-def test_a_domain_without_text_in_the_runs_gets_no_weight(mixture_of):
-    two = runs_of(bowls)
-    two = dataclasses.replace(two, mixtures=two.mixtures * [1, 1, 0] / (1 - two.mixtures[:, 2:]))
-    with pytest.warns(MixtureWarning, match="poems"):
-        assert mixture_of(RegmixOptions, two).weights["poems"] == 0
-
-
-def test_the_epoch_limit_holds(mixture_of, corpus):
-    budget = 2 * sum(corpus.train_tokens.values())
-    free = mixture_of(RegmixOptions, runs_of(bowls), token_budget=budget)
-    with pytest.warns(MixtureWarning, match="news"):
-        limited = mixture_of(RegmixOptions, runs_of(bowls), token_budget=budget, max_epochs=3.0)
-    assert max(free.epochs.values()) > 3 >= max(limited.epochs.values()) - 1e-9
-    assert limited.unconstrained == pytest.approx(free.weights)
-    assert limited.parameters["predicted_losses"] != free.parameters["predicted_losses"]
-
-
 def test_a_swarm_is_trained_fitted_and_costed(mixture_of, tmp_path, capsys):
     mixture = mixture_of(RegmixOptions, num_proxies=6, sampling=SAMPLING)
     swarm = tmp_path / "out" / "mixture" / "swarm"
@@ -297,12 +249,6 @@ def test_a_swarm_is_trained_fitted_and_costed(mixture_of, tmp_path, capsys):
     assert fitted.weights == pytest.approx(mixture.weights, abs=1e-9)
     assert fitted.parameters["unknown_costs"] == [f"the runs of {swarm / 'ratios.csv'}"]
     assert not {"total_cost", "paper_flops"} & set(fitted.parameters)
-
-
-def test_a_missing_library_is_a_user_error(compute, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lightgbm", None)
-    with pytest.raises(UserError, match="pip install lightgbm"):
-        compute(RegmixOptions, runs_of(bowls))
 
 
 def test_mixing_laws_find_the_optimum_of_the_true_laws(mixture_of):
@@ -334,13 +280,6 @@ def test_extrapolation_gives_a_warning_and_can_be_limited(mixture_of, monkeypatc
     weights = np.array(list(limited.weights.values()))
     assert (near.min(axis=0) - 1e-9 <= weights).all()
     assert (weights <= near.max(axis=0) + 1e-9).all()
-
-
-def test_poor_data_for_laws_gives_a_warning_or_an_error(mixture_of):
-    with pytest.warns(MixtureWarning, match="4 runs"):
-        mixture_of(MixingLawsOptions, runs_of(TRUE.predict, 4))
-    with pytest.raises(UserError, match="above 0"):
-        mixture_of(MixingLawsOptions, runs_of(lambda mixtures: TRUE.predict(mixtures) - 3))
 
 
 @pytest.mark.slow

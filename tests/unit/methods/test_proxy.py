@@ -22,7 +22,6 @@ from megatron_chameleon.methods.doge.options import DogeRule
 from megatron_chameleon.methods.doremi import hook as doremi_hook
 from megatron_chameleon.methods.doremi.options import DoremiRule
 from megatron_chameleon.methods.method import find_methods
-from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.options import GuardOptions, OptimizerOptions
 from tests.small_corpus import DOMAINS, EOD, write_small_corpus
 from tests.unit.methods.proxies import (
@@ -235,20 +234,6 @@ def test_a_damaged_or_foreign_state_is_an_error(options, copied, change, problem
     with pytest.raises(UserError, match=problem):
         compute(options())
     assert not copied.exists()
-
-
-@for_method(
-    ("name", "out_of_memory", "problem"),
-    [
-        ("doremi", (doremi_hook, "build_model_chunks"), "DoReMi's proxy: .* the reference 0.0"),
-        ("doge", (DomainGradients, "__init__"), "DoGE's proxy: .*gradients of 3 domains 0.0"),
-    ],
-)
-def test_a_proxy_that_does_not_fit_is_an_error(options, monkeypatch, out_of_memory, problem):
-    monkeypatch.setattr(*out_of_memory, run_out)
-    with pytest.raises(UserError, match=problem):
-        compute(options())
-    assert not (options().output.with_suffix("") / "proxy").exists()
 
 
 @for_method(

@@ -21,7 +21,7 @@ from megatron_chameleon.artifacts.swarm import SwarmRecord, member_path
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, read_metrics
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.swarm.options import SwarmOptions
-from megatron_chameleon.methods.swarm.swarm import Swarm, concurrency, own_loss, train_swarm
+from megatron_chameleon.methods.swarm.swarm import Swarm, concurrency, train_swarm
 from megatron_chameleon.model.flops import forward_flops, training_flops
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.training.options import StoppingOptions
@@ -220,19 +220,6 @@ def test_a_folder_of_an_older_release_is_rejected(whole, corpus, tmp_path):
     record.save()
     with pytest.raises(UserError, match="--work-dir"):
         train_swarm(swarm_options(), corpus, MIXTURES, record.root)
-
-
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        ({"a": 1.0, "b": 3.0, "c": None}, 1.5),
-        ({"a": None, "b": 3.0}, math.nan),
-        ({"c": 2.0}, 2.0),
-    ],
-)
-def test_the_loss_that_counts_is_weighted_by_the_mixture(losses, expected):
-    weights = {"a": 0.75, "b": 0.25, "c": 0.0}
-    np.testing.assert_equal(own_loss(losses, weights), expected)
 
 
 def test_concurrency_follows_from_memory_and_cores(monkeypatch):

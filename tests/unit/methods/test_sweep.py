@@ -22,20 +22,16 @@ from megatron_chameleon.artifacts import (
     find_checkpoint,
 )
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
-from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.chameleon.options import (
-    ChameleonOptions,
     ExtractionOptions,
     RecipeOptions,
 )
 from megatron_chameleon.methods.doge.options import DogeRule
 from megatron_chameleon.methods.doremi.options import DoremiRule
 from megatron_chameleon.methods.options import ProxyOptions
-from megatron_chameleon.methods.proxy import training_options
 from megatron_chameleon.methods.sweep.options import AxisOptions, SweepOptions
 from megatron_chameleon.methods.sweep.sweep import plan_sweep, point_of, sweep_mixture
 from megatron_chameleon.training.options import OptimizerOptions, StoppingOptions
-from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS
 from tools.sweep_mixture import main
 
@@ -201,27 +197,6 @@ def test_every_proxy_and_store_is_computed_once(finished_sweep, corpus):
     assert swept.cost.device_seconds == pytest.approx(seconds)
 
 
-def test_a_point_equals_pretraining_and_computing_the_mixture(swept, options, tmp_path):
-    """The second proxy that a process trains equals the first of another."""
-    alone = dataclasses.replace(options(), output=tmp_path / "alone")
-    point = point_of(alone, swept.points[1].settings)
-    run_dir, store = point.made_from
-    proxy = dataclasses.replace(alone.proxy, train_iters=2)
-    pretrain(training_options(proxy, alone.corpus, run_dir))
-    compute_mixture(
-        ChameleonOptions(
-            corpus=alone.corpus,
-            checkpoint=run_dir,
-            output=point.mixture,
-            mode="pretrain",
-            store=store,
-            extraction=alone.extraction,
-            weighting=alone.weighting,
-        )
-    )
-    assert swept.load_mixture(swept.points[1]).weights == Mixture.load(point.mixture).weights
-
-
 def test_a_sweep_is_extended_and_lost_artifacts_are_restored(swept, options, tmp_path, capsys):
     root = tmp_path / "run"
     metrics = [root / "2-proxy" / name / "metrics.jsonl" for name in PROXIES]
@@ -249,16 +224,6 @@ def test_a_stopped_sweep_resumes_and_plots_the_weights(options, tmp_path, capsys
     assert "Weights over ridge" in capsys.readouterr().out
     report = sorted(path.name for path in (tmp_path / "run/7-report").iterdir())
     assert report == ["stability.pdf", "stability.png"]
-
-
-def test_proxies_of_other_options_are_errors_before_training(swept, options, tmp_path):
-    """Also those of a later point than the one to train first."""
-    other, centre = (tmp_path / "run/2-proxy" / name for name in PROXIES)
-    shutil.rmtree(centre)
-    with pytest.raises(UserError, match="--global-batch-size 4, not 8") as error:
-        sweep_mixture(options(global_batch_size=8))
-    assert str(other) in str(error.value)
-    assert not centre.exists()
 
 
 @pytest.mark.parametrize("method", ["doremi", "doge"])
