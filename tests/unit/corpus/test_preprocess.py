@@ -163,7 +163,7 @@ def test_malformed_lines_of_all_shards_count_together(options, jsonl, texts, cap
     printed = capsys.readouterr().out
     row = next(line.split() for line in printed.splitlines() if line.startswith("a "))
     tokens = [f"{corpus.domains['a'].split(split).tokens:,}" for split in SPLITS]
-    assert row[:5] + row[6:] == ["a", "400", *tokens, "0", "0", "2"]
+    assert row[:5] + row[6:] == ["a", "400", *tokens, "0", "0", "0", "2"]
 
 
 @pytest.mark.parametrize(
