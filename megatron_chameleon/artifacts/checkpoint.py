@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import itertools
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts.files import (
-    flush_to_disk,
-    put_all_back,
-    put_back,
-    remove_replaced,
-    replacing,
-    require_regular_file,
+    finish_replacements,
     sha256_of_files,
     sha256_of_json,
 )
@@ -33,8 +29,6 @@ from megatron_chameleon.artifacts.record import Count, HashedFiles, HashedFolder
 from megatron_chameleon.errors import UserError
 
 FOLDER_NAME = "checkpoints"
-LATEST_NAME = "latest"
-UNUSED_PREFIX = "unused-"
 # megatron's index, which contains the path it was written to, and its common state, pickled in
 # order of insertion. These two files differ between identical runs, so they do not count towards
 # the hash.
@@ -159,8 +153,8 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER_NAME / f"step-{step:08d}"
 
 
-def all_checkpoint_folders(run_dir: Path) -> list[Path]:
-    """List the complete checkpoints in a run's folder, oldest first, also those newer than latest.
+def checkpoint_folders(run_dir: Path) -> list[Path]:
+    """List the complete checkpoints of a run, oldest first.
 
     Other names, such as those of users' copies, are ignored.
     """
@@ -168,16 +162,6 @@ def all_checkpoint_folders(run_dir: Path) -> list[Path]:
         path.parent for path in (run_dir / FOLDER_NAME).glob(f"step-*/{CheckpointRecord.FILE_NAME}")
     )
     return sorted(folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name))
-
-
-def checkpoint_folders(run_dir: Path) -> list[Path]:
-    """List the complete checkpoints of a run, oldest first, up to the one named in ``latest``.
-
-    Lists all of them if that file is missing or names none of them.
-    """
-    folders = all_checkpoint_folders(run_dir)
-    latest = _named_latest(run_dir)
-    return folders[: folders.index(latest) + 1] if latest in folders else folders
 
 
 def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
@@ -195,8 +179,8 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
         UserError: if there is none, or only damaged ones.
     """
     with contextlib.suppress(OSError):  # a reader without write permission uses what is there
-        put_back(path)
-        put_all_back(path / FOLDER_NAME)
+        finish_replacements(path.parent, glob.escape(path.name))
+        finish_replacements(path / FOLDER_NAME)
     if (path / CheckpointRecord.FILE_NAME).is_file():
         CheckpointRecord.load(path).verify_in_threads()
         return path
@@ -208,9 +192,6 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
             f"{CheckpointRecord.MADE_BY}"
         )
     problems: list[UserError] = []
-    latest = _named_latest(path)
-    if latest is not None and latest not in folders:
-        problems.append(UserError(f"{latest}, named in {LATEST_NAME}, is not complete"))
     for folder in reversed(folders):
         try:
             CheckpointRecord.load(folder).verify_in_threads()
@@ -224,76 +205,33 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
 
 
 def temporary_name(folder: Path, token: str) -> Path:
-    """Return the name of ``folder`` until it is complete; every attempt has its own ``token``.
+    """Return the name of ``folder`` until it is complete; each attempt has its own ``token``.
 
     Otherwise processes of a killed run could still write into the next attempt's folder.
+
+    Args:
+        folder: to be written.
+        token: eight characters, so that no other folder's temporary name looks the same.
     """
     return folder.with_name(f".{folder.name}.{token}.tmp")
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete what interrupted attempts to write ``folder`` left behind.
+def remove_leftovers(parent: Path, name: str) -> None:
+    """Delete what interrupted attempts to write folders left behind.
 
-    If one was interrupted while it replaced the folder, the old one is restored.
+    If one was interrupted while it replaced a folder, the old one is restored. No other process may
+    write these folders.
+
+    Args:
+        parent: of the folders.
+        name: of the folders, a glob pattern.
 
     Raises:
         OSError: from the file system.
     """
-    put_back(folder)
-    remove_replaced(folder)
-    # A longer name belongs to another folder, with a dot in its name.
-    ours = re.compile(rf"\.{re.escape(folder.name)}\.[^.]+\.tmp")
-    for path in list(folder.parent.glob(".*.tmp")):
-        if ours.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_leftovers_of_run(run_dir: Path) -> None:
-    """Like :func:`remove_leftovers`, for every checkpoint of a run, and for partial files.
-
-    No other process may write to the run.
-    """
-    put_all_back(run_dir / FOLDER_NAME)
-    for folder in all_checkpoint_folders(run_dir):
-        remove_replaced(folder)
-    for path in list((run_dir / FOLDER_NAME).glob(".step-*.tmp")):
+    finish_replacements(parent, name)
+    for path in list(parent.glob(f".{name}.????????.tmp")):
         shutil.rmtree(path, ignore_errors=True)
-    for path in (*run_dir.glob(".*.tmp"), *(run_dir / FOLDER_NAME).glob(f".{LATEST_NAME}.*.tmp")):
-        path.unlink(missing_ok=True)
-
-
-def finish_latest(run_dir: Path) -> None:
-    """Finish the update of ``latest`` by a job that was killed after it completed a checkpoint.
-
-    No other process may write to the run.
-
-    Raises:
-        UserError: if ``latest`` cannot be written.
-    """
-    known = checkpoint_folders(run_dir)[-1:]
-    complete = {folder.name: folder for folder in all_checkpoint_folders(run_dir)}
-    for path in (run_dir / FOLDER_NAME).glob(f".{LATEST_NAME}.*.tmp"):
-        # It can be empty after a power failure.
-        named = complete.get(path.read_text(encoding="utf-8", errors="replace").strip())
-        if named and [named] > known:
-            with naming_latest(named):
-                pass
-
-
-@contextlib.contextmanager
-def naming_latest(folder: Path) -> Iterator[None]:
-    """Point the file ``latest`` at ``folder`` after the block, which renames that folder.
-
-    The file is written before the block, to fail early on a full disk, and renamed after it, so
-    that it never names a missing folder.
-
-    Raises:
-        UserError: if it cannot be written; the block is then not entered.
-    """
-    with replacing(folder.with_name(LATEST_NAME)) as temporary:
-        temporary.write_text(folder.name + "\n", encoding="utf-8")
-        flush_to_disk(temporary)  # finish_latest reads it if the job is killed in the block
-        yield
 
 
 def keep_last(run_dir: Path, count: int) -> None:
@@ -302,41 +240,31 @@ def keep_last(run_dir: Path, count: int) -> None:
     Raises:
         OSError: from the file system; the remaining checkpoints are intact.
     """
-    folders = checkpoint_folders(run_dir)
-    for folder in folders[: max(0, len(folders) - count)] if count else []:
-        deleted = temporary_name(folder, "old")
+    for folder in checkpoint_folders(run_dir)[:-count] if count else []:
+        deleted = temporary_name(folder, "deleting")
         os.replace(folder, deleted)  # atomic: a partial checkpoint never has a checkpoint's name
         shutil.rmtree(deleted)
 
 
 def go_back_to(run_dir: Path, step: int) -> list[Path]:
-    """Make the checkpoint of ``step`` the latest of a run, and rename newer ones.
+    """Make the checkpoint of ``step`` the latest of a run: rename newer ones, remove leftovers.
 
-    They are damaged, or of steps that were rolled back, and are not read again.
+    Newer ones are damaged. They are not read again. No other process may write to the run.
 
     Returns:
         their new paths.
+
+    Raises:
+        OSError: from the file system.
     """
-    chosen = step_folder(run_dir, step)
-    newer = [folder for folder in all_checkpoint_folders(run_dir) if folder.name > chosen.name]
-    if newer:
-        with naming_latest(chosen):
-            pass
+    remove_leftovers(run_dir / FOLDER_NAME, "step-*")
+    for path in run_dir.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
     moved = []
-    for folder in newer:
-        name = f"{UNUSED_PREFIX}{folder.name}"
-        names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
-        moved.append(next(path for path in map(folder.with_name, names) if not path.exists()))
-        os.replace(folder, moved[-1])
+    for folder in checkpoint_folders(run_dir):
+        if folder.name > step_folder(run_dir, step).name:
+            name = f"unused-{folder.name}"
+            names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+            moved.append(next(path for path in map(folder.with_name, names) if not path.exists()))
+            os.replace(folder, moved[-1])
     return moved
-
-
-def _named_latest(run_dir: Path) -> Path | None:
-    """Return the folder named in the file ``latest``, existing or not."""
-    try:
-        path = run_dir / FOLDER_NAME / LATEST_NAME
-        require_regular_file(path)
-        name = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return run_dir / FOLDER_NAME / name

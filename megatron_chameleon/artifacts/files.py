@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import math
@@ -187,47 +188,39 @@ def replace_folder(new: Path, folder: Path) -> None:
     """Rename the folder ``new`` to ``folder``, and delete the previous ``folder``.
 
     Folders cannot be swapped atomically: the old one is renamed first. It is restored if the second
-    step fails, and by :func:`put_back` if the process is killed between the two.
+    step fails, and by :func:`finish_replacements` if the process is killed between the two.
 
     Raises:
         OSError: from the file system; ``folder`` is then unchanged.
     """
-    before = _replaced_name(folder)
+    before = folder.with_name(f".{folder.name}{_REPLACED_SUFFIX}")
     try:
         if folder.exists():
             shutil.rmtree(before, ignore_errors=True)
             os.replace(folder, before)
         os.replace(new, folder)
     finally:
-        put_back(folder)
-    shutil.rmtree(before, ignore_errors=True)
+        finish_replacements(folder.parent, glob.escape(folder.name))
 
 
-def put_back(folder: Path) -> None:
-    """Restore ``folder`` if its replacement was interrupted; call it before looking for the folder.
+def finish_replacements(parent: Path, name: str = "*") -> None:
+    """Complete interrupted :func:`replace_folder` calls: restore a missing folder, or delete its
+    old version. Call it before looking for such folders.
+
+    Args:
+        parent: of the folders.
+        name: of the folders, a glob pattern.
 
     Raises:
         OSError: from the file system.
     """
-    if not folder.exists():
-        with contextlib.suppress(FileNotFoundError):  # none, or another process was faster
-            os.replace(_replaced_name(folder), folder)
-
-
-def put_all_back(parent: Path) -> None:
-    """:func:`put_back` every folder in ``parent``."""
-    for path in parent.glob(f".*{_REPLACED_SUFFIX}"):
-        put_back(path.with_name(path.name[1:].removesuffix(_REPLACED_SUFFIX)))
-
-
-def remove_replaced(folder: Path) -> None:
-    """Delete the old ``folder`` if its deletion was interrupted; call :func:`put_back` first."""
-    if folder.exists():
-        shutil.rmtree(_replaced_name(folder), ignore_errors=True)
-
-
-def _replaced_name(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}{_REPLACED_SUFFIX}")
+    for before in list(parent.glob(f".{name}{_REPLACED_SUFFIX}")):
+        folder = before.with_name(before.name[1:].removesuffix(_REPLACED_SUFFIX))
+        if folder.exists():
+            shutil.rmtree(before, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                os.replace(before, folder)
 
 
 def require_new(paths: Iterable[Path], hint: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +22,9 @@ from safetensors.torch import load_file
 from megatron_chameleon.artifacts import Provenance
 from megatron_chameleon.artifacts.files import (
     cannot_write,
+    finish_replacements,
     flush_to_disk,
-    put_back,
     read_json,
-    remove_replaced,
     replace_folder,
     sha256_of_files,
     write_json,
@@ -214,7 +214,7 @@ def check_output(folder: Path, marker: str, *, overwrite: bool) -> None:
         UserError: naming the existing content.
     """
     with writing(folder):
-        put_back(folder)  # restore it if its replacement was interrupted
+        finish_replacements(folder.parent, glob.escape(folder.name))
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir() or folder.is_symlink():
@@ -264,8 +264,7 @@ def _replacing_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` when the block succeeds."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        put_back(folder)
-        remove_replaced(folder)
+        finish_replacements(folder.parent, glob.escape(folder.name))
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import glob
 import os
 import pickle
 import queue
@@ -42,7 +43,6 @@ from megatron_chameleon.artifacts.checkpoint import (
     CheckpointFile,
     CheckpointRecord,
     hash_files,
-    naming_latest,
     remove_leftovers,
     temporary_name,
 )
@@ -75,7 +75,7 @@ def save_checkpoint(state: State, record: CheckpointRecord) -> None:
         ) from error
 
 
-def plan_save(state: State, record: CheckpointRecord, *, is_latest: bool = False) -> AsyncRequest:
+def plan_save(state: State, record: CheckpointRecord) -> AsyncRequest:
     """Plan a save and return the request that executes it. Collective.
 
     Data-parallel ranks each write a part of their common state.
@@ -83,14 +83,12 @@ def plan_save(state: State, record: CheckpointRecord, *, is_latest: bool = False
     Args:
         state: its tensors may change once the request has started to write.
         record: of the checkpoint; its ``files`` are filled in.
-        is_latest: whether it becomes the latest checkpoint of its run.
 
     Raises:
         SaveError: on every rank, here or from the last of the request's functions.
     """
-    save = _Save(
-        record, is_latest, temporary_name(record.root, from_main(lambda: uuid.uuid4().hex[:8]))
-    )
+    token = from_main(lambda: uuid.uuid4().hex[:8])
+    save = _Save(record, temporary_name(record.root, token))
     shards, common = save_preprocess(state)
     from_main(lambda: save.begin(common))
     strategy = FullyParallelSaveStrategyWrapper(
@@ -114,13 +112,12 @@ class _Save:
     """Rank 0's part of a save, before and after the ranks write."""
 
     record: CheckpointRecord
-    is_latest: bool
     temporary: Path
 
     def begin(self, common: dict[str, Any]) -> None:
         """Create the temporary folder and write the state that is not sharded."""
         with self._save_errors():
-            remove_leftovers(self.record.root)
+            remove_leftovers(self.record.root.parent, glob.escape(self.record.root.name))
             self.temporary.mkdir(parents=True)
             TorchCommonSaveStrategy("torch", 1).save_common(common, self.temporary)
 
@@ -141,8 +138,7 @@ class _Save:
             for name in own:
                 flush_to_disk(self.temporary / name)
             flush_to_disk(self.temporary)
-            with naming_latest(self.record.root) if self.is_latest else contextlib.nullcontext():
-                replace_folder(self.temporary, self.record.root)
+            replace_folder(self.temporary, self.record.root)
             flush_to_disk(self.record.root.parent)
 
     @contextlib.contextmanager

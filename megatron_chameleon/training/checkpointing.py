@@ -16,12 +16,10 @@ from megatron_chameleon.artifacts.checkpoint import (
     CheckpointRecord,
     CheckpointWarning,
     checkpoint_folders,
-    finish_latest,
     go_back_to,
     keep_last,
-    remove_leftovers_of_run,
 )
-from megatron_chameleon.artifacts.files import put_all_back, writing
+from megatron_chameleon.artifacts.files import finish_replacements, writing
 from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.artifacts.training_run import (
     METRICS_NAME,
@@ -62,7 +60,7 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
     """Find the checkpoint to resume from. Collective.
 
     A damaged checkpoint is skipped in favor of the previous one. The folder is not changed, except
-    to complete a save that was killed between its last steps.
+    to complete a save that was killed while it replaced a checkpoint.
 
     Raises:
         UserError: on every rank, if the folder holds a run with other options, corpus or mixture,
@@ -73,8 +71,7 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
         run = check_run_folder(plan)
         if run is not None:
             with writing(run.root):
-                put_all_back(run.root / FOLDER_NAME)
-                finish_latest(run.root)
+                finish_replacements(run.root / FOLDER_NAME)
         return run
 
     run = from_main(find_run)
@@ -241,7 +238,7 @@ def roll_back(progress: Progress, run_dir: Path) -> None:
 
     def on_main() -> None:
         with writing(run_dir):
-            moved = go_back_to(run_dir, progress.step) if progress.checkpoint else []
+            moved = go_back_to(run_dir, progress.step)
         if progress.problems:
             warnings.warn(
                 f"{progress.problems[0]}: resuming from step {progress.step}; renamed to "
@@ -249,7 +246,6 @@ def roll_back(progress: Progress, run_dir: Path) -> None:
                 CheckpointWarning,
                 stacklevel=2,
             )
-        remove_leftovers_of_run(run_dir)
         keep_metrics_until(run_dir / METRICS_NAME, progress.step)
 
     if progress.run is not None:
@@ -281,7 +277,7 @@ class CheckpointWriter:
         """
         self.finish()
         try:
-            request = plan_save(state, record, is_latest=True)
+            request = plan_save(state, record)
             if self._options.checkpointing.async_save and not is_last:
                 self._queue.schedule_async_request(request)
                 self._in_flight = record

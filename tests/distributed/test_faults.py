@@ -65,7 +65,7 @@ def test_a_killed_rank_leaves_the_checkpoints_before(found, moment, saved, parti
     assert launch["run_status"] in ("failed", "interrupted", "running"), launch["log"]
     temporary = [name for name in launch["left"] if name.endswith(".tmp")]
     others = [name for name in launch["left"] if not name.endswith(".tmp")]
-    assert others == ["latest", *(f"step-{step:08d}" for step in saved)]
+    assert others == [f"step-{step:08d}" for step in saved]
     assert bool(temporary) == (partial is not None)
     for name in temporary:
         assert re.fullmatch(rf"\.step-{partial:08d}\.\w+\.tmp", name)
@@ -75,7 +75,7 @@ def test_the_resumed_run_is_bit_identical_to_an_uninterrupted_one(results, place
     last = found(f"killed-{KILLS[-1]}")
     assert last["status"] == 0, last["log"]
     assert (last["run_status"], last["step"]) == ("finished", TRAIN_ITERS)
-    assert last["left"] == ["latest", "step-00000006", "step-00000009", "step-00000012"]
+    assert last["left"] == ["step-00000006", "step-00000009", "step-00000012"]
     run_dir = places.run(KILLED_RUN)
     assert not list(run_dir.glob(".*.tmp"))
     assert metrics_in(run_dir) == results.metrics("dp2-sharded")

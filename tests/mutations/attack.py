@@ -197,7 +197,6 @@ KINDS: dict[str, Kind] = {
     ),
     "run to resume": Kind("5-base/stopped-seed1/*.json*", ("resume", "report")),
     "checkpoint to resume": Kind("5-base/stopped-seed1/checkpoints/*/*", ("resume",)),
-    "latest": Kind("5-base/stopped-seed1/checkpoints/latest", ("resume",)),
     "store.json": Kind("3-embeddings/store.json", ("weigh",)),
     "store vectors": Kind("3-embeddings/*.safetensors", ("weigh",)),
     "mixture": Kind("4-mixture/chameleon.json", ("train", "export", "report"), editable=True),
@@ -243,9 +242,7 @@ def build_workspace(folder: Path) -> None:
     tool(train.format("2-proxy/nano-seed1", 4) + " --mixture uniform")
     tool(train.format("5-base/stopped-seed1", 6) + " --mixture uniform")
     # As a run that was killed after step 4.
-    checkpoints = folder / "5-base/stopped-seed1/checkpoints"
-    shutil.rmtree(checkpoints / "step-00000006")
-    (checkpoints / "latest").write_text("step-00000004\n")
+    shutil.rmtree(folder / "5-base/stopped-seed1/checkpoints/step-00000006")
     for step in (0, 1):
         (folder / "foreign").mkdir(exist_ok=True)
         for suffix in (".bin", ".idx"):

@@ -12,13 +12,10 @@ from megatron_chameleon.artifacts import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.checkpoint import (
     CheckpointWarning,
     checkpoint_folders,
-    finish_latest,
     go_back_to,
     hash_files,
     keep_last,
-    naming_latest,
     remove_leftovers,
-    remove_leftovers_of_run,
     step_folder,
 )
 from megatron_chameleon.errors import UserError
@@ -85,17 +82,6 @@ def test_latest_checkpoint_of_a_run_is_found(tmp_path):
     ]
 
 
-@pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.checkpoint.CheckpointWarning")
-def test_file_latest_counts_if_it_names_a_complete_checkpoint(run):
-    latest = run / "checkpoints" / "latest"
-    for content, step in (("step-3", 2), ("", 2), ("../outside", 2), ("step-00000001\n", 1)):
-        latest.write_text(content)
-        assert find_checkpoint(run) == checkpoint_folders(run)[-1] == step_folder(run, step)
-    latest.unlink()
-    os.mkfifo(latest)  # reading it would block
-    assert find_checkpoint(run) == step_folder(run, 2)
-
-
 def test_damaged_checkpoint_of_a_run_is_skipped_with_a_warning(run):
     newest, older = step_folder(run, 2), step_folder(run, 1)
     (newest / "common.pt").write_bytes(b"state of the optimixer")
@@ -109,14 +95,11 @@ def test_damaged_checkpoint_of_a_run_is_skipped_with_a_warning(run):
         find_checkpoint(run)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, "common.pt", ".metadata", None])
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, "common.pt", ".metadata"])
 def test_checkpoint_with_a_damaged_record_is_skipped(run, content):
-    """A record that is no JSON, does not list a file, or is missing."""
+    """A record that is no JSON, or does not list a file."""
     path = step_folder(run, 2) / "checkpoint.json"
-    if content is None:
-        (run / "checkpoints/latest").write_text("step-00000002\n")
-        path.unlink()
-    elif isinstance(content, bytes):
+    if isinstance(content, bytes):
         path.write_bytes(content)
     else:
         body = json.loads(path.read_text())
@@ -151,36 +134,20 @@ def test_checkpoint_that_a_killed_save_set_aside_is_found(run):
         assert find_checkpoint(path) == newest
 
 
-@pytest.mark.parametrize(
-    "remove", [remove_leftovers, lambda f: remove_leftovers_of_run(f.parents[1])]
-)
-def test_removing_leftovers_restores_what_a_killed_save_set_aside(tmp_path, remove):
-    folder = step_folder(tmp_path, 2)
-    checkpoint_in(folder)
-    set_aside(folder)
-    remove(folder)
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-    CheckpointRecord.load(folder).verify()
-    checkpoint_in(folder.with_name(f".{folder.name}.replaced"))  # killed after its second rename
-    remove(folder)
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_update_of_latest_by_a_killed_save_is_finished(run):
-    for step in (1, 2):
-        with naming_latest(step_folder(run, step)):
-            pass
-    checkpoint_in(step_folder(run, 3))
-    folder = run / "checkpoints"
-    for name, step in (("a", 1), ("b", 3), ("c", 4)):
-        (folder / f".latest.{name}.tmp").write_text(f"step-{step:08d}\n")
-    for name, content in (("d", b"\xff"), ("e", b""), ("f", b"../step-00000003")):
-        (folder / f".latest.{name}.tmp").write_bytes(content)
+def test_removing_leftovers_restores_what_a_killed_save_set_aside(run):
+    newest = step_folder(run, 2)
     (run / ".run.json.e.tmp").write_text("{")
-    finish_latest(run)
-    remove_leftovers_of_run(run)
-    assert checkpoint_folders(run) == [step_folder(run, step) for step in (1, 2, 3)]
-    assert (folder / "latest").read_text() == "step-00000003\n"
+    for remove in (
+        lambda: remove_leftovers(newest.parent, newest.name),
+        lambda: go_back_to(run, 2),
+    ):
+        set_aside(newest)
+        remove()
+        assert checkpoint_folders(run) == [step_folder(run, step) for step in (1, 2)]
+        CheckpointRecord.load(newest).verify()
+        checkpoint_in(newest.with_name(f".{newest.name}.replaced"))  # killed after both renames
+        remove()
+        assert len(list(newest.parent.iterdir())) == 2
     assert not list(run.rglob("*.tmp"))
 
 
@@ -192,7 +159,7 @@ def test_copies_by_users_and_other_folders_are_untouched(tmp_path):
     left = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()}
     assert left == {"step-00000001-good", "step-00000002", "step-00000003.bak"}
     other = tmp_path / "other"
-    for name in (".gpt2.1a2b3c4d.tmp", ".gpt2.v2.1a2b3c4d.tmp", ".gpt2.old.tmp"):
+    for name in (".gpt2.1a2b3c4d.tmp", ".gpt2.v2.1a2b3c4d.tmp"):
         (other / name).mkdir(parents=True)
-    remove_leftovers(other / "gpt2")
+    remove_leftovers(other, "gpt2")
     assert [path.name for path in other.iterdir()] == [".gpt2.v2.1a2b3c4d.tmp"]

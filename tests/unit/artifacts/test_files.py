@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_chameleon.artifacts.files import (
-    put_all_back,
-    put_back,
-    remove_replaced,
+    finish_replacements,
     replace_folder,
     replacing,
     sha256_of_files,
@@ -120,13 +118,13 @@ def test_failed_replacement_of_a_folder_is_undone(folders, monkeypatch):
     assert names_in(folder.parent) == [new.name, folder.name]
 
 
-@pytest.mark.parametrize("restore", [put_back, lambda folder: put_all_back(folder.parent)])
-def test_killed_replacement_of_a_folder_is_undone_later(folders, monkeypatch, restore):
+def test_killed_replacement_of_a_folder_is_undone_later(folders, monkeypatch):
     new, folder = folders
     killed_at_the_second_rename(new, folder, monkeypatch)
-    remove_replaced(folder)  # must not delete the only copy
-    restore(folder)
-    restore(folder)  # as other ranks may do concurrently
+    finish_replacements(folder.parent, "other")
+    assert not folder.exists()
+    for _ in range(2):
+        finish_replacements(folder.parent)
     assert (folder / "file").read_text() == folder.name
     assert names_in(folder.parent) == [new.name, folder.name]
 
@@ -137,7 +135,6 @@ def test_replaced_folder_is_deleted_and_never_restored(folders, monkeypatch):
         patched.setattr("shutil.rmtree", lambda *_, **__: None)  # as if killed before it
         replace_folder(new, folder)
     assert len(names_in(folder.parent)) == 2
-    put_back(folder)
+    finish_replacements(folder.parent)
     assert (folder / "file").read_text() == new.name
-    remove_replaced(folder)
     assert names_in(folder.parent) == [folder.name]

@@ -78,7 +78,7 @@ def checkpoints_in(run_dir):
 def test_only_the_last_checkpoints_are_kept(options_for, tmp_path, async_save):
     checkpointing = CheckpointingOptions(async_save=async_save, keep_last_checkpoints=2)
     pretrain(options_for(save_interval=1, checkpointing=checkpointing))
-    assert names_in(tmp_path / "run") == ["latest", "step-00000005", "step-00000006"]
+    assert names_in(tmp_path / "run") == ["step-00000005", "step-00000006"]
     assert checkpoints_in(tmp_path / "run") == [f"checkpoints/step-0000000{n}" for n in (5, 6)]
 
 
@@ -113,7 +113,7 @@ def test_full_disk_costs_one_checkpoint_only(
     assert "\n" not in message
     run = TrainingRun.load(run_dir)
     assert (run.status, [failed.step for failed in run.failed_saves]) == ("finished", [4])
-    assert names_in(run_dir) == ["latest", "step-00000002", "step-00000006"]
+    assert names_in(run_dir) == ["step-00000002", "step-00000006"]
     assert record_at(run_dir, 6).hash == record_at(finished_run, 6).hash
     assert list(losses(run_dir)) == [1, 2, 3, 4, 5, 6]
 
@@ -130,7 +130,7 @@ def test_run_whose_last_checkpoint_cannot_be_written_fails_and_resumes(
         pretrain(options_for(checkpointing=checkpointing, save_interval=10))
     full.close()
     assert TrainingRun.load(run_dir).status == "failed"
-    assert names_in(run_dir) == ["latest", "step-00000002"]
+    assert names_in(run_dir) == ["step-00000002"]
     pretrain(options_for(checkpointing=checkpointing))
     assert record_at(run_dir, 6).hash == record_at(finished_run, 6).hash
 
@@ -147,4 +147,4 @@ def test_killed_writer_costs_one_checkpoint_only(options_for, tmp_path, monkeypa
     monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(killed_once))
     with pytest.warns(CheckpointWarning, match=r"step-00000003 \(rank 0: .*\); training continues"):
         pretrain(options_for(checkpointing=ASYNC))
-    assert names_in(tmp_path / "run") == ["latest", "step-00000006"]
+    assert names_in(tmp_path / "run") == ["step-00000006"]
