@@ -196,8 +196,8 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         def finalize() -> None:
             result = RankResult()  # of a rank with nothing to write
             if writer.write_buckets:
-                killed = RankResult(error="the process that writes was killed")
-                result = writer.results_queue.get() or killed
+                killed = "the process that writes was killed, or memory did not suffice"
+                result = writer.results_queue.get() or RankResult(error=killed)
             results = ranks.gather_object(result)
             staged.clear()
             from_main(lambda: self._complete(writer, index, results))
@@ -222,16 +222,20 @@ class Handover:
         self._memory = os.fdopen(os.memfd_create("handover"), "w+b")
 
     def put(self, value: Any) -> None:
-        """Pass ``value``; the parent reads it once this process has ended."""
-        pickle.dump(value, self._memory)
-        self._memory.flush()
+        """Pass ``value``, if memory suffices; the parent reads it once this process has ended."""
+        with contextlib.suppress(MemoryError, OSError):
+            pickle.dump(value, self._memory)
+            self._memory.flush()
 
     def get(self) -> Any:
-        """Return the value; None if none was put, or the process was killed while putting it."""
-        self._memory.seek(0)
+        """Return the value; None if it was not put completely.
+
+        An exception would leave the other ranks waiting in the collective that follows.
+        """
         try:
+            self._memory.seek(0)
             return pickle.load(self._memory)
-        except (EOFError, pickle.UnpicklingError):
+        except (EOFError, MemoryError, OSError, pickle.UnpicklingError):
             return None
 
 

@@ -23,7 +23,7 @@ from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.checkpoint import save
 from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
-from megatron_chameleon.checkpoint.load import load_training, open_reader, shape_of
+from megatron_chameleon.checkpoint.load import CheckedReader, load_training, open_reader, shape_of
 from megatron_chameleon.checkpoint.save import Handover, save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.errors import UserError
@@ -186,6 +186,36 @@ def test_a_value_larger_than_a_pipe_is_read_after_its_process_ended():
     process.join(20)
     assert process.exitcode == 0
     assert handover.get() == value
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOSPC, "No space left")])
+def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
+    one_rank, tmp_path, monkeypatch, error
+):
+    """An exception before it would leave the other ranks waiting."""
+
+    def fail(*_arguments):
+        raise error
+
+    state = model_state([build_model(SHAPE, one_rank, seed=5)])
+    monkeypatch.setattr(save.pickle, "dump", fail)
+    with pytest.raises(UserError, match=r"rank 0: .* memory did not suffice"):
+        save_checkpoint(state, record_at(tmp_path / "step"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_while_reading_is_not_reported_as_damage(
+    one_rank, record, monkeypatch, error
+):
+    """torch collects every exception of a read in a CheckpointException."""
+
+    def interrupted(*_arguments, **_options):
+        raise error
+
+    monkeypatch.setattr(CheckedReader, "read_data", interrupted)
+    with pytest.raises(error):
+        open_reader(record, one_rank)
 
 
 NAME = "embedding.word_embeddings.weight"
