@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -29,7 +30,6 @@ KEYS = ("run", "run_id", "index", "name")
 # train_the_pile_arxiv, metric/the_pile_arxiv_val_loss, valid_arxiv/loss ...
 _BEFORE = re.compile(r"^(metrics?|eval|train|training|valid|validation|val|test)[_/:.\- ]", re.I)
 _AFTER = re.compile(r"[_/:.\- ](train|valid|validation|val|test|loss|lm[_ ]loss)$", re.I)
-_SEPARATORS = "_/:.- "
 
 
 class MixtureRunsWarning(UserWarning):
@@ -77,45 +77,33 @@ def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
             f"{', '.join(KEYS)}"
         )
     shares, losses = _by_run(ratios, shares, key), _by_run(metrics, losses, key)
-    common = [run for run in shares.index if run in losses.index]
-    if not common:
+    common = shares.index[shares.index.isin(losses.index)]
+    if common.empty:
         raise UserError(
-            f"{ratios} and {metrics} have no run in common: of their columns '{key}' no value is "
-            "in both; pass tables of the same runs"
+            f"{ratios} and {metrics} have no run in common: no value of column '{key}' is in both; "
+            "pass tables of the same runs"
         )
-    for path, table, other in ((ratios, shares, metrics), (metrics, losses, ratios)):
-        if unmatched := list(table.index[~table.index.isin(common)]):
-            _warn(
-                f"{path}: {len(unmatched)} runs are not in {other} and are left out: "
-                f"{_shortened(unmatched)}"
-            )
-    shares = _numbers(ratios, shares.loc[common])
-    mixtures = _mixtures(ratios, shares)
-    results = _numbers(metrics, losses.loc[common]).replace([math.inf, -math.inf], math.nan)
-    if empty := list(results.columns[results.isna().all()]):
-        _warn(f"{metrics}: no number in {_shortened(empty)}: left out")
-        results = results.drop(columns=empty)
-    if results.empty:
-        raise UserError(f"{metrics} has no number for any run of {ratios}")
-    complete = results.notna().all(axis=1).to_numpy()
-    if not complete.all():
-        lacking = list(results.index[~complete])
-        _warn(
-            f"{metrics}: {len(lacking)} of {len(common)} runs lack a metric and are left out: "
-            f"{_shortened(lacking)}"
-        )
-    if not complete.any():
+    for path, table in ((ratios, shares), (metrics, losses)):
+        _warn_left_out(f"{path}: the other table lacks runs", table.index[~table.index.isin(common)])
+    shares, losses = _numbers(ratios, shares.loc[common]), _numbers(metrics, losses.loc[common])
+    is_empty = losses.isna().all()
+    _warn_left_out(f"{metrics}: no number in columns", losses.columns[is_empty])
+    losses = losses.loc[:, ~is_empty]
+    complete = losses.notna().all(axis=1).to_numpy()
+    _warn_left_out(f"{metrics}: runs lack a metric", losses.index[~complete])
+    if losses.empty or not complete.any():
         raise UserError(
-            f"{metrics}: no run has a number for all metrics; leave out columns that have gaps"
+            f"{metrics}: no run of {ratios} has a number for all metrics; leave out columns that "
+            "have gaps"
         )
     return MixtureRuns(
-        keys=list(results.index[complete]),
+        keys=list(common[complete]),
         domains=plain_names(list(shares.columns)),
-        mixtures=mixtures[complete],
-        metrics=plain_names(list(results.columns)),
-        losses=results.to_numpy()[complete],
+        mixtures=_mixtures(ratios, shares)[complete],
+        metrics=plain_names(list(losses.columns)),
+        losses=losses.to_numpy()[complete],
         domain_columns=list(shares.columns),
-        metric_columns=list(results.columns),
+        metric_columns=list(losses.columns),
     )
 
 
@@ -156,28 +144,21 @@ def _by_run(path: Path, table: pd.DataFrame, key: str) -> pd.DataFrame:
 
 
 def _numbers(path: Path, table: pd.DataFrame) -> pd.DataFrame:
-    """``table`` as float64, NaN for a missing value."""
-
-    def number(run: str, column: str, text: str) -> float:
+    """``table`` as float64, NaN for a missing or infinite value."""
+    numbers = {}
+    for name, column in table.items():
+        text = column.str.strip().str.lower()
         try:
-            return math.nan if text.strip().lower() in NO_NUMBER else float(text)
-        except ValueError:
-            raise UserError(
-                f"{path}: run '{run}': '{text}' of {column} is not a number; repair it, or remove "
-                "the column"
-            ) from None
-
-    values = [
-        [number(str(run), column, text) for column, text in zip(table.columns, row, strict=True)]
-        for run, row in zip(table.index, table.to_numpy(), strict=True)
-    ]
-    return pd.DataFrame(np.array(values), table.index, table.columns)
+            numbers[name] = text.mask(text.isin(NO_NUMBER)).astype(np.float64)
+        except ValueError as error:
+            raise UserError(f"{path}: {name}: {error}; repair it, or remove the column") from error
+    return pd.DataFrame(numbers, table.index).replace([math.inf, -math.inf], math.nan)
 
 
 def _mixtures(path: Path, shares: pd.DataFrame) -> Array:
     """[n, k] shares, divided by their sums."""
     values: Array = shares.to_numpy()
-    bad = np.argwhere(~((values >= 0) & (values < math.inf)))
+    bad = np.argwhere(~(values >= 0))
     if bad.size:
         row, column = bad[0]
         raise UserError(
@@ -192,21 +173,21 @@ def _mixtures(path: Path, shares: pd.DataFrame) -> Array:
             "expected shares of the tokens of a run, and no other columns than those and the run's "
             "name"
         )
-    rounded = off > 1e-6
-    if rounded.any():
-        _warn(
-            f"{path}: the shares of {int(rounded.sum())} runs sum to 1 only within "
-            f"{off.max():.2g}; each is divided by its sum"
+    if rounded := int((off > 1e-6).sum()):
+        warnings.warn(
+            f"{path}: the shares of {rounded} runs sum to 1 only within {off.max():.2g}; each is "
+            "divided by its sum",
+            MixtureRunsWarning,
+            stacklevel=3,
         )
     return values / values.sum(axis=1, keepdims=True)
 
 
-def _shortened(names: Sequence[str]) -> str:
-    return ", ".join([*names[:5], "..."] if len(names) > 5 else names)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, MixtureRunsWarning, stacklevel=3)
+def _warn_left_out(problem: str, names: pd.Index) -> None:
+    if not names.empty:
+        listed = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
+        message = f"{problem}: {len(names)} are left out: {listed}"
+        warnings.warn(message, MixtureRunsWarning, stacklevel=3)
 
 
 def write_mixture_runs(runs: MixtureRuns, ratios: Path, metrics: Path) -> None:
@@ -233,11 +214,11 @@ def plain_names(columns: Sequence[str]) -> list[str]:
     names = [_without_affixes(column.strip()) for column in columns]
     if names == list(columns):
         return names
-    shared = _common_prefix(names)
-    shorter = [name[len(shared) :] for name in names]
-    if len(set(shorter)) == len(shorter):
-        return shorter
-    return names if len(set(names)) == len(names) else list(columns)
+    prefix = _common_prefix(names)
+    for found in ([name.removeprefix(prefix) for name in names], names):
+        if len(set(found)) == len(found) and all(found):
+            return found
+    return list(columns)
 
 
 def matched(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
@@ -246,14 +227,21 @@ def matched(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     A name is compared literally, then without case, affixes and the kind of separator, and last
     without the common prefix of either side.
     """
-    found = {name: name for name in names if name in set(known)}
-    for simplified in (_simplified, _simplified_plain):
-        theirs = _unique(known, simplified(known))
-        ours = _unique(names, simplified(names))
-        for key, name in ours.items():
+    found = {name: name for name in names if name in known}
+    for with_prefix in (True, False):
+        theirs = _by_simple_name(known, with_prefix=with_prefix)
+        for key, name in _by_simple_name(names, with_prefix=with_prefix).items():
             if name not in found and key in theirs and theirs[key] not in found.values():
                 found[name] = theirs[key]
     return {name: found[name] for name in names if name in found}
+
+
+def _by_simple_name(names: Sequence[str], *, with_prefix: bool) -> dict[str, str]:
+    """Lower case without affixes -> name, where it is unique."""
+    keys = [re.sub(r"[_/:.\- ]+", "_", _without_affixes(name)).lower() for name in names]
+    prefix = "" if with_prefix else _common_prefix(keys)
+    keys = [key.removeprefix(prefix) for key in keys]
+    return {key: name for key, name in zip(keys, names, strict=True) if keys.count(key) == 1}
 
 
 def _without_affixes(column: str) -> str:
@@ -266,25 +254,5 @@ def _without_affixes(column: str) -> str:
 
 def _common_prefix(names: Sequence[str]) -> str:
     """The common prefix of ``names``, up to and with its last separator."""
-    if len(names) < 2:
-        return ""
-    first, last = min(names), max(names)
-    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
-    while length and first[length - 1] not in _SEPARATORS:
-        length -= 1
-    return first[:length]
-
-
-def _simplified(names: Sequence[str]) -> list[str]:
-    return [re.sub(f"[{re.escape(_SEPARATORS)}]+", "_", _without_affixes(n)).lower() for n in names]
-
-
-def _simplified_plain(names: Sequence[str]) -> list[str]:
-    simplified = _simplified(names)
-    shared = _common_prefix(simplified)
-    return [name[len(shared) :] for name in simplified]
-
-
-def _unique(names: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """Key -> name, for the keys that only one name has."""
-    return {key: name for key, name in zip(keys, names, strict=True) if list(keys).count(key) == 1}
+    prefix = os.path.commonprefix(names) if len(names) > 1 else ""
+    return prefix[: max(map(prefix.rfind, "_/:.- ")) + 1]
