@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import io
 import os
@@ -32,7 +33,6 @@ from megatron_chameleon.console import (
     escaped,
     lost_output,
     open_output,
-    reader_has_left,
 )
 from megatron_chameleon.errors import STOPPED_STATUS, UserError, system_error_message
 from megatron_chameleon.ranges import each_value
@@ -75,12 +75,12 @@ def run_tool(
         prog: name of the tool in --help.
         prints_log: whether the output only repeats what is written to disk.
     """
-    _start()
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _start()
     options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank, prog)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.excepthook = _thread_ended
-    warnings.showwarning = OneLineWarnings() if rank == 0 else _no_warning
+    # Every rank raises the same warning, and rank 0 prints it.
+    warnings.showwarning = OneLineWarnings() if rank == 0 else lambda *_, **__: None
     for noise in (FutureWarning, DeprecationWarning):  # of libraries, for developers
         warnings.simplefilter("ignore", noise)
     escape_everything_printed()
@@ -108,8 +108,7 @@ def run_subcommand(
     commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]],
 ) -> NoReturn:
     """Like :func:`run_tool` for a tool whose first argument names one of ``commands``."""
-    _start()
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _start()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     tool = os.path.basename(sys.argv[0])
     if name in ("-h", "--help"):
@@ -142,16 +141,12 @@ def run_choice(
         unusable: a line for each value that is defined but not usable, added to the error for an
             unknown value.
     """
-    _start()
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _start()
     values, argv = take_values(flag, sys.argv[1:])
     if listing_flag in argv:
         if rank == 0:
             print(listing())
         _leave(0)
-    known = ", ".join(commands)
-    if any(not value or value.startswith("-") for value in values):
-        _exit_with_error(f"{flag} has no value: choose one of {known}", rank)
     if len(values) > 1:
         _exit_with_error(
             f"{flag} appears {len(values)} times ({', '.join(values)}): each value has its own "
@@ -160,7 +155,7 @@ def run_choice(
         )
     name = values[0] if values else default
     if name not in commands:
-        problem = f"{flag} {name}: unknown value; {listing_flag} describes {known}"
+        problem = f"{flag} {name}: unknown value; {listing_flag} describes {', '.join(commands)}"
         _exit_with_error("; ".join([problem, *unusable]), rank)
     if not values and rank == 0 and {"-h", "--help"} & set(argv):
         print(
@@ -276,13 +271,13 @@ def check_text_and_paths(options: Any) -> None:
 
 def field_helps(options_type: type) -> dict[str, str]:
     """Field -> the help of its flag, for the fields of an options dataclass that have one."""
-    documented = {
-        doc.arg_name: _flowing(doc)
+    return {
+        doc.arg_name: "\n\n".join(" ".join(text.split()) for text in doc.description.split("\n\n"))
         for base in reversed(options_type.__mro__)
         if dataclasses.is_dataclass(base)
         for doc in docstring_parser.parse_from_object(base).params
+        if doc.description
     }
-    return {name: text for name, text in documented.items() if text is not None}
 
 
 def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
@@ -297,24 +292,14 @@ def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
     return MISSING_NONPROP if field.default is dataclasses.MISSING else field.default
 
 
-def _flowing(documented: docstring_parser.DocstringParam) -> str | None:
-    """A field's docstring with line breaks only between paragraphs."""
-    if documented.description is None:
-        return None
-    paragraphs = re.split(r"\n\s*\n", documented.description)
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-
-
 def _leave(status: int, *, prints_log: bool = False) -> NoReturn:
     """Exit with ``status``, or as :func:`run_tool` describes if output was lost."""
     lost = lost_output()
-    if lost is not None and (prints_log or not reader_has_left(lost)):
-        what = f"standard output could not be written: {lost.strerror}"
-        if prints_log:
-            print(f"warning: {what}; the run folder has all metrics", file=sys.stderr)
-        else:
-            print(f"error: {what}; output is lost, but files are written", file=sys.stderr)
-            status = status or USER_ERROR_STATUS
+    if lost is not None and (prints_log or lost.errno != errno.EPIPE):  # EPIPE: tool | head
+        kind = "warning" if prints_log else "error"
+        problem = f"standard output could not be written: {lost.strerror}"
+        print(f"{kind}: {problem}; all files are written", file=sys.stderr)
+        status = status if prints_log else status or USER_ERROR_STATUS
     sys.exit(status)
 
 
@@ -345,15 +330,12 @@ def _flatten(box: str) -> str:
     return re.sub(r"([:,;]);", r"\1", flat)
 
 
-def _start() -> None:
-    """Prepare the streams, in UTF-8 mode: names and files are read alike in every locale."""
+def _start() -> int:
+    """Prepare the streams, in UTF-8 mode for names and files in every locale; return the rank."""
     if sys.getfilesystemencoding() != "utf-8":
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     open_output()
-
-
-def _interrupt(_signal: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    return int(os.environ.get("RANK", "0"))
 
 
 def _thread_ended(failed: threading.ExceptHookArgs) -> None:
@@ -383,7 +365,3 @@ class OneLineWarnings:
         if text not in self._shown:
             self._shown.add(text)
             print(f"warning: {escaped(text)}", file=sys.stderr, flush=True)
-
-
-def _no_warning(*_arguments: object, **_more: object) -> None:
-    """Print nothing: every rank raises the same warning, and rank 0 prints it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
@@ -128,11 +127,6 @@ def lost_output() -> OSError | None:
     """The first error by which ``sys.stdout`` lost output; None without one."""
     sys.stdout.flush()
     return sys.stdout.lost if isinstance(sys.stdout, Output) else None
-
-
-def reader_has_left(error: OSError) -> bool:
-    """Whether output was lost because its reader closed the pipe, as in ``tool | head``."""
-    return error.errno == errno.EPIPE
 
 
 def _backslashed(character: str) -> str:

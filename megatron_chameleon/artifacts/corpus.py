@@ -55,7 +55,7 @@ def tokenizer_hash(
     sha256 = hashlib.sha256(content).hexdigest()
     if pattern is None:
         return sha256
-    special = None if special_tokens is None else dict(special_tokens)
+    special = special_tokens and dict(special_tokens)
     return sha256_of_json({"content": sha256, "pattern": pattern, "special_tokens": special})
 
 
@@ -143,12 +143,8 @@ class Corpus(HashedFolderRecord):
         identity = corpus.tokenizer
         path = corpus.root / identity.file
         if path.is_file():
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror}; restore it") from error
-            found = tokenizer_hash(content, identity.pattern, identity.special_tokens)
-            if found != identity.sha256:
+            settings = identity.pattern, identity.special_tokens
+            if tokenizer_hash(path.read_bytes(), *settings) != identity.sha256:
                 raise UserError(
                     f"{path} is not the tokenizer that made the corpus (its hash differs from that "
                     f"in {cls.FILE_NAME}); {cls.RESTORE}"

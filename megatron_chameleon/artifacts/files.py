@@ -21,7 +21,6 @@ from megatron_chameleon.errors import UserError
 # Twice the largest artifacts: an evaluation of 32,767 domains in 256 clusters, and a swarm of 512
 # members over as many domains.
 MAX_JSON_BYTES = 1 << 30
-MAX_JSON_DEPTH = 64
 _CHUNK = 1 << 20
 # More files than this are flushed by one call to sync.
 _MAX_FSYNC = 1000
@@ -79,28 +78,21 @@ def link_or_copy(path: Path, target: Path) -> None:
             shutil.copyfile(path, target)
 
 
-def cannot_write(path: Path, error: OSError) -> UserError:
+def cannot_write(path: Path, error: Exception) -> UserError:
     """The error of a failed write to ``path``."""
-    return UserError(
-        f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
-    )
+    reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return UserError(f"cannot write {path}: {reason}; free space or choose another folder")
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented UTF-8 JSON, atomically.
 
     Raises:
-        UserError: if it cannot be written, or is too large for :func:`read_json`.
+        UserError: if it cannot be written.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    content = text.encode()
-    if len(content) > MAX_JSON_BYTES:
-        raise UserError(
-            f"cannot write {path}: {len(content)} bytes, more than {MAX_JSON_BYTES}; use fewer "
-            "domains, clusters or members"
-        )
     with replacing(path) as temporary:
-        temporary.write_bytes(content)
+        temporary.write_bytes(text.encode())
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:
@@ -111,15 +103,19 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
         hint: how to create a valid one; ends every message.
 
     Raises:
-        UserError: naming the file, and the line or field, if it cannot be read, is not an object,
-            repeats a key, is nested deeper than ``MAX_JSON_DEPTH`` or has a number that is not
-            finite or has too many digits.
+        UserError: naming the file, if it cannot be read, is not an object, repeats a key, is nested
+            too deeply or has a number that is not finite or has too many digits.
     """
     try:
         require_regular_file(path)
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise OSError(errno.EFBIG, f"{size} bytes, more than {MAX_JSON_BYTES}")
-        body = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+        body = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_object,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; {hint}") from None
     except json.JSONDecodeError as error:
@@ -130,8 +126,6 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
         raise UserError(f"cannot read {path}: {error}; {hint}") from error
     if not isinstance(body, dict):
         raise UserError(f"{path}: expected a JSON object, not a {type(body).__name__}; {hint}")
-    if problem := _first_problem(body):
-        raise UserError(f"{path}: {problem}; {hint}")
     return body
 
 
@@ -143,16 +137,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return body
 
 
-def _first_problem(value: Any, place: tuple[str | int, ...] = ()) -> str | None:
-    """Describe the first invalid value inside ``value``; None if all are valid."""
-    if len(place) > MAX_JSON_DEPTH:
-        return f"field {place[0]}: nested deeper than {MAX_JSON_DEPTH} levels"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"field {'.'.join(map(str, place))}: {value} is not finite"
-    if not isinstance(value, dict | list):
-        return None
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return next(filter(None, (_first_problem(item, (*place, key)) for key, item in items)), None)
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is not finite")
+    return number
 
 
 def require_regular_file(path: Path) -> None:
@@ -204,8 +193,9 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def finish_replacements(parent: Path, name: str = "*") -> None:
-    """Complete interrupted :func:`replace_folder` calls: restore a missing folder, or delete its
-    old version. Call it before looking for such folders.
+    """Complete interrupted :func:`replace_folder` calls; call it before looking for the folders.
+
+    A folder that is missing is restored; of one that exists, the old version is deleted.
 
     Args:
         parent: of the folders.

@@ -153,11 +153,9 @@ def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
             raise UserError(
                 f"{where}: weight of '{name}' is {weight}; weights must be finite and >= 0"
             )
-    if not math.isfinite(sum(weights.values())):
-        raise UserError(f"{where}: the weights are too large to add up; scale them to sum to 1")
+    if not 0 < sum(weights.values()) < math.inf:
+        raise UserError(f"{where}: the weights are all zero, or too large to add up")
     total = math.fsum(weights.values())
-    if total <= 0:
-        raise UserError(f"{where}: all weights are zero; at least one must be > 0")
     if abs(total - 1.0) <= SUM_TOLERANCE:
         return weights
     warnings.warn(

@@ -84,7 +84,9 @@ def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
             "pass tables of the same runs"
         )
     for path, table in ((ratios, shares), (metrics, losses)):
-        _warn_left_out(f"{path}: the other table lacks runs", table.index[~table.index.isin(common)])
+        _warn_left_out(
+            f"{path}: the other table lacks runs", table.index[~table.index.isin(common)]
+        )
     shares, losses = _numbers(ratios, shares.loc[common]), _numbers(metrics, losses.loc[common])
     is_empty = losses.isna().all()
     _warn_left_out(f"{metrics}: no number in columns", losses.columns[is_empty])

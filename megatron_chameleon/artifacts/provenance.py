@@ -66,20 +66,13 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 def git_commit() -> str | None:
     """Commit of the source tree, "+changes" if it is modified; None outside a checkout."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
-        )
-        return done.stdout.strip() if done.returncode == 0 else ""
-
     try:
-        commit = git("rev-parse", "HEAD")
-        changed = bool(commit) and bool(git("status", "--porcelain", "--untracked-files=no"))
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None  # git is not installed; the versions of the packages are recorded
-    return f"{commit}{'+changes' if changed else ''}" if commit else None
+    return done.stdout.strip() or None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,13 +104,15 @@ class HuggingFaceWeights:
     @property
     def left_out(self) -> list[str]:
         """Descriptions of what is not loaded, one line each."""
-        rows, dropout = self.config.vocab_size - self.vocab_size, self.config.largest_dropout
-        lines = [
-            f"the last {rows} of its {self.config.vocab_size} embedding rows are left out: the "
-            f"tokenizer has {self.vocab_size} tokens",
-            f"its dropout of {dropout:g} is left out: models here train without",
-        ]
-        return [line for line, applies in zip(lines, (rows, dropout), strict=True) if applies]
+        lines = []
+        if rows := self.config.vocab_size - self.vocab_size:
+            lines.append(
+                f"the last {rows} of its {self.config.vocab_size} embedding rows are not loaded: "
+                f"the tokenizer has {self.vocab_size} tokens"
+            )
+        if dropout := self.config.largest_dropout:
+            lines.append(f"its dropout of {dropout:g} is not used: models here train without")
+        return lines
 
     def hash(self) -> str:
         """Hex SHA-256 of the files of config and weights."""
@@ -191,13 +193,7 @@ def write_folder(
             }
             write_json(temporary / "tokenizer_config.json", body)
         write_json(temporary / PROVENANCE_NAME, dataclasses.asdict(provenance))
-        try:
-            save_torch_state_dict(tensors, temporary, max_shard_size=max_shard_size)
-        except SafetensorError as error:
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"cannot write {folder} ({reason}); free space or choose another folder"
-            ) from error
+        save_torch_state_dict(tensors, temporary, max_shard_size=max_shard_size)
         for path in temporary.glob("*.safetensors"):  # created with mode 0600
             shutil.copymode(temporary / CONFIG_NAME, path)
 
@@ -271,7 +267,7 @@ def _replacing_folder(folder: Path) -> Iterator[Path]:
         for path in temporary.iterdir():
             flush_to_disk(path)
         replace_folder(temporary, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise cannot_write(folder, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -38,15 +38,15 @@ def test_user_supplied_weights(read_weights):
     ("weights", "named"),
     [
         ({"a": 0.5, "b": -0.1}, "'b'"),
-        ({"a": math.nan, "b": 1.0}, r"weights\.a"),
-        ({"a": 1.0, "b": math.inf}, r"weights\.b"),
+        ({"a": math.nan, "b": 1.0}, "NaN"),
+        ({"a": 1.0, "b": math.inf}, "Infinity"),
         ({"a": 0.0, "b": 0.0}, "zero"),
         ({}, "zero"),
         ({"a": 1e308, "b": 1e308}, "too large"),
     ],
 )
 def test_invalid_weights_are_rejected(read_weights, weights, named):
-    with pytest.raises(UserError, match=rf"by_hand\.json: .*{named}"):
+    with pytest.raises(UserError, match=rf"by_hand\.json: [^\n]*{named}"):
         read_weights(weights)
 
 

@@ -205,9 +205,7 @@ def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_interrupt_while_reading_is_not_reported_as_damage(
-    one_rank, record, monkeypatch, error
-):
+def test_an_interrupt_while_reading_is_not_reported_as_damage(one_rank, record, monkeypatch, error):
     """torch collects every exception of a read in a CheckpointException."""
 
     def interrupted(*_arguments, **_options):
