@@ -256,5 +256,5 @@ def _without_affixes(column: str) -> str:
 
 def _common_prefix(names: Sequence[str]) -> str:
     """The common prefix of ``names``, up to and with its last separator."""
-    prefix = os.path.commonprefix(names) if len(names) > 1 else ""
+    prefix = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071
     return prefix[: max(map(prefix.rfind, "_/:.- ")) + 1]
