@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_chameleon.artifacts import Corpus, NotWritten
+from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.corpus import file_name_of, index_file_bytes
 from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.errors import UserError
@@ -23,16 +23,6 @@ def corpus(tmp_path):
     corpus = corpus_in(tmp_path / "corpus")
     corpus.save()
     return corpus
-
-
-def test_optional_counts_round_trip(corpus):
-    assert Corpus.load(corpus.root / "corpus.json") == corpus
-    counted = {"a": NotWritten(duplicates=1, held_out=2, empty=3, malformed=4)}
-    dataclasses.replace(corpus, not_written=counted).save()
-    assert Corpus.load(corpus.root).not_written == counted
-    dataclasses.replace(corpus, domains={}).save()
-    with pytest.raises(UserError, match=r"corpus\.json: field domains"):
-        Corpus.load(corpus.root)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -62,13 +52,11 @@ def test_expected_index_size_is_the_written_size(tmp_path_factory, lengths):
 
 def test_verify_reads_every_byte(corpus):
     corpus.verify()
-    for path in sorted(corpus.root.glob("*.bin")) + sorted(corpus.root.glob("*.idx")):
+    for path in (*corpus.root.glob("*.bin"), *corpus.root.glob("*.idx")):
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        Corpus.load(corpus.root)  # only sizes are checked
-        with pytest.raises(UserError, match=r"has changed since it was written") as no:
+        with pytest.raises(UserError, match=rf"{re.escape(str(path))}.* has changed since"):
             corpus.verify()
-        assert str(no.value).startswith(str(path.with_suffix(".bin")))
         path.write_bytes(content)
 
 
@@ -85,8 +73,8 @@ def test_hash_is_of_tokens_names_and_tokenizer(corpus, tmp_path):
     assert corpus.domain_hash("a") == other_names.domain_hash("a") != other_tokens.domain_hash("a")
 
 
-HOSTILE = ["", ".", "..", "...", "a/b", "../x", "/etc/passwd", "a b", "a_b", "a%20b", "%", "%2E"]
-HOSTILE += ["-", "ü", "日本語", "\n", "\0", "a\\b", "con", "~", "x" * 300, "é" * 80, "x" * 299]
+HOSTILE = ["", ".", "..", "a/b", "../x", "a b", "a_b", "a%20b", "%", "%2E", "ü", "\n", "\0", "~"]
+HOSTILE += ["日本語", "a\\b", "x" * 300, "é" * 80, "x" * 299]
 
 
 @given(st.text() | st.sampled_from(HOSTILE))

@@ -13,9 +13,8 @@ def test_axis_has_a_point_for_each_value(tmp_path):
     sweep = sample_sweep(tmp_path)
     assert [point.settings["ridge"] for point in sweep.along("ridge")] == [1.0, 10.0]
     assert sweep.along("ridge")[1] is sweep.along("train_iters")[0] is sweep.centre
-    for points, problem in ((sweep.points[:2], ": missing ridge 1"), ([], " is empty")):
-        with pytest.raises(UserError, match=rf"sweep\.json: field points{problem}"):
-            dataclasses.replace(sweep, points=points).along("ridge")
+    with pytest.raises(UserError, match=r"sweep\.json: field points: missing ridge 1"):
+        dataclasses.replace(sweep, points=sweep.points[:2]).along("ridge")
 
 
 def test_changed_mixture_is_rejected(tmp_path):

@@ -19,7 +19,7 @@ from megatron_chameleon.artifacts import (
     mean_perplexity_difference,
     require_comparable,
 )
-from megatron_chameleon.artifacts.evaluation_result import error_of_mean, ratio_standard_error
+from megatron_chameleon.artifacts.evaluation_result import ratio_standard_error
 from megatron_chameleon.errors import UserError
 from tests.unit.artifacts.artifact_samples import sample_result
 
@@ -71,28 +71,15 @@ def test_error_of_a_mean_perplexity_difference_matches_samples():
         found.append(mean_perplexity_difference(*pair))
     errors = [difference.error for difference in found]
     assert np.std([d.value for d in found]) == pytest.approx(np.mean(errors), rel=0.1)  # type: ignore[arg-type]
-    values = [r.mean_perplexity for r in pair]
-    assert found[-1].value == values[0] - values[1]
 
 
 def test_single_cluster_other_text_or_overflow_gives_no_error():
     assert ratio_standard_error([3.0], [2]) is None
-    assert ratio_standard_error([1.0, 2.0], [0, 0]) is None
-    first, second = domain([1.0, 2.0], [3, 4]), domain([1.0, 2.0], [4, 3])
-    assert loss_difference(first, second).error is None
-    assert mean_perplexity_difference(result({"a": first}), result({"a": second})).error is None
-    bare = DomainLoss(1.0, 7, 5.0)
-    assert loss_difference(first, bare).error is None
+    first = domain([1.0, 2.0], [3, 4])
     beyond = domain([7000.0, 7000.0], [3, 4])  # its perplexity overflows
-    assert mean_perplexity_difference(result({"a": beyond}), result({"a": first})).error is None
-
-
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=9))
-def test_errors_of_domains_are_independent(errors):
-    expected = math.sqrt(sum(e * e for e in errors)) / len(errors)
-    assert error_of_mean(errors) == pytest.approx(expected)
-    assert error_of_mean([*errors, None]) is None
-    assert error_of_mean([]) is None
+    for other in (domain([1.0, 2.0], [4, 3]), DomainLoss(1.0, 7, 5.0), beyond):
+        found = mean_perplexity_difference(result({"a": first}), result({"a": other}))
+        assert found.error is None
 
 
 def test_means_and_bits_per_byte():
@@ -104,21 +91,14 @@ def test_means_and_bits_per_byte():
     assert domains["b"].bits_per_byte == pytest.approx(31 / math.log(2) / 75)
     expected = plain_error([10.0, 12.0, 9.0], [20, 30, 25]) / math.log(2)
     assert domains["b"].bits_per_byte_error == pytest.approx(expected)
-    assert domains["a"].bits_per_byte is domains["a"].bits_per_byte_error is None
-    assert DomainLoss(1e6, 10, 5.0).perplexity == math.inf
+    assert domains["a"].bits_per_byte is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"corpus_hash": "x"}, ["corpora"]),
-        ({"protocol": Protocol("test", 64, max_tokens=1000)}, ["split", "window_length"]),
-    ],
-)
-def test_only_results_of_one_corpus_and_protocol_are_comparable(changes, names):
+def test_only_results_of_one_corpus_and_protocol_are_comparable():
     same = dataclasses.replace(sample_result(), step=7, checkpoint_hash="x")
     results = {"a": sample_result(), "b": same}
     require_comparable(results)
-    with pytest.raises(UserError, match="'c'") as rejected:
-        require_comparable(results | {"c": dataclasses.replace(same, **changes)})
-    assert all(name in str(rejected.value) for name in names)
+    for name, value in (("corpus_hash", "x"), ("protocol", Protocol("test", 32, max_tokens=1000))):
+        other = dataclasses.replace(same, **{name: value})  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"'c'.*(corpora|split)"):
+            require_comparable(results | {"c": other})

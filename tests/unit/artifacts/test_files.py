@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,6 @@ from megatron_chameleon.artifacts.files import (
     finish_replacements,
     replace_folder,
     replacing,
-    sha256_of_files,
     write_json,
 )
 from megatron_chameleon.errors import UserError
@@ -34,29 +31,18 @@ def test_file_is_replaced_after_the_block(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, FileNotFoundError])
-def test_failing_block_changes_nothing(tmp_path, error):
+def test_failing_block_changes_nothing(tmp_path):
     (tmp_path / "file").write_text("old")
 
     def write_half(path):
         with replacing(path) as temporary:
             temporary.write_text("half")
-            raise error("of the block")
+            raise KeyboardInterrupt
 
     for name in ("file", "new"):
-        with pytest.raises(error, match="of the block"):
+        with pytest.raises(KeyboardInterrupt):
             write_half(tmp_path / name)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
-
-
-def test_unwritable_path_is_a_user_error(tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    (tmp_path / "folder").mkdir()
-    # /proc rejects new files even from root.
-    for path in (tmp_path / "file/x.json", tmp_path / "folder", Path("/proc/nowhere/x.json")):
-        with pytest.raises(UserError, match=f"cannot write {path}: "):
-            write_json(path, {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_full_disk_leaves_the_old_file(tmp_path):
@@ -67,14 +53,6 @@ def test_full_disk_leaves_the_old_file(tmp_path):
         write_json(path, "x" * 1_000_000)
     assert path.read_text() == '"old"\n'
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_hash_of_files_is_that_of_their_concatenation(tmp_path):
-    contents = [b"", b"x" * (3 << 20), b"end"]
-    paths = [tmp_path / str(number) for number in range(len(contents))]
-    for path, content in zip(paths, contents, strict=True):
-        path.write_bytes(content)
-    assert sha256_of_files(*paths) == hashlib.sha256(b"".join(contents)).hexdigest()
 
 
 @pytest.fixture
@@ -96,15 +74,6 @@ def at_the_second_rename(monkeypatch, happens):
     monkeypatch.setattr(os, "replace", lambda *a: happens() if next(steps) == 1 else real(*a))
 
 
-def killed_at_the_second_rename(new, folder, monkeypatch):
-    process = os.fork()
-    if process == 0:
-        at_the_second_rename(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        replace_folder(new, folder)
-    assert os.waitpid(process, 0)[1] == signal.SIGKILL
-    assert not folder.exists()
-
-
 def test_failed_replacement_of_a_folder_is_undone(folders, monkeypatch):
     def fail():
         raise KeyboardInterrupt
@@ -120,13 +89,17 @@ def test_failed_replacement_of_a_folder_is_undone(folders, monkeypatch):
 
 def test_killed_replacement_of_a_folder_is_undone_later(folders, monkeypatch):
     new, folder = folders
-    killed_at_the_second_rename(new, folder, monkeypatch)
+    process = os.fork()
+    if process == 0:
+        at_the_second_rename(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        replace_folder(new, folder)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
     finish_replacements(folder.parent, "other")
     assert not folder.exists()
     for _ in range(2):
         finish_replacements(folder.parent)
-    assert (folder / "file").read_text() == folder.name
-    assert names_in(folder.parent) == [new.name, folder.name]
+        assert (folder / "file").read_text() == folder.name
+        assert names_in(folder.parent) == [new.name, folder.name]
 
 
 def test_replaced_folder_is_deleted_and_never_restored(folders, monkeypatch):

@@ -96,9 +96,7 @@ def test_round_trip(tmp_path):
 def test_incomplete_runs_and_metrics_are_left_out(read):
     with pytest.warns(MixtureRunsWarning, match=r"ratios.csv: .*: 1 are left out: 4$"):
         assert read(REGMIX_RATIOS + "4,0.5,0.5\n").keys == ["1", "2", "3"]
-    with pytest.warns(MixtureRunsWarning, match=r"metrics.csv: .*: 1 are left out: 9$"):
-        assert read(metrics=REGMIX_METRICS + "9,1,1\n").keys == ["1", "2", "3"]
-    for value in ("NaN", "", "inf", "None"):
+    for value in ("NaN", "", "inf"):
         with pytest.warns(MixtureRunsWarning, match="runs lack a metric: 1 are left out: 2$"):
             runs = read(metrics=REGMIX_METRICS.replace("5.25", value))
         assert runs.keys == ["1", "3"]
@@ -118,7 +116,6 @@ def test_incomplete_runs_and_metrics_are_left_out(read):
         (REGMIX_RATIOS.replace("0.25", "0.35"), None, r"run '1': the shares sum to 1.1, not 1"),
         (REGMIX_RATIOS.replace("0.25", "-0.25"), None, r"run '1': -0.25 of train_the_pile_arxiv"),
         (REGMIX_RATIOS.replace("0.25", ""), None, r"run '1': nan of train_the_pile_arxiv is not"),
-        (REGMIX_RATIOS.replace("0.25", "much"), None, r"train_the_pile_arxiv: .*'much'"),
         (None, REGMIX_METRICS.replace("5.25", "good"), r"metric/the_pile.*'good'"),
         (REGMIX_RATIOS + "2,0.5,0.5\n", None, r"ratios.csv: run '2' is repeated"),
         (REGMIX_RATIOS + "4,0.5,0.25,0.25\n", None, r"Expected 3 fields in line 5, saw 4"),
@@ -126,8 +123,7 @@ def test_incomplete_runs_and_metrics_are_left_out(read):
         (REGMIX_RATIOS.replace("index", "number"), None, r"share no column"),
         (OLMIX_RATIOS.replace("a1", "x").replace("b2", "y"), OLMIX_METRICS, r"no run in common"),
         ("", None, r"ratios.csv holds no runs"),
-        (None, "index,valid_a\n1,\n2,\n3,\n", r"has a number for all metrics"),
-        (None, "index,a,b\n1,2.0,\n2,,2.0\n3,,2.0\n", "has a number for all metrics; leave out"),
+        (None, "index,a,b\n1,2.0,\n2,,2.0\n3,,2.0\n", "has a number for all metrics"),
     ],
 )
 def test_invalid_tables_are_rejected_in_one_line(read, ratios, metrics, problem):
@@ -137,19 +133,11 @@ def test_invalid_tables_are_rejected_in_one_line(read, ratios, metrics, problem)
     assert "\n" not in str(rejected.value)
 
 
-def test_unreadable_table_is_a_user_error(tmp_path):
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
-    for name in ("lost.csv", "binary"):
-        with pytest.raises(UserError, match=rf"{name}.*; pass a CSV table"):
-            read_mixture_runs(tmp_path / name, tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("columns", "names"),
     [
         (["train_the_pile_arxiv", "train_the_pile_pile_cc"], ["arxiv", "pile_cc"]),
         (["metric/the_pile_a_val_loss", "metric/the_pile_b_val_loss"], ["a", "b"]),
-        (["c4_en", "c4_de"], ["c4_en", "c4_de"]),
         (["train_c4-en", "train_c4-de"], ["en", "de"]),
         (["train_a", "valid_a"], ["train_a", "valid_a"]),
     ],
@@ -164,7 +152,6 @@ def test_affixes_of_names_are_removed(columns, names):
         (["ArXiv", "pile-cc"], ["arxiv", "pile_cc"], {"ArXiv": "arxiv", "pile-cc": "pile_cc"}),
         (["a", "b"], ["pile_a", "pile_b", "pile_c"], {"a": "pile_a", "b": "pile_b"}),
         (["news", "mmlu"], ["news", "code"], {"news": "news"}),
-        (["News", "news"], ["news", "code"], {"news": "news"}),
     ],
 )
 def test_names_are_matched_to_domains(names, known, found):

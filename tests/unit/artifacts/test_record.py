@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -14,14 +13,12 @@ from typing import Any
 import pytest
 
 from megatron_chameleon.artifacts import Mixture, MixtureWarning
-from megatron_chameleon.artifacts.files import require_new
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from tests.mutations.mutate import mutate_json
 from tests.unit.artifacts.artifact_samples import (
     Sample,
     sample_mixture,
-    sample_result,
     write_samples,
 )
 
@@ -63,11 +60,6 @@ def edit(sample: Sample, **changes: object) -> None:
     sample.file.write_text(json.dumps(kept), encoding="utf-8")
 
 
-def default_of(field: Any) -> Any:
-    factory = field.default_factory
-    return field.default if factory is MISSING else factory()
-
-
 def rejection(sample: Sample) -> str:
     with pytest.raises(UserError) as rejected:
         sample.load()
@@ -101,44 +93,27 @@ def test_changed_record_is_rejected_by_its_checksum(samples):
 
 
 def test_other_format_version_is_rejected(sample):
-    edit(sample, format_version=99)
+    edit(sample, format_version=99, provenance=...)  # checked before the fields
     assert "format_version 99" in rejection(sample)
-    # Before its fields are checked.
-    edit(sample, format_version=0, provenance=...)
-    assert "format_version 0" in rejection(sample)
 
 
 def test_damaged_file_is_rejected(sample):
     lines = sample.file.read_text(encoding="utf-8").splitlines()
     sample.file.write_text("\n".join([*lines[:4], "} broken", *lines[4:]]), encoding="utf-8")
     assert f"{sample.file}:5: " in rejection(sample)
-    sample.file.write_text("\n".join(lines[:-1]), encoding="utf-8")
-    assert f"{sample.file}:{len(lines) - 1}: " in rejection(sample)
     deep = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    nested = b'{"x": ' + b"[" * 100 + b"]" * 100 + b"}"
     repeated, other_kind = b'{"x": 1, "x": 2}', b'{"kind": "other", "format_version": 1}'
-    for content in (b"", b"[]", b"null", b"\xff\xfe\x00", deep, nested, repeated, other_kind):
+    for content in (b"", b"[]", b"\xff\xfe\x00", deep, repeated, other_kind, b'{"x": 1e999}'):
         sample.file.write_bytes(content)
         rejection(sample)
     sample.file.unlink()
-    assert "does not exist; " in rejection(sample)
+    rejection(sample)
     sample.file.mkdir()
     rejection(sample)
 
 
-def test_invalid_field_is_named(samples):
-    for kind, changes, field in (
-        ("corpus", {"domains": {"a": {"train": {}}}}, "domains.a.train.prefix"),
-        ("training run", {"status": ...}, "status"),
-        ("mixture", {"intervals": {"a": [0.1]}}, "intervals.a.1"),
-    ):
-        edit(samples[kind], **changes)
-        assert f"field {field}: " in rejection(samples[kind])
-
-
 NUM_MUTATIONS = 60
-FOREIGN = [b"", b"\x00\x01tokens", b"{}", b'{"weights": {"a": 1.0}}', b'{"kind": ["mixture"]}']
-FOREIGN += [b'{"kind": "corpus", "format_version": 1}', b'{"kind": "mixture", ', b"[" * 100_000]
+FOREIGN = [b"", b"\x00\x01tokens", b"{}", b'{"kind": ["mixture"]}', b'{"kind": "corpus"}']
 
 
 def test_only_a_record_of_the_same_kind_is_replaced(tmp_path):
@@ -148,7 +123,6 @@ def test_only_a_record_of_the_same_kind_is_replaced(tmp_path):
         for write in (
             lambda: check_output(path, Mixture.KIND),
             lambda: sample_mixture().save(path),
-            lambda: require_new([tmp_path / "other", path], "choose another"),
         ):
             with pytest.raises(UserError, match=r"out\.json exists"):
                 write()
@@ -157,20 +131,14 @@ def test_only_a_record_of_the_same_kind_is_replaced(tmp_path):
         path.write_bytes(content)
         check_rejected()
         assert path.read_bytes() == content
-    for make in (os.mkfifo, lambda path: os.symlink("/nowhere/else", path)):
-        path.unlink()
-        make(path)
-        check_rejected()
-        assert os.path.lexists(path)
-        assert not path.is_file()
     path.unlink()
-    sample_mixture().save(path)
-    check_output(path, Mixture.KIND)
-    with pytest.raises(UserError, match="of kind 'mixture'"):
-        sample_result().save(path)
-    Mixture.uniform(["a", "b"]).save(path)
-    assert Mixture.load(path).weights == {"a": 0.5, "b": 0.5}
-    assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
+    path.symlink_to("/nowhere/else")
+    check_rejected()
+    path.unlink()
+    for mixture in (sample_mixture(), Mixture.uniform(["a", "b"])):
+        mixture.save(path)
+        check_output(path, Mixture.KIND)
+        assert Mixture.load(path) == mixture
 
 
 def agrees(written: Any, read: Any) -> bool:
@@ -227,8 +195,9 @@ def test_files_of_earlier_releases_are_read(sample):
             text = text.replace(f'"{name}": ', f'"{old}": ')
     sample.file.write_text(text, encoding="utf-8")
     assert sample.load() == sample.written
-    optional = {f.name: default_of(f) for f in fields(sample.written)}
-    optional = {name: value for name, value in optional.items() if value is not MISSING}
-    edit(sample, **dict.fromkeys(optional, ...))
-    for name, value in optional.items():
-        assert getattr(sample.load(), name) == value
+    optional = [f for f in fields(sample.written) if {f.default, f.default_factory} != {MISSING}]
+    edit(sample, **{field.name: ... for field in optional})
+    read = sample.load()
+    for field in optional:
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        assert getattr(read, field.name) == default

@@ -35,20 +35,14 @@ def test_truncated_last_line_is_skipped(path, cut):
 
 DAMAGED = [
     b'{"step": 4, "domain_loss": {"\xff": 1.0}}',
-    b"[1, 2]",
     b"",
     b"\0" * 100,
-    b'{"step": 4, "loss":',
     b'{"step": 4, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     b'{"step": ' + b"9" * 5000 + b"}",
-    b'{"loss": 1.0}',
     b'{"step": true}',
-    b'{"step": "4"}',
     b'{"step": -1}',
     b'{"step": 4, "loss": 1e999}',
     b'{"step": 4, "domain_loss": [1.0]}',
-    b'{"step": 4, "validation_loss": {"a": "x"}}',
-    b'{"step": 4, "hook": 3}',
 ]
 
 
@@ -61,11 +55,3 @@ def test_damaged_lines_are_skipped_with_one_warning(path):
     kept = path.read_bytes().splitlines(keepends=True)[: 2 + len(DAMAGED)]
     keep_metrics_until(path, 4)
     assert path.read_bytes() == b"".join(kept)
-
-
-def test_records_after_a_step_are_dropped(path):
-    content = path.read_text()
-    for step, kept in ((0, 0), (3, 1), (4, 2), (99, 4)):
-        path.write_text(content)
-        keep_metrics_until(path, step)
-        assert list(read_metrics(path)) == RECORDS[:kept]

@@ -198,7 +198,7 @@ def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
         raise error
 
     state = model_state([build_model(SHAPE, one_rank, seed=5)])
-    monkeypatch.setattr(save.pickle, "dump", fail)
+    monkeypatch.setattr(pickle, "dump", fail)
     with pytest.raises(UserError, match=r"rank 0: .* memory did not suffice"):
         save_checkpoint(state, record_at(tmp_path / "step"))
     assert list(tmp_path.iterdir()) == []
