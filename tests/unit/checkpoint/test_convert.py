@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import re
-import resource
 import runpy
 import shutil
 import stat
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +41,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
+from tests.full_disk import largest_file_size
 from tests.rounding import assert_as_near
 from tests.small_corpus import word_tokenizer, write_small_corpus
 from tests.unit.checkpoint.samples import PickledCode
@@ -159,6 +157,13 @@ def test_there_and_back_by_the_tool_is_bit_equal(made, tmp_path, converted, monk
     assert same_tensors(tensors_in(theirs), tensors_in(made))
     assert (theirs / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
     assert {CheckpointRecord.load(each).hash for each in (ours, again)} == {converted.hash}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
+    encoder = load_tokenizer(made, EOD)
+    assert tokenizer.eos_token_id == encoder.eod_id
+    texts = difficult_texts(())
+    for text, ids in zip(texts, encoder.encoder.encode_batch(texts), strict=True):
+        assert tokenizer(text)["input_ids"] == ids.tolist()
+        assert tokenizer.decode(ids) == encoder.decode(ids.tolist())
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in theirs.iterdir()}
     assert len(set(modes.values())) == 1, modes
     assert capsys.readouterr().err == ""
@@ -173,9 +178,8 @@ def test_weights_are_rounded_and_sharded(exported, made, tmp_path):
     assert same_tensors(tensors_in(folder), expected)
     assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "again"))
-    for size in ("many", "0.0MB"):
-        with pytest.raises(UserError, match=f"--max-shard-size {size}"):
-            exported(max_shard_size=size)
+    with pytest.raises(UserError, match="--max-shard-size many"):
+        exported(max_shard_size="many")
 
 
 def test_a_pickle_is_read_only_with_allow_pickle_and_runs_no_code(folder, tmp_path, converted):
@@ -200,10 +204,10 @@ def test_a_pickle_is_read_only_with_allow_pickle_and_runs_no_code(folder, tmp_pa
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_damaged_pickle_is_a_user_error(tmp_path, zipped):
-    path, rng = tmp_path / "pytorch_model.bin", random.Random(0)
+    path, rng, rejected = tmp_path / "pytorch_model.bin", random.Random(0), 0
     tensors = {"a": torch.ones(4, 3), "b": torch.arange(5)}
     torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
-    whole, rejected = path.read_bytes(), 0
+    whole = path.read_bytes()
     # Of a zip, most bytes are padding: the pickle is near the beginning.
     size = whole.index(b"byteorder") if zipped else len(whole)
     for _ in range(60):
@@ -236,10 +240,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other model": (lambda f: change_config(f, model_type="opt"), "model_type"),
     "many layers": (lambda f: change_config(f, n_layer=10**9), "parameters"),
     "damaged": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 10**7), r"model\.safetensors"),
-    "cut short": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), "99 bytes"),
     "no tensor": (lambda f: drop_tensor(f, "transformer.ln_f.bias"), "ln_f"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
-    "shards gone": (lambda f: write_index(f, "gone.safetensors"), r"gone\.safetensors"),
     "shards elsewhere": (lambda f: write_index(f, "../gpt2/gone.safetensors"), "weight_map"),
 }
 
@@ -266,10 +268,6 @@ def test_existing_output_is_kept_unless_it_can_be_replaced(made, converted, tmp_
         else:
             convert_from_huggingface(FromHuggingFaceOptions(made, output, overwrite=overwrite))
 
-    output.write_text("a file")
-    with pytest.raises(UserError, match="--output"):
-        convert(overwrite=True)
-    output.unlink()
     output.mkdir()
     (output / "notes.txt").touch()
     with pytest.raises(UserError, match=re.escape(marker)):
@@ -277,14 +275,8 @@ def test_existing_output_is_kept_unless_it_can_be_replaced(made, converted, tmp_
     (output / marker).write_text("of before")
     with pytest.raises(UserError, match="--overwrite"):
         convert(overwrite=False)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A file that may not grow fails like one on a full disk: in the middle of a write.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(UserError, match=str(output)):
-            convert(overwrite=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file_size(100_000), pytest.raises(UserError, match=str(output)):
+        convert(overwrite=True)
     assert {path.name for path in output.iterdir()} == {"notes.txt", marker}
     convert(overwrite=True)
     assert not (output / "notes.txt").exists()
@@ -302,17 +294,6 @@ def test_weights_that_dtype_cannot_represent_are_rejected_by_name(folder, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_transformers_encodes_alike(exported, made):
-    ours = load_tokenizer(made, EOD)
-    theirs = transformers.AutoTokenizer.from_pretrained(exported())
-    assert theirs.eos_token == EOD
-    assert theirs.eos_token_id == ours.eod_id
-    texts = difficult_texts(())
-    for text, ids in zip(texts, ours.encoder.encode_batch(texts), strict=True):
-        assert theirs(text)["input_ids"] == ids.tolist()
-        assert theirs.decode(ids) == ours.decode(ids.tolist())
-
-
 def test_a_tiktoken_file_is_copied(folder, tmp_path):
     path = tmp_path / "t.tiktoken"
     write_tiktoken(folder / "tokenizer.json", path)
@@ -324,17 +305,6 @@ def test_a_tiktoken_file_is_copied(folder, tmp_path):
     (copy,) = (tmp_path / "back").glob("tokenizer.*")
     assert copy.read_bytes() == path.read_bytes()
     assert not (tmp_path / "back" / "tokenizer_config.json").exists()
-
-
-def test_the_tokenizer_of_another_model_is_rejected(converted, folder, tmp_path):
-    other = tmp_path / "other.json"
-    other.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE + 1, EOD))
-    with pytest.raises(UserError, match="--tokenizer-model"):
-        convert_from_huggingface(
-            FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=other)
-        )
-    with pytest.raises(UserError, match="--tokenizer-model"):
-        find_tokenizer(TokenizerChoice(tokenizer_model=other), converted)
 
 
 def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
@@ -367,18 +337,6 @@ def test_a_corpus_names_its_tokenizer(converted, tmp_path, is_passed):
     assert find_tokenizer(choice, record).identity == corpus.tokenizer
     with pytest.raises(UserError, match="--tokenizer-model"):
         find_tokenizer(choice, dataclasses.replace(record, tokenizer_hash="0" * 64))
-    with pytest.raises(UserError, match="--eod-token gpt2"):
-        find_tokenizer(dataclasses.replace(choice, eod_token="gpt2"), record)
-
-
-def test_an_unrecorded_eod_token_is_assumed_with_a_warning(converted, made, tmp_path):
-    record = made_with(converted, corpus=str(tmp_path / "gone"), data={"eod_token": "not of it"})
-    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", tokenizer_model=made)
-    with pytest.warns(UserWarning, match="--eod-token"):
-        assert find_tokenizer(options, record).sha256 == record.tokenizer_hash
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        find_tokenizer(dataclasses.replace(options, eod_token=EOD), record)
 
 
 def test_the_eod_token_is_the_recorded_one(converted, folder, tmp_path):
@@ -394,30 +352,20 @@ def test_the_eod_token_is_the_recorded_one(converted, folder, tmp_path):
     options = ToHuggingFaceOptions(checkpoint, back, eod_token=EOD, overwrite=True)
     convert_to_huggingface(options)
     assert transformers.AutoTokenizer.from_pretrained(back).eos_token == EOD
-    # A run on megatron's data records the same.
-    data = {"tokenizer_model": str(folder), "eod_token": "</s>"}
-    record = dataclasses.replace(converted, tokenizer_hash=load_tokenizer(folder, "</s>").sha256)
-    for choice in (TokenizerChoice(), TokenizerChoice(tokenizer_model=folder)):
-        assert find_tokenizer(choice, made_with(record, data=data)).eod_id == VOCAB_SIZE - 1
 
 
-@pytest.mark.parametrize("by", ["model", "corpus"])
-def test_a_relative_path_is_resolved_from_the_run(converted, tmp_path, monkeypatch, by):
-    there, here = tmp_path / "there", tmp_path / "here"
-    (there / "corpus").mkdir(parents=True)
-    here.mkdir()
-    file = word_tokenizer(there / "corpus" / "tokenizer.json")
-    corpus = write_small_corpus(there / "corpus", tokenizer_hash=sha256_of_files(file))
-    record = dataclasses.replace(converted, tokenizer_hash=corpus.tokenizer.sha256)
-    path = Path(os.path.relpath(corpus.root if by == "corpus" else file, there))
+def test_a_relative_path_is_resolved_from_the_run(converted, folder, tmp_path, monkeypatch):
+    there = tmp_path / "there"
+    there.mkdir()
+    folder.rename(there / "gpt2")
     monkeypatch.chdir(there)
     made_by = provenance(ToHuggingFaceOptions(Path("run"), Path("out")), {})
-    record = made_with(dataclasses.replace(record, provenance=made_by), **{by: str(path)})
-    monkeypatch.chdir(here)
-    options = ToHuggingFaceOptions(converted.root, tmp_path / "out", eod_token=None)
-    assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256
+    record = dataclasses.replace(converted, provenance=made_by)
+    record = made_with(record, model="gpt2", eod_token=EOD)
+    monkeypatch.chdir(tmp_path)
+    assert find_tokenizer(TokenizerChoice(), record).sha256 == converted.tokenizer_hash
     there.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=str(there / path)):
-        find_tokenizer(options, record)
+    with pytest.raises(UserError, match=str(there / "gpt2")):
+        find_tokenizer(TokenizerChoice(), record)
     monkeypatch.chdir(tmp_path / "moved")  # everything was moved
-    assert find_tokenizer(options, record).sha256 == corpus.tokenizer.sha256
+    assert find_tokenizer(TokenizerChoice(), record).sha256 == converted.tokenizer_hash

@@ -23,12 +23,21 @@ from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.checkpoint import save
 from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
-from megatron_chameleon.checkpoint.load import CheckedReader, load_training, open_reader, shape_of
+from megatron_chameleon.checkpoint.load import CheckedReader, load_training, open_reader
 from megatron_chameleon.checkpoint.save import Handover, save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model, unwrap
 from tests.unit.checkpoint.samples import SHAPE, PickledCode, record_at, train, trainer_of
+
+
+def raising(error):
+    """A function that raises ``error``."""
+
+    def function(*_arguments, **_options):
+        raise error
+
+    return function
 
 
 def weights_of(model):
@@ -71,17 +80,12 @@ def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_cleans_up(
     one_rank, tmp_path, monkeypatch
 ):
     model, record = build_model(SHAPE, one_rank, seed=5), record_at(tmp_path / "step")
-
-    def killed(*_arguments, **_more):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(save, "hash_files", killed)
+        patched.setattr(save, "hash_files", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(model_state([model]), record)
-    assert not record.root.exists()
     (left,) = (path.name for path in tmp_path.iterdir())
-    assert re.fullmatch(r"\.step\.\w+\.tmp", left)
+    assert re.fullmatch(r"\.step\.\w{8}\.tmp", left)
     save_checkpoint(model_state([model]), record)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     CheckpointRecord.load(record.root).verify()
@@ -111,27 +115,16 @@ def test_a_save_replaces_the_old_checkpoint_as_a_whole_or_not_at_all(one_rank, r
     assert all(torch.equal(read[name], weight) for name, weight in weights_of(model).items())
 
 
-WRONG_SHAPES = [
-    {"size": {"num_layers": 2}},
-    {"size": {**dataclasses.asdict(SHAPE.size), "num_layers": 10**9}},
-    {"vocab_size": "many"},
-    {"vocab_size": 10**12},
-]
-
-
-@pytest.mark.parametrize("change", WRONG_SHAPES, ids=str)
-def test_a_shape_that_is_invalid_or_too_large_for_the_files_is_rejected(record, change):
-    record = dataclasses.replace(record, model={**dataclasses.asdict(SHAPE), **change})
-    with pytest.raises(UserError, match=r"/checkpoint\.json: field model"):
-        shape_of(record)
-
-
-def test_a_model_of_another_shape_is_rejected(one_rank, record):
-    size = dataclasses.asdict(SHAPE.size)
-    for change in ({"num_layers": 3}, {"hidden_size": 16, "ffn_hidden_size": 32}):
-        model = {**record.model, "size": {**size, **change}}
-        with pytest.raises(UserError, match="use another checkpoint"):
-            open_reader(dataclasses.replace(record, model=model), one_rank)
+def test_another_shape_is_rejected(one_rank, record):
+    shape = dataclasses.asdict(SHAPE)
+    for change, problem in (
+        ({"vocab_size": "many"}, r"/checkpoint\.json: field model"),
+        ({"vocab_size": 10**12}, r"/checkpoint\.json: field model"),  # too large for the files
+        ({"size": shape["size"] | {"num_layers": 3}}, "use another checkpoint"),
+    ):
+        other = dataclasses.replace(record, model=shape | change)
+        with pytest.raises(UserError, match=problem):
+            open_reader(other, one_rank)
 
 
 def test_a_file_missing_from_the_record_is_not_read(one_rank, record):
@@ -194,11 +187,8 @@ def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
 ):
     """An exception before it would leave the other ranks waiting."""
 
-    def fail(*_arguments):
-        raise error
-
     state = model_state([build_model(SHAPE, one_rank, seed=5)])
-    monkeypatch.setattr(pickle, "dump", fail)
+    monkeypatch.setattr(pickle, "dump", raising(error))
     with pytest.raises(UserError, match=r"rank 0: .* memory did not suffice"):
         save_checkpoint(state, record_at(tmp_path / "step"))
     assert list(tmp_path.iterdir()) == []
@@ -207,11 +197,7 @@ def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupt_while_reading_is_not_reported_as_damage(one_rank, record, monkeypatch, error):
     """torch collects every exception of a read in a CheckpointException."""
-
-    def interrupted(*_arguments, **_options):
-        raise error
-
-    monkeypatch.setattr(CheckedReader, "read_data", interrupted)
+    monkeypatch.setattr(CheckedReader, "read_data", raising(error))
     with pytest.raises(error):
         open_reader(record, one_rank)
 
@@ -278,7 +264,7 @@ def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem, r
 
 
 @pytest.mark.parametrize("name", [INDEX_NAME, "common.pt", "__0_0.distcp"])
-@pytest.mark.parametrize("content", [None, b"", b"\x80\x04", b"no pickle", pickle.dumps([1])])
+@pytest.mark.parametrize("content", [None, b"", b"no pickle", pickle.dumps([1])])
 def test_a_missing_or_damaged_file_is_an_error(one_rank, record, name, content):
     (record.root / name).unlink()
     if content is not None:
@@ -287,24 +273,14 @@ def test_a_missing_or_damaged_file_is_an_error(one_rank, record, name, content):
         open_reader(record, one_rank)
 
 
-@pytest.mark.parametrize(
-    "crafted",
-    [
-        {},
-        {"optimizer": 3},
-        {"model0": {"decoder": 3}},
-        {"scheduler": 5},
-        {"optimizer": [], "random": 3},
-    ],
-)
+@pytest.mark.parametrize("crafted", [{}, {"optimizer": 3}, {"optimizer": [], "random": 3}])
 def test_common_state_of_another_structure_is_an_error(one_rank, tmp_path, crafted):
     trainer = trainer_of(one_rank)
     train(trainer, 1, 2)
     save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path))
     record = CheckpointRecord.load(tmp_path)
     kept = torch.load(tmp_path / "common.pt", weights_only=True)
-    replaced = crafted if not crafted or crafted.get("scheduler") == 5 else {**kept, **crafted}
-    torch.save(replaced, tmp_path / "common.pt")
+    torch.save(crafted and kept | crafted, tmp_path / "common.pt")
     with pytest.raises(UserError, match=r"^[^\n]*use another checkpoint$"):
         load_training(record, *trainer)
 
