@@ -133,7 +133,7 @@ class CheckpointRecord(HashedFolderRecord):
         )
 
     def verify_in_threads(self) -> None:
-        """Like :meth:`verify`, of all files in parallel: hashing releases the GIL."""
+        """Verify all files in parallel threads; hashing releases the GIL."""
         threads = min(len(self.files), os.cpu_count() or 1) or 1
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda shard: self.verify(shard, threads), range(threads)))
@@ -149,7 +149,7 @@ def hash_files(folder: Path, leave_out: Collection[str] = ()) -> dict[str, Check
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder of a run's checkpoint of a step."""
+    """Return the folder of the checkpoint of ``step``."""
     return run_dir / FOLDER_NAME / f"step-{step:08d}"
 
 
@@ -217,10 +217,10 @@ def temporary_name(folder: Path, token: str) -> Path:
 
 
 def remove_leftovers(parent: Path, name: str) -> None:
-    """Delete what interrupted attempts to write folders left behind.
+    """Delete the temporary folders of interrupted writes.
 
-    If one was interrupted while it replaced a folder, the old one is restored. No other process may
-    write these folders.
+    A folder whose replacement was interrupted is restored. No other process may write these
+    folders.
 
     Args:
         parent: of the folders.
@@ -247,9 +247,9 @@ def keep_last(run_dir: Path, count: int) -> None:
 
 
 def go_back_to(run_dir: Path, step: int) -> list[Path]:
-    """Make the checkpoint of ``step`` the latest of a run: rename newer ones, remove leftovers.
+    """Rename the checkpoints after ``step``, which are damaged, and remove leftovers.
 
-    Newer ones are damaged. They are not read again. No other process may write to the run.
+    The checkpoint of ``step`` is then the latest one. No other process may write to the run.
 
     Returns:
         their new paths.

@@ -151,7 +151,7 @@ def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokeni
         tokenizer = corpus_tokenizer(Corpus.load(path))
     else:
         recorded = record.provenance.options
-        if not recorded.get("corpus"):  # a corpus records what else there is to know
+        if not recorded.get("corpus"):  # a run on --data-path records its options under "data"
             recorded = recorded.get("data") or recorded
         eod_token = options.eod_token or recorded.get("eod_token")
         if eod_token is None:

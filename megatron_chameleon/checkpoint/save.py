@@ -1,10 +1,13 @@
 """Write a checkpoint: all ranks write to a temporary folder, which is then renamed.
 
-megatron plans and writes. Added here: the process that writes a file also hashes it, in the
-background if the save is asynchronous; a failure on one rank is reported to rank 0 and raised on
-all ranks, where megatron would wait for a rank that has left; and no process is started to carry
-results, which would outlive a killed rank, nor one per file, which megatron would wait for forever
-if it is killed.
+megatron plans and writes. Added here:
+
+- The process that writes a file also hashes it, in the background if the save is asynchronous.
+- A failure on one rank is reported to rank 0 and raised on all ranks. megatron would wait for the
+  rank that has left.
+- Results are passed in memory and files are written by threads. megatron starts a process for the
+  results, which outlives a killed rank, and one per file, for which it waits forever if it is
+  killed.
 """
 
 from __future__ import annotations
