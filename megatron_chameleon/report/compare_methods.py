@@ -89,7 +89,7 @@ class ComparedMixture:
 
     @property
     def label(self) -> str:
-        """As in tables and figures."""
+        """Label in tables and figures."""
         return mixture_label(self.name)
 
     @property
@@ -171,7 +171,7 @@ class MethodComparison:
 
     @property
     def spread(self) -> dict[str, Any] | None:
-        """Over mixtures with models of their own; None where there is only one."""
+        """Spread over the mixtures with separate models; None for a single one."""
         rows = [i for i, each in enumerate(self.mixtures) if each.same_as is None]
         return spread_of(self.averages[rows]) if len(rows) > 1 else None
 
@@ -272,7 +272,7 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         if name not in folder.mixtures:
             raise UserError(f"{folder.root / MIXTURE / name}.json does not exist; {HINT}")
         mixture = folder.mixtures[name]
-        # Without models of its own, it shows those of another mixture with the same weights.
+        # A mixture without base runs shows those of another mixture with the same weights.
         sources = (
             other
             for other in (name, *options.mixtures)
@@ -346,7 +346,7 @@ def _require_last_checkpoint(path: Path, result: EvaluationResult, run: Training
         raise UserError(f"{run.root} has no checkpoint; put it back, or delete the run, and {HINT}")
     if (result.step, result.checkpoint_hash) != (run.step, CheckpointRecord.load(folders[-1]).hash):
         raise UserError(
-            f"{path} is of other weights (step {result.step} of {result.checkpoint}) than "
+            f"{path} evaluates other weights (step {result.step} of {result.checkpoint}) than "
             f"{folders[-1]}; {HINT}"
         )
 
@@ -377,11 +377,11 @@ def comparison_table(compared: MethodComparison) -> Table:
     rows = {
         "average_perplexity": ("average perplexity", format_perplexity),
         "standard_deviation": ("  standard deviation across seeds", format_perplexity),
-        "less_baseline": (f"  minus {baseline.label}'s, paired", "{:+.2f}".format),
-        "standard_error": ("  standard error of that", "{:.2f}".format),
+        "less_baseline": (f"  difference from {baseline.label}, paired by seed", "{:+.2f}".format),
+        "standard_error": ("  standard error of the difference", "{:.2f}".format),
         "domains_better": (f"domains better than {baseline.label}", f"{{}} of {count}".format),
         "flops": ("FLOPs to obtain the mixture", lambda n: format_flops(n) if n else "0"),
-        "device_seconds": ("device-seconds for that", "{:,.1f}".format),
+        "device_seconds": ("device-seconds to obtain the mixture", "{:,.1f}".format),
     }
     for unit, label in UNITS.items() if reference is not None else ():
         assert reference is not None
@@ -504,7 +504,7 @@ def cost_figure(compared: MethodComparison) -> Figure:
 
 
 def _record(compared: MethodComparison) -> dict[str, Any]:
-    """When, where and with what the compared runs were made."""
+    """Date, machine, software versions and command of the compared runs."""
     runs = [run for each in compared.mixtures for run in each.runs]
     layout = CheckpointRecord.load(checkpoint_folders(runs[0].root)[-1]).layout
     commits = dict.fromkeys(run.provenance.git_commit for run in runs)

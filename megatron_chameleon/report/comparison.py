@@ -39,7 +39,7 @@ from megatron_chameleon.report.tables import (
 )
 from megatron_chameleon.report.weights import Columns, weight_columns
 
-# Loss differences beyond this many standard errors are unlikely to be due to the sampled documents.
+# Loss differences beyond this many standard errors are called significant.
 SURE = 2.0
 # Base runs are named METHOD-seed1 by examples/compare_methods.sh and the guides.
 _SEED = re.compile(r"-seed(\d+)\b")
@@ -56,7 +56,7 @@ class Evaluated:
 
     @property
     def seed(self) -> int | None:
-        """The seed in the name; None if it has none."""
+        """The seed in the name; None without one."""
         found = _SEED.search(self.name)
         return None if found is None else int(found[1])
 
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def left_out(self) -> list[str]:
-        """Names of the domains whose split has nothing to predict."""
+        """Names of the domains without held-out text."""
         return list(dict.fromkeys(name for run in self.runs for name in run.result.left_out))
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class Comparison:
         summary: Iterable[Sequence[str]] = (),
         notes: Iterable[str] = (),
     ) -> Table:
-        """A table of texts by domain; those of a domain left out are '-'."""
+        """A table of texts by domain; domains without held-out text have '-' in all columns."""
         texts = pd.concat(columns, axis=1).reindex([*self.domains, *self.left_out])
         return Table.by_row(title, "domain", texts, summary, notes)
 
@@ -206,7 +206,7 @@ def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
         if name is not None and not same_weights(folder.mixtures[name].weights, trained.mixture):
             found.append(
                 f"{folder.paths[f'{MIXTURE}/{name}']} has changed since {trained.root} was trained "
-                "with it: its intervals are not shown."
+                "with it, so its intervals are not shown."
             )
     return found
 
@@ -370,8 +370,8 @@ def loss_table(comparison: Comparison) -> Table:
         columns.append(texts.add_suffix(f" minus {baseline.label}"))
         known = errors.notna().sum()
         for label, beyond in (
-            ("surely lower", gaps < -SURE * errors),
-            ("surely higher", gaps > SURE * errors),
+            ("significantly lower", gaps < -SURE * errors),
+            ("significantly higher", gaps > SURE * errors),
         ):
             counts = zip(beyond.sum(), known, strict=True)
             summary.append([label, *(f"{n} of {k}" if k else MISSING for n, k in counts)])

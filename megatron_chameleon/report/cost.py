@@ -106,7 +106,7 @@ def ledger_of(folder: RunFolder) -> Ledger:
     proxies = {}
     for run in folder.proxies.values():
         for checkpoint in run.checkpoints:
-            # A damaged checkpoint is no reason to fail: the mixture's proxy is listed as missing.
+            # With a damaged checkpoint, the mixture's proxy is listed as missing.
             with contextlib.suppress(UserError):
                 proxies[CheckpointRecord.load(run.root / checkpoint).hash] = run
     mixtures, entries = {}, folder.costs()

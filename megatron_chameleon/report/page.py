@@ -80,10 +80,10 @@ SECTIONS = {
         "Held-out perplexity",
         "Each model on text that it was not trained on. Lower is better.",
     ),
-    "loss": ("Held-out loss", "The same as mean losses, with their standard errors."),
+    "loss": ("Held-out loss", "Mean loss of each model on the same text, with standard errors."),
     "bits-per-byte": (
         "Bits per byte",
-        "The same per byte of text, to compare with models of other tokenizers.",
+        "Loss per byte of the same text, comparable across tokenizers.",
     ),
     "weights": (
         "Weights",
@@ -97,23 +97,23 @@ SECTIONS = {
     "curves": ("Loss curves", "The loss during training, over all domains and on each."),
     "tokens": (
         "Target and actual tokens",
-        "Tokens of each domain: the target by the weights, and what training sampled.",
+        "Tokens of each domain: the target from the weights, and the tokens sampled in training.",
     ),
     "affinity": (
         "Affinity",
-        "How similar the domains are to the model whose embeddings gave the weights.",
+        "Similarity of the domains, from the embeddings that the weights were computed with.",
     ),
     "stability": (
         "Stability",
-        "How far the weights move with the hyperparameters they were computed with.",
+        "Change of the weights over the hyperparameters of the sweep.",
     ),
     "windows": (
         "Map of windows",
-        "The windows of text whose embeddings gave the weights, in two dimensions.",
+        "The embedded windows of text, in two dimensions.",
     ),
     "paper": (
         "The paper's numbers",
-        "The paper's figures on these domains, next to those of these runs.",
+        "Results printed in the paper for these domains, next to those of these runs.",
     ),
 }
 
@@ -305,7 +305,7 @@ def _origins_section(
     return Section(
         "origins",
         "Provenance",
-        "What was read, and what it was made with.",
+        "Inputs of this report, and the software that made them.",
         [Table.of("Runs", header, cells)] if cells else [],
         facts={what: which for what, which in facts.items() if which},
     )

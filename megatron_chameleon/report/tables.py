@@ -237,7 +237,7 @@ def csv_table(table: Table) -> str:
 
 
 def csv_text(frame: pd.DataFrame) -> str:
-    """``frame`` as CSV; a "'" is put before text that a spreadsheet would run as a formula."""
+    """``frame`` as CSV; text that a spreadsheet would run as a formula is prefixed with "'"."""
 
     def harmless(cell: object) -> object:
         is_text = isinstance(cell, str) and not _NUMBER.fullmatch(cell)

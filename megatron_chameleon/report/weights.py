@@ -33,7 +33,7 @@ Columns = dict[str, dict[str, str]]
 
 
 def weight_columns(label: str, weights: Mapping[str, float], mixture: Mixture | None) -> Columns:
-    """'LABEL weight' and, where ``mixture`` has intervals, 'LABEL 95% interval'."""
+    """Columns of the weights and, where ``mixture`` has them, of their intervals."""
     columns = {f"{label} weight".strip(): {d: format_weight(w) for d, w in weights.items()}}
     if mixture is not None and mixture.intervals is not None:
         coverage = "" if mixture.confidence is None else f"{100 * mixture.confidence:g}% "
@@ -45,7 +45,10 @@ def weight_columns(label: str, weights: Mapping[str, float], mixture: Mixture | 
 
 
 def weight_tables(folder: RunFolder) -> list[Table]:
-    """All mixtures, unless the fine-tuning tables have them; and each fine-tuning mixture."""
+    """A table of each fine-tuning mixture and its pretraining mixture; before it, all mixtures.
+
+    The table of all mixtures is left out if the others show every mixture.
+    """
     found, shown = [], set()
     modes = {name: mode_of(name, mixture) for name, mixture in folder.mixtures.items()}
     pretrain = [name for name, mode in modes.items() if mode == "pretrain"]
@@ -138,7 +141,7 @@ def token_tables(folder: RunFolder) -> list[Table]:
         return tables
     note = (
         "Per run, the domain with the largest difference between actual and target tokens, and the "
-        "one with the most epochs. The run's run.json has all of them."
+        "one with the most epochs. The file run.json of each run has all domains."
     )
     header = ["run", "target tokens", "largest difference", "most epochs"]
     return [Table.of("Sampled tokens", header, extremes, notes=[note])]
@@ -188,7 +191,7 @@ class SweptAxis:
 
     @property
     def sentence(self) -> str:
-        """The largest change of a weight and of the mixture, without a full stop."""
+        """The largest change of a weight and of the mixture, as a sentence without a full stop."""
         value, domain = np.unravel_index(np.abs(self.changes).argmax(), self.changes.shape)
         change, distance = self.changes[value, domain], self.distances.max()
         if not distance:

@@ -165,11 +165,21 @@ def test_the_table_shows_weights_perplexity_and_cost(root):
     assert rows_of(table)["code"] == ["0.3333", "0.3333", "0.5000", "0.1000"]
     assert rows_of(table)["average perplexity"] == ["100.00", "100.00", "90.33", "120.00"]
     assert rows_of(table)["  standard deviation across seeds"] == ["4.00", "4.00", "4.51", "2.00"]
-    assert rows_of(table)["  minus Uniform's, paired"] == ["-", "+0.00", "-9.67", "+20.00"]
-    assert rows_of(table)["  standard error of that"] == ["-", "0.00", "0.33", "1.15"]
+    assert rows_of(table)["  difference from Uniform, paired by seed"] == [
+        "-",
+        "+0.00",
+        "-9.67",
+        "+20.00",
+    ]
+    assert rows_of(table)["  standard error of the difference"] == ["-", "0.00", "0.33", "1.15"]
     assert rows_of(table)["domains better than Uniform"] == ["-", "0 of 3", "3 of 3", "0 of 3"]
     assert rows_of(table)["FLOPs to obtain the mixture"] == ["0", "0", "1.20e+12", "6.00e+12"]
-    assert rows_of(table)["device-seconds for that"] == ["0.0", "0.0", "125.0", "500.0"]
+    assert rows_of(table)["device-seconds to obtain the mixture"] == [
+        "0.0",
+        "0.0",
+        "125.0",
+        "500.0",
+    ]
     assert rows_of(table)["FLOPs / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "5.00x"]
     assert rows_of(table)["device-seconds / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "4.00x"]
     (average,) = [row for row in table.summary if row[0] == "average perplexity"]
@@ -237,7 +247,7 @@ def use_other_weights(root: Path) -> None:
             "is running",
         ),
         (lambda root: change(root / "6-evaluation/doremi-seed2.json", step=100), "step 100 of"),
-        (use_other_weights, r"doremi-seed2\.json is of other weights"),
+        (use_other_weights, r"doremi-seed2\.json evaluates other weights"),
         (lambda root: shutil.rmtree(root / "5-base/doremi-seed2/checkpoints"), "no checkpoint"),
         (
             lambda root: Mixture(weights={"code": 1.0}).save(root / "4-mixture/doremi.json"),
@@ -259,7 +269,7 @@ def test_incomplete_cost_is_unknown_and_has_no_ratio(root):
     compared = compared_in(root)
     table = comparison_table(compared)
     assert rows_of(table)["FLOPs to obtain the mixture"][2:] == ["1.20e+12", "unknown"]
-    assert rows_of(table)["device-seconds for that"][2:] == ["125.0", "unknown"]
+    assert rows_of(table)["device-seconds to obtain the mixture"][2:] == ["125.0", "unknown"]
     assert rows_of(table)["FLOPs / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
     assert rows_of(table)["device-seconds / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
     assert "The cost of DoReMi is unknown: no cost of lost." in table.notes
@@ -292,7 +302,7 @@ def test_missing_or_stale_evaluations_are_rejected(tmp_path):
     both = {"mixtures": ("uniform", "doremi"), "check": "evaluations"}
     require_evaluations(options_for(root, **both))
     shutil.copy(root / "6-evaluation/uniform-seed2.json", root / "6-evaluation/doremi-seed2.json")
-    with pytest.raises(UserError, match=r"doremi-seed2\.json is of other weights"):
+    with pytest.raises(UserError, match=r"doremi-seed2\.json evaluates other weights"):
         require_evaluations(options_for(root, **both))
     (root / "6-evaluation/uniform-seed3.json").unlink()
     with pytest.raises(UserError, match=r"uniform-seed3\.json"):
