@@ -83,7 +83,7 @@ def load_windows(
     The sample depends only on ``seed`` and the domain's ``order_key``, not on where its files are.
 
     Args:
-        domain: at least one token.
+        domain: has at least one token.
         window_length: maximum tokens per window.
         num_windows: maximum number of windows.
         seed: of the sample.

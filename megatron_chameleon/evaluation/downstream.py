@@ -53,7 +53,7 @@ MODEL_NAME = "megatron_chameleon"
 
 
 def require_lm_eval() -> str:
-    """The version of lm-eval.
+    """Return the version of lm-eval.
 
     Raises:
         UserError: if it is not installed.
@@ -147,12 +147,12 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
         if layout.is_main:
             result.save(options.output)
             print_result(result)
-            print(f"written to {options.output}; next: the same for what it is compared with")
+            print(f"written to {options.output}; next: evaluate the models to compare it with")
         return result
 
 
 def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
-    """Load and check what ``options`` name, and the finished parts; nothing is written.
+    """Load and check the artifacts that ``options`` name, and the finished parts. Writes nothing.
 
     Raises:
         UserError: for the first mistake found.
@@ -225,10 +225,10 @@ def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
 
 
 def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -> DownstreamPart:
-    """Evaluate one task with one number of shots; rank 0 calls this, the others serve.
+    """Evaluate one task with one number of shots. Rank 0 calls this while the others serve.
 
     Raises:
-        TaskUnavailableError: if the task or its data do not allow it.
+        TaskUnavailableError: if the task cannot be evaluated.
         UserError: if the model has diverged.
     """
     from lm_eval.evaluator import evaluate
@@ -243,12 +243,12 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
             lm=model,
             task_dict={"tasks": {loaded.name: loaded.task}},
             limit=settings.limit,
-            bootstrap_iters=0,  # standard errors are computed over questions, here
+            bootstrap_iters=0,  # Accuracy.of computes standard errors
             log_samples=True,
         )
-    except Exception as error:  # of the definition, of a document or of a request: any type
+    except Exception as error:  # tasks raise errors of any type
         if model.failed:
-            raise  # the model's: other ranks may be waiting
+            raise  # the model failed: other ranks may be waiting
         raise TaskUnavailableError(in_one_line(error)) from error
     assert found is not None, "lm-eval sees a single rank"
     # Only the first filter's samples, in the order of the data set.
@@ -274,7 +274,7 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
 
 
 def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
-    """The result, from the finished parts.
+    """Combine the finished parts into the result.
 
     Raises:
         UserError: if there are none.

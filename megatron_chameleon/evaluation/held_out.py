@@ -14,13 +14,13 @@ from megatron_chameleon.corpus.indexed import TokenFile, Tokens
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.model.sizes import ModelShape
 
-# When a whole split is scanned.
+# Windows per block when a whole split is scanned.
 _BLOCK_WINDOWS = 1 << 10
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredWindows:
-    """Windows over a token stream as positions in it; all arrays are [w] int64, in text order.
+    """Windows over a token stream: positions in the stream, [w] int64 arrays in text order.
 
     Window w predicts the tokens ``begin[w]`` to ``end[w]`` - 1, the first of them from the token
     before it. Those from ``scored[w]`` on are scored; the others are context that the previous
@@ -143,7 +143,7 @@ class HeldOutText:
         positions = begin + np.arange(width or self.window_length)
         is_inside = positions < end
         labels, tokens = (
-            # Positions outside the stream are never inside a window, or follow eod_id.
+            # A clipped position is padding, or its token is replaced by eod_id below.
             np.where(is_inside, self.stream[np.clip(at, 0, len(self.stream) - 1)], 0).astype(
                 np.int64
             )

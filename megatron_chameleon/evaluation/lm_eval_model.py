@@ -139,12 +139,12 @@ class ScorerLM(TemplateLM):
             if settings["do_sample"]:
                 raise UserError(
                     "the task samples (do_sample), and only greedy generation is supported; remove "
-                    "it, or pass --gen_kwargs do_sample=False to lm-eval's own command"
+                    "the task, or pass --gen_kwargs do_sample=False to lm-eval's own command"
                 )
             if settings["max_gen_toks"] >= self.max_length:
                 raise UserError(
                     f"the task generates up to {settings['max_gen_toks']} tokens, and the model's "
-                    f"sequence length is {self.max_length}; remove it"
+                    f"sequence length is {self.max_length}; remove the task"
                 )
             # The end-of-document token ends a generation by its id, not its text.
             stops = [stop for stop in handle_stop_sequences(settings["until"], eos=None) if stop]
@@ -176,7 +176,7 @@ class ScorerLM(TemplateLM):
     def _score(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[tuple[float, bool]]:
-        # Arrays are not copied: contexts are shared.
+        # asarray does not copy: questions share their contexts.
         questions = [
             Question(
                 np.asarray(context if len(context) else [self.eot_token_id], dtype=np.int32),
@@ -193,7 +193,7 @@ class ScorerLM(TemplateLM):
         self.failed = True
         answers = self.scorer.score(questions, self.description)
         self.failed = False
-        assert len(answers.is_greedy) == len(questions), "ranks request different things"
+        assert len(answers.is_greedy) == len(questions), "ranks made different requests"
         self.flops += answers.flops
         self.num_truncated += answers.num_truncated
         return list(zip(answers.log_likelihoods.tolist(), answers.is_greedy.tolist(), strict=True))

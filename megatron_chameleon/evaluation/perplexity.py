@@ -42,7 +42,7 @@ from megatron_chameleon.model.readout import Reader, check_window, length_multip
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
-# Tokens counted at a time.
+# Tokens per call of bincount.
 _CHUNK = 1 << 24
 
 
@@ -139,7 +139,7 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
     )
     kept = None
     if options.output.is_file() and not options.overwrite:
-        with contextlib.suppress(UserError):  # of another format, or damaged: it is replaced
+        with contextlib.suppress(UserError):  # an unreadable result is replaced
             found = EvaluationResult.load(options.output)
             same = (record.hash, corpus.hash, protocol)
             if (found.checkpoint_hash, found.corpus_hash, found.protocol) == same:
@@ -251,7 +251,7 @@ def batches(
 
 @dataclasses.dataclass(frozen=True)
 class ClusterMap:
-    """The cluster of each scored token: one per document, or of neighbouring documents.
+    """Map scored tokens to clusters: a cluster is a document or several consecutive ones.
 
     Attributes:
         document_ends: [d] int64, position past the last token of each document.
@@ -265,7 +265,7 @@ class ClusterMap:
 
     @classmethod
     def of(cls, tokens: TokenFile, text: HeldOutText) -> ClusterMap:
-        """Clusters of the tokens of ``tokens`` (one sequence per document) that ``text`` scores."""
+        """Cluster the documents of ``tokens``, one sequence each, that ``text`` scores."""
         ends = tokens.starts + tokens.lengths
         first, last = (
             np.searchsorted(ends, place, side="right")
@@ -291,13 +291,13 @@ class ClusterMap:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutDomain:
-    """The held-out text of a domain, and figures of it that do not depend on the model.
+    """The held-out text of a domain, and its statistics that do not depend on the model.
 
     Attributes:
         text: its windows.
         clusters: of the scored tokens.
-        tokens: [c] scored tokens per cluster; 0 for some.
-        text_bytes: [c] bytes of text they stand for; None if unknown.
+        tokens: [c] scored tokens per cluster; may be 0.
+        text_bytes: [c] bytes of text that these tokens encode; None if unknown.
         unigram_loss: mean negative log-likelihood of the scored tokens under a unigram model of
             the training text, in nats per token.
     """

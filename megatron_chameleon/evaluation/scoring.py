@@ -1,8 +1,7 @@
 """Log-likelihoods of continuations and greedy generation by a model in any parallel layout.
 
-Sequences are packed into rows in which a prefix that several of them share is computed once: the
-answers to a question differ in their last few tokens, and the contexts of a document in a few
-words. A row packs sequences that share prefixes, as a prefix tree with a tree attention mask. Each
+Sequences that share a prefix, such as the answers to one question, are packed into one row, which
+computes the prefix once: a prefix tree with a tree attention mask. Each
 token attends to the earlier tokens of its own sequence only, at the position it has there, so the
 result equals that of the sequence alone.
 
@@ -90,10 +89,10 @@ class Row:
     """A tree of sequences: segments of tokens, each of which continues a path through earlier ones.
 
     Attributes:
-        segments: the tokens of each, and the places in the row of those that precede it, in order.
-        predicting: for each sequence its number, and the places of the tokens that predict.
+        segments: tokens of each segment, and the places in the row of the path before it, in order.
+        predicting: number of each sequence, and the places of its predicting tokens.
         length: tokens in the row.
-        is_chain: whether causal attention suffices: every token follows all before it in the row.
+        is_chain: whether causal attention suffices: each token attends to all earlier ones.
     """
 
     segments: list[tuple[Tokens, NDArray[np.int64]]] = dataclasses.field(default_factory=list)
@@ -127,7 +126,7 @@ class Packing:
 
     @classmethod
     def of(cls, shape: ModelShape) -> Packing:
-        """In forward FLOPs of one layer; rows of at most twice the sequence length."""
+        """Work in forward FLOPs of one layer; rows of at most twice the sequence length."""
         return cls(
             longest=2 * shape.max_sequence_length,
             token_work=layer_forward_flops(shape, seq_length=0),  # without attention
@@ -308,7 +307,7 @@ class Scorer:
         self._call("stop")
 
     def _call(self, *call: Any) -> tuple[Any, ...]:
-        """The call of rank 0, on every rank. A broadcast would let one rank wait for its device."""
+        """Broadcast rank 0's call. A single rank must not: it would wait for its device."""
         return call if self.layout.world_size == 1 else from_main(lambda: call)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

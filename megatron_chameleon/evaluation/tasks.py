@@ -72,9 +72,9 @@ class LoadedTask:
 
 
 def _data_files(folder: Path, configuration: str | None) -> list[Path]:
-    """The files of a local copy of a data set, without the hidden ones of downloads.
+    """List the files of a local copy of a data set, except hidden ones.
 
-    Those of the configuration's own folder if there is one: others may be added at any time.
+    If the configuration has its own folder, only that folder counts: others may be added later.
     """
     own = folder / (configuration or "")
     root = own if own.is_dir() else folder
@@ -86,7 +86,7 @@ class TaskLibrary:
     """The definitions of ``names``, and the location of their data.
 
     Args:
-        names: of single tasks.
+        names: single tasks, not groups.
         data_dir: holds the data sets as OWNER/NAME; None for the hub.
 
     Raises:
@@ -102,12 +102,12 @@ class TaskLibrary:
             self.manager = TaskManager()
         for name in names:
             if name not in self.manager.all_subtasks:
-                raise UserError(
-                    f"--tasks {name}: not a single task of lm-eval; `lm_eval ls tasks` lists them"
-                )
+                raise UserError(f"--tasks {name}: unknown task; `lm_eval ls tasks` lists them")
         if data_dir is not None:
             if not data_dir.is_dir():
-                raise UserError(f"--data-dir {data_dir} is not a folder; it must hold OWNER/NAME")
+                raise UserError(
+                    f"--data-dir {data_dir} is not a folder; it must hold data sets as OWNER/NAME"
+                )
             # Deleted with the library: tasks read from it until they are evaluated.
             self._scratch = tempfile.TemporaryDirectory()
             self.manager = self._with_local_data(names, data_dir, Path(self._scratch.name))
@@ -127,7 +127,7 @@ class TaskLibrary:
             raise TaskUnavailableError(f"{empty[0]} is empty; copy the data set again")
         try:
             task = self.manager.load(name)["tasks"][name]
-        except Exception as error:  # of the hub, of files or of the definition: any type
+        except Exception as error:  # the hub, files and definitions raise any type
             raise TaskUnavailableError(
                 f"{in_one_line(error)}; local copies of data sets are read from --data-dir (see "
                 "docs/downstream.md)"
@@ -195,8 +195,8 @@ class TaskLibrary:
 def exclude_own_document(task: ConfigurableTask) -> str:
     """Exclude a question's own document from its few-shot examples; return the examples' split.
 
-    lm-eval excludes it if the definition names the same split for examples and for tests. Splits
-    that the definition leaves out may be the same one all the same.
+    lm-eval excludes it only if the definition names the same split for examples and tests. If the
+    definition names no split for one of them, lm-eval may still use one split for both.
     """
     few_shot, splits = task.fewshot_cfg, task.config
     if few_shot.split is None and few_shot.samples is not None:

@@ -101,9 +101,9 @@ def column_parallel_linear_backward(
     Args:
         gradient: [s, b, n], of the output.
         input: as in the forward pass.
-        weight: likewise.
-        sequence_parallel: likewise.
-        group: likewise.
+        weight: as in the forward pass.
+        sequence_parallel: as in the forward pass.
+        group: as in the forward pass.
     """
     ranks, whole = _group_of(group), input
     if sequence_parallel:

@@ -64,9 +64,8 @@ class _CrossEntropy(torch.autograd.Function):
         rows = logits.view(-1, logits.size(-1))
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         columns = min(max(vocab_size - rank * rows.size(1), 0), rows.size(1))
-        own_labels = labels.flatten() - rank * rows.size(
-            1
-        )  # outside of [0, columns) on other ranks
+        # Labels of other ranks are outside of [0, columns).
+        own_labels = labels.flatten() - rank * rows.size(1)
         denominator = log_sum_exp(rows, columns)
         predicted = _logits_of(rows, own_labels, columns)
         if size > 1:

@@ -1,4 +1,4 @@
-"""This rank's part of the model: megatron-core's GPTModel in the paper's architecture."""
+"""Build this rank's part of the model: megatron-core's GPTModel with our layers and loss."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def estimate_memory(setup: TrainingSetup) -> list[RankMemory]:
     memories = []
     for stage in range(setup.parallel.pipeline_model_parallel_size):
         count, own = stage_parameters(setup, stage), optimized_parameters(setup, stage)
-        kept, logits, working = max(_moments_of_a_step(setup, stage), key=sum)
+        kept, logits, working = max(_candidate_peaks(setup, stage), key=sum)
         memories.append(
             RankMemory(
                 stage=stage,
@@ -192,10 +192,10 @@ def _chunk_bytes(setup: TrainingSetup) -> tuple[int, int]:
     return layers // unit * inputs + sent, unit * layer
 
 
-def _moments_of_a_step(setup: TrainingSetup, stage: int) -> list[tuple[int, int, int]]:
-    """(Activations, logits, working memory) in each of the moments that can be a step's peak.
+def _candidate_peaks(setup: TrainingSetup, stage: int) -> list[tuple[int, int, int]]:
+    """List (activations, logits, working memory) at each possible peak of a step.
 
-    They are the loss, and the backward passes of output layer, a layer and embedding.
+    Peaks are the loss and the backward passes of the output layer, a layer and the embedding.
     """
     pipeline = setup.parallel.pipeline_model_parallel_size
     size, tensor = setup.shape.size, setup.parallel.tensor_model_parallel_size
@@ -206,21 +206,21 @@ def _moments_of_a_step(setup: TrainingSetup, stage: int) -> list[tuple[int, int,
     kept = chunks_in_flight(setup, stage) * chunk
     buffers = hidden if setup.parallel.sequence_parallel else 0
     embedding = setup.embedding_elements * element
-    # The tied embedding's gradient by the output layer waits for that by the tokens.
+    # The output layer's gradient of the tied embedding is held until the tokens' is added.
     tied = embedding if pipeline == 1 else 0
     layer = 2 * hidden + setup.tokens * ffn * element + size.hidden_size * ffn * element
-    moments = [(kept + recomputed, 0, buffers + tied + layer)]
+    peaks = [(kept + recomputed, 0, buffers + tied + layer)]
     if stage == 0:
-        moments.append((kept - chunk, 0, buffers + hidden + embedding + max(tied, embedding)))
+        peaks.append((kept - chunk, 0, buffers + hidden + embedding + max(tied, embedding)))
     if stage == pipeline - 1:
         logits = setup.embedding_elements // size.hidden_size * setup.tokens * element
         head = 2 * setup.residual_bytes  # into and out of the final layer norm
-        # The loss in float32 on the CPU; a GPU's kernel needs no memory. For float32 logits it is
-        # the differences of one chunk; otherwise also the chunk and, if there is one, the previous.
+        # On the CPU, the loss needs float32 buffers of one chunk: one for float32 logits, two for
+        # bf16, and a third while the previous chunk's is still alive. A GPU's kernel needs none.
         elements = logits // element
         copies = (3 if elements > CHUNK_ON_CPU else 2) if setup.bf16 else 1
         loss = copies * FLOAT32_BYTES * min(CHUNK_ON_CPU, elements)
         # The loss, and then the backward pass of the output layer.
         for working in (loss, hidden + embedding):
-            moments.append((kept + head, logits, buffers + working))
-    return moments
+            peaks.append((kept + head, logits, buffers + working))
+    return peaks

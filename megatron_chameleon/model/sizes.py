@@ -59,7 +59,7 @@ def model_size(name: str) -> ModelSize:
         return SIZES[name]
     except KeyError:
         raise UserError(
-            f"--model-size {name}: there is no such size; choose from {', '.join(SIZES)}"
+            f"--model-size {name}: unknown size; choose from {', '.join(SIZES)}"
         ) from None
 
 

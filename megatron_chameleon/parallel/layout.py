@@ -162,7 +162,7 @@ def from_main(make: Callable[[], T]) -> T:
 
     Raises:
         UserError: on every rank, if ``make`` raises it on rank 0; the others would otherwise wait
-            for a rank that has left.
+            for a rank that has exited.
     """
     box: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -196,7 +196,7 @@ def on_every_rank(check: Callable[[], object]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the device."""
+    """Name of the GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
