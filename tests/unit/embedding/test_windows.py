@@ -35,8 +35,7 @@ def test_all_windows_cover_every_token_once_in_nearly_equal_parts(document_lengt
     windows = all_windows(document_lengths, window_length)
     covered = [np.zeros(length, dtype=int) for length in document_lengths]
     for document, start, end in ranges_of(windows):
-        assert 0 < end - start <= window_length
-        assert 0 <= start < end <= document_lengths[document]
+        assert 0 <= start < end <= min(start + window_length, document_lengths[document])
         covered[document][start:end] += 1
     assert all((times == 1).all() for times in covered)
     for document, length in enumerate(document_lengths):
@@ -53,8 +52,6 @@ def test_windows_across_documents_cover_the_text_like_one_document(document_leng
     assert sorted(windows.length.tolist()) == sorted(whole.length.tolist())
     before = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else np.zeros(0, int)
     np.testing.assert_array_equal(before[windows.document] + windows.start, whole.start)
-    assert (windows.start >= 0).all()
-    assert (windows.start < sizes[windows.document]).all()
 
 
 LENGTHS = np.random.default_rng(0).integers(1, 300, 200).astype(np.int32)

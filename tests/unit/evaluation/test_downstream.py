@@ -16,15 +16,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from megatron_chameleon.artifacts.downstream_result import (
-    DownstreamResult,
-    part_path,
-)
+from megatron_chameleon.artifacts.downstream_result import DownstreamResult, part_path
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.downstream import (
-    evaluate_downstream,
-    evaluate_part,
-)
+from megatron_chameleon.evaluation.downstream import evaluate_downstream, evaluate_part
 from megatron_chameleon.evaluation.lm_eval_model import CheckpointLM
 from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions
 from megatron_chameleon.evaluation.tasks import TaskLibrary
@@ -134,7 +128,6 @@ def test_code_of_a_data_set_is_not_run(options, tmp_path):
     [
         # lm-eval reads all of its definitions.
         pytest.param({"tasks": ("sciqq",)}, "--tasks sciqq: ", marks=pytest.mark.slow),
-        ({"tasks": ()}, "--tasks is empty"),
         ({"shots": (0, 0)}, "--shots 0 0"),
         ({"shots": (-1,)}, "--shots -1: "),
         ({"data_dir": Path("nowhere")}, "--data-dir nowhere"),

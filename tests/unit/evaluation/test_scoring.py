@@ -16,13 +16,7 @@ from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import scoring
-from megatron_chameleon.evaluation.scoring import (
-    Packing,
-    Question,
-    Scorer,
-    batch_tensors,
-    pack,
-)
+from megatron_chameleon.evaluation.scoring import Packing, Question, Scorer, batch_tensors, pack
 from tests.text_checkpoint import POSITIONS
 
 TOLERANCE = 1e-4
@@ -93,9 +87,7 @@ def questions(reader):
     for length in (1, 5, 40, 41, 120, POSITIONS - 3, POSITIONS + 30):
         context = draw(length)
         questions += [question(context, draw(int(rng.integers(1, 12)))) for _ in range(4)]
-        questions += [
-            question(context, [token]) for token in draw(3)
-        ]  # of one token, as letters are
+        questions += [question(context, [token]) for token in draw(3)]  # as letters are
         questions += [question([*context[:-1], 7], draw(3))]  # another context with its beginning
     questions += [questions[0], question(draw(9), []), question(draw(2), draw(POSITIONS))]
     return [questions[number] for number in rng.permutation(len(questions))]

@@ -6,11 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron_chameleon.model.memory import (
-    TrainingSetup,
-    fullest_stage,
-    stage_parameters,
-)
+from megatron_chameleon.model.memory import TrainingSetup, fullest_stage, stage_parameters
 from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
 from megatron_chameleon.parallel.options import RecomputeOptions, TrainingParallelOptions
 from tests.peak_memory import peak_of_training

@@ -74,11 +74,6 @@ def test_a_model_that_cannot_be_partitioned_is_rejected(size, options, seq_lengt
         check_model_layout(size, TrainingParallelOptions(**options), seq_length)
 
 
-def test_a_model_that_can_be_partitioned_is_accepted():
-    check_model_layout(SIZE, TrainingParallelOptions(4, 3, sequence_parallel=True), 1024)
-    check_model_layout(FOUR_LAYERS, TrainingParallelOptions(2, 2, **full(2)), 16)
-
-
 def test_an_interleaved_step_needs_groups_of_micro_batches():
     options = TrainingParallelOptions(
         pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=3
