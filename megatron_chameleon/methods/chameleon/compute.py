@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -80,6 +80,9 @@ from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
+if TYPE_CHECKING:
+    from megatron_chameleon.methods.discovery.options import DiscoverOptions
+
 TEXT_SUFFIXES = (".txt", ".jsonl")
 # Seeds the window sampling of a target text, which has no domain name.
 TARGET_KEY = "--target"
@@ -118,32 +121,41 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
-class MixturePlan:
+class EmbeddingPlan:
+    """A corpus and the proxy that embeds it, both checked.
+
+    Attributes:
+        corpus: the corpus.
+        names: the selected domains.
+        checkpoint: of the proxy.
+        shape: of the proxy.
+        embedding: recipe of the embedding store.
+    """
+
+    corpus: Corpus
+    names: list[str]
+    checkpoint: CheckpointRecord
+    shape: ModelShape
+    embedding: EmbeddingRecipe
+
+
+@dataclasses.dataclass(frozen=True)
+class MixturePlan(EmbeddingPlan):
     """Checked options with their artifacts.
 
     Attributes:
         options: of the method.
-        corpus: of the domains.
-        names: the domains to weigh.
         kept: the mixture of ``--keep``, whose domains retain their ratios.
         target: of the mixture.
-        checkpoint: of the proxy.
-        shape: of the proxy.
         recipe: with user-supplied hyperparameters.
-        embedding: recipe of the embedding store.
-        store: its folder.
+        store: folder of the embedding store.
         provenance: of the mixture.
     """
 
     options: ChameleonOptions
-    corpus: Corpus
-    names: list[str]
     kept: Mixture | None
     target: Target | None
-    checkpoint: CheckpointRecord
-    shape: ModelShape
     recipe: Recipe
-    embedding: EmbeddingRecipe
     store: Path
     provenance: Provenance
 
@@ -209,14 +221,11 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
     """
     check_output(options.output, Mixture.KIND)
     recipe = options.weighting.resolve()
-    corpus = Corpus.load(options.corpus)
-    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
-    require_tokenizer(checkpoint, corpus)
-    shape = shape_of(checkpoint)
-    names = select_domains(options.domains, corpus)
-    require_training_tokens(corpus, names, "to embed")
-    epoch_limit(options, corpus, names).check()
-    inputs = {"corpus": corpus.hash, "checkpoint": checkpoint.hash}
+    plan = plan_embedding(options, options.extraction)
+    names = plan.names
+    require_training_tokens(plan.corpus, names, "to embed")
+    epoch_limit(options, plan.corpus, names).check()
+    inputs = {"corpus": plan.corpus.hash, "checkpoint": plan.checkpoint.hash}
     kept = None
     if options.keep is not None:
         kept = Mixture.load(options.keep)
@@ -229,23 +238,33 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
     target = parse_target(options.target, options.target_strength, names)
     if target is not None and target.text is not None:
         inputs["target text"] = sha256_of_files(target.text)
-    embedding = embedding_recipe(
-        options.extraction, shape, checkpoint.hash, corpus.tokenizer.sha256
-    )
-    check_model_layout(shape.size, options.parallel, embedding.window_length)
     return MixturePlan(
+        **vars(plan),
         options=options,
-        corpus=corpus,
-        names=names,
         kept=kept,
         target=target,
-        checkpoint=checkpoint,
-        shape=shape,
         recipe=recipe,
-        embedding=embedding,
         store=options.store or options.output.parent / "embeddings",
         provenance=provenance(options, inputs),
     )
+
+
+def plan_embedding(
+    options: ChameleonOptions | DiscoverOptions, extraction: ExtractionOptions
+) -> EmbeddingPlan:
+    """Load the corpus and the proxy that ``options`` name, and check that they fit.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    corpus = Corpus.load(options.corpus)
+    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    require_tokenizer(checkpoint, corpus)
+    names = select_domains(options.domains, corpus)
+    shape = shape_of(checkpoint)
+    recipe = embedding_recipe(extraction, shape, checkpoint.hash, corpus.tokenizer.sha256)
+    check_model_layout(shape.size, options.parallel, recipe.window_length)
+    return EmbeddingPlan(corpus, names, checkpoint, shape, recipe)
 
 
 def embedding_recipe(

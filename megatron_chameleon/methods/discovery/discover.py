@@ -21,13 +21,11 @@ from megatron_chameleon.artifacts import (
     SPLITS,
     Corpus,
     Cost,
-    EmbeddingRecipe,
     EmbeddingStore,
     Split,
     Stopwatch,
     provenance,
 )
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.discovered import (
     DiscoveredDomain,
     DiscoveredDomains,
@@ -35,7 +33,7 @@ from megatron_chameleon.artifacts.discovered import (
 )
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.corpus.join import regroup
 from megatron_chameleon.corpus.options import is_domain_name
@@ -44,12 +42,10 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
 from megatron_chameleon.embedding.embed import embed_windows, open_store, windows_flops
 from megatron_chameleon.embedding.windows import Windows, draw_windows
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon.compute import embedding_recipe
+from megatron_chameleon.methods.chameleon.compute import EmbeddingPlan, plan_embedding
 from megatron_chameleon.methods.chameleon.options import ExtractionOptions
 from megatron_chameleon.methods.discovery.options import DiscoverOptions
-from megatron_chameleon.methods.output import align_columns, select_domains
-from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.methods.output import align_columns
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
@@ -105,39 +101,29 @@ class Block:
         key: the name of the vectors in the store.
         domain: of the documents.
         split: of the documents.
-        first: first document; 0 for windows.
+        first: first document.
         stop: one after the last document.
-        sample: number of windows sampled from all documents; None for document vectors.
+        sample: number of windows sampled from the split; None for document vectors.
     """
 
     key: str
     domain: str
     split: Split
-    first: int
-    stop: int
+    first: int = 0
+    stop: int = 0
     sample: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class DiscoverPlan:
-    """Checked options with their artifacts.
+class DiscoverPlan(EmbeddingPlan):
+    """Checked options with their artifacts; ``embedding.num_windows`` is that of a document.
 
     Attributes:
         options: of the tool.
-        corpus: to read.
-        names: the domains to cluster.
-        checkpoint: of the proxy.
-        shape: of the proxy.
-        recipe: of the embedding store; ``num_windows`` is the maximum per document.
         provenance: of the new corpus.
     """
 
     options: DiscoverOptions
-    corpus: Corpus
-    names: list[str]
-    checkpoint: CheckpointRecord
-    shape: ModelShape
-    recipe: EmbeddingRecipe
     provenance: Provenance
 
     def samples(self) -> list[Block]:
@@ -150,9 +136,8 @@ class DiscoverPlan:
         blocks = []
         for name in self.names:
             count = max(1, round(self.options.embedding.fit_windows * (tokens[name] / total)))
-            documents = self.corpus.domains[name].train.documents
             key = f"{name}/windows-{count}-seed{seed}"
-            blocks.append(Block(key, name, "train", 0, documents, count))
+            blocks.append(Block(key, name, "train", sample=count))
         return blocks
 
     def documents(self) -> list[Block]:
@@ -169,7 +154,7 @@ class DiscoverPlan:
 
     def windows(self, block: Block, tokens: TokenFile) -> Windows:
         """The windows of ``block`` in its token file ``tokens``."""
-        length, most = self.recipe.window_length, self.recipe.num_windows
+        length, most = self.embedding.window_length, self.embedding.num_windows
         if block.sample is not None:
             seed, name = self.options.seed, block.domain
             windows = draw_windows(tokens.lengths, length, block.sample, seed, name)
@@ -187,10 +172,13 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
     """
     if Corpus.exists(options.output):
         raise UserError(f"{options.output} already holds a corpus; choose another --output")
-    corpus = Corpus.load(options.corpus)
-    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
-    require_tokenizer(checkpoint, corpus)
-    names = select_domains(options.domains, corpus)
+    extraction = ExtractionOptions(
+        layer=options.embedding.layer,
+        window_length=options.embedding.window_length,
+        num_windows=options.embedding.windows_per_document,
+    )
+    plan = plan_embedding(options, extraction)
+    corpus, names = plan.corpus, plan.names
     cluster, most, least = options.cluster_name, options.numbers[-1], options.min_tokens_per_split
     if not is_domain_name(cluster) or not cluster.isprintable() or "," in cluster:
         raise UserError(
@@ -215,16 +203,8 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
                 "too few for two clusters; lower it, or add text"
             )
     corpus_tokenizer(corpus)  # a missing file is an error before embedding
-    shape = shape_of(checkpoint)
-    extraction = ExtractionOptions(
-        layer=options.embedding.layer,
-        window_length=options.embedding.window_length,
-        num_windows=options.embedding.windows_per_document,
-    )
-    recipe = embedding_recipe(extraction, shape, checkpoint.hash, corpus.tokenizer.sha256)
-    check_model_layout(shape.size, options.parallel, recipe.window_length)
-    made = provenance(options, {"corpus": corpus.hash, "checkpoint": checkpoint.hash})
-    return DiscoverPlan(options, corpus, names, checkpoint, shape, recipe, made)
+    made = provenance(options, {"corpus": corpus.hash, "checkpoint": plan.checkpoint.hash})
+    return DiscoverPlan(**vars(plan), options=options, provenance=made)
 
 
 def cluster_names(name: str, count: int, most: int) -> list[str]:
@@ -246,10 +226,10 @@ def embed_missing(plan: DiscoverPlan, layout: Layout) -> tuple[EmbeddingStore, C
         UserError: if the store has another recipe, the proxy's hidden states are not finite, or the
             disk is full.
     """
-    corpus, layer = plan.corpus, plan.recipe.layer
+    corpus, layer = plan.corpus, plan.embedding.layer
     batch_size = plan.options.embedding.embedding_batch_size
     folder, width = plan.options.store_folder, plan.shape.size.hidden_size
-    store = from_main(lambda: open_store(folder, plan.recipe, width, plan.provenance))
+    store = from_main(lambda: open_store(folder, plan.embedding, width, plan.provenance))
     missing: list[Block] = from_main(
         lambda: [
             block
@@ -508,7 +488,7 @@ def _write(
     stopwatch: Stopwatch,
 ) -> DiscoveredDomains:
     """Publish the corpus and its record in one rename, and return the record."""
-    options, corpus, fit, recipe = plan.options, plan.corpus, clusters.fit, plan.recipe
+    options, corpus, fit, recipe = plan.options, plan.corpus, clusters.fit, plan.embedding
     names = cluster_names(options.cluster_name, len(clusters.centroids), options.numbers[-1])
     tokenizer = corpus_tokenizer(corpus)
     total = int(clusters.tokens.sum()) * corpus.token_bytes
