@@ -62,18 +62,12 @@ def bootstrap_weights(
 
     Raises:
         ValueError: no domain, a domain without windows, windows of differing width, a value that
-            is not finite (domain and window are named), or an argument out of range.
+            is not finite (domain and window are named).
 
     Warns:
         DegenerateScoreWarning: once, with the number of resamples in which ``weight_fn`` warned.
     """
     windows = _checked_windows(window_vectors)
-    if num_resamples < 2:
-        raise ValueError(f"num_resamples is {num_resamples}: an interval needs at least 2")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}: it must not be negative")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence is {confidence}: it must lie between 0 and 1, such as 0.95")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DegenerateScoreWarning)
         means = _resampled_means(windows, num_resamples, seed)

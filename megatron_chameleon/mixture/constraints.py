@@ -27,18 +27,14 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
         [k] float64, summing to 1; a weight at its cap equals it exactly.
 
     Raises:
-        ValueError: not two vectors of one length, an entry that is negative or NaN, or caps of the
-            domains with a weight that sum to less than 1.
+        ValueError: not two vectors of one length, or caps of the domains with a weight that sum to
+            less than 1.
     """
     target, upper = (np.asarray(values, dtype=np.float64) for values in (weights, caps))
     if target.ndim != 1 or target.size == 0 or target.shape != upper.shape:
         raise ValueError(
             f"weights {target.shape} and caps {upper.shape} must be vectors of one length"
         )
-    if not (np.isfinite(target).all() and (target >= 0).all() and target.sum() > 0):
-        raise ValueError("weights must be finite, not negative, and not all zero")
-    if not (upper >= 0).all():  # or NaN
-        raise ValueError("caps must be >= 0")
     target = target / target.sum()
     if (target <= upper).all():
         return target
@@ -73,13 +69,11 @@ def placed_weights(weights: npt.ArrayLike, before: npt.ArrayLike, is_old: npt.Ar
         [k] float64, summing to 1.
 
     Raises:
-        ValueError: not three vectors of one length, or no old domain with a weight.
+        ValueError: no old domain with a weight.
     """
     new = np.asarray(weights, dtype=np.float64)
     old = np.asarray(is_old, dtype=bool)
     earlier = np.where(old, np.asarray(before, dtype=np.float64), 0.0)
-    if new.ndim != 1 or not new.shape == old.shape == earlier.shape:
-        raise ValueError("weights, before and is_old must be vectors of one length")
     if not earlier.sum() > 0:
         raise ValueError("no old domain has a weight: there are no ratios to keep")
     rest = new[old].sum() / new.sum()

@@ -77,11 +77,9 @@ def sample_mixtures(
         [count, k] float64, rows that sum to 1 but for rounding.
 
     Raises:
-        ValueError: for arguments out of range, or fewer than ``count`` distinct mixtures.
+        ValueError: for an invalid prior, or fewer than ``count`` distinct mixtures.
     """
     shares = check_prior(prior)
-    if count < 1:
-        raise ValueError(f"count is {count}: must be >= 1")
     present = np.flatnonzero(shares)
     chosen = left = np.empty((0, present.size))
     num_blocks, rejected = -(-count // BLOCK), 0

@@ -56,17 +56,8 @@ def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> A
 
     Returns:
         [k] float64; exactly ones where all shares are equal.
-
-    Raises:
-        ValueError: shares or strength out of range.
     """
     target = np.asarray(shares, dtype=np.float64)
-    if target.ndim != 1 or target.size == 0 or not np.isfinite(target).all():
-        raise ValueError("shares must be a vector of finite numbers, one for each domain")
-    if target.min() < 0 or not target.max() > 0:
-        raise ValueError("shares must not be negative, nor all zero")
-    if not 0.0 < strength < 1.0:
-        raise ValueError(f"strength is {strength!r}: it must lie between 0 and 1")
     if target.min() == target.max():
         return np.ones_like(target)
     target = target / target.max()  # so that their sum is finite
@@ -95,11 +86,6 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
     """
     domains = as_embeddings(embeddings)
     text = as_embeddings(np.asarray(target, dtype=np.float64)[None])
-    if text.shape[1] != domains.shape[1]:
-        raise ValueError(
-            f"target has {text.shape[1]} features but the domains have {domains.shape[1]}: "
-            "embed both with one proxy and layer"
-        )
     direction = unit_rows(text - domains.mean(axis=0))[0]
     shares: Array = np.square(np.maximum(unit_rows(center_embeddings(domains)) @ direction, 0.0))
     return shares if shares.max() > 0 else np.ones_like(shares)
