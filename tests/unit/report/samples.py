@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from megatron_chameleon.artifacts import (
     CheckpointRecord,
@@ -146,20 +147,15 @@ def write_checkpoint(folder: Path, content: bytes) -> str:
 def write_losses(root: Path, names: list[str], floors: list[float], seed: int) -> None:
     """Metrics of 200 steps: power laws down to a floor per domain, with noise."""
     rng = np.random.default_rng(seed)
-    records: list[dict[str, Any]] = []
-    for step in range(1, 201):
-        losses = [
-            floor + (8.5 - floor) * (1 + step / 10) ** -0.8 + rng.normal(0, 0.08)
-            for floor in floors
-        ]
-        record: dict[str, Any] = {
-            "step": step,
-            "loss": float(np.mean(losses)),
-            "domain_loss": dict(zip(names, losses, strict=True)),
-        }
-        if step % 50 == 0:
-            record["validation_loss"] = {n: x + 0.1 for n, x in zip(names, losses, strict=True)}
-        records.append(record)
+    steps = np.arange(1, 201)[:, None]
+    falling = (8.5 - np.array(floors)) * (1 + steps / 10) ** -0.8
+    losses = pd.DataFrame(floors + falling + rng.normal(0, 0.08, falling.shape), columns=names)
+    records: list[dict[str, Any]] = [
+        {"step": step, "loss": row.mean(), "domain_loss": row.to_dict()}
+        for step, (_, row) in enumerate(losses.iterrows(), start=1)
+    ]
+    for record in records[49::50]:
+        record["validation_loss"] = {n: x + 0.1 for n, x in record["domain_loss"].items()}
     write_metrics(root / METRICS_NAME, records)
 
 
@@ -350,10 +346,7 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
         vectors = rng.normal(size=store.hidden_size) + 0.4 * rng.normal(size=(windows, 8))
         store = store.with_domain(name, vectors.astype(np.float32), "1", Cost())
     centre = Mixture.load(root / "4-mixture/chameleon-pretrain.json")
-    others = [
-        dataclasses.replace(centre, weights=_moved(centre.weights, rng, size))
-        for size in (0.02, 0.1)
-    ]
+    others = [dataclasses.replace(centre, weights=random_weights(names, rng)) for _ in range(2)]
     write_sweep(root, {"ridge": [centre, *others], "num_windows": [centre, others[1]]})
     return root
 
@@ -363,8 +356,3 @@ def _by_document(losses: np.ndarray, unigram_loss: float) -> DomainLoss:
     clusters = Clusters((losses * tokens).tolist(), tokens.tolist(), (4 * tokens).tolist())
     total = int(tokens.sum())
     return DomainLoss(float(losses.mean()), total, unigram_loss, 4 * total, clusters)
-
-
-def _moved(weights: dict[str, float], rng: np.random.Generator, size: float) -> dict[str, float]:
-    moved = {name: w * float(np.exp(rng.normal(0, size))) for name, w in weights.items()}
-    return {name: w / sum(moved.values()) for name, w in moved.items()}

@@ -196,20 +196,12 @@ def test_all_files_and_the_record_are_written(root, tmp_path, capsys):
     assert (report / "table.png").read_bytes().startswith(b"\x89PNG")
     body = json.loads((report / "table.json").read_text())
     chameleon, doremi = body["mixtures"]["chameleon"], body["mixtures"]["doremi"]
-    assert (doremi["flops"], doremi["device_seconds"]) == (6e12, 500)
-    assert body["reference"] == "chameleon"
     assert doremi["flops_by_reference"] == pytest.approx(5)
-    assert doremi["device_seconds_by_reference"] == pytest.approx(4)
     assert chameleon["mean_perplexity"]["code"] == pytest.approx(0.5 * 271 / 3)
     deviation = 0.5 * float(np.std(AVERAGES["chameleon"], ddof=1))
     assert chameleon["perplexity_standard_deviation"]["code"] == pytest.approx(deviation)
     assert body["mixtures"]["unimax"]["same_models_as"] == "Uniform"
     assert body["spread"] == pytest.approx(compared.spread)
-    assert set(chameleon["cost_made_of"]) == {
-        "4-mixture/chameleon",
-        "2-proxy/nano-seed1",
-        "3-embeddings/nano",
-    }
     lines = list(csv.DictReader((report / "table.csv").read_text().splitlines()))
     assert [line["mixture"] for line in lines] == list(WEIGHTS)
     assert float(lines[2]["average_perplexity_seed_2"]) == pytest.approx(95)
@@ -269,9 +261,7 @@ def test_incomplete_cost_is_unknown_and_has_no_ratio(root):
     compared = compared_in(root)
     table = comparison_table(compared)
     assert rows_of(table)["FLOPs to obtain the mixture"][2:] == ["1.20e+12", "unknown"]
-    assert rows_of(table)["device-seconds to obtain the mixture"][2:] == ["125.0", "unknown"]
     assert rows_of(table)["FLOPs / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
-    assert rows_of(table)["device-seconds / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
     assert "The cost of DoReMi is unknown: no cost of lost." in table.notes
     doremi = json.loads((root / "7-report/table.json").read_text())["mixtures"]["doremi"]
     assert (doremi["flops"], doremi["flops_by_reference"]) == (None, None)
