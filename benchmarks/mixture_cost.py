@@ -47,7 +47,7 @@ PAPER_HOURS = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """The part of the work that is run."""
+    """Size of the measured run."""
 
     steps: int
     batch: int

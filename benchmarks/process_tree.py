@@ -68,7 +68,7 @@ def _stop_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    """The processes with ``mark`` in their environment. Zombies have none."""
+    """The processes with ``mark`` in their environment, without zombies."""
     every = psutil.process_iter(["environ"])
     return [process for process in every if mark in (process.info["environ"] or ())]
 

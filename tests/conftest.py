@@ -8,17 +8,17 @@ import signal
 import time
 from pathlib import Path
 
-# Before anything imports torch or numpy: the tests' workers and ranks share a few cores, and one
-# thread a process also keeps the order of additions, which bit-identity tests rely on.
+# Set before torch and numpy are imported. Workers and ranks share a few cores, and the tests of
+# bit-identity need one thread per process for a fixed order of additions.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Where there are more all the same, those that spin for each other on shared cores take minutes.
+# With more threads, spinning on shared cores would take minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
 
-# What a shell starts in the background ignores Ctrl-C, and so would every command that a test
-# starts and interrupts.
+# Processes that a shell starts in the background ignore SIGINT. The commands that tests interrupt
+# would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
@@ -53,5 +53,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A training run collects garbage at its end: it need not look at all that was imported."""
+    """Exclude imported modules from the garbage collection at the end of each training run."""
     gc.freeze()

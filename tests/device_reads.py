@@ -1,4 +1,4 @@
-"""How often the host would wait for a GPU, counted where there is none."""
+"""Count host synchronizations with a GPU on a machine without one."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def device_reads(
     monkeypatch: pytest.MonkeyPatch,
     on_host: Sequence[torch.Tensor] = (),
 ) -> int:
-    """How often the host would wait for a GPU during ``step``.
+    """Number of host synchronizations during ``step``, if its tensors were on a GPU.
 
-    ``torch.tensor`` reads tensors that it is given one by one, and ``tolist`` whole ones, unseen by
-    dispatch. What shares memory with ``on_host`` is on the host anyway.
+    Dispatch does not see ``torch.tensor(tensors)`` and ``tolist``, so they are counted separately.
+    Tensors that share memory with ``on_host`` count as host tensors.
     """
     construct, as_list = torch.tensor, torch.Tensor.tolist
     here = {part.untyped_storage().data_ptr() for part in on_host}

@@ -1,4 +1,4 @@
-"""A disk that is full, as a process sees it: files cannot grow."""
+"""Simulate a full disk: files cannot grow."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def largest_file_size(size: int) -> Iterator[None]:
-    """A block in which this process, and those it starts, can write no file beyond ``size`` bytes.
+    """Limit files to ``size`` bytes in this process and its children.
 
-    The system then refuses as it does where the disk is full, by another number (EFBIG).
+    Writing more fails with EFBIG, where a full disk raises ENOSPC.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

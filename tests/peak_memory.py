@@ -1,4 +1,4 @@
-"""The bytes of tensors that a training step holds at most, as torch's CPU allocator counts them."""
+"""Peak tensor memory of a training step, as counted by torch's CPU allocator."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ if TYPE_CHECKING:
     from megatron_chameleon.parallel.layout import Layout
 
 ALLOCATION = _EventType.Allocation
-STEPS = 2  # the first makes the optimizer's moments, the second has them from its beginning
+STEPS = 2  # the first one creates the optimizer's moments
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Most bytes of CPU tensors made within ``work`` that were alive at one time.
+    """Peak bytes of live CPU tensors that ``work`` allocates.
 
-    torch's profiler sees every allocation and release of its allocator, those of autograd and of
-    views included, but only in the thread that it is started in. What is sent to other ranks is at
-    times let go last by one of gloo's threads: counted for ever, it would add up to a fifth of all.
-    So blocks are left out that nobody was seen to release and nobody holds; they are sent one at
-    a time, so that little is missed.
+    torch's profiler records every allocation and release, but only in the thread that started it.
+    Buffers sent to other ranks are sometimes released by a gloo thread. Blocks without a recorded
+    release and without a live tensor are therefore ignored; otherwise they would add up to a fifth.
     """
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -49,17 +47,17 @@ def _held() -> set[int]:
     addresses = set()
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor):
-            with contextlib.suppress(RuntimeError):  # what the compiler leaves behind has none
+            with contextlib.suppress(RuntimeError):  # the compiler's fake tensors have no address
                 addresses.add(found.untyped_storage().data_ptr())
     return addresses
 
 
 def _changes(events: list[Any], held: set[int]) -> dict[int, int]:
-    """Moment, from 0 on -> bytes by which the total changes, of the blocks that count.
+    """Change of the total in bytes, by the index of its event.
 
     Args:
-        events: of the allocator; a size below zero is a release.
-        held: addresses of blocks that are alive in the end.
+        events: allocator events; a negative size is a release.
+        held: addresses of the blocks that are alive at the end.
     """
     events.sort(key=lambda event: event.start_time_ns)
     changes: dict[int, int] = {}
@@ -67,7 +65,7 @@ def _changes(events: list[Any], held: set[int]) -> dict[int, int]:
     for moment, block in enumerate(event.extra_fields for event in events):
         if block.alloc_size > 0:
             made[block.ptr] = moment, block.alloc_size
-        elif block.ptr in made:  # else it was made before
+        elif block.ptr in made:  # else it was allocated earlier
             first, size = made.pop(block.ptr)
             changes |= {first: size, moment: -size}
     return changes | dict(made[address] for address in held & made.keys())

@@ -15,8 +15,7 @@ def assert_as_near(
 ) -> None:
     """Assert that ``result``'s largest error is at most ``factor`` times ``reference``'s.
 
-    The reference may be exact by luck: its error counts as at least one rounding of the largest
-    value.
+    The reference's error counts as at least one rounding of the largest value.
 
     Args:
         result: any shape and precision.
@@ -25,7 +24,7 @@ def assert_as_near(
         factor: small enough that a step in a lower precision fails.
 
     Raises:
-        AssertionError: naming the element that is furthest off.
+        AssertionError: naming the element with the largest error.
     """
     rounding = torch.finfo(reference.dtype).eps * float(exact.abs().max())
     error = float((reference.double() - exact).abs().max())

@@ -36,9 +36,9 @@ STATES, NOISE = 12, 0.1
 
 
 def ring_document(number: int, rng: np.random.Generator) -> NDArray[np.integer]:
-    """A walk around a ring of ``STATES`` tokens, ``number`` + 1 at a time.
+    """A walk around a ring of ``STATES`` tokens in steps of ``number`` + 1, with random jumps.
 
-    Now and then it jumps to any token. The rings lie scattered over the whole vocabulary.
+    The tokens of the rings are spread over the whole vocabulary.
     """
     length = int(rng.integers(20, 200))
     state = (int(rng.integers(STATES)) + np.arange(length) * (number + 1)) % STATES
@@ -58,9 +58,9 @@ def write_small_corpus(
     tokenizer_hash: str = TOKENIZER_HASH,
     document: Document = ring_document,
 ) -> Corpus:
-    """Write a corpus to ``root`` and return it as loaded from there.
+    """Write a corpus to ``root``, and load it.
 
-    ``document`` makes one of the domain of a number.
+    ``document`` returns the tokens of a random document of a domain, identified by its index.
     """
     rng = np.random.default_rng(seed)
     documents: Documents = {
@@ -83,7 +83,7 @@ def write_corpus(root: Path, documents: Documents, tokenizer_hash: str = TOKENIZ
 
 
 def without_checksums(corpus: Corpus) -> Corpus:
-    """The corpus as an earlier release recorded it: tokens can be changed in place."""
+    """The corpus in the format of an earlier release, without checksums."""
     domains = {
         name: Domain(
             **{

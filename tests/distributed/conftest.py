@@ -30,7 +30,7 @@ CLOCK_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What the ranks wrote. Asking for a section that they did not finish fails with their log."""
+    """Results of the ranks; a section that they did not finish fails the test with their log."""
 
     places: Places
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
@@ -14,16 +12,17 @@ from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
-from tests.distributed.cases import DOWNSTREAM
+from tests.distributed.cases import DOWNSTREAM, Places
 from tests.fixtures.task_data import write_task_data
 from tests.text_checkpoint import write_text_checkpoint
 
 
-def write_inputs(folder: Path) -> None:
-    """Write a checkpoint of a text model, and data of tasks."""
-    folder.mkdir()
-    write_text_checkpoint(folder)
-    write_task_data(folder / "data", 4)
+def write_and_answer(places: Places) -> None:
+    """Write a checkpoint of a text model and data of tasks, and answer them on one rank."""
+    places.downstream.mkdir()
+    write_text_checkpoint(places.downstream)
+    write_task_data(places.downstream / "data", 4)
+    answer(places, "one")
 
 
 def make_questions() -> list[Question]:
@@ -47,8 +46,9 @@ def make_prompts() -> list[Prompt]:
     return [Prompt(rng.integers(0, 400, n).astype(np.int32), 4 + n % 3, ()) for n in lengths]
 
 
-def answer(folder: Path, name: str) -> None:
+def answer(places: Places, name: str) -> None:
     """Score, generate and run the tool; the other ranks serve rank 0, which writes the results."""
+    folder = places.downstream
     options = DownstreamOptions(
         checkpoint=folder / "checkpoint",
         output=folder / f"{name}.json",

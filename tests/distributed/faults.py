@@ -2,8 +2,8 @@
 
     python faults.py ROOT
 
-runs everything once, forked from this process, below a folder with a corpus. What every launch
-printed is in ROOT/NAME.log, and what it left behind in ROOT/NAME.json.
+runs every launch once, forked from this process, in a folder with a corpus. ROOT/NAME.log is the
+output of a launch, and ROOT/NAME.json describes the state it left behind.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SECONDS_TO_BE_GONE = 10.0
 
 
 def launch(places: Places, name: str, function: Callable[[], Any], **found: Any) -> None:
-    """Let two ranks call ``function``, and record how that ended."""
+    """Call ``function`` on two ranks, and record the exit status."""
     launcher = fork_ranks(NUM_RANKS, places.root / f"{name}.log", function)
     launcher.join()
     record(places, name, status=launcher.exitcode, **found)
@@ -169,7 +169,7 @@ def add_traces_of_a_crash(run_dir: Path) -> None:
 
 
 def kill_alone(places: Places) -> None:
-    """Kill a run of one rank, which has no launcher to end what it started."""
+    """Kill a run of one rank, without a launcher that would end its child processes."""
     name = "killed-alone"
     options = dataclasses.replace(
         saving_options(places, name, ONE, async_save=True), save_interval=2
@@ -249,7 +249,7 @@ def stop_by(places: Places, reason: str) -> None:
 
 
 def agree(places: Places) -> None:
-    """Let rank 1 take more memory and find damage; both record what they know of it."""
+    """Rank 1 allocates more memory; both ranks record memory, signals and a damaged corpus."""
     root = places.root / "agreement"
     root.mkdir()
     corpus = write_small_corpus(root / "corpus")
@@ -263,7 +263,7 @@ def record_agreement(root: Path) -> None:
     with distributed(parallel, seed=0) as layout:
         found = agreement(root, layout)
     later: list[int] = []
-    for number in range(LATER_GROUPS):  # groups where others have been destroyed
+    for number in range(LATER_GROUPS):  # new groups after others were destroyed
         with distributed(parallel, seed=0) as layout:
             later.append(from_main(partial(sum, (10 * number, layout.rank))))
     found["later groups"] = later

@@ -1,4 +1,4 @@
-"""Launch ranks, by torchrun or by fork, and end them whatever happens."""
+"""Launch ranks, by torchrun or by fork, and end them in any case."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def start(command: list[str], log: Path, folder: Path = REPOSITORY) -> subproces
 
 
 def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Wait for the end and return the exit status; kill what is left of the group."""
+    """Wait for the exit status, then kill the remaining processes of the group."""
     try:
         return process.wait(seconds)
     finally:
@@ -82,10 +82,9 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment() -> Mapping[str, str]:
-    """This process's environment without what a launcher set, one thread per rank, and no GPU.
+    """This process's environment without a launcher's variables; one thread per rank, no GPU.
 
-    These tests are about ranks over gloo. The CPU stand-in compiles nothing there; torch learns it
-    before it imports its compiler, which takes each rank a second.
+    torch.compile is disabled: nothing is compiled on CPUs, and importing it takes a second.
     """
     kept = {
         name: value

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_chameleon.methods.chameleon.compute import compute_mixture
-from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
 from megatron_chameleon.methods.chameleon.options import (
     ChameleonOptions,
     ExtractionOptions,
@@ -29,8 +27,6 @@ from tests.distributed.cases import (
     training_options,
 )
 
-__all__ = ["OnlineChameleon", "chameleon", "discover", "doge", "doremi"]
-
 
 def proxy_options(places: Places, name: str, case: Case) -> ProxyOptions:
     """The proxy is the run that every layout repeats."""
@@ -52,8 +48,9 @@ def doremi(places: Places, name: str, case: Case) -> None:
     assert Doremi.compute(options)
 
 
-def doge(places: Places, name: str, case: Case, *, is_targeted: bool) -> None:
+def doge(places: Places, name: str, case: Case) -> None:
     """DoGE over all domains, or towards one."""
+    is_targeted = "towards" in name
     options = DogeOptions(
         corpus=places.corpus,
         output=places.run(name) / "mixture.json",
@@ -99,8 +96,3 @@ def chameleon(places: Places, name: str, layer: int) -> ChameleonOptions:
         weighting=RecipeOptions(bootstrap_resamples=20),
         parallel=reading_layout(reading.case),
     )
-
-
-def compute_chameleon(options: ChameleonOptions) -> None:
-    """Embed and compute the mixture."""
-    compute_mixture(options)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -118,13 +119,13 @@ def all_sections() -> Iterator[Section]:
     for name, (origin, case) in ONLINE_AGAIN.items():
         yield Section(name, case.ranks, run(train_online, name, case, cut=origin), (origin,))
     for name, case in DOREMI.items():
-        yield Section(name, case.ranks, run(compute_doremi, name, case), ("one",))
+        yield Section(name, case.ranks, run("methods.doremi", name, case), ("one",))
     for name, (origin, case) in DOREMI_AGAIN.items():
-        yield Section(name, case.ranks, run(compute_doremi, name, case, cut=origin), (origin,))
+        yield Section(name, case.ranks, run("methods.doremi", name, case, cut=origin), (origin,))
     for name, case in DOGE.items():
-        yield Section(name, case.ranks, run(compute_doge, name, case))
+        yield Section(name, case.ranks, run("methods.doge", name, case))
     for name, (origin, case) in DOGE_AGAIN.items():
-        yield Section(name, case.ranks, run(compute_doge, name, case, cut=origin), (origin,))
+        yield Section(name, case.ranks, run("methods.doge", name, case, cut=origin), (origin,))
     for name, saving in SAVING.items():
         ranks = RUNS[saving.origin].ranks
         yield Section(name, ranks, run(train_saving, name), (saving.origin,))
@@ -134,41 +135,62 @@ def all_sections() -> Iterator[Section]:
         case = RUNS_DRY[f"{origin}-dry"]
         yield Section(name, case.ranks, run(train, name, case, cut=origin), (origin,))
     for name in UNFIXED:
-        yield Section(name, 2, run(resume_unfixed, name), ("dp2-sharded",))
+        yield Section(name, 2, run(resume_unfixed, name, cut="dp2-sharded"), ("dp2-sharded",))
     for name, case in PEAKS.items():
         yield Section(name, case.ranks, run(measure_peak, name))
-    yield Section("reference", 1, run(read_reference), ("one",))
+    yield Section("reference", 1, run("readings.write_reference"), ("one",))
     for name, reading in READINGS.items():
-        yield Section(f"read-{name}", reading.case.ranks, run(read, name), ("one", "reference"))
+        work = run("readings.read", name)
+        yield Section(f"read-{name}", reading.case.ranks, work, ("one", "reference"))
     for name, case in DISCOVERING.items():
-        yield Section(name, case.ranks, run(discover, name), ("one",))
-    yield Section("convert-one", 1, run(convert_one), ("one",))
+        yield Section(name, case.ranks, run("methods.discover", name), ("one",))
+    yield Section("convert-one", 1, run("readings.convert_one"), ("one",))
     yield Section(
         TUNED_FROM_CHECKPOINT, 1, run(train_tuned, TUNED_FROM_CHECKPOINT), ("convert-one",)
     )
     for name, case in TUNED.items():
         yield Section(name, case.ranks, run(train_tuned, name), (TUNED_FROM_CHECKPOINT,))
     for name, case in REWRITTEN.items():
-        yield Section(f"rewrite-{name}", case.ranks, run(rewrite, name), ("convert-one",))
-        yield Section(f"convert-{name}", 1, run(convert_rewritten, name), (f"rewrite-{name}",))
-    yield Section("read-converted", 1, run(read_converted), ("convert-one", "read-one"))
-    yield Section("downstream-one", 1, run(write_downstream))
+        work = run("readings.rewrite", name)
+        yield Section(f"rewrite-{name}", case.ranks, work, ("convert-one",))
+        work = run("readings.convert_rewritten", name)
+        yield Section(f"convert-{name}", 1, work, (f"rewrite-{name}",))
+    work = run("readings.read_converted")
+    yield Section("read-converted", 1, work, ("convert-one", "read-one"))
+    yield Section("downstream-one", 1, run("downstream.write_and_answer"))
     for name in DOWNSTREAM:
-        work = run(answer_downstream, name)
+        work = run("downstream.answer", name)
         yield Section(f"downstream-{name}", MAX_RANKS, work, ("downstream-one",))
 
 
-def run(work: Callable[..., None], *arguments: Any, **more: Any) -> Callable[[Places], None]:
-    """Bind all arguments of a section's work but the places."""
-    return lambda places: work(places, *arguments, **more)
+def run(
+    work: Callable[..., None] | str, *arguments: Any, cut: str | None = None
+) -> Callable[[Places], None]:
+    """Bind all arguments of a section's work except the paths.
+
+    Args:
+        work: a function of this file, or "module.function" of this folder, imported when called.
+        arguments: after the paths.
+        cut: the run that it resumes from the middle; the first argument is the new run's name.
+    """
+
+    def bound(places: Places) -> None:
+        function = work
+        if isinstance(function, str):
+            module, _, name = function.partition(".")
+            function = getattr(importlib.import_module(f"tests.distributed.{module}"), name)
+        if cut:
+            folder = places.proxy if cut.startswith(("doremi", "doge")) else places.run
+            cut_run(folder(cut), folder(arguments[0]))
+        function(places, *arguments)
+
+    return bound
 
 
-def train(places: Places, name: str, case: Case, cut: str | None = None) -> None:
-    """Train, or resume in another folder and layout from the middle of the run ``cut``."""
+def train(places: Places, name: str, case: Case) -> None:
+    """Train, or resume the run in the folder."""
     from megatron_chameleon.training.trainer import pretrain
 
-    if cut:
-        cut_run(places.run(cut), places.run(name))
     pretrain(training_options(places, name, case))
 
 
@@ -181,7 +203,7 @@ def train_narrow(places: Places) -> None:
 def cut_run(origin: Path, target: Path, step: int = SAVE_INTERVAL) -> None:
     """Copy a finished run on rank 0, as if it had been killed after saving ``step``.
 
-    All lines of metrics are there: those beyond the checkpoint are what a killed run leaves behind.
+    The metrics are copied whole: a killed run leaves lines beyond its last checkpoint.
     """
     from megatron_chameleon.artifacts import TrainingRun
     from megatron_chameleon.artifacts.checkpoint import step_folder
@@ -261,7 +283,7 @@ def resume_unfixed(places: Places, name: str) -> None:
     }
     with mock.patch("megatron_chameleon.checkpoint.load.prepare_for_loading", fixes[name]):
         try:
-            train(places, name, RUNS["dp2-sharded"], cut="dp2-sharded")
+            train(places, name, RUNS["dp2-sharded"])
         except Exception as error:
             if is_first_rank():
                 places.found(name, "txt").parent.mkdir(exist_ok=True)
@@ -324,14 +346,12 @@ def measure_peak(places: Places, name: str) -> None:
             places.found(name).write_text(json.dumps(measured))
 
 
-def train_hooked(places: Places, name: str, hook: str, case: Case, cut: str | None = None) -> None:
+def train_hooked(places: Places, name: str, hook: str, case: Case) -> None:
     from megatron_chameleon.artifacts.files import write_json
     from megatron_chameleon.blend.options import DataOptions
     from megatron_chameleon.training.trainer import pretrain
     from tests.distributed.toy_hooks import HOOKS
 
-    if cut:
-        cut_run(places.run(cut), places.run(name))
     hooks: list[TrainingHook] = []
 
     def make(plan: TrainingPlan, layout: Layout) -> TrainingHook:
@@ -345,90 +365,17 @@ def train_hooked(places: Places, name: str, hook: str, case: Case, cut: str | No
     write_json(folder / f"{os.environ['RANK']}.json", hooks[0].flops)
 
 
-def train_online(places: Places, name: str, case: Case, cut: str | None = None) -> None:
+def train_online(places: Places, name: str, case: Case) -> None:
+    from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
     from megatron_chameleon.training.trainer import pretrain
-    from tests.distributed import methods
 
-    if cut:
-        cut_run(places.run(cut), places.run(name))
-    pretrain(online_options(places, name, case), methods.OnlineChameleon)
-
-
-def compute_doremi(places: Places, name: str, case: Case, cut: str | None = None) -> None:
-    from tests.distributed import methods
-
-    if cut:
-        cut_run(places.proxy(cut), places.proxy(name))
-    methods.doremi(places, name, case)
-
-
-def compute_doge(places: Places, name: str, case: Case, cut: str | None = None) -> None:
-    from tests.distributed import methods
-
-    if cut:
-        cut_run(places.proxy(cut), places.proxy(name))
-    methods.doge(places, name, case, is_targeted="towards" in (cut or name))
-
-
-def discover(places: Places, name: str) -> None:
-    from tests.distributed import methods
-
-    methods.discover(places, name)
-
-
-def read_reference(places: Places) -> None:
-    from tests.distributed import readings
-
-    readings.write_reference(places)
-
-
-def read(places: Places, name: str) -> None:
-    from tests.distributed import readings
-
-    readings.read(places, name)
-
-
-def read_converted(places: Places) -> None:
-    from tests.distributed import readings
-
-    readings.read(places, "one", output="converted", checkpoint=places.from_huggingface("one"))
-
-
-def convert_one(places: Places) -> None:
-    from tests.distributed import readings
-
-    readings.convert_one(places)
-
-
-def rewrite(places: Places, name: str) -> None:
-    from tests.distributed import readings
-
-    readings.rewrite(places, name)
-
-
-def convert_rewritten(places: Places, name: str) -> None:
-    from tests.distributed import readings
-
-    readings.convert_rewritten(places, name)
+    pretrain(online_options(places, name, case), OnlineChameleon)
 
 
 def train_tuned(places: Places, name: str) -> None:
     from megatron_chameleon.training.trainer import pretrain
 
     pretrain(tuning_options(places, name))
-
-
-def write_downstream(places: Places) -> None:
-    from tests.distributed import downstream
-
-    downstream.write_inputs(places.downstream)
-    downstream.answer(places.downstream, "one")
-
-
-def answer_downstream(places: Places, name: str) -> None:
-    from tests.distributed import downstream
-
-    downstream.answer(places.downstream, name)
 
 
 def is_first_rank() -> bool:
@@ -496,7 +443,7 @@ def main(places: Places, kinds: Sequence[str]) -> None:
             continue
         start = time.perf_counter()
         section.work(places)
-        gc.freeze()  # a run collects garbage at its end, but need not scan what stays
+        gc.freeze()  # the next section collects only its own garbage
         if is_first_rank():
             print(f"section {section.name}: {time.perf_counter() - start:.1f} s", flush=True)
             places.done(section.name).parent.mkdir(exist_ok=True)

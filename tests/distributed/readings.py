@@ -25,6 +25,7 @@ from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
+from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
@@ -62,7 +63,7 @@ def read(
             checkpoint=checkpoint,
             output=places.mixture(output, layer),
         )
-        methods.compute_chameleon(options)
+        compute_mixture(options)
     packed = PerplexityOptions(
         corpus=places.corpus,
         checkpoint=checkpoint,
@@ -77,6 +78,11 @@ def read(
         output=places.evaluation_by_document(output),
     )
     evaluate_perplexities([packed, by_document])
+
+
+def read_converted(places: Places) -> None:
+    """Read the checkpoint converted to a Hugging Face folder and back."""
+    read(places, "one", output="converted", checkpoint=places.from_huggingface("one"))
 
 
 def convert_one(places: Places) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, or given a user's mistake; what one learns, all know."""
+"""Killed and stopped ranks, user errors, and agreement between ranks."""
 
 from __future__ import annotations
 

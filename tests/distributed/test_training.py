@@ -50,7 +50,7 @@ def test_the_run_would_show_an_error(results):
     assert len(steps) == TRAIN_ITERS >= 12
     assert losses[0] - losses[-1] > 1.0  # it learns, so the updates matter
     assert min(moves) > SMALLEST_ERROR
-    assert min(step["grad_norm"] for step in steps) > 1.0  # every gradient is clipped
+    assert min(step["grad_norm"] for step in steps) > 1.0  # so every gradient is clipped
 
 
 def test_runs_that_separate_documents_differ(results):
@@ -264,5 +264,5 @@ def test_the_memory_estimate_is_near_the_peak_of_every_rank(results, name):
     assert len(measured) == PEAKS[name].ranks
     for rank, peak in enumerate(measured):
         stage = stages[rank // (len(measured) // len(stages))]
-        # The estimate promises a tenth; what it leaves out in these layouts is less than this.
+        # The documented bound is 10%.
         assert stage.total == pytest.approx(peak, rel=0.04)

@@ -1,7 +1,7 @@
 """Runs of the real tools on the GPUs of this machine and, for comparison, on its CPU.
 
-PRETENDED_CUDA=1 runs the tools on the pretended device of tests/pretended_cuda instead, so that the
-tests that only run tools can be tried without a GPU.
+PRETENDED_CUDA=1 runs the tools on the simulated device of tests/pretended_cuda instead, to check
+the tests themselves on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.small_corpus import word_tokenizer, write_small_corpus
 ROOT = Path(__file__).resolve().parents[2]
 IS_PRETENDED = os.environ.get("PRETENDED_CUDA") == "1"
 STEPS = 12
-# The epsilon is far above the rounding of gradients, so that updates stay as near as those.
+# The epsilon is far above the rounding of gradients, so updates differ by as little as gradients.
 TRAINING_FLAGS = (
     *("--model-size", "nano", "--seq-length", "32", "--train-iters", str(STEPS)),
     *("--global-batch-size", "8", "--micro-batch-size", "4"),
@@ -33,7 +33,7 @@ PRETRAINING_FLAGS = (*TRAINING_FLAGS, "--log-interval", "1", "--save-interval", 
 
 
 class Tools:
-    """Runs tools as a user would; a pretraining on the CPU is made once for its flags."""
+    """Runs tools as a user would; pretraining runs on the CPU are cached by their flags."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -47,7 +47,7 @@ class Tools:
         return write_small_corpus(folder, tokenizer_hash=sha256_of_files(tokenizer))
 
     def run(self, tool: str, *flags: str | Path, ranks: int = 1, on_cpu: bool = False) -> None:
-        """Run a tool, which has to succeed; ``on_cpu`` hides the devices.
+        """Run a tool, which must succeed; ``on_cpu`` hides the devices.
 
         A test with more ranks than GPUs is skipped.
         """
@@ -65,12 +65,12 @@ class Tools:
         log = self.root / "log"
         with log.open("wb") as output:
             status = run_within(command, 280, output, cwd=ROOT, environment=environment)
-        assert status == 0, log.read_text()  # None: it took longer
+        assert status == 0, log.read_text()  # None after 280 s
 
     def pretrain(
         self, folder: Path, *flags: str | Path, ranks: int = 1, on_cpu: bool = False
     ) -> TrainingRun:
-        """Pretrain into ``folder``, or resume what is there."""
+        """Pretrain into ``folder``, or resume the run there."""
         places = ("--corpus", self.corpus.root, "--run-dir", folder)
         self.run("pretrain_gpt.py", *places, *PRETRAINING_FLAGS, *flags, ranks=ranks, on_cpu=on_cpu)
         return TrainingRun.load(folder)
@@ -96,7 +96,7 @@ def losses(run: TrainingRun) -> list[float]:
 
 
 @pytest.fixture(autouse=True)
-def torch_as_the_tools_leave_it() -> Iterator[None]:
+def clean_torch_state() -> Iterator[None]:
     """No TF32, which NVIDIA's containers allow, and no process groups left by a failed test.
 
     On CUDA, `distributed` leaves its groups only if its block raises nothing.

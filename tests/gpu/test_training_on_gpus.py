@@ -20,8 +20,8 @@ from tests.gpu.conftest import IS_PRETENDED, STEPS, Tools, losses
 from tests.peak_memory import STEPS as MEASURED_STEPS
 from tests.peak_memory import training_step
 
-# Sums of products are added up in another order, and 12 steps carry the difference on; bf16 rounds
-# every activation to 8 bits.
+# The devices sum in different orders, and 12 steps amplify the difference; bf16 rounds every
+# activation to 8 bits.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 2e-2
 
 BF16, MASKS = ("--bf16",), ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
@@ -32,7 +32,7 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
 
-# Flags of the run; ranks; which of its flags change losses, so that the CPU's run has them too.
+# Flags and ranks of the run; those of its flags that change losses, for the reference on the CPU.
 CASES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "fp32": ((), 1, ()),
     "bf16": (BF16, 1, BF16),
@@ -83,7 +83,7 @@ def test_losses_are_those_of_the_cpu(
 def test_a_run_is_resumed_on_either_device(
     tools: Tools, tmp_path: Path, first: str, second: str, flags: tuple[str, ...], ranks: int
 ) -> None:
-    """To the bit where all of it is deterministic."""
+    """Bit-identically with --deterministic."""
     whole = tools.pretrain(tmp_path / "whole", *flags, ranks=ranks, on_cpu=first == "cpu")
     resumed = tmp_path / "resumed"
     shutil.copytree(whole.root, resumed)
@@ -99,7 +99,7 @@ def setup_of(shape: ModelShape, *, bf16: bool, micro_batch_size: int) -> Trainin
     return TrainingSetup(shape, TrainingParallelOptions(), 1, micro_batch_size, 2, bf16)
 
 
-@pytest.mark.skipif(IS_PRETENDED, reason="the pretended device has no allocator")
+@pytest.mark.skipif(IS_PRETENDED, reason="the simulated device has no allocator")
 @pytest.mark.parametrize(
     ("size", "bf16", "micro_batch_size"),
     [("82m", False, 8), ("82m", True, 16), ("210m", True, 8), ("684m", True, 4)],
@@ -122,12 +122,12 @@ def test_the_memory_estimate_is_near_the_allocators_peak(
     assert estimate_memory(setup)[0].total == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.skipif(IS_PRETENDED, reason="waits are counted there by tests/pretended_cuda")
+@pytest.mark.skipif(IS_PRETENDED, reason="tests/pretended_cuda counts synchronizations")
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_step_waits_for_the_gradients_norm_alone(
     monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
-    """CUDA raises an error at any other wait, once the first step has compiled and allocated."""
+    """After the first step, CUDA raises an error at any other synchronization."""
     norm = GuardedOptimizer.get_grad_norm
 
     def norm_that_waits(optimizer: GuardedOptimizer) -> float:

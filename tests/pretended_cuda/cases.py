@@ -1,4 +1,4 @@
-"""Commands that are run on the CPU and on the pretended device, and how near they have to be."""
+"""Runs on the CPU and on the simulated device, and the tolerances between them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 STEPS, LOG_INTERVAL, SAVE_INTERVAL = 6, 3, 3
 STEPS_WITHOUT_LOGGING = (2, 3, 5, 6)
-"""What is logged and saved after a step counts for the next one; the first one has a dry step."""
+"""Synchronizations of logging and saving count in the next step; step 1 follows a dry step."""
 
-# Sums are added up in another order, which changes fp32 losses of about 5 by parts in 10^7, and
-# --adam-eps is far above the rounding of gradients, so that updates stay as near. bf16 rounds each
-# logit by up to 2^-9 of itself; losses are means over 768 tokens. What goes wrong otherwise, as a
-# mask that is missing, changes losses by more than 1e-2.
+# The order of sums differs, which changes fp32 losses of about 5 by 1e-7 relatively. --adam-eps is
+# far above the rounding of gradients, so updates differ by as little. bf16 rounds each logit by up
+# to 2^-9 relatively; losses are means over 768 tokens. Real errors, such as a missing mask, change
+# losses by more than 1e-2.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 2e-3
 
 TRAINING_FLAGS = (
@@ -28,13 +28,13 @@ PRETRAINING_FLAGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A pretraining on the device.
+    """A pretraining run on the device.
 
     Attributes:
-        flags: besides PRETRAINING_FLAGS.
-        ranks: started for it.
-        reference: flags of the one-rank run on the CPU that has the same losses.
-        environment: variables that the run has besides.
+        flags: in addition to PRETRAINING_FLAGS.
+        ranks: number of ranks.
+        reference: flags of the one-rank run on the CPU with the same losses.
+        environment: additional environment variables.
         is_core: part of ``make test``; the others are slow.
     """
 

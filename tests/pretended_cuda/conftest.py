@@ -1,4 +1,4 @@
-"""Runs of the real tools on the CPU and on the pretended device, each made once a session."""
+"""Run the real tools on the CPU and on the simulated device; pretraining runs are cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECONDS = 600.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip everything here where the device cannot be pretended; a test may wait for a run."""
+    """Skip these tests on platforms that the simulated device does not support."""
     reason = unsupported_reason()
     for item in items:
         if item.path.is_relative_to(HERE):
@@ -39,34 +39,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A run that has ended: its exit status, what it printed, and where it wrote."""
+    """Exit status, log and output folder of a run."""
 
     status: int
     log: str
     folder: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without what depends on the clock."""
+        """The lines of metrics.jsonl, without fields that depend on the clock."""
         lines = read_metrics(self.folder / METRICS_NAME)
         return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
 
     def values(self, name: str) -> list[float]:
-        """A figure of every line of metrics.jsonl that has it."""
+        """A field of every line of metrics.jsonl that has it."""
         return [line[name] for line in self.metrics() if name in line]
 
     def synchronizations(self) -> list[Synchronizations]:
-        """The host's waits, rank by rank."""
+        """Host synchronizations of each rank."""
         first = self.folder.with_suffix(".waits")
         others = sorted(first.parent.glob(f"{first.name}.*"))
         return [Synchronizations.load(path) for path in (first, *others)]
 
 
 class Tools:
-    """Runs tools, as they are, each in processes of its own."""
+    """Runs the unmodified tools, each in its own processes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # Both import at the same time.
+        # Both import concurrently.
         self._drivers: dict[Kind, Driver] = {kind: Driver(kind) for kind in ("cuda", "cpu")}
         self._pretrained: dict[tuple[Any, ...], Finished] = {}
 
@@ -97,7 +97,7 @@ class Tools:
         ranks: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> Finished:
-        """Pretrain, or take the run that the same call has made; it has to succeed."""
+        """Pretrain, or return the cached run of this name; it must succeed."""
         key = (kind, name)
         if key not in self._pretrained:
             done = self.run(
@@ -118,7 +118,7 @@ class Tools:
     def concurrently(
         self, on_device: Callable[[], Finished], on_cpu: Callable[[], Finished]
     ) -> tuple[Finished, Finished]:
-        """Make a run of each kind at the same time."""
+        """Run on the device and on the CPU concurrently."""
         with ThreadPoolExecutor(1) as pool:
             expected = pool.submit(on_cpu)
             return on_device(), expected.result()
@@ -131,7 +131,7 @@ class Tools:
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
-    """Tools, and a small corpus for them."""
+    """The tools and a small corpus."""
     tools = Tools(tmp_path_factory.mktemp("pretended-cuda"))
     tools.corpus.mkdir()
     tokenizer = word_tokenizer(tools.corpus / "tokenizer.json")

@@ -1,9 +1,9 @@
-"""A pretended CUDA device: real numbers in the CPU's memory, by CUDA's rules.
+"""A simulated CUDA device: real numbers in CPU memory, under CUDA's rules.
 
 After :func:`install`, ``torch.cuda.is_available()`` is True in this process and the project takes
-every CUDA branch, with NCCL pretended over gloo. What CUDA rejects fails here too: tensors of two
+every CUDA branch, with gloo in place of NCCL. What CUDA rejects fails here too: tensors of two
 devices in an operation, host tensors in NCCL's collectives, ``.numpy()`` of device tensors, another
-rank's device, pinned memory whose elements overlap. The host's waits are counted in
+rank's device, pinned memory whose elements overlap. Host synchronizations are counted in
 ``DEVICE.synchronizations``. CONTRIBUTING.md lists what this cannot show.
 """
 
@@ -45,7 +45,7 @@ PROPERTIES = types.SimpleNamespace(
 
 
 def install() -> None:
-    """Pretend a CUDA device in this process, permanently, before anything imports megatron.core."""
+    """Install the device in this process, permanently, before megatron.core is imported."""
     register_cuda(lambda: DEVICE.current)
     _patch_torch_cuda()
     _move_parameters_as_new_ones()
@@ -99,12 +99,12 @@ def interpret_kernels() -> None:
 
 
 def hide_triton() -> None:
-    """Hide Triton, which would look for a driver without the interpreter."""
+    """Hide Triton, which would look for a CUDA driver."""
     sys.modules["triton"] = None  # type: ignore[assignment]
 
 
 def _move_parameters_as_new_ones() -> None:
-    """Let Module.to() make new parameters: setting ``.data`` would not change their device."""
+    """Make Module.to() create new parameters: setting ``.data`` would not change their device."""
     apply = torch.nn.Module._apply
 
     def apply_to_new(self: torch.nn.Module, function: Any, recurse: bool = True) -> Any:
@@ -139,7 +139,7 @@ def _recognize_saving() -> None:
 
 
 def _patch_process_groups() -> None:
-    """Pretend NCCL over gloo, with the memory of the device's tensors; remember gloo's groups."""
+    """Replace NCCL by gloo on the tensors' memory; record which groups really use gloo."""
     init_process_group, new_group = dist.init_process_group, dist.new_group
 
     def init(backend: str | None = None, *arguments: Any, device_id: Any = None, **options: Any):
@@ -188,7 +188,7 @@ def _is_nccl(group: Any) -> bool:
 
 
 class Stream:
-    """A stream of a device that computes in order."""
+    """A stream without asynchronous work."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_options: Any) -> None:
         self.device = torch.device("cuda", DEVICE.current)
@@ -240,7 +240,7 @@ class Event:
 
 
 class Generator:
-    """The state of a CUDA generator, which is a ByteTensor of the host."""
+    """A CUDA generator, whose state is a host ByteTensor."""
 
     def __init__(self) -> None:
         self._seed = self._offset = 0
@@ -267,7 +267,7 @@ class Generator:
 
 
 def _patch_torch_cuda() -> None:
-    """Replace what needs a CUDA build in ``torch.cuda`` and ``torch.Tensor``, permanently."""
+    """Replace the functions of torch that need a CUDA build, permanently."""
     replaced = {**_device_functions(), **_stream_functions(), **_memory_functions()}
     replaced |= _random_functions()
     for module in (torch.cuda, torch.cuda.random, torch.cuda.memory):

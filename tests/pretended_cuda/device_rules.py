@@ -1,6 +1,6 @@
-"""What CUDA rejects and what the host waits for, checked on the pretended device.
+"""Check what the simulated device rejects and which operations synchronize the host.
 
-A program, since the device is permanent in its process; test_faults.py runs it.
+test_faults.py runs this as a program, since the device is permanent in its process.
 """
 
 from __future__ import annotations

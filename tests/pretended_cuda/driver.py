@@ -1,4 +1,4 @@
-"""A process that has imported everything and forks a run of a tool for each request.
+"""A process with all imports done, which forks a tool run for each request.
 
     python -m tests.pretended_cuda.driver {cpu,cuda}
 
@@ -35,10 +35,10 @@ class Request:
 
     Attributes:
         command: the tool's path and its arguments.
-        log: takes what all ranks write to stdout and stderr.
-        synchronizations: takes the host's waits, of a run on the device; see run_tool.py.
+        log: output file for stdout and stderr of all ranks.
+        synchronizations: output file for host synchronizations on the device; see run_tool.py.
         ranks: 1 runs without a launcher, more with torchrun's.
-        environment: variables that the run has besides.
+        environment: additional environment variables.
         fault: one of faults.py.
     """
 
@@ -51,7 +51,7 @@ class Request:
 
 
 class Driver:
-    """The process, as the tests have it; requests are answered in order."""
+    """The tests' handle of the process, which answers requests in order."""
 
     def __init__(self, kind: Kind) -> None:
         self._process = subprocess.Popen(
@@ -64,19 +64,19 @@ class Driver:
         )
 
     def start(self, request: Request) -> None:
-        """Begin a run; :meth:`finish` has to be called before the next one."""
+        """Start a run; call :meth:`finish` before the next one."""
         assert self._process.stdin is not None
         print(json.dumps(dataclasses.asdict(request)), file=self._process.stdin, flush=True)
 
     def finish(self) -> int:
-        """The exit status of the run, once it has ended."""
+        """Wait for the exit status of the run."""
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
-        assert answer, f"the driver has left with status {self._process.wait()}"
+        assert answer, f"the driver exited with status {self._process.wait()}"
         return int(answer)
 
     def close(self) -> None:
-        """End the process, which holds nothing between runs."""
+        """Kill the process, which has no state between runs."""
         self._process.kill()
         self._process.communicate()
 
@@ -108,13 +108,13 @@ def run(kind: Kind, request: Request) -> int:
 
 
 def run_alone(kind: Kind, request: Request) -> None:
-    """Run the tool in this process, which is a fork, and write its output to the log."""
+    """Run the tool in this forked process, with its output in the log."""
     redirect_output(Path(request.log))
     run_rank(kind, request)
 
 
 def run_rank(kind: Kind, request: Request) -> None:
-    """Run the tool as one rank; its standard streams are the log already."""
+    """Run the tool as one rank, whose output is already redirected."""
     from tests.pretended_cuda.faults import FAULTS
 
     os.environ.update(request.environment)

@@ -1,4 +1,4 @@
-"""Faults that a run on the device has to be caught by; a request names one."""
+"""Faults that the simulated device must detect; a request names one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def pin_expanded_tensors() -> None:
-    """Let expanded tensors of the host be pinned as they are, rather than as contiguous copies."""
+    """Pin expanded host tensors directly, instead of contiguous copies."""
     contiguous = torch.Tensor.contiguous
 
     def keep_expanded(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -21,7 +21,7 @@ def pin_expanded_tensors() -> None:
 
 
 def reduce_host_tensor() -> None:
-    """Sum a tensor of the host over NCCL's ranks after every forward pass."""
+    """All-reduce a host tensor over NCCL after every forward pass."""
     after_forward_passes(lambda output: dist.all_reduce(torch.zeros(1)))
 
 
@@ -31,7 +31,7 @@ def read_value() -> None:
 
 
 def after_forward_passes(act: Callable[[torch.Tensor], Any]) -> None:
-    """Do something with the result of every forward pass of a whole model."""
+    """Call ``act`` with the output of every forward pass of a whole model."""
     from megatron.core.models.gpt import GPTModel
 
     def hook(module: torch.nn.Module, _arguments: Any, output: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
-"""Run a tool on the pretended CUDA device, by hand or as one rank.
+"""Run a tool on the simulated CUDA device, on one rank or as one of several.
 
     python -m tests.pretended_cuda.run_tool [--synchronizations FILE] tools/TOOL.py OPTIONS...
 
 Under torchrun, as ``python -m torch.distributed.run --nproc-per-node N -m
 tests.pretended_cuda.run_tool ...``, each rank has a device of its own. ``--synchronizations``
-writes where the host waited, and how often, to FILE, and for ranks above 0 to FILE.RANK.
+writes the file, line and number of host synchronizations to FILE, for ranks above 0 to FILE.RANK.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def use_kernels() -> None:
-    """Interpret Triton's kernels where TRITON_INTERPRET=1 is set, or do without Triton."""
+    """Interpret Triton's kernels if TRITON_INTERPRET=1 is set; otherwise hide Triton."""
     from tests.pretended_cuda import device
 
     sys.modules.pop("triton", None)

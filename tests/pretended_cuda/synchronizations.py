@@ -1,4 +1,4 @@
-"""Where the host waits for the device: counted by kind and place, and between marks."""
+"""Counts of host synchronizations by kind and source line, in total and between marks."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Synchronizations:
     _paused: bool = False
 
     def add(self, kind: str) -> None:
-        """Count one, at the place that calls the device."""
+        """Count one at the calling source line."""
         if not self._paused:
             self.total[f"{kind} at {calling_place()}"] += 1
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A block in which nothing is counted."""
+        """Suspend counting."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -52,7 +52,7 @@ class Synchronizations:
             self._paused = before
 
     def mark(self, name: str) -> None:
-        """End an interval of this name, unless it is the first mark, and begin another."""
+        """End the current interval of this name, if any, and start the next one."""
         if name in self._at_mark:
             self.intervals.setdefault(name, []).append(self.total - self._at_mark[name])
         self._at_mark[name] = self.total.copy()

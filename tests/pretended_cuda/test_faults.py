@@ -1,4 +1,4 @@
-"""The device catches what would fail or be slow on a GPU."""
+"""The simulated device detects operations that would fail or be slow on a GPU."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from tests.pretended_cuda.driver import Kind
 
 pytestmark = pytest.mark.slow
 
-# Weights follow from losses, or from products of gradients, that are as near as 1e-5.
+# Weights are computed from losses or products of gradients, which agree to 1e-5.
 WEIGHT_TOLERANCE = 1e-4
-# Besides the gradient's norm: DoReMi reads the excess losses; DoGE which domains the batch has and
-# where their samples are, the products of gradients, and the number of samples.
+# In addition to the gradient norm, DoReMi reads the excess losses; DoGE reads the domains of the
+# batch, the positions of their samples, the gradient products, and the number of samples.
 WAITS_OF_A_STEP = {"doremi": 2, "doge": 5}
 LAYOUTS = {
     "one": ((), 1),

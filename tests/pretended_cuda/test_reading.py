@@ -1,4 +1,4 @@
-"""Embedding and evaluation on the device: the CPU's numbers, and no wait but for results."""
+"""Embedding and evaluation on the device: numbers as on the CPU, one synchronization a domain."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def waits_of_passes(done: Finished) -> list[list[dict[str, int]]]:
 
 
 def assert_only_domains_are_waited_for(done: Finished) -> None:
-    """The host waits for the results of a domain, and for no batch."""
+    """The host synchronizes once per domain, not per batch."""
     for passes in waits_of_passes(done):
         waiting = [counts for counts in passes if counts]
         assert len(waiting) <= len(DOMAINS), waiting

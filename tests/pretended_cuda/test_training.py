@@ -36,7 +36,7 @@ def assert_near(found: Finished, expected: Finished, tolerance: float) -> None:
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys()
         for name in (name for name in other if "loss" in name or name == "grad_norm"):
-            # The norm comes from gradients, which are as far apart as losses relatively.
+            # Gradient norms are larger than losses; their relative differences are similar.
             scale = 10 if name == "grad_norm" else 1
             near = pytest.approx(other[name], rel=0, abs=scale * tolerance)
             assert line[name] == near, name
@@ -58,7 +58,7 @@ def test_the_host_waits_once_a_step(tools: Tools, name: str) -> None:
     done, is_async = on_device(tools, name), "--async-save" in TRAINING[name].flags
     for step in STEPS_WITHOUT_LOGGING:
         if is_async and step > SAVE_INTERVAL:
-            break  # ranks ask each other in every step whether a save has ended
+            break  # every step exchanges whether the save has ended
         for rank, waits in enumerate(done.synchronizations()):
             found = waits.of_step(step)
             assert sum(found.values()) == 1, (rank, step, dict(found))
@@ -66,7 +66,7 @@ def test_the_host_waits_once_a_step(tools: Tools, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["overlapped-async", "data-parallel"])
 def test_ranks_save_the_same_common_state(tools: Tools, name: str) -> None:
-    """Tensors of the device would be pickled in it, and be on the first rank's on every other."""
+    """Device tensors must not be pickled in it: other ranks would load them on rank 0's device."""
     found = on_device(tools, name)
     assert "common state" not in found.log
     for waits in found.synchronizations():

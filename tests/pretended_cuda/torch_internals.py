@@ -1,4 +1,4 @@
-"""CUDA as far as torch's C++ asks for it, in a torch built for the CPU.
+"""The CUDA interfaces that torch's C++ requires, in a CPU build of torch.
 
 Autograd needs a device guard and an available accelerator to run backward passes of CUDA tensors,
 and pinning needs an allocator; a CPU build of torch has neither. Both are objects with virtual
@@ -29,7 +29,7 @@ _referenced_by_cpp: list[Any] = []
 
 
 def unsupported_reason() -> str | None:
-    """Why no CUDA device can be pretended here, or None."""
+    """Reason that the simulated device is not supported here, or None."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         return "this torch is built for a GPU"
     if torch.__version__.split("+")[0].rpartition(".")[0] != TORCH_VERSION:
@@ -40,7 +40,7 @@ def unsupported_reason() -> str | None:
 
 
 def register_cuda(current_device: Callable[[], int]) -> None:
-    """Make autograd and the pinned allocator take CUDA for available, for good.
+    """Make CUDA available to autograd and the pinned allocator, permanently.
 
     Args:
         current_device: the index of the thread's current device.

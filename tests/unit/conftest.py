@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Where there is a GPU too: these tests compare with plain loops on the CPU. What needs a GPU is in
-# tests/gpu.
+# Unit tests compare with plain loops on the CPU, also on a machine with a GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import hypothesis
 import pytest
 
-# The cores are shared, and a first call may import or compile: time says nothing about a case.
+# Cores are shared, and a first call may import or compile, so deadlines would be flaky.
 hypothesis.settings.register_profile("shared cores", deadline=None)
 hypothesis.settings.load_profile("shared cores")
 
@@ -87,5 +86,5 @@ def finished_run(
 
 @pytest.fixture
 def trained_run(finished_run: Path, tmp_path: Path) -> Path:
-    """A copy of that run, to do with as one likes."""
+    """A copy of that run that the test may change."""
     return Path(shutil.copytree(finished_run, tmp_path / "trained"))

@@ -1,19 +1,25 @@
-"""Every options class of the package: frozen, documented, and complete in its tool's --help."""
+"""Every options class: frozen, documented, shown by --help, with numbers in int64 and float32."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import inspect
+import math
 from pathlib import Path
 from typing import TypeGuard, get_type_hints
 
 import pytest
 
-from megatron_chameleon.cli import parse_options
+from megatron_chameleon.cli import parse_options, run_tool
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import ExportOptions
+from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.method import find_methods
+from megatron_chameleon.ranges import LARGEST_FLOAT32, LARGEST_INT64
+from megatron_chameleon.training.options import PretrainOptions
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_chameleon"
 
@@ -77,3 +83,67 @@ def test_options_are_frozen_documented_and_shown_by_help(options_type, capsys, m
             flags += [name] if name not in groups_of(part) else []
         assert "".join((part.__doc__ or "").strip().split("\n")[0].split()) in shown
     assert len(flags) == len(set(flags))
+
+
+EXTREMES = (-(2**64), -1, 0, 2**31, 2**63, 2**64, 10**4000)
+FLOAT_EXTREMES = (math.nan, math.inf, -math.inf, -1.0, 0.0, 5e-324, 1e308)
+REQUIRED = {"clusters": "4", "discover": "4", "format": "json", "method": "uniform"}
+REQUIRED |= {"num_proxies": "4", "output": "x.json", "mixtures": "uniform x", "seeds": "1 2 3"}
+REQUIRED |= {"token_budget": "1", "split": "test"}
+
+
+def default_options(options_type):
+    """Options with their defaults, and a value for each required one."""
+    argv: list[str] = []
+    for field in dataclasses.fields(options_type):
+        needed = field.default is field.default_factory is dataclasses.MISSING
+        if field.name == "source":
+            argv += ["--input", "x"]
+        elif options_type is PretrainOptions and field.name == "corpus":
+            argv += ["--corpus", "x"]
+        elif field.name == "runs":
+            argv = ["x", *argv]
+        elif needed:
+            argv += [f"--{field.name.replace('_', '-')}", *REQUIRED.get(field.name, "x").split()]
+        elif options_type is ManualOptions and field.name == "weights":
+            argv += ["--weights", "x"]
+    return parse_options(options_type, argv)
+
+
+def numeric_fields(options, kind):
+    """Name and setter of each field of type ``kind``, of nested options too."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            for name, put in numeric_fields(value, kind):
+                yield name, lambda n, f=field, p=put: dataclasses.replace(options, **{f.name: p(n)})
+        elif type(value) is kind:
+            yield field.name, lambda n, f=field: dataclasses.replace(options, **{f.name: n})
+
+
+@pytest.mark.parametrize("options_type", options_of_the_package(), ids=lambda t: t.__name__)
+def test_number_is_rejected_or_representable(options_type):
+    options = default_options(options_type)
+    for kind, extremes, most in (
+        (int, EXTREMES, LARGEST_INT64),
+        (float, FLOAT_EXTREMES, LARGEST_FLOAT32),
+    ):
+        for name, put in numeric_fields(options, kind):
+            for number in extremes:
+                if abs(number) <= most:  # its own range may be smaller
+                    with contextlib.suppress(UserError):
+                        put(number)
+                    continue
+                with pytest.raises(UserError, match=f"--{name.replace('_', '-')} "):
+                    put(number)
+
+
+def test_tool_rejects_a_number_before_it_starts(capsys):
+    for flag in ("--train-iters 1000000000000", f"--eval-iters 1{'0' * 5000}", "--adam-eps nan"):
+        argv = ["--run-dir", "x", "--corpus", "x", *flag.split()]
+        with pytest.raises(SystemExit) as left:
+            run_tool(lambda _options: pytest.fail("it started"), PretrainOptions, argv)
+        assert left.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        assert flag.split()[0] in line
