@@ -41,8 +41,9 @@ from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.records import Progress, RunRecords
 from megatron_chameleon.training.run_folder import FRESH_START
 
-# Options that affect results, and so may not change on resume. Data, initial mixture and pretrained
-# weights are compared by hash; the mixture's changes and a hook, with the checkpoint.
+# Options that affect results, and must not change on resume. The hashes of the corpus, the initial
+# mixture and the pretrained weights are compared too, and mixture changes and the hook with those
+# in the checkpoint.
 FIXED_OPTIONS = (
     "model_size",
     "seq_length",
@@ -87,7 +88,7 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
                 f"{checkpoint.root} was written {'with' if was_sharded else 'without'} {flag}; "
                 f"{'pass' if was_sharded else 'leave out'} {flag} to resume from it"
             )
-    resumed_schedule(plan, checkpoint)  # raises on a conflict
+    resumed_schedule(plan, checkpoint)  # raises UserError on a conflict
     return Progress(run, checkpoint, tuple(problems))
 
 
@@ -182,7 +183,7 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
     """Mixture schedule of the checkpoint up to its step, then that of the plan.
 
     Raises:
-        UserError: if the plan has a change before the checkpoint that was not made.
+        UserError: if a planned change before the checkpoint is not in the checkpoint.
     """
     if checkpoint is None:
         return plan.schedule
@@ -196,7 +197,7 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
         if phase not in past:
             step = phase.first_sample // plan.options.global_batch_size
             raise UserError(
-                f"--mixture-change {step}=...: the run is at step {checkpoint.step} and sampled by "
+                f"--mixture-change {step}=...: the run is at step {checkpoint.step} and used "
                 f"other weights from step {step} on; pass a step >= {checkpoint.step}"
             )
     ahead = [p for p in plan.schedule.phases if p.first_sample >= max(checkpoint.samples, 1)]

@@ -1,7 +1,7 @@
 """Per-domain gradients from a single pass over the global batch.
 
-The samples of the batch are sorted by domain, so that each micro-batch has a single domain. The
-gradient of each domain is copied from the gradient buffers before that of the next is computed.
+The samples of the batch are sorted by domain, so that each micro-batch has a single domain. Each
+domain's gradient is copied from the gradient buffers before the next one is computed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.training.optimizer import is_counted
 
-# Products of this many numbers are summed in float32, and these sums in float64. Larger chunks are
-# less exact and not faster.
+# Numbers per chunk of a dot product: chunks are summed in float32, their sums in float64. Larger
+# chunks are less exact and not faster.
 CHUNK = 1 << 10
 
 # Chunks per matrix multiplication.
@@ -97,7 +97,7 @@ def micro_batches_by_domain(
     """Regroup micro-batches so that each has one domain, with a single gather.
 
     Each domain has as few micro-batches as possible, of about the same size, the largest first.
-    Padding samples, which have no loss, follow those of the domain where the sizes require them.
+    Padding samples come last and have no loss.
 
     Args:
         micro_batches: one rank's micro-batches of a step.

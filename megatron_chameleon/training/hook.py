@@ -263,7 +263,7 @@ class HookRunner:
     def change_mixture(self, step: int, samples: BlendedTokens, global_batch_size: int) -> bool:
         """Call ``new_mixture`` if it is due after ``step`` steps; return whether it was called.
 
-        Called before the next step, so that a checkpoint in between does not include the change.
+        The change belongs to the next step: a checkpoint before that step does not include it.
         """
         interval = self._hook.mixture_interval
         if not interval or not step or step % interval:
@@ -297,7 +297,7 @@ class HookRunner:
     def undo_step(self) -> None:
         """Restore the hook's state from before the last step, which was skipped.
 
-        Such a step's loss or gradient may be NaN, and so may the hook's state after it.
+        Its loss or gradient may have been NaN, and made the hook's state NaN.
         """
         self._hook.load_state_dict(self._before_step)
 
@@ -365,7 +365,7 @@ def reading(
     """
     for chunk in model:
         if layout.overlap_param_gather:
-            # Layers would otherwise gather parameters in forward, but ranks run different batches.
+            # Otherwise, layers gather parameters in their forward pass, and ranks run different batches.
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
         chunk.eval()
     first, *later = map(unwrap, model)

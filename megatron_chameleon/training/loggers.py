@@ -77,7 +77,7 @@ class TensorBoardLogger:
 
     Args:
         folder: folder of the event files.
-        first_step: earlier metrics of later steps are hidden.
+        first_step: steps done; metrics that an earlier start logged of later steps are hidden.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:

@@ -32,8 +32,8 @@ MEMORY_HINT = (
     "--bf16, or more ranks with a larger --tensor-model-parallel-size"
 )
 
-# Attributes of megatron's bucket groups: in its first batch a bucket learns how many gradients
-# complete it, and before each step it notes whether parameters have been gathered.
+# State of megatron's bucket groups that a step changes: the number of gradients that complete a
+# bucket, counted in the first batch, and whether parameters have been gathered.
 BOOKKEEPING = ("is_first_batch", "golden_per_param_grad_ready_counts", "param_gather_dispatched")
 
 
@@ -86,7 +86,9 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
         return 0
     left = options.device_memory_gb - fullest.total / GB
     if left > 0:
-        print(f"fits in {options.device_memory_gb:g} GB: {left:.2f} GB are left, for CUDA too")
+        print(
+            f"fits in {options.device_memory_gb:g} GB: {left:.2f} GB are left, including CUDA's own"
+        )
         return 0
     print(
         f"does not fit in {options.device_memory_gb:g} GB: {-left:.2f} GB are missing; "
@@ -148,7 +150,7 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
     """Run one step without an update, to allocate its peak memory. Collective.
 
     Weights, gradients, optimizer, schedule and random states are unchanged afterwards, unless it
-    raises, which ends the run. The hook's memory is already allocated; its own forward passes need
+    raises an error, which ends the run. The hook's memory is already allocated; its own forward passes need
     less and are not run.
 
     Raises:

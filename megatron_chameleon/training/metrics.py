@@ -58,7 +58,7 @@ class IntervalMeter:
         self._restart()
 
     def add(self, result: StepResult) -> None:
-        """Add a step; only the sampled tokens of a skipped one."""
+        """Add a step; of a skipped step, only its sampled tokens are counted."""
         if result.skipped:
             self._sums[:, 2] += result.domain_sums[:, 2]
             return

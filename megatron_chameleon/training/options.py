@@ -208,7 +208,7 @@ class OptimizerOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingOptions(CheckedOptions):
-    """Options of every training run, of a base model as of a method's proxy."""
+    """Options of every training run: of a base model and of a method's proxy."""
 
     model_size: str | None = None
     """Name of a model size; an unknown one lists all. Default: that of --pretrained-checkpoint, or

@@ -36,8 +36,7 @@ class TrainingPlan:
     """The options with the artifacts that they name.
 
     Attributes:
-        options: options of the run. ``model_size`` is the name of the size wherever the size came
-            from, and None if the size has no name.
+        options: options of the run. ``model_size`` is the name of the size, or None if it has no name.
         data: the training tokens.
         mixture: initial mixture.
         schedule: weights of every sample, in the order of ``data.names``.
@@ -89,7 +88,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         size = model_size(options.model_size or DEFAULT_SIZE)
         shape = ModelShape(size, data.tokenizer.vocab_size, options.seq_length)
     check_model_layout(shape.size, options.parallel, options.seq_length)
-    # The name if there is one, so that records agree whether it was passed or not.
+    # The name if there is one, so that records are the same whether it was passed or not.
     options = dataclasses.replace(options, model_size=name_of(shape.size))
     inputs = {"corpus": data.hash, "mixture": mixture.hash}
     if pretrained:
@@ -129,7 +128,7 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
         options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
     )
     data = data_path_tokens(path, options.data.split, tokenizer.identity)
-    if path.weights is None:  # a weight of 0 because of the size is not intended
+    if path.weights is None:  # otherwise its size would make its weight 0
         check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
     sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]
     weights = [float(weight) for weight in path.weights or sizes]

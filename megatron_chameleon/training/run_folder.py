@@ -21,8 +21,8 @@ FRESH_START = (
     "(tools/pretrain_gpt.py: --overwrite)"
 )
 """Hint at the end of messages about a run folder that holds another run."""
-# The old run stays in its own folder, which may be a mount point or a link. Its run.json is moved
-# last and restored first, so that its place tells whether the move is complete.
+# An overwritten run is moved to this folder within its own, which may be a mount point or a link.
+# Its run.json is moved last and restored first: once it is there, the move is complete.
 _REPLACED = ".replaced"
 
 
@@ -95,7 +95,7 @@ def starting_run(folder: Path, *, overwrite: bool) -> Iterator[None]:
     try:
         if overwrite and TrainingRun.exists(folder):
             with writing(replaced):
-                replaced.mkdir()  # fails if the last one could not be deleted
+                replaced.mkdir()  # fails if an earlier one could not be deleted
                 for path in sorted(_contents(folder), key=_is_record):
                     os.replace(path, replaced / path.name)
             moved = True

@@ -249,7 +249,7 @@ def finalize_gradients(
     pipeline = pg_collection.pp
     dist.broadcast(num_tokens, src=get_pp_last_rank(pipeline), group=pipeline)
     dist.all_reduce(num_tokens, group=pg_collection.dp_cp)
-    scale = 1.0 / num_tokens.clamp(min=1)  # without tokens the gradient is zero as it is
+    scale = 1.0 / num_tokens.clamp(min=1)  # without tokens, the gradient is already zero
     for chunk in model:
         chunk.scale_gradients(scale)
 

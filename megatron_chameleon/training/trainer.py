@@ -96,7 +96,9 @@ def pretrain(
                 samples = samples_of(plan, schedule)
             if progress.checkpoint and progress.step >= options.train_iters:
                 records = RunRecords(plan, layout, samples, progress)
-                if progress.run and progress.run.status != "finished":  # killed before that record
+                if (
+                    progress.run and progress.run.status != "finished"
+                ):  # killed before it was recorded
                     skipped = progress.checkpoint.guard.get("skipped", 0)
                     records.write_run(progress.step, "finished", skipped)
                 if layout.is_main:
@@ -286,7 +288,7 @@ class Trainer:
         """Log, validate and save where this step is due.
 
         No checkpoint is written during a streak of skipped steps, so that the one before the streak
-        is kept. The exception is the run's last checkpoint, for which none is deleted.
+        is kept. The exception is the run's last checkpoint, which deletes no other.
         """
         self.save_is_due |= self.step % self.options.save_interval == 0
         leaving = self._is_last or bool(self.stop_reasons)
