@@ -106,7 +106,7 @@ class StepGuard:
         return True
 
     def _spike_threshold(self, name: str) -> float:
-        """Mean of the window plus --spike-factor standard deviations; infinite until it is half full.
+        """Mean plus --spike-factor standard deviations; infinite until the window is half full.
 
         OLMo 2 skips steps this way (OLMo et al. 2024, "2 OLMo 2 Furious"), except that here spikes
         do not enter the window.

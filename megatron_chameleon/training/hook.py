@@ -365,7 +365,7 @@ def reading(
     """
     for chunk in model:
         if layout.overlap_param_gather:
-            # Otherwise, layers gather parameters in their forward pass, and ranks run different batches.
+            # Otherwise layers gather parameters in forward, but ranks run different batches.
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
         chunk.eval()
     first, *later = map(unwrap, model)

@@ -149,9 +149,9 @@ def check_host_memory(plan: TrainingPlan, layout: Layout) -> None:
 def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> None:
     """Run one step without an update, to allocate its peak memory. Collective.
 
-    Weights, gradients, optimizer, schedule and random states are unchanged afterwards, unless it
-    raises an error, which ends the run. The hook's memory is already allocated; its own forward passes need
-    less and are not run.
+    Weights, gradients, optimizer, schedule and random states are unchanged afterwards, but not
+    after an error, which ends the run. The hook's memory is already allocated; its own forward
+    passes need less and are not run.
 
     Raises:
         torch.OutOfMemoryError: if the device memory does not suffice.

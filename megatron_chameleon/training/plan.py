@@ -36,7 +36,8 @@ class TrainingPlan:
     """The options with the artifacts that they name.
 
     Attributes:
-        options: options of the run. ``model_size`` is the name of the size, or None if it has no name.
+        options: options of the run. ``model_size`` is the name of the size, or None if it has
+            none.
         data: the training tokens.
         mixture: initial mixture.
         schedule: weights of every sample, in the order of ``data.names``.

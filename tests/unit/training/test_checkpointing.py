@@ -98,12 +98,9 @@ def fill_disk(monkeypatch, capsys):  # capsys: what is printed goes to no file
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("size", [SMALLER_THAN_ANY_FILE, SMALLER_THAN_THE_WEIGHTS])
-def test_full_disk_costs_one_checkpoint_only(
-    options_for, finished_run, fill_disk, size, async_save
-):
+def test_full_disk_costs_one_checkpoint_only(options_for, finished_run, fill_disk, async_save):
     run_dir = run_to_step_2(options_for)
-    fill_disk(size, first=2, until=4)  # before steps 4 and 6 of the run
+    fill_disk(SMALLER_THAN_ANY_FILE, first=2, until=4)  # before steps 4 and 6 of the run
     checkpointing = CheckpointingOptions(async_save=async_save)
     with pytest.warns(CheckpointWarning) as warned:
         pretrain(options_for(save_interval=2, checkpointing=checkpointing))

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.training.memory import check_host_memory
 from megatron_chameleon.training.options import PretrainOptions
-from megatron_chameleon.training.plan import plan_training, warn_of_repeats
+from megatron_chameleon.training.plan import plan_training
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
 
 
@@ -63,20 +62,6 @@ def test_a_plan_of_a_corpus(plan, corpus, tmp_path):
     with pytest.warns(MixtureWarning, match="code, poems"):  # domains without a weight
         made = plan(mixture=written(tmp_path / "n.json", {"news": 1.0}))
     assert made.schedule.weights_at(0) == (1.0, 0.0, 0.0)
-
-
-def test_warn_of_more_than_four_epochs(plan, corpus, tmp_path):
-    tokens = corpus.domains["news"].train.tokens
-    mixture = written(tmp_path / "m.json", {"news": 1.0, "code": 0.0, "poems": 0.0})
-    steps = math.ceil(4.2 * tokens / (8 * 32))
-    made = plan(mixture=mixture, train_iters=steps)
-    with pytest.warns(MixtureWarning, match=r"'news'.* 4\.\d "):
-        warn_of_repeats(made, made.schedule)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fewer = plan(mixture=mixture, train_iters=steps - 10)
-        warn_of_repeats(fewer, fewer.schedule)
-        warn_of_repeats(made, MixtureSchedule.fixed([1.0, 1.0, 1.0]))
 
 
 @pytest.fixture

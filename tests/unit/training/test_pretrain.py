@@ -79,22 +79,6 @@ def test_killed_run_resumes_exactly(pretrain_options, tmp_path, sharded, bf16):
     assert TrainingRun.load(resumed).status == "finished"
 
 
-def test_run_killed_after_its_last_checkpoint_is_marked_as_finished(
-    pretrain_options, trained_run, finished_run, capsys
-):
-    finished = TrainingRun.load(finished_run)
-    first = finished.checkpoints[:1]
-    dataclasses.replace(
-        TrainingRun.load(trained_run), status="running", step=4, tokens=1024, checkpoints=first
-    ).save()
-    pretrain(pretrain_options(trained_run))
-    assert capsys.readouterr().out == f"{trained_run} is finished at step 6; nothing to do\n"
-    run = TrainingRun.load(trained_run)
-    for field in ("status", "step", "tokens", "checkpoints", "domain_tokens", "mixture_phases"):
-        assert getattr(run, field) == getattr(finished, field)
-    assert run.cost.flops == finished.cost.flops
-
-
 def data_path(corpus, tmp_path, **changes):
     return DataOptions(
         data_path=" ".join(f"1 {corpus.prefix(name, 'train')}" for name in DOMAINS),
