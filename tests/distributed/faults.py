@@ -161,7 +161,7 @@ def instead_of_hashing(step: int, act: Callable[[], None]) -> Iterator[None]:
 
 def add_traces_of_a_crash(run_dir: Path) -> None:
     """Add a half-written checkpoint and half a line of metrics."""
-    half = step_folder(run_dir, 6).with_name(".step-00000006.tmp")
+    half = step_folder(run_dir, 6).with_name(".step-00000006.1a2b3c4d.tmp")
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half")
     with (run_dir / METRICS_NAME).open("a") as stream:
