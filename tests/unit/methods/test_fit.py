@@ -113,7 +113,7 @@ def mixture_of(compute):
         ({"sampling": MixtureSamplingOptions(max_upweighting=0.1)}, "--num-proxies"),
         ({"ratios": Path("table.csv")}, "--metrics"),
         ({"output": Path("/dev/null/mixture.json")}, "/dev/null"),
-        ({"ratios": Path("r"), "metrics": Path("m"), "swarm": SwarmOptions(seed=1)}, "--seed 1"),
+        ({"ratios": Path("r"), "metrics": Path("m")}, "--num-proxies 64: nothing is trained"),
     ],
 )
 def test_mistakes_are_reported_before_training(
